@@ -248,7 +248,7 @@ def answer_for_one(standing: Standing) -> str:
     if LOSS_KEY in figures:
         parts.append(f"training loss {figures[LOSS_KEY]:.4f} (mean of the last {plural(averaged_steps(figures), 'step')})")
     if "held_out_loss" in figures:
-        parts.append(f"held-out loss {figures['held_out_loss']:.4f}")
+        parts.append(f"held-out loss {figures['held_out_loss']:.4f}{standing.run.when_evaluated}")
     if standing.shown_speed:
         parts.append(f"{count(standing.shown_speed)} tokens/s" + (", emulated" if standing.run.emulated else ""))
     return "; ".join(parts) + "."

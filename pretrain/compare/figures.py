@@ -164,7 +164,7 @@ def _figure_of_one(run: RunRecord) -> Figure:
     label = f"training loss, mean of {window} steps" if window > 1 else "training loss"
     draw_smoothed(panel, steps, losses, color=colour, linewidth=1.6, label=label)
     if len(held_out):
-        draw_held_out(panel, run, colour, label=f"held-out loss {held_out[-1]:.4f} at the end")
+        draw_held_out(panel, run, colour, label=f"held-out loss {held_out[-1]:.4f}{run.when_evaluated or ' at the end'}")
     scale_after_the_fall(panel, [losses], [held_out])
     precision = f"{run.precision}, weights {run.config.get('weights')}" + (" (emulated)" if run.emulated else "")
     tokens = f"{count(run.summary['tokens'])} tokens, {count(run.tokens_per_step)} a step"
@@ -275,7 +275,7 @@ def _draw_losses(panel: Axes, column: Sequence[DrawnRun], *, legend: bool) -> No
     """Means alone: runs over the same data have the same noise, which would hide the lines if it were drawn for each of them."""
     for line in column:
         held_out = line.run.held_out_curve()[1]
-        label = line.label + (f", held-out loss {held_out[-1]:.4f}" if len(held_out) else "")
+        label = line.label + (f", held-out loss {held_out[-1]:.4f}{line.run.when_evaluated}" if len(held_out) else "")
         draw_smoothed(panel, *line.run.curve("loss"), color=line.colour, linestyle=line.style, label=label, linewidth=1.4)
         draw_held_out(panel, line.run, line.colour)
     if legend:

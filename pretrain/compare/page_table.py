@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from foundation.tables import UNKNOWN
@@ -57,6 +57,11 @@ def _figure(value_of: Callable[[Standing], float | None], form: Callable[[float]
 
 def _key(key: str, form: Callable[[float], str]) -> Callable[[Standing], TableCell]:
     return _figure(lambda each: each.run.summary.get(key), form)
+
+
+def _held_out(each: Standing) -> TableCell:
+    cell = _key("held_out_loss", "{:.4f}".format)(each)
+    return cell if cell.value is None else replace(cell, beside=each.run.when_evaluated.strip())
 
 
 def _of_hardware(key: str, form: Callable[[float], str]) -> Callable[[Standing], TableCell]:
@@ -142,7 +147,7 @@ def _losses(comparison: RunComparison) -> list[TableColumn]:
             f"of fewer than {FEWEST_STEPS} steps there is none",
             _gap if comparison.paired else _nothing,
         ),
-        TableColumn("held-out loss", "of packs that are not trained on, nats a token", _key("held_out_loss", "{:.4f}".format)),
+        TableColumn("held-out loss", "of packs that are not trained on, nats a token", _held_out),
         TableColumn(
             "held-out − baseline",
             "of the last step in which both were evaluated, on the same packs",

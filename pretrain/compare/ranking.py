@@ -82,7 +82,7 @@ class Ranking:
             return or_dash(figures.get(key), form)
 
         return [
-            written("held_out_loss", "{:.4f}".format),
+            written("held_out_loss", lambda loss: f"{loss:.4f}{record.when_evaluated}"),
             written(f"loss_last_{LAST_STEPS}", "{:.4f}".format),
             f"{figures['steps']}{done}",
             or_dash(None) if record.side_by_side else written("tokens_per_second", count),

@@ -79,7 +79,7 @@ def summary_table(runs: Sequence[RunRecord]) -> str:
         "steps": lambda run: str(run.summary["steps"]) + (", halted" if "halted" in run.summary else ""),
         "tokens": _figure("tokens", count),
         f"loss, last {' or '.join(map(str, averaged))}": _figure(f"loss_last_{LAST_STEPS}", "{:.4f}".format),
-        "held-out": _figure("held_out_loss", "{:.4f}".format),
+        "held-out": lambda run: _figure("held_out_loss", lambda loss: f"{loss:.4f}{run.when_evaluated}")(run),
         "perplexity": _figure("held_out_perplexity", "{:.4g}".format),
         "tok/s": _speed,
         "MFU": _of_hardware("mfu_bf16_peak", percent),

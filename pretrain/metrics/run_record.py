@@ -51,6 +51,17 @@ class RunRecord:
         return _curve([record for record in self.metrics if is_evaluation(record)], "held_out_loss")
 
     @property
+    def evaluated_before(self) -> int | None:
+        """The step after which it was evaluated last, where more steps followed; None where none did, or it never was."""
+        at = self.held_out_curve()[0][-1:].tolist()
+        return at[0] if at and at[0] != self.summary["steps"] else None
+
+    @property
+    def when_evaluated(self) -> str:
+        """What stands behind its held-out loss: " (step 10)" where that is no longer its model's, else nothing."""
+        return "" if self.evaluated_before is None else f" (step {self.evaluated_before:,})"
+
+    @property
     def name(self) -> str:
         return self.path.resolve().name
 
@@ -250,12 +261,12 @@ def summary(records: Iterable[Record]) -> dict[str, Any]:
     """What `summary.json` holds: final losses, medians, peaks and totals over every step of the run, resumed or not.
 
     Losses are nats per token. Medians, `tokens_per_joule` and `data_wait_share` leave out the run's first two steps. `hours` is
-    the time inside steps, without evaluation, saving and starting. A key whose figure is not known (no evaluation, no known peak)
-    is absent.
+    the time inside steps, without evaluation, saving and starting. The held-out loss is that of the last evaluation, but not of
+    the model as it was before the run. A key whose figure is not known (no evaluation, no known peak) is absent.
     """
     records = list(records)
     steps = [record for record in records if is_step(record)]
-    evaluations = [record for record in records if is_evaluation(record)]
+    evaluations = list(own_evaluations(records))
     if not steps:
         return {"steps": 0}
     last, steady = steps[-1], steps[WARM_UP_STEPS:] or steps

@@ -40,7 +40,10 @@ def model_card(run: RunRecord, hf: PreTrainedModel, *, tokenizer: bool) -> str:
     if found := [each for each in _sources(recipe["data"]) if HUB_NAME.fullmatch(each) and not Path(each).exists()]:
         front["datasets"] = found
     rows = {"model": _model(hf, parameters), "started from": _origin(recipe)} | _rows(run)
-    held_out = f" Its held-out loss is {figures['held_out_loss']:.4f} nats a token." if "held_out_loss" in figures else ""
+    held_out, earlier = "", run.evaluated_before
+    if "held_out_loss" in figures:
+        when = "is" if earlier is None else f"after {earlier:,} of these steps was"
+        held_out = f" Its held-out loss {when} {figures['held_out_loss']:.4f} nats a token."
     parts = [
         "---\n" + yaml.safe_dump(front, sort_keys=False, allow_unicode=True) + "---",
         f"# {name}",
@@ -115,6 +118,7 @@ def _rows(run: RunRecord) -> dict[str, str]:
     held_out = ""
     if "held_out_loss" in figures:
         held_out = f"{figures['held_out_loss']:.4f} nats a token, perplexity {figures['held_out_perplexity']:.4g}"
+        held_out += "" if run.evaluated_before is None else f", after {run.evaluated_before:,} of these steps"
     accelerate = made_by.get("accelerate") or {}
     device = next(iter(made_by.get("gpus") or ()), None) or accelerate.get("device", "")
     packages = made_by.get("packages") or {}

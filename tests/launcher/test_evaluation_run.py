@@ -22,6 +22,11 @@ from tests.bad_input.conftest import contents
 BEST = ("checkpoint.best=true", "checkpoint.keep=2", "checkpoint.every=1")
 
 
+def card_of(checkpoint: Path, out: Path) -> str:
+    assert main(["export", str(checkpoint), str(out)]) == 0
+    return (out / "README.md").read_text()
+
+
 def kept(run_dir: Path) -> list[int]:
     return sorted(step_of(folder) for folder in step_folders(run_dir / "checkpoints"))
 
@@ -67,6 +72,21 @@ def test_the_best_checkpoint_is_kept_found_again_after_a_kill_and_exported(
     refused = "step 6 has the lowest held-out loss and is not kept; set `checkpoint.best: true`.*: step-00000008, step-00000007$"
     assert re.search(refused, capsys.readouterr().err.strip())
     assert main(["export", str(alone.run_dir)]) == 2 and "name OUT" in capsys.readouterr().err
+
+
+def test_a_checkpoints_card_says_after_which_step_its_held_out_loss_was_measured(
+    train_here: Callable, small_recipe: dict[str, Any], tmp_path: Path
+):
+    changes = ("evaluate.at_start=true", "evaluate.every=4", "checkpoint.every=3", "train.steps=8")
+    finished = train_here(*changes, recipe=small_recipe)
+    assert finished.status == 0, finished.output
+    losses, folder = evaluations(finished), finished.run_dir / "checkpoints"
+    assert list(losses) == [0, 4, 8] and kept(finished.run_dir) == [3, 6, 8]
+    before, between, at_end = (card_of(folder / f"step-0000000{step}", tmp_path / f"out{step}") for step in (3, 6, 8))
+    assert "in 3 steps.\n" in before and "| held-out loss |" not in before, "that of step 0 is of a model without training"
+    assert f"Its held-out loss after 4 of these steps was {losses[4]:.4f} nats a token." in between
+    assert re.search(rf"\| held-out loss \| {losses[4]:.4f} .*, after 4 of these steps \|", between)
+    assert f"Its held-out loss is {losses[8]:.4f} nats a token." in at_end and "of these steps" not in at_end
 
 
 def test_a_best_evaluation_at_the_end_has_its_checkpoint_where_no_last_one_is_wanted(train_here: Callable):

@@ -200,6 +200,14 @@ def test_the_table_shows_each_runs_figures_and_a_dash_for_what_is_not_known(tmp_
     assert len({len(line) for line in table.splitlines()}) == 1
 
 
+def test_a_held_out_loss_of_an_earlier_step_than_the_runs_last_says_which(tmp_path):
+    run = make_run(tmp_path / "run")
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n" + lines[3].replace('"step": 4', '"step": 5') + "\n")
+    found = read_run(run)
+    assert rows(summary_table([found]))["run"]["held-out"] == "2.4000 (step 4)"
+
+
 def test_the_loss_column_says_over_how_many_steps_it_is_the_mean(tmp_path):
     short, long = trained(tmp_path / "short", [3.0] * 12), trained(tmp_path / "long", [3.0] * 60)
     assert "loss, last 12" in rows(summary_table([short]))["short"]

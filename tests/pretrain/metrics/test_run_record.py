@@ -10,7 +10,7 @@ import pytest
 
 from foundation.errors import InputError
 from pretrain.metrics.run_folder import RunFolder
-from pretrain.metrics.run_record import last_screen, read_metrics, read_run, summary
+from pretrain.metrics.run_record import RunRecord, last_screen, read_metrics, read_run, summary
 
 
 def step(number: int, **changes: Any) -> dict[str, Any]:
@@ -58,6 +58,15 @@ def test_the_last_screen_says_what_was_waited_for(tmp_path: Path) -> None:
     screen(tmp_path / "run", [step(1)])
     _, rows, _ = last_screen(read_run(tmp_path / "run"), RunFolder(tmp_path / "run", owner=False), "41 s: start 8.0 s")
     assert rows["you waited"] == "41 s: start 8.0 s"
+
+
+def test_a_held_out_loss_is_that_of_the_run_and_says_after_which_of_its_steps_it_was_measured() -> None:
+    steps = [step(number) for number in range(1, 4)]
+    lines = {"start": [evaluation(0), *steps], "earlier": [*steps[:2], evaluation(2), steps[2]], "end": [*steps, evaluation(3)]}
+    runs = {name: RunRecord(Path(), {}, {}, metrics, summary(metrics)) for name, metrics in lines.items()}
+    assert "held_out_loss" not in runs["start"].summary, "the model was another one then"
+    assert (runs["earlier"].evaluated_before, runs["earlier"].when_evaluated) == (2, " (step 2)")
+    assert (runs["end"].evaluated_before, runs["end"].when_evaluated) == (None, "")
 
 
 @pytest.mark.parametrize("loss", [2.5, None])
