@@ -31,9 +31,9 @@ from pretrain.settings.recipe import Recipe
 
 _NAMES = ("name", "run_dir")  # different in each run, and no part of what is compared
 _HEAD = ("scale", "parameters", "tokens", "command", "side_by_side", "environment", "held_out", "settings")
-# No part of a training's identity, but of what is kept of it: what it is measured on, and the cells that differ in these alone.
-_MEASURED = ("evaluate.packs", "model.fused")
-_MEASURED_IF_QUANTIZED = ("fp8_config.backend", "fp8_config.use_autocast_during_eval")
+# No part of a training's identity, but of what is kept of it: the cells that differ in these alone.
+_MEASURED = ("model.fused",)
+_MEASURED_IF_QUANTIZED = ("fp8_config.backend",)
 BETWEEN = "between_baseline_seeds"
 _REMEDY = "name another file, or move it away"
 

@@ -111,6 +111,7 @@ class _Queue:
                 return
             self.waiting.remove(run)
             try:
+                run.check_folder()
                 one = StartedRun.start(self.matrix, run, least_busy(slots, self.running), side_by_side=side_by_side)
             except InputError as error:
                 self.outcomes[run.name].status = "failed"

@@ -19,7 +19,15 @@ import yaml
 from pydantic import Field
 
 from foundation.errors import InputError
+from foundation.reading import load_object
 from foundation.settings import PathText, PositiveCount, Settings, load_yaml, parse, shown, value_from_text
+from packing.manifest import read_manifest
+from packing.parts import training_parts, validation_parts
+from packing.prepare import content_settings
+from packing.settings import DataSettings
+from packing.store import open_packs
+from packing.token_log import differences
+from pretrain.compare.fairness import in_words
 from pretrain.metrics.run_record import read_finished, read_run
 from pretrain.plan.checks import check_launch
 from pretrain.precision.schedule import in_a_path, is_quantized
@@ -32,6 +40,10 @@ Axes = dict[str, Annotated[list[Any], Field(min_length=1)]]  # any keys of a rec
 CELL = "cell"  # in the values of a run of a group: what its settings are called
 _FROM_TOKENIZER = re.compile(r"model\.config\.(vocab_size|\w+_token_id)")
 _WITHOUT_KEY = (CELL, "precision", "weights", "scope")  # keys whose values need no key beside them in a run's name
+
+
+_DATA_AND_MEASURE = ("data.", "evaluate.", "fp8_config.use_autocast_during_eval")
+_PATHS = {"data.packs", "data.source", "data.tokenizer", "data.validation.source"}
 
 
 class MatrixGroup(Settings):
@@ -107,20 +119,47 @@ class MatrixRun:
 
     def is_in_its_folder(self) -> bool:
         """Whether what the run folder holds is of this very training."""
-        config = self.run_dir / "config.yaml"
         try:
-            return not self.unlike(parse(Recipe, load_yaml(config), str(config)))
+            return not self.unlike_in_its_folder()
         except InputError:  # damaged, or of another version: its launcher decides whether it can go on
             return False
 
+    def check_folder(self) -> None:
+        """InputError where the run folder holds the end of a training on other data, or one that was evaluated otherwise: its
+        launcher would prepare packs before it refuses the one, and would take the other for finished."""
+        if read_finished(self.run_dir) is None:
+            return
+        differ = self.unlike_in_its_folder()
+        if any(key.startswith(_DATA_AND_MEASURE) for key in differ):
+            raise InputError(
+                f"{self.run_dir}: was trained with other settings (now, and then): {in_words(differ)}; set them back, name "
+                f"another `run_dir` in the matrix, or remove {self.run_dir} to train it again"
+            )
+
+    def unlike_in_its_folder(self) -> dict[str, tuple[Any, Any]]:
+        """As `unlike`, of the run that the run folder holds. Where the packs are here, they decide whether the text is the same,
+        and not how it is named: a path may have moved, and a file may have changed. InputError where a file is damaged."""
+        config, environment = self.run_dir / "config.yaml", self.run_dir / "environment.json"
+        found = parse(Recipe, load_yaml(config), str(config))
+        differ = self.unlike(found)
+        told = load_object(environment, "start the run again to write it") if environment.exists() else {}
+        theirs = {key: told[key] for key in ("data_fingerprint", "held_out_fingerprint") if key in told}
+        ours = _fingerprints(self.recipe.data) if theirs else {}
+        if ours and ours == theirs:
+            named = {**_text_of(self.recipe), **_text_of(found)}
+            return {key: both for key, both in differ.items() if key not in named}
+        other = [key for key in ours if theirs.get(key, ours[key]) != ours[key]]
+        return differ | {f"data.{key.removeprefix('data_')}": (ours[key][:12], theirs[key][:12]) for key in other}
+
     def unlike(self, found: Recipe) -> dict[str, tuple[Any, Any]]:
-        """The keys by which a run of `found` was another training, with our value and its; None where one has no such key.
+        """The keys by which a run of `found` was another training, on other text or evaluated otherwise, with our value and its;
+        None where one has no such key.
 
         What the recipe leaves open of a model's vocabulary, its launcher took from the tokenizer.
         """
-        ours, theirs = identity_of(self.recipe, ""), identity_of(found, "")
+        ours, theirs = (identity_of(each, "") | _text_of(each) | _measure_of(each) for each in (self.recipe, found))
         keys = [key for key in dict.fromkeys([*ours, *theirs]) if key in ours or not _FROM_TOKENIZER.fullmatch(key)]
-        return {key: (ours.get(key), theirs.get(key)) for key in keys if ours.get(key) != theirs.get(key)}
+        return {key: (ours.get(key), theirs.get(key)) for key in keys if not _is_same(key, ours.get(key), theirs.get(key))}
 
 
 @dataclass(frozen=True)
@@ -327,6 +366,39 @@ def _computed(recipe: Recipe) -> Values:
     """All settings that change what is computed: not where the run is kept, nor options of a low precision that is not used."""
     unused = {"run_dir"} if is_quantized(recipe.precision) else {"run_dir", "fp8_config"}
     return {key: value for key, value in resolved(recipe).items() if key not in unused}
+
+
+def _text_of(recipe: Recipe) -> Values:
+    """The settings, beside those of the training's identity, that decide the text and its packs: of packs that no `source`
+    makes, where they lie is all there is."""
+    idle = {"data.processes", "data.packs" if recipe.data.prepares else "data.tokenizer", *identity_of(recipe, "")}
+    return {key: value for key, value in flatten({"data": resolved(recipe)["data"]}).items() if key not in idle}
+
+
+def _measure_of(recipe: Recipe) -> Values:
+    """The settings that decide which held-out loss is measured of a model."""
+    low = {"fp8_config.use_autocast_during_eval": recipe.fp8_config.use_autocast_during_eval}
+    return {"evaluate.packs": recipe.evaluate.packs} | (low if is_quantized(recipe.precision) else {})
+
+
+def _is_same(key: str, ours: Any, theirs: Any) -> bool:
+    """Whether two values of `key` are equal, or one path said in two ways."""
+    named = key in _PATHS and isinstance(ours, str) and isinstance(theirs, str)
+    return ours == theirs or (named and os.path.abspath(ours) == os.path.abspath(theirs))
+
+
+def _fingerprints(data: DataSettings) -> dict[str, str]:
+    """Of the packs that a run on `data` reads, as its environment.json has them; empty where they are not all here, or those here
+    were made with other settings, and of a stream, whose packs come and go."""
+    parts = [*(training_parts(data) or {"": data}).values(), *validation_parts(data).values()]
+    made = [part for part in parts if part.source is not None]
+    try:
+        if data.stream or any(differences(read_manifest(part.packs)["settings"], content_settings(part)) for part in made):
+            return {}
+        packs = {"data_fingerprint": open_packs(data, "train"), "held_out_fingerprint": open_packs(data, "held_out")}
+    except InputError:  # not there, or damaged, which its launcher will say
+        return {}
+    return {key: each.fingerprint for key, each in packs.items() if each is not None}
 
 
 def _find_baseline(path: str | Path, wanted: Values | None, runs: Sequence[MatrixRun]) -> MatrixRun:

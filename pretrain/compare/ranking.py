@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from foundation.errors import InputError
 from foundation.tables import markdown, or_dash
 from foundation.units import count
-from pretrain.compare.fairness import of_one_text
+from pretrain.compare.fairness import in_words, of_one_text
 from pretrain.compare.matrix_file import Matrix, MatrixRun
 from pretrain.metrics.run_record import LAST_STEPS, RunRecord, averaged_steps, read_run
 
@@ -35,8 +35,8 @@ class Ranking:
         written = [(run, record) for run in self._matrix.runs if (record := self._read(run)) is not None]
         found = [(run, record) for run, record in written if run.name in self._finished or run.is_in_its_folder()]
         shown = {run.name for run, _ in found}
-        strange = ", ".join(run.name for run, _ in written if run.name not in shown)
-        others = f"left out, since their run folders hold trainings of other settings: {strange}" if strange else ""
+        strange = [run for run, _ in written if run.name not in shown]
+        others = f"left out, since their run folders hold trainings of other settings: {_told_apart(strange)}" if strange else ""
         if not found:
             return others or "No cell has trained a step yet."
         found.sort(key=lambda pair: self._place(*pair))
@@ -87,3 +87,14 @@ class Ranking:
             f"{figures['steps']}{done}",
             or_dash(None) if record.side_by_side else written("tokens_per_second", count),
         ]
+
+
+def _told_apart(runs: Sequence[MatrixRun]) -> str:
+    """The names of `runs`, whose folders hold other trainings, and what the first of these is another one by."""
+    names = ", ".join(run.name for run in runs)
+    try:
+        differ = in_words(runs[0].unlike_in_its_folder())
+    except InputError:  # damaged, or of another version
+        return names
+    remedy = "give the `key=value` that they were trained with, or name another `run_dir` in the matrix"
+    return f"{names}. {runs[0].run_dir} (now, and then): {differ}; {remedy}"

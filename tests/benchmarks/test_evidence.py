@@ -170,7 +170,7 @@ def test_what_ends_is_measured_once_and_not_trained_again(
     results.check_fits(baseline, found["held_out"])
     assert found["held_out"] == read_run(baseline.run_dir).environment["held_out_fingerprint"]
     fewer = load_matrix(matrix_file, ["evaluate.packs=5"]).runs[0]
-    assert is_ready(fewer), "the same training"
+    assert not is_ready(fewer), "the same training, evaluated otherwise"
     with pytest.raises(InputError, match=r"was trained with other settings .*: `evaluate\.packs`: 5 and 7; set them back"):
         results.check_fits(fewer, found["held_out"])
     halted, folder = {key: run for key, run in found["runs"].items() if key != "current-seed1"}, ran["current-seed1"].run_dir
@@ -286,7 +286,7 @@ def test_a_run_that_keeps_no_model_is_refused_and_one_whose_model_is_gone_is_nam
     assert "`checkpoint.at_end: false` leaves no model behind" in capsys.readouterr().err and not (tmp_path / "runs").exists()
 
     matrix, stop = load_matrix(matrix_file), SimpleNamespace(requested=0)
-    make_run(matrix.runs[0].run_dir, [3.0] * 4)
+    make_run(matrix.runs[0].run_dir, [3.0] * 4, fingerprint=None)
     (matrix.runs[0].run_dir / "config.yaml").write_text(yaml.safe_dump(resolved(matrix.runs[0].recipe)))
     (matrix.runs[0].run_dir / "summary.json").write_text(json.dumps({"steps": 4}))
     assert evidence.told([], matrix.runs[:1], Results(tmp_path / "none.json"), stop, failed=False) == 1

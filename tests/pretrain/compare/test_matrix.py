@@ -20,6 +20,7 @@ import yaml
 
 from foundation.errors import InputError
 from foundation.signals import StopRequest
+from packing.store import open_packs
 from pretrain.__main__ import main
 from pretrain.compare.matrix import Hours, next_of, require_beginnings, run_all, write_report
 from pretrain.compare.matrix_cell import StartedRun, command_of, environment_on, least_busy, mark, status_file
@@ -277,6 +278,7 @@ def test_figures_of_another_training_in_a_cells_folder_are_not_shown_as_the_cell
     assert main(["matrix", str(tmp_path / "m.yaml"), "--table", "optimizer.weight_decay=0.5"]) == 0
     out = capsys.readouterr().out
     assert "2.0000" not in out and "of other settings: seed=1, seed=2" in out
+    assert f"{found.runs[0].run_dir} (now, and then): `optimizer.weight_decay`: 0.5 and 0.1; give the `key=value`" in out
     leave_behind(matrix({"seed": [3]}).runs[0], 3.0)
     table = Ranking(matrix({"seed": [1, 3]}, overrides={"train.steps": 12})).table()
     assert [row[1] for row in rows(table)] == ["1", "3"], "what is the same training is shown"
@@ -332,7 +334,8 @@ def test_a_cell_of_which_a_seed_was_halted_has_no_mean_of_the_others(matrix):
     for cell in found.runs:
         lost = cell.values == {"seed": 4, "weights": "bf16"}
         leave_behind(cell, 2.0, done=not lost)
-        (cell.run_dir / "environment.json").write_text(json.dumps({"data_fingerprint": "ab12"}))
+        trained_on = open_packs(cell.recipe.data, "train").fingerprint
+        (cell.run_dir / "environment.json").write_text(json.dumps({"data_fingerprint": trained_on}))
         if lost:
             metrics = cell.run_dir / "metrics.jsonl"
             *steps, last = metrics.read_text().splitlines()
@@ -345,7 +348,8 @@ def test_the_baselines_other_seeds_stand_for_one_that_is_not_finished(matrix):
     found = matrix({"seed": [1, 2, 3, 4], "weights": ["fp32", "bf16"]})
     for cell in found.runs[1:]:
         leave_behind(cell, 2.0)
-        (cell.run_dir / "environment.json").write_text(json.dumps({"data_fingerprint": "ab12"}))
+        trained_on = open_packs(cell.recipe.data, "train").fingerprint
+        (cell.run_dir / "environment.json").write_text(json.dumps({"data_fingerprint": trained_on}))
     said = write_report(found)
     assert said.startswith("Against fp32 over 3 seeds") and "stands in its place" not in said
     for cell in found.runs[2::2]:

@@ -3,6 +3,8 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,12 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
 
 from foundation.errors import InputError
+from packing.prepare import prepare
+from packing.settings import DataSettings
+from packing.store import open_packs
 from pretrain.compare.matrix_file import Matrix, MatrixRun, load_matrix
 from pretrain.settings.config import identity_of, load_recipe, resolved
 
@@ -323,6 +329,80 @@ def test_a_folder_with_another_training_is_not_this_cell_finished(matrix, change
     cell = matrix().runs[2]
     leave_behind(cell, **changes)
     assert not cell.is_finished()
+
+
+SOURCE = ("data.source=c.jsonl", "data.tokenizer=tok", "data.packs=not/there", "data.held_out=0.1")
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        ("data.source=c.parquet", False),
+        (f"data.source={Path('c.jsonl').resolve()}", True),
+        ("data.text='{a}//{b}'", False),
+        ("data.text='{a}/{b}'", True),
+        ("data.packing=best_fit", False),
+        ("data.held_out=0.2", False),
+        ("data.packs=moved", True),
+        ("data.processes=1", True),
+        ("evaluate.packs=3", False),
+        ("evaluate.every=3", True),
+    ],
+)
+def test_where_no_packs_are_here_the_settings_say_whether_the_text_is_the_same(matrix, change: str, same: bool):
+    given = (*SOURCE, "data.text='{a}/{b}'")
+    leave_behind(matrix(*given).runs[0])
+    cell = matrix(*given, change).runs[0]
+    assert cell.is_finished() is same
+    if same:
+        cell.check_folder()
+    else:
+        key, folder = change.partition("=")[0], re.escape(str(cell.run_dir))
+        with pytest.raises(InputError, match=f"^{folder}: was trained with other .*: `{key}`: .* and .*; set them back, name .*"):
+            cell.check_folder()
+
+
+def told_of(data: DataSettings) -> dict[str, str]:
+    return {f"{name}_fingerprint": open_packs(data, split).fingerprint for name, split in (("data", "train"), ("held_out",) * 2)}
+
+
+def test_packs_that_are_here_say_whether_the_text_is_the_same_wherever_they_lie(matrix, small_packs: Path, tmp_path: Path):
+    cell = matrix().runs[0]
+    leave_behind(cell)
+    (cell.run_dir / "environment.json").write_text(json.dumps(told_of(DataSettings(packs=small_packs, length=32))))
+    moved = matrix(f"data.packs={shutil.copytree(small_packs, tmp_path / 'moved')}").runs[0]
+    assert cell.is_finished() and moved.is_finished()
+    assert not matrix(f"data.packs={tmp_path / 'moved'}", "data.mask_boundaries=false").runs[0].is_finished()
+    other = {"data_fingerprint": "0" * 64}
+    (cell.run_dir / "environment.json").write_text(json.dumps(told_of(DataSettings(packs=small_packs, length=32)) | other))
+    assert not cell.is_finished()
+    with pytest.raises(InputError, match=r"\(now, and then\): `data.fingerprint`: [0-9a-f]{12} and 0{12}; set them back"):
+        cell.check_folder()
+    shutil.rmtree(tmp_path / "moved")
+    assert not moved.is_finished(), "packs that are not there, and other ones than it was trained on"
+
+
+def test_a_file_that_has_changed_in_place_is_other_text_once_its_packs_are_made_again(matrix, tmp_path: Path):
+    words = {word: number for number, word in enumerate(["<|endoftext|>", "a", "b"])}
+    Tokenizer(models.WordLevel(words, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
+    text, data = tmp_path / "text.jsonl", {"tokenizer": str(tmp_path / "tokenizer.json"), "length": 32, "held_out": 0.1}
+
+    def prepared(word: str) -> DataSettings:
+        text.write_text((json.dumps({"text": word}) + "\n") * 1000)
+        settings = DataSettings(source=str(text), packs=tmp_path / "packs", processes=1, **data)
+        prepare(settings, progress=False)
+        return settings
+
+    settings = prepared("a")
+    given = tuple(f"data.{key}={value}" for key, value in (data | {"source": text, "packs": settings.packs}).items())
+    cell = matrix(*given).runs[0]
+    leave_behind(cell)
+    (cell.run_dir / "environment.json").write_text(json.dumps(told_of(settings)))
+    assert cell.is_finished() and not matrix(*given, "data.source=other.jsonl").runs[0].is_finished()
+    shutil.rmtree(settings.packs)
+    assert cell.is_finished(), "made elsewhere"
+    prepared("b")
+    assert list(cell.unlike_in_its_folder()) == ["data.fingerprint", "data.held_out_fingerprint"]
 
 
 @pytest.mark.parametrize(("steps", "of"), [(8, 8), (10, 8), (12, 8), (6, 12)])

@@ -248,7 +248,7 @@ def test_a_matrix_with_seeds_as_an_axis_ends_with_their_comparison(small_recipe:
     matrix = load_matrix(tmp_path / "m.yaml")
     assert matrix.baseline.name == "fp32-seed=1", "whichever seed: the baseline is all of them"
     for run in matrix.runs:
-        make_run(run.run_dir, [3.0] * 12)
+        make_run(run.run_dir, [3.0] * 12, fingerprint=None)
         loss = 2.0 + run.recipe.seed / 10 + (0.5 if run.recipe.weights == "bf16" else 0.0)
         lines = (run.run_dir / "metrics.jsonl").read_text().splitlines()
         evaluation = json.loads(lines[-1]) | {"held_out_loss": loss}
