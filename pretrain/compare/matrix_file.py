@@ -40,8 +40,7 @@ Axes = dict[str, Annotated[list[Any], Field(min_length=1)]]  # any keys of a rec
 CELL = "cell"  # in the values of a run of a group: what its settings are called
 _FROM_TOKENIZER = re.compile(r"model\.config\.(vocab_size|\w+_token_id)")
 _WITHOUT_KEY = (CELL, "precision", "weights", "scope")  # keys whose values need no key beside them in a run's name
-
-
+# Of a training on other data, or measured otherwise; and keys of these that are paths.
 _DATA_AND_MEASURE = ("data.", "evaluate.", "fp8_config.use_autocast_during_eval")
 _PATHS = {"data.packs", "data.source", "data.tokenizer", "data.validation.source"}
 
