@@ -67,7 +67,7 @@ SETTINGS = {
     "run_dir=runs/{nmae}": r"`run_dir`: 'runs/{nmae}' cannot be filled in; did you mean {name}\?",
     "run_dir=runs/{}": r"`run_dir`: 'runs/{}' cannot be filled in; known fields: {name}, {seed}, .*every other key of the recipe",
     "run_dir=runs/{optimizer.learningrate}": r"cannot be filled in; did you mean {optimizer.learning_rate}\?",
-    "run_dir=runs/{data.packs}{data.packs}{data.packs}{data.packs}{data.packs}{data.packs}": r"too long for a folder's name",
+    "run_dir=runs/" + 20 * "{data.packs}": r"too long for a folder's name",
     "--optimizer.learnin_rate=3": r"command line, .*: unknown key `optimizer.learnin_rate`; did you mean ",
     "--seed 3": r"command line: unrecognized arguments: --seed 3; a setting is key=value or --key=value, and --help lists",
     "--gpus=0": r"command line: argument --gpus: invalid whole value: '0'; a setting is",
