@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field, FiniteFloat, ValidationError, field_valid
 from foundation.errors import InputError
 from foundation.integrity import Size
 from foundation.settings import first_mistake
+from pretrain.settings.config import SOURCE, SOURCE_VERSION
 
 _MASK = 2**64 - 1
 _NOT_ALWAYS = {"left_out", "shift"}  # counters that stand in a checkpoint where they are not 0
@@ -139,9 +140,17 @@ def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[st
 
 
 def changed_keys(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """The keys whose values differ, as `differences` has them."""
+    """The keys whose values differ, as `differences` has them.
+
+    Of what the config.json of `model.source` says, keys that one of them lacks count only where one version of transformers has
+    read both: another adds keys of its own, and older checkpoints have none.
+    """
     current = json.loads(json.dumps(current))  # the saved one went through JSON, where tuples become lists
-    return [key for key in sorted(saved.keys() | current.keys()) if saved.get(key) != current.get(key)]
+    changed = [key for key in sorted(saved.keys() | current.keys()) if saved.get(key) != current.get(key)]
+    if SOURCE_VERSION not in changed:
+        return changed
+    both = saved.keys() & current.keys() - {SOURCE_VERSION}
+    return [key for key in changed if key in both or not key.startswith(SOURCE)]
 
 
 def check_same_training(
@@ -151,11 +160,26 @@ def check_same_training(
     changed = differences(record.get("identity", {}), current)
     if changed and not accept_changes:
         listed = "".join(f"\n  {line}" for line in changed)
+        folder = current.get("model.source")
+        put_back = f"What begins with `{SOURCE}` is in the config.json of {folder}: put that file back as it was. "
         raise InputError(
             f"{source}: the checkpoint was made by another recipe:{listed}\n"
+            f"{put_back if any(line.startswith(SOURCE) for line in changed) else ''}"
             "Set another `run_dir` to start a new run, or pass --accept-changes to continue this one with the present values."
         )
     return changed
+
+
+def check_same_source(identity: Mapping[str, Any], current: Mapping[str, Any], source: Path, folder: str | None) -> None:
+    """InputError where the checkpoint `source`, of this `identity`, is of another model than the config.json of `folder`, the
+    `model.source`, describes now; `current`: what that says, under keys as those of an identity. For who would take the one for
+    the other."""
+    if changed := differences({key: value for key, value in identity.items() if key.startswith(SOURCE)}, current):
+        listed = "".join(f"\n  {line}" for line in changed)
+        raise InputError(
+            f"{source}: was trained with another config.json in {folder}, the `model.source`, than is there now:{listed}\n"
+            "With these values it would be another model; put that file back as it was."
+        )
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ class SavedWeights:
         state = load_object(folder / STATE, "name another checkpoint")
         try:
             self.mode: Weights = SavedIdentity.model_validate(state.get("identity")).weights
+            self.identity: dict[str, Any] = state["identity"]  # what defines the training that it is of
         except ValueError:
             raise InputError(f"{folder}: its state.json does not say what the weights are stored in; name another") from None
         if any(not entry.is_covered for entry in self.manifest.model.values()):

@@ -16,10 +16,11 @@ import numpy as np
 
 from foundation.errors import InputError
 from foundation.settings import parse
+from pretrain.checkpoint.state import changed_keys
 from pretrain.compare.student import t_quantile
 from pretrain.metrics.run_record import RunRecord, is_rollback
 from pretrain.precision.schedule import is_quantized, label
-from pretrain.settings.config import flatten, identity_of, resolved
+from pretrain.settings.config import SOURCE, flatten, identity_of, resolved
 from pretrain.settings.recipe import Recipe
 
 # What a comparison is about: the dtypes of products, of weights, and of what is kept beside them. Where a run computes is no part
@@ -44,7 +45,7 @@ def training_of(run: RunRecord) -> dict[str, Any]:
             f"{run.path}: its files do not say its `data_fingerprint`, so it cannot be compared with another run; train it again"
         )
     recipe = recipe_of(run)
-    identity = identity_of(recipe, run.data_fingerprint) | {"evaluate.packs": recipe.evaluate.packs}
+    identity = identity_of(recipe, run.data_fingerprint) | run.source_config | {"evaluate.packs": recipe.evaluate.packs}
     # Of what is compared, a run with two values one after the other is neither the one nor the other.
     return {key: value for key, value in identity.items() if not key.startswith(COMPARED)} | changed_settings(run, identity)
 
@@ -52,12 +53,17 @@ def training_of(run: RunRecord) -> dict[str, Any]:
 def changed_settings(run: RunRecord, now: Mapping[str, Any] | None = None) -> dict[str, str]:
     """Of the settings that a resume has changed (`--accept-changes`), which values they had one after the other, as "42 to step
     6, then 7"; `now`: the flat settings that the run has at present, by default those of its files."""
-    now = flatten(run.config) | {"data.fingerprint": run.data_fingerprint} if now is None else now
+    now = _flat(run) if now is None else now
     before: dict[str, list[str]] = {}
     for change in run.past.changed:
         for key, value in change.was.items():
             before.setdefault(key, []).append(f"{_in_a_word(key, value)} to step {change.step:,}")
     return {key: ", then ".join([*values, _in_a_word(key, now.get(key))]) for key, values in before.items()}
+
+
+def _flat(run: RunRecord) -> dict[str, Any]:
+    """The settings of its files, flat, with what its data are and what its `model.source` said."""
+    return flatten(run.config) | run.source_config | {"data.fingerprint": run.data_fingerprint}
 
 
 def changes_in_words(run: RunRecord) -> str:
@@ -76,7 +82,10 @@ def recipe_of(run: RunRecord) -> Recipe:
 def differing(first: RunRecord, second: RunRecord) -> dict[str, tuple[Any, Any]]:
     """The keys in which the two are other trainings, with both values."""
     ours, theirs = training_of(first), training_of(second)
-    keys = [key for key in dict.fromkeys([*ours, *theirs]) if ours.get(key) != theirs.get(key)]
+    changed = set(changed_keys(ours, theirs))
+    if "model.source" in changed:  # which says it in a word
+        changed = {key for key in changed if not key.startswith(SOURCE)}
+    keys = [key for key in dict.fromkeys([*ours, *theirs]) if key in changed]
     both = ((first, ours), (second, theirs))
     found = {key: tuple(values.get(key, _in_a_word(key, setting(run, key))) for run, values in both) for key in keys}
     begun = [run.past.begin_with for run in (first, second)]
@@ -106,7 +115,7 @@ def check_comparable(runs: Sequence[RunRecord], vary: Sequence[str] = ()) -> Non
     A name in `vary` that is no key or section of a recipe is a slip, and an InputError too.
     """
     if vary and runs[1:]:
-        keys = ["data.fingerprint", *(key for run in runs for key in flatten(resolved(recipe_of(run))))]
+        keys = ["data.fingerprint", *(key for run in runs for key in (*flatten(resolved(recipe_of(run))), *run.source_config))]
         if unknown := [name for name in vary if not any(is_varied(key, [name]) for key in keys)]:
             raise InputError(f"--vary {unknown[0]}: no recipe of these runs has such a key or section; docs/settings.md has all")
     for run in runs[1:]:
@@ -125,10 +134,9 @@ def varied_keys(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def setting(run: RunRecord, key: str) -> Any:
-    """The run's value of a flat key of its recipe, or of `data.fingerprint`; None where it has none. Where a resume has changed
-    it, all that it was."""
-    now = run.data_fingerprint if key == "data.fingerprint" else flatten(run.config).get(key)
-    return changed_settings(run).get(key, now)
+    """The run's value of a flat key of its recipe, of `data.fingerprint`, or of what its `model.source` said; None where it has
+    none. Where a resume has changed it, all that it was."""
+    return changed_settings(run).get(key, _flat(run).get(key))
 
 
 def why_not_paired(first: RunRecord, second: RunRecord) -> str | None:

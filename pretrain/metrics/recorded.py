@@ -51,6 +51,7 @@ class RecordedEnvironment(BaseModel):
     model_config = ConfigDict(strict=True)
     data_fingerprint: str | None = None
     held_out_fingerprint: str | None = None
+    source_config: dict[str, Any] = {}
     system: str | None = None
     packages: dict[str, str | None] | None = None
     gpus: list[str] | None = None

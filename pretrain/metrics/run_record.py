@@ -71,6 +71,11 @@ class RunRecord:
         return self.environment.get("data_fingerprint", self.summary.get("data_fingerprint"))
 
     @property
+    def source_config(self) -> dict[str, Any]:
+        """What the config.json of `model.source` said at its last start, under keys of an identity; empty of older runs."""
+        return self.environment.get("source_config", {})
+
+    @property
     def past(self) -> Past:
         """What it has trained otherwise than its config says."""
         return Past.model_validate(self.environment.get("past", {}))

@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub import split_torch_state_dict_into_shards
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
@@ -41,7 +42,7 @@ from foundation.settings import shown
 from packing.settings import HUB_NAME
 from pretrain.model.attention import backends as attention
 from pretrain.model.loss.head import check as check_loss
-from pretrain.settings.config import flatten
+from pretrain.settings.config import SOURCE, SOURCE_VERSION, flatten
 from pretrain.settings.recipe import LossSettings, ModelSettings
 
 MOST_LAYERS = 1024  # a plan takes milliseconds for each: 100,000 of them, a mistyped number, would keep it busy for minutes
@@ -58,6 +59,11 @@ _OF_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|gene
 _UNFINISHED = ".unfinished-export"  # marks a folder as ours, which is written or deleted; an export that is complete has none
 # Kept by the config classes under another name, so that they are no attribute of a fresh config.
 _RENAMED_KEYS = {"rope_theta", "torch_dtype", "dtype"}
+# What a config.json may say otherwise without another model: paths, what a run decides by itself, what a caller gets, and what is
+# a classifier's.
+_NOT_OF_THE_MODEL = {"_name_or_path", "auto_map", "dtype", "torch_dtype", "attn_implementation", "_attn_implementation"}
+_NOT_OF_THE_MODEL |= {"use_cache", "return_dict", "output_attentions", "output_hidden_states", *attention.DROPOUTS}
+_NOT_OF_THE_MODEL |= {"architectures", "id2label", "label2id", "problem_type"}
 
 
 def load_config(settings: ModelSettings) -> PretrainedConfig:
@@ -71,6 +77,16 @@ def load_config(settings: ModelSettings) -> PretrainedConfig:
         if getattr(config, key, None) and key not in (settings.config or {}):
             setattr(config, key, 0.0)
     return config
+
+
+def source_config(settings: ModelSettings) -> dict[str, Any]:
+    """What the config.json of `source` says, as an identity has it: {"model.source.rms_norm_eps": 1e-6}, and by which version of
+    transformers, which adds keys of its own. Empty without a source. InputError as `load_config`."""
+    if settings.source is None:
+        return {}
+    values = json.loads(_config_of_source(settings).to_json_string(use_diff=False))
+    flat = {f"{SOURCE}{key}": value for key, value in flatten(values).items() if _NOT_OF_THE_MODEL.isdisjoint(key.split("."))}
+    return flat | {SOURCE_VERSION: transformers.__version__}
 
 
 def dropout_notice(settings: ModelSettings) -> str | None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,7 @@ class Job:
     tokenizer: PreTrainedTokenizerBase | None
     attention: attention.Choice
     notices: tuple[str, ...] = ()  # what was left out, or has no effect, for the user
+    source_config: Mapping[str, Any] = field(default_factory=dict)  # as `model.source` said when the run began, for its identity
 
     @property
     def recipe(self) -> Recipe:
@@ -108,7 +109,7 @@ class Job:
         # The fingerprint has them, too; these say what has changed.
         weights = packs.weights if isinstance(packs, (MixedPacks, StreamedPacks)) else {}
         shares = {f"data.sources.{name}.weight": weight for name, weight in weights.items()}
-        return config.identity_of(self.recipe.model_copy(update=effective), packs.fingerprint) | shares
+        return config.identity_of(self.recipe.model_copy(update=effective), packs.fingerprint) | shares | self.source_config
 
     def with_microbatch(self, microbatch: int) -> Job:
         """The job when `batch.microbatch: auto` has found its microbatch (packs at once)."""
@@ -174,7 +175,8 @@ def prepare_job(
     plan = spend_spare_memory(_with_gathering(plan, accelerator))
     _check_horizon(plan)
     notices = tuple(filter(None, [model.dropout_notice(recipe.model), *recipe.without_effect]))
-    return Job(plan, run_dir, laid_out.config, laid_out.shapes, data, tokenizer, laid_out.attention, notices)
+    source = model.source_config(recipe.model)
+    return Job(plan, run_dir, laid_out.config, laid_out.shapes, data, tokenizer, laid_out.attention, notices, source)
 
 
 def _check_surroundings(recipe: Recipe, accelerator: Accelerator) -> Path:

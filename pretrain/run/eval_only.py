@@ -10,6 +10,7 @@ from accelerate import Accelerator
 
 from foundation.attributes import holding
 from foundation.errors import InputError
+from pretrain.checkpoint.state import check_same_source
 from pretrain.metrics.console import Console
 from pretrain.plan.preflight import Job
 from pretrain.run.assembly import Assembly, assemble
@@ -21,12 +22,15 @@ def evaluate_only(job: Job, accelerator: Accelerator, console: Console, wanted: 
     """Say the held-out loss in the recipe's precision, and in BF16 where that is another. Collective.
 
     Nothing is written. `wanted`: a checkpoint, of whatever recipe with the same model, or "auto": the run folder's newest, or the
-    model as it would be before the first step where there is none. InputError where no packs are held out.
+    model as it would be before the first step where there is none. InputError where no packs are held out, and where the
+    config.json of `model.source` has changed since the checkpoint.
     """
     if job.data.held_out is None:
         raise InputError("`--eval-only` needs held-out packs and there are none; set `data.held_out`")
     job = job.with_microbatch(job.plan.expected_microbatch)
     checkpoints, source = look_for_resume_point(wanted, job, accept_changes=True)
+    if source is not None and not source.begins:
+        check_same_source(source.record["identity"], job.source_config, source.path, job.recipe.model.source)
     assembly = assemble(job, accelerator)
     if source is None:
         origin = job.recipe.model.weights_source

@@ -22,6 +22,7 @@ from foundation.files import FileLock
 from foundation.reading import reason_of
 from packing.store import open_packs
 from pretrain.checkpoint.folders import step_folder, step_folders, step_of
+from pretrain.checkpoint.state import check_same_source
 from pretrain.checkpoint.weights import SavedWeights
 from pretrain.compare.figures import picture_of_losses
 from pretrain.metrics.run_record import RunRecord, is_step, own_evaluations, read_metrics, read_run
@@ -122,9 +123,11 @@ class SavedModel:
     @classmethod
     def open(cls, source: Path, dtype: Weights | None = None) -> SavedModel:
         """Of a run folder, whose newest intact checkpoint it is, or of a checkpoint in one; None: as its weights are stored, of
-        exact ones the BF16. InputError where it is damaged, or of another model than its run's config.yaml describes."""
+        exact ones the BF16. InputError where it is damaged, or of another model than its run's config.yaml and the
+        `model.source` that it names describe."""
         weights, run_dir = _intact(source, dtype)
         recipe = load_recipe(run_dir / "config.yaml")
+        check_same_source(weights.identity, model.source_config(recipe.model), weights.folder, recipe.model.source)
         to: Weights = dtype or ("fp32" if weights.mode == "fp32" else "bf16")
         hf = _shapes(recipe, getattr(torch, WEIGHT_DTYPES[to]))
         described, file = model.named_tensors(hf), run_dir / "config.yaml"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pretrain.metrics.peaks import is_known
 from pretrain.metrics.run_folder import describe_environment
 from pretrain.model.distributed import describe_topology
@@ -38,7 +40,9 @@ def introduce(run: Run, notes: list[str]) -> None:
     if run.accelerator.is_main_process:
         environment = describe_environment(describe_topology(run.accelerator))
         run.folder.write_yaml(run.folder.config, settings)
-        fingerprints = {"data_fingerprint": run.job.data.train.fingerprint}
+        fingerprints: dict[str, Any] = {"data_fingerprint": run.job.data.train.fingerprint}
+        if run.job.source_config:
+            fingerprints["source_config"] = dict(run.job.source_config)
         if run.job.data.held_out is not None:
             fingerprints["held_out_fingerprint"] = run.job.data.held_out.fingerprint
         run.folder.write_json(run.folder.environment, fingerprints | environment | run.past.record())

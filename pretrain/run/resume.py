@@ -195,16 +195,17 @@ def finished_before(job: Job) -> RunRecord | None:
     """What the run folder holds, where it is this very training and that has reached its end already; else None."""
     run = read_finished(job.run_dir)
     ended = run is not None and run.summary["steps"] == job.plan.steps
-    return run if ended and _is_this(run.config, run.data_fingerprint, job) else None
+    return run if ended and _is_this(run.config, run.data_fingerprint, run.source_config, job) else None
 
 
-def _is_this(config: dict[str, Any], fingerprint: str | None, job: Job) -> bool:
-    """Whether a run of `config`, on data of this `fingerprint`, is this very training."""
+def _is_this(config: dict[str, Any], fingerprint: str | None, source: Mapping[str, Any], job: Job) -> bool:
+    """Whether a run of `config`, on data of this `fingerprint`, with a `model.source` that said `source`, is this training."""
     try:
         recipe = parse(Recipe, config, str(job.run_dir / "config.yaml"))
     except InputError:  # of another version
         return False
-    return not changed_keys(identity_of(recipe, fingerprint or ""), identity_of(job.recipe, job.data.train.fingerprint))
+    ours = identity_of(job.recipe, job.data.train.fingerprint) | job.source_config
+    return not changed_keys(identity_of(recipe, fingerprint or "") | source, ours)
 
 
 def set_aside_another(job: Job) -> None:
@@ -214,7 +215,8 @@ def set_aside_another(job: Job) -> None:
     with suppress(InputError):  # there is none, or it is damaged
         read_metrics(job.run_dir)
         environment = load_object(folder.environment, "start the run again to write it")
-        if _is_this(load_yaml(folder.config), environment.get("data_fingerprint"), job):  # its steps are trained again
+        told = environment.get("data_fingerprint"), environment.get("source_config", {})
+        if _is_this(load_yaml(folder.config), *told, job):  # its steps are trained again
             return
     for name in (METRICS_FILE, STATISTICS_FILE, PROFILE_FILE, TENSORBOARD):
         path = job.run_dir / name

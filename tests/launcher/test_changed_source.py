@@ -1,0 +1,120 @@
+"""What a run was begun from and somebody has changed since: the config.json in the folder of `model.source`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+
+from foundation.errors import InputError
+from pretrain.__main__ import main
+from pretrain.checkpoint.folders import step_folder
+from pretrain.compare.fairness import check_comparable, describe_unfairness
+from pretrain.metrics.run_record import read_run
+from tests.bad_input.conftest import contents
+from tests.fuzz.files import forge_checkpoint
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "attn_pdrop": 0.0}
+
+
+def change(source: Path, **values: Any) -> None:
+    config = source / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | values))
+
+
+@pytest.fixture
+def source(small_recipe: dict[str, Any], tmp_path: Path) -> Path:
+    """The folder of a small Llama with which `small_recipe` begins."""
+    AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, max_position_embeddings=64)).save_pretrained(tmp_path / "base")
+    small_recipe |= {"model": {"source": str(tmp_path / "base")}, "train": {"steps": 6}, "evaluate": {"every": None}}
+    return tmp_path / "base"
+
+
+def interrupted(run: Path, to: Path) -> Path:
+    """A copy of a run of six steps as it would be if it had been killed after step 4."""
+    shutil.copytree(run, to)
+    shutil.rmtree(to / "final")
+    shutil.rmtree(step_folder(to / "checkpoints", 6))
+    return to
+
+
+def test_a_checkpoint_is_not_taken_for_another_model_whose_config_json_has_come_there(
+    source: Path, train_here: Callable, tmp_path: Path, capsys: Any
+):
+    whole = train_here()
+    assert whole.status == 0, whole.output
+    again = interrupted(whole.run_dir, tmp_path / "again")
+    before = (source / "config.json").read_bytes()
+    change(source, rms_norm_eps=0.5, use_cache=False, architectures=["LlamaModel"], dtype="float16")
+
+    refused = train_here(f"run_dir={again}").refusal
+    assert "another recipe:\n  model.source.rms_norm_eps: saved 1e-06, now 0.5\nWhat begins with" in refused
+    assert f"is in the config.json of {source}: put that file back as it was. " in refused and "--accept-changes" in refused
+    assert "model.source.rms_norm_eps: saved 1e-06" in train_here(f"run_dir={again}", "--plan").refusal
+    said = (
+        f"checkpoints/step-00000004: was trained with another config.json in {source}, the `model.source`, than is there now:\n"
+    )
+    said += "  model.source.rms_norm_eps: saved 1e-06, now 0.5\nWith these values"
+    evaluated = train_here(f"run_dir={again}", "--eval-only")
+    assert evaluated.status == 2 and said in evaluated.err and "held-out loss of" not in evaluated.out
+    for command in (["export", str(again), str(tmp_path / "out")], ["sample", str(again), "one"]):
+        assert main(command) == 2 and said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+    (source / "config.json").write_bytes(before)
+    files = contents(again)
+    assert train_here(f"run_dir={again}", "--eval-only").status == 0 and contents(again) == files
+    assert (
+        train_here(f"run_dir={again}").status == 0 and read_run(again).summary["loss"] == read_run(whole.run_dir).summary["loss"]
+    )
+    assert main(["export", str(again), str(tmp_path / "out")]) == 0
+    assert describe_unfairness(read_run(whole.run_dir), read_run(again)) is None
+
+
+def test_an_accepted_change_of_the_source_is_told_and_runs_of_two_models_are_not_compared(
+    source: Path, train_here: Callable, tmp_path: Path
+):
+    first = train_here().run_dir
+    resumed = interrupted(first, tmp_path / "resumed")
+    change(source, rms_norm_eps=0.5)
+    accepted = train_here(f"run_dir={resumed}", "--accept-changes")
+    assert accepted.status == 0 and "the recipe has changed: model.source.rms_norm_eps: saved 1e-06, now 0.5" in accepted.output
+    second = train_here(f"run_dir={tmp_path / 'second'}").run_dir
+
+    runs = [read_run(folder) for folder in (first, second, resumed)]
+    assert describe_unfairness(*runs[:2]) == "`model.source.rms_norm_eps`: 1e-06 and 0.5"
+    assert describe_unfairness(*runs[::2]) == "`model.source.rms_norm_eps`: 1e-06 and 1e-06 to step 4, then 0.5"
+    with pytest.raises(InputError, match=r"add --vary model\.source\.rms_norm_eps"):
+        check_comparable(runs[:2])
+    check_comparable(runs[:2], ["model.source.rms_norm_eps"])
+    check_comparable(runs[:2], ["model.source"])
+
+
+def test_of_gpt2_too_and_a_checkpoint_of_before_the_record_is_taken_as_it_is(
+    source: Path, train_here: Callable, tmp_path: Path, capsys: Any
+):
+    AutoModelForCausalLM.from_config(GPT2Config(**GPT2)).save_pretrained(source)
+    run = interrupted(train_here().run_dir, tmp_path / "again")
+    change(source, activation_function="relu")
+    refused = train_here(f"run_dir={run}").refusal
+    assert 'model.source.activation_function: saved "gelu_new", now "relu"\nWhat begins' in refused
+
+    now, checkpoint = read_run(run), step_folder(run / "checkpoints", 4)
+    for file in (run / "environment.json", checkpoint / "state.json"):
+        content = json.loads(file.read_text())
+        content.pop("source_config", None)
+        if identity := content.get("identity"):
+            content["identity"] = {key: value for key, value in identity.items() if not key.startswith("model.source.")}
+        file.write_text(json.dumps(content))
+    forge_checkpoint(checkpoint, "nothing", {})  # with the hashes that it had then
+    assert describe_unfairness(now, read_run(run)) is None
+    assert main(["export", str(run), str(tmp_path / "out")]) == 0 and "step-00000004 is exported" in capsys.readouterr().out
+    resumed = train_here(f"run_dir={run}")
+    assert resumed.status == 0 and "at step 4" in resumed.out and "the recipe has changed" not in resumed.output
+    assert read_run(run).source_config["model.source.activation_function"] == "relu"
