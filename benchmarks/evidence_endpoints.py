@@ -269,7 +269,9 @@ class Measuring:
 
     def measure(self, run: MatrixRun) -> None:
         """Its endpoints, into the file."""
-        held_out = self._held_out = self._held_out or HeldOut.of(run.recipe, tokenizer_of(run.recipe)[0], self.device)
+        held_out = self._held_out = self._held_out or HeldOut.of(
+            run.recipe, tokenizer_of(run.recipe, run.run_dir)[0], self.device
+        )
         self.results.check_fits(run, held_out.fingerprint)
         model, before = final_model(run, self.device), model_before_decay(run, self.device)
         baseline = baseline_of(self.matrix, run)

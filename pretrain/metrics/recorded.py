@@ -52,6 +52,7 @@ class RecordedEnvironment(BaseModel):
     data_fingerprint: str | None = None
     held_out_fingerprint: str | None = None
     source_config: dict[str, Any] = {}
+    tokenizer_fingerprint: str | None = None
     system: str | None = None
     packages: dict[str, str | None] | None = None
     gpus: list[str] | None = None

@@ -167,10 +167,7 @@ def _template_of_chats(settings: DataSettings, data: Data | None) -> str | None:
 def _load_tokenizer(
     settings: DataSettings, model: ModelSettings, data: Data | None, *, needed: bool
 ) -> PreTrainedTokenizerBase | None:
-    source = settings.tokenizer or model.source
-    with_packs = data.beside("tokenizer.json") if data is not None else None
-    if model.from_scratch and settings.tokenizer is None and with_packs is not None:
-        source = None  # its weights, which meant the source's own ids, are not taken
+    source, with_packs = _places(settings, model, data)
     if settings.tokenizer is not None:
         text = load_text_tokenizer(settings.tokenizer)  # names what is wrong with it better than the library below
         if Path(settings.tokenizer).is_file():
@@ -190,6 +187,35 @@ def _load_tokenizer(
     if needed:
         raise InputError("`evaluate.samples`: no tokenizer is known to read the prompts with; set `data.tokenizer`")
     return None
+
+
+def _places(settings: DataSettings, model: ModelSettings, data: Data | None) -> tuple[str | None, Path | None]:
+    """Where the tokenizer is looked for: first at the data's or the model's, then at the one that lies with the packs."""
+    with_packs = data.beside("tokenizer.json") if data is not None else None
+    if model.from_scratch and settings.tokenizer is None and with_packs is not None:
+        return None, with_packs  # the source's weights, which meant its own ids, are not taken
+    return settings.tokenizer or model.source, with_packs
+
+
+def fingerprint_in_use(settings: DataSettings, model: ModelSettings, data: Data | None) -> str | None:
+    """Of the tokenizer that `load_tokenizer` finds; None where there is none, or one without a tokenizer.json."""
+    source, with_packs = _places(settings, model, data)
+    for place, revision in ((source, model.revision if source == model.source else None), (with_packs, None)):
+        if place is not None:
+            with contextlib.suppress(InputError):
+                return load_text_tokenizer(str(place), revision).fingerprint
+    return None
+
+
+def check_same_tokenizer(settings: DataSettings, model: ModelSettings, data: Data | None, trained_with: str | None) -> None:
+    """InputError where the tokenizer that `load_tokenizer` finds has another fingerprint than `trained_with`; None: not known."""
+    found = fingerprint_in_use(settings, model, data)
+    if trained_with not in (None, found):
+        place = settings.tokenizer or model.source or settings.packs
+        raise InputError(
+            f"{place} ({found[:12] if found else 'no tokenizer.json'}) is not the one it was trained with "
+            f"({trained_with[:12]}); put that one back"
+        )
 
 
 def _with_special_tokens(text: TextTokenizer, known: Mapping[str, Any]) -> PreTrainedTokenizerFast:

@@ -19,18 +19,19 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from foundation.errors import InputError
 from foundation.files import FileLock
-from foundation.reading import reason_of
+from foundation.reading import load_object, reason_of
 from packing.store import open_packs
 from pretrain.checkpoint.folders import step_folder, step_folders, step_of
 from pretrain.checkpoint.state import check_same_source
 from pretrain.checkpoint.weights import SavedWeights
 from pretrain.compare.figures import picture_of_losses
+from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.run_record import RunRecord, is_step, own_evaluations, read_metrics, read_run
 from pretrain.model import huggingface as model
 from pretrain.model.distributed import full_state_dict
 from pretrain.optimizer.adamw_update import Weights
 from pretrain.plan.data import Data
-from pretrain.plan.tokenizer import load_tokenizer
+from pretrain.plan.tokenizer import check_same_tokenizer, load_tokenizer
 from pretrain.precision.registry import WEIGHT_DTYPES
 from pretrain.run.card import CARD, PICTURE, edited, model_card, until
 from pretrain.run.running import BestEvaluation, Run
@@ -89,7 +90,7 @@ def export_checkpoint(source: Path, out: Path, dtype: Weights | None) -> str:
     """
     _require_new(out)
     saved = SavedModel.open(source, dtype)
-    tokenizer, without = tokenizer_of(saved.recipe)
+    tokenizer, without = tokenizer_of(saved.recipe, saved.run_dir)
 
     def refuse(holder: str) -> None:
         raise InputError(f"{out}: is being exported to by {holder}; name another folder")
@@ -184,11 +185,15 @@ def _shapes(recipe: Recipe, dtype: torch.dtype) -> PreTrainedModel:
     return hf
 
 
-def tokenizer_of(recipe: Recipe) -> tuple[PreTrainedTokenizerBase | None, str]:
-    """The run's tokenizer; or None, and why in words for the user."""
+def tokenizer_of(recipe: Recipe, run_dir: Path) -> tuple[PreTrainedTokenizerBase | None, str]:
+    """The tokenizer that the run in `run_dir` was trained with; or None, and why in words for the user."""
+    written = RunFolder(run_dir, owner=False).environment
     try:
         data = Data(open_packs(recipe.data, "train"), None) if recipe.data.packs.exists() else None  # opened, never prepared
         tokenizer = load_tokenizer(recipe.data, recipe.model, data, needed=False)
+        if tokenizer is not None and written.exists():  # runs of older versions do not say which theirs was
+            known = load_object(written, "start the run again to write it").get("tokenizer_fingerprint")
+            check_same_tokenizer(recipe.data, recipe.model, data, known)
     except InputError as error:
         return None, f"; WITHOUT a tokenizer: {error}"
     return tokenizer, "" if tokenizer is not None else f"; without a tokenizer: none lies with {recipe.data.packs}"

@@ -8,6 +8,7 @@ from pretrain.metrics.peaks import is_known
 from pretrain.metrics.run_folder import describe_environment
 from pretrain.model.distributed import describe_topology
 from pretrain.plan.plan import render
+from pretrain.plan.tokenizer import fingerprint_in_use
 from pretrain.run.assembly import IN_PARTS
 from pretrain.run.running import Run
 from pretrain.settings import config
@@ -45,6 +46,8 @@ def introduce(run: Run, notes: list[str]) -> None:
             fingerprints["source_config"] = dict(run.job.source_config)
         if run.job.data.held_out is not None:
             fingerprints["held_out_fingerprint"] = run.job.data.held_out.fingerprint
+        if tokenizer := fingerprint_in_use(run.job.recipe.data, run.job.recipe.model, run.job.data):
+            fingerprints["tokenizer_fingerprint"] = tokenizer
         run.folder.write_json(run.folder.environment, fingerprints | environment | run.past.record())
         run.folder.write_json(run.folder.audit, run.assembly.audit)
     run.trackers.start(settings)

@@ -66,7 +66,7 @@ def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     if not step_folders(folder / "checkpoints") and (folder / "final" / "config.json").is_file():
         return _exported(folder / "final")
     saved = SavedModel.open(folder)
-    tokenizer, why = tokenizer_of(saved.recipe)
+    tokenizer, why = tokenizer_of(saved.recipe, saved.run_dir)
     if tokenizer is None:
         raise InputError(f"{folder}: its prompts cannot be read{why}; set `data.tokenizer` in {saved.run_dir / 'config.yaml'}")
     tensors = {name: saved.read(name) for name in saved.weights.names()}

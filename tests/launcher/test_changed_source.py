@@ -1,4 +1,4 @@
-"""What a run was begun from and somebody has changed since: the config.json in the folder of `model.source`."""
+"""What somebody has changed since a run began: the config.json in the folder of `model.source`, or the tokenizer."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ import pytest
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from foundation.errors import InputError
+from packing.tokenizer import load_tokenizer
 from pretrain.__main__ import main
 from pretrain.checkpoint.folders import step_folder
 from pretrain.compare.fairness import check_comparable, describe_unfairness
 from pretrain.metrics.run_record import read_run
 from tests.bad_input.conftest import contents
+from tests.bad_input.test_bad_data import write_tokenizer
 from tests.fuzz.files import forge_checkpoint
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -118,3 +120,31 @@ def test_of_gpt2_too_and_a_checkpoint_of_before_the_record_is_taken_as_it_is(
     resumed = train_here(f"run_dir={run}")
     assert resumed.status == 0 and "at step 4" in resumed.out and "the recipe has changed" not in resumed.output
     assert read_run(run).source_config["model.source.activation_function"] == "relu"
+
+
+def test_a_tokenizer_that_has_replaced_the_runs_is_not_exported_nor_sampled_with(
+    small_recipe: dict[str, Any], train_here: Callable, tmp_path: Path, capsys: Any
+):
+    text = tmp_path / "text.jsonl"
+    text.write_text('{"text": "one two three two one three"}\n' * 200)
+    named, packs = write_tokenizer(tmp_path / "named", "one two three").parent, tmp_path / "packs"
+    small_recipe["data"] = {"source": str(text), "tokenizer": str(named), "packs": str(packs), "length": 32, "processes": 1}
+    small_recipe |= {"train": {"steps": 2}, "evaluate": {"every": None}}
+    run = train_here().run_dir
+    recorded = read_run(run).environment["tokenizer_fingerprint"]
+    assert recorded == load_tokenizer(str(named)).fingerprint
+
+    write_tokenizer(named, "three two one")
+    for out in (tmp_path / "with_packs", tmp_path / "without_packs"):
+        assert main(["export", str(run), str(out)]) == 0
+        said = capsys.readouterr().out
+        assert f"; WITHOUT a tokenizer: {named} (" in said and not (out / "tokenizer.json").exists()
+        assert f") is not the one it was trained with ({recorded[:12]}); put that one back" in said
+        assert main(["sample", str(run), "one"]) == 2
+        assert f"its prompts cannot be read; WITHOUT a tokenizer: {named} (" in capsys.readouterr().err
+        shutil.rmtree(packs, ignore_errors=True)
+
+    write_tokenizer(named, "one two three")
+    assert main(["export", str(run), str(tmp_path / "same")]) == 0 and "a tokenizer" not in capsys.readouterr().out
+    assert load_tokenizer(str(tmp_path / "same")).fingerprint == recorded
+    assert main(["sample", str(run), "one", "--tokens", "2"]) == 0
