@@ -58,7 +58,7 @@ from pretrain.model.distributed import (
     require_same_on_all_ranks,
     same_on_all_ranks,
 )
-from pretrain.model.huggingface import decoder_layers
+from pretrain.model.huggingface import decoder_layers, weights_fingerprint
 from pretrain.model.packed import forward_backward
 from pretrain.optimizer import adamw, schedule
 from pretrain.optimizer.gradient_statistics import gradient_statistics
@@ -264,7 +264,7 @@ def build(
         console=console,
         watch=watch,
         waited=waited,
-        past=source.past if source else Past(),
+        past=source.past if source else Past(source_weights=weights_fingerprint(recipe.model)),
     )
     if source:
         go_on_as_scheduled(run, source)

@@ -38,7 +38,8 @@ def main() -> None:
     settings = {path: flatten(read_run(path).config) for path in arguments.runs}
     shared = {key: value for key, value in settings[arguments.runs[0]].items() if _same(key, settings) and key not in _NAMES}
     environment = json.loads((arguments.runs[0] / "environment.json").read_text())
-    environment.pop("past", None)  # which is of that run alone
+    for own in ("past", "source_config"):  # which are of that run alone
+        environment.pop(own, None)
     report = {
         "command": shlex.join(["python", "-m", "benchmarks.collect_runs", *sys.argv[1:]]),
         "side_by_side": any(read_run(path).side_by_side for path in arguments.runs),

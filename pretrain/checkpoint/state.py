@@ -82,6 +82,7 @@ class Past(BaseModel):
 
     changed: list[Change] = []  # in order
     begin_with: str | None = None  # SHA-256 of the manifest of another run's checkpoint with which the run began
+    source_weights: str | None = None  # hash of the weights files in the folder of `model.source` with which the run began
     left_out: Size = 0  # steps' packs that rollbacks had passed over before this folder's first step
 
     def record(self) -> dict[str, Any]:

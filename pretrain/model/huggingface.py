@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import inspect
 import json
 import os
@@ -36,6 +37,7 @@ from transformers.utils import logging as transformers_logging
 
 from foundation.errors import InputError
 from foundation.files import fsync, fsync_tree, name_aside, remove_own_folder
+from foundation.integrity import hash_files
 from foundation.progress import advance
 from foundation.reading import load_object
 from foundation.settings import shown
@@ -87,6 +89,16 @@ def source_config(settings: ModelSettings) -> dict[str, Any]:
     values = json.loads(_config_of_source(settings).to_json_string(use_diff=False))
     flat = {f"{SOURCE}{key}": value for key, value in flatten(values).items() if _NOT_OF_THE_MODEL.isdisjoint(key.split("."))}
     return flat | {SOURCE_VERSION: transformers.__version__}
+
+
+def weights_fingerprint(settings: ModelSettings) -> str | None:
+    """Hash of the files of weights in the folder of `source`; None where weights are drawn or come from the hub."""
+    folder = None if settings.weights_source is None else Path(settings.weights_source)
+    if folder is None or not folder.is_dir():
+        return None
+    files = [*folder.glob("model*.safetensors")] or [*folder.glob("pytorch_model*.bin")]
+    hashes = hash_files(folder, sorted(file.name for file in files), ["xxh3_128"])
+    return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
 
 
 def dropout_notice(settings: ModelSettings) -> str | None:

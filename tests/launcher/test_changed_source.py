@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from foundation.errors import InputError
@@ -96,6 +97,19 @@ def test_an_accepted_change_of_the_source_is_told_and_runs_of_two_models_are_not
         check_comparable(runs[:2])
     check_comparable(runs[:2], ["model.source.rms_norm_eps"])
     check_comparable(runs[:2], ["model.source"])
+
+
+def test_runs_that_began_with_other_weights_of_one_folder_are_told_apart(source: Path, train_here: Callable, tmp_path: Path):
+    first = train_here().run_dir
+    again = interrupted(first, tmp_path / "again")
+    torch.manual_seed(5)
+    AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, max_position_embeddings=64)).save_pretrained(source)
+    second = train_here(f"run_dir={tmp_path / 'second'}").run_dir
+    assert train_here(f"run_dir={again}").status == 0  # its weights are the checkpoint's
+    runs = [read_run(folder) for folder in (first, again, second)]
+    began = [run.past.source_weights[:10] for run in runs]
+    assert describe_unfairness(*runs[:2]) is None and began[0] == began[1] != began[2]
+    assert describe_unfairness(*runs[::2]) == f"`model.source`: {source}, {began[0]} and {source}, {began[2]}"
 
 
 def test_of_gpt2_too_and_a_checkpoint_of_before_the_record_is_taken_as_it_is(
