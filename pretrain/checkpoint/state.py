@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field, FiniteFloat, ValidationError, field_valid
 from foundation.errors import InputError
 from foundation.integrity import Size
 from foundation.settings import first_mistake
-from pretrain.settings.config import SOURCE, SOURCE_VERSION
+from pretrain.settings.config import SOURCE
 
 _MASK = 2**64 - 1
 _NOT_ALWAYS = {"left_out", "shift"}  # counters that stand in a checkpoint where they are not 0
@@ -143,15 +143,12 @@ def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[st
 def changed_keys(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """The keys whose values differ, as `differences` has them.
 
-    Of what the config.json of `model.source` says, keys that one of them lacks count only where one version of transformers has
-    read both: another adds keys of its own, and older checkpoints have none.
+    Of what the config.json of `model.source` says nothing counts where one of them has no word of it, as older checkpoints.
     """
     current = json.loads(json.dumps(current))  # the saved one went through JSON, where tuples become lists
     changed = [key for key in sorted(saved.keys() | current.keys()) if saved.get(key) != current.get(key)]
-    if SOURCE_VERSION not in changed:
-        return changed
-    both = saved.keys() & current.keys() - {SOURCE_VERSION}
-    return [key for key in changed if key in both or not key.startswith(SOURCE)]
+    told = all(any(key.startswith(SOURCE) for key in each) for each in (saved, current))
+    return changed if told else [key for key in changed if not key.startswith(SOURCE)]
 
 
 def check_same_training(

@@ -21,7 +21,7 @@ from pretrain.compare.seeds import EQUIVALENCE, FEWEST_SEEDS, MARGIN, SeedDiffer
 from pretrain.metrics.run_record import LAST_STEPS, RunRecord
 from pretrain.optimizer.schedule import decay_begins, warmup_steps
 from pretrain.precision.schedule import is_quantized
-from pretrain.settings.config import SOURCE_VERSION, flatten, resolved
+from pretrain.settings.config import flatten, resolved
 
 # What two runs of one group may differ in: the seed, names, what is shown and saved, what was measured to fit, and where packs
 # lie, whose fingerprint says what they hold.
@@ -43,10 +43,9 @@ def grouped(runs: Sequence[RunRecord]) -> list[SeedGroup]:
     """The groups in the order of their first runs. Runs of equal settings and seed are repeats, in groups by their folders'
     names, or one after the other where these are the same."""
     alike: dict[tuple[Any, ...], list[RunRecord]] = {}
-    # Older runs do not say what their `model.source` was, and other versions of transformers say more of it.
-    known = set.intersection(*(run.source_config.keys() - {SOURCE_VERSION} for run in runs))
+    told = all(run.source_config for run in runs)  # older runs do not say what their `model.source` was
     for run in runs:
-        source = {key: str(run.source_config[key]) for key in known}
+        source = {key: str(value) for key, value in run.source_config.items()} if told else {}
         alike.setdefault(tuple(sorted((_settings(run) | source).items())), []).append(run)
     parts = [part for found in alike.values() for part in _told_apart(found)]
     parts.sort(key=lambda part: runs.index(next(iter(part.values()))))

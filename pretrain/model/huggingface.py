@@ -17,7 +17,6 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-import transformers
 from huggingface_hub import split_torch_state_dict_into_shards
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
@@ -44,7 +43,7 @@ from foundation.settings import shown
 from packing.settings import HUB_NAME
 from pretrain.model.attention import backends as attention
 from pretrain.model.loss.head import check as check_loss
-from pretrain.settings.config import SOURCE, SOURCE_VERSION, flatten
+from pretrain.settings.config import SOURCE, flatten
 from pretrain.settings.recipe import LossSettings, ModelSettings
 
 MOST_LAYERS = 1024  # a plan takes milliseconds for each: 100,000 of them, a mistyped number, would keep it busy for minutes
@@ -63,7 +62,8 @@ _UNFINISHED = ".unfinished-export"  # marks a folder as ours, which is written o
 _RENAMED_KEYS = {"rope_theta", "torch_dtype", "dtype"}
 # What a config.json may say otherwise without another model: paths, what a run decides by itself, what a caller gets, and what is
 # a classifier's.
-_NOT_OF_THE_MODEL = {"_name_or_path", "auto_map", "dtype", "torch_dtype", "attn_implementation", "_attn_implementation"}
+_NOT_OF_THE_MODEL = {"_name_or_path", "_commit_hash", "auto_map", "dtype", "torch_dtype", "transformers_version"}
+_NOT_OF_THE_MODEL |= {"attn_implementation", "_attn_implementation"}
 _NOT_OF_THE_MODEL |= {"use_cache", "return_dict", "output_attentions", "output_hidden_states", *attention.DROPOUTS}
 _NOT_OF_THE_MODEL |= {"architectures", "id2label", "label2id", "problem_type"}
 
@@ -82,13 +82,16 @@ def load_config(settings: ModelSettings) -> PretrainedConfig:
 
 
 def source_config(settings: ModelSettings) -> dict[str, Any]:
-    """What the config.json of `source` says, as an identity has it: {"model.source.rms_norm_eps": 1e-6}, and by which version of
-    transformers, which adds keys of its own. Empty without a source. InputError as `load_config`."""
+    """What the config.json of `source` says, as an identity has it: {"model.source.rms_norm_eps": 1e-6}. As the file has it, and
+    not as a version of transformers completes it. Empty without a source. InputError where there is none."""
     if settings.source is None:
         return {}
-    values = json.loads(_config_of_source(settings).to_json_string(use_diff=False))
-    flat = {f"{SOURCE}{key}": value for key, value in flatten(values).items() if _NOT_OF_THE_MODEL.isdisjoint(key.split("."))}
-    return flat | {SOURCE_VERSION: transformers.__version__}
+    _check_source(settings)
+    try:
+        values, _ = PretrainedConfig.get_config_dict(str(settings.source), revision=settings.revision)
+    except _OF_WRONG_VALUES as error:
+        raise InputError(f"`model.source`: no model can be read from {settings.source!r}: {_reason(error)}") from None
+    return {f"{SOURCE}{key}": value for key, value in flatten(values).items() if _NOT_OF_THE_MODEL.isdisjoint(key.split("."))}
 
 
 def weights_fingerprint(settings: ModelSettings) -> str | None:
@@ -179,7 +182,8 @@ def _config_of_type(model_type: str) -> PretrainedConfig:
         ) from None
 
 
-def _config_of_source(settings: ModelSettings) -> PretrainedConfig:
+def _check_source(settings: ModelSettings) -> None:
+    """InputError where it is neither a folder with a config.json that may be planned, nor a name of the hub."""
     source, folder = str(settings.source), Path(str(settings.source))
     if folder.exists() and not (folder / "config.json").is_file():
         raise InputError(f"`model.source`: {source} is no folder with a config.json; name a folder that holds a model")
@@ -188,6 +192,11 @@ def _config_of_source(settings: ModelSettings) -> PretrainedConfig:
     if folder.exists():
         content = load_object(folder / "config.json", "name a folder that holds a model")
         _check_layers(content, f"{folder / 'config.json'}")
+
+
+def _config_of_source(settings: ModelSettings) -> PretrainedConfig:
+    _check_source(settings)
+    source = str(settings.source)
     try:
         return AutoConfig.from_pretrained(source, revision=settings.revision, trust_remote_code=settings.trust_remote_code)
     except _OF_WRONG_VALUES as error:

@@ -41,9 +41,7 @@ _NOT_IDENTITY = (
     *("data.on_bad_line", "data.processes"),
 )
 
-# What the config.json of `model.source` says stands in an identity under these keys, and with it whose keys they are.
-SOURCE = "model.source."
-SOURCE_VERSION = f"{SOURCE}transformers_version"
+SOURCE = "model.source."  # with which an identity's keys of what the config.json of `model.source` says begin
 
 # Settings that are newer than checkpoints, which say nothing of them and mean this.
 _MEANT_BEFORE = {"model.from_scratch": False, "fp8_config.keep_bf16": [], "train.begin_with": None}
