@@ -90,7 +90,7 @@ def source_config(settings: ModelSettings) -> dict[str, Any]:
     try:
         values, _ = PretrainedConfig.get_config_dict(str(settings.source), revision=settings.revision)
     except _OF_WRONG_VALUES as error:
-        raise InputError(f"`model.source`: no model can be read from {settings.source!r}: {_reason(error)}") from None
+        raise _unreadable(settings, error) from None
     return {f"{SOURCE}{key}": value for key, value in flatten(values).items() if _NOT_OF_THE_MODEL.isdisjoint(key.split("."))}
 
 
@@ -204,7 +204,13 @@ def _config_of_source(settings: ModelSettings) -> PretrainedConfig:
             raise InputError(
                 f"`model.source`: {source} brings code of its own; set `model.trust_remote_code: true` if you trust it"
             ) from None
-        raise InputError(f"`model.source`: no model can be read from {source!r}: {_reason(error)}") from None
+        raise _unreadable(settings, error) from None
+
+
+def _unreadable(settings: ModelSettings, error: Exception) -> InputError:
+    source = str(settings.source)
+    asked = f"{source!r}" if Path(source).exists() else f"{source!r}, which is no folder below {Path.cwd()}, so the hub was asked"
+    return InputError(f"`model.source`: no model can be read from {asked}: {_reason(error)}")
 
 
 def _reason(error: Exception) -> str:

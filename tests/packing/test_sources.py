@@ -113,6 +113,9 @@ def test_a_folder_of_two_kinds_asks_which_is_meant(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"1 json files and 1 text files; set data\.format"):
         read(tmp_path)
     assert read(tmp_path, format="jsonl").documents == ["a"]
+    (tmp_path / "data.jsonl").write_bytes(as_lines(["b"]))
+    with pytest.raises(InputError, match="1 jsonl files and 1 json files; put each kind into its own folder"):
+        read(tmp_path, format="jsonl")
 
 
 def test_a_template_sets_columns_into_text(tmp_path: Path) -> None:
