@@ -135,7 +135,9 @@ def _open_folder(folder: Path, settings: DataSettings, records: Records) -> File
         )
     if len(found) > 1:
         counts = " and ".join(f"{len(paths)} {kind} files" for kind, paths in found.items())
-        remedy = "set data.format to the kind you mean, or name a file" if wanted == "auto" else "put each kind into its own folder"
+        remedy = (
+            "set data.format to the kind you mean, or name a file" if wanted == "auto" else "put each kind into its own folder"
+        )
         raise InputError(f"data.source: {folder}: holds {counts}; {remedy}")
     ((kind, paths),) = found.items()
     return FileSource(paths, kind, records, folder)

@@ -27,6 +27,7 @@ from pretrain.plan.scaling import Cluster, Scaled, links_of, on_cluster
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.settings import ActivePrecision
 
+LEAST = 50_000_000  # parameters, of a model whose speed a share of the peak can describe
 USUAL = ("H100", "H200", "B200", "8xB200")
 # GB, by data sheets: H100 SXM, H200 SXM, and B200 as in DGX B200 (1,440 GB over 8).
 MEMORY = {"H100": 80, "H200": 141, "B200": 180}
@@ -174,6 +175,11 @@ class Estimate:
     tflops: tuple[float, ...] = ()  # of one device alone; empty: `obstacle`
     with_exchanges: bool = False  # the speed was measured on several devices, and holds what they exchange
     obstacle: str | None = None
+
+    @property
+    def is_guess(self) -> bool:
+        """Whether a share of the peak is assumed that says nothing of a model so small: launches decide its speed."""
+        return self.by.endswith("assumed") and self.plan.flops.parameters < LEAST
 
     @cached_property
     def tokens_per_second(self) -> tuple[float, ...]:

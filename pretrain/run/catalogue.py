@@ -21,14 +21,13 @@ from pretrain.compare.report import markdown, or_dash
 from pretrain.model.distributed import make_accelerator
 from pretrain.plan.plan import ASSUMED_SHARES, GIB
 from pretrain.plan.preflight import prepare_job
-from pretrain.plan.targets import UNKNOWN, Estimate, Target, estimates, span
+from pretrain.plan.targets import LEAST, UNKNOWN, Estimate, Target, estimates, span
 from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import Recipe
 
 FOLDER = Path(__file__).parents[2] / "recipes"
 PRECISION = "bf16"  # in which a recipe that names none is reckoned
 COUNTS = (1, 2, 4, 8)  # H200s of a machine; the fewest that hold the model are taken
-LEAST = 50_000_000  # parameters, of a model whose speed a share of the peak can describe
 NOWHERE = Path("packs-that-do-not-exist")  # a listing says the same whether packs are prepared or not
 
 _LLAMA = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8, "rope_theta": 500000.0, "rms_norm_eps": 1e-5}
@@ -111,9 +110,7 @@ class ListedRecipe:
     @property
     def time(self) -> str:
         """Of all steps; of an epoch, whose tokens are not known before there are packs, of a billion tokens."""
-        if self.estimate is None:
-            return UNKNOWN
-        if self.estimate.plan.flops.parameters < LEAST:
+        if self.estimate is None or self.estimate.plan.flops.parameters < LEAST:
             return UNKNOWN
         if self.recipe.train.epochs is not None:
             hours = [1e9 / speed / 3600 for speed in self.estimate.tokens_per_second]

@@ -17,6 +17,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,14 +25,14 @@ from accelerate import Accelerator
 
 from foundation import units
 from foundation.errors import InputError
-from foundation.tables import fitted, or_dash, screen_width
+from foundation.tables import UNKNOWN, fitted, or_dash, screen_width
 from foundation.units import GIB, plural
 from pretrain.metrics.run_record import read_run
 from pretrain.model.distributed import make_accelerator
 from pretrain.plan.compute_optimal import FITS, FLOPS_EACH, LIMITS, beyond_the_fits
 from pretrain.plan.plan import WIDTH, Plan, wrapped
 from pretrain.plan.preflight import KEPT_FREE, Job, prepare_job
-from pretrain.plan.targets import USUAL, Estimate, MeasuredRun, Target, estimates, left_out, span
+from pretrain.plan.targets import LEAST, USUAL, Estimate, MeasuredRun, Target, estimates, left_out, span
 from pretrain.run.sizes import described, draw, measure
 from pretrain.settings.config import load_recipe, run_dir_of
 from pretrain.settings.launch_environment import with_precision
@@ -216,6 +217,7 @@ def _time_table(found: Sequence[Estimate], prices: Mapping[str, float], hours: f
     header += [f"steps in {hours:g} h", f"tokens in {hours:g} h"] if hours else []
     lines = []
     for row in found:
+        row = replace(row, tflops=()) if row.is_guess else row
         line = [str(row.target), row.obstacle or row.by, span(row.tokens_per_second, "{:,.0f}".format)]
         line.append(span(row.hours, lambda each: units.duration(3600 * each)))
         if prices:
@@ -231,7 +233,10 @@ def _notes_on_time(found: Sequence[Estimate], runs: Sequence[MeasuredRun]) -> It
     yield "time is that of training steps alone: no compiling, evaluation, checkpoints, queues or failures"
     if any(row.target.count > 1 and row.tflops and not row.with_exchanges for row in found):
         yield "several devices are those of one machine; what they exchange is reckoned as --plan --gpus does (docs/scaling.md)"
-    if any("assumed" in row.by for row in found):
+    if any(row.is_guess for row in found):
+        small = units.count(LEAST)
+        yield f"how fast a model below {small} parameters is, no share of a peak says; --mfu states one, --run FOLDER has its own"
+    elif any("assumed" in row.by for row in found):
         yield (
             "assumed shares are those between which dense models of a billion parameters and more usually lie, smaller ones "
             "below; --mfu states one, --run FOLDER takes a measured one"
@@ -271,8 +276,11 @@ def _fits(plan: Plan, flops: float | None) -> Iterator[str]:
     budget, sizes = flops or FLOPS_EACH * parameters * tokens, f"{units.count(parameters)} x {units.count(tokens)} tokens"
     header = ("fit", "loss of this recipe", "best tokens for this model", "best parameters", "best tokens", "loss")
     lines, divided = [], [fit.best_for_compute(budget) for fit in FITS]
+    guess, absurd = math.log(plan.flops.shape.vocabulary), False
     for fit, best in zip(FITS, divided, strict=True):
-        line = [fit.name, f"{fit.loss(parameters, tokens):.3f}", units.count(fit.best_tokens(parameters))]
+        loss = fit.loss(parameters, tokens)
+        absurd = absurd or loss > guess
+        line = [fit.name, UNKNOWN if loss > guess else f"{loss:.3f}", units.count(fit.best_tokens(parameters))]
         lines.append([*line, *map(units.count, best), f"{fit.loss(*best):.3f}"])
     yield _table(header, lines, names=1)
     notes = [f"the last three columns: for {budget:.4g} FLOP, {'as stated' if flops else f'this recipe by 6 x {sizes}'}"]
@@ -281,7 +289,8 @@ def _fits(plan: Plan, flops: float | None) -> Iterator[str]:
         notes.append(f"{fit.name}: {fit.source}; {formula} nats a token")
     notes.append(LIMITS)
     if beyond := ", ".join(beyond_the_fits(parameters, tokens)):
-        notes.append(f"this recipe is outside of what was fitted ({beyond}): its loss is an extrapolation")
+        said = f"above that of a guess among all words, {guess:.2f}, and not shown" if absurd else "an extrapolation"
+        notes.append(f"this recipe is outside of what was fitted ({beyond}): its loss is {said}")
     if any(any(beyond_the_fits(*best)) for best in divided):
         notes.append("the best division of this budget is outside of what was fitted, too")
     yield from _noted(notes)
