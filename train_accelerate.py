@@ -338,7 +338,7 @@ def train(run: Run) -> int | None:
                 except StreamEnded as ended:  # which all ranks meet at one step
                     if run.state.step > run.resumed_step and judge_weights(run).proceed:
                         save(run)
-                    enough = f"`train.steps: {run.state.step}`, for which it is enough"
+                    enough = f"`train.steps: {run.state.step}` with --accept-changes, for which it is enough"
                     raise InputError(f"{ended}, or {enough if run.state.step else 'a smaller `batch.tokens`'}") from None
     return None
 

@@ -63,7 +63,9 @@ class TokenColumns:
             )
         lengths = np.array([len(tokens)]) if self.lengths is None else _numbers(record, self.lengths)
         total = sum(lengths.tolist())  # which no length makes overflow
-        if len(lengths) and (lengths.min() < 0 or total > len(tokens)):
+        if len(lengths) and lengths.min() < 0:
+            raise BadRecord(f"column `{self.lengths}` holds the length {lengths.min():,}, below 0")
+        if total > len(tokens):
             raise BadRecord(f"column `{self.lengths}` adds up to {total:,} tokens, and the record has {len(tokens):,}")
         lengths = lengths[lengths > 0]
         real = int(lengths.sum())

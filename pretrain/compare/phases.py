@@ -127,7 +127,7 @@ class Search:
     overrides: tuple[str, ...]
     tried: list[Candidate] = field(default_factory=list)
     best: Candidate | None = None
-    chosen: dict[str, Values] = field(default_factory=dict)  # of each phase that gained, by its best cell's name, in order
+    chosen: list[MatrixRun] = field(default_factory=list)  # the best cell of each phase that gained, in order
     ended: str = "all phases are measured"
     began: float = field(default_factory=time.monotonic)
 
@@ -138,7 +138,12 @@ class Search:
     @property
     def values(self) -> Values:
         """What the chosen cells set, the later ones over the earlier."""
-        return {key: value for cell in self.chosen.values() for key, value in cell.items()}
+        return {key: value for run in self.chosen for key, value in run.values.items()}
+
+    @property
+    def names(self) -> list[str]:
+        """Of the chosen cells; two of them may be called alike."""
+        return [run.name for run in self.chosen]
 
     def matrix(self, number: int, chosen: Values, file: Path, place: Path) -> Matrix:
         """Phase `number`, from 1, on `chosen`, its runs in `place`; written to `file` as a matrix of its own. InputError for a
@@ -171,7 +176,7 @@ class Search:
 
     def next_matrix(self, number: int) -> Matrix:
         """Phase `number` on what is chosen so far. Its runs lie in a folder of these choices, as others would give other runs."""
-        place = self.folder.joinpath(f"{number}-{self.settings.phases[number - 1].name}", *self.chosen)
+        place = self.folder.joinpath(f"{number}-{self.settings.phases[number - 1].name}", *self.names)
         return self.matrix(number, self.values, place / "matrix.yaml", place)
 
     def check(self) -> list[Matrix]:
@@ -212,7 +217,7 @@ class Search:
             self.ended = f"the fastest of phase {name} is at {gain:+.1%} of what it stands on; less than {wanted} ends the search"
             return False
         self.best = fastest
-        self.chosen[fastest.run.name] = fastest.run.values
+        self.chosen.append(fastest.run)
         return True
 
 
@@ -254,7 +259,7 @@ def report(search: Search) -> str:
     given = [text for key, text in last.items() if key in search.values]
     given += [text for text in search.overrides if text not in given]
     lines += [
-        f"Fastest and stable: {' + '.join(search.chosen)}, {count(search.best.tokens_per_second)} tokens/s. To train with it, "
+        f"Fastest and stable: {' + '.join(search.names)}, {count(search.best.tokens_per_second)} tokens/s. To train with it, "
         f"without the `overrides` of {search.path}:",
         "",
         f"    {shlex.join([*command, str(search.settings.recipe), *given])}",
@@ -291,7 +296,7 @@ def measure(search: Search) -> int:
     with StopRequest(passed_on=True) as stop:
         for number, phase in enumerate(search.settings.phases, start=1):
             matrix = search.next_matrix(number)
-            on = f", on {' + '.join(search.chosen)}" if search.chosen else ""
+            on = f", on {' + '.join(search.names)}" if search.chosen else ""
             print(
                 f"\nphase {number} of {len(search.settings.phases)}, {phase.name}: {plural(len(matrix.runs), 'cell')}{on}",
                 flush=True,
@@ -301,7 +306,8 @@ def measure(search: Search) -> int:
                 print("\nstopped; the same command goes on from here", file=sys.stderr)
                 return 128 + stop.requested if stop.requested else TIME_IS_UP_STATUS
             goes_on = search.take(number, outcomes)
-            _write(page, report(search))
+            if search.best or not page.exists():  # a table with an answer is not written over by one without
+                _write(page, report(search))
             if not goes_on:
                 break
     took = duration(time.monotonic() - search.began)

@@ -56,7 +56,7 @@ def mfu(row: Mapping[str, Any]) -> float:
 def read_published(path: Path) -> Published:
     """InputError naming the file, and the line, that cannot be used."""
     try:
-        text = str(read_regular(path), "utf-8")
+        text = str(read_regular(path), "utf-8-sig")  # some spreadsheets begin a file with a mark
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read: {reason_of(error)}; --published names a CSV file") from None
     lines = text.splitlines()

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from foundation.units import TERA
@@ -56,6 +56,11 @@ class LowPrecisionProducts:
     head: bool = False  # whether the head's product is one of them
 
 
+def _known(config: PretrainedConfig, *names: str) -> Iterator[int]:
+    """What architectures call one width by several names: those values that are there."""
+    return (value for name in names if (value := getattr(config, name, None)))
+
+
 @dataclass(frozen=True)
 class Shape:
     """The sizes that formulas ask for, under the field's names; read from a Hugging Face configuration."""
@@ -72,13 +77,15 @@ class Shape:
     def of(cls, model: PreTrainedModel) -> Shape:
         config = model.config.get_text_config()
         heads, hidden = config.num_attention_heads, config.hidden_size
+        one_head = getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False)
+        of_keys = 1 if one_head else next(_known(config, "num_key_value_heads", "num_kv_heads"), heads)
         return cls(
             layers=config.num_hidden_layers,
             hidden=hidden,
             heads=heads,
-            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            kv_heads=of_keys,
             head_dim=getattr(config, "head_dim", None) or hidden // heads,
-            feed_forward=getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden,
+            feed_forward=next(_known(config, "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"), 4 * hidden),
             vocabulary=config.vocab_size,
         )
 
@@ -127,7 +134,8 @@ class ModelFlops:
     def borne_out_by(self, model: PreTrainedModel) -> ModelFlops:
         """Itself, with what a forward of `model`, on the meta device, multiplies otherwise among the `uncounted`: layers that run
         several times, attention with other widths than its configuration says. Where none can be run there it stays as it is."""
-        known = self.uncounted or model.config.model_type in BORNE_OUT
+        crossed = getattr(model.config, "add_cross_attention", False)  # whose weights no forward here uses
+        known = self.uncounted or (model.config.model_type in BORNE_OUT and not crossed)
         return self if known else replace(self, uncounted=_multiplied_otherwise(model, self))
 
     @property

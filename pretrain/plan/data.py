@@ -51,12 +51,15 @@ class Data:
         attention costs."""
         return self._mean(lambda packs, index: sum_of_squares(packs.lengths(index))) / self.train.length
 
-    @property
-    def trained_share(self) -> float | None:
+    def trained_share(self, *, mask_boundaries: bool) -> float | None:
         """Of the tokens of the packs, sampled evenly, the share that is a label; None where no mask says which are."""
         if all(packs.trained(0) is None for packs in self._parts):
             return None
-        return self._mean(_labels_of) / self.train.length
+
+        def labels(packs: Packs, index: int) -> int:
+            return count_valid_tokens(packs.lengths(index), packs.trained(index), mask_boundaries=mask_boundaries)
+
+        return self._mean(labels) / self.train.length
 
     @property
     def stream(self) -> StreamedPacks | None:
@@ -108,10 +111,6 @@ def parts_of(packs: Packs | None) -> list[Packs]:
     if isinstance(packs, StreamedPacks):
         return list(packs.samples.values())
     return list(packs.parts.values()) if isinstance(packs, MixedPacks) else [packs]
-
-
-def _labels_of(packs: Packs, index: int) -> int:
-    return count_valid_tokens(packs.lengths(index), packs.trained(index), mask_boundaries=True)
 
 
 def open_data(settings: DataSettings, *, is_main_process: bool) -> Data:

@@ -37,7 +37,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 from transformers import PreTrainedModel
@@ -46,7 +46,8 @@ from pretrain.metrics.flops import ModelFlops
 from pretrain.model.fused.arithmetic import StackedWeight
 from pretrain.model.fused.layers import ROTATED_ATTENTION, Parts, assess_layer, not_fused_because, parts_of
 from pretrain.model.huggingface import decoder_layers
-from pretrain.precision.formats.definition import Precision
+from pretrain.precision.formats.definition import Precision, Role
+from pretrain.precision.observation import BITS
 from pretrain.precision.products import WORKSPACE
 from pretrain.precision.registry import PRECISIONS, UNQUANTIZED
 from pretrain.precision.scope import decide
@@ -277,7 +278,8 @@ def layers_of(
     decisions = decide(model, list(layers.values()), without_norms) if active.precision.quantized else {}
     off = not_fused_because(recipe.model.fused, active, device_type, dtype)
     layouts = active.precision.layouts_on(capability)
-    compiled = compiled_layer(ModelFlops.of(model), active.precision, recipe.weights, layouts)
+    held = _emulated_weight(active, device_type) if active.backend == "emulation" else layouts
+    compiled = compiled_layer(ModelFlops.of(model), active.precision, recipe.weights, held)
     left_out = UNQUANTIZED[active.precision.compute_dtype]
     found = []
     for name, layer in layers.items():
@@ -351,8 +353,15 @@ def _mlp_backward(
     return operand * activated, made + (0 if gated and below.quantized else number * inside)
 
 
-def compiled_layer(flops: ModelFlops, precision: Precision, weights: str, layouts: int) -> LayerMemory:
-    """A mean layer of the model that `flops` counts; `weights`: as a recipe says it; `layouts`: as of a fused layer."""
+def _emulated_weight(active: ActivePrecision, device_type: str) -> int:
+    """Bytes that the emulation holds of a quantized weight: an operand, or two where one does not serve both products."""
+    bits = max(active.precision.significant_bits(active.settings, role) for role in get_args(Role))
+    number = 2 if device_type == "cuda" and bits <= BITS["bfloat16"] else 4
+    return number if active.precision.serves_both(active.settings, "weight") else 2 * number
+
+
+def compiled_layer(flops: ModelFlops, precision: Precision, weights: str, held: int) -> LayerMemory:
+    """A mean layer of the model that `flops` counts; `weights`: as a recipe says it; `held`: bytes of a quantized weight."""
     shape, number = flops.shape, precision.number_bytes
     linears = sum(matrix.inputs * matrix.outputs for matrix in flops.matrices if matrix.part != "head") // shape.layers
     rotated = shape.query_width + shape.kv_heads * shape.head_dim
@@ -361,7 +370,7 @@ def compiled_layer(flops: ModelFlops, precision: Precision, weights: str, layout
         inputs=shape.hidden * number,
         kept=kept,
         workspace=kept,  # the gradients of what it keeps
-        quantized_weights=layouts * linears,
+        quantized_weights=held * linears,
         working_copies=number * linears if _weights_are_cast(weights, precision) else 0,
         fused=False,
     )

@@ -334,7 +334,7 @@ def _plan_of(
         phases=phases if len(phases) > 1 else [],
         low_linears=laid_out.low_linears,
         packs=len(data.train) if data and not data.stream else None,
-        trained_share=data.trained_share if data else None,
+        trained_share=data.trained_share(mask_boundaries=recipe.data.mask_boundaries) if data else None,
         mixture=data.train.mixture() if data and isinstance(data.train, MixedPacks) else None,
         vocabulary=vocabulary,
         tokens_per_second=tokens_per_second,

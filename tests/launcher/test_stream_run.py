@@ -113,7 +113,7 @@ def test_a_streamed_run_goes_on_with_the_same_curve_on_two_machines_with_empty_d
     alone = start_here(recipe, folder)  # until the text is over
     assert alone.status == 2 and "text has come to its end, and the run wants more" in alone.err, alone.output
     unbroken, run_dir = losses(alone), alone.run_dir
-    assert f"begin the text again, or `train.steps: {len(unbroken)}`, for which it is enough" in alone.err
+    assert f"begin the text again, or `train.steps: {len(unbroken)}` with --accept-changes, for which it is enough" in alone.err
     assert 30 < len(unbroken) < STEPS and f"saved {run_dir / 'checkpoints'}/step-{len(unbroken):08}" in alone.out
     last = [record for record in alone.records() if "loss" in record][-1]
     assert last["part"] > 2 and last["packed_tokens"] >= len(unbroken) * 8 * 30

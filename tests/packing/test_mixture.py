@@ -77,6 +77,13 @@ def test_the_order_is_this_one_and_stays_it() -> None:
     assert sorted(MixedOrder(alone, 10, 1).packs_of_step(3)) == list(range(10))
 
 
+@pytest.mark.parametrize("weights", [(1 - 2e-8, 2e-8), (2e-8, 1 - 2e-8), (0.5, 0.5 - 1e-8, 1e-8)])
+def test_a_source_that_would_never_be_met_is_refused_wherever_it_stands(weights: tuple[float, ...]) -> None:
+    names = tuple("abc"[: len(weights)])
+    with pytest.raises(InputError, match=f"{names[weights.index(min(weights))]}: its weight is too small to ever be met"):
+        Mixture(names, (10,) * len(names), weights, (64.0,) * len(names))
+
+
 def write_texts(path: Path, texts: list[str], **more: Any) -> Path:
     path.write_text("".join(json.dumps({"text": text} | more) + "\n" for text in texts))
     return path

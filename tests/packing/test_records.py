@@ -76,6 +76,7 @@ def test_what_a_record_becomes_is_a_part_of_it(tokens: list[int], data: st.DataO
         ({"labels": [6, 7, 8, 9, IGNORED]}, "neither `ids` itself nor -100; write it as the tokens themselves, not shifted"),
         ({"labels": [5]}, "neither `ids` itself nor -100"),
         ({"lengths": [9]}, "column `lengths` adds up to 9 tokens, and the record has 5"),
+        ({"lengths": [6, -1]}, "column `lengths` holds the length -1, below 0"),
         ({"lengths": [2**62] * 4}, "column `lengths` adds up to 18,446,744,073,709,551,616 tokens"),
         ({"ids": [[1, 2], [3]]}, "column `ids` holds no list of whole numbers"),
         ({"ids": [2**63]}, "column `ids` holds no list of whole numbers"),

@@ -44,7 +44,7 @@ ChunkLoss = Callable[..., Tensor]
 def softmax_gradient_(logits: Tensor, labels: Tensor) -> Tensor:
     """Overwrite logits [n, vocabulary] with softmax - one_hot(label), the losses' gradient; return the losses [n], FP32.
 
-    labels [n] int64. Both are zero where the label is ignored, whatever the logits hold. Softmax and sums are FP32 whatever the
+    labels [n] int64. Both are zero where the label is ignored and the logits are finite. Softmax and sums are FP32 whatever the
     logits are, and the gradient is rounded once, to their dtype.
     """
     if logits.is_cuda:

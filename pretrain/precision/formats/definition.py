@@ -197,7 +197,9 @@ class QuantizedPrecision(Precision):
     def uniform(self, settings: OptionValues, role: Role) -> Callable[[Tensor], Tensor | None]:
         """What draws the random numbers that x is rounded by, from torch's generator of x's device; None: rounded to nearest.
 
-        Only gradients are: their sum stays right on average. To activations and weights it would add noise in every forward.
+        Only gradients are: their sum stays right on average, but for a block's largest value where its scale was rounded down,
+        which is cut off (NVFP4, and MXFP4 by `scale_rounding: floor`). To activations and weights it would add noise in every
+        forward.
         """
         import torch
 

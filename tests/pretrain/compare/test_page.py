@@ -218,9 +218,11 @@ def test_a_bar_in_the_name_of_a_run_leaves_the_tables_whole(tmp_path):
     assert "b\\|c" in table[-1] and len({line.replace("\\|", "").count("|") for line in table}) == 1
 
 
-def test_published_rows_have_their_mfu_by_one_definition():
+def test_published_rows_have_their_mfu_by_one_definition(tmp_path):
     published = read_published(PUBLISHED)
     rows = {row["name"]: row for row in published.rows}
+    (tmp_path / "marked.csv").write_text(PUBLISHED.read_text(), "utf-8-sig")  # as spreadsheets write it
+    assert read_published(tmp_path / "marked.csv").rows == published.rows
     assert len(rows) == 20 and "wandb.ai" in published.origin
     assert rows["1"]["mfu"] == pytest.approx(0.3601, abs=1e-4) == pytest.approx(rows["1"]["mfu_reported"], abs=1e-4)
     assert rows["16"]["mfu_reported"] == pytest.approx(0.6238) and rows["16"]["mfu"] == pytest.approx(0.5352, abs=1e-4)

@@ -35,6 +35,15 @@ def phases_file(small_recipe: dict[str, Any], tmp_path: Path) -> Callable[..., P
     return write
 
 
+def test_chosen_cells_of_two_phases_that_are_called_alike_both_count(phases_file):
+    log, evaluate = ({"name": key, "axes": {f"{key}.every": [2]}} for key in ("log", "evaluate"))
+    search = load_phases(phases_file(log, evaluate, LOSS), [])
+    search.chosen = [matrix.runs[0] for matrix in search.check()[:2]]
+    assert search.names == ["every=2", "every=2"]
+    assert search.values.items() >= {"log.every": 2, "evaluate.every": 2}.items()
+    assert search.next_matrix(3).runs[0].recipe.log.every == 2
+
+
 @pytest.fixture
 def finish(phases_file: Callable[..., Path], tmp_path: Path) -> Callable[..., None]:
     """Leave what a finished run of a phase leaves, with this speed, on the cells that were `chosen` before."""
@@ -44,7 +53,7 @@ def finish(phases_file: Callable[..., Path], tmp_path: Path) -> Callable[..., No
         matrices = search.check()
         for earlier, name in enumerate(chosen):
             [run] = [run for run in matrices[earlier].runs if run.name == name]
-            search.chosen[name] = run.values
+            search.chosen.append(run)
         [run] = [run for run in search.next_matrix(number).runs if run.name == cell]
         run.run_dir.mkdir(parents=True)
         step = {"tokens": 1, "epoch": 0.1, "loss": 2.0, "step_ms": 1.0, "memory_gib": 1.0}

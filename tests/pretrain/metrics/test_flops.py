@@ -96,6 +96,18 @@ def test_a_count_that_a_forward_does_not_bear_out_is_none(values: dict, odd: str
     assert not any(module._forward_hooks for module in model.modules())
 
 
+def test_widths_are_found_by_each_name_that_architectures_have_for_them() -> None:
+    small = {key: value for key, value in TINY.items() if key != "intermediate_size"}
+    opt = ModelFlops.of(on_meta("opt", ffn_dim=160, word_embed_proj_dim=32, **small))
+    assert opt.shape.feed_forward == 160 and not opt.gated
+    assert [ModelFlops.of(on_meta("falcon", multi_query=one, **small)).shape.kv_heads for one in (True, False)] == [1, 4]
+
+
+def test_cross_attention_that_no_forward_here_uses_is_not_taken_as_borne_out() -> None:
+    model = on_meta("gpt2", n_embd=32, n_layer=2, n_head=4, vocab_size=96, add_cross_attention=True)
+    assert any("crossattention" in name for name in ModelFlops.of(model).borne_out_by(model).uncounted)
+
+
 COUNTED_BY_TORCH = [
     {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True, **TINY},
     {"model_type": "llama", "num_key_value_heads": 4, "tie_word_embeddings": False, **TINY},

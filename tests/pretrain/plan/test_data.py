@@ -84,6 +84,15 @@ def test_mean_squared_is_what_plain_python_counts(data: Data) -> None:
     assert data.mean_squared == pytest.approx(sum(sums) / len(sums), rel=1e-12)
 
 
+@pytest.mark.parametrize(("mask_boundaries", "share"), [(True, 2 / 4), (False, 3 / 4)])
+def test_the_share_that_is_trained_on_counts_labels_as_training_does(mask_boundaries: bool, share: float, tmp_path: Path) -> None:
+    with PackWriter(tmp_path / "packs", 4) as writer:
+        writer.add("train", Pack(np.ones(4, np.uint32), np.array([2, 2], dtype=np.int32), trained=np.ones(4, bool)))
+        writer.finish(settings={}, statistics={}, tokenizer=None)
+    data = open_data(DataSettings(packs=tmp_path / "packs", length=4), is_main_process=True)
+    assert data.trained_share(mask_boundaries=mask_boundaries) == share
+
+
 def test_a_trial_has_the_documents_of_the_first_packs_in_turns_and_tokens_that_any_model_has(data: Data) -> None:
     count = len(data.train) + 2
     trial = data.trial_batch(count)

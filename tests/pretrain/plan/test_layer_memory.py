@@ -15,9 +15,10 @@ from pretrain.model.fused import layers as choice
 from pretrain.model.fused.arithmetic import Arithmetic
 from pretrain.model.wrapping import fuse
 from pretrain.plan.memory import LayerMemory, layers_of
+from pretrain.precision.emulation import EmulationBackend
 from pretrain.precision.linear import PrecisionContext
 from pretrain.precision.registry import PRECISIONS
-from pretrain.precision.settings import ActivePrecision
+from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
 from pretrain.settings.recipe import ModelSettings, Recipe
 from tests.pretrain.model.fused.fused_models import ARCHITECTURES, LENGTH, build, inputs
 
@@ -87,6 +88,38 @@ def bytes_held(config: dict[str, Any], dtype: torch.dtype) -> float:
     output = hf.base_model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False, **documents)
     assert output.last_hidden_state.requires_grad
     return sum(tensor.untyped_storage().nbytes() for tensor in storages.values()) / tokens
+
+
+@pytest.mark.parametrize(
+    ("precision", "options", "bytes_each"),
+    [
+        *((each, {}, 2) for each in ("delayed", "current", "block", "nvfp4")),
+        *((each, {}, 4) for each in ("mxfp8", "mxfp4")),
+        ("nvfp4", {"disable_2d_quantization": True}, 4),
+        ("mxfp8", {"enable_2d_quantization": True}, 2),
+    ],
+)
+def test_an_emulated_weight_is_said_to_take_what_the_emulation_holds(
+    precision: str, options: dict[str, Any], bytes_each: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_layer = 2048 * (2048 + 2 * 1024) + 2048 * 2048 + 3 * 2048 * 6144
+    said = layers(QWEN3, precision, emulated=True, fp8_config=options)[0]
+    assert said.quantized_weights == bytes_each * of_layer
+    assert (
+        layers(QWEN3, precision, emulated=True, device="cpu", fp8_config=options)[0].quantized_weights
+        == 2 * bytes_each * of_layer
+    )
+
+    monkeypatch.setattr(EmulationBackend, "operand_dtype", torch.bfloat16)  # as on a GPU
+    resolved = LowPrecisionSettings(**options).resolved(precision)
+    backend = EmulationBackend(ActivePrecision(precision, PRECISIONS[precision], "emulation", resolved), torch.device("cpu"))
+    product, weight = backend.product("w", 256, 256, bias=False), torch.randn(256, 256, dtype=torch.bfloat16)
+    with backend.forward():
+        product._quantize_weight(weight)
+    values = {
+        operand.values.untyped_storage().data_ptr(): operand.values.untyped_storage().nbytes() for operand in product.weight
+    }
+    assert sum(values.values()) == bytes_each * weight.numel()
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
