@@ -32,7 +32,7 @@ from pretrain.precision.quantizers.grid import E2M1, Grid
 class Mxfp4(QuantizedPrecision):
     name = "mxfp4"
     order = 70
-    colour = "#8A63C9"
+    colour = "#7D4BD8"
     description = "FP4 products; a power-of-two scale for every 32 values (OCP Microscaling); emulated only"
     peak = "fp4"
     multiple_of = 32
