@@ -244,8 +244,9 @@ class SeedComparison:
             notes.append(f"{tokens_note(base, speeds=speeds)} {slope_note(self.slope, base)}")
         elif self.held_out:
             notes.append(
-                f"No tokens: they take a slope, from evaluations of {base} at a constant rate, in the second half of the tokens "
-                "before it decays (`schedule.kind: wsd`, `evaluate.every`)."
+                f"No tokens are told for a difference: they follow from how fast {base}'s held-out loss falls at a constant "
+                "learning rate. So it has to be evaluated several times in the second half of the tokens before the rate decays "
+                "(settings schedule.kind: wsd and evaluate.every)."
             )
         for each in self.results:
             if each.group.repeats and each.difference:
@@ -265,16 +266,22 @@ class SeedComparison:
         return notes + left_out
 
     def answer(self) -> str:
-        """The comparison in a sentence."""
+        """The comparison in a sentence or two: what has a verdict, then what has none yet."""
         base, seeds = self.baseline.group.name, plural(len(self.baseline.losses), "seed")
         if not self.others:
             return f"{base} over {seeds}: loss {_level(self.baseline.losses)}."
         words: dict[str, list[str]] = {}  # each verdict, and what has it
+        too_few: dict[str, list[str]] = {}  # how many seeds, and what has no more
         for each in self.others:
-            too_few = each.difference and len(each.difference.by_seed) < FEWEST_SEEDS
-            words.setdefault("too few seeds" if too_few else self._verdict(each), []).append(each.group.name)
+            if each.difference and (found := len(each.difference.by_seed)) < FEWEST_SEEDS:
+                too_few.setdefault(plural(found, "seed"), []).append(each.group.name)
+            else:
+                words.setdefault(self._verdict(each), []).append(each.group.name)
         verdicts = "; ".join(f"{verdict}: {', '.join(names)}" for verdict, names in words.items())
-        return f"Against {base} over {seeds}, within {100 * self.margin:g} %: {verdicts}."
+        waiting = "; ".join(f"{', '.join(names)} ({number})" for number, names in too_few.items())
+        said = [f"Against {base} over {seeds}, within {100 * self.margin:g} %: {verdicts}."] if words else []
+        said += [f"No verdict yet against {base}: {waiting}. A verdict needs {FEWEST_SEEDS} seeds."] if too_few else []
+        return " ".join(said)
 
 
 def verdict_of(difference: SeedDifference, margin: float) -> str:

@@ -107,7 +107,8 @@ def test_the_report_answers_over_seeds_before_it_shows_any_run(folders: list[Pat
     assert main([*command, str(page)]) == 0
     said = capsys.readouterr().out
     assert said.startswith(
-        "Against bf16 over 3 seeds, within 0.3 %: equivalent: delayed; worse: nvfp4; too few seeds: bf16_again."
+        "Against bf16 over 3 seeds, within 0.3 %: equivalent: delayed; worse: nvfp4. "
+        "No verdict yet against bf16: bf16_again (1 seed). A verdict needs 3 seeds."
     )
     found = rows(said)
     half = 4.303 * 0.001 / math.sqrt(3)  # Student's t of two degrees
@@ -219,6 +220,8 @@ def test_a_cosine_has_no_rate_to_stay_at_so_no_tokens_are_told(tmp_path: Path):
     runs.append(read_run(seeded(tmp_path / "d-seed1", 1, 0.1, "precision=delayed", *settings)))
     found = SeedComparison.over(runs)
     assert found.slope is None and "tokens" not in found.columns() and any("No tokens" in note for note in found.notes())
+    assert not any("`" in note for note in found.notes()), "a page shows notes as they are"
+    assert found.answer() == "No verdict yet against c: d (1 seed). A verdict needs 3 seeds."
 
 
 def test_one_seed_is_no_comparison_over_seeds_and_one_group_tells_its_spread(folders: list[Path], tmp_path: Path, capsys):
