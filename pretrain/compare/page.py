@@ -9,8 +9,11 @@ from __future__ import annotations
 import base64
 import gzip
 import math
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +47,16 @@ def render(
     until it is read again."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined  # only a page needs it
 
+    if seeds:  # a front of single runs would join two seeds of one precision
+        comparison = replace(comparison, standings=[replace(each, on_front=False) for each in comparison.standings])
     data = page_data(comparison) | {"published": published.data() if published else None, "every": every}
     columns = columns_of(comparison)
-    template = Environment(
+    sound = [each for each in comparison.paired if not each.run.broken_off]
+    templates = Environment(
         loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    ).get_template("page.html")
+    )
+    templates.filters["code"] = code
+    template = templates.get_template("page.html")
     return template.render(
         comparison=comparison,
         seeds=seeds,
@@ -59,8 +67,9 @@ def render(
         every=every,
         loss_is="held-out loss" if comparison.by_held_out else f"training loss, mean of the last {LAST_STEPS} steps at most",
         speeds=any(run["speed"] is not None for run in data["runs"]),
-        gap_steps=plural(max((each.gap.steps for each in comparison.paired), default=0), "step"),
-        without_interval=any(not math.isfinite(each.gap.half_width) for each in comparison.paired),
+        gap_steps=plural(max((each.gap.steps for each in sound), default=0), "step"),
+        without_interval=any(not math.isfinite(each.gap.half_width) for each in sound),
+        broken=[each for each in comparison.standings if each.run.broken_off],
         # Over seeds, those of other seeds than the baseline's first are paired in a table of their own.
         unpaired=[] if seeds and seeds.others else [each for each in comparison.standings if each.not_paired],
         columns=columns,
@@ -81,6 +90,11 @@ def render(
         library=library(),
         data=packed(as_json(data)),
     ).encode()
+
+
+def code(text: str) -> str:
+    """HTML of `text`, in which what stands between backticks, as in messages and Markdown, is code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
 @cache

@@ -98,8 +98,19 @@ def _gap(each: Standing) -> TableCell:
     gap = each.gap
     if not math.isfinite(gap.mean):
         return TableCell(UNKNOWN)
-    sure = f"± {unsigned(gap.half_width)}" if math.isfinite(gap.half_width) else "too few for ±"
-    return TableCell(signed(gap.mean), gap.mean, sure)
+    if not math.isfinite(gap.half_width):
+        return TableCell(signed(gap.mean), gap.mean, "too few for ±")
+    mean, half = signed(gap.mean), unsigned(gap.half_width)
+    digits = max(len(shown.partition(".")[2]) for shown in (mean, half))  # as many of both, but "0" stays so
+    mean = mean if mean == "0" else f"{gap.mean:+.{digits}f}".replace("-", "−")
+    return TableCell(mean, gap.mean, "± " + (half if half == "0" else f"{gap.half_width:.{digits}f}"))
+
+
+def _held_out_gap(each: Standing) -> TableCell:
+    """Of runs that are not paired, another seed's would pass for a precision's."""
+    if each.not_paired:
+        return TableCell(UNKNOWN, beside="not paired")
+    return _figure(lambda standing: standing.held_out_gap, signed)(each)
 
 
 _RUN = (
@@ -151,7 +162,7 @@ def _losses(comparison: RunComparison) -> list[TableColumn]:
         TableColumn(
             "held-out − baseline",
             "of the last step in which both were evaluated, on the same packs",
-            _figure(lambda each: each.held_out_gap, signed),
+            _held_out_gap,
         ),
         TableColumn(
             f"loss, last {LAST_STEPS}", "training loss, mean of the last steps, nats a token", _key(LOSS_KEY, "{:.4f}".format)

@@ -6,9 +6,11 @@ import base64
 import gzip
 import json
 import re
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
@@ -16,10 +18,12 @@ from foundation.errors import InputError
 from pretrain.__main__ import main
 from pretrain.compare.comparison import RunComparison
 from pretrain.compare.kept_runs import read_kept
-from pretrain.compare.page import render
+from pretrain.compare.page import code, render
 from pretrain.compare.page_data import PROCESS, REST, UNUSED, heat_maps, memory_parts, page_data, short_name, step_time
+from pretrain.compare.page_table import columns_of
 from pretrain.compare.published import read_published
 from pretrain.compare.report import read_runs, write
+from pretrain.precision.registry import PRECISIONS
 from tests.pretrain.compare.made_runs import make_run, trained
 
 ROOT = Path(__file__).parents[3]
@@ -54,6 +58,40 @@ def test_the_answer_and_the_table_stand_in_the_page_as_text(tmp_path):
     assert 'class="answer">No run is both faster than a and within 0.01 nats of it.' in page
     assert "+0.5000" in page and "10,240" in page and "loss − baseline, last 64" in page
     assert "<code>precision</code>" in page and "Pareto front" in page
+
+
+def test_a_difference_and_its_error_have_as_many_decimals(tmp_path):
+    above = np.random.default_rng(0).normal(3e-4, 1e-4, len(LONG))
+    runs = [*two_runs(tmp_path), trained(tmp_path / "c", [float(loss) for loss in LONG + above])]
+    shown = re.search(r"\+0\.000(\d+) <span class=\"beside\">± 0\.(\d+)<", text_of(render(RunComparison.over(runs))))
+    assert shown and 3 + len(shown[1]) == len(shown[2]) == 5
+
+
+def test_what_a_column_says_and_what_each_picture_shows_can_be_read_without_a_pointer(tmp_path):
+    page = text_of(render(RunComparison.over(two_runs(tmp_path))))
+    for column in columns_of(RunComparison.over(two_runs(tmp_path / "more"))):
+        assert f"<dt>{column.name}</dt><dd>" in page
+    plots = re.findall(r'<div class="plot"[^>]*>', page)
+    assert len(plots) >= 6 and all('role="img"' in plot and re.search(r'aria-label="\w[^"]+\."', plot) for plot in plots)
+
+
+def test_code_in_a_message_is_marked_as_such_and_all_else_is_text():
+    assert code("`a.b`: 1 < 2 & `c") == "<code>a.b</code>: 1 &lt; 2 &amp; `c"
+
+
+def test_no_two_precisions_look_alike_to_who_sees_no_green_and_all_show_on_both_themes():
+    """CIE L*a*b* of what deuteranopia leaves of each (Machado 2009), and the contrast with the dark card and the white one."""
+    deuteranopia = [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.01182, 0.04294, 0.968881]]
+    to_xyz = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
+    seen = {}
+    for name, precision in PRECISIONS.items():
+        srgb = np.array([int(precision.colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+        linear = np.where(srgb <= 0.04045, srgb / 12.92, ((srgb + 0.055) / 1.055) ** 2.4)
+        luminance = to_xyz[1] @ linear
+        assert 1.05 / (luminance + 0.05) > 2.5 and (luminance + 0.05) / 0.064 > 2.9, name
+        x, y, z = np.cbrt(to_xyz @ np.clip(deuteranopia @ linear, 0, 1) / [0.9505, 1, 1.089])
+        seen[name] = np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+    assert min(np.linalg.norm(seen[a] - seen[b]) for a, b in combinations(seen, 2)) > 10
 
 
 def test_names_from_a_run_are_text_in_the_page_and_no_markup(tmp_path):

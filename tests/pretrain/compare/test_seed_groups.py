@@ -12,8 +12,11 @@ import yaml
 
 from foundation.errors import InputError
 from pretrain.__main__ import main
+from pretrain.compare.comparison import RunComparison
 from pretrain.compare.matrix import main as matrix_main
 from pretrain.compare.matrix_file import load_matrix
+from pretrain.compare.page import render
+from pretrain.compare.page_table import columns_of
 from pretrain.compare.seed_groups import SeedComparison, grouped, share
 from pretrain.metrics.run_record import RunRecord, read_run
 from pretrain.settings.config import resolved
@@ -222,6 +225,20 @@ def test_a_cosine_has_no_rate_to_stay_at_so_no_tokens_are_told(tmp_path: Path):
     assert found.slope is None and "tokens" not in found.columns() and any("No tokens" in note for note in found.notes())
     assert not any("`" in note for note in found.notes()), "a page shows notes as they are"
     assert found.answer() == "No verdict yet against c: d (1 seed). A verdict needs 3 seeds."
+
+
+def test_a_page_over_seeds_subtracts_no_other_seeds_loss_and_has_no_front_of_single_runs(folders: list[Path]):
+    runs = [read_run(path) for path in folders]
+    comparison = RunComparison.over(runs)
+    page = render(comparison, seeds=SeedComparison.over(runs)).decode()
+    assert any(each.on_front for each in comparison.standings) and 'class=" front"' not in page
+    assert "baseline front" not in page and "No Pareto front" in page and "The line joins" not in page
+    column = next(column for column in columns_of(comparison) if column.name == "held-out − baseline")
+    cells = [column.cell(each) for each in comparison.standings]
+    paired = [each.not_paired is None for each in comparison.standings]
+    assert paired[1:] == [False, False, True, False, False, True, False, False, False]
+    assert [cell.value is not None for cell in cells[1:]] == paired[1:]
+    assert {cell.beside for cell in cells if cell.shown == "–"} == {"", "not paired"}
 
 
 def test_one_seed_is_no_comparison_over_seeds_and_one_group_tells_its_spread(folders: list[Path], tmp_path: Path, capsys):
