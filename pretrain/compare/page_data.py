@@ -15,6 +15,7 @@ import numpy as np
 from foundation.progress import Progress, advance
 from foundation.reading import parse_json
 from foundation.units import GIB
+from pretrain.compare.appearance import colour_of
 from pretrain.compare.comparison import RunComparison, Standing
 from pretrain.compare.fairness import loss_differences
 from pretrain.compare.smoothing import window_of
@@ -62,11 +63,13 @@ def _run(standing: Standing, baseline: RunRecord) -> dict[str, Any]:
         "kind": look.kind,
         "precision": run.precision,
         "colour": look.colour,
+        "hue": colour_of(run.precision),
         "dash": look.dash,
         "symbol": look.symbol,
         "place": look.place,
         "baseline": standing.is_baseline,
         "emulated": run.emulated,
+        "broken": run.broken_off,
         "shared": run.side_by_side,
         "front": standing.on_front,
         "speed": standing.shown_speed,

@@ -16,7 +16,8 @@ const all = (selector) => [...document.querySelectorAll(selector)];
 const ink = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const narrow = () => window.innerWidth < 760;
 const shown = (index) => !state.hidden.includes(index);
-const signed = (value, digits = value && Math.abs(value) < 1e-4 ? 5 : 4) => (Math.abs(value) < 5e-6 ? "0" : (value >= 0 ? "+" : "−") + Math.abs(value).toFixed(digits));
+const digitsOf = (...values) => (values.some((v) => v && Math.abs(v) < 1e-4) ? 5 : 4);  // as many of a value and of its error
+const signed = (value, digits = digitsOf(value)) => (Math.abs(value) < 5e-6 ? "0" : (value >= 0 ? "+" : "−") + Math.abs(value).toFixed(digits));
 
 // ── Unpacking ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -69,6 +70,12 @@ function mark(run) {
     cross: '<path d="M10.5 1.5h3v3h3v3h-3v3h-3v-3h-3v-3h3z"/>', star: '<path d="M12 0l1.6 4.2 4.4.2-3.5 2.8 1.2 4.3L12 9l-3.7 2.5 1.2-4.3L6 4.4l4.4-.2z"/>',
   };
   return `<g fill="${run.emulated ? ink("--card") : run.colour}" stroke="${run.colour}" stroke-width="1.5">${shapes[run.symbol]}</g>`;
+}
+
+// What ink is read best on a colour, by its luminance (WCAG 2).
+function inkOn(colour) {
+  const parts = [1, 3, 5].map((i) => parseInt(colour.slice(i, i + 2), 16) / 255).map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
+  return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2] > 0.21 ? "#1d2125" : "#fff";
 }
 
 // ── Look ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -146,8 +153,19 @@ function scatter(id, rows, front, height = narrow() ? 290 : 380) {
 
 function drawSpeed() {
   if (!find("speed")) return;
-  const rows = data.runs.filter((run) => run.speed !== null && run.loss !== null);
+  const rows = data.runs.filter((run) => run.speed !== null && run.loss !== null && !run.broken);
+  markKey("speed-key", rows);
   if (rows.length) scatter("speed", rows, rows.filter((run) => run.front), narrow() ? 290 : endsHeight(data.runs.length));
+}
+// What the points are: each run where these are few or of one precision; else colours and shapes, each by itself.
+function markKey(id, rows) {
+  const one = (key) => [...new Map(rows.map((run) => [run[key], run])).values()], hues = one("precision"), kinds = one("kind");
+  const entry = (sign, text) => { const span = document.createElement("span"); span.innerHTML = sign; span.append(text); return span; };
+  const shape = (run) => `<svg class="swatch" width="18" height="12" viewBox="3 0 18 12" aria-hidden="true">${mark(run)}</svg> `;
+  find(id).replaceChildren(...(rows.length <= 9 || hues.length === 1 ? rows.map((run) => entry(shape(run), run.name)) : [
+    ...hues.map((run) => entry(`<i style="background: ${run.hue}"></i>`, run.precision)),
+    ...(kinds.length > 1 ? kinds.map((run) => entry(shape({ symbol: run.symbol, colour: ink("--soft") }), run.kind || "no other difference")) : []),
+  ]));
 }
 function drawPublished() {
   if (find("published")) scatter("published", data.published, []);
@@ -157,7 +175,9 @@ const endsHeight = (runs) => Math.max(narrow() ? 150 : find("speed") ? 320 : 170
 function drawEnds() {
   if (!find("ends")) return;
   const paired = data.runs.some((run) => run.gap !== null);
-  const rows = data.runs.filter((run) => (paired ? run.gap !== null || run.baseline : run.loss !== null));
+  const rows = data.runs.filter((run) => !run.broken && (paired ? run.gap !== null || run.baseline : run.loss !== null));
+  find("ends").hidden = !rows.length;  // what broke off has no end, and is named below
+  if (!rows.length) return;
   const order = [...rows].sort((a, b) => (paired ? b.baseline - a.baseline || a.place - b.place : a.loss - b.loss));
   const value = (run) => (paired ? (run.baseline ? 0 : run.gap) : run.loss);
   const noise = Math.min(...rows.filter((r) => r.half).map((r) => r.half));
@@ -167,7 +187,7 @@ function drawEnds() {
     x: [scale.to(value(run))], y: [run.name], mode: "markers", cliponaxis: false,
     marker: { color: run.emulated ? ink("--card") : run.colour, symbol: run.symbol, size: 10, line: { color: run.colour, width: 2 } },
     error_x: { type: "data", symmetric: false, array: [bar(run, 1)], arrayminus: [bar(run, -1)], color: run.colour, thickness: 1.6, width: 4, visible: Boolean(run.half) },
-    hovertemplate: `<b>${run.name}</b>${run.kind ? "<br>" + run.kind : ""}<br>` + (!paired ? `loss ${run.loss.toFixed(4)}` : run.baseline ? "the baseline" : `${signed(run.gap)}${run.half ? " ± " + run.half.toFixed(4) : ""}, last ${run.gapSteps} step${run.gapSteps === 1 ? "" : "s"}`) + "<extra></extra>",
+    hovertemplate: `<b>${run.name}</b>${run.kind ? "<br>" + run.kind : ""}<br>` + (!paired ? `loss ${run.loss.toFixed(4)}` : run.baseline ? "the baseline" : `${signed(run.gap, digitsOf(run.gap, run.half))}${run.half ? " ± " + run.half.toFixed(digitsOf(run.gap, run.half)) : ""}, last ${run.gapSteps} step${run.gapSteps === 1 ? "" : "s"}`) + "<extra></extra>",
   }));
   const low = Math.min(...order.map((r) => scale.to(value(r)) - bar(r, -1))), high = Math.max(...order.map((r) => scale.to(value(r)) + bar(r, 1)));
   const margin = 0.06 * (high - low) || 0.01;
@@ -216,9 +236,10 @@ function drawCurve(id) {
   const panel = PANELS[id], traces = [], values = [], annotations = [], lines = [];
   const runs = data.runs.filter((run, index) => shown(index) && (!panel.minus || run.minus.at.length || run.baseline));
   let scale = plain, notes = {};
+  const sound = runs.filter((run) => !run.broken && !run.baseline), scaling = new Set(sound.length ? sound : runs);  // what broke off would bend the scale
   if (panel.minus) {
-    const ends = runs.filter((r) => r.gap !== null).map((r) => r.gap);
-    const spreads = runs.filter((r) => r.gap !== null).map((r) => spread(r.minus.loss.slice(-Math.max(2, Math.ceil(r.minus.loss.length / 5)))));
+    const ended = [...scaling].filter((r) => r.gap !== null), ends = ended.map((r) => r.gap);
+    const spreads = ended.map((r) => spread(r.minus.loss.slice(-Math.max(2, Math.ceil(r.minus.loss.length / 5)))));
     scale = symlog(ends, Math.min(...spreads)) || plain;
   }
   const bands = panel.minus && runs.filter((r) => !r.baseline).length <= 3;
@@ -244,7 +265,7 @@ function drawCurve(id) {
     if (panel.fall) lines.push(smoothed);
     traces.push(lineOf(run, x, smoothed.map((v) => (panel.log && v !== null && v <= 0 ? null : scale.to(v))), words));
     const from = panel.fall ? Math.floor(raw.length / 30) : panel.minus ? Math.floor(raw.length / 10) : 0;
-    for (let i = from; i < smoothed.length; i++) if (smoothed[i] !== null) values.push(scale.to(smoothed[i]));
+    for (let i = from; i < smoothed.length && (!panel.minus || scaling.has(run)); i++) if (smoothed[i] !== null) values.push(scale.to(smoothed[i]));
   }
   values.sort((a, b) => a - b);
   const y = axis(panel.title, { type: panel.log ? "log" : "linear", ...ticksOf(scale) });
@@ -260,14 +281,17 @@ function drawCurve(id) {
     const lowest = values.find((v) => v > 0), logs = [lowest ?? 1, values.at(-1)].map(Math.log10);
     y.range = panel.percent ? [Math.floor(logs[0] - 0.01), Math.ceil(logs[1] + 0.01)] : [logs[0] - 0.1, logs[1] + 0.1];
   }
-  if (panel.fall) saySpread(id, lines, y.range);
+  if (panel.fall) {
+    saySpread(id, lines, y.range);
+    find("cut-off").hidden = !y.range || !lines.some((line) => line.some((v) => v > y.range[1]));
+  }
   const wide = !narrow();
   if (panel.minus) {
     y.zeroline = true; y.zerolinecolor = ink("--soft"); y.zerolinewidth = 1.4;
     if (wide && runs.length > 1) endLabels(runs, scale, y.range, panel.height, annotations);
     find("minus-bands").hidden = !bands || !state.smooth;
     find("minus-scale").textContent = saidOf(scale);
-    notes.margin = { l: 8, r: wide && annotations.length ? 14 + 6.4 * Math.max(...annotations.map((a) => a.text.length)) : 12, t: 8, b: 8 };
+    notes.margin = { l: 8, r: wide && annotations.length ? 32 + 6.4 * Math.max(...annotations.map((a) => a.name.length)) : 12, t: 8, b: 8 };
   }
   const more = { range: state.zoom ?? whole(), autorange: false, tickformat: state.axis === "tokens" ? "~s" : undefined };
   draw(id, traces, { height: narrow() ? Math.round(panel.height * 0.78) : panel.height, xaxis: axis(UNITS[state.axis], more), yaxis: y, annotations, ...notes });
@@ -282,14 +306,16 @@ function whole() {
 
 // Says so where lines lie on each other, as a reader would look for those that are missing.
 function saySpread(id, lines, range) {
-  const place = document.querySelector(`[data-spread="${id}"]`), most = Math.max(0, ...lines.map((line) => line.length));
+  const place = document.querySelector(`[data-spread="${id}"]`), most = Math.max(0, ...lines.map((line) => line.length)), from = Math.floor(most / 30);
+  const held = lines.filter((line) => line.length > from);  // not those that broke off before
   let widest = 0;
-  for (let i = Math.floor(most / 30); i < most && lines.length > 1; i++) {
-    const here = lines.map((line) => line[i]).filter((v) => v !== null && v !== undefined);
+  for (let i = from; i < most && held.length > 1; i++) {
+    const here = held.map((line) => line[i]).filter((v) => v !== null && v !== undefined);
     if (here.length > 1) widest = Math.max(widest, Math.max(...here) - Math.min(...here));
   }
-  const alike = lines.length > 1 && range && widest < 0.04 * (range[1] - range[0]);
-  place.textContent = alike ? `All ${lines.length} lines lie on each other, within ${widest.toPrecision(2)}.` : "";
+  const alike = held.length > 1 && range && widest < 0.04 * (range[1] - range[0]);
+  const within = widest ? `lie on each other, within ${widest < 1e-4 ? "0.0001" : widest.toFixed(4)}` : "are equal";
+  place.textContent = alike ? `${held.length === lines.length ? "All" : "The longer"} ${held.length} lines ${within}.` : "";
 }
 
 function spread(values) {
@@ -297,14 +323,14 @@ function spread(values) {
   return Math.sqrt(known.reduce((a, b) => a + (b - mean) ** 2, 0) / (known.length || 1));
 }
 
-// Each line's name and its end at the right, moved apart where lines end close to each other.
+// Each line's name and its end at the right, in ink beside its colour, as some colours are no ink; moved apart where lines end close to each other.
 function endLabels(runs, scale, range, height, annotations) {
   if (!range) return;
   const gap = 13 / (height - 60), place = (v) => Math.min(1, Math.max(0, (scale.to(v) - range[0]) / (range[1] - range[0])));
-  const ends = runs.map((r) => ({ at: place(r.baseline ? 0 : r.gap ?? 0), text: r.baseline ? `${r.name}, baseline` : `${r.name} ${signed(r.gap)}`, colour: r.colour })).sort((a, b) => a.at - b.at);
+  const ends = runs.map((r) => ({ at: place(r.baseline ? 0 : r.gap ?? 0), text: r.baseline ? `${r.name}, baseline` : `${r.name} ${r.broken ? "broke off" : signed(r.gap)}`, colour: r.colour })).sort((a, b) => a.at - b.at);
   ends.forEach((end, i) => { if (i) end.at = Math.max(end.at, ends[i - 1].at + gap); });
   for (let i = ends.length - 1, top = 1; i >= 0; i--, top -= gap) ends[i].at = Math.min(ends[i].at, top);
-  for (const end of ends) annotations.push({ xref: "paper", yref: "paper", x: 1, y: end.at, xanchor: "left", yanchor: "middle", xshift: 6, showarrow: false, text: end.text, font: { size: 11, color: end.colour } });
+  for (const end of ends) annotations.push({ xref: "paper", yref: "paper", x: 1, y: end.at, xanchor: "left", yanchor: "middle", xshift: 6, showarrow: false, name: end.text, text: `<span style="color: ${end.colour}">■</span> ${end.text}`, font: { size: 11, color: ink("--ink") } });
 }
 
 function drawCurves() {
@@ -393,14 +419,18 @@ function drawMemoryParts(rows) {
 }
 function drawCosts() {
   if (find("time")) {
-    const rows = data.runs.filter((run) => run.time), parts = [...new Set(rows.flatMap((run) => Object.keys(run.time.parts)))];
+    const rows = data.runs.filter((run) => run.time).map((run) => ({ ...run, whole: Object.values(run.time.parts).reduce((a, b) => a + b, 0) })), parts = [...new Set(rows.flatMap((run) => Object.keys(run.time.parts)))];
     const several = parts.length > 2;
+    const said = (run) => (run.emulated ? ", emulated" : "");
     nameKey("time-key", several ? parts : []);
-    bars("time", rows.map((r) => r.name), parts.map((part, i) => ({
-      type: "bar", orientation: "h", name: part, y: rows.map((r) => r.name), x: rows.map((r) => r.time.parts[part] ?? 0),
-      marker: { color: several ? PARTS[i % PARTS.length] : i ? ink("--soft") : rows.map((r) => r.colour), opacity: 0.9 },
-      hovertemplate: `<b>%{y}</b><br>${part} %{x:.4~g} ms<extra></extra>`,
-    })), "ms");
+    bars("time", rows.map((r) => r.name), parts.map((part, i) => {
+      const values = rows.map((r) => r.time.parts[part] ?? 0), colours = rows.map((r) => (several ? PARTS[i % PARTS.length] : i ? ink("--soft") : r.colour));
+      return {
+        type: "bar", orientation: "h", name: part, y: rows.map((r) => r.name), x: values, customdata: rows.map(said),
+        marker: { color: rows.map((r, n) => (r.emulated ? ink("--card") : colours[n])), line: { color: colours, width: values.map((v, n) => (v > 0.01 * rows[n].whole ? 1.6 : 0)) }, opacity: 0.9 },
+        hovertemplate: `<b>%{y}</b><br>${part} %{x:.4~g} ms%{customdata}<extra></extra>`,
+      };
+    }), "ms", rows.map((r) => (narrow() ? shorten(r.name, 18) + said(r).replace(", ", "<br>") : shorten(r.name, 34 - said(r).length) + said(r))));
   }
   if (find("memory")) {
     const rows = data.runs.filter((run) => run.memory);
@@ -409,7 +439,7 @@ function drawCosts() {
       type: "bar", orientation: "h", y: rows.map((r) => r.name), x: values, marker: { color: rows.map((r) => r.colour), opacity },
       hovertemplate: `<b>%{y}</b><br>${what} %{x:.4~g} GiB<extra></extra>`,
     });
-    const held = { ...bar(rows.map((r) => r.memory), 0.9, ""), text: rows.map((r) => r.memory.toPrecision(3)), textposition: "inside", insidetextanchor: "end", textfont: { color: "#fff", size: 11 } };
+    const held = { ...bar(rows.map((r) => r.memory), 0.9, ""), text: rows.map((r) => r.memory.toPrecision(3)), textposition: "inside", insidetextanchor: "end", textfont: { color: rows.map((r) => inkOn(r.colour)), size: 11 } };
     const beyond = rows.map((r) => Math.max(0, (r.reserved ?? r.memory) - r.memory));
     bars("memory", rows.map((r) => r.name), beyond.some(Boolean) ? [held, bar(beyond, 0.35, "reserved beyond it:")] : [held], "GiB");
   }

@@ -162,3 +162,51 @@ def test_a_hidden_run_and_a_chosen_theme_stay_so_when_the_page_is_read_again(pag
     page.wait_for_selector("html[data-drawn]")
     assert page.evaluate("document.documentElement.dataset.theme") == "dark"
     assert page.get_by_role("button", name="exact", exact=True).get_attribute("aria-pressed") == "false"
+
+
+def test_points_and_lines_are_named_in_ink_and_emulated_times_are_hollow(page):
+    assert page.locator("#speed-key span").all_text_contents() == [" base", " exact", " low"]
+    page.evaluate("markKey('speed-key', Array.from({ length: 12 }, (_, i) => data.runs[i % 3]))")
+    many = [said.strip() for said in page.locator("#speed-key span").all_text_contents()]
+    assert many[:3] == ["bf16", "delayed", "weights fp32"] and len(many) == 4, "of many, colours and then shapes"
+    page.evaluate("drawSpeed()")
+    fills = page.evaluate("document.getElementById('time').data[0].marker.color")
+    assert fills[0] == page.evaluate("data.runs[0].colour") and fills[2] == page.evaluate("ink('--card')")
+    assert page.locator("#time .ytick text").last.text_content() == "low, emulated"
+    inks = page.evaluate("document.getElementById('minus').layout.annotations.map(each => each.font.color)")
+    assert set(inks) == {page.evaluate("ink('--ink')")}
+    assert page.evaluate("['#4AA8DE', '#C99700', '#1F77B4', '#7D4BD8'].map(inkOn)") == ["#1d2125"] * 2 + ["#fff"] * 2
+    assert page.evaluate("document.getElementById('cut-off').hidden") is True, "losses that fall all along"
+
+
+@pytest.fixture(scope="module")
+def halted(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A page of a run, its equal with a loss of 30 in the first step, a run that differs, and one that was halted at step 2."""
+    folder, level = tmp_path_factory.mktemp("halted"), [3.0 + 0.01 * (step % 5) for step in range(STEPS)]
+    runs = {"base": level, "equal": [30.0, *level[1:]], "above": [x + 0.02 for x in level], "broken": [30.0, 39.0]}
+    for name, losses in runs.items():
+        make_run(folder / name, losses, *(["weights=bf16"] if name == "broken" else []))
+    metrics = folder / "broken" / "metrics.jsonl"
+    first, second, *_ = map(json.loads, metrics.read_text().splitlines())
+    metrics.write_text(json.dumps(first) + "\n" + json.dumps(second | {"gradient_norm": None, "halted": "no norm"}) + "\n")
+    page = folder / "report.html"
+    page.write_bytes(render(RunComparison.over([read_run(folder / name) for name in runs])))
+    with opened(browser, page.as_uri(), 1280, "light") as page:
+        yield page
+
+
+def test_a_run_that_was_halted_has_no_end_and_does_not_bend_the_scale(halted):
+    drawn = "id => document.getElementById(id).data.flatMap(trace => trace.y)"
+    assert halted.evaluate(drawn, "ends") == ["base", "equal", "above"]
+    said = halted.locator("#ends + p").inner_text()
+    assert said == "Not drawn, as it came to no end: broken, halted at step 2."
+    low, high = halted.evaluate("document.getElementById('minus').layout.yaxis.range")
+    assert low < 0 and 0.02 < high < 0.05
+
+
+def test_a_caption_says_that_losses_are_cut_off_only_where_they_are_and_that_equals_are_equal(halted):
+    assert halted.locator("#cut-off").is_visible()
+    halted.evaluate("state.hidden = [2]; state.smooth = false; drawCurves()")
+    assert halted.locator("[data-spread=loss]").inner_text() == "The longer 2 lines are equal."
+    halted.evaluate("state.hidden = [1, 3]; drawCurves()")
+    assert halted.locator("#cut-off").is_hidden()
