@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from accelerate import Accelerator
 
 from foundation import units
 from foundation.errors import InputError
-from pretrain.compare.report import markdown, or_dash
+from foundation.tables import markdown, on_screen, or_dash
 from pretrain.model.distributed import make_accelerator
 from pretrain.plan.plan import ASSUMED_SHARES, GIB
 from pretrain.plan.preflight import prepare_job
@@ -189,10 +189,10 @@ def files(asked: Sequence[Path]) -> list[Path]:
     return found
 
 
-def table(recipes: Sequence[ListedRecipe]) -> str:
+def table(recipes: Sequence[ListedRecipe], made: Callable[..., str] = markdown) -> str:
     header = ("recipe", "model, parameters", "tokens", "data", "on", "memory of each, with packs at once", "time", "source")
     lines = [[r.recipe.name, r.model, r.tokens, r.data, r.target, r.memory, r.time, r.source] for r in recipes]
-    return markdown(header, lines, names=len(header))
+    return made(header, lines, names=len(header))
 
 
 def notes(recipes: Sequence[ListedRecipe]) -> list[str]:
@@ -214,6 +214,6 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("paths", nargs="*", type=Path, metavar="RECIPE", help="files or folders; without: those that come along")
     recipes = catalogue(files(parser.parse_args(arguments).paths or [FOLDER]))
-    print(table(recipes))
+    print(table(recipes, on_screen))
     print("\n".join(f"* {note}" for note in notes(recipes)))
     return 0

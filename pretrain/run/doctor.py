@@ -20,7 +20,8 @@ from pathlib import Path
 import torch
 
 from foundation.errors import InputError
-from foundation.tables import UNKNOWN, markdown
+from foundation.tables import UNKNOWN, on_screen
+from foundation.units import three_digits
 from pretrain.precision.registry import PRECISIONS
 from pretrain.run.examination import Examination, examine_fully
 from pretrain.run.processes import MARK, Bench, Finding, Process, told, wait_for_turn
@@ -39,7 +40,7 @@ class Row:
     def cells(self) -> tuple[str, ...]:
         by_part = {finding["part"]: finding for finding in self.findings if finding["status"] == PASSED}
         timed, near = by_part.get("speed of a layer"), by_part.get("against FP32")
-        ms = f"{timed['ms']:.2f}" if timed else UNKNOWN
+        ms = three_digits(timed["ms"]) if timed else UNKNOWN
         rate = f"{timed['tokens_per_second']:,.0f}" if timed else UNKNOWN
         kernels = [finding for finding in self.findings if "errors" in finding]
         wrong = [finding["part"] for finding in kernels if "disagrees" in finding["said"] or "fails" in finding["said"]]
@@ -126,7 +127,7 @@ def main(arguments: list[str]) -> int:
 
         bench.each(look, precisions)
     print("\n".join(describe(patient, known)) + "\n")
-    print(markdown(HEADER, [rows[name].cells() for name in precisions], names=2))
+    print(on_screen(HEADER, [rows[name].cells() for name in precisions], names=2))
     for name in precisions:
         for finding in rows[name].findings:
             if "errors" in finding and not finding["said"].startswith("agrees"):

@@ -25,7 +25,7 @@ from accelerate import Accelerator
 
 from foundation import units
 from foundation.errors import InputError
-from foundation.tables import UNKNOWN, fitted, or_dash, screen_width
+from foundation.tables import UNKNOWN, on_screen, or_dash, screen_width
 from foundation.units import GIB, plural
 from pretrain.metrics.run_record import read_run
 from pretrain.model.distributed import make_accelerator
@@ -38,7 +38,6 @@ from pretrain.settings.config import load_recipe, run_dir_of
 from pretrain.settings.launch_environment import with_precision
 from pretrain.settings.launch_topology import put_right
 
-WIDEST = 10_000  # columns of a table
 MOST_TOKENS = 2**27  # of a microbatch that --measure tries
 DEFAULT_PRECISION = "bf16"  # where neither recipe nor command line names one, as there is no accelerate configuration here
 
@@ -191,11 +190,6 @@ def _noted(texts: Iterable[str]) -> Iterator[str]:
     return (textwrap.fill(f"* {text}", screen_width(WIDTH), subsequent_indent="  ") for text in texts)
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]], names: int) -> str:
-    """As wide as it is in a file, which scrolls; on a narrower terminal a paragraph a row."""
-    return fitted(header, rows, screen_width(WIDEST), names)
-
-
 def _horizon(plan: Plan) -> str:
     epochs = f" = {plan.epochs:.2f} epochs" if plan.epochs else ""
     each = plan.total_tokens / plan.flops.parameters
@@ -226,7 +220,7 @@ def _time_table(found: Sequence[Estimate], prices: Mapping[str, float], hours: f
             steps = row.steps_in(hours)
             line += [span(steps, "{:,}".format), span([each * row.plan.tokens_per_step for each in steps], units.count)]
         lines.append(line)
-    return _table(header, lines, names=2)
+    return on_screen(header, lines, names=2)
 
 
 def _notes_on_time(found: Sequence[Estimate], runs: Sequence[MeasuredRun]) -> Iterator[str]:
@@ -268,7 +262,7 @@ def _memory_table(found: Sequence[Estimate], accumulation: int | None) -> str:
         if accumulation:
             line.append(f"batch.tokens={size * accumulation * row.target.count * plan.recipe.data.length}")
         lines[row.target] = line
-    return _table(header, list(lines.values()), names=1) if lines else "none of these devices can run it"
+    return on_screen(header, list(lines.values()), names=1) if lines else "none of these devices can run it"
 
 
 def _fits(plan: Plan, flops: float | None) -> Iterator[str]:
@@ -282,7 +276,7 @@ def _fits(plan: Plan, flops: float | None) -> Iterator[str]:
         absurd = absurd or loss > guess
         line = [fit.name, UNKNOWN if loss > guess else f"{loss:.3f}", units.count(fit.best_tokens(parameters))]
         lines.append([*line, *map(units.count, best), f"{fit.loss(*best):.3f}"])
-    yield _table(header, lines, names=1)
+    yield on_screen(header, lines, names=1)
     notes = [f"the last three columns: for {budget:.4g} FLOP, {'as stated' if flops else f'this recipe by 6 x {sizes}'}"]
     for fit in FITS:
         formula = f"{fit.E} + {fit.A} / N^{fit.alpha} + {fit.B} / D^{fit.beta}"
@@ -307,7 +301,7 @@ def measured(job: Job, accelerator: Accelerator, options: argparse.Namespace) ->
     header, lines, notes = described(found)
     documents = "documents as they lie in the packs" if job.data else "each pack one document, as none is prepared yet"
     yield f"\nMemory and speed over microbatch sizes, measured on {found.device} in {found.precision}; {documents}"
-    yield _table(header, lines, names=0)
+    yield on_screen(header, lines, names=0)
     yield from _noted(notes)
     if options.out:
         draw(found, options.out, job.recipe.name)

@@ -78,5 +78,10 @@ def test_the_command_lists_the_recipes_that_are_named(capsys, monkeypatch):
     assert "| gpt2_slimpajama | gpt2, 1.27 B      | 6.00 B |" in said and "1 x H200" in said and "Training Guide" in said
     assert main(["recipes", str(FOLDER / "comparison.yaml")]) == 0
     assert "`python -m pretrain plan recipes/comparison.yaml` reads it" in capsys.readouterr().out
+    with monkeypatch.context() as narrow:
+        narrow.setattr("sys.stdout.isatty", lambda: True)
+        narrow.setenv("COLUMNS", "80")
+        assert main(["recipes", str(FOLDER / "gpt2_slimpajama.yaml")]) == 0
+        assert capsys.readouterr().out.startswith("gpt2_slimpajama\n  model, parameters ")
     assert main(["recipes", "nowhere"]) == 2
     assert "nowhere: no recipe is there" in capsys.readouterr().err

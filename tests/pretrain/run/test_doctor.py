@@ -44,6 +44,22 @@ def test_every_precision_asked_for_has_a_row_with_its_speed_and_what_the_device_
     assert float(bf16[5].rstrip("%")) < 3 < float(nvfp4[5].rstrip("%"))
 
 
+def test_a_slow_layer_s_milliseconds_have_three_digits_that_say_something() -> None:
+    shown = []
+    for ms in (2412.12, 47.53, 0.4123):
+        timed = {"part": "speed of a layer", "status": PASSED, "said": "", "ms": ms, "tokens_per_second": 53.0}
+        shown.append(doctor.Row("bf16", findings=(timed,)).cells()[2])
+    assert shown == ["2412", "47.5", "0.412"]
+
+
+def test_the_table_fits_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "60")
+    assert commands.main(["doctor", *SOME, "--precisions", "fp32,mxfp8"]) == 0
+    row = capsys.readouterr().out.partition("\nfp32\n")[2]
+    assert row.startswith("  computes on          torch ") and "\nmxfp8\n" in row and max(map(len, row.splitlines())) <= 60
+
+
 def test_a_recipes_layers_are_those_that_are_tried(
     small_recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
