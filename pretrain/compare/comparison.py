@@ -11,19 +11,23 @@ import numpy as np
 from foundation.units import count, plural
 from pretrain.compare.appearance import Look, looks_of
 from pretrain.compare.fairness import (
+    CONFIDENCE,
     Gap,
     changes_in_words,
     last_fifth,
+    last_steps,
     loss_differences,
     of_one_text,
     same_held_out,
     same_packs,
+    why_no_end,
     why_not_paired,
 )
 from pretrain.compare.smoothing import moving_mean
 from pretrain.metrics.run_record import LAST_STEPS, RunRecord, averaged_steps, is_step
 
 TOLERANCE = 0.01  # nats a token that a run may end above its baseline and still count as equal, unless `--gate` says otherwise
+FEW = 3  # runs, which a sentence names
 LOSS_KEY = f"loss_last_{LAST_STEPS}"
 
 
@@ -34,9 +38,9 @@ class Standing:
     run: RunRecord
     look: Look
     is_baseline: bool
-    gap: Gap | None  # of the losses, paired by step; None of the baseline, and where `not_paired` says why
+    gap: Gap | None  # of the ends of the losses, paired by step; None of the baseline, and where `not_paired` says why
     end_gap: float | None  # the mean difference of the last fifth alone
-    not_paired: str | None
+    not_paired: str | None  # why there is no gap: other text, or the one or the other was broken off and came to no end
     held_out_gap: float | None  # of the last step in which both were evaluated, on the same packs
     speed: float | None  # tokens/s that the hardware computed for this run alone; None where it was emulated or shared
     speedup: float | None  # over the baseline's, on a machine of the same kind
@@ -69,7 +73,7 @@ class RunComparison:
         comparable = of_one_text(runs) if by_held_out else all(same_packs(runs[0], run) for run in runs)
         standings = []
         for place, run in enumerate(runs):
-            reason = why_not_paired(runs[0], run) if place else None
+            reason = (why_not_paired(runs[0], run) or why_no_end(runs[0], run)) if place else None
             differences = loss_differences(runs[0], run)[1] if place and not reason else None
             standings.append(
                 Standing(
@@ -112,45 +116,66 @@ class RunComparison:
 
     def over_the_gate(self) -> list[Standing]:
         """Runs that end further above the baseline than is tolerated; one that was broken off is among them."""
-        return [each for each in self.paired if each.run.broken_off or not each.gap.mean <= self.tolerance]
+        others = self.standings[1:]
+        return [each for each in others if each.run.broken_off or (each.gap and not each.gap.mean <= self.tolerance)]
 
     def answer(self) -> str:
         """The comparison in a sentence, from its figures alone; another one for runs that were broken off."""
-        lost = [each.look.label for each in self.standings if each.run.diverged]
-        halted = [each for each in self.standings if each.run.broken_off and not each.run.diverged]
+        halted = [each for each in self.standings if "halted" in each.run.summary]
+        lost = [each.look.label for each in self.standings if each.run.diverged and "halted" not in each.run.summary]
         said = f" The loss of {', '.join(lost)} ends as no number." if lost else ""
-        said += "".join(f" {each.look.label} was halted at step {each.run.summary['steps']}." for each in halted)
+        said += "".join(f" {each.look.label} {each.run.broke_off}." for each in halted)
         changed = ((each.look.label, changes_in_words(each.run)) for each in self.standings)
         said += "".join(f" {name} was not trained by one recipe: {how}." for name, how in changed if how)
         if len(self.standings) == 1:
             return answer_for_one(self.baseline) + said
-        sound = [each for each in self.paired if not each.run.broken_off]
         kinds = {(each.run.precision, each.run.config.get("weights")) for each in self.standings}
-        return (self._lowest() if len(kinds) == 1 or not sound else self._fastest_or_nearest(sound)) + said
+        if len(kinds) == 1 or not self.paired:
+            return self._lowest() + said
+        return (self._fastest() if any(each.speedup for each in self.paired) else self._how_many_end_near()) + said
 
-    def _fastest_or_nearest(self, sound: Sequence[Standing]) -> str:
-        """Of `sound` runs, which are paired: the fastest that ends near the baseline; without speeds, how many end near it."""
-        name = self.baseline.look.label
-        equal = [each for each in sound if each.gap.mean <= self.tolerance]
-        if any(each.speedup for each in sound):
-            faster = [each for each in equal if each.speedup and each.speedup > 1]
-            if faster:
-                best = max(faster, key=lambda each: each.speedup)
-                return f"{best.look.label}: {best.speedup:.2f} × the speed of {name}, {described_gap(best)}."
-            fastest = max((each for each in sound if each.speedup), key=lambda each: each.speedup)
-            return (
-                f"No run is both faster than {name} and within {self.tolerance:g} nats of it. The fastest other, "
-                f"{fastest.look.label}, has {fastest.speedup:.2f} × its speed, {described_gap(fastest)}."
-            )
+    def _fastest(self) -> str:
+        """The fastest that ends no more than the tolerance above the baseline, with its whole interval; or that there is none."""
+        name, fast = self.baseline.look.label, [each for each in self.paired if each.speedup]
+        if faster := [each for each in fast if each.speedup > 1 and each.gap.ends[1] <= self.tolerance]:
+            best = max(faster, key=lambda each: each.speedup)
+            return f"{best.look.label}: {best.speedup:.2f} × the speed of {name}, {described_gap(best)}."
+        fastest = max(fast, key=lambda each: each.speedup)
+        perhaps = any(each.speedup > 1 and each.gap.ends[0] <= self.tolerance for each in fast)
+        return (
+            f"No run is both faster than {name} and {'surely ' * perhaps}within {self.tolerance:g} nats of it. The fastest "
+            f"other, {fastest.look.label}, has {fastest.speedup:.2f} × its speed, {described_gap(fastest)}."
+        )
+
+    def _how_many_end_near(self) -> str:
+        """Of how many runs the whole interval is within the tolerance, and which others end above or below, or may do so."""
+        name, sound = self.baseline.look.label, self.paired
         if len(sound) == 1:
             return f"{sound[0].look.label} against {name}: {described_gap(sound[0])}."
-        said = f"{len(equal)} of {len(sound)} runs end within {self.tolerance:g} nats of {name}"
-        if beyond := [each for each in sound if each not in equal]:
-            means = sorted(each.gap.mean for each in beyond)
-            by = unsigned(means[0]) if len(means) == 1 else f"{unsigned(means[0])} to {unsigned(means[-1])}"
-            who = self._what_they_share(beyond) or ("the other one" if len(beyond) == 1 else "the others")
-            said += f"; {who} end{'s' * (len(beyond) == 1)} {by} above it"
-        return f"{said} (means of the last {plural(max(each.gap.steps for each in sound), 'step')})."
+        places = [each.gap.place(self.tolerance) for each in sound]
+        said = f"{places.count('within')} of {len(sound)} runs end within {self.tolerance:g} nats of {name}"
+        for place in ("above", "below", "unknown"):
+            if not (some := [each for each, found in zip(sound, places, strict=True) if found == place]):
+                continue
+            if place == "unknown":
+                said += f"; of {self._who(some)} it cannot be told"
+                continue
+            sizes = sorted(abs(each.gap.mean) for each in some)
+            by = unsigned(sizes[0]) if len(sizes) == 1 else f"{unsigned(sizes[0])} to {unsigned(sizes[-1])}"
+            said += f"; {self._who(some)} end{'s' * (len(some) == 1)} {by} {place} it"
+        short = [each for each in sound if not each.gap.has_interval]
+        intervals = f" with {CONFIDENCE:.0%} intervals".replace("%", " %") if len(short) < len(sound) else ""
+        too_few = f"{f'; of {self._who(short)}' * (len(short) < len(sound))}, too few for an interval" if short else ""
+        return f"{said} (means of the {last_steps(each.gap for each in sound)}{intervals}{too_few})."
+
+    def _who(self, some: Sequence[Standing]) -> str:
+        """`some` of the paired runs, in words: what sets them apart, else their names where they are few, else their number."""
+        names = [each.look.label for each in some]
+        if shared := self._what_they_share(some):
+            return shared
+        if len(names) > FEW:
+            return f"all {len(names)}" if len(names) == len(self.paired) else f"{len(names)} others"
+        return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
     def _what_they_share(self, some: Sequence[Standing]) -> str:
         """What sets `some` apart from all others: their weights or their precision; nothing where neither does."""
@@ -188,7 +213,8 @@ class RunComparison:
             said += f"; training {described_gap(best, held_out=False)} against {self.baseline.look.label}"
         elif known[1:]:
             said += f"; next is {named(known[1])}, {signed(known[1].loss - best.loss)}"
-        unpaired = [each for each in self.standings if each.not_paired]
+        broken = self.baseline.run.broken_off
+        unpaired = [each for each in self.standings if each.not_paired and not (broken or each.run.broken_off)]
         said += "." if self.same_text else ". But these losses are of different text, so they do not say which run is better."
         return said + (f" {len(unpaired)} of {len(self.standings)} runs cannot be paired by step." if unpaired else "")
 
@@ -218,27 +244,38 @@ def named(standing: Standing) -> str:
 def described_gap(standing: Standing, *, held_out: bool = True) -> str:
     """As "loss +0.0004 ± 0.0002 nats, held out +0.0002"; ± is half of the interval."""
     gap = standing.gap
-    sure = f"± {unsigned(gap.half_width)}" if math.isfinite(gap.half_width) else ""
-    said = f"loss {signed(gap.mean)} {sure}".rstrip() + " nats"
-    if not sure:
+    said = f"loss {' ± '.join(with_error(gap.mean, gap.half_width)) if gap.has_interval else signed(gap.mean)} nats"
+    if not gap.has_interval:
         said += f" ({plural(gap.steps, 'step')}, too few for an interval)"
     return said + (f", held out {signed(standing.held_out_gap)}" if held_out and standing.held_out_gap is not None else "")
 
 
 def signed(nats: float) -> str:
     """+0.0004, with a minus as wide as a plus; five digits of what four would call nothing."""
-    return "0" if abs(nats) < NOTHING else f"{nats:+.{_digits(nats)}f}".replace("-", "−")
+    return "0" if abs(nats) < NOTHING else _with_sign(nats, _digits(nats))
 
 
 def unsigned(nats: float) -> str:
     return "0" if abs(nats) < NOTHING else f"{nats:.{_digits(nats)}f}"
 
 
+def with_error(nats: float, error: float) -> tuple[str, str]:
+    """A difference, and its error or half of its interval, with as many digits: ("+0.00034", "0.00004")."""
+    if abs(nats) < NOTHING and error < NOTHING:
+        return "0", "0"
+    digits = max(_digits(nats), _digits(error))
+    return _with_sign(nats, digits), f"{error:.{digits}f}"
+
+
 NOTHING = 5e-6  # nats, which five digits call nothing too
 
 
+def _with_sign(nats: float, digits: int) -> str:
+    return f"{0:.{digits}f}" if abs(nats) < NOTHING else f"{nats:+.{digits}f}".replace("-", "−")
+
+
 def _digits(nats: float) -> int:
-    return 5 if 0 < abs(nats) < 1e-4 else 4
+    return 5 if NOTHING <= abs(nats) < 1e-4 else 4
 
 
 def answer_for_one(standing: Standing) -> str:

@@ -8,14 +8,15 @@ standard deviation is 0.005, where that of the loss is 0.127.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from foundation.errors import InputError
 from foundation.settings import parse
+from foundation.units import plural
 from pretrain.checkpoint.state import changed_keys
 from pretrain.compare.student import t_quantile
 from pretrain.metrics.run_record import RunRecord, is_rollback
@@ -154,6 +155,11 @@ def why_not_paired(first: RunRecord, second: RunRecord) -> str | None:
     return None if len(loss_differences(first, second)[0]) else "they have no step with a finite loss in common"
 
 
+def why_no_end(first: RunRecord, second: RunRecord) -> str | None:
+    """Why one of the two has no end to be held against the other's, so that there is no gap; None where both came to one."""
+    return next((f"{name} {run.broke_off}" for name, run in (("it", second), ("the baseline", first)) if run.broken_off), None)
+
+
 def _passed_over(run: RunRecord, steps: np.ndarray) -> np.ndarray:
     """int64 [steps]: of how many steps the packs had been passed over by then, in rollbacks."""
     told = [(record["step"], record.get("left_out", 0)) for record in run.metrics if is_rollback(record)]
@@ -236,11 +242,15 @@ def batch_means_error(values: np.ndarray) -> float:
     return float(math.sqrt(batches.var(ddof=1) * size / n))
 
 
+Place = Literal["within", "above", "below", "unknown"]
+
+
 @dataclass(frozen=True)
 class Gap:
     """How far a run's loss ends from another's: the mean difference over the last common steps, in nats a token.
 
-    `half_width`: of its interval at CONFIDENCE; NaN where there are fewer than FEWEST_STEPS steps.
+    `half_width`: of its interval at CONFIDENCE; NaN where there are fewer than FEWEST_STEPS steps. Every picture, page and
+    sentence that says where a run ends has this figure, so that none contradicts another.
     """
 
     mean: float
@@ -254,6 +264,29 @@ class Gap:
         paired, batches = PairedDifference.of(last), len(last) // max(math.isqrt(len(last)), 1)
         wide = math.isnan(paired.standard_error)
         return cls(paired.mean, math.nan if wide else t_quantile(batches - 1, CONFIDENCE) * paired.standard_error, len(last))
+
+    @property
+    def has_interval(self) -> bool:
+        return math.isfinite(self.half_width)
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """Of its interval; both are the mean where it has none."""
+        half = self.half_width if self.has_interval else 0.0
+        return self.mean - half, self.mean + half
+
+    def place(self, tolerance: float) -> Place:
+        """Where the whole interval lies: within ± `tolerance`, above or below that; unknown where it lies across an end of it."""
+        low, high = self.ends
+        if -tolerance <= low and high <= tolerance:
+            return "within"
+        return "above" if low > tolerance else "below" if high < -tolerance else "unknown"
+
+
+def last_steps(gaps: Iterable[Gap]) -> str:
+    """Over which steps they are the means: "last 64 steps", or "last 20 to 64 steps" where they have not as many."""
+    numbers = sorted({gap.steps for gap in gaps})
+    return "last " + (f"{numbers[0]:,} to " if len(numbers) > 1 else "") + plural(numbers[-1], "step")
 
 
 class Variants:

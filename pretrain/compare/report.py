@@ -17,10 +17,10 @@ import numpy as np
 from foundation.errors import InputError
 from foundation.progress import Progress, advance
 from foundation.settings import load_yaml, shown
-from foundation.tables import UNKNOWN, markdown, or_dash
+from foundation.tables import UNKNOWN, markdown, on_screen, or_dash
 from foundation.units import count, memory, percent, plural, three_digits
 from pretrain.compare.appearance import as_text, unique_names
-from pretrain.compare.comparison import TOLERANCE, RunComparison, other_machines, shorter_ends
+from pretrain.compare.comparison import TOLERANCE, RunComparison, other_machines, shorter_ends, signed, with_error
 from pretrain.compare.fairness import (
     FEWEST_STEPS,
     LAST_SHARE,
@@ -30,10 +30,12 @@ from pretrain.compare.fairness import (
     check_comparable,
     describe_unfairness,
     last_fifth,
+    last_steps,
     loss_differences,
     of_one_text,
     setting,
     varied_keys,
+    why_no_end,
     why_not_paired,
 )
 from pretrain.compare.figures import plot_losses, save_file
@@ -47,14 +49,16 @@ from pretrain.compare.watch import follow
 from pretrain.metrics.run_record import LAST_STEPS, RunRecord, averaged_steps, read_run
 from pretrain.precision.registry import PRECISIONS, WEIGHT_DTYPES
 
+Table = Callable[..., str]  # as `markdown`, which files have; `on_screen` fits what is printed to the terminal
 TOO_FEW = "too few steps"
 DAY = 86_400  # seconds
 ERRORS = (
-    "± is the standard error of the mean difference. Neighbouring steps resemble each other, so it is computed from the means of "
-    "batches of floor(sqrt(n)) consecutive steps. sd is the standard deviation of one step's difference."
+    "std. error, and ±: the standard error of the mean difference. Neighbouring steps resemble each other, so it is computed "
+    "from the means of batches of floor(sqrt(n)) consecutive steps. sd is the standard deviation of one step's difference."
 )
 NO_ERROR = (
-    f"{TOO_FEW}: ± needs at least eight batches, {FEWEST_STEPS} steps. Fewer may agree by chance, and the error would look small."
+    f"{TOO_FEW}: a standard error needs at least eight batches, {FEWEST_STEPS} steps. Fewer may agree by chance, and it would "
+    "look small."
 )
 EMULATED = "(emulated): computed in software; the speed says nothing of hardware that has the precision."
 EACH_RUN = "--markdown FILE has the figures of each run, too."
@@ -62,8 +66,8 @@ OTHER_TEXT = "Held-out losses are of different text, so they do not say which ru
 SIDE_BY_SIDE = f"{UNKNOWN} under tok/s: the run shared its machine with others, so its speed is not its own."
 
 
-def summary_table(runs: Sequence[RunRecord]) -> str:
-    """Markdown: one row a run. The loss is the mean of the last steps, since a single step's is mostly noise."""
+def summary_table(runs: Sequence[RunRecord], table: Table = markdown) -> str:
+    """One row a run. The loss is the mean of the last steps, since a single step's is mostly noise."""
     variants, names = Variants(runs), names_of(runs)
     averaged = sorted({averaged_steps(run.summary) for run in runs})
     settings: dict[str, Callable[[RunRecord], str]] = {
@@ -91,7 +95,7 @@ def summary_table(runs: Sequence[RunRecord]) -> str:
         columns["MFU, recipe's peak"] = _of_hardware("mfu_recipe_peak", percent)
     if any("tokens_per_joule" in run.summary for run in runs):
         columns["tok/J"] = _of_hardware("tokens_per_joule", three_digits)
-    return markdown(list(columns), [[text_of(run) for text_of in columns.values()] for run in runs], names=len(settings))
+    return table(list(columns), [[text_of(run) for text_of in columns.values()] for run in runs], names=len(settings))
 
 
 def names_of(runs: Sequence[RunRecord]) -> dict[Path, str]:
@@ -99,17 +103,22 @@ def names_of(runs: Sequence[RunRecord]) -> dict[Path, str]:
     return dict(zip((run.path for run in runs), unique_names(runs), strict=True))
 
 
-def comparison_table(runs: Sequence[RunRecord], names: Mapping[Path, str] | None = None) -> str:
-    """Markdown: each later run's loss minus the first's, paired by step, over all common steps and the last fifth of them.
-    `names`: where others stand beside these runs."""
+def comparison_table(runs: Sequence[RunRecord], names: Mapping[Path, str] | None = None, table: Table = markdown) -> str:
+    """Each later run's loss minus the first's, paired by step, over all common steps and the last fifth of them; what was broken
+    off has no end. `names`: where others stand beside these runs."""
     first, *others = [(names or names_of(runs))[run.path] for run in runs]
-    header = ["run", f"minus {first}, all", "±", "sd", "steps", f"last {LAST_SHARE:.0%}", "±", "sd", "steps"]
-    minus = [(name, loss_differences(runs[0], run)[1]) for name, run in zip(others, runs[1:], strict=True)]
-    return markdown(header, [[name, *_four_figures(each), *_four_figures(last_fifth(each))] for name, each in minus])
+    figures = ["std. error", "sd", "steps"]
+    header = ["run", f"minus {first}, all", *figures, f"last {LAST_SHARE:.0%}", *figures]
+    rows = []
+    for name, run in zip(others, runs[1:], strict=True):
+        minus, none = loss_differences(runs[0], run)[1], why_no_end(runs[0], run)
+        end = [run.broke_off or UNKNOWN, *[UNKNOWN] * len(figures)] if none else _four_figures(last_fifth(minus))
+        rows.append([name, *_four_figures(minus), *end])
+    return table(header, rows)
 
 
-def grid_tables(runs: Sequence[RunRecord]) -> list[str]:
-    """Markdown: weights down, precision across; in each place the paired difference to the first run over the last fifth.
+def grid_tables(runs: Sequence[RunRecord], table: Table = markdown) -> list[str]:
+    """Weights down, precision across; in each place the paired difference to the first run over the last fifth.
 
     A grid for each variant of the low precision (its scope, say) where there are several; what is not quantized stands in all.
     """
@@ -124,7 +133,7 @@ def grid_tables(runs: Sequence[RunRecord]) -> list[str]:
         down = _in_order({weights for weights, _ in places}, WEIGHT_DTYPES)
         across = _in_order({precision for _, precision in places}, PRECISIONS)
         rows = [[weights, *("; ".join(places.get((weights, each), [UNKNOWN])) for each in across)] for weights in down]
-        grids.append(markdown([f"weights ({variant})" if variant else "weights", *across], rows))
+        grids.append(table([f"weights ({variant})" if variant else "weights", *across], rows))
     return grids
 
 
@@ -176,7 +185,6 @@ def write(
         left_out = [f"{path.name} is left out: it differs from {runs[0].name} in {why}" for path, why in found.items() if why]
         runs = [run for run in runs if not found.get(run.path)]
     seeds = over_seeds(runs, vary, margin, speedups)
-    parts = [*tables(runs, seeds), *left_out]
     brief = seeds is not None and bool(seeds.others)
     if brief:
         plot_seeds(seeds, out)
@@ -184,12 +192,12 @@ def write(
         plot_losses(runs, out)
     if tables_file is not None:
         drawn = f"![{'differences over seeds' if brief else 'curves'}]({os.path.relpath(out, tables_file.parent)})"
-        save_file(tables_file, "\n\n".join([*parts, drawn]).encode() + b"\n")
+        save_file(tables_file, "\n\n".join([*tables(runs, seeds), *left_out, drawn]).encode() + b"\n")
     if page is not None:
         save_file(page, render(RunComparison.over(runs), seeds=seeds))
     places = {"Differences" if brief else "Curves": out, "Tables": tables_file, "Everything": page}
-    shown = [*seeds.said(), *left_out, *([] if tables_file else [EACH_RUN])] if brief else parts
-    return "\n\n".join([*shown, "\n".join(f"{what}: {place}" for what, place in places.items() if place)])
+    shown = [*seeds.said(), *([] if tables_file else [EACH_RUN])] if brief else tables(runs, seeds, on_screen)
+    return "\n\n".join([*shown, *left_out, "\n".join(f"{what}: {place}" for what, place in places.items() if place)])
 
 
 def over_seeds(
@@ -208,28 +216,29 @@ def over_seeds(
     return SeedComparison.over(runs, margin=MARGIN if margin is None else margin, speedups=speedups)
 
 
-def tables(runs: Sequence[RunRecord], seeds: SeedComparison | None = None) -> list[str]:
-    """Markdown: the summary, the paired differences, and what is to be said of them; of several `seeds`, these first."""
-    parts, names = [*(seeds.said() if seeds else []), summary_table(runs)], names_of(runs)
+def tables(runs: Sequence[RunRecord], seeds: SeedComparison | None = None, table: Table = markdown) -> list[str]:
+    """The summary, the paired differences, and what is to be said of them; of several `seeds`, these first."""
+    parts, names = [*(seeds.said() if seeds else []), summary_table(runs, table)], names_of(runs)
     reasons = {} if seeds else {run.path: why_not_paired(runs[0], run) for run in runs[1:]}
     paired = [] if seeds else [runs[0], *(run for run in runs[1:] if not reasons[run.path])]
     if len(paired) > 1:
-        parts.append(comparison_table(paired, names))
+        parts.append(comparison_table(paired, names, table))
     if len({run.config.get("weights") for run in paired}) > 1 and len({run.precision for run in paired}) > 1:
-        heading = f"Loss minus that of {runs[0].name}, paired by step, over the last {LAST_SHARE:.0%} of the steps:"
-        parts += [heading, *grid_tables(paired)]
+        heading = f"Loss minus that of {runs[0].name}, paired by step, mean of the last {LAST_SHARE:.0%} of the steps:"
+        parts += [heading, *grid_tables(paired, table)]
     notes = {ERRORS: len(paired) > 1, NO_ERROR: any(TOO_FEW in part for part in parts)}
     notes |= {EMULATED: any(run.emulated for run in runs), SIDE_BY_SIDE: any(run.side_by_side for run in runs)}
     notes |= {OTHER_TEXT: not of_one_text([run for run in runs if "held_out_loss" in run.summary])}
     notes |= {note: True for note in [other_machines(runs)] if note}
-    ends = shorter_ends({names[run.path]: run for run in paired}) if paired else []
+    ended = {names[run.path]: run for run in paired if run is runs[0] or not run.broken_off}
+    ends = shorter_ends(ended) if ended else []
     notes |= {f"{end}. The first table has each run's own end.": True for end in ends}
     first = names[runs[0].path]
     notes |= {f"{names[path]} is not paired with {first}: {why}.": True for path, why in reasons.items() if why}
     changed = {names[run.path]: changes_in_words(run) for run in runs}
     notes |= {f"{name} was not trained by one recipe: {how}.": True for name, how in changed.items() if how}
-    halted = [(names[run.path], run.summary) for run in runs if "halted" in run.summary]
-    notes |= {f"{name} was halted at step {figures['steps']}: {figures['halted']}": True for name, figures in halted}
+    broken = [(f"{names[run.path]} {run.broke_off}", run.summary.get("halted")) for run in runs if run.broken_off]
+    notes |= {f"{how}: {why}" if why else f"{how}.": True for how, why in broken}
     return [*parts, *filter(None, ["\n".join(f"* {note}" for note, due in notes.items() if due)])]
 
 
@@ -262,11 +271,11 @@ def _write_page(options: argparse.Namespace, every: float | None = None) -> tupl
 def _show_page(options: argparse.Namespace) -> None:
     """Write the page, print what it says, and write the tables where they are asked for."""
     comparison, seeds = _write_page(options)
-    said = tables([each.run for each in comparison.standings], seeds)
-    shown = seeds.said() if seeds and seeds.others else [f"{comparison.answer()} {comparison.why_no_speed()}".strip(), *said]
+    runs, answer = [each.run for each in comparison.standings], f"{comparison.answer()} {comparison.why_no_speed()}".strip()
+    shown = seeds.said() if seeds and seeds.others else [answer, *tables(runs, seeds, on_screen)]
     print("\n\n".join([*shown, f"Page: {options.page}"]))
     if options.markdown:
-        save_file(options.markdown, "\n\n".join(said).encode() + b"\n")
+        save_file(options.markdown, "\n\n".join(tables(runs, seeds)).encode() + b"\n")
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -363,7 +372,7 @@ def _judge(comparison: RunComparison) -> int:
     if comparison.baseline.run.broken_off:
         raise InputError(f"--gate: the baseline {base} came to no end of its own; name one that was not halted, with --baseline")
     for each in comparison.standings:
-        if each.not_paired:
+        if each.not_paired and not each.run.broken_off:
             raise InputError(f"--gate: {each.look.label} cannot be held against {base}: {each.not_paired}")
     for note in comparison.shorter_ends():
         print(f"gate: {note}")
@@ -371,17 +380,16 @@ def _judge(comparison: RunComparison) -> int:
     for each in failed:
         gap = each.gap
         if each.run.broken_off:
-            lost = f"the loss of {each.look.label} ends as no number"
-            print(f"gate: {lost if each.run.diverged else f'{each.look.label} was halted'}")
+            print(f"gate: {each.look.label} {each.run.broke_off}")
             continue
-        sure = f" ± {gap.half_width:.4f}" if math.isfinite(gap.half_width) else ""
+        apart = " ± ".join(with_error(gap.mean, gap.half_width)) if gap.has_interval else signed(gap.mean)
         print(
-            f"gate: {each.look.label} ends {gap.mean:+.4f}{sure} nats from {base}, over the last "
-            f"{plural(gap.steps, 'step')}; {comparison.tolerance:g} are allowed"
+            f"gate: {each.look.label} ends {apart} nats from {base}, over the {last_steps([gap])}; "
+            f"{comparison.tolerance:g} are allowed"
         )
     print(
         f"gate of {comparison.tolerance:g} nats: "
-        + (f"failed by {len(failed)} of {plural(len(comparison.paired), 'run')}" if failed else "passed")
+        + (f"failed by {len(failed)} of {plural(len(comparison.standings) - 1, 'run')}" if failed else "passed")
     )
     return 1 if failed else 0
 
@@ -405,14 +413,17 @@ def _four_figures(differences: np.ndarray) -> list[str]:
     paired = PairedDifference.of(differences)
     if paired.steps < 2:
         return [UNKNOWN, UNKNOWN, UNKNOWN, str(paired.steps)]
-    error = TOO_FEW if math.isnan(paired.standard_error) else f"{paired.standard_error:.4f}"
-    return [f"{paired.mean:+.4f}", error, f"{paired.sd:.4f}", str(paired.steps)]
+    known = not math.isnan(paired.standard_error)
+    mean, error = with_error(paired.mean, paired.standard_error) if known else (signed(paired.mean), TOO_FEW)
+    return [mean, error, f"{paired.sd:.4f}", str(paired.steps)]
 
 
 def _compared(run: RunRecord, baseline: RunRecord) -> str:
     """A run's place in the grid."""
     if run.path == baseline.path:
         return "baseline"
+    if why_no_end(baseline, run):
+        return run.broke_off or UNKNOWN
     mean, error, sd, _ = _four_figures(last_fifth(loss_differences(baseline, run)[1]))
     return UNKNOWN if mean == UNKNOWN else f"{mean} (sd {sd}; {TOO_FEW})" if error == TOO_FEW else f"{mean} ± {error} (sd {sd})"
 

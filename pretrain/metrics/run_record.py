@@ -121,6 +121,17 @@ class RunRecord:
         return self.diverged or "halted" in self.summary
 
     @property
+    def broke_off(self) -> str:
+        """How, behind its name: "was halted at step 2", "has no finite loss from step 7 on"; empty where it was not."""
+        if "halted" in self.summary:
+            return f"was halted at step {self.summary['steps']:,}"
+        if not self.diverged:
+            return ""
+        steps, losses = _curve([record for record in self.metrics if is_step(record) and not is_unlabelled(record)], "loss")
+        finite = np.flatnonzero(np.isfinite(losses))
+        return f"has no finite loss from step {steps[finite[-1] + 1 if len(finite) else 0]:,} on"
+
+    @property
     def is_unfinished(self) -> bool:
         """Whether the horizon that its recipe names is still to come."""
         train, tokens = self.config.get("train") or {}, self.tokens_per_step

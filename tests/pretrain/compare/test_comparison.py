@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from foundation.errors import InputError
 from pretrain.__main__ import main
 from pretrain.compare.appearance import colour_of, looks_of, shade
-from pretrain.compare.comparison import RunComparison, hours_to_horizon, match_losses, pareto_front
+from pretrain.compare.comparison import RunComparison, hours_to_horizon, match_losses, pareto_front, with_error
 from pretrain.compare.fairness import Gap, check_comparable, varied_keys, why_not_paired
+from pretrain.compare.page import render
 from pretrain.compare.report import OTHER_TEXT, tables
 from pretrain.metrics.run_record import RunRecord, read_run
 from pretrain.precision.registry import PRECISIONS
@@ -44,6 +45,44 @@ def test_an_interval_covers_the_true_difference_as_often_as_it_says():
 def test_below_eight_batches_there_is_no_interval_and_above_it_the_last_64_steps_have_one(steps: int):
     gap = Gap.of(np.linspace(0.0, 1.0, steps))
     assert math.isfinite(gap.half_width) == (steps >= 64) and gap.steps == min(steps, 64)
+
+
+@pytest.mark.parametrize(
+    ("mean", "half", "place"),
+    [
+        (0.0004, 0.0002, "within"),
+        (-0.0004, 0.0002, "within"),
+        (0.01, math.nan, "within"),
+        (0.0004, 0.0131, "unknown"),
+        (0.0095, 0.001, "unknown"),
+        (-0.0095, 0.001, "unknown"),
+        (-0.0118, 0.0003, "below"),
+        (-0.0118, math.nan, "below"),
+        (0.3, 0.01, "above"),
+        (0.0101, math.nan, "above"),
+    ],
+)
+def test_an_end_is_within_a_tolerance_where_its_whole_interval_is(mean: float, half: float, place: str):
+    assert Gap(mean, half, 64).place(0.01) == place
+
+
+@given(st.floats(-1, 1), st.floats(0, 1), st.floats(0, 1))
+def test_a_gap_and_its_mirror_image_have_places_that_are_mirror_images(mean: float, half: float, tolerance: float):
+    mirrored = {"above": "below", "below": "above"}
+    place = Gap(mean, half, 64).place(tolerance)
+    assert Gap(-mean, half, 64).place(tolerance) == mirrored.get(place, place)
+
+
+@given(st.floats(-10, 10), st.floats(0, 10))
+def test_a_value_and_its_error_have_as_many_digits(nats: float, error: float):
+    value, spread = with_error(nats, error)
+    assert len(value.partition(".")[2]) == len(spread.partition(".")[2])
+    assert float(value.replace("−", "-")) == pytest.approx(nats, abs=6e-5) and float(spread) == pytest.approx(error, abs=6e-5)
+
+
+def test_a_small_error_and_its_value_are_shown_with_five_digits():
+    assert with_error(0.00034, 0.00004) == ("+0.00034", "0.00004") and with_error(-0.3, 0.02) == ("−0.3000", "0.0200")
+    assert with_error(0.0, 0.0) == ("0", "0") and with_error(-1e-7, 0.0002) == ("0.0000", "0.0002")
 
 
 def test_a_varied_key_may_differ_and_what_else_differs_is_refused_with_the_word_for_it(tmp_path):
@@ -148,6 +187,64 @@ def test_the_answer_counts_where_there_are_no_speeds_and_says_what_those_beyond_
     answer = comparison.answer()
     assert answer.startswith("1 of 2 runs end within 0.01 nats of base; the one with weights bf16 ends 0.4")
     assert comparison.why_no_speed() == "They shared their machine, so their speeds are not compared."
+
+
+def test_the_answer_counts_what_ends_below_and_of_what_it_cannot_be_told(tmp_path):
+    """As two runs of a user: one 0.0118 below, the other +0.0004 ± 0.0131, of which none is known to be within 0.01."""
+    rng, base = np.random.default_rng(0), noisy(3.0, 1)
+    wide = np.repeat(rng.choice([-0.03, 0.03], 50), 8)
+    runs = [trained(tmp_path / "base", base, side_by_side=True)]
+    runs.append(trained(tmp_path / "lower", [x - 0.0118 for x in base], "precision=delayed", side_by_side=True))
+    runs.append(trained(tmp_path / "wide", (np.array(base) + wide).tolist(), "precision=nvfp4", side_by_side=True))
+    answer = RunComparison.over(runs).answer()
+    assert answer == (
+        "0 of 2 runs end within 0.01 nats of base; the one with precision delayed ends 0.0118 below it; of the one with "
+        "precision nvfp4 it cannot be told (means of the last 80 steps with 95 % intervals)."
+    )
+
+
+def test_the_answer_names_a_few_runs_and_counts_more_and_says_where_there_is_no_interval(tmp_path):
+    runs = [trained(tmp_path / "base", [3.0] * 20, side_by_side=True)]
+    for place, loss in enumerate((3.1, 3.2, 3.3, 3.001, 3.4)):
+        precision = ("precision=delayed", "precision=bf16")[place % 2]
+        runs.append(
+            trained(tmp_path / f"r{place}", [loss] * 20, precision, f"weights={('bf16', 'fp32')[place < 2]}", side_by_side=True)
+        )
+    assert RunComparison.over(runs[:5]).answer() == (
+        "1 of 4 runs end within 0.01 nats of base; r0, r1 and r2 end 0.1000 to 0.3000 above it "
+        "(means of the last 20 steps, too few for an interval)."
+    )
+    assert "; 4 others end 0.1000 to 0.4000 above it" in RunComparison.over(runs).answer()
+
+
+def test_a_faster_run_that_may_end_higher_is_not_the_answer_and_one_that_ends_lower_is(tmp_path):
+    base, rng = with_speed(tmp_path / "base", 3.0, 1, 1000.0), np.random.default_rng(0)
+    wide = (np.array(noisy(3.0, 1)) + np.repeat(rng.choice([-0.03, 0.03], 50), 8)).tolist()
+    unsure, lower = (
+        trained(tmp_path / "unsure", wide, "precision=nvfp4"),
+        with_speed(tmp_path / "lower", 2.9, 2, 1200.0, "weights=bf16"),
+    )
+    unsure.summary["tokens_per_second"] = 2000.0
+    said = RunComparison.over([base, unsure]).answer()
+    assert said.startswith("No run is both faster than base and surely within 0.01 nats of it. The fastest other, unsure,")
+    assert RunComparison.over([base, unsure, lower]).answer().startswith("lower: 1.20 × the speed of base, loss −0.0999 ± 0.00")
+
+
+def test_a_run_that_was_halted_has_no_gap_is_not_counted_and_is_named_with_its_step(tmp_path):
+    base = noisy(3.0, 1)
+    runs = [trained(tmp_path / "base", base, side_by_side=True)]
+    runs += [trained(tmp_path / name, base, f"precision={name}", side_by_side=True) for name in ("delayed", "current")]
+    cut = make_run(tmp_path / "cut", [base[0], base[1] + 0.0078], "precision=nvfp4", side_by_side=True)
+    note(cut, halted="step 2: the gradient norm is nan")
+    comparison = RunComparison.over([*runs, read_run(cut)])
+    halted = comparison.standings[-1]
+    assert (halted.gap, halted.end_gap, halted.not_paired) == (None, None, "it was halted at step 2")
+    assert comparison.answer() == (
+        "2 of 2 runs end within 0.01 nats of base (means of the last 80 steps with 95 % intervals). cut was halted at step 2."
+    )
+    assert "cut" in render(comparison).decode() and comparison.over_the_gate() == [halted]
+    backwards = RunComparison.over([read_run(cut), *runs])
+    assert not backwards.paired and "the baseline was halted at step 2" in backwards.standings[1].not_paired
 
 
 def test_speeds_on_another_kind_of_machine_are_not_compared_and_both_are_named(tmp_path, capsys):

@@ -25,7 +25,7 @@ from pretrain.__main__ import main
 from pretrain.compare import figures
 from pretrain.compare.fairness import PairedDifference, batch_means_error, check_comparable, last_fifth, loss_differences
 from pretrain.compare.figures import plot_losses
-from pretrain.compare.report import comparison_table, grid_tables, summary_table, write
+from pretrain.compare.report import comparison_table, grid_tables, summary_table, tables, write
 from pretrain.compare.smoothing import moving_mean, window_of
 from pretrain.metrics.run_record import RunRecord, read_metrics, read_run
 from pretrain.precision.registry import PRECISIONS
@@ -183,7 +183,7 @@ def test_where_steps_are_too_few_for_an_error_the_report_says_so_and_shows_none(
     row = cells(comparison_table(runs))[-1]
     assert row == ["b", "+0.2500", "0.0000", "0.0000", "100", "+0.2500", "too few steps", "0.0000", "20"]
     page = write([run.path for run in runs], out=tmp_path / "x.png")
-    assert "too few steps: ± needs at least eight batches" in page
+    assert "too few steps: a standard error needs at least eight batches" in page
     runs.append(trained(tmp_path / "c", losses, "weights=bf16"))
     assert rows(grid_tables(runs)[0])["fp32"]["delayed"] == "+0.2500 (sd 0.0000; too few steps)"
 
@@ -198,6 +198,35 @@ def test_the_table_shows_each_runs_figures_and_a_dash_for_what_is_not_known(tmp_
     assert a[7:] == ["2.4000", "11.02", "10.2k", "50.0 %", "512 MiB", "1.2 %", "1.0 %"]
     assert b[7:9] == ["–", "–"] and b[:1] + b[9:] == ["b", *a[9:]]
     assert len({len(line) for line in table.splitlines()}) == 1
+
+
+def test_tables_fit_the_terminal_and_a_file_has_whole_ones(tmp_path, capsys, monkeypatch):
+    runs = [str(make_run(tmp_path / name, [4.0] * 100)) for name in ("a", "b")]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    for out in ("report.md", "report.html"):
+        page = tmp_path / f"{out}.md"
+        assert main(["report", *runs, "--out", str(tmp_path / out), "--markdown", str(page)]) == 0
+        printed = capsys.readouterr().out
+        assert (
+            "\n  held-out       2.4000\n" in printed
+            and max(map(len, printed.split("* ")[0].splitlines())) <= 80
+            and "| run" not in printed
+        )
+        assert "| run | precision" in page.read_text() and "std. error" in page.read_text()
+
+
+def test_a_run_that_was_broken_off_has_no_end_in_the_tables_and_they_say_how(tmp_path):
+    losses = [4.0 + 0.1 * (step % 2) for step in range(100)]
+    runs = [trained(tmp_path / "base", losses), trained(tmp_path / "lost", [*losses[:50], *[None] * 50], "precision=delayed")]
+    runs += [trained(tmp_path / "exact", losses, "weights=bf16_exact"), trained(tmp_path / "cut", losses[:2], "precision=nvfp4")]
+    runs[-1].summary["halted"] = "step 2: the gradient norm is nan"
+    table = rows(comparison_table(runs))
+    assert [table[name]["last 20%"] for name in table] == ["has no finite loss from step 51 on", "0", "was halted at step 2"]
+    assert rows(grid_tables(runs)[0])["fp32"]["nvfp4"] == "was halted at step 2"
+    said = "\n".join(tables(runs))
+    assert "* cut was halted at step 2: step 2: the gradient norm is nan" in said
+    assert "* lost has no finite loss from step 51 on." in said
 
 
 def test_a_held_out_loss_of_an_earlier_step_than_the_runs_last_says_which(tmp_path):
@@ -261,7 +290,9 @@ def test_the_grid_holds_the_paired_difference_of_the_last_fifth_with_its_error_a
         means = [statistics.fmean(last[8 * i : 8 * i + 8]) for i in range(10)]  # 80 steps: batches of floor(sqrt(80))
         error = math.sqrt(statistics.variance(means) * 8 / 80)
         cell = rows(grid)[run.config["weights"]][run.config["precision"]]
-        assert cell == f"{statistics.fmean(last):+.4f} ± {error:.4f} (sd {statistics.stdev(last):.4f})"
+        mean = statistics.fmean(last)
+        digits = 5 if min(abs(mean), error) < 1e-4 else 4
+        assert cell == f"{mean:+.{digits}f} ± {error:.{digits}f} (sd {statistics.stdev(last):.4f})".replace("-", "−")
     assert rows(grid)["bf16_exact"]["nvfp4"] == "baseline"
 
 
@@ -363,7 +394,7 @@ def test_the_command_line_compares_runs_into_files_of_their_own(tmp_path, capsys
     page, picture = tmp_path / "pages" / "mine.md", tmp_path / "mine.png"
     assert main(["report", *map(str, runs), "--out", str(picture), "--markdown", str(page), "--baseline", str(runs[1])]) == 0
     assert picture.exists() and "![curves](../mine.png)" in page.read_text()
-    assert "-0.1000" in page.read_text() and "minus b" in page.read_text()
+    assert "−0.1000" in page.read_text() and "minus b" in page.read_text()
 
 
 def test_importing_the_report_needs_neither_torch_nor_the_drawing_library():
