@@ -22,7 +22,8 @@ from foundation.errors import InputError
 from foundation.files import replace_file
 from foundation.units import count, memory
 from pretrain.compare.appearance import DASHES, colour_of, looks_of
-from pretrain.compare.fairness import Variants, last_fifth, loss_differences, why_not_paired
+from pretrain.compare.comparison import signed
+from pretrain.compare.fairness import Gap, Variants, last_fifth, last_steps, loss_differences, why_no_end, why_not_paired
 from pretrain.compare.smoothing import moving_mean, window_of
 from pretrain.metrics.run_record import RunRecord
 
@@ -164,11 +165,12 @@ def _figure_of_one(run: RunRecord) -> Figure:
     label = f"training loss, mean of {window} steps" if window > 1 else "training loss"
     draw_smoothed(panel, steps, losses, color=colour, linewidth=1.6, label=label)
     if len(held_out):
-        draw_held_out(panel, run, colour, label=f"held-out loss {held_out[-1]:.4f}{run.when_evaluated or ' at the end'}")
+        when = run.when_evaluated or (f" (step {run.summary['steps']:,})" if run.broken_off else " at the end")
+        draw_held_out(panel, run, colour, label=f"held-out loss {held_out[-1]:.4f}{when}")
     scale_after_the_fall(panel, [losses], [held_out])
     precision = f"{run.precision}, weights {run.config.get('weights')}" + (" (emulated)" if run.emulated else "")
     tokens = f"{count(run.summary['tokens'])} tokens, {count(run.tokens_per_step)} a step"
-    title(panel, str(run.config.get("name", run.name)), f"{model_name(run)} · {precision} · {tokens}")
+    title(panel, " ".join(filter(None, [run.name, run.broke_off])), f"{model_name(run)} · {precision} · {tokens}")
     panel.legend(frameon=False, loc="upper right")
     panel.set_ylabel("loss, nats per token")
     norm_steps, gradient_norms = run.curve("gradient_norm")
@@ -217,6 +219,16 @@ class DrawnRun:
     is_baseline: bool
     steps: np.ndarray  # that it has in common with the baseline
     differences: np.ndarray  # its losses minus the baseline's in these steps
+    gap: Gap | None  # of their ends; None of the baseline, and where there is none
+
+    @property
+    def ends(self) -> str:
+        """What stands at the right end of its difference: its name, and where it ends or that it came to no end."""
+        if self.run.broken_off:
+            return f"{self.label} {self.run.broke_off}"
+        if self.is_baseline:
+            return f"{self.label}, baseline"
+        return f"{self.label} {signed(self.gap.mean)}" if self.gap else self.label
 
 
 NO_DIFFERENCES = (np.array([], dtype=np.int64), np.array([]))
@@ -227,7 +239,7 @@ def _figure_of_several(runs: Sequence[RunRecord]) -> Figure:
     lines = [line for column in columns.values() for line in column]
     freezes = any(np.any(line.run.curve("frozen_updates")[1] >= FROZEN_MATTERS) for line in lines)
     rows, bars = [3.6, 3.6] + [1.2] * freezes, 0.5 + BAR_INCHES * len(lines)  # inches high
-    margin = 0.065 * max(len(line.label) + 8 for line in lines)  # inches, for the names at the right of each column
+    margin = 0.065 * max(len(line.ends) for line in lines)  # inches, for the names at the right of each column
     figure = new_figure(max(9.0, (3.6 + margin) * len(columns)), 1.6 + sum(rows) + bars)
     above, below = figure.subfigures(2, 1, height_ratios=[1.4 + sum(rows), bars], hspace=0)
     panels = above.subplots(len(rows), len(columns), sharex=True, sharey="row", height_ratios=rows, squeeze=False)
@@ -240,7 +252,7 @@ def _figure_of_several(runs: Sequence[RunRecord]) -> Figure:
     panels[0, 0].set_ylabel("loss, nats per token")
     for panel, column in zip(panels[1], columns.values(), strict=True):
         _draw_differences(panel, column)
-    threshold = _scale_differences(panels[1, 0], [line.differences for line in lines])
+    threshold = _scale_differences(panels[1, 0], lines)
     for panel, column in zip(panels[1], columns.values(), strict=True):  # only now that the scale is known
         _label_differences(panel, column)
         _explain_differences(panel, column, threshold)
@@ -267,7 +279,9 @@ def _arrange(runs: Sequence[RunRecord]) -> dict[str, list[DrawnRun]]:
             variant = variants.names.index(variants.name(run)) if variants.is_quantized(run) else 0
             style, column = DASHES[variant % len(DASHES)][1], str(run.config.get("weights"))
         paired = loss_differences(runs[0], run) if run is runs[0] or not why_not_paired(runs[0], run) else NO_DIFFERENCES
-        columns.setdefault(column, []).append(DrawnRun(run, label, look.colour, style, run is runs[0], *paired))
+        has_end = run is not runs[0] and len(paired[1]) and not why_no_end(runs[0], run)
+        gap = Gap.of(paired[1]) if has_end else None
+        columns.setdefault(column, []).append(DrawnRun(run, label, look.colour, style, run is runs[0], *paired, gap))
     return columns
 
 
@@ -275,7 +289,8 @@ def _draw_losses(panel: Axes, column: Sequence[DrawnRun], *, legend: bool) -> No
     """Means alone: runs over the same data have the same noise, which would hide the lines if it were drawn for each of them."""
     for line in column:
         held_out = line.run.held_out_curve()[1]
-        label = line.label + (f", held-out loss {held_out[-1]:.4f}{line.run.when_evaluated}" if len(held_out) else "")
+        label = " ".join(filter(None, [line.label, line.run.broke_off]))
+        label += f", held-out loss {held_out[-1]:.4f}{line.run.when_evaluated}" if len(held_out) else ""
         draw_smoothed(panel, *line.run.curve("loss"), color=line.colour, linestyle=line.style, label=label, linewidth=1.4)
         draw_held_out(panel, line.run, line.colour)
     if legend:
@@ -309,18 +324,20 @@ def _draw_differences(panel: Axes, column: Sequence[DrawnRun]) -> None:
         panel.plot(steps, mean, color=line.colour, linestyle=line.style, linewidth=1.4)
 
 
-def _scale_differences(panel: Axes, differences: Sequence[np.ndarray]) -> float | None:
-    """Linear, or logarithmic outside the noise around zero where some runs differ by tens of times what others do: from where."""
-    ends = [last_fifth(values) for values in differences if len(values) > 1 and np.any(values)]
-    if not ends:
+def _scale_differences(panel: Axes, lines: Sequence[DrawnRun]) -> float | None:
+    """Linear, or logarithmic outside the noise around zero where some runs differ by tens of times what others do: from where.
+    What was broken off sets no scale: its last losses may be a thousand times those of the others."""
+    ended = [line for line in lines if line.gap and len(line.differences) > 1 and np.any(line.differences)]
+    if not ended:
         panel.autoscale_view()  # now, as labels are placed by the scale
         return None
-    means, noise = np.abs([end.mean() for end in ends]), min(end.std() for end in ends)
-    lowest, highest = np.quantile(np.concatenate([values[len(values) // 10 :] for values in differences]), [0.005, 0.995])
+    means, noise = np.abs([line.gap.mean for line in ended]), min(last_fifth(line.differences).std() for line in ended)
+    values = [line.differences[len(line.differences) // 10 :] for line in lines if line.gap or line.is_baseline]
+    lowest, highest = np.quantile(np.concatenate(values), [0.005, 0.995])
     if means.max() > 20 * means.min() and noise > 0:
         threshold = 10.0 ** np.ceil(np.log10(noise))  # what is noise in the quietest run is drawn as it is
         panel.set_yscale("symlog", linthresh=threshold)
-        panel.yaxis.set_major_formatter(lambda value, _: f"{value:+g}" if value else "0")
+        panel.yaxis.set_major_formatter(lambda value, _: f"{value:+g}".replace("-", "−") if value else "0")
         panel.set_ylim(min(1.3 * lowest, -threshold), max(1.3 * highest, threshold))
         return float(threshold)
     margin = 0.08 * (max(highest, 0) - min(lowest, 0)) or 0.01
@@ -329,14 +346,13 @@ def _scale_differences(panel: Axes, differences: Sequence[np.ndarray]) -> float 
 
 
 def _label_differences(panel: Axes, column: Sequence[DrawnRun]) -> None:
-    """Each line's name and the mean of its last fifth at its right end, moved apart where lines end close to each other."""
+    """Each line's name and its gap at its right end, moved apart where lines end close to each other."""
     to_axes = (panel.transScale + panel.transLimits).transform
     ends = []
     for line in column:
         if len(line.steps):
-            mean = last_fifth(line.differences).mean()  # of the baseline itself: zero
-            text = f"{line.label}, baseline" if line.is_baseline else f"{line.label} {mean:+.4f}"
-            ends.append((float(np.clip(to_axes((line.steps[-1], mean))[1], 0.0, 1.0)), text, line.colour))
+            drawn = last_fifth(line.differences).mean()  # of the baseline itself: zero
+            ends.append((float(np.clip(to_axes((line.steps[-1], drawn))[1], 0.0, 1.0)), line.ends, line.colour))
     ends.sort(key=lambda end: end[0])
     places = LABEL_GAP * np.arange(len(ends))
     # Moved upwards where one is too close to that below it, then all that the top pushes down.
@@ -347,9 +363,12 @@ def _label_differences(panel: Axes, column: Sequence[DrawnRun]) -> None:
 
 def _explain_differences(panel: Axes, column: Sequence[DrawnRun], threshold: float | None) -> None:
     banded = any(not line.is_baseline for line in column) and len(column) <= MOST_BANDS
+    gaps = [line.gap for line in column if line.gap]
     said = ["band: ± one sd of single steps"] * banded
     said += [] if threshold is None else [f"linear up to ±{threshold:g}, logarithmic beyond"]
-    panel.text(0, 1.01, "; ".join(said), transform=panel.transAxes, fontsize="x-small", color=GREY)
+    of_ends = f"at the right: mean of the {last_steps(gaps)}" if gaps else ""
+    text = "\n".join(filter(None, [of_ends, "; ".join(said)]))
+    panel.text(0, 1.01, text, transform=panel.transAxes, fontsize="x-small", color=GREY)
 
 
 def _draw_frozen(panel: Axes, column: Sequence[DrawnRun]) -> None:

@@ -23,6 +23,7 @@ from matplotlib.text import Text
 from foundation.errors import InputError
 from pretrain.__main__ import main
 from pretrain.compare import figures
+from pretrain.compare.comparison import RunComparison
 from pretrain.compare.fairness import PairedDifference, batch_means_error, check_comparable, last_fifth, loss_differences
 from pretrain.compare.figures import plot_losses
 from pretrain.compare.report import comparison_table, grid_tables, summary_table, tables, write
@@ -360,6 +361,41 @@ def test_runs_with_the_same_losses_are_named_beside_their_line(tmp_path):
     names = {text.get_text(): text.get_position()[1] for text in differences.texts if text.get_position()[0] > 1}
     assert [name.split()[0] for name in names] == ["one,", "other"]
     assert list(names.values()) == pytest.approx([0.5, 0.5 + figures.LABEL_GAP])
+
+
+def texts_beside(runs: Sequence[RunRecord]) -> list[str]:
+    """What stands at the right ends of the differences, and above them."""
+    panel = figures._figure_of_several(runs).subfigs[0].axes[1]
+    return [text.get_text() for text in panel.texts]
+
+
+def test_a_picture_says_where_runs_end_as_the_page_does_and_over_which_steps(tmp_path):
+    rising = [3.0 + 0.004 * step for step in range(80)]
+    runs = [trained(tmp_path / "base", [3.0] * 80), trained(tmp_path / "other", rising, "precision=delayed")]
+    [_, other] = RunComparison.over(runs).standings
+    assert other.gap.mean == pytest.approx(0.004 * 47.5) and other.gap.steps == 64
+    ends, above = texts_beside(runs)[:-1], texts_beside(runs)[-1]
+    assert "other +0.1900" in ends and "mean of the last 64 steps" in above
+
+
+def test_a_run_that_was_broken_off_is_drawn_without_an_end_and_sets_no_scale(tmp_path):
+    base = np.random.default_rng(0).normal(3.0, 0.1, 100)
+    runs = [trained(tmp_path / "base", base.tolist()), trained(tmp_path / "near", (base + 0.01).tolist(), "precision=delayed")]
+    runs.append(trained(tmp_path / "lost", [*(base[:50] + 900.0).tolist(), None], "precision=nvfp4"))
+    runs.append(trained(tmp_path / "cut", base[:2].tolist(), "precision=mxfp8"))
+    runs[-1].summary["halted"] = "step 2: the gradient norm is nan"
+    ends = texts_beside(runs)
+    assert "cut was halted at step 2" in ends and "lost has no finite loss from step 51 on" in ends and "near +0.0100" in ends
+    drawn = figures._figure_of_several(runs).subfigs[0].axes
+    assert drawn[1].get_ylim()[1] < 1 and "cut was halted" in "".join(t.get_text() for t in drawn[0].get_legend().get_texts())
+    alone = figures._figure_of_one(runs[-1]).axes[0]
+    assert "cut was halted at step 2" in alone.get_title(loc="left")
+    assert "at the end" not in "".join(text.get_text() for text in alone.get_legend().get_texts())
+
+
+def test_the_picture_of_a_run_is_called_as_the_run_and_not_as_its_recipe(tmp_path):
+    picture = figures._figure_of_one(trained(tmp_path / "bf16-seed=7"))
+    assert picture.axes[0].get_title(loc="left").strip() == "bf16-seed=7"
 
 
 def test_runs_are_drawn_in_the_colour_of_their_precision(tmp_path):
