@@ -9,7 +9,7 @@ from typing import Any
 
 from foundation.tables import UNKNOWN
 from foundation.units import duration, memory, percent, three_digits
-from pretrain.compare.comparison import LOSS_KEY, RunComparison, Standing, signed, unsigned
+from pretrain.compare.comparison import LOSS_KEY, RunComparison, Standing, signed, with_error
 from pretrain.compare.fairness import FEWEST_STEPS
 from pretrain.compare.page_data import reserved
 from pretrain.metrics.run_record import LAST_STEPS
@@ -100,10 +100,8 @@ def _gap(each: Standing) -> TableCell:
         return TableCell(UNKNOWN)
     if not math.isfinite(gap.half_width):
         return TableCell(signed(gap.mean), gap.mean, "too few for ±")
-    mean, half = signed(gap.mean), unsigned(gap.half_width)
-    digits = max(len(shown.partition(".")[2]) for shown in (mean, half))  # as many of both, but "0" stays so
-    mean = mean if mean == "0" else f"{gap.mean:+.{digits}f}".replace("-", "−")
-    return TableCell(mean, gap.mean, "± " + (half if half == "0" else f"{gap.half_width:.{digits}f}"))
+    mean, half = with_error(gap.mean, gap.half_width)
+    return TableCell(mean, gap.mean, f"± {half}")
 
 
 def _held_out_gap(each: Standing) -> TableCell:
