@@ -71,8 +71,9 @@ class TrackedRun:
         if self.name == "mlflow":
             return tracker(project, run_id=self.id, run_name=title, tags=dict.fromkeys(self._log.tags, "true"))
         if self.name == "trackio":
-            known, self.id = self.id, self.id or title
-            return tracker(project, name=self.id, resume="must" if known else "never")
+            # It finds a run by its name alone, and folders may have equal names. One killed before it had a step is not there.
+            self.id = self.id or f"{title}-{secrets.token_hex(4)}"
+            return tracker(project, name=self.id, resume="must" if self.seen else "allow")
         return tracker(project, self._run_dir) if tracker.requires_logging_directory else tracker(project)
 
     def _wandb_run(self) -> dict[str, Any]:

@@ -249,10 +249,10 @@ def run(name, run_dir, resumed_step, steps, loss):
 
 PartialState(cpu=True)
 if __name__ == "__main__":
-    for name, run_dir in zip(sys.argv[1::2], map(Path, sys.argv[2::2])):
-        matplotlib.image.imsave(run_dir.parent / "loss.png", numpy.zeros((8, 8, 3)))
-        run(name, run_dir, 0, (1, 2, 3), 0.5)
-        run(name, run_dir, 2, (3, 4), 1234.5)
+    for start in ((0, (1, 2, 3), 0.5), (2, (3, 4), 1234.5)):  # of all, so that none resumes the latest of its name
+        for name, run_dir in zip(sys.argv[1::2], map(Path, sys.argv[2::2])):
+            matplotlib.image.imsave(run_dir.parent / "loss.png", numpy.zeros((8, 8, 3)))
+            run(name, run_dir, *start)
     ending.exit(0)
 """
 
@@ -262,7 +262,9 @@ def tracked_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pat
     """The run folders of both starts by tracker, which one process has told, as it imports for longer than it tells."""
     folders = {name: tmp_path_factory.mktemp(name) / "run-1" for name in ("wandb", "trackio")}
     environment = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "TRACKIO_DIR": str(folders["trackio"].parent)}
-    told = [str(each) for folder in folders.items() for each in folder]
+    folders["trackio of an equal name"] = folders["trackio"].parent / "elsewhere" / folders["trackio"].name
+    folders["trackio of an equal name"].parent.mkdir()
+    told = [str(each) for name, folder in folders.items() for each in (name.split()[0], folder)]
     subprocess.run([sys.executable, "-c", PROGRAM, *told], check=True, env={**os.environ, **environment}, timeout=100)
     return folders
 
@@ -281,15 +283,19 @@ def test_wandb_runs_offline_as_one_run_that_has_each_step_once(tracked_elsewhere
     assert list(run_dir.rglob("media/images/loss_picture*.png")), "the picture"
 
 
-def test_trackio_has_config_history_and_samples_of_both_starts_in_one_run(tracked_elsewhere):
+def test_trackio_has_both_starts_in_one_run_and_a_folder_of_equal_name_in_another(tracked_elsewhere):
     with closing(sqlite3.connect(tracked_elsewhere["trackio"].parent / "pretraining-tests.db")) as database:
         history = database.execute("select run_name, step, metrics from metrics order by step, id").fetchall()
         configs = database.execute("select config from configs").fetchall()
-    records = [(name, step, json.loads(values)) for name, step, values in history]
-    assert {name for name, *_ in records} == {"run-1"}
-    losses = [(step, values["loss"], values["grad_norm"]) for _, step, values in records if "loss" in values]
-    assert losses == [(1, 0.5, 0.25), (2, 1.0, 0.25), (3, 1.5, 0.25), (4, 4938.0, 0.25)]
-    assert [step for _, step, values in records if "samples" in values] == [3, 4]
+    folders = [folder for name, folder in tracked_elsewhere.items() if "trackio" in name]
+    names = [json.loads((folder / "trackers.json").read_text())["trackio"]["id"] for folder in folders]
+    assert {name for name, *_ in history} == set(names) and all(name.startswith("run-1-") for name in names)
+    assert len(set(names)) == len(names) == 2, "folders of one name are two runs"
+    for each in names:
+        records = [(step, json.loads(values)) for name, step, values in history if name == each]
+        losses = [(step, values["loss"], values["grad_norm"]) for step, values in records if "loss" in values]
+        assert losses == [(1, 0.5, 0.25), (2, 1.0, 0.25), (3, 1.5, 0.25), (4, 4938.0, 0.25)]
+        assert [step for step, values in records if "samples" in values] == [3, 4]
     assert json.loads(configs[-1][0])["optimizer.learning_rate"] == 0.125
 
 
