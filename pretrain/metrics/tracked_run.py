@@ -1,7 +1,8 @@
 """A tracker of accelerate's that goes on with one run of its service, however often the training is stopped and started.
 
 What no service can take back is not given twice: steps that are trained again after a resume are passed over up to the last one
-that the service has. What it does not have yet, because it was named later or had failed, it is given from `metrics.jsonl`.
+that the service has. What it does not have yet, because it was named later, had failed, or held it back when the run was killed,
+it is given from `metrics.jsonl`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
 from foundation.errors import InputError
+from pretrain.metrics.delivered import WRITTEN_THROUGH, last_delivered
 from pretrain.metrics.run_folder import TENSORBOARD
 from pretrain.metrics.services import errors_of
 from pretrain.settings.config import flatten
@@ -39,7 +41,7 @@ class TrackedRun:
     """The tracker `name` of the run in `run_dir`. Open it with `start`; `kept` is what the next start has to know.
 
     id: by which the service knows the run; None before the first start, and where a service has none.
-    seen: of each kind of record, the last step that the service has.
+    seen: of each kind of record, the last step that the service has been given.
     """
 
     def __init__(self, name: str, run_dir: Path, log: LogSettings, resumed_step: int, kept: Mapping[str, Any]) -> None:
@@ -47,6 +49,8 @@ class TrackedRun:
         self.id: str | None = kept.get("id")
         self.seen: dict[str, int] = dict(kept.get("seen", {}))
         self.failed = False
+        self._ended_well: bool = kept.get("complete", True)
+        self._safe = dict(self.seen)  # what a kill cannot take from the service any more
         self._run_dir = run_dir
         self._log = log
         self._resumed_step = resumed_step
@@ -54,7 +58,8 @@ class TrackedRun:
 
     @property
     def kept(self) -> dict[str, Any]:
-        return {"id": self.id, "seen": self.seen, "complete": not self.failed}
+        sure = self._ended_well or self.name in WRITTEN_THROUGH
+        return {"id": self.id, "seen": self.seen if sure else self._safe, "complete": self._ended_well}
 
     def _build(self) -> GeneralTracker:
         tracker, project, title = LOGGER_TYPE_TO_CLASS[self.name], self._log.project, self._run_dir.name
@@ -94,6 +99,10 @@ class TrackedRun:
         """Open it, and hand over the run's whole configuration as flat `section.key` pairs of scalars."""
         self._tracker = self._build()
         self._tracker.start()
+        if self.id and not self._ended_well:
+            there = last_delivered(self.name, self._tracker, self._run_dir, self.id)
+            self.seen = {kind: max(self.seen.get(kind, 0), there.get(kind, 0)) for kind in self.seen | there}
+        self._safe, self._ended_well = dict(self.seen), False
         scalars = {k: v if isinstance(v, (int, float, str)) else json.dumps(v, default=str) for k, v in flatten(config).items()}
         if self.name == "mlflow":
             import mlflow
@@ -175,6 +184,7 @@ class TrackedRun:
             return
         try:
             self._tracker.finish()
+            self._ended_well = True
         except errors_of(self.name) as error:  # at the latest here TensorBoard says that it could not write
             self._give_up(error)
 

@@ -101,6 +101,7 @@ class Trackers:
                 tracker.start(config)
             except errors_of(tracker.name) as error:
                 raise does_not_start(tracker.name, error, self.kept_in) from None
+        self._keep()  # before they are given anything: a kill must not cost them the run that they have begun
         missed = [tracker for tracker in self.others if tracker.name in CONTINUED]
         for line in read_regular(self.file.path).splitlines() if missed else ():
             for tracker in missed:
@@ -124,11 +125,12 @@ class Trackers:
         if self.file is None:
             return
         self.file.log(record)
+        failed_before = [tracker.failed for tracker in self.others]
         for tracker in self.others:
-            failed_before = tracker.failed
             tracker.log(record)
-            if tracker.failed and not failed_before:
-                self._keep()  # now: a kill must not make it look complete
+        if kind_of(record) != "step" or failed_before != [tracker.failed for tracker in self.others]:
+            # Now: an evaluation may come after the checkpoint of its step, and a failed tracker must not be taken to have more.
+            self._keep()
 
     @property
     def in_place(self) -> bool:
@@ -145,6 +147,7 @@ class Trackers:
         """Call this before saving a checkpoint: after a resume from it, nothing repeats the steps before it."""
         if self.file:
             self.file.sync()
+            self._keep()
 
     def finish(self) -> None:
         if self.file is None:
@@ -165,7 +168,7 @@ def resolve(log: LogSettings, *, run_dir: Path, resumed_step: int = 0, main_proc
     kept = read_kept(kept_in) if file.exists() else {}  # without its metrics, what trains there begins anew
     written = last_steps(file) if kept else {}
     for entry in kept.values():
-        if entry["complete"]:  # it was given all that the file has had, before this start cuts it back
+        if entry["complete"]:  # it has all that the file has had; older versions wrote so at the start, and `seen` as of then
             entry["seen"] = {kind: max(entry["seen"].get(kind, 0), written.get(kind, 0)) for kind in entry["seen"] | written}
     names = (name for name in log.trackers if name != "jsonl")
     others = tuple(TrackedRun(name, run_dir, log, resumed_step, kept.get(name, {})) for name in names)
@@ -173,7 +176,7 @@ def resolve(log: LogSettings, *, run_dir: Path, resumed_step: int = 0, main_proc
 
 
 def read_kept(path: Path) -> dict[str, dict[str, Any]]:
-    """What `_keep` has written: of each tracker its run's `id`, what it has `seen`, and whether that is all that was logged."""
+    """What `_keep` has written: of each tracker its run's `id`, what it has for sure, and whether it ended with all."""
     kept = load_object(path, "remove it, and trackers begin another run") if path.exists() else {}
     for entry in kept.values():
         seen = entry.get("seen") if isinstance(entry, dict) else None

@@ -240,9 +240,12 @@ def keep_what_is_cut(job: Job, step: int) -> None:
             what = "the steps that are abandoned cannot be kept there"
             raise InputError(f"{aside}: {what}: {reason_of(error)}; make room, or move {path.name} away") from None
         _log.warning("%s holds steps after %d, which are abandoned; they are kept in %s", path, step, aside.name)
+    had = max(last_steps(metrics).values(), default=0) if (metrics := job.run_dir / METRICS_FILE).exists() else 0
     given = read_kept(kept_in) if (kept_in := job.run_dir / TRACKERS_FILE).exists() else {}
     for name, entry in given.items():
-        if name in job.recipe.log.trackers and name not in TAKEN_BACK and max(entry["seen"].values(), default=0) > step:
+        # Of one that did not end well, `seen` is what it has at least.
+        beyond = max(entry["seen"].values(), default=0) > step or (had > step and not entry["complete"])
+        if name in job.recipe.log.trackers and name not in TAKEN_BACK and beyond:
             _log.warning(
                 "`log.trackers`: %s cannot take back steps after %d and keeps the values that it has; to begin another run "
                 "there, stop this one, remove %s and start again",

@@ -20,6 +20,8 @@ from hypothesis import strategies as st
 from tensorboard.summary.writer import event_file_writer
 
 from foundation.errors import InputError
+from pretrain.metrics import tracked_run
+from pretrain.metrics.delivered import _steps_in
 from pretrain.metrics.services import check_services
 from pretrain.metrics.trackers import JsonlTracker, Trackers, cut_back
 from pretrain.metrics.trackers import resolve as resolve_settings
@@ -283,6 +285,16 @@ def test_wandb_runs_offline_as_one_run_that_has_each_step_once(tracked_elsewhere
     assert list(run_dir.rglob("media/images/loss_picture*.png")), "the picture"
 
 
+def test_of_a_torn_file_of_wandb_the_steps_before_the_tear_are_read(tracked_elsewhere, tmp_path):
+    whole = next((tracked_elsewhere["wandb"] / "wandb").glob("offline-run-*/run-*.wandb")).read_bytes()
+    found = []
+    for end in (*range(0, len(whole), 97), len(whole)):
+        (tmp_path / "torn").write_bytes(whole[:end] + b"\0\xa5junk" * (end % 3))
+        found.append(list(_steps_in(tmp_path / "torn")))
+    assert found[0] == [] and found[-1][:3] == [1, 2, 3]
+    assert all(each == found[-1][: len(each)] for each in found)
+
+
 def test_trackio_has_both_starts_in_one_run_and_a_folder_of_equal_name_in_another(tracked_elsewhere):
     with closing(sqlite3.connect(tracked_elsewhere["trackio"].parent / "pretraining-tests.db")) as database:
         history = database.execute("select run_name, step, metrics from metrics order by step, id").fetchall()
@@ -297,6 +309,65 @@ def test_trackio_has_both_starts_in_one_run_and_a_folder_of_equal_name_in_anothe
         assert losses == [(1, 0.5, 0.25), (2, 1.0, 0.25), (3, 1.5, 0.25), (4, 4938.0, 0.25)]
         assert [step for step, values in records if "samples" in values] == [3, 4]
     assert json.loads(configs[-1][0])["optimizer.learning_rate"] == 0.125
+
+
+KILLED = """
+import os, signal, sys, time
+from pathlib import Path
+from foundation.ending import Ending
+if __name__ == "__main__":
+    ending = Ending()
+from accelerate import PartialState
+from pretrain.metrics.trackers import resolve
+from pretrain.settings.recipe import LogSettings
+
+if __name__ == "__main__":
+    PartialState(cpu=True)
+    resumed, last, names = int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
+    trackers = resolve(LogSettings(trackers=names, project="p"), run_dir=Path(sys.argv[1]), resumed_step=resumed)
+    trackers.start({"seed": 1})
+    for step in range(resumed + 1, last + 1):
+        trackers.log({"step": step, "loss": float(step)} | {f"number_{index}": step / 3 for index in range(60)})
+        if step % 10 == 0:
+            trackers.sync()
+            trackers.log({"step": step, "event": "evaluation", "held_out_loss": 1.5})
+            time.sleep(0.2)
+    if last < 100:
+        os.kill(os.getpid(), signal.SIGKILL)
+    trackers.finish()
+    ending.exit(0)
+"""
+
+
+def test_after_two_kills_every_service_has_each_step_and_evaluation_once(tmp_path, monkeypatch):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run_dir, store = tmp_path / "run", f"file:{tmp_path}/store"
+    environment = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "TRACKIO_DIR": str(tmp_path)}
+    environment |= {"MLFLOW_TRACKING_URI": store, "MLFLOW_ALLOW_FILE_STORE": "true", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    from mlflow import MlflowClient
+
+    for resumed, last in (0, 45), (40, 78), (70, 100):
+        command = [sys.executable, "-c", KILLED, run_dir, resumed, last, "tensorboard", "wandb", "mlflow", "trackio"]
+        done = subprocess.run(list(map(str, command)), timeout=100)
+        kept = json.loads((run_dir / "trackers.json").read_text())
+        assert (done.returncode, {entry["complete"] for entry in kept.values()}) == (
+            (0, {True}) if last == 100 else (-9, {False})
+        )
+    steps, evaluations = list(range(1, 101)), list(range(10, 101, 10))
+    files = (run_dir / "wandb").glob(f"offline-run-*/run-{kept['wandb']['id']}.wandb")
+    assert sorted(step for file in files for step in _steps_in(file)) == steps, "wandb"
+    with closing(sqlite3.connect(tmp_path / "p.db")) as database:
+        rows = [(step, json.loads(values)) for step, values in database.execute("select step, metrics from metrics order by id")]
+    events = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    client = MlflowClient(store)
+    for key, expected in ("loss", steps), ("held_out_loss", evaluations):
+        assert [step for step, values in rows if key in values] == expected, "trackio"
+        assert [event.step for event in events.Scalars(key)] == expected, "tensorboard"
+        assert sorted(each.step for each in client.get_metric_history(kept["mlflow"]["id"], key)) == expected, "mlflow"
 
 
 @pytest.mark.usefixtures("accelerate_state")
@@ -348,6 +419,7 @@ class FailingTracker:
 
 def test_a_tracker_that_fails_costs_no_training_and_gets_what_it_missed_at_the_next_start(tmp_path, monkeypatch, caplog):
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "trackio", FailingTracker)
+    monkeypatch.setattr(tracked_run, "last_delivered", lambda *_: {"step": FailingTracker.given[-1]})
     for resumed_step, steps in ((0, (1, 2, 3, 4)), (3, (4, 5))):
         trackers = resolve(["trackio"], run_dir=tmp_path / "run", resumed_step=resumed_step)
         trackers.start(CONFIG)
@@ -365,6 +437,7 @@ def test_a_tracker_that_is_named_later_gets_the_steps_before(tmp_path, monkeypat
         starts = 1
 
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "trackio", LaterTracker)
+    monkeypatch.setattr(tracked_run, "last_delivered", lambda *_: {"step": LaterTracker.given[-1]})
     for resumed_step, steps, names in ((0, (1, 2, 3), []), (2, (3, 4), ["trackio"]), (4, (5, 6), []), (6, (7,), ["trackio"])):
         trackers = resolve(names, run_dir=tmp_path / "run", resumed_step=resumed_step)
         trackers.start(CONFIG)

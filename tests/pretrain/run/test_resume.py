@@ -92,10 +92,10 @@ def test_without_a_schedule_that_fits_its_horizon_no_precision_is_said_to_be_aro
     assert precisions_around(record) == (None, None)
 
 
-@pytest.mark.parametrize("last", [8, 4])
-def test_a_run_sent_back_names_the_tracker_that_keeps_the_steps_it_gives_up(last: int, tmp_path: Path, caplog: Any):
+@pytest.mark.parametrize(("last", "complete"), [(8, True), (4, True), (8, False), (4, False)])
+def test_a_run_sent_back_names_the_tracker_that_keeps_the_steps_it_gives_up(last, complete, tmp_path: Path, caplog: Any):
     folder = make_run(tmp_path / "run", [3.0] * last, "log.trackers=[tensorboard,mlflow]")
-    entry = {"id": None, "seen": {"step": last}, "complete": True}
+    entry = {"id": None, "seen": {"step": last if complete else 2}, "complete": complete}
     (folder / "trackers.json").write_text(json.dumps(dict.fromkeys(("tensorboard", "mlflow", "wandb"), entry)))
     job = SimpleNamespace(run_dir=folder, recipe=load_recipe(folder / "config.yaml"))
     keep_what_is_cut(job, 4)
