@@ -39,11 +39,10 @@ class Mixture:
         for name, count in zip(self.names, self.counts, strict=True):
             if not count:
                 raise InputError(f"data.sources: {name}: holds no packs; give it more text, or leave it out")
-        left = True
-        for name, rate in zip(self.names, self._rates(), strict=True):
-            if not (rate and left):
+        rates = self._rates()
+        for number, (name, rate) in enumerate(zip(self.names, rates, strict=True)):
+            if not rate or _PARTS in rates[:number]:  # it takes nothing, or one before it takes all
                 raise InputError(f"data.sources: {name}: its weight is too small to ever be met; leave it out")
-            left = rate < _PARTS
 
     @property
     def share_of_packs(self) -> list[float]:

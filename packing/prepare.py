@@ -147,9 +147,7 @@ def holds_packs_of(settings: DataSettings, packs: Path, content: dict[str, Any])
     if different := differences(then, now):
         remedy = "set data.packs to another folder, or remove this one to prepare it anew"
         if any(line.startswith("window:") for line in different):  # of each source of a stream it follows from their weights
-            remedy = (
-                "with another window, or other weights of data.sources, it is another stream: set data.packs and run_dir anew"
-            )
+            remedy = "another window, or other weights of data.sources, make another stream: set another data.packs and run_dir"
         raise InputError(f"{packs}: holds packs prepared with other settings ({'; '.join(different)}); {remedy}")
     return True
 

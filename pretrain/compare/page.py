@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import gzip
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -51,7 +50,6 @@ def render(
         comparison = replace(comparison, standings=[replace(each, on_front=False) for each in comparison.standings])
     data = page_data(comparison) | {"published": published.data() if published else None, "every": every}
     columns = columns_of(comparison)
-    sound = [each for each in comparison.paired if not each.run.broken_off]
     templates = Environment(
         loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -67,8 +65,8 @@ def render(
         every=every,
         loss_is="held-out loss" if comparison.by_held_out else f"training loss, mean of the last {LAST_STEPS} steps at most",
         speeds=any(run["speed"] is not None for run in data["runs"]),
-        gap_steps=plural(max((each.gap.steps for each in sound), default=0), "step"),
-        without_interval=any(not math.isfinite(each.gap.half_width) for each in sound),
+        gap_steps=plural(max((each.gap.steps for each in comparison.paired), default=0), "step"),
+        without_interval=any(not each.gap.has_interval for each in comparison.paired),
         broken=[each for each in comparison.standings if each.run.broken_off],
         # Over seeds, those of other seeds than the baseline's first are paired in a table of their own.
         unpaired=[] if seeds and seeds.others else [each for each in comparison.standings if each.not_paired],

@@ -98,7 +98,7 @@ def _gap(each: Standing) -> TableCell:
     gap = each.gap
     if not math.isfinite(gap.mean):
         return TableCell(UNKNOWN)
-    if not math.isfinite(gap.half_width):
+    if not gap.has_interval:
         return TableCell(signed(gap.mean), gap.mean, "too few for ±")
     mean, half = with_error(gap.mean, gap.half_width)
     return TableCell(mean, gap.mean, f"± {half}")

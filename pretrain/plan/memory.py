@@ -37,7 +37,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -46,8 +46,8 @@ from pretrain.metrics.flops import ModelFlops
 from pretrain.model.fused.arithmetic import StackedWeight
 from pretrain.model.fused.layers import ROTATED_ATTENTION, Parts, assess_layer, not_fused_because, parts_of
 from pretrain.model.huggingface import decoder_layers
-from pretrain.precision.formats.definition import Precision, Role
-from pretrain.precision.observation import BITS
+from pretrain.precision.emulation import operand_dtype_of
+from pretrain.precision.formats.definition import Precision
 from pretrain.precision.products import WORKSPACE
 from pretrain.precision.registry import PRECISIONS, UNQUANTIZED
 from pretrain.precision.scope import decide
@@ -355,8 +355,7 @@ def _mlp_backward(
 
 def _emulated_weight(active: ActivePrecision, device_type: str) -> int:
     """Bytes that the emulation holds of a quantized weight: an operand, or two where one does not serve both products."""
-    bits = max(active.precision.significant_bits(active.settings, role) for role in get_args(Role))
-    number = 2 if device_type == "cuda" and bits <= BITS["bfloat16"] else 4
+    number = operand_dtype_of(active, device_type).itemsize
     return number if active.precision.serves_both(active.settings, "weight") else 2 * number
 
 

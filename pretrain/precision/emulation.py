@@ -50,6 +50,12 @@ class Operand:
         return ScalesOf(self.block_scale, self.scale)
 
 
+def operand_dtype_of(active: ActivePrecision, device_type: str) -> torch.dtype:
+    """What emulated operands are multiplied in on such a device: the smallest dtype that holds them and is not slow."""
+    bits = [active.precision.significant_bits(active.settings, role) for role in get_args(Role)]
+    return torch.bfloat16 if device_type == "cuda" and max(bits) <= BITS["bfloat16"] else torch.float32
+
+
 class EmulationBackend:
     """Emulated products of one model; a `Backend`."""
 
@@ -107,9 +113,8 @@ class EmulationBackend:
 
     @property
     def operand_dtype(self) -> torch.dtype:
-        """What operands are multiplied in: the smallest dtype that holds them and is not slow."""
-        bits = [self.active.precision.significant_bits(self.active.settings, role) for role in get_args(Role)]
-        return torch.bfloat16 if self.device.type == "cuda" and max(bits) <= BITS["bfloat16"] else torch.float32
+        """What operands are multiplied in, see `operand_dtype_of`."""
+        return operand_dtype_of(self.active, self.device.type)
 
     def prepare(self, role: Role, x: Tensor, along: Along, scale: Tensor | None = None) -> tuple[Operand, Tensor | None]:
         """The operand of a product that sums `along` x's features or rows, and x's amax where delayed scaling is to note it."""

@@ -270,10 +270,8 @@ def _fits(plan: Plan, flops: float | None) -> Iterator[str]:
     budget, sizes = flops or FLOPS_EACH * parameters * tokens, f"{units.count(parameters)} x {units.count(tokens)} tokens"
     header = ("fit", "loss of this recipe", "best tokens for this model", "best parameters", "best tokens", "loss")
     lines, divided = [], [fit.best_for_compute(budget) for fit in FITS]
-    guess, absurd = math.log(plan.flops.shape.vocabulary), False
-    for fit, best in zip(FITS, divided, strict=True):
-        loss = fit.loss(parameters, tokens)
-        absurd = absurd or loss > guess
+    guess, losses = math.log(plan.flops.shape.vocabulary), [fit.loss(parameters, tokens) for fit in FITS]
+    for fit, loss, best in zip(FITS, losses, divided, strict=True):
         line = [fit.name, UNKNOWN if loss > guess else f"{loss:.3f}", units.count(fit.best_tokens(parameters))]
         lines.append([*line, *map(units.count, best), f"{fit.loss(*best):.3f}"])
     yield on_screen(header, lines, names=1)
@@ -283,7 +281,7 @@ def _fits(plan: Plan, flops: float | None) -> Iterator[str]:
         notes.append(f"{fit.name}: {fit.source}; {formula} nats a token")
     notes.append(LIMITS)
     if beyond := ", ".join(beyond_the_fits(parameters, tokens)):
-        said = f"above that of a guess among all words, {guess:.2f}, and not shown" if absurd else "an extrapolation"
+        said = f"above that of a guess among all words, {guess:.2f}, and not shown" if max(losses) > guess else "an extrapolation"
         notes.append(f"this recipe is outside of what was fitted ({beyond}): its loss is {said}")
     if any(any(beyond_the_fits(*best)) for best in divided):
         notes.append("the best division of this budget is outside of what was fitted, too")

@@ -295,7 +295,8 @@ class Recipe(Settings):
         found = []
         for key, unused, why in conditions:
             part, name = key.split(".")
-            value = getattr(settings := getattr(self, part), name)
+            settings = getattr(self, part)
+            value = getattr(settings, name)
             if unused and value != type(settings).model_fields[name].default:
                 found.append(f"`{key}: {shown(value)}` has no effect: it {why}")
         return found

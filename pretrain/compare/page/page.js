@@ -236,9 +236,8 @@ function drawCurve(id) {
   const panel = PANELS[id], traces = [], values = [], annotations = [], lines = [];
   const runs = data.runs.filter((run, index) => shown(index) && (!panel.minus || run.minus.at.length || run.baseline));
   let scale = plain, notes = {};
-  const sound = runs.filter((run) => !run.broken && !run.baseline), scaling = new Set(sound.length ? sound : runs);  // what broke off would bend the scale
   if (panel.minus) {
-    const ended = [...scaling].filter((r) => r.gap !== null), ends = ended.map((r) => r.gap);
+    const ended = runs.filter((r) => r.gap !== null), ends = ended.map((r) => r.gap);  // what broke off has no gap
     const spreads = ended.map((r) => spread(r.minus.loss.slice(-Math.max(2, Math.ceil(r.minus.loss.length / 5)))));
     scale = symlog(ends, Math.min(...spreads)) || plain;
   }
@@ -265,7 +264,7 @@ function drawCurve(id) {
     if (panel.fall) lines.push(smoothed);
     traces.push(lineOf(run, x, smoothed.map((v) => (panel.log && v !== null && v <= 0 ? null : scale.to(v))), words));
     const from = panel.fall ? Math.floor(raw.length / 30) : panel.minus ? Math.floor(raw.length / 10) : 0;
-    for (let i = from; i < smoothed.length && (!panel.minus || scaling.has(run)); i++) if (smoothed[i] !== null) values.push(scale.to(smoothed[i]));
+    for (let i = from; i < smoothed.length; i++) if (smoothed[i] !== null) values.push(scale.to(smoothed[i]));
   }
   values.sort((a, b) => a - b);
   const y = axis(panel.title, { type: panel.log ? "log" : "linear", ...ticksOf(scale) });
@@ -327,7 +326,7 @@ function spread(values) {
 function endLabels(runs, scale, range, height, annotations) {
   if (!range) return;
   const gap = 13 / (height - 60), place = (v) => Math.min(1, Math.max(0, (scale.to(v) - range[0]) / (range[1] - range[0])));
-  const ends = runs.map((r) => ({ at: place(r.baseline ? 0 : r.gap ?? 0), text: r.baseline ? `${r.name}, baseline` : `${r.name} ${r.broken ? "broke off" : signed(r.gap)}`, colour: r.colour })).sort((a, b) => a.at - b.at);
+  const ends = runs.map((r) => ({ at: place(r.baseline ? 0 : r.gap ?? 0), text: r.baseline ? `${r.name}, baseline` : `${r.name} ${signed(r.gap)}`, colour: r.colour })).sort((a, b) => a.at - b.at);
   ends.forEach((end, i) => { if (i) end.at = Math.max(end.at, ends[i - 1].at + gap); });
   for (let i = ends.length - 1, top = 1; i >= 0; i--, top -= gap) ends[i].at = Math.min(ends[i].at, top);
   for (const end of ends) annotations.push({ xref: "paper", yref: "paper", x: 1, y: end.at, xanchor: "left", yanchor: "middle", xshift: 6, showarrow: false, name: end.text, text: `<span style="color: ${end.colour}">■</span> ${end.text}`, font: { size: 11, color: ink("--ink") } });
