@@ -119,6 +119,8 @@ FILES_OF = {
         "14m_unfinished_2",
         "14m_fp4",
         "14m_kept",
+        "14m_emulated_3",
+        "14m_nvfp4",
     ],
     "35m": ["35m"],
 }
