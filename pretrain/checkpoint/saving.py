@@ -26,7 +26,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from foundation.files import replace_file, write_file
+from foundation.files import PARTIAL, fsync, write_file
 from foundation.integrity import FileRecord, wrong_sizes
 from foundation.reading import read_regular
 from pretrain.checkpoint.disks import Disks, name_ranks
@@ -127,8 +127,14 @@ class PendingSave:
             self._files = {}  # which may refer to the live tensors
 
     def _report(self, report: _Report) -> None:
-        if not self._disks.leads:
-            replace_file(_report_path(self.partial, self._disks.rank), json.dumps(asdict(report)).encode())
+        """Tell the leader. As soon as the report has its name, the leader may give the folder another, so that comes last."""
+        if self._disks.leads:
+            return
+        path = _report_path(self.partial, self._disks.rank)
+        unnamed = path.with_name(f"{path.name}{PARTIAL}")
+        write_file(unnamed, json.dumps(asdict(report)).encode())
+        fsync(self.partial)
+        os.replace(unnamed, path)
 
     def _complete(self) -> Path:
         """The leader's: wait for the other ranks of this disk, write state and manifest, and name the folder."""

@@ -147,6 +147,19 @@ def test_the_manifest_comes_when_every_rank_has_said_that_its_files_are_there(tm
     assert files.keys() == {"model-0", "model-1", "state.json"}
 
 
+def test_a_leader_that_names_the_folder_at_once_leaves_the_other_rank_nothing_to_miss(tmp_path: Path, monkeypatch):
+    first, named = pending(tmp_path, 0, ["model-0"], world_size=2), os.replace
+
+    def replace_and_sleep(source: Path, target: Path) -> None:
+        named(source, target)
+        first.completed.result()  # rank 1 is off its processor until the checkpoint is whole
+
+    monkeypatch.setattr(os, "replace", replace_and_sleep)
+    second = pending(tmp_path, 1, ["model-1"], world_size=2)
+    assert [record.name for record in second.written.result()] == ["model-1"] and not second.failed
+    assert names(first.completed.result()) == ["manifest.json", "model-0", "model-1", "state.json"]
+
+
 def test_a_part_that_does_not_come_is_said_with_its_rank(tmp_path: Path):
     first = pending(tmp_path, 0, ["model-0"])
     first.patience = 0.05
