@@ -212,7 +212,9 @@ class Screen:
         self.done += outcome.status == "finished"
         took = duration(outcome.seconds or 0.0)
         self.say(f"{one.run.name}: {outcome.status} after {took}, {self.done} of {self.runs} cells done")
-        if outcome.status in ("failed", "halted"):
+        if outcome.status == "failed" and outcome.exit_status == 0:  # a run that we did not start, from other settings
+            self.say(f"  {one.run.why_not_of_its_folder()}")
+        elif outcome.status in ("failed", "halted"):
             self.say(f"  exit status {or_dash(outcome.exit_status)}; the last of {one.run.log}:")
             self.say("\n".join(f"  | {line}" for line in one.end_of_log()))
 

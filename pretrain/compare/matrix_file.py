@@ -135,6 +135,13 @@ class MatrixRun:
                 f"another `run_dir` in the matrix, or remove {self.run_dir} to train it again"
             )
 
+    def why_not_of_its_folder(self) -> str:
+        """Why what the run folder holds is not this training, in words."""
+        try:
+            return f"{self.run_dir}: came to its end with other settings (now, and then): {in_words(self.unlike_in_its_folder())}"
+        except InputError as error:  # damaged
+            return str(error)
+
     def unlike_in_its_folder(self) -> dict[str, tuple[Any, Any]]:
         """As `unlike`, of the run that the run folder holds. Where the packs are here, they decide whether the text is the same,
         and not how it is named: a path may have moved, and a file may have changed. InputError where a file is damaged."""

@@ -162,6 +162,20 @@ def test_what_a_killed_matrix_left_running_is_found_and_waited_for(matrix):
     assert again.exit_status() is None and StartedRun.found(found, first) is None
 
 
+def test_a_run_of_other_settings_that_was_found_running_is_said_to_be_of_these(matrix, tmp_path: Path, capsys):
+    found = matrix({"seed": [1]})
+    [cell] = found.runs
+    leave_behind(cell, 2.0)
+    started(cell, 'sleep 0.3; echo 0 > "$PRETRAIN_STATUS_FILE"', PRETRAIN_STATUS_FILE=str(status_file(cell)))
+    changed = matrix({"seed": [1]}, overrides={"optimizer.learning_rate": 0.5})
+    with StopRequest(passed_on=True) as stop:
+        [outcome] = run_all(changed, changed.runs, stop, Ranking(changed))
+    assert (outcome.status, outcome.exit_status) == ("failed", 0)
+    said = capsys.readouterr().out
+    assert "came to its end with other settings (now, and then): `optimizer.learning_rate`: 0.5 and " in said
+    assert "  | " not in said, "nor the log of a run that went well"
+
+
 def test_a_matrix_starts_nothing_in_place_of_what_still_runs(matrix, tmp_path: Path):
     found = matrix({"seed": [1, 2, 3]}, at_once=2)
     for cell in found.runs[1:]:
