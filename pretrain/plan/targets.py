@@ -16,7 +16,7 @@ from functools import cached_property
 
 from foundation.errors import InputError
 from foundation.tables import UNKNOWN
-from foundation.units import TERA, plural
+from foundation.units import GIB, TERA, plural
 from pretrain.metrics.peaks import peak
 from pretrain.metrics.run_record import WARM_UP_STEPS, RunRecord, is_step
 from pretrain.model.attention.backends import MIN_MEASURED_HEAD_DIM
@@ -29,8 +29,9 @@ from pretrain.precision.settings import ActivePrecision
 
 LEAST = 50_000_000  # parameters, of a model whose speed a share of the peak can describe
 USUAL = ("H100", "H200", "B200", "8xB200")
-# GB, by data sheets: H100 SXM, H200 SXM, and B200 as in DGX B200 (1,440 GB over 8).
-MEMORY = {"H100": 80, "H200": 141, "B200": 180}
+# GiB of one device, as CUDA reports them; the GB of data sheets (80, 141, 180) are 6 % fewer bytes. H200: as seen here. H100 SXM
+# of 80 GB and B200 were not seen here: the "total capacity" in torch's messages, as others have reported it.
+MEMORY = {"H100": 79.1, "H200": 139.8, "B200": 178.4}
 IN_ONE_HEADS = range(MIN_MEASURED_HEAD_DIM, 129)  # head sizes for which attention is one node with the rotation there
 NEWEST_CUDA = (99, 0)  # whoever has the device is taken to have a CUDA for it
 CAPABILITY = {"H100": (9, 0), "H200": (9, 0), "B200": (10, 0)}  # of their architecture, which precisions ask for
@@ -64,9 +65,10 @@ class Target:
         return mine <= theirs and peak(self.name, "bf16") == peak(device, "bf16")
 
     @property
-    def gigabytes(self) -> int | None:
-        """Memory of one; None where it is not in the table."""
-        return MEMORY.get(self.name.upper())
+    def memory(self) -> int | None:
+        """Bytes of one; None where it is not in the table."""
+        gib = MEMORY.get(self.name.upper())
+        return None if gib is None else int(gib * GIB)
 
     @property
     def capability(self) -> tuple[int, int] | None:
@@ -80,7 +82,7 @@ class Target:
             replace(phase, active=_on_hardware(phase.active), layers=self._layers(job, _on_hardware(phase.active)))
             for phase in plan.phases
         ]
-        usable = None if self.gigabytes is None else int((1 - KEPT_FREE) * 1e9 * self.gigabytes)
+        usable = None if self.memory is None else int((1 - KEPT_FREE) * self.memory)
         alone = Devices(name=self.name, memory=usable, capability=self.capability)
         here = replace(plan, devices=alone, active=active, layers=layers, phases=phases, tokens_per_second=None)
         whole = on_cluster(here, Cluster(self.count), "none", replicated=False)

@@ -254,10 +254,11 @@ def _memory_table(found: Sequence[Estimate], accumulation: int | None) -> str:
         if size == plan.packs_per_rank != plan.microbatch:
             chosen = "all of a step"
         if limit and takes > limit:
-            chosen = "does not fit"
+            all_of_it = row.target.memory if plan.microbatch else limit  # who names a microbatch need not leave any free
+            chosen = "fits barely" if takes <= (all_of_it or limit) else "does not fit"
         shards = {(True, True): ", sharded", (True, False): ", sharded for each use"}
         where = f"{row.target}{shards.get((plan.devices.sharded, plan.devices.gathered), '')}"
-        line = [where, or_dash(row.target.gigabytes, "{:,} GB".format), f"{plural(size, 'pack')}: {chosen}"]
+        line = [where, or_dash(row.target.memory, lambda each: units.memory(each / GIB)), f"{plural(size, 'pack')}: {chosen}"]
         line += [units.memory(takes / GIB), str(-(-plan.packs_per_rank // size))]
         if accumulation:
             line.append(f"batch.tokens={size * accumulation * row.target.count * plan.recipe.data.length}")

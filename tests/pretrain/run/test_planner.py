@@ -16,6 +16,7 @@ from pretrain.__main__ import main
 from pretrain.plan.compute_optimal import HOFFMANN
 from tests.conftest import write_recipe
 
+LLAMA = Path(__file__).parents[3] / "benchmarks/llama_3_1_8b.yaml"
 Planned = Callable[..., tuple[int, str, str]]
 
 
@@ -24,10 +25,10 @@ def plan(small_recipe: dict[str, Any], tmp_path: Path, capsys, monkeypatch) -> I
     """Exit status, stdout and stderr."""
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
 
-    def run(*arguments: str) -> tuple[int, str, str]:
+    def run(*arguments: str, of: Path | None = None) -> tuple[int, str, str]:
         AcceleratorState._reset_state(reset_partial_state=True)
         capsys.readouterr()
-        status = main(["plan", str(write_recipe(small_recipe, tmp_path)), *arguments])
+        status = main(["plan", str(of or write_recipe(small_recipe, tmp_path)), *arguments])
         out, err = capsys.readouterr()
         return status, re.sub(r"\n {2,}", " ", out), err
 
@@ -51,6 +52,15 @@ def test_a_plan_needs_no_packs_and_counts_tokens_and_steps_both_ways(plan):
     assert cells(memory, "8 x B200")[2] == "1 pack: all of a step", "the recipe's two are more than a device gets"
     assert cells(memory, "8 x B200")[4:] == ["1", "batch.tokens=1024"], "8 devices x 4 microbatches x 1 pack of 32"
     assert "5,000 steps x 256 tokens = 1,280,000 tokens" in plan(missing, "train.steps=5000")[1]
+
+
+@pytest.mark.parametrize(("microbatch", "says"), [("1", "1 pack: fits barely"), ("auto", "does not fit"), ("2", "does not fit")])
+def test_a_microbatch_that_is_named_may_leave_less_free_than_auto_does(microbatch, says, plan):
+    """Llama-3.1-8B with BF16 moments and FP32 gradients: runs of it took 132.1 to 137.7 GiB of an H200's 139.8."""
+    options = ["precision=delayed", "optimizer.moments=bf16", "optimizer.gradients=fp32", "model.gradient_checkpointing=none"]
+    status, out, _ = plan(*options, f"batch.microbatch={microbatch}", "--on", "H200", of=LLAMA)
+    [_, of_each, size, *_] = cells(out[out.index("Microbatch, by the estimate") :], "1 x H200")
+    assert status == 0 and of_each == "139.8 GiB" and size.endswith(says)
 
 
 def test_what_is_far_outside_of_what_is_known_is_not_forecast(plan):
