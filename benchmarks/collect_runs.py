@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.compare.comparison import other_machines
-from pretrain.metrics.run_record import is_step, read_run
+from pretrain.metrics.run_record import read_run
 from pretrain.settings.config import flatten
 
 # Where a run is kept, what it is called: different in each, and no part of what is compared.
@@ -61,7 +61,7 @@ def _same(key: str, settings: dict[Path, dict[str, Any]]) -> bool:
 def figures(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """`settings`: those in which it differs from other runs."""
     audit, run = json.loads((path / "audit.json").read_text()), read_run(path)
-    steps, schedule = [record for record in run.metrics if is_step(record)], {}
+    steps, schedule = run.steps, {}
     if "schedule" in audit:
         of_phases = {name: {"backend": found["backend"]} for name, found in audit["precisions"].items()}
         schedule = {"schedule": audit["schedule"], "precisions": of_phases}

@@ -67,6 +67,18 @@ def replace_file(path: Path, data: bytes) -> None:
     fsync(path.parent)
 
 
+def save_file(path: Path, data: bytes, remedy: str = "name another file", *, in_new_folder: bool = False) -> None:
+    """As `replace_file`, with InputError in place of OSError: why it cannot be written, and what to do, which is `remedy` unless
+    the disk is full. `in_new_folder`: make its folder where there is none."""
+    try:
+        if in_new_folder:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, data)
+    except OSError as error:
+        remedy = "free space there, and start again" if error.errno in (errno.ENOSPC, errno.EDQUOT) else remedy
+        raise InputError(f"{path}: cannot be written: {error.strerror}; {remedy}") from None
+
+
 REPLACED = ".replaced-"  # in the name of what was set aside
 
 

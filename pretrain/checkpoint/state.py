@@ -8,14 +8,15 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 from pydantic import BaseModel, Field, FiniteFloat, ValidationError, field_validator
 
 from foundation.errors import InputError
 from foundation.integrity import Size
 from foundation.settings import first_mistake
+from packing.order import splitmix64
 from pretrain.settings.config import SOURCE
 
-_MASK = 2**64 - 1
 _NOT_ALWAYS = {"left_out", "shift"}  # counters that stand in a checkpoint where they are not 0
 Steps = Annotated[int, Field(ge=0, lt=2**40)]  # so that the number of their packs is one of 64 bits
 
@@ -181,14 +182,11 @@ def check_same_source(identity: Mapping[str, Any], current: Mapping[str, Any], s
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:
-    """A 64-bit seed for one rank's step, by chained splitmix64 (Steele, Lea, Flood 2014): near inputs give unrelated seeds."""
-    state = 0
+    """A 64-bit seed for one rank's step, by chained splitmix64: near inputs give unrelated seeds."""
+    state = np.zeros(1, np.uint64)
     for part in (seed, step, rank):
-        state = (state + part + 0x9E3779B97F4A7C15) & _MASK
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-        state ^= state >> 31
-    return state
+        state = splitmix64(state + np.uint64(part))
+    return int(state[0])
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:

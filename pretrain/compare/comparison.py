@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -24,11 +24,10 @@ from pretrain.compare.fairness import (
     why_not_paired,
 )
 from pretrain.compare.smoothing import moving_mean
-from pretrain.metrics.run_record import LAST_STEPS, RunRecord, averaged_steps, is_step
+from pretrain.metrics.run_record import LAST_STEPS, LOSS_KEY, RunRecord, averaged_steps
 
 TOLERANCE = 0.01  # nats a token that a run may end above its baseline and still count as equal, unless `--gate` says otherwise
 FEW = 3  # runs, which a sentence names
-LOSS_KEY = f"loss_last_{LAST_STEPS}"
 
 
 @dataclass(frozen=True)
@@ -71,6 +70,8 @@ class RunComparison:
         by_held_out = all("held_out_loss" in run.summary for run in runs)
         ends = [run.summary.get("held_out_loss" if by_held_out else LOSS_KEY) for run in runs]
         comparable = of_one_text(runs) if by_held_out else all(same_packs(runs[0], run) for run in runs)
+        rivals = [loss if comparable and not run.broken_off else None for run, loss in zip(runs, ends, strict=True)]
+        front = pareto_front(beside, rivals)
         standings = []
         for place, run in enumerate(runs):
             reason = (why_not_paired(runs[0], run) or why_no_end(runs[0], run)) if place else None
@@ -88,13 +89,10 @@ class RunComparison:
                     speedup=beside[place] / beside[0] if place and beside[place] and beside[0] else None,
                     hours=hours_to_horizon(run, speeds[place]),
                     hours_to_match=hours_to_match[place],
-                    on_front=False,
+                    on_front=place in front,
                     loss=ends[place],
                 )
             )
-        rivals = [each.loss if comparable and not each.run.broken_off else None for each in standings]
-        front = pareto_front(beside, rivals)
-        standings = [replace(each, on_front=place in front) for place, each in enumerate(standings)]
         return cls(standings, tolerance, matched, comparable)
 
     @property
@@ -350,7 +348,7 @@ def match_losses(runs: Sequence[RunRecord | None]) -> tuple[float | None, list[f
     """
     curves = []
     for run in runs:
-        steps = [record for record in run.metrics if is_step(record)] if run and "first_step" not in run.summary else []
+        steps = run.steps if run and "first_step" not in run.summary else []
         if not steps or "step_ms" not in steps[0]:
             curves.append(None)
             continue

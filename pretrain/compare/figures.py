@@ -12,14 +12,12 @@ import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from errno import EDQUOT, ENOSPC
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from foundation.errors import InputError
-from foundation.files import replace_file
+from foundation.files import save_file
 from foundation.units import count, memory
 from pretrain.compare.appearance import DASHES, colour_of, looks_of
 from pretrain.compare.comparison import signed
@@ -47,8 +45,8 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write the PNG at `path`; as `save_file`."""
-    save_file(path, _png(figure))
+    """Write the PNG at `path`, and its folder; InputError where it cannot be written."""
+    save_file(path, _png(figure), in_new_folder=True)
 
 
 def _png(figure: Figure) -> bytes:
@@ -104,16 +102,6 @@ def _families_with(lacking: set[int]) -> list[str]:
     return families
 
 
-def save_file(path: Path, data: bytes) -> None:
-    """Write `path`, whole or not at all, and its folder; InputError where it cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, data)
-    except OSError as error:
-        remedy = "free space there, and start again" if error.errno in (ENOSPC, EDQUOT) else "name another file"
-        raise InputError(f"{path}: cannot be written: {error.strerror}; {remedy}") from None
-
-
 def style_panel(panel: Axes) -> None:
     panel.spines[["top", "right"]].set_visible(False)
     panel.grid(axis="y", color="#DDDDDD", linewidth=0.6)
@@ -146,7 +134,7 @@ def scale_after_the_fall(panel: Axes, curves: list[np.ndarray], others: list[np.
 
 def plot_losses(runs: Sequence[RunRecord], path: Path) -> None:
     """Draw a run, or the comparison of several comparable ones with the first, into a PNG at `path`. InputError as `save`."""
-    save_file(path, picture_of_losses(runs))
+    save_file(path, picture_of_losses(runs), in_new_folder=True)
 
 
 def picture_of_losses(runs: Sequence[RunRecord]) -> bytes:

@@ -20,7 +20,7 @@ from pretrain.compare.comparison import RunComparison, Standing
 from pretrain.compare.fairness import loss_differences
 from pretrain.compare.smoothing import window_of
 from pretrain.metrics.run_folder import PROFILE_FILE, STATISTICS_FILE
-from pretrain.metrics.run_record import RunRecord, is_evaluation, is_step
+from pretrain.metrics.run_record import RunRecord, is_evaluation
 
 # The page's panels of single curves: their ids there, and the keys of the metrics that they show.
 CURVES = {"loss": "loss", "norm": "gradient_norm", "rate": "learning_rate", "frozen": "frozen_updates"}
@@ -51,7 +51,7 @@ def page_data(comparison: RunComparison) -> dict[str, Any]:
 
 def _run(standing: Standing, baseline: RunRecord) -> dict[str, Any]:
     run, look = standing.run, standing.look
-    steps = [record for record in run.metrics if is_step(record)]
+    steps = run.steps
     evaluations = [record for record in run.metrics if is_evaluation(record)]
     numbers = [record["step"] for record in steps]
     places = {step: place for place, step in enumerate(numbers)}

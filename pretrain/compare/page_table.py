@@ -9,10 +9,10 @@ from typing import Any
 
 from foundation.tables import UNKNOWN
 from foundation.units import duration, memory, percent, three_digits
-from pretrain.compare.comparison import LOSS_KEY, RunComparison, Standing, signed, with_error
+from pretrain.compare.comparison import RunComparison, Standing, signed, with_error
 from pretrain.compare.fairness import FEWEST_STEPS
 from pretrain.compare.page_data import reserved
-from pretrain.metrics.run_record import LAST_STEPS
+from pretrain.metrics.run_record import LAST_STEPS, LOSS_KEY
 
 _MFU = {
     "mfu_bf16_peak": ("MFU", "the model's floating-point operations over the device's BF16 peak"),

@@ -27,7 +27,7 @@ import yaml
 from pydantic import Field
 
 from foundation.errors import InputError
-from foundation.files import replace_file
+from foundation.files import save_file
 from foundation.settings import PathText, PositiveCount, Settings, Share, load_yaml, parse
 from foundation.signals import StopRequest
 from foundation.tables import UNKNOWN, markdown, or_dash
@@ -37,7 +37,7 @@ from pretrain.compare.matrix_cell import TIME_IS_UP_STATUS, command_of
 from pretrain.compare.matrix_file import Matrix, MatrixRun, Values, load_matrix
 from pretrain.compare.ranking import Ranking
 from pretrain.metrics.run_folder import RunFolder
-from pretrain.metrics.run_record import WARM_UP_STEPS, RunRecord, is_rollback, is_step, is_unlabelled, read_run
+from pretrain.metrics.run_record import WARM_UP_STEPS, RunRecord, is_rollback, is_unlabelled, read_run
 from pretrain.settings.config import flatten
 
 LEAST_STEPS = 3  # after those that warm up, for a median that means something
@@ -97,7 +97,7 @@ class Candidate:
 
 
 def _unstable(record: RunRecord) -> str | None:
-    steps = [each for each in record.metrics if is_step(each)]
+    steps = record.steps
     if len(steps) < WARM_UP_STEPS + LEAST_STEPS:
         least = WARM_UP_STEPS + LEAST_STEPS
         return f"of {plural(len(steps), 'step')} no speed can be told; set `train.steps` to {least} or more"
@@ -114,8 +114,7 @@ def _unstable(record: RunRecord) -> str | None:
 
 
 def _speed(record: RunRecord) -> float:
-    steady = [each for each in record.metrics if is_step(each)][WARM_UP_STEPS:]
-    return statistics.median(each["tokens_per_second"] for each in steady)
+    return statistics.median(each["tokens_per_second"] for each in record.steps[WARM_UP_STEPS:])
 
 
 @dataclass
@@ -164,11 +163,7 @@ class Search:
             "processes": settings.processes,
             "max_hours": self._hours_left(),
         }
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(file, yaml.safe_dump(content, sort_keys=False).encode())
-        except OSError as error:
-            raise InputError(f"{file}: cannot be written: {error.strerror}; set another `run_dir`") from None
+        save_file(file, yaml.safe_dump(content, sort_keys=False).encode(), "set another `run_dir`", in_new_folder=True)
         try:
             return load_matrix(file, self.overrides)
         except InputError as error:
@@ -307,16 +302,9 @@ def measure(search: Search) -> int:
                 return 128 + stop.requested if stop.requested else TIME_IS_UP_STATUS
             goes_on = search.take(number, outcomes)
             if search.best or not page.exists():  # a table with an answer is not written over by one without
-                _write(page, report(search))
+                save_file(page, f"{report(search)}\n".encode(), "put that right, and start again")
             if not goes_on:
                 break
     took = duration(time.monotonic() - search.began)
     print(f"\n{report(search)}\n\nmeasured in {took}; the table is in {page}")
     return 0 if search.best else 1
-
-
-def _write(page: Path, text: str) -> None:
-    try:
-        replace_file(page, f"{text}\n".encode())
-    except OSError as error:
-        raise InputError(f"{page}: cannot be written: {error.strerror}; free space there, and start again") from None

@@ -12,7 +12,7 @@ from foundation.tables import markdown, or_dash
 from foundation.units import count
 from pretrain.compare.fairness import in_words, of_one_text
 from pretrain.compare.matrix_file import Matrix, MatrixRun
-from pretrain.metrics.run_record import LAST_STEPS, RunRecord, averaged_steps, read_run
+from pretrain.metrics.run_record import LOSS_KEY, RunRecord, averaged_steps, read_run
 
 BEST = 10  # cells that are shown while others still run
 OTHER_TEXT = "The cells were evaluated on different text, so their held-out losses do not say which is better."
@@ -70,7 +70,7 @@ class Ranking:
     def _place(self, run: MatrixRun, record: RunRecord) -> tuple[bool, float, float]:
         if self._by_speed:
             return run.name not in self._finished, -record.summary.get("tokens_per_second", 0.0), 0.0
-        losses = (record.summary.get(key) for key in ("held_out_loss", f"loss_last_{LAST_STEPS}"))
+        losses = (record.summary.get(key) for key in ("held_out_loss", LOSS_KEY))
         held_out, trained = (math.inf if loss is None or math.isnan(loss) else loss for loss in losses)
         return run.name not in self._finished, held_out, trained
 
@@ -83,7 +83,7 @@ class Ranking:
 
         return [
             written("held_out_loss", lambda loss: f"{loss:.4f}{record.when_evaluated}"),
-            written(f"loss_last_{LAST_STEPS}", "{:.4f}".format),
+            written(LOSS_KEY, "{:.4f}".format),
             f"{figures['steps']}{done}",
             or_dash(None) if record.side_by_side else written("tokens_per_second", count),
         ]

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from foundation.errors import InputError
+from foundation.files import save_file
 from foundation.progress import Progress, advance
 from foundation.settings import load_yaml, shown
 from foundation.tables import UNKNOWN, markdown, on_screen, or_dash
@@ -38,7 +39,7 @@ from pretrain.compare.fairness import (
     why_no_end,
     why_not_paired,
 )
-from pretrain.compare.figures import plot_losses, save_file
+from pretrain.compare.figures import plot_losses
 from pretrain.compare.kept_runs import read_kept
 from pretrain.compare.page import render
 from pretrain.compare.published import read_published
@@ -46,7 +47,7 @@ from pretrain.compare.seed_figure import plot_seeds
 from pretrain.compare.seed_groups import SeedComparison, grouped
 from pretrain.compare.seeds import MARGIN
 from pretrain.compare.watch import follow
-from pretrain.metrics.run_record import LAST_STEPS, RunRecord, averaged_steps, read_run
+from pretrain.metrics.run_record import LOSS_KEY, RunRecord, averaged_steps, read_run
 from pretrain.precision.registry import PRECISIONS, WEIGHT_DTYPES
 
 Table = Callable[..., str]  # as `markdown`, which files have; `on_screen` fits what is printed to the terminal
@@ -82,7 +83,7 @@ def summary_table(runs: Sequence[RunRecord], table: Table = markdown) -> str:
     columns = settings | {
         "steps": lambda run: str(run.summary["steps"]) + (", halted" if "halted" in run.summary else ""),
         "tokens": _figure("tokens", count),
-        f"loss, last {' or '.join(map(str, averaged))}": _figure(f"loss_last_{LAST_STEPS}", "{:.4f}".format),
+        f"loss, last {' or '.join(map(str, averaged))}": _figure(LOSS_KEY, "{:.4f}".format),
         "held-out": lambda run: _figure("held_out_loss", lambda loss: f"{loss:.4f}{run.when_evaluated}")(run),
         "perplexity": _figure("held_out_perplexity", "{:.4g}".format),
         "tok/s": _speed,
@@ -192,9 +193,9 @@ def write(
         plot_losses(runs, out)
     if tables_file is not None:
         drawn = f"![{'differences over seeds' if brief else 'curves'}]({os.path.relpath(out, tables_file.parent)})"
-        save_file(tables_file, "\n\n".join([*tables(runs, seeds), *left_out, drawn]).encode() + b"\n")
+        save_file(tables_file, "\n\n".join([*tables(runs, seeds), *left_out, drawn]).encode() + b"\n", in_new_folder=True)
     if page is not None:
-        save_file(page, render(RunComparison.over(runs), seeds=seeds))
+        save_file(page, render(RunComparison.over(runs), seeds=seeds), in_new_folder=True)
     places = {"Differences" if brief else "Curves": out, "Tables": tables_file, "Everything": page}
     shown = [*seeds.said(), *([] if tables_file else [EACH_RUN])] if brief else tables(runs, seeds, on_screen)
     return "\n\n".join([*shown, *left_out, "\n".join(f"{what}: {place}" for what, place in places.items() if place)])
@@ -264,7 +265,7 @@ def _write_page(options: argparse.Namespace, every: float | None = None) -> tupl
     seeds = over_seeds(runs, options.vary, options.margin, options.speedups)
     comparison = RunComparison.over(runs, TOLERANCE if options.gate is None else options.gate)
     html = render(comparison, seeds=seeds, gate=options.gate is not None, every=every, published=options.published)
-    save_file(options.page, html)
+    save_file(options.page, html, in_new_folder=True)
     return comparison, seeds
 
 
@@ -275,7 +276,7 @@ def _show_page(options: argparse.Namespace) -> None:
     shown = seeds.said() if seeds and seeds.others else [answer, *tables(runs, seeds, on_screen)]
     print("\n\n".join([*shown, f"Page: {options.page}"]))
     if options.markdown:
-        save_file(options.markdown, "\n\n".join(tables(runs, seeds)).encode() + b"\n")
+        save_file(options.markdown, "\n\n".join(tables(runs, seeds)).encode() + b"\n", in_new_folder=True)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -15,10 +15,10 @@ from foundation.errors import InputError
 from foundation.tables import UNKNOWN, markdown, or_dash
 from foundation.units import count, plural
 from pretrain.compare.appearance import as_text
-from pretrain.compare.comparison import LOSS_KEY, on_one_kind_of_machine, own_speed, signed, unsigned
+from pretrain.compare.comparison import on_one_kind_of_machine, own_speed, signed, unsigned
 from pretrain.compare.fairness import CONFIDENCE, changed_settings, recipe_of, same_held_out, same_packs
 from pretrain.compare.seeds import EQUIVALENCE, FEWEST_SEEDS, MARGIN, SeedDifference, TokenSlope
-from pretrain.metrics.run_record import LAST_STEPS, RunRecord
+from pretrain.metrics.run_record import LAST_STEPS, LOSS_KEY, RunRecord
 from pretrain.optimizer.schedule import decay_begins, warmup_steps
 from pretrain.precision.schedule import is_quantized
 from pretrain.settings.config import flatten, resolved

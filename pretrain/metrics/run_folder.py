@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from foundation.errors import InputError
-from foundation.files import PARTIAL, PROOF, FileLock, replace_file
+from foundation.files import PARTIAL, PROOF, FileLock, save_file
 from foundation.reading import reason_of
 from foundation.settings import load_yaml
 
@@ -97,10 +97,7 @@ class RunFolder(ExitStack):
         self._replace(path, yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=120).encode())
 
     def _replace(self, path: Path, data: bytes) -> None:
-        try:
-            replace_file(path, data)
-        except OSError as error:
-            raise InputError(f"{path}: cannot be written: {error.strerror}; what it held before is untouched") from None
+        save_file(path, data, "what it held before is untouched")
 
 
 def check_free(path: Path) -> None:

@@ -24,6 +24,7 @@ from pretrain.precision import schedule
 
 WARM_UP_STEPS = 2  # compile, allocate, autotune: kept out of every median
 LAST_STEPS = 50  # one step's loss is mostly noise (sd 0.13 in the reference's runs); their mean is what runs differ in
+LOSS_KEY = f"loss_last_{LAST_STEPS}"  # of that mean in a summary
 _SPEEDS = ("tokens_per_second", "samples_per_second", "step_ms", "tflops")
 MEDIANS = (*_SPEEDS, "mfu_bf16_peak", "mfu_nanogpt", "mfu_recipe_peak", "frozen_updates")
 
@@ -42,9 +43,14 @@ class RunRecord:
     audit: dict[str, Any] = field(default_factory=dict)
     matrix: dict[str, Any] = field(default_factory=dict)  # empty for a run that is not part of one
 
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        """Its metrics without the events between steps."""
+        return [record for record in self.metrics if is_step(record)]
+
     def curve(self, key: str) -> tuple[np.ndarray, np.ndarray]:
         """(steps int64, values float64) of a key of the steps; NaN, a gap in a line, where the value is not known."""
-        return _curve([record for record in self.metrics if is_step(record)], key)
+        return _curve(self.steps, key)
 
     def held_out_curve(self) -> tuple[np.ndarray, np.ndarray]:
         """(steps int64, held-out losses float64) of the evaluations."""
@@ -111,7 +117,7 @@ class RunRecord:
     @property
     def diverged(self) -> bool:
         """Whether the loss of its last step is no finite number; a step without labels has none, and says nothing of it."""
-        last = [record for record in self.metrics if is_step(record) and not is_unlabelled(record)][-1:]
+        last = [record for record in self.steps if not is_unlabelled(record)][-1:]
         return not np.isfinite(_curve(last, "loss")[1]).all()
 
     @property
@@ -127,7 +133,7 @@ class RunRecord:
             return f"was halted at step {self.summary['steps']:,}"
         if not self.diverged:
             return ""
-        steps, losses = _curve([record for record in self.metrics if is_step(record) and not is_unlabelled(record)], "loss")
+        steps, losses = _curve([record for record in self.steps if not is_unlabelled(record)], "loss")
         finite = np.flatnonzero(np.isfinite(losses))
         return f"has no finite loss from step {steps[finite[-1] + 1 if len(finite) else 0]:,} on"
 
@@ -295,7 +301,7 @@ def summary(records: Iterable[Record]) -> dict[str, Any]:
         "epoch": last["epoch"],
         "hours": sum(_known(steps, "step_ms")) / 3.6e6,
         "loss": last["loss"],
-        f"loss_last_{LAST_STEPS}": statistics.fmean(losses) if losses else None,
+        LOSS_KEY: statistics.fmean(losses) if losses else None,
         **({key: evaluations[-1].get(key) for key in ("held_out_loss", "held_out_perplexity")} if evaluations else {}),
         **{key: statistics.median(values) for key in MEDIANS if (values := _known(steady, key))},
         **_energy(steady),
@@ -339,10 +345,10 @@ def last_screen(run: RunRecord, folder: RunFolder, waited: str | None = None) ->
     rows = {"trained": f"{done}{own} in {duration(figures['hours'] * 3600)}"}
     if waited:
         rows["you waited"] = waited
-    if "loss_last_50" in figures:
+    if LOSS_KEY in figures:
         number = averaged_steps(figures)
         said = "one step" if number == 1 else f"mean of {'the last' if figures['steps'] > number else 'all'} {number} steps"
-        rows["loss"] = f"{figures[f'loss_last_{LAST_STEPS}']:.4f} ({said})"
+        rows["loss"] = f"{figures[LOSS_KEY]:.4f} ({said})"
     if "held_out_loss" in figures:
         rows["held-out loss"] = f"{figures['held_out_loss']:.4f} (perplexity {figures['held_out_perplexity']:.4g})"
     mfu = f", {percent(figures['mfu_bf16_peak'])} MFU" if "mfu_bf16_peak" in figures else ""

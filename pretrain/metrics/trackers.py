@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from foundation.errors import InputError
-from foundation.files import in_place, replace_file
+from foundation.files import in_place, replace_file, save_file
 from foundation.reading import load_object, parse_json, read_regular, reason_of
 from pretrain.metrics.run_folder import METRICS_FILE, TRACKERS_FILE
 from pretrain.metrics.services import check_installed, errors_of
@@ -112,13 +112,8 @@ class Trackers:
         """Write down which run each tracker goes on with, and what it has; those that are not named any more fall behind."""
         entries = {name: entry | {"complete": False} for name, entry in self.kept.items()}
         entries |= {tracker.name: tracker.kept for tracker in self.others if tracker.name in CONTINUED}
-        try:
-            if entries:
-                replace_file(self.kept_in, json.dumps(entries, indent=2).encode() + b"\n")
-        except OSError as error:
-            raise InputError(
-                f"{self.kept_in}: cannot be written: {reason_of(error)}; free space there, then start again"
-            ) from None
+        if entries:
+            save_file(self.kept_in, json.dumps(entries, indent=2).encode() + b"\n", "put that right, then start again")
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Give `record`, a line of `metrics.jsonl`, to the file whole, and to the others what they can show of it."""

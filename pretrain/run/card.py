@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from foundation.units import count, duration
 from packing.settings import HUB_NAME
 from pretrain.compare.fairness import changes_in_words
-from pretrain.metrics.run_record import LAST_STEPS, RunRecord, averaged_steps, summary
+from pretrain.metrics.run_record import LOSS_KEY, RunRecord, averaged_steps, summary
 
 CARD, PICTURE = "README.md", "loss.png"
 _SEAL = re.compile(r"\n<!-- made by the run that trained this model; text above: ([0-9a-f]{16}) -->\n\Z")
@@ -114,7 +114,7 @@ def _rows(run: RunRecord) -> dict[str, str]:
     warmup = f"{schedule['warmup_tokens']:,} tokens" if schedule.get("warmup_tokens") else f"{schedule['warmup']:,} steps"
     loss = recipe.get("loss") or {}
     penalty = f"{loss['penalty_weight']:g} x {loss['penalty']}" if loss.get("penalty") else ""
-    last = f"{figures[f'loss_last_{LAST_STEPS}']:.4f}, mean of the last {averaged_steps(figures)} steps"
+    last = f"{figures[LOSS_KEY]:.4f}, mean of the last {averaged_steps(figures)} steps"
     held_out = ""
     if "held_out_loss" in figures:
         held_out = f"{figures['held_out_loss']:.4f} nats a token, perplexity {figures['held_out_perplexity']:.4g}"

@@ -101,15 +101,15 @@ def extending_a_decayed_run(path: Path, record: Mapping[str, Any], job: Job, *, 
     step, horizon = progress["step"], progress["steps"]
     if horizon >= job.plan.steps or step >= job.plan.steps:
         return None
-    try:
-        settings, tokens = schedule_of(identity)
-        optimizer = job.recipe.optimizer.model_copy(update={"learning_rate": identity["optimizer.learning_rate"]})
-    except (ValidationError, KeyError):  # of a version whose schedules were others
+    found, rate = schedule_of(identity), identity.get("optimizer.learning_rate")
+    if found is None or rate is None:
         return None
+    settings, tokens = found
     decay = schedule.decay_begins(settings, horizon, tokens)
     if decay is None or step <= decay:
         return None
     recipe = job.recipe
+    optimizer = recipe.optimizer.model_copy(update={"learning_rate": rate})
     last = schedule.learning_rate(step - 1, settings, optimizer, horizon, tokens)
     following = schedule.learning_rate(step, recipe.schedule, recipe.optimizer, job.plan.steps, recipe.batch.tokens)
     told = (
@@ -125,19 +125,21 @@ def extending_a_decayed_run(path: Path, record: Mapping[str, Any], job: Job, *, 
     return told + f"{earlier[0].name} is from before it; go on from there with {how}"
 
 
-def schedule_of(identity: Mapping[str, Any]) -> tuple[ScheduleSettings, int]:
-    """A checkpoint's schedule, and the tokens of its steps. ValidationError or KeyError for one of another version."""
+def schedule_of(identity: Mapping[str, Any]) -> tuple[ScheduleSettings, int] | None:
+    """A checkpoint's schedule, and the tokens of its steps; None for one of a version whose schedules were others."""
     saved = {key.removeprefix("schedule."): value for key, value in identity.items() if key.startswith("schedule.")}
-    return ScheduleSettings(**saved), identity["batch.tokens"]
+    try:
+        return ScheduleSettings(**saved), identity["batch.tokens"]
+    except (ValidationError, KeyError):
+        return None
 
 
 def rate_has_moved(record: Mapping[str, Any], job: Job) -> str | None:
     """What to know where the next step stands elsewhere in the present schedule than in the checkpoint's; None where not."""
     recipe, plan, step = job.recipe, job.plan, record["progress"]["step"]
-    try:
-        settings, tokens = schedule_of(record["identity"])
-    except (ValidationError, KeyError):
+    if (found := schedule_of(record["identity"])) is None:
         return None
+    settings, tokens = found
     saved = schedule.learning_rate(step, settings, recipe.optimizer, record["progress"]["steps"], tokens)
     now = schedule.learning_rate(step, recipe.schedule, recipe.optimizer, plan.steps, recipe.batch.tokens)
     if step >= plan.steps or math.isclose(saved, now, rel_tol=0.01):
@@ -224,10 +226,9 @@ def felt_changes(record: Mapping[str, Any], job: Job) -> dict[str, Any]:
 def _same_rates(record: Mapping[str, Any], job: Job) -> bool:
     """Whether the present schedule and horizon give the checkpoint's steps the rates that they had, of one largest rate."""
     recipe, horizon = job.recipe, record["progress"]["steps"]
-    try:
-        settings, tokens = schedule_of(record["identity"])
-    except (ValidationError, KeyError):
+    if (found := schedule_of(record["identity"])) is None:
         return False
+    settings, tokens = found
     return all(
         schedule.learning_rate(step, settings, recipe.optimizer, horizon, tokens)
         == schedule.learning_rate(step, recipe.schedule, recipe.optimizer, job.plan.steps, recipe.batch.tokens)

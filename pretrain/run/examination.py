@@ -24,7 +24,7 @@ import numpy as np
 import yaml
 
 from foundation.errors import InputError
-from foundation.files import replace_file
+from foundation.files import save_file
 from foundation.tables import markdown
 from packing.arrow import Pack, PackWriter
 from pretrain.metrics.run_record import read_metrics
@@ -123,10 +123,7 @@ class Examination:
         return "\n".join([*text, "## Figures", "", "```json", json.dumps(figures, indent=1), "```", ""])
 
     def _write(self) -> None:
-        try:
-            replace_file(self.out, self.render().encode())
-        except OSError as error:
-            raise InputError(f"{self.out}: cannot be written: {error.strerror}; name another place with --out") from None
+        save_file(self.out, self.render().encode(), "name another place with --out")
 
 
 def examine_fully(

@@ -16,7 +16,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from foundation.errors import InputError
-from foundation.files import FileLock, remove_own_folder, replace_file
+from foundation.files import FileLock, remove_own_folder, replace_file, save_file
 from foundation.integrity import STAMP, FileRecord, InnerName, check_files, find_damage, hash_file
 
 HOLD = """
@@ -83,6 +83,22 @@ def test_a_file_that_cannot_be_replaced_keeps_its_content(tmp_path: Path, monkey
     with pytest.raises(OSError, match="No space"):
         replace_file(tmp_path / "file", b"new")
     assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_bytes() == b"old"
+
+
+def test_a_file_that_cannot_be_saved_is_refused_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "new" / "file"
+    with pytest.raises(InputError, match=r"new/file: cannot be written: No such file or directory; take another$"):
+        save_file(file, b"", "take another")
+    assert not file.parent.exists()
+    save_file(file, b"whole", "take another", in_new_folder=True)
+    assert file.read_bytes() == b"whole"
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(InputError, match=r"file: cannot be written: Disk quota exceeded; free space there, and start again$"):
+        save_file(file, b"new", "take another")
 
 
 @pytest.fixture
