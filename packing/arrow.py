@@ -25,6 +25,7 @@ from foundation.integrity import FileRecord, check_files, hash_file, hash_of, st
 from foundation.reading import reason_of
 from packing.manifest import MANIFEST, MASKED_VERSION, REMEDY, VERSION, Split, read_manifest
 
+IGNORE = -100  # the label of a token without a loss, which torch's and transformers' losses skip
 _BATCH_BYTES = 16 * 2**20  # one record batch: large enough that opening costs nothing, small enough to hold in memory
 _OWN = re.compile(
     r"train|held_out|tokenizer\.json|chat_template\.jinja|lengths\.png|dataset_dict\.json|packs\.json"

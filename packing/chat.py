@@ -24,7 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from foundation.errors import InputError
 from foundation.reading import load_object, read_regular, reason_of
-from packing.chunks import BadRecord, MissingColumn, TextTemplate, encodable, no_column
+from packing.chunks import BadRecord, MissingColumn, TextTemplate, encodable, is_list_of, no_column
 from packing.settings import HUB_NAME
 
 # Around what a template's {% generation %} block writes. Two of Unicode's noncharacters, which no text holds.
@@ -81,8 +81,7 @@ class ChatColumns:
         if self.messages is None:
             return self.prompt.mistyped(schema) or self.response.mistyped(schema)
         kind = schema.field(self.messages).type
-        lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list, pa.types.is_list_view)
-        if pa.types.is_null(kind) or (any(is_of(kind) for is_of in lists) and pa.types.is_struct(kind.value_type)):
+        if is_list_of(kind, pa.types.is_struct):
             return None
         return f"column `{self.messages}` holds {kind}, not lists of messages; the columns are: {', '.join(schema.names)}"
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import string
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Literal, Protocol, TypeVar
@@ -122,6 +122,12 @@ class TextTemplate:
             return ""
         values = {column: "" if record[column] is None else str(record[column]) for column in self.columns}
         return encodable("".join(literal + (values[name] if name is not None else "") for literal, name in self.pieces))
+
+
+def is_list_of(kind: pa.DataType, is_value: Callable[[pa.DataType], bool]) -> bool:
+    """Whether a column of this type holds lists, in any of Arrow's layouts, of such values; one of nulls alone may."""
+    lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list, pa.types.is_list_view)
+    return pa.types.is_null(kind) or (any(is_of(kind) for is_of in lists) and is_value(kind.value_type))
 
 
 def no_column(wanted: tuple[str, ...], names: list[str], setting: str) -> str | None:

@@ -30,7 +30,7 @@ from foundation.errors import InputError
 from foundation.integrity import FileRecord, InnerName, Size, check_files, digests, hash_file
 from foundation.reading import load_object, parse_json
 from foundation.settings import first_mistake, shown
-from packing.arrow import Pack, as_token_ids, checked_index
+from packing.arrow import IGNORE, Pack, as_token_ids, checked_index
 
 INDEX = "index.json"
 _REMEDY = "fetch the folder again, or write it again"
@@ -281,12 +281,12 @@ class MDSPacks(MDSReader):
         if "labels" not in sample:
             return None
         labels = self._vector(sample, "labels", index)
-        if len(labels) != len(ids) or ((labels != ids) & (labels != -100)).any():
+        if len(labels) != len(ids) or ((labels != ids) & (labels != IGNORE)).any():
             raise InputError(
-                f"{self._where(index)}: its labels are neither its tokens nor -100; write them as the tokens themselves, not "
+                f"{self._where(index)}: its labels are neither its tokens nor {IGNORE}; write them as the tokens themselves, not "
                 "shifted (the loss shifts them), or leave the column out"
             )
-        return labels != -100
+        return labels != IGNORE
 
     def _documents(self, sample: dict[str, Any], index: int) -> tuple[np.ndarray, int]:
         columns = {name: self._vector(sample, name, index) for name in ("attention_mask", "position_ids") if name in sample}

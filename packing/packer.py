@@ -27,7 +27,7 @@ from packing.arrow import DiskFull
 from packing.manifest import MANIFEST, read_manifest
 from packing.part_maker import SAMPLE, PackedPart, PartMaker, content_of
 from packing.parts import FIRST, by_key, check_parts, said_of, stream_parts, validation_parts
-from packing.prepare import check_first_records, holds_packs_of, lock_of, prepare_part
+from packing.prepare import check_first_records, holds_packs_of, lock_of, prepare_part, usable_cores
 from packing.settings import DataSettings
 from packing.sources import DatasetSource, FileSource, SourceUnreachable, open_source
 from packing.stream import ENDED, FAILED, PART, PartStart, Position, part_folder, read_part
@@ -108,8 +108,7 @@ def _too_small(settings: DataSettings, needed: float, why: str) -> str:
 
 def processes_of(settings: DataSettings) -> int:
     """That tokenise while the run trains, for each source: by default half of the cores."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, (settings.processes or cores // 2) // max(1, len(settings.sources or ())))
+    return max(1, (settings.processes or usable_cores() // 2) // max(1, len(settings.sources or ())))
 
 
 def bytes_below(folder: Path) -> int:

@@ -18,12 +18,12 @@ from foundation.errors import InputError
 from foundation.files import FileLock, no_room, remove_own_folder
 from foundation.progress import Progress, say
 from foundation.units import plural
-from packing.arrow import PackWriter
+from packing.arrow import IGNORE, PackWriter
 from packing.chat import CHAT_TEMPLATE, ChatColumns, chat_template
 from packing.chunks import CHUNK_BYTES, Records, TextTemplate, read_chunk
 from packing.manifest import MANIFEST, read_manifest
 from packing.parts import by_key, check_parts, said_of, training_parts, validation_parts
-from packing.records import IGNORED, records_of
+from packing.records import records_of
 from packing.settings import DataSettings
 from packing.sources import DatasetSource, FileSource, open_source
 from packing.statistics import draw_lengths
@@ -199,7 +199,7 @@ def _tokenize(settings: DataSettings, tokenizer: TextTokenizer, partial: Path, p
     file = partial / "tokenizer.json"
     tokenizer.save(file)
     skip_bad = settings.on_bad_line == "skip"
-    processes = settings.processes or _cores()
+    processes = settings.processes or usable_cores()
     say(f"reading {source.description} with {processes} processes", progress)
     if log.counts.chunks:
         say(f"going on after {log.counts.documents:,} documents that an earlier run has tokenised", progress)
@@ -238,7 +238,7 @@ def check_counts(settings: DataSettings, counts: TokenCounts, *, masked: bool) -
     if masked and not counts.trained:
         raise InputError(
             f"data.source: {settings.source}: none of its {counts.tokens:,} tokens is trained on: `{settings.labels}` is "
-            f"{IGNORED} everywhere; write the tokens themselves where there is to be a loss, or leave data.labels out"
+            f"{IGNORE} everywhere; write the tokens themselves where there is to be a loss, or leave data.labels out"
         )
 
 
@@ -306,6 +306,6 @@ def summary(manifest: dict[str, Any]) -> str:
     return "\n".join(f"  {name:<15} {value}" for name, value in lines.items())
 
 
-def _cores() -> int:
+def usable_cores() -> int:
     """Cores this process may use; in a container they can be fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from packing.arrow import IGNORE
 from packing.chat import ChatColumns
-from packing.chunks import BadRecord, MissingColumn, Records, TextTemplate, no_column
+from packing.chunks import BadRecord, MissingColumn, Records, TextTemplate, is_list_of, no_column
 from packing.settings import DataSettings
-
-IGNORED = -100  # the label of a token without a loss, as transformers has it
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class TokenColumns:
     """How a record that is tokenized becomes documents: its tokens as they are, with nothing put before or after them."""
 
     input_ids: str
-    labels: str | None  # the tokens themselves, with `IGNORED` where there is no loss
+    labels: str | None  # the tokens themselves, with `IGNORE` where there is no loss
     lengths: str | None  # of the documents; None: a record is one. Tokens beyond them are padding, and left out
     vocabulary: int | None = None  # ids are below; None where only the columns matter
 
@@ -44,10 +43,9 @@ class TokenColumns:
         return no_column(self.columns, names, "data.input_ids, data.labels and data.document_lengths")
 
     def mistyped(self, schema: pa.Schema) -> str | None:
-        lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list, pa.types.is_list_view)
         for name in self.columns:
             kind = schema.field(name).type
-            if not (any(is_of(kind) for is_of in lists) and pa.types.is_integer(kind.value_type)) and not pa.types.is_null(kind):
+            if not is_list_of(kind, pa.types.is_integer):
                 return f"column `{name}` holds {kind}, not lists of whole numbers; the columns are: {', '.join(schema.names)}"
         return None
 
@@ -75,12 +73,12 @@ class TokenColumns:
         if self.labels is None:
             return None
         labels = _numbers(record, self.labels)
-        if len(labels) != len(tokens) or ((labels != tokens) & (labels != IGNORED))[:real].any():
+        if len(labels) != len(tokens) or ((labels != tokens) & (labels != IGNORE))[:real].any():
             raise BadRecord(
-                f"column `{self.labels}` is neither `{self.input_ids}` itself nor {IGNORED}; write it as the tokens themselves, "
+                f"column `{self.labels}` is neither `{self.input_ids}` itself nor {IGNORE}; write it as the tokens themselves, "
                 "not shifted (the loss shifts them), or leave data.labels out"
             )
-        return labels[:real] != IGNORED
+        return labels[:real] != IGNORE
 
 
 def _numbers(record: dict[str, Any], column: str) -> np.ndarray:

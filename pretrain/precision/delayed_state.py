@@ -7,8 +7,9 @@ matrix, so an update is a handful of kernels and one reduction; what a checkpoin
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,12 @@ PLACES: dict[Role, tuple[str, int]] = {  # of each operand: its direction and it
     "weight": ("forward", 1),
     "grad_output": ("backward", 0),
 }
+
+
+def of_operand(state: Mapping[str, Tensor], module: str, role: Role, key: Literal["amax_history", "scale"]) -> Tensor:
+    """Of one operand in what a backend's `state` gives: its history [length], or its scale, a scalar."""
+    direction, slot = PLACES[role]
+    return state[f"fp8/{module}/{direction}/{key}"][..., slot]
 
 
 class AmaxHistory:

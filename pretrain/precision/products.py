@@ -23,6 +23,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -240,7 +241,12 @@ def _factor(operand: Any) -> Factor | None:
         return None
     if values is None or not values.is_cuda:
         return None
-    return Factor(values, _FP8[te.DType.cast(operand._fp8_dtype).name], scale, each)
+    return Factor(values, fp8_dtype(te, operand._fp8_dtype), scale, each)
+
+
+def fp8_dtype(te: ModuleType, dtype: Any) -> torch.dtype:
+    """torch's name of one of Transformer Engine's FP8 types."""
+    return _FP8[te.DType.cast(dtype).name]
 
 
 def problem_of(

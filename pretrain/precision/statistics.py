@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pretrain.precision.delayed_state import PLACES
+from pretrain.precision.delayed_state import of_operand
 from pretrain.precision.formats.definition import QuantizedPrecision, Role
 from pretrain.precision.linear import Backend, LinearProduct, PrecisionContext
 from pretrain.precision.quantizers.grid import Grid, Quantized
@@ -98,8 +98,7 @@ class OperandStatistics:
         """The delayed scale that the operand is quantized by. Read at the first call: a layer that is recomputed uses the scales
         of its forward, although by then the backend's state has newer ones."""
         if (name, role) not in self._scales:
-            direction, slot = PLACES[role]
-            self._scales[name, role] = self._state[f"fp8/{name}/{direction}/scale"][slot].clone()
+            self._scales[name, role] = of_operand(self._state, name, role, "scale").clone()
         return self._scales[name, role]
 
 

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from foundation.errors import InputError
 from pretrain.model.gradients import was_reached
 from pretrain.model.loss.head import LossHead
 from pretrain.model.packed import PackedLanguageModel
-from pretrain.precision.delayed_state import PLACES
+from pretrain.precision.delayed_state import PLACES, of_operand
 from pretrain.precision.formats.definition import Role
 from pretrain.precision.linear import PREFIX, LinearProduct, LowPrecisionLinear, LowPrecisionNorm, PrecisionContext
 from pretrain.precision.observation import FACTORS, OPERANDS, ObservedProduct, ProductObserver, dtype_name
@@ -40,13 +40,13 @@ def observe(
     packed: PackedLanguageModel,
     run: Callable[[], Tensor],
     active: ActivePrecision,
-    decisions: Mapping[str, Decision] | None = None,
+    decisions: Mapping[str, Decision],
 ) -> list[Entry]:
     """One `_entry` for each linear, low-precision norm and other module with matrices.
 
     `run` computes a loss of one small batch; it is run once, uncompiled, and differentiated. Gradients are left for the caller to
-    clear. `decisions`: what `convert` was to do. InputError if a product computed in another precision than was decided, or not
-    at all, and if a trained parameter was not reached.
+    clear. `decisions`: what `convert` was to do; empty where nothing is quantized. InputError if a product computed in another
+    precision than was decided, or not at all, and if a trained parameter was not reached.
     """
     hf, context, fused = packed.hf, packed.context, packed.fused
     linears = {n: m for n, m in hf.named_modules() if isinstance(m, (*LINEARS, LowPrecisionLinear))}
@@ -68,7 +68,7 @@ def observe(
     observed, faults = observer.products, observer.faults()
     entries, precision = [], active.precision.name
     for name, module in linears.items():
-        decision = (decisions or {}).get(name, Decision(name, precision))
+        decision = decisions.get(name, Decision(name, precision))
         products = observed.get(name, ())
         effective = _multiplied(dtypes.seen.get(name), products, all_three=name in members)
         entry = _entry(name, module, decision.requested, effective, "torch", stored[name], decision.reason)
@@ -146,9 +146,8 @@ def _refuse_empty_histories(packed: PackedLanguageModel, active: ActivePrecision
     if active.settings.amax_history_len == 1:  # whose one entry is always cleared for the next microbatch
         return
     for name, role in sorted(observer.scaled()):
-        direction, slot = PLACES[role]
         product = stacks[name].name if name in stacks else name
-        if not state[f"{PREFIX}{product}/{direction}/amax_history"][:, slot].any():
+        if not of_operand(state, product, role, "amax_history").any():
             raise InputError(
                 f"precision {active.precision.name!r}: no amax of {product}'s {role} was ever noted, and its scale follows none"
             )
@@ -198,10 +197,9 @@ def _wrong_histories(
 ) -> Tensor:
     """Of each linear of `names`, bool: its history of this operand did not move on by one entry, with the scale that the rule
     makes of it; and the operand was `not_zero` (None: not seen), or something of the history has changed."""
-    direction, slot = PLACES[role]
 
-    def of_all(state: Mapping[str, Tensor], key: str) -> Tensor:
-        return torch.stack([state[f"{PREFIX}{name}/{direction}/{key}"][..., slot] for name in names], -1)
+    def of_all(state: Mapping[str, Tensor], key: Literal["amax_history", "scale"]) -> Tensor:
+        return torch.stack([of_operand(state, name, role, key) for name in names], -1)
 
     old_history, history = (of_all(state, "amax_history") for state in (before, after))
     old_scale, scale = (of_all(state, "scale") for state in (before, after))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pretrain.precision.delayed_state import PLACES
 from pretrain.precision.formats.definition import Along, Role
+from pretrain.precision.products import fp8_dtype
 from pretrain.precision.quantizers.grid import Quantized
 from pretrain.precision.settings import ActivePrecision
 from pretrain.precision.transformer_engine import TE_DIRECTIONS, TransformerEngineBackend
@@ -22,7 +23,6 @@ from pretrain.verify.one_layer import without_stochastic_rounding
 ROWS, FEATURES = 512, 768
 # E2M1's eight magnitudes by their three bits; the fourth is the sign.
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_FORMATS = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
 TRANSFORMED = 0.01  # of the codes may differ after a Hadamard transform, whose sums come in another order
 _NVFP4_SCALES = 6.0 * 448.0  # what a tensor's largest value is divided by, to be its scale
 
@@ -100,7 +100,7 @@ def _spread(scales: Tensor, codes: Tensor, block: int) -> Tensor:
 
 
 def _fp8(te: Any, tensor: Any, data: Tensor) -> Tensor:
-    return data.view(_FORMATS[te.DType.cast(tensor._fp8_dtype).name]).float()
+    return data.view(fp8_dtype(te, tensor._fp8_dtype)).float()
 
 
 def _fp4(nibbles: Tensor) -> Tensor:

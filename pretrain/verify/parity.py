@@ -166,7 +166,7 @@ class Parity:
         found: dict[str, Any] = {"failures": self.failures, "plain": self.plain.record(), "seconds": self.seconds}
         found["compared"] = asdict(self.text)
         if self.quantized:
-            found |= {"quantized": self.quantized.record(), "products": record_of(list(self.products), SHOWN)}
+            found |= {"quantized": self.quantized.record(), "products": record_of(self.products)}
         return found
 
     def require(self) -> None:
@@ -211,8 +211,8 @@ def check_parity(
             return replace(found, mixture=check.mixture)
     except torch.OutOfMemoryError:
         raise InputError(
-            "`parity`: the plain FP32 model does not fit into the device's memory beside the run (12 bytes a parameter, and "
-            f"eager attention of one layer over {LONGEST:,} tokens); set `parity: off`"
+            "`parity`: the plain FP32 model does not fit into the device's memory beside the run "
+            f"({PLAIN_BYTES} bytes a parameter, and eager attention of one layer over {LONGEST:,} tokens); set `parity: off`"
         ) from None
     finally:
         clear_gradients(optimizer, model)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -30,10 +30,12 @@ from torch import Tensor
 
 from foundation.attributes import holding
 from pretrain.model.packed import PackedLanguageModel
-from pretrain.precision.delayed_state import PLACES
+from pretrain.precision.delayed_state import of_operand
 from pretrain.precision.formats.definition import Along, Role
 from pretrain.precision.linear import LinearProduct
+from pretrain.precision.observation import OPERANDS
 from pretrain.precision.settings import ActivePrecision
+from pretrain.verify.comparison import SHOWN
 from pretrain.verify.plain_quantizer import PlainQuantizer, values_of
 
 ROWS = 128  # of a result that is sampled, and as many columns: a multiple of every format's block
@@ -46,11 +48,11 @@ HISTORY = 2.0**-6  # relative: an amax may be that of a norm's output before it 
 
 Key = TypeVar("Key")
 
-# The left and the right operand of each product, and the axis that its sum runs along, seen from them.
-PRODUCTS: dict[str, tuple[Role, Role, Along, Along]] = {
-    "forward": ("input", "weight", "features", "features"),
-    "dgrad": ("grad_output", "weight", "features", "rows"),
-    "wgrad": ("grad_output", "input", "rows", "rows"),
+# The axis that each product's sum runs along, seen from its left and its right operand.
+_ALONG: dict[str, tuple[Along, Along]] = {
+    "forward": ("features", "features"),
+    "dgrad": ("features", "rows"),
+    "wgrad": ("rows", "rows"),
 }
 
 
@@ -140,7 +142,7 @@ class ProductProbe:
     def see_result(self, name: str, gemm: str, result: Tensor, bias: Tensor | None) -> None:
         if self._microbatch > 0 or (name != self._head and (name, gemm) in self._figures):
             return
-        left_role, right_role, left_along, right_along = PRODUCTS[gemm]
+        (left_role, right_role), (left_along, right_along) = OPERANDS[gemm], _ALONG[gemm]
         left, right = self._samples.get((name, left_role, left_along)), self._samples.get((name, right_role, right_along))
         if left is None or right is None:
             return
@@ -176,8 +178,7 @@ class ProductProbe:
     def _scale(self, name: str, role: Role) -> Tensor | None:
         if not self.active.precision.keeps_history:
             return None
-        direction, slot = PLACES[role]
-        return self._before[f"fp8/{name}/{direction}/scale"][slot]
+        return of_operand(self._before, name, role, "scale")
 
     def found(self) -> list[ProductParity]:
         """Every result that was seen, the worst first. Those whose product is nothing but zeros are left out."""
@@ -211,17 +212,15 @@ class ProductProbe:
         settings, wrong = self.active.settings, []
         after, before = _on_cpu(self._context.state()), _on_cpu(self._before)
         for (name, role), seen in zip(names, steps.tolist(), strict=True):
-            direction, slot = PLACES[role]
-            history = before[f"fp8/{name}/{direction}/amax_history"][:, slot].tolist()
-            scale = before[f"fp8/{name}/{direction}/scale"][slot].item()
+            history = of_operand(before, name, role, "amax_history").tolist()
+            scale = of_operand(before, name, role, "scale").item()
             largest = values_of(self.active.precision.grid(settings, role).name)[-1] / 2**settings.margin
             for amax in filter(None, seen):
                 history[0] = amax
                 scale = largest / (max(history) if settings.amax_compute_algo == "max" else amax)
                 history = [0.0, *history[2:], amax] if len(history) > 1 else [0.0]
             expected = torch.tensor([scale, *history])
-            key = f"fp8/{name}/{direction}"
-            actual = torch.cat([after[f"{key}/scale"][slot][None], after[f"{key}/amax_history"][:, slot]])
+            actual = torch.cat([of_operand(after, name, role, "scale")[None], of_operand(after, name, role, "amax_history")])
             if not torch.allclose(actual, expected, rtol=HISTORY, atol=0.0):
                 wrong.append(f"{name} {role}")
         return wrong
@@ -244,9 +243,9 @@ def noise_of(found: Iterable[ProductParity]) -> dict[str, dict[str, float]]:
     return dict(sizes)
 
 
-def record_of(found: list[ProductParity], shown: int) -> Mapping[str, Any]:
+def record_of(found: Sequence[ProductParity]) -> Mapping[str, Any]:
     """For audit.json: how many there were, and the worst."""
-    return {"compared": len(found), "worst": [asdict(each) for each in found[:shown]]}
+    return {"compared": len(found), "worst": [asdict(each) for each in found[:SHOWN]]}
 
 
 def _tokens(tensor: Tensor) -> Tensor:

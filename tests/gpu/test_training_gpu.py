@@ -120,7 +120,7 @@ def test_nothing_is_compiled_after_the_second_batch_however_many_documents_come(
 def test_the_audit_sees_bf16_in_every_linear_from_fp32_weights(compiled: PackedLanguageModel) -> None:
     inputs = inputs_of(microbatch_of(pack_of(5, seed=5)), DEVICE)
     active = ActivePrecision("bf16", PRECISIONS["bf16"], "torch", LowPrecisionSettings())
-    entries = audit.observe(compiled, lambda: compiled(**inputs), active)
+    entries = audit.observe(compiled, lambda: compiled(**inputs), active, {})
     assert len(entries) == 2 * 7 + 1
     assert {(entry["stored"], entry["effective"]) for entry in entries} == {("float32", "bf16")}
 

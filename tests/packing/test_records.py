@@ -14,14 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foundation.errors import InputError
+from packing.arrow import IGNORE
 from packing.prepare import check_first_records, prepare
-from packing.records import IGNORED, TokenColumns
+from packing.records import TokenColumns
 from packing.settings import DataSettings
 from packing.store import open_packs
 
 ROWS = [
-    {"ids": [5, 6, 7, 8, 9], "labels": [IGNORED, IGNORED, 7, 8, 9], "lengths": [2, 3]},
-    {"ids": [1, 2, 3, 0, 0], "labels": [IGNORED, 2, 3, IGNORED, IGNORED], "lengths": [3]},
+    {"ids": [5, 6, 7, 8, 9], "labels": [IGNORE, IGNORE, 7, 8, 9], "lengths": [2, 3]},
+    {"ids": [1, 2, 3, 0, 0], "labels": [IGNORE, 2, 3, IGNORE, IGNORE], "lengths": [3]},
     {"ids": [], "labels": [], "lengths": []},
 ]
 COLUMNS = {"input_ids": "ids", "labels": "labels", "document_lengths": "lengths"}
@@ -57,7 +58,7 @@ def test_what_a_record_becomes_is_a_part_of_it(tokens: list[int], data: st.DataO
     mask = data.draw(st.lists(st.booleans(), min_size=len(tokens), max_size=len(tokens)))
     cuts = sorted(data.draw(st.sets(st.integers(0, len(tokens)), max_size=4)))
     lengths = np.diff([0, *cuts]).tolist()
-    labels = [token if learnt else IGNORED for token, learnt in zip(tokens, mask, strict=True)]
+    labels = [token if learnt else IGNORE for token, learnt in zip(tokens, mask, strict=True)]
     found = TokenColumns("ids", "labels", "lengths", 100).fill({"ids": tokens, "labels": labels, "lengths": lengths})
     real = sum(lengths)
     assert found.tokens.tolist() == tokens[:real] and found.trained.tolist() == mask[:real]
@@ -73,7 +74,7 @@ def test_what_a_record_becomes_is_a_part_of_it(tokens: list[int], data: st.DataO
         ({"ids": [1, -1]}, "holds the id -1"),
         ({"ids": "text"}, "column `ids` holds no list of whole numbers"),
         ({"ids": [1.5]}, "column `ids` holds no list of whole numbers"),
-        ({"labels": [6, 7, 8, 9, IGNORED]}, "neither `ids` itself nor -100; write it as the tokens themselves, not shifted"),
+        ({"labels": [6, 7, 8, 9, IGNORE]}, "neither `ids` itself nor -100; write it as the tokens themselves, not shifted"),
         ({"labels": [5]}, "neither `ids` itself nor -100"),
         ({"lengths": [9]}, "column `lengths` adds up to 9 tokens, and the record has 5"),
         ({"lengths": [6, -1]}, "column `lengths` holds the length -1, below 0"),
@@ -90,7 +91,7 @@ def test_tokens_that_cannot_be_used_are_one_message(
 
 
 def test_a_source_that_trains_no_token_is_refused(tmp_path: Path, tokenizer_file: Path) -> None:
-    masked = [row | {"labels": [IGNORED] * len(row["ids"])} for row in ROWS]
+    masked = [row | {"labels": [IGNORE] * len(row["ids"])} for row in ROWS]
     with pytest.raises(InputError, match=r"none of its .* tokens is trained on: `labels` is -100 everywhere"):
         prepare(settings_of(write_lines(tmp_path, masked), tokenizer_file), progress=False)
 

@@ -31,7 +31,6 @@ from pretrain.precision.transformer_engine import TransformerEngineBackend, Tran
 _BF16 = torch.bfloat16
 Show = Callable[[Role, Tensor], None]  # a tensor to whoever is watching
 ShowResult = Callable[[str, Tensor], None]  # forward, dgrad or wgrad, and what it gave
-_FORMATS = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
 
 
 @contextmanager
@@ -130,7 +129,7 @@ class Fp8ChunkLoss:
     def _softmax_gradient(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, QuantizedGradient]:
         """Delayed scaling's scale is the quantizer's, and the chunk's amax goes where its history begins."""
         quantizer = self._gradient_quantizer
-        fp8 = _FORMATS[self.backend.te.DType.cast(quantizer.dtype).name]
+        fp8 = products.fp8_dtype(self.backend.te, quantizer.dtype)
         if self.backend.precision.keeps_history:
             return quantized_softmax_gradient(logits, labels, IGNORE, fp8, quantizer.amax, quantizer.scale)
         amax = torch.zeros(1, dtype=torch.float32, device=logits.device)

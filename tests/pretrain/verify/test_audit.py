@@ -44,7 +44,7 @@ def inputs(random_packs: Callable) -> dict:
 
 
 def observe(packed: PackedLanguageModel, inputs: dict, active: ActivePrecision) -> list[audit.Entry]:
-    return audit.observe(packed, lambda: packed(**inputs), active)
+    return audit.observe(packed, lambda: packed(**inputs), active, {})
 
 
 @pytest.mark.parametrize("kind", LINEARS)
