@@ -13,6 +13,7 @@ from accelerate.utils import gather_object
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from foundation.progress import advance
+from packing.arrow import Packs
 from packing.batch import Microbatch, evaluation_batches
 from packing.mixture import MixedPacks
 from pretrain.checkpoint.folders import step_folder
@@ -53,20 +54,24 @@ def evaluate(run: Run) -> None:
 def held_out_figures(job: Job, model: PackedLanguageModel, accelerator: Accelerator) -> dict[str, float]:
     """`held_out_loss` of the held-out packs that the recipe evaluates on; of several sources, each by as large a part of its
     packs, also that of each as `held_out_loss/NAME`. Collective."""
-    held_out, limit = job.data.held_out, job.recipe.evaluate.packs
-    parts = held_out.parts if isinstance(held_out, MixedPacks) else {"": held_out}
     found = {}
-    for name, packs in parts.items():
-        most = packs_evaluated(len(packs), len(held_out), limit)
+    for name, (packs, most) in evaluated_parts(job).items():
         with evaluation_batches(packs, limit=most, **job.batching(accelerator)) as batches:
             found[name] = held_out_loss(model, batches, accelerator)
-    if len(parts) == 1:
+    if len(found) == 1:
         return next(iter(found.values()))
     tokens = sum(figures["held_out_tokens"] for figures in found.values())
     means = {key: sum(each[key] * each["held_out_tokens"] for each in found.values()) / max(tokens, 1) for key in found[name]}
     perplexity = math.exp(min(means["held_out_loss"], 700.0))
     by_source = {f"held_out_loss/{name}": figures["held_out_loss"] for name, figures in found.items()}
     return means | {"held_out_perplexity": perplexity, "held_out_tokens": tokens} | by_source
+
+
+def evaluated_parts(job: Job) -> dict[str, tuple[Packs, int]]:
+    """By the source's name, its held-out packs and how many of them are evaluated on."""
+    held_out, limit = job.data.held_out, job.recipe.evaluate.packs
+    parts = held_out.parts if isinstance(held_out, MixedPacks) else {"": held_out}
+    return {name: (packs, packs_evaluated(len(packs), len(held_out), limit)) for name, packs in parts.items()}
 
 
 def agreed(accelerator: Accelerator, best: BestEvaluation | None) -> BestEvaluation | None:
@@ -89,8 +94,8 @@ def evaluation_turns(run: Run) -> int | None:
     """Microbatches of an evaluation on each rank; None where no packs are held out."""
     if run.job.data.held_out is None:
         return None
-    packs = min(run.job.recipe.evaluate.packs or len(run.job.data.held_out), len(run.job.data.held_out))
-    return -(-packs // (run.job.plan.microbatch * run.accelerator.num_processes))
+    at_once = run.job.plan.microbatch * run.accelerator.num_processes
+    return sum(-(-most // at_once) for _, most in evaluated_parts(run.job).values())  # each source ends with a whole microbatch
 
 
 def was_evaluated(run: Run) -> bool:

@@ -15,9 +15,11 @@ from transformers import PreTrainedTokenizerFast
 from foundation.errors import InputError
 from packing.arrow import Pack, Packs
 from packing.batch import evaluation_batches
+from packing.mixture import MixedPacks
 from packing.settings import DataSettings
 from packing.store import open_packs
-from pretrain.run.evaluate import held_out_loss, sample
+from pretrain.run import evaluate as evaluation
+from pretrain.run.evaluate import evaluation_turns, held_out_figures, held_out_loss, sample
 from pretrain.run.running import BestEvaluation
 
 
@@ -83,6 +85,30 @@ def test_a_share_of_padding_alone_is_no_tokens_and_no_loss(
     assert evaluate(build_model(), held_out, accelerator, 10, rank=1, world_size=2) == SimpleNamespace(
         loss=0.0, perplexity=1.0, tokens=0
     )
+
+
+@pytest.mark.parametrize(("sources", "limit", "turns"), [(1, None, 4), (1, 4, 2), (2, None, 8), (2, 2, 2), (3, 15, 6)])
+def test_a_bar_has_as_many_turns_as_the_evaluation_of_all_sources(
+    sources: int,
+    limit: int | None,
+    turns: int,
+    held_out: Packs,
+    accelerator: Accelerator,
+    build_model: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = [f"source{number}" for number in range(sources)]  # of 10 packs each, in microbatches of 3
+    packs = MixedPacks(held_out.path, dict.fromkeys(names, held_out), dict.fromkeys(names, 1.0)) if sources > 1 else held_out
+    job = SimpleNamespace(
+        data=SimpleNamespace(held_out=packs),
+        recipe=SimpleNamespace(evaluate=SimpleNamespace(packs=limit)),
+        plan=SimpleNamespace(microbatch=3),
+        batching=lambda accelerator: {"microbatch": 3, "rank": 0, "world_size": 1, "mask_boundaries": True},
+    )
+    counted: list[str] = []
+    monkeypatch.setattr(evaluation, "advance", lambda of: counted.append(of))
+    held_out_figures(job, build_model(), accelerator)
+    assert evaluation_turns(SimpleNamespace(job=job, accelerator=accelerator)) == len(counted) == turns
 
 
 def test_dropout_is_off_and_back_on_afterwards(held_out: Packs, accelerator: Accelerator, build_model: Callable) -> None:
