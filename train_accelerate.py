@@ -444,7 +444,8 @@ def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDeci
 
     # Update, unless the figures say that it would do harm.
     labelled = batches.valid_tokens > 0
-    decision = run.health.check(state.step + 1, loss, gradient_norm, last_checkpoint=run.checkpoints.latest, labelled=labelled)
+    can_go_back = run.checkpoints.latest is not None
+    decision = run.health.check(state.step + 1, loss, gradient_norm, can_go_back=can_go_back, labelled=labelled)
     if decision.proceed:
         optimizer.step(update, clip_coefficient=clip_coefficient)
     elif decision.action == "skip":

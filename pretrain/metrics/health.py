@@ -43,7 +43,6 @@ class TrainingHalted(Exception):
 
     def __init__(self, step: int, message: str) -> None:
         super().__init__(f"step {step}: {message}")
-        self.step = step
 
 
 def some_of(names: Sequence[str]) -> str:
@@ -84,30 +83,30 @@ class Health:
         return "skip" in (self.settings.on_nan, self.settings.on_spike)
 
     def check(
-        self, step: int, loss: float, gradient_norm: float, *, last_checkpoint: str | None = None, labelled: bool = True
+        self, step: int, loss: float, gradient_norm: float, *, can_go_back: bool = False, labelled: bool = True
     ) -> StepDecision:
         """Check a step's mean `loss` (nats per token) and the norm of its whole gradient. Of a step that is not `labelled`, the
         loss of 0 tells nothing of what is usual.
 
         It stops where the settings say so, after CONSECUTIVE_SKIPS skipped steps in a row, and where it should go back but has
-        done so `max_rollbacks` times or has no `last_checkpoint` (None) to go to.
+        done so `max_rollbacks` times or there is no checkpoint to go to (`can_go_back`).
         """
         figures = {"loss": loss, "gradient norm": gradient_norm}
         broken = [f"the {name} is {value}" for name, value in figures.items() if not math.isfinite(value)]
         if broken:
-            return self._decide(step, "on_nan", " and ".join(broken), last_checkpoint)
+            return self._decide(step, "on_nan", " and ".join(broken), can_go_back)
         reason = self._spike(loss) if labelled and self.settings.on_spike != "ignore" else None
         if reason and self.settings.on_spike != "warn":
-            return self._decide(step, "on_spike", reason, last_checkpoint)
+            return self._decide(step, "on_spike", reason, can_go_back)
         self._consecutive_skips = 0
         if labelled:
             self._losses.append(loss)
         return StepDecision(reason=f"step {step}: {reason}" if reason else None)
 
-    def judge_overflow(self, names: Sequence[str], *, last_checkpoint: str | None) -> StepDecision:
+    def judge_overflow(self, names: Sequence[str], *, can_go_back: bool) -> StepDecision:
         """What to do where the last update has left infinity or NaN in weights, called `names`, though its loss and gradient were
         finite: go back where `on_nan` wants that, and else stop, since there is no step to skip any more."""
-        reason, no_way_back = "the update has overflowed", self._no_way_back(last_checkpoint)
+        reason, no_way_back = "the update has overflowed", self._no_way_back(can_go_back)
         if self.settings.on_nan == "rollback":
             if not no_way_back:
                 return StepDecision("rollback", f"{reason}, in {some_of(names)}")
@@ -153,8 +152,8 @@ class Health:
             "more packs a step (`batch.tokens`)"
         )
 
-    def _decide(self, step: int, key: Literal["on_nan", "on_spike"], reason: str, last_checkpoint: str | None) -> StepDecision:
-        wanted, no_way_back = getattr(self.settings, key), self._no_way_back(last_checkpoint)
+    def _decide(self, step: int, key: Literal["on_nan", "on_spike"], reason: str, can_go_back: bool) -> StepDecision:
+        wanted, no_way_back = getattr(self.settings, key), self._no_way_back(can_go_back)
         if wanted == "skip" and self._consecutive_skips < CONSECUTIVE_SKIPS:
             self.skipped_steps += 1
             self._consecutive_skips += 1
@@ -169,12 +168,12 @@ class Health:
         untouched = f"The weights are those of step {step - 1 - self._consecutive_skips}, and nothing is saved after it"
         return StepDecision("stop", f"{reason}. {untouched}", self._remedy(key, wanted))
 
-    def _no_way_back(self, last_checkpoint: str | None) -> str:
+    def _no_way_back(self, can_go_back: bool) -> str:
         """The end of a sentence that says why not; empty where there is one."""
         limit = self.settings.max_rollbacks
         if self.rollbacks >= limit:
             return f", and the run has gone back {limit} times already (`health.max_rollbacks`)"
-        return "" if last_checkpoint is not None else ", and there is no checkpoint yet to go back to (`checkpoint.every`)"
+        return "" if can_go_back else ", and there is no checkpoint yet to go back to (`checkpoint.every`)"
 
     def _remedy(self, key: str, wanted: str) -> str:
         if key == "on_nan":

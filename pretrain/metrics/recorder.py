@@ -29,8 +29,8 @@ class Recorder:
     flops: ModelFlops | None  # the model's floating-point operations; None leaves `tflops` and both utilisations out
     peak_tflops: float | None  # dense BF16 peak of one device; None where the device is not known: then no utilisation
     device: torch.device
+    pack_length: int  # tokens of a pack
     world_size: int = 1  # devices that share each step
-    pack_length: int | None = None  # tokens of a pack; None leaves `samples_per_second` and `mfu_nanogpt` out
     low_precision: LowPrecisionProducts | None = None  # None where none are, or of unknown peak: then no `mfu_recipe_peak`
     energy: EnergyMeter | None = None  # None leaves `joules` out
     clock: Callable[[], float] = time.perf_counter
@@ -73,8 +73,7 @@ class Recorder:
         }
         if self.energy:
             record["joules"] = self._joules
-        if self.pack_length is not None:
-            record["samples_per_second"] = record["tokens_per_second"] / self.pack_length
+        record["samples_per_second"] = record["tokens_per_second"] / self.pack_length
         if self.flops is not None:
             work = step_tokens, sum_squared_lengths
             record["flops_per_token"] = self.flops.step(*work) / step_tokens
@@ -82,9 +81,8 @@ class Recorder:
             if self.peak_tflops is not None:
                 record["peak_tflops"] = self.peak_tflops
                 record["mfu_bf16_peak"] = record["tflops"] / self.peak_tflops
-                if self.pack_length is not None:
-                    by_nanogpt = nanogpt(self.flops, self.pack_length) * record["tokens_per_second"] / self.world_size / TERA
-                    record["mfu_nanogpt"] = by_nanogpt / self.peak_tflops
+                by_nanogpt = nanogpt(self.flops, self.pack_length) * record["tokens_per_second"] / self.world_size / TERA
+                record["mfu_nanogpt"] = by_nanogpt / self.peak_tflops
                 if self.low_precision is not None:
                     at_peak = self.flops.seconds_at_peak(*work, self.peak_tflops, self.low_precision) / self.world_size
                     record["mfu_recipe_peak"] = at_peak / self._seconds

@@ -154,9 +154,9 @@ def replicas_of(accelerator: Accelerator) -> int:
     return accelerator.parallelism_config.dp_replicate_size if accelerator.parallelism_config else 1
 
 
-def full_state_dict(accelerator: Accelerator, model: nn.Module, prefix: str) -> dict[str, Tensor]:
-    """The parameters and persistent buffers of the prepared `model` under `prefix`, whole, on the main process; collective."""
-    state_dict = accelerator.get_state_dict(model)
+def full_state_dict(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor]:
+    """The parameters and persistent buffers of the prepared `model`'s `hf`, whole, on the main process; collective."""
+    state_dict, prefix = accelerator.get_state_dict(model), "hf."
     return {name.removeprefix(prefix): tensor for name, tensor in state_dict.items() if name.startswith(prefix)}
 
 

@@ -30,6 +30,7 @@ WIDTH = 100  # of the rendered plan, or as many columns as a narrower terminal h
 SMALL_HIDDEN = 768  # at which low precision was measured not to pay; at 2,048 it does, and between them nothing was measured
 SOME = 0.005  # a share worth a word
 ASSUMED_SHARES = (0.5, 0.3)  # of the peak, between which runs of dense models usually lie
+ASSUMED_SPEED = f"{' to '.join(f'{100 * share:g}' for share in ASSUMED_SHARES)} %"
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ class Plan:
         return max(estimates, key=lambda estimate: estimate.total(self.microbatch or 1))
 
     def fairness(self, data_fingerprint: str) -> dict[str, Any]:
-        """What two runs must have in common for their losses to be compared; `pretrain.compare.report` asks for it."""
+        """What summary.json says of the text that a run was trained on; `pretrain.compare` tells by it what may be compared."""
         return {"seed": self.recipe.seed, "tokens_per_step": self.tokens_per_step, "data_fingerprint": data_fingerprint}
 
     @property
@@ -227,6 +228,11 @@ class Plan:
     def expected_microbatch(self) -> int:
         """The microbatch, or the one that `auto` should find by the estimate."""
         return self.microbatch or microbatch_candidates(self.microbatch_sizes, self.memory, self.devices.memory, share=1.0)[0]
+
+    @property
+    def packs_at_once(self) -> int:
+        """`expected_microbatch`, or all packs that a device has in a step where they are fewer."""
+        return min(self.expected_microbatch, self.packs_per_rank)
 
     @property
     def warnings(self) -> list[str]:
@@ -421,13 +427,14 @@ def _time_line(plan: Plan) -> str:
     """At the stated speed; without one, at two utilisations between which runs of dense models usually lie."""
     precision = plan.computes
     if plan.tokens_per_second:
-        tflops = plan.tokens_per_second * plan.flops_per_token / 1e12
+        tflops = plan.tokens_per_second * plan.flops_per_token / units.TERA
         share = f", {units.percent(tflops / plan.peak_tflops)} of the {precision} peak" if plan.peak_tflops else ""
         speed = f"{plan.tokens_per_second:,.0f} tokens/s ({tflops:.4g} TFLOP/s{share})"
         return f"{units.duration(plan.hours * 3600)} at {speed}"
     if plan.peak_tflops:
-        fast, slow = (units.duration(plan.total_flops / (share * plan.peak_tflops * 1e12)) for share in ASSUMED_SHARES)
-        return f"{fast} to {slow} at 50 to 30 % of the {precision} peak, {plan.peak_tflops:,.4g} TFLOP/s: assumed, not measured"
+        fast, slow = (units.duration(plan.total_flops / (share * plan.peak_tflops * units.TERA)) for share in ASSUMED_SHARES)
+        speed = f"{ASSUMED_SPEED} of the {precision} peak, {plan.peak_tflops:,.4g} TFLOP/s"
+        return f"{fast} to {slow} at {speed}: assumed, not measured"
     if plan.emulated:
         return "not known: no speed is stated or measured yet; emulation takes up to three times as long as BF16"
     return "not known: no speed is stated or measured yet, and no peak of this device is known"

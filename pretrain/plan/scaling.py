@@ -22,7 +22,7 @@ from foundation import units
 from foundation.errors import InputError
 from foundation.tables import screen_width
 from foundation.units import GIB, plural
-from pretrain.plan.plan import ASSUMED_SHARES, WIDTH, Plan
+from pretrain.plan.plan import ASSUMED_SHARES, ASSUMED_SPEED, WIDTH, Plan
 from pretrain.plan.preflight import fits_gathered
 from pretrain.plan.spare import spend_spare_memory
 from pretrain.settings.launch_topology import Sharding
@@ -105,11 +105,7 @@ class Scaled:
 
     @property
     def microbatches(self) -> int:
-        return -(-self.plan.packs_per_rank // self.microbatch)
-
-    @property
-    def microbatch(self) -> int:
-        return min(self.plan.expected_microbatch, self.plan.packs_per_rank)
+        return -(-self.plan.packs_per_rank // self.plan.packs_at_once)
 
     def exchanges(self) -> list[Exchange]:
         """What hides behind backward, then what does behind forward, then the sums of replicas."""
@@ -201,7 +197,7 @@ def speeds_of(plan: Plan) -> list[float]:
     """Tokens/s of one GPU: the stated or measured one, or two assumed ones, the faster first; none where no peak is known."""
     if plan.tokens_per_second:
         return [plan.tokens_per_second / plan.devices.count]
-    peak = (plan.peak_tflops or 0) / plan.devices.count * 1e12
+    peak = (plan.peak_tflops or 0) / plan.devices.count * units.TERA
     return [share * peak / plan.flops_per_token for share in ASSUMED_SHARES] if peak else []
 
 
@@ -224,7 +220,7 @@ def _lines(cases: list[Scaled]) -> Iterator[tuple[str, str]]:
         topology = f"hsdp, a replica a machine, {topology} inside it"
     speed = " to ".join(f"{each.speed:,.0f}" for each in cases)
     yield "scaling", f"{plural(cluster.gpus, 'GPU')} on {plural(cluster.nodes, 'machine')}, {topology}; one GPU {speed} tokens/s"
-    packs = f"a GPU has {one.microbatches} x {plural(one.microbatch, 'pack')}"
+    packs = f"a GPU has {one.microbatches} x {plural(one.plan.packs_at_once, 'pack')}"
     yield "", f"a step: compute {_range(units.duration(each.compute) for each in cases)} ({packs})"
     inside, between = (sum(getattr(each, name) for each in one.exchanges()) for name in ("inside", "between"))
     yield "", f"sent by a GPU inside its machine: {inside / 1e9:,.2f} GB, which cost {units.duration(one.inside)}"
@@ -238,7 +234,7 @@ def _lines(cases: list[Scaled]) -> Iterator[tuple[str, str]]:
     ends = _both(cases, lambda each, hidden: f"{plural(each.scales_to(hidden=hidden), 'GPU')}")
     yield "", f"{100 * ENOUGH:.0f} % or more at {tokens}: up to {ends}"
     if devices.memory:
-        needed, limit = (units.memory(size / GIB) for size in (one.plan.memory.total(one.microbatch), devices.memory))
+        needed, limit = (units.memory(size / GIB) for size in (one.plan.memory.total(one.plan.packs_at_once), devices.memory))
         yield "", f"memory: about {needed} of {limit} a GPU"
 
 
@@ -254,7 +250,7 @@ def _range(texts: Iterable[str]) -> str:
 def _assumptions(one: Scaled, plan: Plan, links: Links, known: str | None) -> Iterator[tuple[str, str]]:
     device = f"{known}'s" if known else f"{ASSUMED}'s, as {plan.devices.name or 'this device'} is not in the table"
     if not plan.tokens_per_second:
-        yield "assumed", f"speed: 50 to 30 % of the {plan.computes} peak; --tokens-per-second N states one GPU's"
+        yield "assumed", f"speed: {ASSUMED_SPEED} of the {plan.computes} peak; --tokens-per-second N states one GPU's"
     elif plan.devices.count > 1:
         yield "assumed", f"speed: that of {plan.devices.count} GPUs divided by their number, what they exchanged included"
     else:

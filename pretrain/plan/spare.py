@@ -30,7 +30,8 @@ def spend_spare_memory(plan: Plan) -> Plan:
     plan = replace(plan, chunk=None, keeps_rotated=False)
     if plan.devices.memory is None or plan.devices.name == "CPU":  # nothing is kept on a CPU
         return plan
-    fits = [size for size in plan.microbatch_sizes if size <= min(_enough(plan), plan.expected_microbatch)]
+    enough = max(1, FULL_SPEED // plan.recipe.data.length)
+    fits = [size for size in plan.microbatch_sizes if size <= min(enough, plan.expected_microbatch)]
     packs = plan.microbatch or max(fits, default=1)
     if plan.recipe.loss.kind == "chunked" and plan.recipe.loss.chunk == "auto":
         plan = replace(plan, chunk=_chunk(plan, packs))
@@ -54,7 +55,3 @@ def _chunk(plan: Plan, packs: int) -> int | None:
 
 def _has_room(plan: Plan, packs: int) -> bool:
     return plan.memory.total(packs) <= (1 - KEPT_FREE) * plan.devices.memory
-
-
-def _enough(plan: Plan) -> int:
-    return max(1, FULL_SPEED // plan.recipe.data.length)

@@ -104,8 +104,7 @@ class ListedRecipe:
         if self.estimate is None:
             return UNKNOWN
         plan = self.estimate.plan
-        size = min(plan.expected_microbatch, plan.packs_per_rank)
-        return f"{units.memory(plan.memory.total(size) / GIB)} with {size}"
+        return f"{units.memory(plan.memory.total(plan.packs_at_once) / GIB)} with {plan.packs_at_once}"
 
     @property
     def time(self) -> str:
@@ -168,7 +167,7 @@ def listed(path: Path, accelerator: Accelerator) -> ListedRecipe:
         if estimate.obstacle:
             return ListedRecipe(path, recipe, head, obstacle=estimate.obstacle)
         plan = estimate.plan
-        if plan.memory.total(min(plan.expected_microbatch, plan.packs_per_rank)) <= plan.devices.memory:
+        if plan.memory.total(plan.packs_at_once) <= plan.devices.memory:
             return ListedRecipe(path, recipe, head, estimate)
     return ListedRecipe(path, recipe, head, obstacle=f"does not fit into {COUNTS[-1]} x H200")
 

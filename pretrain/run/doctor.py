@@ -55,7 +55,7 @@ def row_of(patient: Patient, bench: Bench, name: str, process: Process | None, k
     """On hardware where it works, else emulated, else the reason."""
     version = known["environment"]["packages"].get("transformer-engine")
     quantized = PRECISIONS[name].quantized
-    why = known["missing"].get(name) if quantized else None
+    why = known["missing"].get(name)
     row = Row(name, why=why or "")
     for way in ["emulation"] if why else ["transformer_engine", "emulation"] if quantized else ["torch"]:
         findings: list[Finding] = []

@@ -26,7 +26,7 @@ from pretrain.checkpoint.state import check_same_source
 from pretrain.checkpoint.weights import SavedWeights
 from pretrain.compare.figures import picture_of_losses
 from pretrain.metrics.run_folder import RunFolder
-from pretrain.metrics.run_record import RunRecord, is_step, own_evaluations, read_metrics, read_run
+from pretrain.metrics.run_record import RunRecord, own_evaluations, read_metrics, read_run
 from pretrain.model import huggingface as model
 from pretrain.model.distributed import full_state_dict
 from pretrain.optimizer.adamw_update import Weights
@@ -205,7 +205,7 @@ def _card_of(saved: SavedModel, tokenizer: bool) -> dict[str, bytes]:
         run = until(read_run(saved.run_dir), step_of(saved.weights.folder))
     except (InputError, ValueError):  # a folder that was renamed has no step
         return {}
-    if not any(is_step(record) for record in run.metrics):
+    if not run.steps:
         return {}
     return {CARD: model_card(run, saved.hf, tokenizer=tokenizer).encode(), PICTURE: picture_of_losses([run])}
 
@@ -218,7 +218,7 @@ def export_trained(run: Run, record: RunRecord | None) -> None:
     """
     hf, weights = run.assembly.hf, {}
     if not run.checkpoints.disks.are_one:
-        weights = full_state_dict(run.accelerator, run.assembly.model, prefix="hf.")
+        weights = full_state_dict(run.accelerator, run.assembly.model)
     if not run.accelerator.is_main_process:
         return
     read = weights.__getitem__ if weights else _reader(SavedWeights(run.checkpoints.current), hf, run.job.recipe.weights)

@@ -165,8 +165,8 @@ def sections(
     model = f"{units.count(plan.flops.parameters)} parameters"
     yield f"{plan.recipe.name}: {plan.requested} compute, {plan.recipe.weights} weights, {model}"
     yield "─" * screen_width(WIDTH)
-    yield from _subject("horizon", [_horizon(plan)])
-    yield from _subject("step", [_batch(plan)])
+    yield wrapped("horizon", _horizon(plan), screen_width(WIDTH))
+    yield wrapped("step", _batch(plan), screen_width(WIDTH))
     yield "\nTime" + (" and cost, at the prices given" if prices else "; --price-per-hour PRICE adds the cost")
     yield _time_table(found, prices, options.hours)
     yield from _noted([*_notes_on_time(found, runs), *left_out(job, runs, targets), *notices])
@@ -179,11 +179,6 @@ def sections(
     yield from _fits(plan, options.flops)
     if warnings := [f"warning: {text}" for text in plan.warnings if text.startswith("`data.packs`")]:
         yield from ("", *_noted(warnings))
-
-
-def _subject(name: str, lines: Sequence[str]) -> Iterator[str]:
-    for index, line in enumerate(lines):
-        yield wrapped("" if index else name, line, screen_width(WIDTH))
 
 
 def _noted(texts: Iterable[str]) -> Iterator[str]:
@@ -248,7 +243,7 @@ def _memory_table(found: Sequence[Estimate], accumulation: int | None) -> str:
         plan, limit = row.plan, row.plan.devices.memory
         if row.obstacle or row.target in lines:
             continue
-        size = min(plan.expected_microbatch, plan.packs_per_rank)
+        size = plan.packs_at_once
         takes = plan.memory.total(size)
         chosen = "the recipe's" if plan.microbatch == size else "the largest that fits"
         if size == plan.packs_per_rank != plan.microbatch:

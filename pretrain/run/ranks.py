@@ -26,7 +26,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -103,8 +103,7 @@ class Beat:
 
     @classmethod
     def read(cls, text: bytes) -> Beat:
-        values = json.loads(text)
-        return cls(**{field.name: values[field.name] for field in fields(cls)})
+        return cls(**json.loads(text))
 
 
 def hanging(beats: Mapping[int, Beat], limit: float) -> list[int]:

@@ -89,7 +89,7 @@ def judge_weights(run: Run) -> StepDecision:
     names = tensors_not_finite(run)
     if not names:
         return StepDecision()
-    decision = run.health.judge_overflow(names, last_checkpoint=run.checkpoints.latest)
+    decision = run.health.judge_overflow(names, can_go_back=run.checkpoints.latest is not None)
     if decision.action == "stop":
         run.trackers.note({"step": run.state.step, "event": "halted", "reason": f"{decision.reason}: {some_of(names)}"})
     return decision

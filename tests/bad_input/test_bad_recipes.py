@@ -159,7 +159,7 @@ def test_every_mistake_of_a_recipe_file_is_named_at_once(refusal, small_recipe, 
         ("name: a\nname: b", r"recipe.yaml: not valid YAML: key `name` stands twice.*line 2"),
     ],
 )
-def test_a_file_that_is_no_recipe_is_refused(content, says, refusal, tmp_path, monkeypatch):
+def test_a_file_that_is_no_recipe_is_refused(content, says, refusal, monkeypatch):
     monkeypatch.setattr(yaml, "safe_dump", lambda recipe: content)
     assert re.search(says, refusal())
 

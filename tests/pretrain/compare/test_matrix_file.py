@@ -129,7 +129,7 @@ def test_the_baseline_is_the_one_cell_that_fits(matrix):
         matrix(baseline={"precision": "fp16"})
 
 
-def test_named_cells_are_trained_under_every_combination_of_their_groups_axes_in_order(matrix, tmp_path):
+def test_named_cells_are_trained_under_every_combination_of_their_groups_axes_in_order(matrix):
     named = {"bf16": {"precision": "bf16"}, "head": {"precision": "delayed", "fp8_config": {"scope": "linear+head"}}}
     again = {"again": {"precision": "bf16", "name": "again"}}
     groups = [{"axes": {"seed": [1, 2]}, "cells": named}, {"axes": {"seed": [1]}, "cells": again}]

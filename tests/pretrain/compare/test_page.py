@@ -188,7 +188,7 @@ def test_memory_by_part_tells_what_was_measured_from_what_was_planned(tmp_path):
     assert "as the plan had reckoned it before" in text_of(render(RunComparison.over([run])))
 
 
-def test_runs_kept_in_a_result_file_are_compared_as_runs_are(tmp_path, capsys):
+def test_runs_kept_in_a_result_file_are_compared_as_runs_are():
     runs = read_runs([KEPT], Path("bf16-fp32"))
     assert len(runs) == 18 and runs[0].name == "bf16-fp32" and runs[0].side_by_side
     comparison = RunComparison.over(runs)

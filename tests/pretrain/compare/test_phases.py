@@ -144,7 +144,7 @@ def test_a_setting_of_one_cell_leaves_the_overrides_of_the_others_as_they_are(ph
     assert found == [(9, 4), (9, 8), (6, 2), (9, 2)], "the recipe's own train.steps is none of these"
 
 
-def test_a_later_phase_may_need_what_an_earlier_one_sets(phases_file, tmp_path):
+def test_a_later_phase_may_need_what_an_earlier_one_sets(phases_file):
     precision = {"name": "precision", "axes": {"precision": ["current"], "fp8_config.on_unsupported": ["emulate"]}}
     option = {"name": "option", "axes": {"fp8_config.fp8_format": ["E4M3"]}}
     assert [len(matrix.runs) for matrix in load_phases(phases_file(precision, option), []).check()] == [1, 1]

@@ -43,7 +43,7 @@ def flops() -> ModelFlops:
 
 def test_the_rates_are_those_of_the_whole_step_over_all_devices(flops):
     clock = Clock()
-    recorder = Recorder(flops=flops, peak_tflops=2.0, device=CPU, world_size=4, clock=clock)
+    recorder = Recorder(pack_length=512, flops=flops, peak_tflops=2.0, device=CPU, world_size=4, clock=clock)
     with recorder.step():
         clock.now += 0.5
     record = recorder.finish(**figures(), skipped=False)
@@ -57,27 +57,30 @@ def test_the_rates_are_those_of_the_whole_step_over_all_devices(flops):
 
 def test_the_object_has_the_keys_that_metrics_jsonl_promises_and_no_others(flops):
     def keys(**parts):
-        recorder = Recorder(device=CPU, **parts)
+        recorder = Recorder(pack_length=512, device=CPU, **parts)
         with recorder.step():
             pass
         return list(recorder.finish(**figures()))
 
     always = ["step", "tokens", "epoch", "loss", "learning_rate", "gradient_norm", "step_ms", "data_wait_ms", "tokens_per_second"]
+    always += ["samples_per_second"]
     end, counted = ["memory_gib", "recompiles"], ["flops_per_token", "tflops"]
     assert keys(flops=None, peak_tflops=None) == [*always, *end]
     assert keys(flops=flops, peak_tflops=None) == [*always, *counted, *end]
-    assert keys(flops=flops, peak_tflops=989.0) == [*always, *counted, "peak_tflops", "mfu_bf16_peak", *end]
+    with_peak = [*counted, "peak_tflops", "mfu_bf16_peak", "mfu_nanogpt"]
+    assert keys(flops=flops, peak_tflops=989.0) == [*always, *with_peak, *end]
     low = LowPrecisionProducts(weights=1, peak_tflops=1979.0)
-    all_of_them = [*counted, "peak_tflops", "mfu_bf16_peak", "mfu_nanogpt", "mfu_recipe_peak"]
-    given = {"flops": flops, "low_precision": low, "pack_length": 512}
-    assert keys(peak_tflops=989.0, **given) == [*always, "samples_per_second", *all_of_them, *end]
-    assert keys(peak_tflops=None, **given) == [*always, "samples_per_second", *counted, *end]
+    given = {"flops": flops, "low_precision": low}
+    assert keys(peak_tflops=989.0, **given) == [*always, *with_peak, "mfu_recipe_peak", *end]
+    assert keys(peak_tflops=None, **given) == [*always, *counted, *end]
 
 
 def test_energy_is_that_of_each_step_alone_and_a_summary_divides_all_tokens_by_all_of_it():
     counter = iter([100.0, 100.0, 500.0, 540.0, 1000.0, 1000.0, 1000.0, 1060.0])  # coarse: it moves now and then
     AcceleratorState._reset_state(reset_partial_state=True)
-    recorder = Recorder(flops=None, peak_tflops=None, device=CPU, energy=EnergyMeter(Accelerator(cpu=True), counter.__next__))
+    recorder = Recorder(
+        pack_length=512, flops=None, peak_tflops=None, device=CPU, energy=EnergyMeter(Accelerator(cpu=True), counter.__next__)
+    )
     records = []
     for step in range(1, 5):
         with recorder.step():
@@ -92,7 +95,7 @@ def test_energy_is_that_of_each_step_alone_and_a_summary_divides_all_tokens_by_a
 
 def test_samples_are_packs_and_the_other_utilisation_counts_as_nanogpt_does(flops):
     clock = Clock()
-    recorder = Recorder(flops=flops, peak_tflops=2.0, device=CPU, world_size=4, pack_length=512, clock=clock)
+    recorder = Recorder(pack_length=512, flops=flops, peak_tflops=2.0, device=CPU, world_size=4, clock=clock)
     with recorder.step():
         clock.now += 0.5
     record = recorder.finish(**figures())
@@ -105,7 +108,7 @@ def test_samples_are_packs_and_the_other_utilisation_counts_as_nanogpt_does(flop
 def test_a_mixed_run_is_held_against_the_peak_of_each_products_precision(flops):
     clock = Clock()
     low = LowPrecisionProducts(weights=2 * 3 * 64 * 128, peak_tflops=4.0)  # the two layers' MLPs
-    recorder = Recorder(flops=flops, peak_tflops=2.0, device=CPU, world_size=4, low_precision=low, clock=clock)
+    recorder = Recorder(pack_length=512, flops=flops, peak_tflops=2.0, device=CPU, world_size=4, low_precision=low, clock=clock)
     with recorder.step():
         clock.now += 0.5
     record = recorder.finish(**figures())
@@ -117,7 +120,7 @@ def test_a_mixed_run_is_held_against_the_peak_of_each_products_precision(flops):
 
 def test_time_between_steps_is_in_no_step_and_time_for_data_is():
     clock = Clock()
-    recorder = Recorder(flops=None, peak_tflops=None, device=CPU, clock=clock)
+    recorder = Recorder(pack_length=512, flops=None, peak_tflops=None, device=CPU, clock=clock)
     with recorder.step():
         clock.now += 0.02
     clock.now += 0.2
@@ -127,7 +130,7 @@ def test_time_between_steps_is_in_no_step_and_time_for_data_is():
 def test_graphs_compiled_after_the_second_step_are_counted_where_they_were_compiled():
     torch.compiler.reset()
     compiled = torch.compile(lambda x: x * 2 + 1, backend="eager", dynamic=False)
-    recorder = Recorder(flops=None, peak_tflops=None, device=CPU)
+    recorder = Recorder(pack_length=512, flops=None, peak_tflops=None, device=CPU)
     counts = []
     for size in (2, 3, 3, 4, 4, 5, 2):
         with recorder.step():

@@ -212,7 +212,7 @@ def test_an_evaluation_takes_of_each_source_as_large_a_part_and_at_least_a_pack(
 
 
 @pytest.mark.parametrize("as_file", [True, False])
-def test_the_data_s_tokenizer_is_loaded_from_a_file_or_a_folder(as_file: bool, settings: DataSettings, tmp_path: Path) -> None:
+def test_the_data_s_tokenizer_is_loaded_from_a_file_or_a_folder(as_file: bool, settings: DataSettings) -> None:
     folder = Path(settings.tokenizer)
     PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), eos_token="<|endoftext|>").save_pretrained(folder)
     chosen = settings.model_copy(update={"tokenizer": str(folder / "tokenizer.json" if as_file else folder)})

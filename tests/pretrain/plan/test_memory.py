@@ -22,7 +22,6 @@ from pretrain.precision.settings import ActivePrecision
 from pretrain.settings.recipe import Recipe
 
 ROOT = Path(__file__).parents[3]
-IN_WEIGHTS_DTYPE = {"fp32": "fp32", "bf16": "bf16", "bf16_exact": "bf16"}  # gradients, when some peaks below were measured
 EXACT = {"weights": "bf16_exact"}
 SHAPE = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "vocab_size": 151936}
 HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}

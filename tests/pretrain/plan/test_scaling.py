@@ -127,7 +127,7 @@ def test_where_it_stops_scaling_is_the_last_size_of_ninety_percent(models: dict[
     assert scaling(models["qwen3"], 8, batch={"tokens": 4096, "microbatch": 1}).scales_to(hidden=True) == 1
 
 
-def test_devices_are_known_by_name_and_others_are_assumed_and_said_to_be(models: dict[str, PreTrainedModel]) -> None:
+def test_devices_are_known_by_name_and_others_are_assumed_and_said_to_be() -> None:
     assert links_of("NVIDIA B200", None) == (Links(900.0, 400.0), "B200")
     assert links_of("NVIDIA H100 80GB HBM3", 200.0) == (Links(450.0, 200.0), "H100")
     assert links_of("NVIDIA H100 PCIe", None)[1] is None and links_of("CPU", None) == (H200, None)
