@@ -7,7 +7,8 @@ one differentiable operator, which torch.compile leaves whole. What is to know a
   was compiled is kept on disk, in `$XDG_CACHE_HOME/pretrain/flash_attn_4` unless FLASH_ATTENTION_CUTE_DSL_CACHE_DIR says another
   folder, so that a second process does not wait.
 * Blocks of keys add to dQ as they finish, so its last bits may differ from run to run. `deterministic: true` asks for the fixed
-  order, which takes a tenth longer.
+  order, which takes a tenth longer. On Blackwell heads of 256 have a backward of their own: its blocks share no sum, so that it
+  repeats its bits in any case (4.0.0b36, which is pinned; earlier ones refuse to be asked for that).
 * Offsets may end in empty slots.
 """
 

@@ -326,6 +326,16 @@ def test_flash_attention_4_is_not_taken_on_a_b200_for_heads_that_it_has_for_hopp
     assert "fa4 4 has no kernel for heads of 192 on Blackwell" in chosen(192).reason and chosen(192).name == "packed_cudnn"
 
 
+def test_flash_attention_4_is_taken_on_a_b200_for_heads_of_256_whose_bits_are_to_repeat(on_an_h200: pytest.MonkeyPatch) -> None:
+    """The version that is pinned has a backward of its own for them, which always repeats its bits; the trial asks it again."""
+    on_an_h200.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    on_an_h200.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    on_an_h200.setattr(flash, "installed", lambda: True)
+    on_an_h200.setattr(flash, "_kernels", lambda: None)
+    for asked in ("auto", "flash_attn"):
+        assert attention.choose(asked, "cuda", Heads(16, 8, 256), torch.bfloat16, 4096).name == "packed_fa4"
+
+
 @pytest.mark.parametrize("heads", [Heads(6, 2, 16), Heads(4, 1, 16), Heads(3, 3, 16)], ids=str)
 @pytest.mark.parametrize("kind", ["contiguous", "transposed", "expanded"])
 def test_the_backward_of_heads_apart_is_that_of_all_in_one_call(
