@@ -24,7 +24,10 @@ class Block(QuantizedPrecision):
     name = "block"
     order = 40
     colour = "#009E73"
-    description = "FP8 E4M3 products; a scale for 1x128 values of activations and gradients, for 128x128 of weights"
+    description = (
+        "FP8 E4M3 products; a scale for 1x128 values of activations and gradients, for 128x128 of weights; from sm_100 on "
+        "Transformer Engine multiplies the same codes as MXFP8, each scale written once for 32 values"
+    )
     peak = "fp8"
     multiple_of = 128
     options: Mapping[str, Option] = {
@@ -72,9 +75,6 @@ class Block(QuantizedPrecision):
             "fp8_gemm_wgrad": te.MMParams(use_split_accumulator=True),
         }
         return te.Float8BlockScaling, arguments, self.te_fp8_quantization(te, power_of_two=not settings.use_f32_scales)
-
-    def te_operand_kinds(self, settings: OptionValues, role: Role) -> set[str]:
-        return {self.operand_kind(settings, role), "mxfp8 e4m3"}  # a Blackwell computes it as MXFP8
 
     def against_underflow(self, settings: OptionValues) -> str:
         return "`precision=mxfp8` has a scale for every 32 values; `fp8_config.keep_bf16_layers` takes layers out"

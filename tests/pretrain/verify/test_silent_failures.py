@@ -212,6 +212,8 @@ def test_on_transformer_engine_another_format_of_as_many_bits_is_told_apart() ->
         found("block", ("forward", e4m3, squares), ("dgrad", rows, squares), ("wgrad", rows, rows))
         == f"forward {e4m3} x {squares}"
     )
+    mxfp8 = "mxfp8 e4m3"  # what Blackwell's products make of blocks, inside of the one function that is watched
+    assert found("block", *((gemm, mxfp8, mxfp8) for gemm in ("forward", "dgrad", "wgrad"))).startswith(f"dgrad {mxfp8}")
     assert found("current", ("forward", e5m2, e4m3), ("dgrad", e5m2, e4m3), ("wgrad", e5m2, e4m3)) == f"forward {e5m2} x {e4m3}"
     assert found("current", ("forward", e4m3, e4m3), ("wgrad", e5m2, e4m3)) == "dgrad not run"
 
