@@ -2,6 +2,9 @@
 
 Its tensors are read as its kernels wrote them: which byte is which value's, and where its scale stands. docs/precision.md says
 which operand is quantized along which axis.
+
+Training has scales written in the order in which Blackwell's products read them (`optimize_for_gemm`), by other templates of the
+same kernels. That order is not read here: scales are compared in the plain one, and codes, which lie alike, in both.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ ROWS, FEATURES = 512, 768
 # E2M1's eight magnitudes by their three bits; the fourth is the sign.
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 TRANSFORMED = 0.01  # of the codes may differ after a Hadamard transform, whose sums come in another order
+_NAMES: dict[Along, str] = {"features": "rowwise", "rows": "columnwise"}  # the library's, of what a product sums along
 _NVFP4_SCALES = 6.0 * 448.0  # what a tensor's largest value is divided by, to be its scale
 
 
@@ -33,11 +37,11 @@ def compare_operands(active: ActivePrecision, device: torch.device) -> Iterator[
     active = without_stochastic_rounding(active)
     precision, settings = active.precision, active.settings
     backend = TransformerEngineBackend(active, device)
-    quantizers = backend.product("operands", FEATURES, FEATURES, bias=False).linear.quantizers
+    linear = backend.product("operands", FEATURES, FEATURES, bias=False).linear
     for role in get_args(Role):
         direction, slot = PLACES[role]
         direction = TE_DIRECTIONS[direction]
-        quantizer = quantizers[direction][slot]
+        quantizer = linear.quantizers[direction][slot]
         quantizer.set_usage(rowwise=True, columnwise=True)
         x = values(device, seed=slot + len(direction))
         scale = None
@@ -45,6 +49,10 @@ def compare_operands(active: ActivePrecision, device: torch.device) -> Iterator[
             quantizer.scale.fill_(37.0)
             scale = torch.tensor(37.0, device=device)
         theirs = quantizer(x)
+        # As pretrain.model.fused.te_arithmetic and the library's own linears ask for it.
+        quantizer.optimize_for_gemm = role != "weight" or linear._enable_weight_preswizzle(quantizer, x)
+        in_training = quantizer(x)
+        quantizer.optimize_for_gemm = False
         for along in get_args(Along):
             parts = read(backend.te, theirs, along)
             if parts is None:  # Blackwell's products read one layout both ways
@@ -52,7 +60,9 @@ def compare_operands(active: ActivePrecision, device: torch.device) -> Iterator[
             ours = precision.quantizer(settings, role, along)(x, scale, None)
             transformed = along == "rows" and precision.transform(settings, role) is not None
             name = f"{role} along {along}" + (f", transformed ({TRANSFORMED:.0%} may differ)" if transformed else "")
-            yield name, difference(parts, ours, TRANSFORMED if transformed else 0.0)
+            share = TRANSFORMED if transformed else 0.0
+            codes = (_data(backend.te, each, along) for each in (theirs, in_training))
+            yield name, difference(parts, ours, share) or difference_in_training(*codes, share)
 
 
 def values(device: torch.device, seed: int) -> Tensor:
@@ -70,14 +80,13 @@ def values(device: torch.device, seed: int) -> Tensor:
 def read(te: Any, tensor: Any, along: Along) -> tuple[Tensor, Tensor] | None:
     """Codes and the scales that decode them, FP32, both with the sum's axis last, [rows, features] or [features, rows]; None:
     there is no layout of its own for this axis."""
-    rows = along == "features"
-    name = "rowwise" if rows else "columnwise"
-    if isinstance(tensor, te.Float8TensorStorage):
-        data = tensor._data if rows else tensor._transpose
-        return None if data is None else (_fp8(te, tensor, data), tensor._scale_inv.reshape(1, 1).expand(data.shape))
-    data, scales = getattr(tensor, f"_{name}_data"), getattr(tensor, f"_{name}_scale_inv")
+    data = _data(te, tensor, along)
     if data is None:
         return None
+    if isinstance(tensor, te.Float8TensorStorage):
+        return _fp8(te, tensor, data), tensor._scale_inv.reshape(1, 1).expand(data.shape)
+    rows, name = along == "features", _NAMES[along]
+    scales = getattr(tensor, f"_{name}_scale_inv")
     if isinstance(tensor, te.MXFP8TensorStorage):  # columns as they lie, each scale for 32 values below each other
         codes, powers = _fp8(te, tensor, data), torch.exp2(scales.float() - 127)
         codes, powers = (codes, powers) if rows else (codes.t(), powers.t())
@@ -92,6 +101,13 @@ def read(te: Any, tensor: Any, along: Along) -> tuple[Tensor, Tensor] | None:
         wide = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
         return codes, wide[: codes.shape[0], : codes.shape[1]]
     return codes, _spread(scales.t(), codes, 128)
+
+
+def _data(te: Any, tensor: Any, along: Along) -> Tensor | None:
+    """The bytes of its codes, as they lie."""
+    if isinstance(tensor, te.Float8TensorStorage):
+        return tensor._data if along == "features" else tensor._transpose
+    return getattr(tensor, f"_{_NAMES[along]}_data")
 
 
 def _spread(scales: Tensor, codes: Tensor, block: int) -> Tensor:
@@ -126,3 +142,15 @@ def difference(theirs: tuple[Tensor, Tensor], ours: Quantized, share: float = 0.
     first = f"{codes[at]:g} x {scales[at]:g}, ours {ours.codes[at]:g} x {our_scales[at]:g}"
     said = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
     return f"{said} of {codes.numel():,} differ, first at {at}: {first}"
+
+
+def difference_in_training(plain: Tensor, ordered: Tensor | None, share: float = 0.0) -> str | None:
+    """How many bytes of codes are others where scales are written as products read them; None if none is, or up to this `share`.
+    A code that rounds the other way is a byte at most."""
+    if ordered is None or ordered.shape != plain.shape:
+        theirs = "none" if ordered is None else list(ordered.shape)
+        return f"the codes are {list(plain.shape)}, and {theirs} where scales are written as training asks for them"
+    count = int((ordered.view(torch.uint8) != plain.view(torch.uint8)).sum())
+    if count <= share * plain.numel():
+        return None
+    return f"{count:,} bytes of {plain.numel():,} are others where scales are written as training asks for them"

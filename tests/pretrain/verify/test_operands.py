@@ -15,8 +15,9 @@ from torch import Tensor
 from pretrain.precision.formats.definition import Along, Role
 from pretrain.precision.quantizers.grid import Quantized
 from pretrain.precision.registry import PRECISIONS
-from pretrain.precision.settings import LowPrecisionSettings
-from pretrain.verify.operands import FEATURES, ROWS, difference, read, values
+from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
+from pretrain.verify import operands
+from pretrain.verify.operands import FEATURES, ROWS, compare_operands, difference, read, values
 
 
 class Float8TensorStorage(SimpleNamespace):
@@ -49,11 +50,11 @@ def padded(scales: Tensor, rows: int, columns: int) -> Tensor:
     return out
 
 
-def stored(precision: str, role: Role) -> tuple[Any, dict[Along, Quantized]]:
+def stored(precision: str, role: Role, seed: int = 1) -> tuple[Any, dict[Along, Quantized]]:
     """Our operands along both axes as one tensor of the library."""
     settings = LowPrecisionSettings().resolved(precision)
     settings = settings.model_copy(update={"disable_stochastic_rounding": True} if precision == "nvfp4" else {})
-    x, definition = values(torch.device("cpu"), seed=1), PRECISIONS[precision]
+    x, definition = values(torch.device("cpu"), seed), PRECISIONS[precision]
     ours = {along: definition.quantizer(settings, role, along)(x, torch.tensor(37.0), None) for along in get_args(Along)}
     grid = ours["features"].grid
     rows, columns = ours["features"], ours["rows"]
@@ -146,3 +147,61 @@ def test_a_layout_that_is_not_there_is_not_compared() -> None:
     tensor, _ = stored("current", "input")
     tensor._transpose = None
     assert read(TE, tensor, "rows") is None
+
+
+class Library:
+    """In the place of a backend on Transformer Engine: right operands, whose scales it writes in another order for products; and
+    of which `wrong` bytes of codes are then others."""
+
+    def __init__(self, precision: str, wrong: int) -> None:
+        self.te, self.asked = TE, []
+        of_direction = {"scaling_fwd": ["input", "weight"], "scaling_bwd": ["grad_output"]}
+        quantizers = {
+            key: [LibrarysQuantizer(self, precision, role, wrong) for role in of_direction[key]] for key in of_direction
+        }
+        self.linear = SimpleNamespace(
+            quantizers=quantizers, _enable_weight_preswizzle=lambda quantizer, weight: precision == "mxfp8"
+        )
+
+    def product(self, *_: Any, **options: Any) -> SimpleNamespace:
+        return SimpleNamespace(linear=self.linear)
+
+
+class LibrarysQuantizer:
+    def __init__(self, library: Library, precision: str, role: Role, wrong: int) -> None:
+        self.library, self.precision, self.role, self.wrong = library, precision, role, wrong
+        self.scale, self.optimize_for_gemm = torch.ones(()), False
+
+    def set_usage(self, *, rowwise: bool, columnwise: bool) -> None:
+        assert rowwise and columnwise
+
+    def __call__(self, x: Tensor) -> Any:
+        slot = 1 if self.role == "weight" else 0
+        tensor, _ = stored(self.precision, self.role, seed=slot + len("scaling_fwd"))
+        self.library.asked.append((self.role, self.optimize_for_gemm))
+        if self.optimize_for_gemm:
+            for name, part in list(vars(tensor).items()):
+                if name.endswith("scale_inv") and part.dim():
+                    setattr(tensor, name, part.flip(0))
+            data = tensor._data if isinstance(tensor, Float8TensorStorage) else tensor._rowwise_data
+            data.view(-1)[: self.wrong] += 1
+        return tensor
+
+
+@pytest.mark.parametrize("precision", ["delayed", "current", "block", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("wrong", [0, 3])
+def test_codes_are_compared_as_training_asks_for_them_too_whatever_order_scales_have_there(
+    precision: str, wrong: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = Library(precision, wrong)
+    monkeypatch.setattr(operands, "TransformerEngineBackend", lambda active, device: library)
+    active = ActivePrecision(precision, PRECISIONS[precision], "transformer_engine", LowPrecisionSettings().resolved(precision))
+    found = dict(compare_operands(active, torch.device("cpu")))
+    as_in_training = {role: True for role in get_args(Role)} | {"weight": precision == "mxfp8"}
+    assert library.asked == [each for role in get_args(Role) for each in ((role, False), (role, as_in_training[role]))]
+    along_features = {name: said for name, said in found.items() if name.endswith("along features")}
+    for name, said in along_features.items():
+        right = not wrong or not as_in_training[name.split()[0]]
+        assert (said is None) == right, found
+        assert right or (said.startswith("3 bytes of ") and said.endswith(" where scales are written as training asks for them"))
+    assert len(found) == 6 and not {name: said for name, said in found.items() if said and name not in along_features}
