@@ -1,9 +1,10 @@
 """Do the kernels of this run compute what they should, on this device, at its shapes? Each tries a small case at the start.
 
 A library's kernel may be wrong for one shape and say nothing: cuDNN's dq was a third off for heads of 256. So every kernel that
-the run has chosen computes a case of the run's heads, widths, dtypes and precision beside its plain form, forward and backward.
-One that disagrees is not used, where something else is there: the next attention, layers as transformers has them, the update in
-torch. Else the run stops. What is plain torch itself is not tried, so on a CPU there is next to nothing to do.
+the run has chosen computes a case of the run's heads, widths, dtypes and precision beside its plain form, forward and backward;
+products and layers with as many tokens beyond whole tiles as its microbatches have, as other kernels may take those. One that
+disagrees is not used, where something else is there: the next attention, layers as transformers has them, the update in torch.
+Else the run stops. What is plain torch itself is not tried, so on a CPU there is next to nothing to do.
 
 `TABLE` has the kernels, each with what makes its case. `choose_kernels` is for a run; `pretrain.run.doctor` tries the same table.
 """
@@ -278,8 +279,9 @@ def _products(run: Situation) -> Compared:
     for in_features, out_features in dict.fromkeys(map(features_of, linears)):
         if {in_features % run.active.precision.multiple_of, out_features % run.active.precision.multiple_of} != {0}:
             continue  # the run leaves it in BF16
-        x, weight = run.draw(TOKENS, in_features), run.draw(out_features, in_features, seed=1) / 50
-        gradient = run.draw(TOKENS, out_features, seed=2) / 1000
+        tokens = run.tokens_of_a_case(TOKENS)
+        x, weight = run.draw(tokens, in_features), run.draw(out_features, in_features, seed=1) / 50
+        gradient = run.draw(tokens, out_features, seed=2) / 1000
         ours, plain = (
             _multiplied(replace(run.active, backend=backend), run.device, x, weight, gradient)
             for backend in ("transformer_engine", "emulation")
@@ -491,6 +493,7 @@ def situation_of(job: Job, accelerator: Accelerator) -> Situation:
         weights=recipe.weights,
         gradients=getattr(torch, WEIGHT_DTYPES[gradients]),
         moments=getattr(torch, WEIGHT_DTYPES[moments]),
+        tokens=job.plan.expected_microbatch * recipe.data.length,  # `auto` is found later, with what is chosen here
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import math
+import itertools
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,6 +32,9 @@ from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
 from pretrain.settings.recipe import LossSettings, ModelSettings
 
 TOKENS = 256  # of a pack, at most
+# What libraries and our kernels cut tokens into: tiles of codes, blocks that share a scale, whole lines of scales. For tokens
+# that these do not divide they have other kernels, or other code in the same ones.
+WHOLE = 128
 VOCABULARY = 256  # embedding and head are not what is tried
 
 
@@ -49,6 +52,7 @@ class Situation:
     weights: Weights
     gradients: torch.dtype
     moments: torch.dtype
+    tokens: int | None = None  # of a microbatch, as far as it is known; None: of two packs
 
     @property
     def heads(self) -> Heads:
@@ -71,6 +75,12 @@ class Situation:
     def computes_by_kernels(self) -> bool:
         """Whether fused layers compute with our kernels for a GPU, and Transformer Engine's where it is."""
         return self.device.type == "cuda"
+
+    def tokens_of_a_case(self, most: int) -> int:
+        """Up to `most`, with the remainder of the run's microbatch when divided by WHOLE; a multiple that the precision takes."""
+        multiple = self.active.precision.multiple_of
+        remainder = -(-(self.tokens or 2 * self.length) // multiple) * multiple % WHOLE
+        return most - (most - remainder) % WHOLE
 
     def draw(self, *shape: int, dtype: torch.dtype | None = None, seed: int = 0) -> Tensor:
         """Normal values, the same every time."""
@@ -137,17 +147,26 @@ def cut_to_one_layer(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def microbatch_of(run: Situation, tokens: int | None = None) -> dict[str, Any]:
-    """Documents of uneven lengths, as many tokens as every precision takes, or at least `tokens` in packs of the run's length."""
-    length = min(run.length, TOKENS) if tokens is None else run.length
-    packs = max(2, -(-(tokens or 0) // length))
-    multiple = run.active.precision.multiple_of // math.gcd(length, run.active.precision.multiple_of)
-    packs = -(-packs // multiple) * multiple
+    """Documents of uneven lengths, as many tokens as the precision takes: few, with the remainder of the run's own microbatch, or
+    at least `tokens` in packs of the run's length."""
+    packs, length = _few_packs(run) if tokens is None else (max(2, -(-tokens // run.length)), run.length)
+    while packs * length % run.active.precision.multiple_of:
+        packs += 1
     draw, kinds = np.random.default_rng(0), document_lengths(length)
     made = [
         Pack(draw.integers(VOCABULARY, size=length).astype(np.uint32), np.array(kinds[pack % 2], dtype=np.int32))
         for pack in range(packs)
     ]
     return inputs_of(build_microbatch(made, mask_boundaries=True), run.device)
+
+
+def _few_packs(run: Situation) -> tuple[int, int]:
+    """Packs, two or more, and the tokens of each: no more than a pack of the run has, and no less than half of what is taken of
+    one at most."""
+    most = min(run.length, TOKENS)
+    remainder = run.tokens_of_a_case(WHOLE) % WHOLE
+    lengths = range(most, (most - 1) // 2, -1)  # an odd one is among them, of which some number leaves any remainder
+    return next((n, each) for n in itertools.count(2) for each in lengths if n * each % WHOLE == remainder)
 
 
 def loss_and_gradients(packed: PackedLanguageModel, run: Situation, rounds: int = 1) -> dict[str, Tensor]:

@@ -204,6 +204,20 @@ def test_every_kernel_of_a_run_agrees_and_the_time_it_takes_is_shown(precision: 
 
 
 @cuda_only
+@pytest.mark.parametrize("precision", ["bf16", *QUANTIZED])
+def test_products_and_layers_agree_for_tokens_that_are_no_whole_tiles(precision: str) -> None:
+    """Other kernels may take them: the library's activation where ours wants whole tiles, and its transform in two."""
+    multiple = PRECISIONS[precision].multiple_of
+    if PRECISIONS[precision].quantized:
+        hardware(precision)
+    for beyond in (each for each in (multiple, 96) if each % multiple == 0):
+        run = replace(situation(precision), tokens=2 * 4096 + beyond)
+        kinds = ["layer", "products"] if precision in QUANTIZED else ["layer"]
+        verdicts = [try_kernel(TABLE[kind], run) for kind in kinds]
+        assert all(verdict.agrees for verdict in verdicts), (beyond, verdicts)
+
+
+@cuda_only
 def test_a_broken_librarys_product_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     import transformer_engine.pytorch.module.linear as te_linear
 

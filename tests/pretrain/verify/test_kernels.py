@@ -28,7 +28,7 @@ from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
 from pretrain.settings.recipe import LossSettings, ModelSettings
 from pretrain.verify import kernels
 from pretrain.verify.kernels import TABLE, Verdict, choose, relative_error, try_kernel
-from pretrain.verify.one_layer import Situation, document_lengths
+from pretrain.verify.one_layer import TOKENS, WHOLE, Situation, document_lengths, microbatch_of
 from tests.pretrain.conftest import probabilities
 
 QWEN3 = {
@@ -93,6 +93,28 @@ def always(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 def test_the_documents_of_a_case_are_uneven_with_one_of_a_token_and_one_of_a_pack(length: int) -> None:
     first, second = document_lengths(length)
     assert sum(first) == sum(second) == length and 1 in first and second == [length]
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 9, 48, 100, 127, 255, 256, 1000, 4096, 4099])
+def test_a_case_has_few_tokens_and_the_remainder_of_the_runs_microbatch(length: int) -> None:
+    for microbatch in (1, 2, 3, 5, 8, 64):
+        tokens = microbatch * length
+        run = situation(length=length, tokens=tokens)
+        inputs = microbatch_of(run)
+        count, longest = inputs["input_ids"].numel(), inputs["max_seqlen"]
+        assert count % WHOLE == tokens % WHOLE and count <= 4 * TOKENS
+        assert count >= 2 * longest and longest <= min(length, TOKENS), "packs of the run's length at most, two or more"
+        assert run.tokens_of_a_case(512) % WHOLE == tokens % WHOLE and 384 < run.tokens_of_a_case(512) <= 512
+
+
+@pytest.mark.parametrize("precision", [name for name, each in PRECISIONS.items() if each.quantized])
+def test_a_case_has_as_many_tokens_as_its_precision_takes(precision: str) -> None:
+    multiple = PRECISIONS[precision].multiple_of
+    for length, tokens in itertools.product((10, 48, 96, 400, 4096), (None, 16, 96, 160, 1000)):
+        run = situation(precision, length=length, tokens=tokens)
+        assert microbatch_of(run)["input_ids"].numel() % multiple == run.tokens_of_a_case(512) % multiple == 0
+    whole = situation(precision, length=4096, tokens=4096)
+    assert microbatch_of(whole)["input_ids"].numel() == whole.tokens_of_a_case(512) == 512
 
 
 @pytest.mark.parametrize(
@@ -196,6 +218,47 @@ def test_a_wrong_product_is_found(precision: str, gemm: str | None, monkeypatch:
     assert {name.partition(" of ")[0] for name, error in verdict.errors.items() if error > 0.05} == (
         {names[gemm]} if gemm else set()
     )
+
+
+def wrong_beyond_whole_tiles(tokens: int) -> float:
+    return 1.0 if tokens % 64 == 0 else 1.5
+
+
+@pytest.mark.parametrize("tokens", [8 * 1024, 8 * 1024 + 32])
+def test_a_product_that_is_wrong_beyond_whole_tiles_is_found_where_a_run_has_such_tokens(
+    tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken(EmulatedProduct):
+        def multiply(self, name: str, *operands: Any, **options: Any) -> Tensor:
+            right = super().multiply(name, *operands, **options)
+            return right if name == "wgrad" else wrong_beyond_whole_tiles(len(right)) * right
+
+    def make(active: ActivePrecision, device: torch.device) -> EmulationBackend:
+        backend = EmulationBackend(active, device)
+        if active.backend == "transformer_engine":
+            backend.product = lambda name, *shape, bias: Broken(backend, name)
+        return backend
+
+    monkeypatch.setattr(kernels, "make_backend", make)
+    active = ActivePrecision("nvfp4", PRECISIONS["nvfp4"], "transformer_engine", LowPrecisionSettings().resolved("nvfp4"))
+    verdict = try_kernel(TABLE["products"], situation(active=active, length=1024, tokens=tokens))
+    assert verdict.failure is None and verdict.agrees == (tokens % 64 == 0), verdict
+
+
+@pytest.mark.parametrize("microbatch", [4, 3])
+def test_a_layer_that_is_wrong_beyond_whole_tiles_is_found_where_a_run_has_such_tokens(
+    microbatch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = NormMLPAdd.apply
+
+    def wrong(*arguments: Any) -> Tensor:
+        x, residual = arguments[5:7]
+        before = x + residual
+        return before + wrong_beyond_whole_tiles(len(x.flatten(0, -2))) * (right(*arguments) - before)
+
+    monkeypatch.setattr(NormMLPAdd, "apply", staticmethod(wrong))
+    verdict = try_kernel(TABLE["layer"], situation("bf16", fused=True, length=4000, tokens=microbatch * 4000))
+    assert verdict.failure is None and verdict.agrees == (microbatch == 4), verdict
 
 
 @pytest.mark.parametrize("broken", [1.0, 1.1])
@@ -359,6 +422,16 @@ def test_an_attention_that_agrees_is_used_and_recorded(varlen_runs_here: Callabl
     found = json.loads((run.run_dir / "audit.json").read_text())
     assert found["attention"]["kind"] == "packed_varlen" and [each["agrees"] for each in found["kernels"]] == [True]
     assert "attention packed_varlen: as their plain forms" in " ".join(run.output.split())
+
+
+@pytest.mark.parametrize(("asked", "packs"), [("2", 2), ("auto", 8)])
+def test_kernels_are_tried_for_the_runs_microbatch_or_the_one_that_auto_should_find(
+    asked: str, packs: int, train_broken: Callable, monkeypatch: pytest.MonkeyPatch, small_recipe: dict[str, Any]
+) -> None:
+    seen, right = [], kernels.choose
+    monkeypatch.setattr(kernels, "choose", lambda run, *others: seen.append(run) or right(run, *others))
+    assert train_broken(f"batch.microbatch={asked}").status == 0
+    assert [run.tokens for run in seen] == [packs * small_recipe["data"]["length"]]
 
 
 def test_a_wrong_loss_stops_the_run_and_names_the_plain_one(train_broken: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
