@@ -42,8 +42,8 @@ of a precision.
 * `key=value` on the command line overrides the recipe, with dots for nesting:
   `optimizer.learning_rate=1e-4 train.tokens=2e9`.
 * Where the default is `null`, the last column says what that means.
-* The run folder's `config.yaml` holds every key with the value that the run really had, and can be
-  trained as a recipe.
+* The run folder's `config.yaml` holds every key with the value that the run really had, of each of
+  several sources too, and can be trained as a recipe.
 * How processes are started, and the precision where the recipe names none, stand in the accelerate
   configuration (`accelerate_configs/`). `fp8_config` has the same keys there and here; here
   overrides there, key by key.

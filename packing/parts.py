@@ -17,9 +17,6 @@ from packing.sources import DatasetSource, FileSource, open_source
 VALIDATION = "validation"
 FIRST = "first"  # in the folder of a stream: packs that are kept, to look at and to evaluate on
 _SLICE = re.compile(r"(?P<name>[^\[\]()]+)(?P<slice>\[(?P<begin>-?\d+%?)?:(?P<end>-?\d+%?)?\](\(\w+\))?)?")  # of `datasets`
-_PLACE = ("source", "format", "subset", "split", "revision")  # which documents; another source has its own
-# How they are read:
-_RECORD = ("text", "messages", "prompt", "response", "train_on", "chat_template", "input_ids", "labels", "document_lengths")
 
 
 def training_parts(settings: DataSettings) -> dict[str, DataSettings]:
@@ -61,7 +58,7 @@ def validation_part(settings: DataSettings) -> DataSettings | None:
     packs = settings.packs.absolute().with_name(f"{settings.packs.absolute().name}-{VALIDATION}")
     if several := settings.validation.sources:
         # Their weights mean nothing: each is evaluated whole, or by an equally large part.
-        weighted = [WeightedSource(**each.model_dump(include=each.model_fields_set), weight=1 / len(several)) for each in several]
+        weighted = [WeightedSource(**settings.of(each).model_dump(), name=each.name, weight=1 / len(several)) for each in several]
         part = settings.model_copy(update={"packs": packs, "source": None, "sources": tuple(weighted), "validation": None})
         source_names(part, "data.validation.sources")  # which says of those that they cannot be told apart
     else:
@@ -104,13 +101,8 @@ def prepared(settings: DataSettings) -> bool:
 
 
 def _part(settings: DataSettings, own: SourceSettings, packs: Path) -> DataSettings:
-    """`settings` with what `own` says; what that leaves open is as for all. Where it names a source, all of `_PLACE` is its own,
-    and where it says how a record is read, all of `_RECORD`."""
-    given = own.model_fields_set
-    keys = set(given)
-    keys |= set(_PLACE) if "source" in given else set()
-    keys |= set(_RECORD) if given & set(_RECORD) else set()
-    values = {key: getattr(own, key) for key in keys & set(SourceSettings.model_fields)}
+    """`settings` with what a source has that says `own`, and packs of its own."""
+    values = settings.of(own).model_dump()
     made = settings.model_copy(update={**values, "sources": None, "validation": None, "packs": packs}).model_dump()
     if made["source"] is None:  # packs that exist
         made = {key: made[key] for key in ("packs", "length", "held_out", "mask_boundaries", "tokenizer", "end_token")}
@@ -128,12 +120,29 @@ def check_parts(settings: DataSettings) -> None:
     opened = [(key, _source_of(part, key)) for key, part in by_key(training).items()]
     validation = by_key(validation_parts(settings), "data.validation")
     held_out = [(key, _source_of(part, key)) for key, part in validation.items()]
+    for (key, source), part in zip(held_out, validation.values(), strict=True):
+        if source is not None and not part.packs.exists():
+            _check_format(settings, part, source, key)
     for (where, source), (held_where, held) in product(opened, held_out):
         if source and held and (shared := _shared(source, held)):
             raise InputError(
                 f"{held_where}: {shared} is also trained on ({where}), so its loss says nothing of unseen text; name another "
                 "file or split, or set data.held_out instead"
             )
+
+
+def _check_format(settings: DataSettings, part: DataSettings, source: FileSource | DatasetSource, key: str) -> None:
+    """InputError where text to validate on would be read as files of another kind than `data.format` says of `data.source`, and
+    nobody has said so: it may have been meant for both."""
+    named = [own for own in (settings.validation, *(settings.validation.sources or ())) if own.source == part.source]
+    if settings.source is None or part.format == settings.format or any("format" in own.model_fields_set for own in named):
+        return
+    kind = "jsonl" if isinstance(source, FileSource) and source.kind == "json" else getattr(source, "kind", settings.format)
+    if settings.format in ("jsonl", "parquet", "text") and kind != settings.format:
+        raise InputError(
+            f"{key}: {part.source} is read as {kind}, and `data.format: {settings.format}` is of data.source; set `format` "
+            f"beside it, to `{settings.format}`, or to `auto` for {kind}"
+        )
 
 
 def _source_of(part: DataSettings, key: str) -> FileSource | DatasetSource | None:

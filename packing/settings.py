@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -11,7 +11,10 @@ from foundation.settings import FilePath, PathText, PositiveCount, Seed, Setting
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")  # what can be a repository on the Hugging Face hub; else it is a path
 SOURCE_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*$")
-_CHAT = ("train_on", "chat_template")
+# The keys of each kind of record, of which a source has one. `text` has a default, so any other that is said counts before it.
+_KINDS = (("input_ids", "labels", "document_lengths"), ("prompt", "response"), ("messages",), ("text",))
+_CHAT = ("train_on", "chat_template")  # of both kinds of chat
+_PLACE = ("format", "subset", "split", "revision")  # of the one place that `source` names
 
 # The settings that are used only to prepare packs from a source.
 _FOR_PREPARING = (
@@ -52,16 +55,27 @@ class SourceSettings(Settings):
         """Whether some tokens have no loss because of what the source says of them."""
         return (self.is_chat and self.train_on == "response") or self.labels is not None
 
+    @property
+    def kind(self) -> tuple[str, ...] | None:
+        """The keys of the kind of record that is said here; None where none is. A run's config.yaml says `text` beside any other
+        kind."""
+        said = (kind for kind in _KINDS if any(getattr(self, key) is not None for key in self.model_fields_set & set(kind)))
+        return next(said, None)
+
     @model_validator(mode="after")
     def _one_kind_of_record(self) -> SourceSettings:
+        if len(kinds := [keys[0] for kind in reversed(_KINDS) if (keys := self.changed(kind))]) > 1:
+            raise ValueError(f"`{kinds[0]}` and `{kinds[1]}` are both set; a record is one thing: leave one of them out")
+        return self
+
+    def incomplete(self) -> tuple[str, str] | None:
+        """A key that needs another one, which is not set, and what is wrong; None where all is there."""
         if (self.prompt is None) != (self.response is None):
             given, lacking = ("prompt", "response") if self.response is None else ("response", "prompt")
-            raise ValueError(f"`{given}` is set but `{lacking}` is not; a chat of two messages needs both")
-        if len(kinds := self.changed(("text", "messages", "prompt", "input_ids"))) > 1:
-            raise ValueError(f"`{kinds[0]}` and `{kinds[1]}` are both set; a record is one thing: leave one of them out")
+            return given, f"`{given}` is set but `{lacking}` is not; a chat of two messages needs both"
         if self.input_ids is None and (idle := self.changed(("labels", "document_lengths"))):
-            raise ValueError(f"`{idle[0]}`: for sources that are tokenized; set `input_ids`, or leave it out")
-        return self
+            return idle[0], f"`{idle[0]}`: for sources that are tokenized; set `input_ids`, or leave it out"
+        return None
 
     def changed(self, names: tuple[str, ...]) -> list[str]:
         """Which of the settings `names` are not at their defaults."""
@@ -127,12 +141,13 @@ class DataSettings(SourceSettings):
     # token .bin only: the id that ends a document; null: a pack is one document
     end_token: int | None = Field(None, ge=0, lt=2**32)
 
-    # Several sources in place of `source`, each with keys from `source` to `chat_template` of its own; what it leaves open is as
-    # for all. Its packs are prepared into `packs`/name.
+    # Several sources in place of `source`, each with keys from `source` to `document_lengths` of its own. What it leaves open is
+    # as for all, but for keys of another kind of record than its own. Its packs are prepared into `packs`/name.
     sources: tuple[WeightedSource, ...] | None = None
     # What to evaluate on in place of `held_out`: a `source` of its own, or another `split` of the same, with the keys up to
-    # `chat_template`; or several `sources`, each with a `name`, whose losses also stand apart. Its packs are prepared into a
-    # folder beside `packs`, with `-validation` behind its name.
+    # `document_lengths`; or several `sources`, each with a `name`, whose losses also stand apart. What it leaves open is as in
+    # `data`; but `format`, `subset`, `split` and `revision` belong to `data.source`, and another source has its own. Its packs
+    # are prepared into a folder beside `packs`, with `-validation` behind its name.
     validation: ValidationSettings | None = None
     # true: a Hugging Face dataset is read without a download first, and all packs are made before the run. A mapping, of any
     # source: packs are made while the run trains, on a bounded disk.
@@ -159,6 +174,61 @@ class DataSettings(SourceSettings):
         validates = self.validation is not None
         return self.source is not None or validates or any(each.source is not None for each in self.sources or ())
 
+    def of(self, own: SourceSettings) -> SourceSettings:
+        """All that a source has which says `own`: a key that this leaves open is as for all. A kind of record of its own
+        displaces the keys of any other kind, and what is no chat has none of a chat's keys. Where `source` is set, `_PLACE`
+        belongs to it, and another source has its own."""
+        values = {key: getattr(own if key in own.model_fields_set else self, key) for key in SourceSettings.model_fields}
+        values["source"] = own.source
+        if own.source is None and not isinstance(own, NamedSource):  # of `validation`, where a named one means packs that exist
+            values["source"] = self.source
+        if self.source not in (None, values["source"]):
+            values |= {key: getattr(own, key) for key in _PLACE}
+        if own.kind is not None:
+            values |= {key: getattr(own, key) for kind in _KINDS if kind != own.kind for key in kind}
+        if values["messages"] is None and values["prompt"] is None:
+            values |= {key: getattr(own, key) for key in _CHAT}
+        return SourceSettings.model_construct(**values)
+
+    @property
+    def _beside(self) -> list[tuple[str, SourceSettings]]:
+        """Each of `sources` and of `validation` for which packs are prepared, as it is written, by what a message calls it."""
+        named = [("sources", each) for each in self.sources or ()]
+        if self.validation is not None and self.validation.sources is None:
+            named.append(("validation", self.validation))
+        elif self.validation is not None:
+            named += [("validation.sources", each) for each in self.validation.sources]
+        return [
+            (f"`{key}` ({own.name or own.source})" if isinstance(own, NamedSource) else f"`{key}`", own)
+            for key, own in named
+            if self.of(own).source is not None
+        ]
+
+    def in_full(self) -> dict[str, Any]:
+        """As plain values, with all that each source has: what it leaves open is written out as well, since a default that is
+        written is a value like any other when it is read. Read again, they make the same packs."""
+
+        def whole(own: SourceSettings) -> dict[str, Any]:
+            part, said = self.of(own), own.model_dump(mode="json")
+            return said if part.source is None else said | part.model_dump(mode="json")  # packs that exist are read as they are
+
+        full = self.model_dump(mode="json")
+        if self.sources:
+            full["sources"] = [whole(each) for each in self.sources]
+        if self.validation is not None:
+            several = self.validation.sources
+            full["validation"] |= {"sources": [whole(each) for each in several]} if several else whole(self.validation)
+        return full
+
+    @property
+    def without_effect(self) -> list[str]:
+        """The keys that are set for all sources, and that none has: each says another value, or is of another kind."""
+        parts = [self.of(own) for _, own in self._beside]
+        if self.source is not None:
+            parts.append(self.of(ValidationSettings()))
+        keys = self.changed(tuple(SourceSettings.model_fields)) if parts else []
+        return [key for key in keys if all(getattr(part, key) != getattr(self, key) for part in parts)]
+
     @model_validator(mode="after")
     def _every_setting_is_used(self) -> DataSettings:
         if self.source is None and not self.prepares:
@@ -172,18 +242,6 @@ class DataSettings(SourceSettings):
             raise ValueError("`source` is set but `tokenizer` is not; preparing packs needs both")
         elif self.end_token is not None:
             raise ValueError("`end_token` is for token .bin files; packs that are prepared from a `source` know their documents")
-        return self
-
-    @model_validator(mode="after")
-    def _chats_are_asked_for(self) -> DataSettings:
-        validation = [self.validation, *(self.validation.sources or ())] if self.validation else []
-        parts = [self, *(self.sources or ()), *validation]
-        if not any(part.is_chat for part in parts) and (unused := self.changed(_CHAT)):
-            raise ValueError(f"`{unused[0]}`: for chats; set `messages`, or `prompt` and `response`, or leave it out")
-        if self.add_bos and any(part.is_chat for part in parts):
-            raise ValueError("`add_bos`: the chat template puts in the BOS token that it wants; leave it out")
-        if self.add_bos and any(part.input_ids is not None for part in parts):
-            raise ValueError("`add_bos`: tokens are taken as they are; leave it out")
         return self
 
     @model_validator(mode="after")
@@ -213,3 +271,29 @@ class DataSettings(SourceSettings):
         if not self.validation.model_fields_set:
             raise ValueError("`validation` is empty; name a `source`, or a `split` of the same one")
         return self
+
+    @model_validator(mode="after")
+    def _records_are_whole(self) -> DataSettings:
+        """After all else: what each source has is known only where they are what they should be."""
+        parts = [(where, self.of(own)) for where, own in self._beside]
+        for where, part in parts:
+            if part.source == "":
+                raise ValueError(f"{where}: `source` is empty; name a file, folder or dataset")
+            if lacks := part.incomplete():
+                raise ValueError(f"{where}: {lacks[1]}")
+            if not part.is_chat and (unused := part.changed(_CHAT)):
+                raise ValueError(f"{where}: {_for_chats(unused[0])}")
+        if (lacks := self.incomplete()) and (self.source or not any(getattr(part, lacks[0]) for _, part in parts)):
+            raise ValueError(lacks[1])
+        records = [*([self] if self.source is not None or not parts else []), *(part for _, part in parts)]
+        if not any(each.is_chat for each in records) and (unused := self.changed(_CHAT)):
+            raise ValueError(_for_chats(unused[0]))
+        if self.add_bos and any(each.is_chat for each in records):
+            raise ValueError("`add_bos`: the chat template puts in the BOS token that it wants; leave it out")
+        if self.add_bos and any(each.input_ids is not None for each in records):
+            raise ValueError("`add_bos`: tokens are taken as they are; leave it out")
+        return self
+
+
+def _for_chats(key: str) -> str:
+    return f"`{key}`: for chats; set `messages`, or `prompt` and `response`, or leave it out"

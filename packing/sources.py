@@ -109,7 +109,7 @@ def _kind_of_file(path: Path, wanted: str) -> str:
     if suffix & _TEXT:
         return "text"
     raise InputError(
-        f"data.source: {path}: its suffix does not tell its format; set data.format to jsonl, parquet, text or dataset"
+        f"data.source: {path}: its suffix does not tell its format; set its `format` to jsonl, parquet, text or dataset"
     )
 
 
@@ -131,12 +131,12 @@ def _open_folder(folder: Path, settings: DataSettings, records: Records) -> File
     if not found:
         what = "file" if wanted in ("auto", "text") else f"{wanted} file"
         raise InputError(
-            f"data.source: {folder}: no {what} to read among its {len(files)} files; set data.format or another source"
+            f"data.source: {folder}: no {what} to read among its {len(files)} files; set its `format` or another source"
         )
     if len(found) > 1:
         counts = " and ".join(f"{len(paths)} {kind} files" for kind, paths in found.items())
         remedy = (
-            "set data.format to the kind you mean, or name a file" if wanted == "auto" else "put each kind into its own folder"
+            "set its `format` to the kind you mean, or name a file" if wanted == "auto" else "put each kind into its own folder"
         )
         raise InputError(f"data.source: {folder}: holds {counts}; {remedy}")
     ((kind, paths),) = found.items()

@@ -177,9 +177,10 @@ def same_held_out(first: RunRecord, second: RunRecord) -> bool:
     told = [run.environment.get("held_out_fingerprint") for run in (first, second)]
     if all(told):
         return told[0] == told[1]
-    others = [(run.config.get("data") or {}).get("validation") for run in (first, second)]
-    same_share = setting(first, "data.held_out") == setting(second, "data.held_out")
-    return same_packs(first, second) and others[0] == others[1] and same_share
+    if not same_packs(first, second) or setting(first, "data.held_out") != setting(second, "data.held_out"):
+        return False
+    ours, theirs = (resolved(recipe_of(run))["data"]["validation"] for run in (first, second))  # which older runs left to be told
+    return ours == theirs
 
 
 def of_one_text(runs: Sequence[RunRecord]) -> bool:

@@ -149,8 +149,9 @@ def in_a_name(value: Any) -> str:
 
 
 def resolved(recipe: Recipe) -> dict[str, Any]:
-    """Every setting as plain values; written as YAML, `load_recipe` reads it back to an equal recipe."""
-    return recipe.model_dump(mode="json")
+    """Every setting as plain values, of each of several sources what it really has. Written as YAML, `load_recipe` reads it back
+    to a recipe that trains the same, and whose settings these are again."""
+    return recipe.model_dump(mode="json") | {"data": recipe.data.in_full()}
 
 
 def identity_of(recipe: Recipe, data_fingerprint: str) -> dict[str, Any]:

@@ -299,4 +299,7 @@ class Recipe(Settings):
             value = getattr(settings, name)
             if unused and value != type(settings).model_fields[name].default:
                 found.append(f"`{key}: {shown(value)}` has no effect: it {why}")
+        for key in self.data.without_effect:
+            value = shown(getattr(self.data, key))
+            found.append(f"`data.{key}: {value}` has no effect: each source says another, or has records of another kind")
         return found

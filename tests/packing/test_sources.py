@@ -110,7 +110,7 @@ def test_a_folder_of_source_code_gives_a_document_for_each_file(tmp_path: Path) 
 def test_a_folder_of_two_kinds_asks_which_is_meant(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("notes")
     (tmp_path / "data.json").write_bytes(as_lines(["a"]))
-    with pytest.raises(InputError, match=r"1 json files and 1 text files; set data\.format"):
+    with pytest.raises(InputError, match=r"1 json files and 1 text files; set its `format`"):
         read(tmp_path)
     assert read(tmp_path, format="jsonl").documents == ["a"]
     (tmp_path / "data.jsonl").write_bytes(as_lines(["b"]))
@@ -195,7 +195,7 @@ def test_what_is_not_there_or_not_known_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no file to read"):
         read(tmp_path)
     (tmp_path / "a.bin").write_bytes(b"1")
-    with pytest.raises(InputError, match=r"suffix does not tell its format; set data\.format"):
+    with pytest.raises(InputError, match=r"suffix does not tell its format; set its `format`"):
         read(tmp_path / "a.bin")
     for name, target in (("dead", "nothing"), ("circle", "circle")):  # not a dataset of the hub that is called so
         (tmp_path / name).symlink_to(target)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foundation.errors import InputError
+from packing.parts import training_parts, validation_parts
 from pretrain.settings.config import flatten, identity_of, load_recipe, resolved, run_dir_of
 from pretrain.settings.recipe import Recipe
 
@@ -116,6 +117,72 @@ def test_the_resolved_recipe_reads_back_equal(tmp_path: Path) -> None:
         write(tmp_path, {**SMALLEST, "model": {"source": "m", "gradient_checkpointing": {"every": 2}}}), ["train.tokens=3e6"]
     )
     assert load_recipe(write(tmp_path, resolved(recipe))) == recipe
+
+
+TEXT = {"packs": "p", "tokenizer": "t", "text": "TT {text}"}
+CHAT = {"packs": "p", "tokenizer": "t", "messages": "m", "train_on": "all", "chat_template": "{{ x }}", "subset": "en"}
+WEIGHTED = [{"source": "a", "weight": 0.5}, {"source": "b", "weight": 0.5, "text": "{text}"}]
+
+
+def parts_of(recipe: Recipe) -> list[dict]:
+    return [part.model_dump() for parts in (training_parts, validation_parts) for part in parts(recipe.data).values()]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        TEXT | {"sources": WEIGHTED},
+        TEXT | {"source": "a", "validation": {"source": "v"}},
+        TEXT | {"source": "a", "split": "train", "subset": "en", "validation": {"split": "test"}},
+        CHAT
+        | {"sources": WEIGHTED, "validation": {"sources": [{"source": "v"}, {"source": "w", "prompt": "q", "response": "r"}]}},
+        CHAT | {"source": "a", "validation": {"source": "v", "chat_template": None}},
+        {
+            "packs": "p",
+            "text": "{x}",
+            "tokenizer": "t",
+            "sources": [{"name": "there", "weight": 0.4}, {"source": "a", "weight": 0.6}],
+        },
+        TEXT | {"source": "a", "streaming": {"disk_gb": 1}, "validation": {"sources": [{"source": "v", "text": "text"}]}},
+    ],
+    ids=str,
+)
+def test_a_runs_config_as_a_recipe_or_as_a_base_has_the_sources_of_the_run(data: dict, tmp_path: Path) -> None:
+    recipe = load_recipe(write(tmp_path, {**SMALLEST, "data": data}))
+    said = resolved(recipe)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(said))
+    again = load_recipe(tmp_path / "config.yaml")
+    assert resolved(again) == said and parts_of(again) == parts_of(recipe) and again.without_effect == recipe.without_effect
+    onto = load_recipe(write(tmp_path, {"base": "config.yaml", "name": "other", "data": {"packs": "elsewhere"}}), ["seed=2"])
+    assert resolved(onto)["data"] == said["data"] | {"packs": "elsewhere"}
+
+
+def test_sources_on_the_command_line_take_what_they_leave_open_from_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path, {**SMALLEST, "data": TEXT | {"source": "a"}})
+    recipe = load_recipe(path, ["data.source=null", "data.sources=[{source: b, weight: 0.5}, {source: c, weight: 0.5, text: c}]"])
+    assert [part["text"] for part in parts_of(recipe)] == ["TT {text}", "c"]
+    assert [each["text"] for each in resolved(recipe)["data"]["sources"]] == ["TT {text}", "c"]
+    validated = load_recipe(path, ["data.validation.source=v"])
+    assert resolved(validated)["data"]["validation"]["text"] == "TT {text}"
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(resolved(recipe)))
+    other = load_recipe(tmp_path / "config.yaml", ["data.text={other}"])
+    assert other.without_effect == [
+        "`data.text: {other}` has no effect: each source says another, or has records of another kind"
+    ]
+
+
+def test_a_config_that_says_every_default_of_its_sources_is_of_the_same_training(tmp_path: Path) -> None:
+    """As versions before wrote it."""
+    one = {"source": "a", "tokenizer": "t", "packs": "p"}
+    for data in ({k: v for k, v in TEXT.items() if k != "text"} | {"sources": WEIGHTED}, one | {"validation": {"split": "test"}}):
+        recipe = load_recipe(write(tmp_path, {**SMALLEST, "data": data}))
+        before = recipe.model_dump(mode="json")
+        found = load_recipe(write(tmp_path, before))
+        assert resolved(found) == resolved(recipe) and parts_of(found) == parts_of(recipe)
+        assert identity_of(found, "") == identity_of(recipe, "")
+    unlike = load_recipe(write(tmp_path, {**SMALLEST, "data": TEXT | {"sources": WEIGHTED}}))
+    found = load_recipe(write(tmp_path, unlike.model_dump(mode="json")))
+    assert identity_of(found, "") == identity_of(unlike, ""), "which has the packs' fingerprint in place of how they were made"
 
 
 @pytest.mark.parametrize(
