@@ -82,13 +82,14 @@ from pretrain.run.faults import (
     prepare_rescue,
     time_is_up,
 )
-from pretrain.run.introduction import introduce
+from pretrain.run.introduction import introduce, warn_of_precisions
 from pretrain.run.microbatch import choose_microbatch
 from pretrain.run.parity import LeftOut
 from pretrain.run.ranks import RankWatch, describe_lag
 from pretrain.run.resume import (
     chunk_of,
     find_resume_point,
+    going_on,
     keep_findings,
     keep_what_is_cut,
     nothing_left,
@@ -146,15 +147,14 @@ def launch(arguments: argparse.Namespace) -> int:
     console = Console(job.plan.steps, enabled=main_process)
     for text in (*asked.notices, *job.notices):
         console.notice(text)
-    for active in job.plan.actives:
-        if active.notice:
-            console.warning(active.notice)
     if arguments.plan:
-        resumed = planned_resume(job, arguments.resume, arguments.accept_changes)
+        job, resumed = planned_resume(job, arguments.resume, arguments.accept_changes)
+        warn_of_precisions(job, console)
         scaling = render_scaling(job.plan, cluster, asked.sharding, replicated=asked.replicas > 1) if cluster else None
         console.notice("\n".join(filter(None, [render(job.plan), scaling, resumed])))
         return 0
     if arguments.eval_only:
+        warn_of_precisions(job, console)
         with explaining_memory(job), determinism.explaining():
             evaluate_only(job, accelerator, console, arguments.resume)
         return ended(accelerator)
@@ -228,7 +228,8 @@ def build(
     checkpoints = Checkpoints(folder.checkpoints, recipe.checkpoint.keep, disks=disks, before_decay=job.plan.before_decay)
     source = find_resume_point(checkpoints, arguments.resume, job, arguments.accept_changes)
     require_a_way_on(source, checkpoints, job)
-    job = job.with_chunk(chunk_of(job, source))
+    job = going_on(job, source).with_chunk(chunk_of(job, source))
+    warn_of_precisions(job, console)
     pack_stream(job, accelerator)
     assembly = assemble(job, accelerator, waited)
     in_own_folder = source is not None and checkpoints.owns(source.path)
@@ -292,7 +293,8 @@ def find_parity(run: Run) -> list[Parity | LeftOut]:
 def require_parity(run: Run, parity: list[Parity | LeftOut]) -> None:
     """Say what the comparisons have found; raises where a comparison failed."""
     for active, found in zip(run.job.plan.actives, parity, strict=False):
-        run.console.notice(f"{active.precision.name}: {found.summary()}" if run.job.plan.phases else found.summary())
+        if active in run.job.plan.in_use:
+            run.console.notice(f"{active.precision.name}: {found.summary()}" if run.job.plan.phases else found.summary())
         found.require()
 
 

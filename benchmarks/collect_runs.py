@@ -64,7 +64,7 @@ def figures(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
     steps, schedule = run.steps, {}
     if "schedule" in audit:
         of_phases = {name: {"backend": found["backend"]} for name, found in audit["precisions"].items()}
-        schedule = {"schedule": audit["schedule"], "precisions": of_phases}
+        schedule = {"schedule": audit["schedule"], "phases": audit.get("phases"), "precisions": of_phases}
     return {
         "settings": {key: value for key, value in settings.items() if key not in _NAMES},
         "audit": {key: audit[key] for key in ("precision", "effective", "backend", "computed_by")} | schedule,

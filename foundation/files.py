@@ -69,13 +69,14 @@ def replace_file(path: Path, data: bytes) -> None:
 
 def save_file(path: Path, data: bytes, remedy: str = "name another file", *, in_new_folder: bool = False) -> None:
     """As `replace_file`, with InputError in place of OSError: why it cannot be written, and what to do, which is `remedy` unless
-    the disk is full. `in_new_folder`: make its folder where there is none."""
+    there is no room. `in_new_folder`: make its folder where there is none."""
     try:
         if in_new_folder:
             path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, data)
     except OSError as error:
-        remedy = "free space there, and start again" if error.errno in (errno.ENOSPC, errno.EDQUOT) else remedy
+        full = no_room(error)
+        remedy = f"{full}, then run the same command again" if full else remedy
         raise InputError(f"{path}: cannot be written: {error.strerror}; {remedy}") from None
 
 

@@ -62,7 +62,7 @@ from pretrain.checkpoint.shards import (
 from pretrain.checkpoint.staging import Files, Staging, bytes_staged, gpu_of, room_for
 from pretrain.optimizer.adamw_update import local_part
 
-_DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 _AFTER_AN_ERROR = 20.0  # seconds: how long a process that ends by an error waits for the other ranks' part of a save
 _log = logging.getLogger(__name__)
 
@@ -294,9 +294,13 @@ class Checkpoints:
 
     def _describe(self, refusal: OSError, step: int, needed: int) -> str:
         before = f"{self.current} is untouched" if self.current else "no earlier checkpoint was touched"
-        full = "Free space there, or move the run folder to a larger disk"
-        remedy = full if refusal.errno in _DISK_FULL else "Check that folder and its permissions"
+        remedy = "Check that folder and its permissions"
         space = f"It takes {memory(needed / GIB)}, {memory(_free_bytes(self.folder) / GIB)} are free"
+        if refusal.errno in _DISK_FULL:
+            remedy = "Free space there, or move the run folder to a larger disk"
+        elif refusal.errno == errno.EFBIG:  # whatever is free
+            space = f"It takes {memory(needed / GIB)} in a few files, and a file may not become so large here"
+            remedy = "Raise `ulimit -f`, or move the run folder to a disk whose file system takes larger files"
         return (
             f"{self.folder}: the checkpoint of step {step} could not be saved: {refusal.strerror}. {space}; {before}. {remedy}, "
             "then start the same command again to resume."

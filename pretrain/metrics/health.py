@@ -166,7 +166,7 @@ class Health:
         elif wanted == "rollback":
             reason += no_way_back
         untouched = f"The weights are those of step {step - 1 - self._consecutive_skips}, and nothing is saved after it"
-        return StepDecision("stop", f"{reason}. {untouched}", self._remedy(key, wanted))
+        return StepDecision("stop", f"{reason}. {untouched}", self._remedy(key, wanted, can_go_back))
 
     def _no_way_back(self, can_go_back: bool) -> str:
         """The end of a sentence that says why not; empty where there is one."""
@@ -175,15 +175,18 @@ class Health:
             return f", and the run has gone back {limit} times already (`health.max_rollbacks`)"
         return "" if can_go_back else ", and there is no checkpoint yet to go back to (`checkpoint.every`)"
 
-    def _remedy(self, key: str, wanted: str) -> str:
+    def _remedy(self, key: str, wanted: str, can_go_back: bool) -> str:
         if key == "on_nan":
-            remedy = "Lower `optimizer.learning_rate` or lengthen `schedule.warmup`, and resume from an earlier checkpoint"
+            again = "resume from an earlier checkpoint" if can_go_back else "start again"
+            remedy = f"Lower `optimizer.learning_rate` or lengthen `schedule.warmup`, and {again}"
         else:
             remedy = "If the text at this step is as it should be, lower `optimizer.learning_rate` or `optimizer.clip`"
         if self.precision_remedy:
             remedy += f". In this precision also: {self.precision_remedy}"
         if wanted == "stop":
-            others = "`skip` leaves such steps out, `rollback` goes back to the last checkpoint and past the data since"
+            others = "`skip` leaves such steps out"
+            if can_go_back:
+                others += ", `rollback` goes back to the last checkpoint and past the data since"
             remedy += f". `health.{key}`: {others}{', `warn` goes on' if key == 'on_spike' else ''}"
         return remedy
 

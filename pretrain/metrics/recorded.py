@@ -6,9 +6,9 @@ A file that somebody edited, or another program wrote, is then one message with 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from foundation.errors import InputError
 from foundation.settings import first_mistake
@@ -82,6 +82,7 @@ class RecordedAudit(BaseModel):
     precision: str | None = None
     effective: str | None = None
     schedule: str | None = None
+    phases: dict[Annotated[str, Field(pattern=r"^[0-9]{1,15}$")], str] | None = None
     precisions: dict[str, dict[str, Any]] | None = None
     backend: str | None = None
     products: list[RecordedProduct] | None = None

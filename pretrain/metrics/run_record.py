@@ -98,11 +98,23 @@ class RunRecord:
         return requested if effective == requested else f"{requested} (ran {effective})"
 
     @property
+    def phases(self) -> dict[int, str]:
+        """By first step, the precisions that its steps so far were in; empty of one that never had another, and of older runs."""
+        told = self.audit.get("phases")
+        phases = {int(first): name for first, name in told.items() if first.isdecimal()} if isinstance(told, dict) else {}
+        return {first: name for first, name in phases.items() if first <= self.summary["steps"]}
+
+    @property
+    def audited(self) -> dict[str, dict[str, Any]]:
+        """Of a run of several precisions, what the audit says of each that its steps so far were in."""
+        found, used = self.audit.get("precisions"), self.phases.values()
+        return {name: each for name, each in found.items() if not used or name in used} if isinstance(found, dict) else {}
+
+    @property
     def backend(self) -> str | None:
         """What computed the products: "torch", "transformer_engine" or "emulation"; of a schedule, its low-precision ones."""
-        precisions = self.audit.get("precisions")
-        own = [found.get("backend") for found in (precisions or {}).values()] if isinstance(precisions, dict) else []
-        return next((backend for backend in own if backend != "torch"), self.audit.get("backend"))
+        own = [found.get("backend") for found in self.audited.values()]
+        return next((backend for backend in own if backend != "torch"), own[-1] if own else self.audit.get("backend"))
 
     @property
     def emulated(self) -> bool:

@@ -7,6 +7,7 @@ the run that they had, which `trackers.json` in the run folder names.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -52,9 +53,10 @@ class JsonlTracker:
         except OSError as error:
             with contextlib.suppress(OSError):  # it cannot flush either; the next start removes a part of a line
                 self._file.close()
+            remedy = "Raise `ulimit -f`" if error.errno == errno.EFBIG else "Free space there"
             raise InputError(
-                f"{self.path}: cannot be written: {error.strerror}; every checkpoint is untouched. Free space there, then start "
-                "the same command again to resume."
+                f"{self.path}: cannot be written: {error.strerror}; every checkpoint is untouched. {remedy}, then start the same "
+                "command again to resume."
             ) from None
 
     def sync(self) -> None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -22,7 +22,8 @@ from pretrain.metrics.peaks import peak
 from pretrain.optimizer import schedule
 from pretrain.plan.checks import microbatch_sizes, steps_of
 from pretrain.plan.memory import Devices, LayerMemory, MemoryEstimate, microbatch_candidates
-from pretrain.precision.schedule import label, last_steps
+from pretrain.precision.registry import PRECISIONS
+from pretrain.precision.schedule import in_phases, label, label_of_course, last_steps
 from pretrain.precision.settings import ActivePrecision
 from pretrain.settings.recipe import LossSettings, Recipe
 
@@ -63,6 +64,8 @@ class Plan:
     keeps_rotated: bool = False  # for backward: queries, keys and values beside what they are made from, where layers can
     phases: Sequence[ActivePhase] = ()  # where the precision changes on the way, in order
     low_linears: tuple[int, int] | None = None  # of so many linears, how many are in low precision when it is its turn
+    done: int = 0  # steps behind the checkpoint that the run goes on from; those of another run count as well
+    ran: Mapping[int, str] = field(default_factory=dict)  # the run folder's own of them: by first step, what they computed in
 
     @property
     def loss(self) -> LossSettings:
@@ -97,15 +100,50 @@ class Plan:
 
     @property
     def actives(self) -> list[ActivePrecision]:
-        """Every precision that the run computes in, once."""
+        """Every precision that the run is put together for, once."""
         return list({active.precision.name: active for active in self.timetable.values()}.values())
+
+    def after(self, done: int, ran: Mapping[int, str]) -> Plan:
+        """The plan of a run that goes on after `done` steps, of which its folder's own computed in what `ran` says."""
+        return replace(self, done=done, ran=ran)
+
+    @cached_property
+    def course(self) -> dict[int, str]:
+        """By first step, the precisions that the steps of this run folder compute in: those done as they ran, and those to come
+        as the schedule has them. A phase that was over before the folder's first step is not among them."""
+        done = self.done if self.ran else min(self.done, self.steps - 1)
+        begins = [*self.timetable, self.steps]
+        spans = zip(begins, begins[1:], self.timetable.values(), strict=False)
+        to_come = {max(begin, done) + 1: active.precision.name for begin, end, active in spans if end > done}
+        return in_phases(dict(self.ran) | to_come)
+
+    @property
+    def phases_in_use(self) -> list[tuple[int, int, str]]:
+        """The same as first step, last step and precision."""
+        ends = [first - 1 for first in self.course][1:]
+        return list(zip(self.course, [*ends, max(self.steps, self.done)], self.course.values(), strict=True))
+
+    @property
+    def has_several(self) -> bool:
+        """Whether more than one precision was asked for, or a resume has changed the one."""
+        return bool(self.phases) or set(self.course.values()) != {self.active.precision.name}
+
+    @property
+    def in_use(self) -> list[ActivePrecision]:
+        """Those of `actives` that a step of this run folder computes in."""
+        return [active for active in self.actives if active.precision.name in self.course.values()]
 
     @property
     def computes(self) -> str:
         """What products are computed in, for people: "delayed", or "delayed to 80 %, then bf16"."""
-        return label([{"until": phase.until, "use": phase.active.precision.name} for phase in self.phases]) or (
-            self.active.precision.name
-        )
+        first, ends = min(self.course), [*self.timetable, self.steps][1:]
+        names = [active.precision.name for active in self.timetable.values()]
+        untils = [phase.until for phase in self.phases] or [None]
+        own = [(until, end, name) for until, end, name in zip(untils, ends, names, strict=True) if end >= first]
+        begins = [first, *(end + 1 for _, end, _ in own)]
+        if self.course != {begin: name for begin, (_, _, name) in zip(begins, own, strict=False)}:
+            return label_of_course(self.course)  # the schedule or its horizon was another for some steps
+        return label([{"until": until, "use": name} for until, _, name in own])
 
     @property
     def requested(self) -> str:
@@ -171,7 +209,7 @@ class Plan:
 
     @property
     def emulated(self) -> bool:
-        return any(active.backend == "emulation" for active in self.actives)
+        return any(active.backend == "emulation" for active in self.in_use)
 
     @property
     def flops_per_token(self) -> float:
@@ -211,13 +249,13 @@ class Plan:
     def peak_tflops(self) -> float | None:
         """Dense peak of all devices together, in the precision of the run; None on an unknown device, and in emulation. Of
         several precisions it is that of the whole run: its FLOPs over the time that each phase takes at its own."""
-        begins, time = [*self.timetable, self.steps], 0.0
-        for active, begin, end in zip(self.timetable.values(), begins, begins[1:], strict=False):
-            one = None if self.emulated else peak(self.devices.name, active.precision.peak)
+        time = 0.0
+        for first, last, name in self.phases_in_use:
+            one = None if self.emulated else peak(self.devices.name, PRECISIONS[name].peak)
             if one is None:
                 return None
-            time += (end - begin) / one
-        return self.steps / time * self.devices.count
+            time += (last - first + 1) / one
+        return (self.steps - min(self.course) + 1) / time * self.devices.count
 
     @property
     def microbatch_candidates(self) -> list[int]:
@@ -259,11 +297,27 @@ class Plan:
             found.append(self._empty_places())
         if self.recipe.weights == "bf16":
             found.append(self._frozen_weights())
-        for active in self.actives:
+        found += self._phases_without_steps()
+        for active in self.in_use:
             found += active.precision.cautions(active.settings)
             found += self._speed_of(active)
         if self.flops.uncounted:
             found.append(self.flops.left_out)
+        return found
+
+    def _phases_without_steps(self) -> list[str]:
+        """The phases of the schedule that were over before the run came to them."""
+        begins, first = [*self.timetable, self.steps], min(self.course)
+        found = []
+        for number, (active, begin, end) in enumerate(zip(self.timetable.values(), begins, begins[1:], strict=False), 1):
+            name = active.precision.name
+            if any(name == used and begin < last and start <= end for start, last, used in self.phases_in_use):
+                continue
+            why = f"its first step is {first:,}" if end < first else f"its steps up to {self.done:,} computed in something else"
+            found.append(
+                f"`precision`: phase {number} of {len(self.timetable)}, {name} to step {end:,}, never runs in this run: {why}. "
+                "It is put together and checked all the same; leave it out, or go on from an earlier checkpoint"
+            )
         return found
 
     def _speed_of(self, active: ActivePrecision) -> list[str]:
@@ -359,11 +413,7 @@ def _bf16_lines(plan: Plan) -> list[str]:
 
 
 def _phase_lines(plan: Plan) -> list[str]:
-    ends = [*plan.timetable, plan.steps][1:] if plan.phases else []
-    return [
-        f"steps {begin + 1:,} to {end:,} in {active.precision.name}"
-        for (begin, active), end in zip(plan.timetable.items(), ends, strict=False)
-    ]
+    return [f"steps {first:,} to {last:,} in {name}" for first, last, name in plan.phases_in_use if plan.has_several]
 
 
 def _step_line(plan: Plan) -> str:

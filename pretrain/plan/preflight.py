@@ -119,6 +119,10 @@ class Job:
         """The job when it is known which `loss.chunk` a run takes for `auto`."""
         return replace(self, plan=self.plan.with_chunk(chunk))
 
+    def after(self, done: int, ran: Mapping[int, str]) -> Job:
+        """The job of a run that goes on after `done` steps: `Plan.after`."""
+        return replace(self, plan=self.plan.after(done, ran))
+
     def batches(self, accelerator: Accelerator, shift: int = 0) -> BatchStream:
         """This rank's training batches, step by step: a pure function of the recipe, the packs, and the packs by which a run is
         further on in them than its steps say."""

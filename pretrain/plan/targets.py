@@ -137,7 +137,7 @@ class MeasuredRun:
             why = "it shared its machine with other runs, so its speed is not its own"
         elif run.emulated:
             why = "its precision was emulated, so its speed is not the hardware's"
-        elif "schedule" in run.audit:
+        elif "schedule" in run.audit and len(set(run.phases.values())) != 1:
             why = f"its precision was {run.audit['schedule']}, so its speed is that of several"
         elif not known:
             why = f"it has no measured tflops after its first {WARM_UP_STEPS} steps"
@@ -146,8 +146,8 @@ class MeasuredRun:
         topology = run.environment.get("accelerate", {})
         gpus = run.environment.get("gpus") or []
         device = gpus[0] if gpus and topology.get("device") != "cpu" else "CPU"
-        computed = run.audit.get("effective", run.config.get("precision"))
-        return cls(run.name, device, topology.get("processes", 1), computed, statistics.median(known), len(known))
+        ran = [*run.phases.values(), run.audit.get("effective", run.config.get("precision"))]
+        return cls(run.name, device, topology.get("processes", 1), ran[0], statistics.median(known), len(known))
 
     def tflops_on(self, target: Target) -> float | None:
         """What it would reach on each of `target`'s devices at the same share of their peak; None where a peak is not known."""

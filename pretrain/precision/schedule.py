@@ -103,6 +103,18 @@ def label(setting: Any) -> str | None:
     return ", then ".join([*(f"{name} to {_when(until)}" for until, name in before), str(last[1])]) if last[1] else None
 
 
+def in_phases(precisions: Mapping[int, str]) -> dict[int, str]:
+    """By first step, what steps computed in, of what is known by step in order: where neighbours are alike, the first alone."""
+    before = [None, *precisions.values()]
+    return {step: name for (step, name), last in zip(precisions.items(), before, strict=False) if name != last}
+
+
+def label_of_course(course: Mapping[int, str]) -> str:
+    """The same of what steps ran in, by first step: "nvfp4 to step 10, then bf16"."""
+    ends = [first - 1 for first in course][1:]
+    return label([{"until": end, "use": name} for end, name in zip([*ends, None], course.values(), strict=True)])
+
+
 def in_a_path(setting: Any) -> str | None:
     """The same for a folder's name: `nvfp4-to-0.8-then-bf16`."""
     *before, last = [*phases_of(setting)] or [(None, None)]

@@ -39,6 +39,7 @@ from pretrain.model.sharding import Sharding
 from pretrain.model.wrapping import convert, fuse, low_precision_weights, wrap_layers
 from pretrain.optimizer.adamw import ExactAdamW, build_optimizer, clear_gradients, named_state
 from pretrain.optimizer.adamw_update import local_part
+from pretrain.plan.plan import Plan
 from pretrain.plan.preflight import Job
 from pretrain.precision.linear import Backend, PrecisionContext
 from pretrain.precision.products import describe as describe_algorithms
@@ -346,7 +347,9 @@ def _sums_apart(job: Job, accelerator: Accelerator, fused: FusedLayers | None) -
     kept_in = job.recipe.gradients_kept_in
     if WEIGHT_DTYPES[kept_in] != WEIGHT_DTYPES[job.recipe.weights]:
         return True
-    return fused is not None or accelerator.num_processes > 1 or (job.plan.emulated and kept_in == "fp32")
+    # A phase that never runs counts too: a start before it and one after it must add up alike.
+    emulated = any(active.backend == "emulation" for active in job.plan.actives)
+    return fused is not None or accelerator.num_processes > 1 or (emulated and kept_in == "fp32")
 
 
 def _give_values(built: _Built, adamw: ExactAdamW, *, exact: bool) -> None:
@@ -396,10 +399,14 @@ def _found_around(
     }
     if (algorithms := describe_algorithms()) is not None:
         found["algorithms"] = algorithms
-    if plan.phases:
-        begins = {begin + 1: active.precision.name for begin, active in plan.timetable.items()}
-        found |= {"schedule": plan.computes, "phases": begins, "precisions": {n: s.found for n, s in stages.items()}}
+    if course := found_of_course(plan):
+        found |= course | {"precisions": {n: s.found for n, s in stages.items()}}
     return found
+
+
+def found_of_course(plan: Plan) -> dict[str, Any]:
+    """What the audit says of the order of several precisions: those that ran, and as planned those to come. Empty for one."""
+    return {"schedule": plan.computes, "phases": plan.course} if plan.has_several else {}
 
 
 def build_in_parts_of(job: Job, accelerator: Accelerator, kept: torch.dtype, backend: str) -> tuple[InParts | None, str | None]:

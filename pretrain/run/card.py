@@ -16,6 +16,7 @@ from foundation.units import count, duration
 from packing.settings import HUB_NAME
 from pretrain.compare.fairness import changes_in_words
 from pretrain.metrics.run_record import LOSS_KEY, RunRecord, averaged_steps, summary
+from pretrain.precision.schedule import label, label_of_course
 
 CARD, PICTURE = "README.md", "loss.png"
 _SEAL = re.compile(r"\n<!-- made by the run that trained this model; text above: ([0-9a-f]{16}) -->\n\Z")
@@ -75,12 +76,14 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _computes(audit: dict[str, Any]) -> str:
-    """What the products compute in; of a schedule, in each precision of it."""
-    phases = audit.get("precisions") or {}
-    if len(phases) < 2:
-        return str(audit.get("computes", ""))
-    return ", ".join(f"{each.get('computes', '')} ({name})" for name, each in phases.items())
+def _precision(run: RunRecord) -> str:
+    """What was asked for, and ran; and what the products computed in, of several precisions in each."""
+    asked, found = run.precision, run.audited
+    if 0 < len(run.phases) < len(run.audit.get("phases") or {}):  # of a checkpoint before its run's end
+        asked = f"{label(run.config.get('precision'))} (ran {label_of_course(run.phases)})"
+    alone = next(iter(found.values())) if len(found) == 1 else run.audit
+    several = ", ".join(f"{each.get('computes', '')} ({name})" for name, each in found.items()) if len(found) > 1 else ""
+    return f"{asked}: {several or alone.get('computes', '')}" + ("; emulated in software" if run.emulated else "")
 
 
 def _sources(data: Mapping[str, Any]) -> list[str]:
@@ -108,7 +111,7 @@ def _origin(recipe: Mapping[str, Any]) -> str:
 
 
 def _rows(run: RunRecord) -> dict[str, str]:
-    recipe, figures, audit, made_by = run.config, run.summary, run.audit, run.environment
+    recipe, figures, made_by = run.config, run.summary, run.environment
     data, optimizer, schedule = recipe["data"], recipe["optimizer"], recipe["schedule"]
     clip = f", gradients clipped at {optimizer['clip']:g}" if optimizer.get("clip") else ""
     warmup = f"{schedule['warmup_tokens']:,} tokens" if schedule.get("warmup_tokens") else f"{schedule['warmup']:,} steps"
@@ -130,7 +133,7 @@ def _rows(run: RunRecord) -> dict[str, str]:
         "data fingerprint": (run.data_fingerprint or "")[:16],
         "packs": f"{data['length']:,} tokens; documents do not see each other",
         "tokens": f"{figures['tokens']:,}, padding included; {figures['epoch']:.3g} epochs, {recipe['batch']['tokens']:,} a step",
-        "precision": f"{run.precision}: {_computes(audit)}" + ("; emulated in software" if run.emulated else ""),
+        "precision": _precision(run),
         "weights": f"{recipe['weights']} in training",
         "loss": last,
         "penalty": f"{penalty}, added to the loss" if penalty else "",

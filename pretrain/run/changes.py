@@ -19,9 +19,11 @@ from pretrain.checkpoint.checkpoint import step_folders
 from pretrain.checkpoint.folders import step_of
 from pretrain.checkpoint.manifest import MANIFEST
 from pretrain.checkpoint.state import Change, Past, changed_keys
+from pretrain.metrics.run_record import is_step, read_metrics
 from pretrain.optimizer import schedule
 from pretrain.plan.preflight import Job
-from pretrain.precision.schedule import last_steps, phases_of
+from pretrain.precision.registry import PRECISIONS
+from pretrain.precision.schedule import in_phases, last_steps, phases_of
 from pretrain.settings.recipe import ScheduleSettings
 
 HORIZON = {"train.steps", "train.tokens", "train.epochs"}
@@ -179,6 +181,23 @@ def precision_has_moved(record: Mapping[str, Any], job: Job) -> str | None:
         f"WARNING  after step {step:,} the checkpoint's `precision` was to be {saved}; by the present schedule it is {now}, "
         f"which {how} there. An `until` that is a step number stays where it is when the horizon changes"
     )
+
+
+def precisions_so_far(job: Job, record: Mapping[str, Any], past: Past) -> dict[int, str]:
+    """By first step, what the steps in the run folder's metrics computed in, as far as the checkpoint's: by their own lines, or
+    where the run had one precision by what a resume has changed since. Empty where there are none."""
+    try:
+        lines = [line for line in read_metrics(job.run_dir) if is_step(line) and line["step"] <= record["progress"]["step"]]
+    except InputError:  # none, or what resuming mends
+        return {}
+    changes = [(change.step, change.was["precision"]) for change in past.changed if "precision" in change.was]
+
+    def known(line: Mapping[str, Any]) -> str:
+        told = line.get("precision", next((was for until, was in changes if line["step"] <= until), None))
+        planned = job.plan.active_after(line["step"] - 1).precision.name
+        return told if isinstance(told, str) and told in PRECISIONS else planned
+
+    return in_phases({line["step"]: known(line) for line in lines})
 
 
 # ── What the run keeps ──────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
+from pretrain.metrics.console import Console
 from pretrain.metrics.peaks import is_known
 from pretrain.metrics.run_folder import describe_environment
 from pretrain.model.distributed import describe_topology
 from pretrain.plan.plan import render
+from pretrain.plan.preflight import Job
 from pretrain.plan.tokenizer import fingerprint_in_use
 from pretrain.run.assembly import IN_PARTS
 from pretrain.run.running import Run
 from pretrain.settings import config
 from pretrain.verify import audit, kernels
+
+
+def warn_of_precisions(job: Job, console: Console) -> None:
+    """Say what is done in place of a precision that the device lacks, of those that steps of the run compute in."""
+    for notice in [active.notice for active in job.plan.in_use if active.notice]:
+        console.warning(notice)
 
 
 def introduce(run: Run, notes: list[str]) -> None:

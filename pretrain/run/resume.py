@@ -54,6 +54,7 @@ from pretrain.run.changes import (
     past_of,
     precision_has_moved,
     precisions_around,
+    precisions_so_far,
     rate_has_moved,
     shift_of,
 )
@@ -288,15 +289,25 @@ def look_for_resume_point(wanted: str, job: Job, accept_changes: bool) -> tuple[
     return checkpoints, find_resume_point(checkpoints, wanted, job, accept_changes, look_only=True)
 
 
-def planned_resume(job: Job, wanted: str, accept_changes: bool) -> str | None:
-    """What a run would go on from, for --plan; None where it would begin. InputError where the run would refuse."""
+def planned_resume(job: Job, wanted: str, accept_changes: bool) -> tuple[Job, str | None]:
+    """For --plan: the job as it would go on, and what from; None where it would begin. InputError where the run would refuse."""
     if job.data is None:  # packs that are not prepared belong to no checkpoint yet
-        return None
+        return job, None
     if nothing_left(job, wanted):
-        return said_of_the_end(job)
+        return job, said_of_the_end(job)
     checkpoints, source = look_for_resume_point(wanted, job, accept_changes)
     require_a_way_on(source, checkpoints, job)
-    return "\n".join([f"would resume from {source.path}", *source.notes]) if source else None
+    if source is None:
+        return job, None
+    return going_on(job, source), "\n".join([f"would resume from {source.path}", *source.notes])
+
+
+def going_on(job: Job, source: ResumePoint | None) -> Job:
+    """The job, with what the run folder's steps have computed in before `source`, from which the run goes on."""
+    if source is None:
+        return job
+    ran = {} if source.begins else precisions_so_far(job, source.record, source.past)
+    return job.after(source.record["progress"]["step"], ran)
 
 
 def chunk_of(job: Job, source: ResumePoint | None) -> int:
@@ -335,7 +346,8 @@ def under_its_own_name(source: ResumePoint, checkpoints: Checkpoints) -> ResumeP
 
 def keep_findings(source: ResumePoint, assembly: Assembly, job: Job) -> None:
     """Let the audit of a run that goes on from `source` keep what earlier starts alone have found: parity, which is looked at
-    before a run's first step, and which step has confirmed a precision that the next step is not in."""
+    before a run's first step, which step has confirmed a precision that the next step is not in, and all of a precision that
+    steps of the run were in and no step to come can be."""
     step, written = source.record["progress"]["step"], source.path.absolute().parent.parent / AUDIT_FILE
     coming = job.plan.active_after(step).precision.name
     of_precision: dict[str, dict[str, Any]] = {}
@@ -354,6 +366,10 @@ def keep_findings(source: ResumePoint, assembly: Assembly, job: Job) -> None:
         confirmed = known.get("confirmed_in_step")
         if name != coming and isinstance(confirmed, int) and confirmed <= step:
             stage.found["confirmed_in_step"] = confirmed
+    of_a_stage = {key for stage in assembly.stages.values() for key in stage.found} | {"confirmed_in_step"}
+    for name in set(job.plan.course.values()) & of_precision.keys() - assembly.stages.keys():
+        own = {key: value for key, value in of_precision[name].items() if key in of_a_stage}
+        assembly.audit["precisions"][name] = own
     assembly.use(assembly.active)
 
 

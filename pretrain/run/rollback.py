@@ -11,6 +11,7 @@ from pretrain.metrics.health import StepDecision, TrainingHalted, some_of
 from pretrain.metrics.run_record import read_metrics
 from pretrain.metrics.trackers import resolve
 from pretrain.optimizer.adamw_update import local_part
+from pretrain.run.assembly import found_of_course
 from pretrain.run.evaluate import best_so_far
 from pretrain.run.resume import ResumePoint, restore
 from pretrain.run.running import Run
@@ -41,10 +42,15 @@ def roll_back(run: Run, reason: str) -> None:
     run.state.left_out = judged.left_out + judged.step - run.state.step
     run.state.shift = judged.shift  # of what follows the judged step's packs, whatever the steps before the checkpoint had
 
+    # What is trained anew is in the precisions of the present schedule, whatever those steps were in before a resume.
+    ran = {first: name for first, name in run.job.plan.course.items() if first <= run.state.step}
+    run.job = run.job.after(run.state.step, ran)
+    run.assembly.audit |= found_of_course(run.job.plan)
     go_on_as_scheduled(run, source)
     if run.precision_watch:
         run.precision_watch.go_back(run.state.step)
     if run.accelerator.is_main_process:
+        run.folder.write_json(run.folder.audit, run.assembly.audit)
         event = {
             "step": run.state.step + 1,
             "event": "rollback",
@@ -79,7 +85,9 @@ def halted(run: Run, decision: StepDecision) -> TrainingHalted:
         if source is not None and untrained:
             remedy = f"They came so with `model.source: {source}`: fetch it again, or name other weights"
         else:
-            remedy = "Lower `optimizer.learning_rate`, and resume from a checkpoint before that with --resume"
+            there = run.checkpoints.latest is not None
+            again = "resume from a checkpoint before that with --resume" if there else "start again"
+            remedy = f"Lower `optimizer.learning_rate`, and {again}"
     return TrainingHalted(run.state.step, f"{reason}. {remedy}.")
 
 

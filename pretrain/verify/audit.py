@@ -336,7 +336,11 @@ def _check_tied(hf: nn.Module) -> None:
     head, embedding = hf.get_output_embeddings(), hf.get_input_embeddings()
     tied = getattr(hf.config.get_text_config(), "tie_word_embeddings", False)
     if tied and isinstance(head, LossHead) and head.weight is not embedding.weight:
-        raise InputError("model: its configuration ties the LM head to the embedding, and they have become two parameters")
+        raise InputError(
+            "`model.config.tie_word_embeddings` is true, here or in the config.json of `model.source`: it ties the LM head to "
+            "the embedding, and they have become two parameters, as where the weights hold a head of their own; set "
+            "`model.config.tie_word_embeddings: false`, which trains both, or name weights without such a head"
+        )
 
 
 # ── What torch's own products multiply ─────────────────────────────────────────────────────────────────────────────────────────

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -132,6 +133,18 @@ def test_metrics_that_no_longer_fit_end_the_run_with_one_message(small_disk):
     (small_disk / "ballast").unlink()
     cut_back(metrics.path, last_step=1)
     assert metrics.path.read_text() == '{"step": 1, "loss": 2.0}\n'
+
+
+def test_metrics_beyond_the_limit_of_a_files_size_say_what_raises_it(tmp_path):
+    metrics, (soft, hard) = JsonlTracker(tmp_path / "metrics.jsonl"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    metrics.start()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(InputError, match=r"metrics.jsonl: .*File too large.*untouched. Raise `ulimit -f`, then start"):
+            for step in range(1, 100):
+                metrics.log({"step": step, "loss": 2.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_disk_that_fills_up_leaves_the_last_checkpoint_from_which_the_same_command_goes_on(

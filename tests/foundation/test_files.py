@@ -97,7 +97,7 @@ def test_a_file_that_cannot_be_saved_is_refused_with_what_to_do(tmp_path: Path, 
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(InputError, match=r"file: cannot be written: Disk quota exceeded; free space there, and start again$"):
+    with pytest.raises(InputError, match=r"file: cannot be written: Disk quota exceeded; the disk is full; free some space"):
         save_file(file, b"new", "take another")
 
 

@@ -130,6 +130,20 @@ def test_a_rollback_is_as_if_the_data_since_the_checkpoint_had_never_come_and_re
         assert sum(record.get("event") == "rollback" for record in read_metrics(back.run_dir)) == 1
 
 
+def test_steps_that_a_rollback_trains_anew_are_recorded_in_their_new_precision(
+    train_here: Callable, delayed: dict[str, Any], giants: Callable
+) -> None:
+    plain = ("precision=bf16", "fp8_config.amax_history_len=null", "train.steps=5")
+    begun = train_here(*plain, "checkpoint.every=2", recipe=delayed)
+    assert begun.status == 0, begun.output
+    giants(5, 6)  # the first failure goes back to step 5, the next to the checkpoint before that
+    back = train_here("health.on_nan=rollback", "checkpoint.every=2", "--accept-changes", recipe=delayed)
+    assert back.status == 0 and "Rollback 2 of 3" in back.output and "at step 4" in back.output, back.output
+    audit = json.loads((back.run_dir / "audit.json").read_text())
+    assert audit["phases"] == {"1": "bf16", "5": "delayed"}
+    assert read_run(back.run_dir).precision == "delayed (ran bf16 to step 4, then delayed)"
+
+
 def test_rollbacks_end_at_their_limit_and_the_step_that_halts_is_written_down(
     train_here: Callable, delayed: dict[str, Any], giants: Callable
 ) -> None:

@@ -113,3 +113,49 @@ def test_a_longer_run_goes_back_to_the_precision_of_its_share_and_says_so(starte
     assert longer.out.count("precision after step 6: delayed, then bf16, audited anew: ") == 1
     steps = [step["precision"] for step in longer.records() if "loss" in step]
     assert steps == ["delayed"] * 3 + ["bf16"] * 2 + ["delayed"] + ["bf16"] * 4
+    audit, record = json.loads((longer.run_dir / "audit.json").read_text()), read_run(longer.run_dir)
+    assert audit["phases"] == {"1": "delayed", "4": "bf16", "6": "delayed", "7": "bf16"}
+    ran = "delayed to step 3, then bf16 to step 5, then delayed to step 6, then bf16"
+    assert record.precision == f"delayed to 60 %, then bf16 (ran {ran})" and record.emulated
+    assert f"{record.precision}: FP8 products" in (longer.run_dir / "final" / "README.md").read_text()
+    for line in ("steps 1 to 3 in delayed", "steps 4 to 5 in bf16", "steps 6 to 6 in delayed", "steps 7 to 10 in bf16"):
+        assert line in longer.out
+
+
+@pytest.mark.usefixtures("one_layer")
+def test_a_phase_before_a_branch_begins_is_no_precision_of_it_and_the_plan_says_so(started: Callable[..., Finished]) -> None:
+    trunk = started("trunk", "precision=bf16", "train.steps=3")
+    asked = ("precision=[{until:2,use:nvfp4},{use:bf16}]", f"train.begin_with={trunk.run_dir}/checkpoints/step-00000003")
+    said = "`precision`: phase 1 of 2, nvfp4 to step 2, never runs in this run: its first step is 4."
+    plan = started("branch", *asked, "--plan")
+    branch = started("branch", *asked)
+    longer = started("branch", *asked, "train.steps=6", "--accept-changes")
+    for run in (plan, branch, longer):
+        assert said in " ".join(run.out.split()) and "small: bf16 compute, bf16_exact weights" in run.out
+        assert "is emulated" not in run.output and f"steps 4 to {6 if run is longer else 5} in bf16" in run.out
+    audit, record = json.loads((branch.run_dir / "audit.json").read_text()), read_run(branch.run_dir)
+    assert audit["phases"] == {"4": "bf16"} and audit["schedule"] == "bf16"
+    assert record.precision == "nvfp4 to step 2, then bf16 (ran bf16)"
+    assert (record.backend, record.emulated) == ("torch", False)
+    card = (branch.run_dir / "final" / "README.md").read_text()
+    assert "| nvfp4 to step 2, then bf16 (ran bf16): BF16 products with FP32 accumulation |" in card
+
+
+@pytest.mark.usefixtures("one_layer")
+def test_a_precision_that_a_resume_has_changed_stays_recorded_for_the_steps_that_were_in_it(
+    started: Callable[..., Finished],
+) -> None:
+    started("run", "precision=nvfp4", "train.steps=2")
+    started("run", "precision=bf16", "train.steps=4", "--accept-changes")
+    schedule = "precision=[{until:5,use:mxfp8},{use:bf16}]"
+    last = started("run", schedule, "train.steps=6", "--accept-changes")
+    audit, record = json.loads((last.run_dir / "audit.json").read_text()), read_run(last.run_dir)
+    assert audit["phases"] == {"1": "nvfp4", "3": "bf16", "5": "mxfp8", "6": "bf16"}
+    assert audit["precisions"].keys() == {"nvfp4", "bf16", "mxfp8"}
+    assert audit["precisions"]["nvfp4"]["confirmed_in_step"] == 1
+    assert {each["effective"] for each in audit["precisions"]["nvfp4"]["products"]} == {"nvfp4", "bf16"}
+    assert record.emulated and record.precision.endswith(
+        "(ran nvfp4 to step 2, then bf16 to step 4, then mxfp8 to step 5, then bf16)"
+    )
+    card = (last.run_dir / "final" / "README.md").read_text()
+    assert all(f"({name})" in card for name in ("nvfp4", "mxfp8", "bf16"))

@@ -331,6 +331,18 @@ def test_a_save_killed_at_any_moment_leaves_an_intact_newest_checkpoint_and_no_h
     assert set(stages) - {"1 of 4 files"} == shown | {"not pruned", "pruning", "done"}  # two threads may begin two files at once
 
 
+def test_a_limit_of_a_files_size_is_said_with_what_raises_it_whatever_is_free(tmp_path):
+    checkpoints, (soft, hard) = Checkpoints(tmp_path / "checkpoints", keep=2), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, hard))
+    try:
+        with pytest.raises(InputError) as error:
+            save(checkpoints, 3, 20_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "File too large" in str(error.value) and "Raise `ulimit -f`, or move the run folder" in str(error.value)
+    assert "free" not in str(error.value).lower()
+
+
 def test_a_full_disk_is_one_message_and_leaves_the_previous_checkpoint_untouched(small_disk):
     folder = small_disk / "checkpoints"
     checkpoints = Checkpoints(folder, keep=2)

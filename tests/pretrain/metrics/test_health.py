@@ -37,9 +37,17 @@ def noisy(level: float, steps: int, noise: float, seed: int = 0) -> np.ndarray:
 
 @pytest.mark.parametrize(("loss", "norm", "said"), [(math.nan, 1.0, "loss is nan"), (2.0, math.inf, "gradient norm is inf")])
 def test_a_figure_that_is_not_finite_stops_the_run_and_says_what_to_change(loss, norm, said):
-    decision = health().check(812, loss, norm)
+    decision = health().check(812, loss, norm, can_go_back=True)
     assert decision.action == "stop" and said in decision.reason and "weights are those of step 811" in decision.reason
     assert "optimizer.learning_rate" in decision.remedy and "health.on_nan" in decision.remedy
+    assert "resume from an earlier checkpoint" in decision.remedy and "`rollback` goes back" in decision.remedy
+
+
+@pytest.mark.parametrize("on_nan", ["stop", "rollback"])
+def test_a_stop_before_the_first_checkpoint_names_no_remedy_that_needs_one(on_nan: str) -> None:
+    decision = health(on_nan=on_nan).check(2, math.nan, 1.0)
+    assert decision.action == "stop" and "and start again" in decision.remedy
+    assert "resume" not in decision.remedy and "goes back" not in decision.remedy
 
 
 def test_a_stop_in_low_precision_names_what_to_change_there_too():

@@ -103,7 +103,7 @@ except InputError as error:
     print(error)
 """
     result = subprocess.run([sys.executable, "-c", code, str(tmp_path / "run")], capture_output=True, text=True, check=True)
-    assert "summary.json: cannot be written: File too large" in result.stdout
+    assert "summary.json: cannot be written: File too large" in result.stdout and "raise `ulimit -f`" in result.stdout
     assert json.loads((tmp_path / "run" / "summary.json").read_text()) == {"loss": 1.5}
     assert not list((tmp_path / "run").glob("*.partial")) and not list((tmp_path / "run").glob(".*.partial"))
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from foundation.units import GIB
 from pretrain.metrics.flops import ModelFlops
-from pretrain.plan.plan import Devices, Plan, render
+from pretrain.plan.plan import ActivePhase, Devices, Plan, render
 from pretrain.plan.preflight import fits_gathered
 from pretrain.precision.selection import missing_on, select_precision
 from pretrain.precision.settings import LowPrecisionSettings
@@ -53,6 +53,30 @@ def test_the_workspace_of_searched_products_is_counted_where_products_are_search
     in_fp32 = replace(plan(qwen3, devices=gpu), active=select_precision("fp32", LowPrecisionSettings(), missing_on("cpu")))
     for other in (repeated, in_fp32, plan(qwen3, devices=Devices(name="CPU"))):
         assert part not in other.memory.parts(1)
+
+
+def test_the_course_of_a_plan_is_what_ran_and_what_is_to_come(qwen3: PreTrainedModel) -> None:
+    low, high = (
+        select_precision(name, LowPrecisionSettings(on_unsupported="emulate"), missing_on("cpu")) for name in ("nvfp4", "bf16")
+    )
+    phases = [ActivePhase(0.5, low, ()), ActivePhase(None, high, ())]
+    whole = plan(qwen3, recipe(train={"steps": 100}, schedule={"warmup": 0}), phases=phases)
+    assert whole.course == {1: "nvfp4", 51: "bf16"} and whole.computes == "nvfp4 to 50 %, then bf16" and whole.emulated
+    for done, ran, course, computes in (
+        (30, {1: "nvfp4"}, {1: "nvfp4", 51: "bf16"}, "nvfp4 to 50 %, then bf16"),
+        (30, {}, {31: "nvfp4", 51: "bf16"}, "nvfp4 to 50 %, then bf16"),
+        (50, {}, {51: "bf16"}, "bf16"),
+        (100, {}, {100: "bf16"}, "bf16"),
+        (80, {1: "bf16"}, {1: "bf16"}, "bf16"),
+        (20, {1: "bf16"}, {1: "bf16", 21: "nvfp4", 51: "bf16"}, "bf16 to step 20, then nvfp4 to step 50, then bf16"),
+        (40, {1: "nvfp4", 11: "bf16"}, {1: "nvfp4", 11: "bf16", 41: "nvfp4", 51: "bf16"}, None),
+    ):
+        going_on = whole.after(done, ran)
+        assert going_on.course == course and (computes is None or going_on.computes == computes)
+        uses = "nvfp4" in course.values()
+        assert going_on.emulated == uses and any("never runs in this run" in each for each in going_on.warnings) != uses
+    alone = plan(qwen3, recipe(train={"steps": 100}, schedule={"warmup": 0})).after(20, {1: "nvfp4"})
+    assert alone.computes == "nvfp4 to step 20, then bf16" and alone.has_several and "steps 21 to 100 in bf16" in render(alone)
 
 
 def test_a_step_keeps_its_tokens_over_any_number_of_devices(qwen3: PreTrainedModel) -> None:

@@ -104,7 +104,10 @@ def test_a_head_that_was_untied_is_found(converted: Callable[..., Converted]) ->
     head = trained.hf.get_output_embeddings()
     optimizer = torch.optim.SGD(trained.hf.parameters())
     head.weight = nn.Parameter(head.weight.detach().clone())
-    assert "ties the LM head to the embedding, and they have become two parameters" in trained.refusal()
+    said = trained.refusal()
+    assert "ties the LM head to the embedding, and they have become two parameters" in said
+    assert said.startswith("`model.config.tie_word_embeddings` is true, here or in the config.json of `model.source`")
+    assert "set `model.config.tie_word_embeddings: false`" in said
     with pytest.raises(InputError, match=r"the optimizer does not know 1 parameters, lm_head\.weight"):
         audit.check_trained(trained.hf, optimizer)
 
