@@ -94,7 +94,7 @@ def no_room(error: BaseException | None) -> str | None:
     if not isinstance(error, OSError):
         return None
     if error.errno == errno.EFBIG:
-        return "a file may not become so large here; raise `ulimit -f`, or take another disk,"
+        return "a file may not become so large here; raise `ulimit -f`, or take another disk"
     return "the disk is full; free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else None
 
 

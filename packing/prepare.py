@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
 from contextlib import suppress
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from foundation.errors import InputError
 from foundation.files import FileLock, no_room, remove_own_folder
@@ -134,7 +137,7 @@ def holds_packs_of(settings: DataSettings, packs: Path, content: dict[str, Any])
             f"{packs}: exists and holds no packs that were prepared; set data.packs to another folder, or move it away"
         )
     manifest = read_manifest(packs)
-    then, now = dict(manifest["settings"]), dict(content)
+    then, now = recorded_settings(settings, manifest["settings"]), dict(content)
     if then.get("tokenizer") == now["tokenizer"] and Path(now["tokenizer"]).exists():  # its content may have changed
         then["tokenizer fingerprint"] = (manifest["tokenizer"] or {}).get("fingerprint")
         now["tokenizer fingerprint"] = load_tokenizer(now["tokenizer"]).fingerprint
@@ -168,6 +171,19 @@ def _note_changed_source(settings: DataSettings, progress: bool) -> None:
             "The packs are used as they are; remove them to prepare anew",
             progress,
         )
+
+
+def recorded_settings(settings: DataSettings, recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """What a manifest has `recorded`, with the present `format` where the source is the same files of the same kind by either, as
+    JSON Lines are by `auto` and `jsonl`."""
+    found, own = dict(recorded), settings.format
+    if found.get("format") == own:
+        return found
+    with suppress(InputError, ValidationError):  # the source may not be here any more
+        other = DataSettings.model_validate(settings.model_dump() | {"format": found.get("format")})
+        if open_source(settings).identity == open_source(other).identity:
+            found["format"] = own
+    return found
 
 
 def content_settings(settings: DataSettings) -> dict[str, Any]:

@@ -286,7 +286,7 @@ class DataSettings(SourceSettings):
         if (lacks := self.incomplete()) and (self.source or not any(getattr(part, lacks[0]) for _, part in parts)):
             raise ValueError(lacks[1])
         records = [*([self] if self.source is not None or not parts else []), *(part for _, part in parts)]
-        if not any(each.is_chat for each in records) and (unused := self.changed(_CHAT)):
+        if not any(each.is_chat for each in (self, *records)) and (unused := self.changed(_CHAT)):
             raise ValueError(_for_chats(unused[0]))
         if self.add_bos and any(each.is_chat for each in records):
             raise ValueError("`add_bos`: the chat template puts in the BOS token that it wants; leave it out")

@@ -86,6 +86,17 @@ class Past(BaseModel):
     source_weights: str | None = None  # hash of the weights files in the folder of `model.source` with which the run began
     left_out: Size = 0  # steps' packs that rollbacks had passed over before this folder's first step
 
+    def back_at(self, step: int) -> Past:
+        """Of a run that has gone back to `step`: what it trains from there is as its recipe says now."""
+        changed: list[Change] = []
+        told: dict[str, int] = {}
+        for change in self.changed:
+            end = min(change.step, step)
+            if was := {key: value for key, value in change.was.items() if told.get(key, 0) < end}:
+                changed.append(Change(step=end, was=was))
+                told |= dict.fromkeys(was, end)
+        return self.model_copy(update={"changed": changed})
+
     def record(self) -> dict[str, Any]:
         """As JSON has it, under `past`; nothing where all was as it is now."""
         return {"past": self.model_dump()} if self != Past() else {}

@@ -23,7 +23,7 @@ from foundation.reading import load_object
 from foundation.settings import PathText, PositiveCount, Settings, load_yaml, parse, shown, value_from_text
 from packing.manifest import read_manifest
 from packing.parts import training_parts, validation_parts
-from packing.prepare import content_settings
+from packing.prepare import content_settings, recorded_settings
 from packing.settings import DataSettings
 from packing.store import open_packs
 from packing.token_log import differences
@@ -399,7 +399,8 @@ def _fingerprints(data: DataSettings) -> dict[str, str]:
     parts = [*(training_parts(data) or {"": data}).values(), *validation_parts(data).values()]
     made = [part for part in parts if part.source is not None]
     try:
-        if data.stream or any(differences(read_manifest(part.packs)["settings"], content_settings(part)) for part in made):
+        recorded = [(part, recorded_settings(part, read_manifest(part.packs)["settings"])) for part in made if not data.stream]
+        if data.stream or any(differences(settings, content_settings(part)) for part, settings in recorded):
             return {}
         packs = {"data_fingerprint": open_packs(data, "train"), "held_out_fingerprint": open_packs(data, "held_out")}
     except InputError:  # not there, or damaged, which its launcher will say

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from foundation.reading import load_object
 from pretrain.checkpoint.state import TrainState
 from pretrain.metrics.health import StepDecision, TrainingHalted, some_of
 from pretrain.metrics.run_record import read_metrics
@@ -45,12 +46,19 @@ def roll_back(run: Run, reason: str) -> None:
     # What is trained anew is in the precisions of the present schedule, whatever those steps were in before a resume.
     ran = {first: name for first, name in run.job.plan.course.items() if first <= run.state.step}
     run.job = run.job.after(run.state.step, ran)
-    run.assembly.audit |= found_of_course(run.job.plan)
+    audit, course, past = run.assembly.audit, found_of_course(run.job.plan), run.past.back_at(run.state.step)
+    for key in ("schedule", "phases", "precisions") if not course else ():
+        audit.pop(key, None)  # every step that is left is in one
+    audit |= course
     go_on_as_scheduled(run, source)
     if run.precision_watch:
         run.precision_watch.go_back(run.state.step)
     if run.accelerator.is_main_process:
-        run.folder.write_json(run.folder.audit, run.assembly.audit)
+        run.folder.write_json(run.folder.audit, audit)
+        if past != run.past:
+            environment = load_object(run.folder.environment, "start the run again to write it")
+            environment.pop("past", None)
+            run.folder.write_json(run.folder.environment, environment | past.record())
         event = {
             "step": run.state.step + 1,
             "event": "rollback",
@@ -65,7 +73,7 @@ def roll_back(run: Run, reason: str) -> None:
         run.trackers = resolve(run.job.recipe.log, run_dir=run.folder.path, resumed_step=run.state.step)
         run.trackers.start(config.resolved(run.job.recipe))
         run.trackers.note(event)
-    run.best = best_so_far(run)
+    run.past, run.best = past, best_so_far(run)
     passed, limit = judged.step - run.state.step, run.health.settings.max_rollbacks
     run.console.warning(
         f"step {judged.step}: {reason}. Rollback {rollbacks} of {limit} at most: {notes[0]}; the packs of "

@@ -142,6 +142,7 @@ def test_steps_that_a_rollback_trains_anew_are_recorded_in_their_new_precision(
     audit = json.loads((back.run_dir / "audit.json").read_text())
     assert audit["phases"] == {"1": "bf16", "5": "delayed"}
     assert read_run(back.run_dir).precision == "delayed (ran bf16 to step 4, then delayed)"
+    assert [change.step for change in read_run(back.run_dir).past.changed] == [4], "which the next resume goes by"
 
 
 def test_rollbacks_end_at_their_limit_and_the_step_that_halts_is_written_down(

@@ -209,7 +209,6 @@ def test_a_format_that_may_have_been_meant_for_both_is_asked_for(
         ({"source": "a", "validation": {"source": "v", "messages": "m", "labels": "l"}}, "`messages` and `labels` are both set"),
         ({"response": "r", "sources": [{"source": "a", "weight": 1}]}, r"`sources` \(a\): `response` is set but `prompt` is not"),
         ({"response": "r", "sources": [{"source": "a", "weight": 1, "text": "b"}]}, "`response` is set but `prompt` is not"),
-        ({"train_on": "all", "messages": "m", "sources": [{"source": "a", "weight": 1, "text": "b"}]}, "`train_on`: for chats"),
         (
             {"add_bos": True, "messages": "m", "source": "a", "validation": {"source": "v", "text": "b"}},
             "`add_bos`: the chat template",
@@ -228,6 +227,7 @@ def test_what_a_source_lacks_or_has_for_nothing_is_refused_by_its_name(values: d
         ({"text": "{a}", "sources": [{"text": "b"}, {}]}, []),
         ({"text": "b", "sources": [{"text": "b"}]}, []),
         ({"messages": "m", "sources": [{"text": "b"}]}, ["messages"]),
+        ({"messages": "m", "train_on": "all", "sources": [{"text": "b"}]}, ["messages", "train_on"]),
         ({"split": "test", "format": "text", "sources": [{"split": "x"}, {"split": "y"}]}, ["split"]),
         ({"train_on": "all", "sources": [{"messages": "m", "train_on": "response"}]}, ["train_on"]),
         ({"text": "{a}", "validation": {"source": "v", "text": "b"}}, ["text"]),
@@ -288,3 +288,6 @@ def test_packs_made_of_settings_in_full_are_the_same_bit_for_bit(
     assert all(recorded[name]["settings"]["chat_template"] == template for name in ("pairs", "chats", "held"))
     assert recorded["texts"]["settings"]["text"] == recorded["other"]["settings"]["text"] == "TT {text}"
     prepare(DataSettings.model_validate(made.in_full()), progress=False)  # and are taken for those of the recipe
+    prepare(made.model_copy(update={"format": "jsonl"}), progress=False)  # as all are of that kind, they were `auto` alike
+    with pytest.raises(InputError, match=r"pairs: holds packs prepared with other settings \(format: auto -> text"):
+        prepare(made.model_copy(update={"format": "text"}), progress=False)

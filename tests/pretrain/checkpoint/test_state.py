@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from foundation.errors import InputError
 from pretrain.checkpoint.state import (
+    Change,
+    Past,
     TrainState,
     changed_keys,
     check_same_source,
@@ -22,6 +24,27 @@ from pretrain.checkpoint.state import (
 )
 
 SOURCE = Path("runs/demo/checkpoints/step-00000007")
+
+
+def settings_of(past: Past, step: int) -> dict[str, object]:
+    """What `step` was trained under, of the keys that were changed; what is not here is as the recipe says."""
+    found: dict[str, object] = {}
+    for change in past.changed:
+        if step <= change.step:
+            found = change.was | found
+    return found
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.dictionaries(st.sampled_from("abc"), st.integers(0, 9), min_size=1))),
+    st.integers(0, 9),
+)
+def test_what_is_trained_after_going_back_is_as_the_recipe_says_and_what_was_before_stays(made: list, back: int):
+    past = Past(changed=[Change(step=step, was=was) for step, was in sorted(made, key=lambda each: each[0])], left_out=3)
+    left = past.back_at(back)
+    for step in range(1, 12):
+        assert settings_of(left, step) == (settings_of(past, step) if step <= back else {})
+    assert left.left_out == 3 and all(change.was and 0 < change.step <= back for change in left.changed)
 
 
 def test_a_state_is_finished_when_it_has_advanced_through_its_horizon():

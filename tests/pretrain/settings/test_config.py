@@ -180,6 +180,11 @@ def test_a_config_that_says_every_default_of_its_sources_is_of_the_same_training
         found = load_recipe(write(tmp_path, before))
         assert resolved(found) == resolved(recipe) and parts_of(found) == parts_of(recipe)
         assert identity_of(found, "") == identity_of(recipe, "")
+    chats = TEXT | {"prompt": "q", "response": "a", "train_on": "all", "chat_template": "{{ x }}"}
+    chats["sources"] = [{"source": each, "weight": 0.5} for each in "ab"]
+    chatting = load_recipe(write(tmp_path, {**SMALLEST, "data": {k: v for k, v in chats.items() if k != "text"}}))
+    found = load_recipe(write(tmp_path, chatting.model_dump(mode="json")))  # each says `prompt: null`: it is read all the same
+    assert "`data.train_on: all` has no effect" in " ".join(found.without_effect)
     unlike = load_recipe(write(tmp_path, {**SMALLEST, "data": TEXT | {"sources": WEIGHTED}}))
     found = load_recipe(write(tmp_path, unlike.model_dump(mode="json")))
     assert identity_of(found, "") == identity_of(unlike, ""), "which has the packs' fingerprint in place of how they were made"
