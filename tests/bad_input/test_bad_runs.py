@@ -157,6 +157,7 @@ def test_a_disk_that_fills_up_leaves_the_last_checkpoint_from_which_the_same_com
     log = tmp_path / "log"
     process = LauncherProcess([str(path)], log, Moment("logged", "^3$"))  # one checkpoint later
     process.wait_until_it_waits()
+    process.wait_until((run_dir / "checkpoints" / "step-00000002").is_dir)  # its thread may not be through
     fill(small_disk / "ballast")
     process.go_on()
     assert process.end() == 2
