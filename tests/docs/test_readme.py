@@ -9,6 +9,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+from functools import cache
 from itertools import islice
 from pathlib import Path
 
@@ -123,7 +124,13 @@ FILES_OF = {
         "14m_nvfp4",
     ],
     "35m": ["35m"],
+    "111m": ["111m"],
 }
+
+
+@cache
+def scale_of(size: str) -> Scale:
+    return Scale.read(*(ROOT / f"benchmarks/results/h200_evidence_{name}.json" for name in FILES_OF[size]))
 
 
 @pytest.mark.parametrize(
@@ -145,7 +152,7 @@ FILES_OF = {
 )
 def test_what_a_precision_costs_is_what_the_experiment_found(size: str, cell: str, row: str | None, begins: str):
     """The README's table of hardware, and the answer in docs/evidence.md, from the experiment's files."""
-    scale = Scale.read(*(ROOT / f"benchmarks/results/h200_evidence_{name}.json" for name in FILES_OF[size]))
+    scale = scale_of(size)
     speeds = Speeds(ROOT / "benchmarks/results/h200_throughput.json")
     readme = README.partition("## Which precision")[2].partition("## ")[0]
     answer = (ROOT / "docs/evidence.md").read_text().partition("## The answer")[2].partition("## ")[0]
@@ -163,6 +170,16 @@ def test_what_a_precision_costs_is_what_the_experiment_found(size: str, cell: st
     column = -2 if size == "35m" else -3
     for line in [line for line in readme.splitlines() if row and row in line and line.startswith("|")]:
         assert f"{mean:+.2f} %, {found.verdict()}".replace("-", "\u2212") in line.split("|")[column]
+
+
+def test_one_seed_of_the_largest_size_is_told_without_an_interval():
+    scale = scale_of("111m")
+    found, trained = scale.difference("delayed_branch"), scale.difference("delayed_branch", scale.trained_loss)
+    assert len(found.by_seed) == 1 and f"one seed, {abs(100 * found.mean / found.baseline):.2f} % below BF16" in README
+    (line,) = [line for line in (ROOT / "docs/evidence.md").read_text().splitlines() if line.startswith("| 112 million: FP8")]
+    expected = [f"{100 * each.mean / each.baseline:+.2f} %".replace("-", "\u2212") for each in (found, trained)]
+    cells = [cell.strip() for cell in line.split("|")]
+    assert [cells[2], cells[3], cells[5]] == [expected[0], "none", expected[1]]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
