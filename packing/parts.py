@@ -140,7 +140,7 @@ def _check_format(settings: DataSettings, part: DataSettings, source: FileSource
     kind = "jsonl" if isinstance(source, FileSource) and source.kind == "json" else getattr(source, "kind", settings.format)
     if settings.format in ("jsonl", "parquet", "text") and kind != settings.format:
         raise InputError(
-            f"{key}: {part.source} is read as {kind}, and `data.format: {settings.format}` is of data.source; set `format` "
+            f"{key}: {part.source} is read as {kind}, and `data.format: {settings.format}` belongs to data.source; set `format` "
             f"beside it, to `{settings.format}`, or to `auto` for {kind}"
         )
 

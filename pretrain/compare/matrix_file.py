@@ -396,12 +396,13 @@ def _is_same(key: str, ours: Any, theirs: Any) -> bool:
 def _fingerprints(data: DataSettings) -> dict[str, str]:
     """Of the packs that a run on `data` reads, as its environment.json has them; empty where they are not all here, or those here
     were made with other settings, and of a stream, whose packs come and go."""
+    if data.stream:
+        return {}
     parts = [*(training_parts(data) or {"": data}).values(), *validation_parts(data).values()]
-    made = [part for part in parts if part.source is not None]
     try:
-        recorded = [(part, recorded_settings(part, read_manifest(part.packs)["settings"])) for part in made if not data.stream]
-        if data.stream or any(differences(settings, content_settings(part)) for part, settings in recorded):
-            return {}
+        for part in [part for part in parts if part.source is not None]:
+            if differences(recorded_settings(part, read_manifest(part.packs)["settings"]), content_settings(part)):
+                return {}
         packs = {"data_fingerprint": open_packs(data, "train"), "held_out_fingerprint": open_packs(data, "held_out")}
     except InputError:  # not there, or damaged, which its launcher will say
         return {}

@@ -99,6 +99,12 @@ class Plan:
         return self.timetable[max(begin for begin in self.timetable if begin <= min(steps, self.steps - 1))]
 
     @property
+    def spans(self) -> list[tuple[int, int, ActivePrecision]]:
+        """The timetable as the first and the last step of each of its parts, counted from 1."""
+        ends = [*self.timetable, self.steps][1:]
+        return [(begin + 1, end, active) for (begin, active), end in zip(self.timetable.items(), ends, strict=True)]
+
+    @property
     def actives(self) -> list[ActivePrecision]:
         """Every precision that the run is put together for, once."""
         return list({active.precision.name: active for active in self.timetable.values()}.values())
@@ -112,9 +118,7 @@ class Plan:
         """By first step, the precisions that the steps of this run folder compute in: those done as they ran, and those to come
         as the schedule has them. A phase that was over before the folder's first step is not among them."""
         done = self.done if self.ran else min(self.done, self.steps - 1)
-        begins = [*self.timetable, self.steps]
-        spans = zip(begins, begins[1:], self.timetable.values(), strict=False)
-        to_come = {max(begin, done) + 1: active.precision.name for begin, end, active in spans if end > done}
+        to_come = {max(first, done + 1): active.precision.name for first, end, active in self.spans if end > done}
         return in_phases(dict(self.ran) | to_come)
 
     @property
@@ -136,10 +140,9 @@ class Plan:
     @property
     def computes(self) -> str:
         """What products are computed in, for people: "delayed", or "delayed to 80 %, then bf16"."""
-        first, ends = min(self.course), [*self.timetable, self.steps][1:]
-        names = [active.precision.name for active in self.timetable.values()]
-        untils = [phase.until for phase in self.phases] or [None]
-        own = [(until, end, name) for until, end, name in zip(untils, ends, names, strict=True) if end >= first]
+        first, untils = min(self.course), [phase.until for phase in self.phases] or [None]
+        planned = zip(untils, self.spans, strict=True)
+        own = [(until, end, active.precision.name) for until, (_, end, active) in planned if end >= first]
         begins = [first, *(end + 1 for _, end, _ in own)]
         if self.course != {begin: name for begin, (_, _, name) in zip(begins, own, strict=False)}:
             return label_of_course(self.course)  # the schedule or its horizon was another for some steps
@@ -307,13 +310,12 @@ class Plan:
 
     def _phases_without_steps(self) -> list[str]:
         """The phases of the schedule that were over before the run came to them."""
-        begins, first = [*self.timetable, self.steps], min(self.course)
-        found = []
-        for number, (active, begin, end) in enumerate(zip(self.timetable.values(), begins, begins[1:], strict=False), 1):
+        found, own = [], min(self.course)
+        for number, (first, end, active) in enumerate(self.spans, 1):
             name = active.precision.name
-            if any(name == used and begin < last and start <= end for start, last, used in self.phases_in_use):
+            if any(name == used and first <= last and start <= end for start, last, used in self.phases_in_use):
                 continue
-            why = f"its first step is {first:,}" if end < first else f"its steps up to {self.done:,} computed in something else"
+            why = f"its first step is {own:,}" if end < own else f"its steps up to {self.done:,} computed in something else"
             found.append(
                 f"`precision`: phase {number} of {len(self.timetable)}, {name} to step {end:,}, never runs in this run: {why}. "
                 "It is put together and checked all the same; leave it out, or go on from an earlier checkpoint"

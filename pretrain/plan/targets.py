@@ -18,7 +18,7 @@ from foundation.errors import InputError
 from foundation.tables import UNKNOWN
 from foundation.units import GIB, TERA, plural
 from pretrain.metrics.peaks import peak
-from pretrain.metrics.run_record import WARM_UP_STEPS, RunRecord, is_step
+from pretrain.metrics.run_record import WARM_UP_STEPS, RunRecord
 from pretrain.model.attention.backends import MIN_MEASURED_HEAD_DIM
 from pretrain.plan.memory import Devices, LayerMemory, layers_of
 from pretrain.plan.plan import ASSUMED_SHARES, Plan
@@ -130,7 +130,7 @@ class MeasuredRun:
     @classmethod
     def of(cls, run: RunRecord) -> MeasuredRun:
         """InputError where its speed is not its own, is not the hardware's, or was not measured."""
-        steady = [record for record in run.metrics if is_step(record)][WARM_UP_STEPS:]
+        steady = run.steps[WARM_UP_STEPS:]
         known = [value for record in steady if (value := record.get("tflops"))]
         why = None
         if run.side_by_side:

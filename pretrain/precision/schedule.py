@@ -110,7 +110,7 @@ def in_phases(precisions: Mapping[int, str]) -> dict[int, str]:
 
 
 def label_of_course(course: Mapping[int, str]) -> str:
-    """The same of what steps ran in, by first step: "nvfp4 to step 10, then bf16"."""
+    """`label` of what steps ran in, by first step: "nvfp4 to step 10, then bf16"."""
     ends = [first - 1 for first in course][1:]
     return label([{"until": end, "use": name} for end, name in zip([*ends, None], course.values(), strict=True)])
 

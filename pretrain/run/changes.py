@@ -185,19 +185,27 @@ def precision_has_moved(record: Mapping[str, Any], job: Job) -> str | None:
 
 def precisions_so_far(job: Job, record: Mapping[str, Any], past: Past) -> dict[int, str]:
     """By first step, what the steps in the run folder's metrics computed in, as far as the checkpoint's: by their own lines, or
-    where the run had one precision by what a resume has changed since. Empty where there are none."""
-    try:
-        lines = [line for line in read_metrics(job.run_dir) if is_step(line) and line["step"] <= record["progress"]["step"]]
-    except InputError:  # none, or what resuming mends
-        return {}
+    where the run had one precision by what a resume has changed since. Empty where there are none, and for a run that has only
+    ever had one precision: its metrics are not read for that."""
     changes = [(change.step, change.was["precision"]) for change in past.changed if "precision" in change.was]
+    if not (changes or job.plan.phases):
+        return {}
 
     def known(line: Mapping[str, Any]) -> str:
         told = line.get("precision", next((was for until, was in changes if line["step"] <= until), None))
         planned = job.plan.active_after(line["step"] - 1).precision.name
         return told if isinstance(told, str) and told in PRECISIONS else planned
 
-    return in_phases({line["step"]: known(line) for line in lines})
+    return in_phases({line["step"]: known(line) for line in steps_so_far(job.run_dir, record)})
+
+
+def steps_so_far(run_dir: Path, record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The steps in the metrics of `run_dir`, as far as the checkpoint's; none where there are no metrics, or such as resuming
+    mends."""
+    try:
+        return [line for line in read_metrics(run_dir) if is_step(line) and line["step"] <= record["progress"]["step"]]
+    except InputError:
+        return []
 
 
 # ── What the run keeps ──────────────────────────────────────────────────────────────────────────────────────────────────────────

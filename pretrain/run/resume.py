@@ -36,7 +36,7 @@ from pretrain.metrics.run_folder import (
     TRACKERS_FILE,
     RunFolder,
 )
-from pretrain.metrics.run_record import RunRecord, is_step, read_finished, read_metrics
+from pretrain.metrics.run_record import RunRecord, read_finished, read_metrics
 from pretrain.metrics.tracked_run import TAKEN_BACK
 from pretrain.metrics.trackers import last_steps, read_kept
 from pretrain.model.huggingface import named_tensors
@@ -57,6 +57,7 @@ from pretrain.run.changes import (
     precisions_so_far,
     rate_has_moved,
     shift_of,
+    steps_so_far,
 )
 from pretrain.settings.config import begin_of, identity_of
 from pretrain.settings.recipe import USUAL_CHUNK, Recipe
@@ -274,10 +275,7 @@ def said_of_the_end(job: Job) -> str:
 
 def _goes_on_here(source: ResumePoint, run_dir: Path) -> bool:
     """Whether the metrics in `run_dir` tell of no step up to the checkpoint's, or of those that it has seen: its last loss."""
-    try:
-        before = [line for line in read_metrics(run_dir) if is_step(line) and line["step"] <= source.record["progress"]["step"]]
-    except InputError:  # none, or what resuming mends
-        return True
+    before = steps_so_far(run_dir, source.record)
     losses = [line["loss"] for line in before if line["loss"] is not None and not line.get("skipped")]
     return not losses or not source.record["health"]["losses"] or losses[-1] == source.record["health"]["losses"][-1]
 

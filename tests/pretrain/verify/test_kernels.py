@@ -193,22 +193,31 @@ def test_a_wrong_rotation_is_found(direction: str, monkeypatch: pytest.MonkeyPat
     assert not try_kernel(TABLE["rotation"], run).agrees
 
 
+@pytest.fixture
+def multiply_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[type[EmulatedProduct]], None]:
+    """Put the emulation, with products of the class that this is given, in Transformer Engine's place."""
+
+    def install(product: type[EmulatedProduct]) -> None:
+        def make(active: ActivePrecision, device: torch.device) -> EmulationBackend:
+            backend = EmulationBackend(active, device)
+            if active.backend == "transformer_engine":
+                backend.product = lambda name, *shape, bias: product(backend, name)
+            return backend
+
+        monkeypatch.setattr(kernels, "make_backend", make)
+
+    return install
+
+
 @pytest.mark.parametrize("precision", ["delayed", "current", "block", "nvfp4"])
 @pytest.mark.parametrize("gemm", [None, "forward", "dgrad", "wgrad"])
-def test_a_wrong_product_is_found(precision: str, gemm: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The emulation in Transformer Engine's place."""
+def test_a_wrong_product_is_found(precision: str, gemm: str | None, multiply_by: Callable) -> None:
 
     class Broken(EmulatedProduct):
         def multiply(self, name: str, *operands: Any, **options: Any) -> Tensor:
             return (1.5 if name == gemm else 1.0) * super().multiply(name, *operands, **options)
 
-    def make(active: ActivePrecision, device: torch.device) -> EmulationBackend:
-        backend = EmulationBackend(active, device)
-        if active.backend == "transformer_engine":
-            backend.product = lambda name, *shape, bias: Broken(backend, name)
-        return backend
-
-    monkeypatch.setattr(kernels, "make_backend", make)
+    multiply_by(Broken)
     hf = model.build_on_meta(model.load_config(ModelSettings(config=QWEN3 | {"hidden_size": 128})))
     run = situation(hf=hf)
     active = ActivePrecision(precision, PRECISIONS[precision], "transformer_engine", LowPrecisionSettings().resolved(precision))
@@ -226,20 +235,14 @@ def wrong_beyond_whole_tiles(tokens: int) -> float:
 
 @pytest.mark.parametrize("tokens", [8 * 1024, 8 * 1024 + 32])
 def test_a_product_that_is_wrong_beyond_whole_tiles_is_found_where_a_run_has_such_tokens(
-    tokens: int, monkeypatch: pytest.MonkeyPatch
+    tokens: int, multiply_by: Callable
 ) -> None:
     class Broken(EmulatedProduct):
         def multiply(self, name: str, *operands: Any, **options: Any) -> Tensor:
             right = super().multiply(name, *operands, **options)
             return right if name == "wgrad" else wrong_beyond_whole_tiles(len(right)) * right
 
-    def make(active: ActivePrecision, device: torch.device) -> EmulationBackend:
-        backend = EmulationBackend(active, device)
-        if active.backend == "transformer_engine":
-            backend.product = lambda name, *shape, bias: Broken(backend, name)
-        return backend
-
-    monkeypatch.setattr(kernels, "make_backend", make)
+    multiply_by(Broken)
     active = ActivePrecision("nvfp4", PRECISIONS["nvfp4"], "transformer_engine", LowPrecisionSettings().resolved("nvfp4"))
     verdict = try_kernel(TABLE["products"], situation(active=active, length=1024, tokens=tokens))
     assert verdict.failure is None and verdict.agrees == (tokens % 64 == 0), verdict
