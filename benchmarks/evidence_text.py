@@ -2,7 +2,10 @@
 
     python -m benchmarks.evidence_text --out work/evidence
 
-fetches the packages of `evidence_packages.txt` from the index that pip asks and writes
+    python -m benchmarks.evidence_text --packages benchmarks/evidence_packages.txt benchmarks/evidence_packages_more.txt \\
+        --most 60 --out work/evidence_more
+
+fetch the packages of one list or of two, 114 and 350 million tokens, from the index that pip asks, and write
 
 * `code.jsonl` and `prose.jsonl` to train on, `held_out_code.jsonl` and `held_out_prose.jsonl` of packages that are in neither of
   them. Code is source files of many languages, Python without its docstrings; prose is documentation, and those docstrings, a
@@ -10,7 +13,7 @@ fetches the packages of `evidence_packages.txt` from the index that pip asks and
 * `tokenizer`: a BPE of 8,192 words, learnt on a part of what is trained on.
 * `manifest.json`: what was taken, what each filter left out, and the SHA-256 of every file.
 
-The same list gives the same files, bit for bit, under one version of Python and of `tokenizers`. No code of a package is run.
+The same lists give the same files, bit for bit, under one version of Python and of `tokenizers`. No code of a package is run.
 Archives that are there are not fetched again.
 """
 
@@ -29,12 +32,12 @@ import sys
 import tarfile
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import version
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote, urljoin, urlsplit
 
@@ -68,7 +71,7 @@ SHORTEST = 200  # characters of a document
 LONGEST = 200_000  # what is longer is tables that a program wrote
 LONGEST_LINE = {"code": 1_000, "prose": 5_000}  # minified code, data
 LEAST_LETTERS = {"code": 0.5, "prose": 0.7}  # a to z, of what is not blank; prose in other languages has fewer, too
-MOST_OF_A_PACKAGE = {"code": 8_000_000, "prose": 12_000_000}  # characters, so that no package is the whole text
+MOST_OF_A_PACKAGE = {"code": 8, "prose": 12}  # million characters, so that no package is the whole text
 TELLING = 20  # bytes from which on a line is not one that anybody would write
 MOST_SHARED = 0.5  # of the bytes in such lines, those of lines that an earlier document has
 
@@ -89,19 +92,20 @@ class Package:
         return re.sub(r"[-_.]+", "-", self.name).lower()
 
 
-def read_packages(path: Path) -> list[Package]:
-    """The packages of a list whose lines are `train NAME==VERSION SHA256` or `held_out NAME==VERSION SHA256`, in its order."""
-    packages = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not (line := line.partition("#")[0].strip()):
-            continue
-        if not (match := re.fullmatch(r"(train|held_out)\s+([\w.-]+)==([\w.!+-]+)\s+([0-9a-f]{64})", line)):
-            raise InputError(f"{path}, line {number}: not `train NAME==VERSION SHA256` or `held_out NAME==VERSION SHA256`")
-        packages.append(Package(match[2], match[3], match[4], held_out=match[1] == "held_out"))
-    names = [package.normalised for package in packages]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise InputError(f"{path}: {twice[0]} stands there twice; name it once")
-    return packages
+def read_packages(*paths: Path) -> list[Package]:
+    """The packages of lists whose lines are `train NAME==VERSION SHA256` or `held_out NAME==VERSION SHA256`, in their order."""
+    packages: dict[str, Package] = {}
+    for path in paths:
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            if not (line := line.partition("#")[0].strip()):
+                continue
+            if not (match := re.fullmatch(r"(train|held_out)\s+([\w.-]+)==([\w.!+-]+)\s+([0-9a-f]{64})", line)):
+                raise InputError(f"{path}, line {number}: not `train NAME==VERSION SHA256` or `held_out NAME==VERSION SHA256`")
+            package = Package(match[2], match[3], match[4], held_out=match[1] == "held_out")
+            if package.normalised in packages:
+                raise InputError(f"{path}, line {number}: {package.normalised} stands there twice; name it once")
+            packages[package.normalised] = package
+    return list(packages.values())
 
 
 # Fetching
@@ -222,11 +226,12 @@ def unfit(kind: str, text: str) -> str | None:
     return None
 
 
-def read_archive(package: str, archive: Path, out: Path) -> dict[str, Counter[str]]:
+def read_archive(package: str, archive: Path, out: Path, most: Mapping[str, float]) -> dict[str, Counter[str]]:
     """Write the documents of `archive` that are fit to learn from to `out`, a JSON object {"kind", "text", "source"} a line.
 
     They stand in the order of their paths. Returns for each kind how many UTF-8 bytes there were ("read") and each filter left
-    out. Where a package has too much, which files are taken follows from a hash of their paths.
+    out. Where a package has more than `most`, in million characters of each kind, which files are taken follows from a hash of
+    their paths.
     """
     bytes_of = {kind: Counter() for kind in LONGEST_LINE}
     fit: dict[str, list[tuple[str, str]]] = {kind: [] for kind in LONGEST_LINE}
@@ -245,7 +250,7 @@ def read_archive(package: str, archive: Path, out: Path) -> dict[str, Counter[st
                 fit[kind].append((path, text))
     with out.open("w", encoding="utf-8") as file:
         for kind, documents in fit.items():
-            left, taken = MOST_OF_A_PACKAGE[kind], []
+            left, taken = int(most[kind] * 1e6), []
             for path, text in sorted(documents, key=lambda each: xxhash.xxh3_64_digest(each[0].encode())):
                 if (left := left - len(text)) >= 0:
                     taken.append((path, text))
@@ -285,7 +290,9 @@ class Seen:
         return None
 
 
-def write_text(packages: Sequence[Package], archives: Sequence[Path], out: Path, processes: int) -> dict[str, Counter[str]]:
+def write_text(
+    packages: Sequence[Package], archives: Sequence[Path], out: Path, processes: int, most: Mapping[str, float]
+) -> dict[str, Counter[str]]:
     """Write the four files of text; returns for each kind how many UTF-8 bytes were read and each filter left out."""
     bytes_of = {kind: Counter() for kind in LONGEST_LINE}
     made = out / "documents.unfinished"
@@ -294,7 +301,7 @@ def write_text(packages: Sequence[Package], archives: Sequence[Path], out: Path,
     paths = [made / f"{package.name}.jsonl" for package in packages]
     with ProcessPoolExecutor(processes) as pool:
         names = [package.name for package in packages]
-        for package, found in zip(packages, pool.map(read_archive, names, archives, paths), strict=True):
+        for package, found in zip(packages, pool.map(read_archive, names, archives, paths, repeat(most)), strict=True):
             for kind, counts in found.items():
                 bytes_of[kind].update(counts)
             say(f"read {package.name} {package.version}")
@@ -351,17 +358,19 @@ def describe(path: Path, tokenizer: Tokenizer) -> dict[str, int | str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--packages", type=Path, default=PACKAGES, help="list of the packages (default: %(default)s)")
+    parser.add_argument("--packages", type=Path, nargs="+", default=[PACKAGES], help="lists of packages (default: the shorter)")
+    parser.add_argument("--most", type=float, metavar="N", help="million characters of code, and as many of prose, of a package")
     parser.add_argument("--processes", type=int, default=2, help="that read archives (default: %(default)s)")
     arguments = parser.parse_args()
-    make(read_packages(arguments.packages), arguments.out, arguments.processes)
+    most = MOST_OF_A_PACKAGE if arguments.most is None else dict.fromkeys(MOST_OF_A_PACKAGE, arguments.most)
+    make(read_packages(*arguments.packages), arguments.out, arguments.processes, most)
 
 
-def make(packages: Sequence[Package], out: Path, processes: int) -> None:
+def make(packages: Sequence[Package], out: Path, processes: int, most: Mapping[str, float] = MOST_OF_A_PACKAGE) -> None:
     """Write everything that the module's docstring names into `out`."""
     (out / "archives").mkdir(parents=True, exist_ok=True)
     archives = fetch(packages, out / "archives")
-    bytes_of = write_text(packages, archives, out, processes)
+    bytes_of = write_text(packages, archives, out, processes, most)
     tokenizer = learn_tokenizer(out, out / "tokenizer")
     names = [f"{held}{kind}.jsonl" for held in ("", "held_out_") for kind in bytes_of]
     files = {name: describe(out / name, tokenizer) for name in names}

@@ -321,7 +321,7 @@ def test_cells_without_names_and_two_of_one_name_are_refused(matrix_file: Path):
         check_named(Matrix(matrix.path, matrix.settings, (first, first), first, matrix.launch))
 
 
-@pytest.mark.parametrize("scale", ["14m", "35m", "111m", "continued"])
+@pytest.mark.parametrize("scale", ["14m", "35m", "35m_once", "111m", "continued"])
 def test_the_shipped_scales_have_a_baseline_for_every_seed(scale: str):
     matrix = load_matrix(ROOT / f"recipes/matrices/evidence_{scale}.yaml")
     check_named(matrix)

@@ -189,11 +189,11 @@ def test_the_same_list_gives_the_same_files_bit_for_bit(packages: tuple[Path, li
     assert manifest["bytes"]["code"]["near-duplicates"] > 0
 
 
-def test_no_package_gives_more_than_its_share(tmp_path: Path, monkeypatch):
+def test_no_package_gives_more_than_its_share(tmp_path: Path):
     sdist(tmp_path, "large", {f"m{n:02d}.py": module(n) for n in range(20)})
     share = 10 * max(len(module(n)) for n in range(20))
-    monkeypatch.setattr(evidence_text, "MOST_OF_A_PACKAGE", {"code": share, "prose": 10**6})
-    counts = read_archive("large", tmp_path / "large-1.0.tar.gz", tmp_path / "out.jsonl")
+    most = {"code": share / 1e6, "prose": 1}
+    counts = read_archive("large", tmp_path / "large-1.0.tar.gz", tmp_path / "out.jsonl", most)
     code = [each for each in records(tmp_path / "out.jsonl") if each["kind"] == "code"]
     assert share / 2 < sum(len(each["text"]) for each in code) <= share
     assert [each["source"] for each in code] == sorted(each["source"] for each in code)

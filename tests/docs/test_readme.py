@@ -124,7 +124,7 @@ FILES_OF = {
         "14m_nvfp4",
     ],
     "35m": ["35m"],
-    "111m": ["111m"],
+    "111m_five_times": ["111m_five_times"],
 }
 
 
@@ -173,7 +173,7 @@ def test_what_a_precision_costs_is_what_the_experiment_found(size: str, cell: st
 
 
 def test_one_seed_of_the_largest_size_is_told_without_an_interval():
-    scale = scale_of("111m")
+    scale = scale_of("111m_five_times")
     found, trained = scale.difference("delayed_branch"), scale.difference("delayed_branch", scale.trained_loss)
     training = scale.difference("delayed_branch", training_loss)
     above = f"in training loss {100 * training.mean / training.baseline:.2f} % above"

@@ -23,7 +23,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pretrain.precision.fp8_tile import FP32_MAX, exponential, fp8_codes, record_amax, scale_from_amax, store_columns, store_rows
+from pretrain.precision.fp8_tile import (
+    FP32_MAX,
+    TYPES,
+    exponential,
+    fp8_codes,
+    record_amax,
+    scale_from_amax,
+    store_columns,
+    store_rows,
+)
 from pretrain.precision.fp8_tile import reciprocal as inverse
 
 
@@ -42,7 +51,6 @@ class SoftmaxTiling(NamedTuple):
 FASTEST = SoftmaxTiling()  # of those measured on an H200
 FP8_TILE = (32, 128)  # tokens and words of a tile that is transposed, by FP8_WARPS: the fastest of those measured on an H200
 FP8_WARPS = 4
-_FORMATS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
 
 @triton.jit
@@ -248,13 +256,13 @@ def quantized_softmax_gradient(
     with torch.cuda.device_of(logits):
         _softmax_statistics[(n,)](
             *(logits, labels, losses, maxima, reciprocals, rows_scale, rows_scale_inv, amax),
-            *(ignore, _FORMATS[fp8], vocabulary, min(FASTEST.block, triton.next_power_of_2(vocabulary))),
+            *(ignore, TYPES[fp8], vocabulary, min(FASTEST.block, triton.next_power_of_2(vocabulary))),
             num_warps=FASTEST.warps,
             enable_fp_fusion=False,
         )
         _softmax_quantized_gradient[(n // tile[0], vocabulary // tile[1])](
             *(logits, labels, maxima, reciprocals, rows_scale, amax, scale, rows, columns, scale_inv, n, vocabulary),
-            *(ignore, _FORMATS[fp8], power_of_two, *tile),
+            *(ignore, TYPES[fp8], power_of_two, *tile),
             num_warps=warps,
             enable_fp_fusion=False,
         )
