@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.evidence_read import TESTED, Scale, Speeds, training_loss
+from benchmarks.evidence_read import TESTED, Scale, Speeds, final_loss, loss_before_decay, training_loss
 from demo.corpus import library_documents, standard_library
 
 ROOT = Path(__file__).parents[2]
@@ -124,7 +124,10 @@ FILES_OF = {
         "14m_nvfp4",
     ],
     "35m": ["35m"],
+    "35m_once": ["35m_once"],
+    "111m": ["111m"],
     "111m_five_times": ["111m_five_times"],
+    "continued": ["continued"],
 }
 
 
@@ -173,16 +176,60 @@ def test_what_a_precision_costs_is_what_the_experiment_found(size: str, cell: st
 
 
 def test_one_seed_of_the_largest_size_is_told_without_an_interval():
-    scale = scale_of("111m_five_times")
+    scale = scale_of("111m")
     found, trained = scale.difference("delayed_branch"), scale.difference("delayed_branch", scale.trained_loss)
     training = scale.difference("delayed_branch", training_loss)
-    above = f"in training loss {100 * training.mean / training.baseline:.2f} % above"
-    below = f"one seed, {abs(100 * found.mean / found.baseline):.2f} % below BF16"
-    assert len(found.by_seed) == 1 and f"{below}, {above}" in " ".join(README.split())
+    above = f"one seed, {100 * found.mean / found.baseline:.2f} % above BF16"
+    trained_above = f"in training loss {100 * training.mean / training.baseline:.2f} % above"
+    assert len(found.by_seed) == 1 and f"{above}, {trained_above}" in " ".join(README.split())
     (line,) = [line for line in (ROOT / "docs/evidence.md").read_text().splitlines() if line.startswith("| 112 million: FP8")]
     expected = [f"{100 * each.mean / each.baseline:+.2f} %".replace("-", "\u2212") for each in (found, trained)]
     cells = [cell.strip() for cell in line.split("|")]
     assert [cells[2], cells[3], cells[5]] == [expected[0], "none", expected[1]]
+
+
+def table_after(heading: str) -> list[list[str]]:
+    """The cells of the first table behind a heading of docs/evidence.md, without its own two lines, with ASCII signs."""
+    text = (ROOT / "docs/evidence.md").read_text().replace("\u2212", "-").partition(f"\n{heading}\n")[2]
+    lines = re.search(r"(?m)(^\|.*\n)+", text)[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_what_text_that_is_seen_again_does_is_what_the_files_say():
+    rows = {name: cells for name, *cells in table_after("### Text that is seen again")}
+    for column, size in enumerate(("35m", "35m_once", "111m_five_times", "111m")):
+        scale, (begin, decay) = scale_of(size), (532, 2128) if size.startswith("35m") else (428, 1712)
+        runs = scale.content["runs"]
+        pairs = [
+            (run["losses"], runs[f"bf16-seed{run['seed']}"]["losses"]) for run in runs.values() if "delayed_b" in run["cell"]
+        ]
+        assert len(pairs) == int(rows["seeds"][column])
+        hundreds = [
+            statistics.mean(
+                ours - theirs for late, whole in pairs for ours, theirs in list(zip(late, whole[begin:], strict=True))[part]
+            )
+            for part in (slice(100), slice(decay - begin - 100, decay - begin), slice(-100, None))
+        ]
+        held_out = [scale.difference("delayed_branch", measure).mean for measure in (loss_before_decay, final_loss)]
+        training = scale.difference("delayed_branch", training_loss)
+        *shown, share, before, after = (float(cells[column].split(" ")[0]) for cells in list(rows.values())[2:])
+        assert [*shown, before, after] == pytest.approx([*hundreds, *held_out], abs=5.1e-5)
+        assert share == pytest.approx(100 * training.mean / training.baseline, abs=0.0051)
+
+
+def test_what_continued_training_shows_is_what_its_file_says():
+    runs = scale_of("continued").content["runs"]
+    cells = ["bf16_again", "fp32_weights", "delayed", "bf16_weights", "delayed_bf16_weights"]
+    between = statistics.mean(each["kl"] for each in scale_of("continued").content["between_baseline_seeds"])
+    for cell, (name, *shown) in zip(cells, table_after("### Continued training"), strict=True):
+        pairs = [(run, runs[f"bf16-seed{run['seed']}"]) for run in runs.values() if run["cell"] == cell]
+        ends = [tuple(each["endpoints"]["final"] for each in pair) for pair in pairs]
+        training = [statistics.mean(run["losses"][-100:]) - statistics.mean(of["losses"][-100:]) for run, of in pairs]
+        kinds = [[run[f"held_out_loss/{kind}"] - of[f"held_out_loss/{kind}"] for run, of in ends] for kind in ("code", "prose")]
+        assert f"{len(pairs)} seeds" in name
+        expected = [*(statistics.mean(each) for each in (training, *kinds))]
+        assert [float(each) for each in shown[:3]] == pytest.approx(expected, abs=5.1e-5), name
+        assert float(shown[3]) == pytest.approx(statistics.mean(run["kl_to_baseline"] for run, _ in ends) / between, abs=0.0051)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
