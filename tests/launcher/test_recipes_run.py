@@ -1,7 +1,7 @@
 """Shipped recipes, trained in a tiny form: the file itself with its keys, and only sizes, lengths and places put over it.
 
-One of each kind: those that build on another (`base`) differ from it in shapes, tokenizers and places only, which
-tests/docs/test_recipes_page.py plans.
+One of each kind. What builds on another (`base`) and is not here differs from it in shapes, tokenizers, rates and places only,
+which tests/docs/test_recipes_page.py plans.
 """
 
 from __future__ import annotations
@@ -94,7 +94,14 @@ def test_slimpajama_is_validated_on_its_own_split(name, config, trained, tmp_pat
     assert (tmp_path / "packs-validation/packs.json").is_file()
 
 
-def test_problems_are_masked_and_an_unsupported_mxfp8_falls_back(trained, here, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        ("llama3_2_1b_openmath", ["precision=mxfp8", "fp8_config.on_unsupported=fallback"]),
+        ("llama3_1_8b_openmath", ["precision=bf16"]),  # its layers are computed again in backward, its weights exact
+    ],
+)
+def test_problems_are_masked_and_an_unsupported_mxfp8_falls_back(name, precision, trained, here, tmp_path):
     given = [{"problem": f"What is {n} + {n}?", "generated_solution": f"It is {2 * n}."} for n in range(150)]
     DatasetDict({"train_1M": Dataset.from_list(given)}).save_to_disk(tmp_path / "openmath")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_file(str(here / "tokenizer/tokenizer.json")))
@@ -104,8 +111,7 @@ def test_problems_are_masked_and_an_unsupported_mxfp8_falls_back(trained, here, 
     for each in (model, tokenizer):
         each.save_pretrained(tmp_path / "llama")
     told = [f"data.source={tmp_path / 'openmath'}", f"model.source={tmp_path / 'llama'}", f"data.tokenizer={tmp_path / 'llama'}"]
-    mxfp8 = ["precision=mxfp8", "fp8_config.on_unsupported=fallback"]
-    metrics = trained("llama3_2_1b_openmath", {}, *told, *mxfp8, "data.held_out=0.1", steps="train.epochs=1")
+    metrics = trained(name, {}, *told, *precision, "data.held_out=0.1", steps="train.epochs=1")
     last = [each for each in metrics if "loss" in each][-1]
     assert 0 < last["trained_tokens"] < 0.6 * last["tokens"], "half of an example is its problem"
     assert AutoTokenizer.from_pretrained(tmp_path / "run/final").chat_template, "it goes along with the model"
