@@ -159,6 +159,19 @@ def test_a_picture_shows_every_precision_that_can_be_compared(files: list[Path],
     assert drawn["figure"].get_figwidth() * drawn["figure"].dpi >= 800
 
 
+def test_scales_stand_side_by_side_with_a_marker_each(files: list[Path], page: Path, monkeypatch: pytest.MonkeyPatch):
+    drawn = {}
+    monkeypatch.setattr("benchmarks.evidence_picture.save", lambda figure, path: drawn.update(figure=figure))
+    large = {"bf16": CELLS["bf16"], "delayed_branch": CELLS["delayed"]}  # called as its precision: no other cell is so
+    written([files[0], make_evidence(page.with_name("large.json"), large, scale="111m", parameters=111_000_000), files[1]], page)
+    _, right = drawn["figure"].axes
+    assert [text.get_text().partition(":")[0] for text in right.get_legend().get_texts()] == ["14m", "111m"]
+    assert {text.get_text() for text in right.texts} == {"bf16", "delayed"}
+    small, other = (bars.lines[0] for bars in right.containers)
+    assert small.get_marker() != other.get_marker() and 0 < other.get_xdata()[0] - small.get_xdata()[0] < 0.05
+    assert small.get_ydata() == pytest.approx(other.get_ydata())
+
+
 def test_a_speed_belongs_to_the_very_settings_that_were_timed(files: list[Path]):
     scale, speeds = Scale.read(files[0]), Speeds(ROOT / "benchmarks/results/h200_throughput.json")
     assert 1.2 < speeds.over_baseline(scale, "delayed") < 1.6 and speeds.over_baseline(scale, "bf16") == 1.0
