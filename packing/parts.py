@@ -92,12 +92,15 @@ def said_of(key: str) -> Iterator[None]:
         raise
 
 
-def prepared(settings: DataSettings) -> bool:
-    """Whether the packs of every part are there, as far as names tell."""
+def unprepared(settings: DataSettings) -> dict[str, list[Path]]:
+    """The folders of packs that are not there yet, as far as names tell: of what is trained on (`data.packs`), and of
+    `data.validation`."""
     training = [part.packs for part in training_parts(settings).values()] or [settings.packs]
     if settings.stream:
         training = [packs / FIRST for packs in training]
-    return all(packs.exists() for packs in [*training, *(part.packs for part in validation_parts(settings).values())])
+    folders = {"data.packs": training, "data.validation": [part.packs for part in validation_parts(settings).values()]}
+    missing = {key: [packs for packs in parts if not packs.exists()] for key, parts in folders.items()}
+    return {key: parts for key, parts in missing.items() if parts}
 
 
 def _part(settings: DataSettings, own: SourceSettings, packs: Path) -> DataSettings:

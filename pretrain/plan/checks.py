@@ -149,13 +149,15 @@ def check_stream(recipe: Recipe) -> None:
         )
 
 
-def check_pack_counts(recipe: Recipe, packs: int, held_out_packs: int) -> None:
+def check_pack_counts(recipe: Recipe, packs: int, held_out_packs: int | None) -> None:
+    """InputError where packs are too few. None: how many are held out is not known yet."""
     if packs < 1:
         raise InputError(
             f"`data.packs`: {recipe.data.packs} holds no pack of {recipe.data.length} tokens to train on; "
             "prepare it from more text, or set a shorter `data.length`"
         )
-    check_held_out(recipe, held_out_packs)
+    if held_out_packs is not None:
+        check_held_out(recipe, held_out_packs)
 
 
 def check_held_out(recipe: Recipe, held_out_packs: int) -> None:

@@ -113,15 +113,17 @@ def parts_of(packs: Packs | None) -> list[Packs]:
     return list(packs.parts.values()) if isinstance(packs, MixedPacks) else [packs]
 
 
-def open_data(settings: DataSettings, *, is_main_process: bool) -> Data:
+def open_data(settings: DataSettings, *, is_main_process: bool, train_only: bool = False) -> Data:
     """The packs at `data.packs`, prepared first where `data.source` says from what and they are not there yet. Every process may
     call it: preparing takes a lock, and who gets it second finds the work done, or the same mistake. Of a stream, the first part
-    is made here, and the others while the run trains."""
+    is made here, and the others while the run trains. `train_only`: without what is held out, for a plan that comes before it."""
+    if train_only:
+        settings = settings.model_copy(update={"validation": None})
     if settings.stream:
         prepare_stream(settings, progress=is_main_process)
     elif settings.prepares:
         prepare(settings, progress=is_main_process)
-    return Data(open_packs(settings, "train"), open_packs(settings, "held_out"))
+    return Data(open_packs(settings, "train"), None if train_only else open_packs(settings, "held_out"))
 
 
 def check_tokens(data: Data, vocab_size: int, fingerprint: str | None) -> None:

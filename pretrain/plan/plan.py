@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from foundation import units
@@ -55,6 +56,7 @@ class Plan:
     mean_squared: float  # mean over packs of the sum of squared document lengths, divided by the pack's length
     layers: Sequence[LayerMemory] | None = None  # what each layer of the model takes of memory; None: they are compiled
     packs: int | None = None  # to train on; None: not known before they are prepared
+    held_out_to_come: Sequence[Path] = ()  # folders of `data.validation` that are not prepared yet
     mixture: Mixture | None = None  # of several sources
     trained_share: float | None = None  # of the packs' tokens, those that are labels; None: no mask says which are
     vocabulary: str | None = None  # where a model from scratch has its vocabulary from
@@ -289,6 +291,11 @@ class Plan:
         elif self.packs is not None and self.packs < self.packs_per_step:
             found.append(
                 f"some of the {self.packs:,} packs occur twice in a step of {self.packs_per_step:,}; lower `batch.tokens`"
+            )
+        if self.held_out_to_come:
+            folders, are = " and ".join(map(str, self.held_out_to_come)), "is" if len(self.held_out_to_come) == 1 else "are"
+            found.append(
+                f"`data.validation`: {folders} {are} not prepared yet. Not known: how many packs there are to evaluate on"
             )
         if available is not None and needed > available:
             smaller = "a smaller `batch.microbatch`, " if self.expected_microbatch > 1 else ""

@@ -15,7 +15,8 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from foundation.errors import InputError
 from packing.batch import BatchStream
 from packing.mixture import MixedPacks
-from packing.parts import prepared
+from packing.parts import unprepared
+from packing.settings import DataSettings
 from packing.stream import StreamedPacks, order_of
 from pretrain.metrics.flops import ModelFlops, Shape
 from pretrain.metrics.run_folder import check_ours
@@ -162,21 +163,22 @@ def prepare_job(
 
     # Packs that exist are opened now, as they may know the tokenizer. Others are prepared last, which may take hours. A plan
     # comes before them, and before a tokenizer that is still to be trained.
-    to_come = not may_prepare and not prepared(recipe.data)
+    packs, to_come = recipe.data, {} if may_prepare else unprepared(recipe.data)
     recipe, absent = without_absent_tokenizer(recipe) if to_come else (recipe, None)
-    opened_now = not recipe.data.prepares and not to_come
-    data = open_data(recipe.data, is_main_process=accelerator.is_main_process) if opened_now else None
+    opened_now = not packs.prepares and not to_come
+    data = open_data(packs, is_main_process=accelerator.is_main_process) if opened_now else None
 
     recipe, vocabulary = _with_vocabulary(recipe, data)
     laid_out = _lay_out(recipe, precisions, device_type)
     tokenizer = _usable_tokenizer(recipe, data, laid_out.config)
-    if data is None and not to_come:
-        data = _prepare_packs(recipe, accelerator, waited or Waited(shown=False))
-    _check_packs(recipe, data, laid_out.config)
+    held_out_to_come = to_come.get("data.validation", []) if "data.packs" not in to_come else []
+    if data is None and "data.packs" not in to_come:
+        data = _prepare_packs(packs, accelerator, waited or Waited(shown=False), train_only=bool(held_out_to_come))
+    _check_packs(recipe, data, laid_out.config, held_out_known=not held_out_to_come)
 
     speed = tokens_per_second or measured_speed(run_dir)
     plan = _plan_of(recipe, accelerator, precisions, laid_out, data, absent or vocabulary, speed)
-    plan = spend_spare_memory(_with_gathering(plan, accelerator))
+    plan = replace(spend_spare_memory(_with_gathering(plan, accelerator)), held_out_to_come=held_out_to_come)
     _check_horizon(plan)
     notices = tuple(filter(None, [model.dropout_notice(recipe.model), *recipe.without_effect]))
     source = model.source_config(recipe.model)
@@ -285,20 +287,20 @@ def _usable_tokenizer(recipe: Recipe, data: Data | None, model_config: Pretraine
     return tokenizer
 
 
-def _prepare_packs(recipe: Recipe, accelerator: Accelerator, waited: Waited) -> Data:
+def _prepare_packs(packs: DataSettings, accelerator: Accelerator, waited: Waited, *, train_only: bool) -> Data:
     """The packs, prepared first where they are missing; the time that this takes is theirs."""
     before = waited.go_on_to("packs")
-    data = open_data(recipe.data, is_main_process=accelerator.is_main_process)
+    data = open_data(packs, is_main_process=accelerator.is_main_process, train_only=train_only)
     waited.go_on_to(before)
     return data
 
 
-def _check_packs(recipe: Recipe, data: Data | None, config: PretrainedConfig) -> None:
+def _check_packs(recipe: Recipe, data: Data | None, config: PretrainedConfig, *, held_out_known: bool) -> None:
     """InputError where packs do not suit the model or are too few, and where `train.epochs` counts packs that nobody has yet."""
     if data is not None:
         check_tokens(data, config.vocab_size, fingerprint_of(recipe.model) if data.tokenizer.get("fingerprint") else None)
         check_positions(data, config)
-        check_pack_counts(recipe, len(data.train), data.held_out_packs)
+        check_pack_counts(recipe, len(data.train), data.held_out_packs if held_out_known else None)
         check_labels(data, recipe.data, recipe.evaluate.packs)
     elif recipe.train.epochs is not None:
         raise InputError(

@@ -177,7 +177,7 @@ def sections(
     yield from _noted([f"{free}; H100, H200 and B200 as with Transformer Engine; --measure tries sizes here"])
     yield "\nLoss by published fits, and the best division of a compute budget"
     yield from _fits(plan, options.flops)
-    if warnings := [f"warning: {text}" for text in plan.warnings if text.startswith("`data.packs`")]:
+    if warnings := [f"warning: {text}" for text in plan.warnings if text.startswith("`data.")]:
         yield from ("", *_noted(warnings))
 
 

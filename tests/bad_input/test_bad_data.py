@@ -222,6 +222,23 @@ def test_a_plan_comes_before_packs_and_tokenizer_and_says_what_is_unknown(launch
     assert says.endswith("or plan without it, with model.config.vocab_size=N on the command line")
 
 
+def test_a_plan_counts_the_packs_there_are_and_names_the_validation_to_come(source, tokenizer, launch, small_recipe):
+    source.write_text(f"{DOCUMENT}\n" * 40)
+    small_recipe["data"] |= {"held_out": 0.0}
+    small_recipe["train"] = {"epochs": 2}
+    prepare(DataSettings(**small_recipe["data"]), progress=False)
+    small_recipe["data"]["validation"] = {"source": "/no/such.jsonl"}
+    to_come = f"`data.validation`: {small_recipe['data']['packs']}-validation is not prepared yet."
+    planned = [launch("--plan", *more) for more in ([], ["evaluate.every=5"], ["data.source=null"], ["train={steps: 20}"])]
+    tokenizer.unlink()
+    planned.append(launch("--plan", "model.config.vocab_size=61"))
+    for each in planned:
+        said = " ".join(each.out.split()).replace("- ", "-")
+        assert each.status == 0 and to_come in said and "`data.packs`" not in said, each
+        assert re.search(r"epochs of \d+ packs", said), each
+    assert not Path(f"{small_recipe['data']['packs']}-validation").exists()
+
+
 def test_packs_of_another_tokenizer_or_vocabulary_than_the_models_are_refused(model_folder, refusal, small_recipe, tmp_path):
     other = load_tokenizer(str(write_tokenizer(tmp_path / "other", "one two three"))).describe()
     small_recipe["data"]["packs"] = str(write_packs(tmp_path / "packs", tokenizer=other))

@@ -23,7 +23,7 @@ from packing.manifest import read_manifest
 from packing.mixture import MixedOrder, MixedPacks, Mixture
 from packing.order import PackOrder
 from packing.packer import prepare_stream
-from packing.parts import check_parts, prepared
+from packing.parts import check_parts, unprepared
 from packing.prepare import prepare
 from packing.settings import DataSettings
 from packing.store import open_packs
@@ -234,9 +234,13 @@ def test_several_texts_are_validated_on_apart(tmp_path: Path, documents: list[st
     for trained in ({"source": str(paths["a"])}, {"sources": [{"source": str(paths["a"]), "weight": 1.0}]}):
         folder = tmp_path / "-".join(trained)
         several = DataSettings(packs=folder / "packs", validation={"sources": named}, **trained, **common)
-        assert not prepared(several)
+        assert unprepared(several).keys() == {"data.packs", "data.validation"}
         prepare(several, progress=False)
-        assert prepared(several)
+        assert unprepared(several) == {}
+        texts_to_validate_on = [folder / "packs-validation" / name for name in ("first", "c")]
+        texts_to_validate_on[1].rename(folder / "c")
+        assert unprepared(several) == {"data.validation": texts_to_validate_on[1:]}
+        (folder / "c").rename(texts_to_validate_on[1])
         held_out = open_packs(several, "held_out")
         assert list(held_out.parts) == ["first", "c"]
         again = DataSettings.model_validate(several.model_dump(mode="json"))  # as a run's config.yaml has it
