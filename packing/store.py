@@ -74,6 +74,19 @@ def _open_store(settings: DataSettings, split: Split) -> Packs | None:
     return carve(packs, settings.held_out, split) if carved else packs
 
 
+def with_own_held_out(settings: DataSettings) -> list[Path]:
+    """The packs that exist with a held-out split of their own, which `settings.held_out` leaves as it is, unless they were
+    prepared with this share."""
+    parts = [part for part in training_parts(settings).values() or [settings] if part.source is None and part.held_out]
+    return [part.packs for part in parts if "held_out" in _find_splits(part.packs, part) and not _was_held_out(part)]
+
+
+def _was_held_out(settings: DataSettings) -> bool:
+    """Whether the packs say that they were prepared with `settings.held_out`."""
+    made = read_manifest(settings.packs)["settings"] if (settings.packs / MANIFEST).exists() else {}
+    return made.get("held_out") == settings.held_out
+
+
 def check_model(packs: Packs, vocab_size: int, tokenizer_fingerprint: str | None = None) -> None:
     """InputError where a model of `vocab_size` embeddings, with the tokenizer of this fingerprint if given, cannot use `packs`.
 

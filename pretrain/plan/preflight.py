@@ -17,6 +17,7 @@ from packing.batch import BatchStream
 from packing.mixture import MixedPacks
 from packing.parts import unprepared
 from packing.settings import DataSettings
+from packing.store import with_own_held_out
 from packing.stream import StreamedPacks, order_of
 from pretrain.metrics.flops import ModelFlops, Shape
 from pretrain.metrics.run_folder import check_ours
@@ -180,7 +181,8 @@ def prepare_job(
     plan = _plan_of(recipe, accelerator, precisions, laid_out, data, absent or vocabulary, speed)
     plan = replace(spend_spare_memory(_with_gathering(plan, accelerator)), held_out_to_come=held_out_to_come)
     _check_horizon(plan)
-    notices = tuple(filter(None, [model.dropout_notice(recipe.model), *recipe.without_effect]))
+    without_effect = [*recipe.without_effect, *(_held_out_without_effect(packs) if data else [])]
+    notices = tuple(filter(None, [model.dropout_notice(recipe.model), *without_effect]))
     source = model.source_config(recipe.model)
     return Job(plan, run_dir, laid_out.config, laid_out.shapes, data, tokenizer, laid_out.attention, notices, source)
 
@@ -308,6 +310,12 @@ def _check_packs(recipe: Recipe, data: Data | None, config: PretrainedConfig, *,
             "`python -m packing prepare RECIPE` prepares it, and so does starting the run; train.tokens=N or train.steps=N on "
             "the command line plans without it"
         )
+
+
+def _held_out_without_effect(settings: DataSettings) -> list[str]:
+    """A line for all packs from which `data.held_out` takes no share."""
+    said = f"`data.held_out: {settings.held_out:g}` has no effect"
+    return [f"{said}: {packs} has held-out packs of its own; leave it out" for packs in with_own_held_out(settings)]
 
 
 def _plan_of(

@@ -239,6 +239,21 @@ def test_a_plan_counts_the_packs_there_are_and_names_the_validation_to_come(sour
     assert not Path(f"{small_recipe['data']['packs']}-validation").exists()
 
 
+def test_a_share_to_hold_out_of_packs_that_have_held_out_packs_is_said_to_have_no_effect(
+    source, launch, small_recipe, small_packs
+):
+    source.write_text(f"{DOCUMENT}\n" * 40)
+    prepare(DataSettings(**small_recipe["data"]), progress=False)
+    exist = ("data.source=null", "data.processes=null")
+    for asked in ((), exist):
+        assert "no effect" not in launch("--plan", *asked).out, "it was prepared with this share"
+    for asked in (("data.held_out=0.3",), (f"data.packs={small_packs}",)):
+        planned = launch("--plan", *exist, *asked)
+        assert planned.status == 0
+        said = " ".join(planned.out.split())
+        assert re.search(r"`data.held_out: 0.[23]` has no effect: .* has held-out packs of its own.*; leave it out", said), said
+
+
 def test_packs_of_another_tokenizer_or_vocabulary_than_the_models_are_refused(model_folder, refusal, small_recipe, tmp_path):
     other = load_tokenizer(str(write_tokenizer(tmp_path / "other", "one two three"))).describe()
     small_recipe["data"]["packs"] = str(write_packs(tmp_path / "packs", tokenizer=other))

@@ -19,7 +19,7 @@ from foundation.errors import InputError
 from packing.__main__ import main
 from packing.mds import MDSPacks, MDSReader, decoder, documents
 from packing.settings import DataSettings
-from packing.store import open_packs
+from packing.store import open_packs, with_own_held_out
 
 FIXTURES = Path(__file__).parents[1] / "data" / "mds"
 LENGTH = 32
@@ -126,6 +126,7 @@ def test_train_and_val_folders_are_the_two_splits(fixture, tmp_path):
     settings = DataSettings(packs=tmp_path, length=LENGTH, held_out=0.5)
     assert len(open_packs(settings, "train")) == 6
     assert len(open_packs(settings, "held_out")) == 12
+    assert with_own_held_out(settings) == [tmp_path], "the share is of none"
 
 
 def test_folders_side_by_side_that_are_no_parts_of_one_dataset_are_refused_by_name(fixture, tmp_path):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from foundation.errors import InputError
 from packing import token_bin
 from packing.settings import DataSettings
-from packing.store import open_packs
+from packing.store import open_packs, with_own_held_out
 from packing.token_bin import TokenBin, read_meta
 
 
@@ -76,6 +76,8 @@ def test_a_folder_gives_train_and_val_and_a_file_gives_itself(tmp_path):
     write(tmp_path / "val.bin", range(16))
     settings = DataSettings(packs=tmp_path, length=8, held_out=0.5)
     assert (len(open_packs(settings, "train")), len(open_packs(settings, "held_out"))) == (8, 2)
+    assert with_own_held_out(settings) == [tmp_path], "the share is of none"
+    assert with_own_held_out(DataSettings(packs=tmp_path / "train.bin", length=8, held_out=0.5)) == []
     settings = DataSettings(packs=tmp_path / "val.bin", length=8)
     assert (len(open_packs(settings, "train")), open_packs(settings, "held_out")) == (2, None)
 
