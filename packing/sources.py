@@ -108,6 +108,11 @@ def _kind_of_file(path: Path, wanted: str) -> str:
         return "parquet"
     if suffix & _TEXT:
         return "text"
+    if suffix == {".bin"}:
+        raise InputError(
+            f"data.source: {path}: holds tokens, as packs that exist do; leave this source out, and set `data.packs` to the "
+            "folder of `train.bin`, beside which a `val.bin` is held out by itself"
+        )
     raise InputError(
         f"data.source: {path}: its suffix does not tell its format; set its `format` to jsonl, parquet, text or dataset"
     )

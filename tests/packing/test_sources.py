@@ -194,9 +194,13 @@ def test_what_is_not_there_or_not_known_is_refused(tmp_path: Path) -> None:
         read(tmp_path / "nothing.jsonl")
     with pytest.raises(InputError, match="no file to read"):
         read(tmp_path)
-    (tmp_path / "a.bin").write_bytes(b"1")
-    with pytest.raises(InputError, match=r"suffix does not tell its format; set its `format`"):
-        read(tmp_path / "a.bin")
+    for name, says in (
+        ("a.dat", "suffix does not tell its format; set its `format`"),
+        ("val.bin", "set `data.packs` to the folder"),
+    ):
+        (tmp_path / name).write_bytes(b"1")
+        with pytest.raises(InputError, match=says):
+            read(tmp_path / name)
     for name, target in (("dead", "nothing"), ("circle", "circle")):  # not a dataset of the hub that is called so
         (tmp_path / name).symlink_to(target)
         with pytest.raises(InputError, match="is a dead link"):
