@@ -211,8 +211,14 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         "python -m pretrain recipes", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("paths", nargs="*", type=Path, metavar="RECIPE", help="files or folders; without: those that come along")
-    recipes = catalogue(files(parser.parse_args(arguments).paths or [FOLDER]))
+    parser.add_argument("paths", nargs="*", type=Path, metavar="RECIPE", help="files or folders; without: those of the checkout")
+    asked = parser.parse_args(arguments).paths
+    if not asked and not FOLDER.is_dir():
+        raise InputError(
+            "RECIPE: none is given, and an installed copy has none: they lie in recipes/ of the checkout; name that "
+            "folder, or a YAML file"
+        )
+    recipes = catalogue(files(asked or [FOLDER]))
     print(table(recipes, on_screen))
     print("\n".join(f"* {note}" for note in notes(recipes)))
     return 0
