@@ -70,6 +70,7 @@ SETTINGS = {
     "run_dir=runs/" + 20 * "{data.packs}": r"too long for a folder's name",
     "--optimizer.learnin_rate=3": r"command line, .*: unknown key `optimizer.learnin_rate`; did you mean ",
     "--seed 3": r"command line: unrecognized arguments: --seed 3; a setting is key=value or --key=value, and --help lists",
+    "--list-recipes": r"command line: --list-recipes is a command of its own: python -m pretrain recipes",
     "--gpus=0": r"command line: argument --gpus: invalid whole value: '0'; a setting is",
     "run_dir=runs/{name.x}": r"`run_dir`: 'runs/{name.x}' cannot be filled in",
     "run_dir=runs/{seed:>2000000000}": r"`run_dir`: .* cannot be filled in",
