@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from transformers import PreTrainedModel
 
-from foundation.units import count, duration
+from foundation.units import count, duration, percent
 from packing.settings import HUB_NAME
 from pretrain.compare.fairness import changes_in_words
 from pretrain.metrics.run_record import LOSS_KEY, RunRecord, averaged_steps, summary
@@ -91,6 +91,12 @@ def _sources(data: Mapping[str, Any]) -> list[str]:
     return [str(each) for each in (data.get("source"), *listed) if each]
 
 
+def _data(data: Mapping[str, Any]) -> str:
+    """What was trained on; of several sources each with its share of the tokens, which packs that exist have by their name."""
+    shares = [f"{percent(each['weight'])} {each.get('source') or each['name']}" for each in data.get("sources") or ()]
+    return ", ".join(shares) or data.get("source") or f"packs in {data['packs']}"
+
+
 def _model(hf: PreTrainedModel, parameters: str) -> str:
     config = hf.config.get_text_config()
     dtype = str(next(hf.parameters()).dtype).removeprefix("torch.")
@@ -129,7 +135,7 @@ def _rows(run: RunRecord) -> dict[str, str]:
     versions = ", ".join(f"{each} {packages[each]}" for each in named)
     commit = (made_by.get("git") or {}).get("commit")
     return {
-        "data": ", ".join(_sources(data)) or f"packs in {data['packs']}",
+        "data": _data(data),
         "data fingerprint": (run.data_fingerprint or "")[:16],
         "packs": f"{data['length']:,} tokens; documents do not see each other",
         "tokens": f"{figures['tokens']:,}, padding included; {figures['epoch']:.3g} epochs, {recipe['batch']['tokens']:,} a step",

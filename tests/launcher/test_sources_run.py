@@ -84,6 +84,8 @@ def test_plan_and_metrics_say_what_came_from_where(
     assert f"% of the tokens from chats: {last['epoch/chats']:.2f} epochs of" in planned.out
     assert "of them trained on" in planned.out
     assert AutoTokenizer.from_pretrained(alone.run_dir / "final").chat_template == CHATML
+    card = (alone.run_dir / "final" / "README.md").read_text()
+    assert f"| data | 70.0 % {folder / 'texts.jsonl'}, 30.0 % {folder / 'chats.jsonl'} |" in card
     assert "plain transformers" in alone.output  # parity, which makes labels of masks by itself
 
 
