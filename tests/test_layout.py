@@ -72,6 +72,8 @@ def test_a_shipped_recipe_is_valid_and_named_after_its_file(path: Path):
     recipe = load_recipe(path)
     assert isinstance(recipe, Recipe) and recipe.name == path.stem
     assert recipe.batch.tokens % recipe.data.length == 0
+    said = path.read_text(encoding="utf-8")
+    assert "627B" not in said or "data.streaming.disk_gb=" in said, "all packs of it before the run would take 2.5 TB"
     assert recipe.evaluate.every is None or recipe.data.held_out > 0 or recipe.data.validation, "nothing to evaluate on"
 
 
