@@ -14,11 +14,10 @@ import argparse
 import atexit
 import gc
 import logging
-import math
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -43,15 +42,15 @@ from packing.stream import StreamEnded
 from pretrain.checkpoint.checkpoint import Checkpoints, bytes_needed, check_space
 from pretrain.checkpoint.disks import find_disks
 from pretrain.checkpoint.state import Past, seed_step
-from pretrain.compare.figures import plot_losses
 from pretrain.metrics.console import Console
 from pretrain.metrics.health import Health, StepDecision, TrainingHalted, frozen_names_due
 from pretrain.metrics.profile import StepProfile
 from pretrain.metrics.run_folder import RunFolder, check_free
-from pretrain.metrics.run_record import last_screen, read_metrics, read_run, summary
+from pretrain.metrics.run_record import last_screen
 from pretrain.metrics.trackers import resolve
 from pretrain.metrics.waited import Waited, since_the_command
 from pretrain.model.distributed import (
+    end_processes,
     largest_over_ranks,
     make_accelerator,
     refused_together,
@@ -69,45 +68,33 @@ from pretrain.run import determinism
 from pretrain.run.assembly import assemble
 from pretrain.run.command_line import leave_status, parse_arguments, say_once
 from pretrain.run.eval_only import evaluate_only
-from pretrain.run.evaluate import best_so_far, evaluate, evaluation_turns, was_evaluated
+from pretrain.run.evaluate import best_so_far, evaluate, evaluate_once, is_best
 from pretrain.run.export import export_trained
-from pretrain.run.faults import (
-    FOLDER_GONE,
-    METRICS_GONE,
-    PACKS_FAILED,
-    SAVE_FAILED,
-    TIME_IS_UP,
-    explaining_memory,
-    fault_of,
-    prepare_rescue,
-    time_is_up,
-)
-from pretrain.run.introduction import introduce, warn_of_precisions
+from pretrain.run.faults import explaining_memory, fault_of, time_is_up
+from pretrain.run.introduction import find_parity, first_step, introduce, require_parity, warn_of_precisions
+from pretrain.run.keeping import ended_before, leave, prepare_saves, save, save_last, sum_up, tell_saved
 from pretrain.run.microbatch import choose_microbatch
-from pretrain.run.parity import LeftOut
-from pretrain.run.ranks import RankWatch, describe_lag
+from pretrain.run.ranks import RankWatch
+from pretrain.run.recording import log, record_of_step, recorder_of
 from pretrain.run.resume import (
     chunk_of,
     find_resume_point,
     going_on,
     keep_findings,
     keep_what_is_cut,
-    nothing_left,
     planned_resume,
     require_a_way_on,
     restore,
-    said_of_the_end,
     set_aside_another,
     under_its_own_name,
 )
 from pretrain.run.rollback import halted, judge_weights, roll_back
-from pretrain.run.running import Run, recorder_of
+from pretrain.run.running import Run
 from pretrain.run.streaming import ending_stream, pack_stream, reading_stream, tell_stream, wait_for_packs
 from pretrain.run.switching import follow_the_schedule, go_on_as_scheduled
 from pretrain.settings import config
 from pretrain.settings.launch_environment import with_precision
 from pretrain.settings.launch_topology import put_right
-from pretrain.verify.parity import Parity
 
 
 def main() -> int:
@@ -170,31 +157,10 @@ def launch(arguments: argparse.Namespace) -> int:
     return ended(accelerator, stopped_by)
 
 
-def ended_before(
-    job: Job, accelerator: Accelerator, folder: RunFolder, console: Console, waited: Waited, arguments: argparse.Namespace
-) -> bool:
-    """Whether the run has nothing left to do, and needs no model to say so: then it says where everything is. Collective."""
-    finished = nothing_left(job, arguments.resume) if accelerator.is_main_process else None
-    if not largest_over_ranks(accelerator, int(finished is not None)):
-        return False
-    if arguments.profile:
-        raise InputError(f"`--profile` records a step to come. {said_of_the_end(job)}")
-    if finished:
-        if not folder.loss_plot.exists():
-            plot_losses([finished], folder.loss_plot)
-        console.notice(said_of_the_end(job))
-        console.panel(*last_screen(finished, folder, waited.describe()))
-    return True
-
-
 def ended(accelerator: Accelerator, stopped_by: int | None = None) -> int:
     """End the process group; returns the exit status, for a run that the signal `stopped_by` ended."""
     status = leave_status(128 + stopped_by if stopped_by else 0)  # what a shell reports for a process that a signal ended
-    # The process group must end after the model, whose wrapped layers refer to themselves until they are collected: under FSDP2 a
-    # group that ended first was seen to abort its process.
-    gc.collect()
-    accelerator.wait_for_everyone()
-    accelerator.end_training()
+    end_processes(accelerator)
     return status
 
 
@@ -281,30 +247,6 @@ def build(
     return run
 
 
-def find_parity(run: Run) -> list[Parity | LeftOut]:
-    """Step 0 beside plain transformers, in each of the run's precisions, or why not; empty where it is not asked for, and where
-    the run resumes."""
-    comparisons = sum(4 if active.precision.quantized else 2 for active in run.job.plan.actives)
-    with run.waited.on("checks", "parity with plain transformers", "comparisons", total=comparisons):
-        due_now = run.job.recipe.parity != "off" and run.begins
-        return run.assembly.check_parity(run.job, run.accelerator, run.state.step) if due_now else []
-
-
-def require_parity(run: Run, parity: list[Parity | LeftOut]) -> None:
-    """Say what the comparisons have found; raises where a comparison failed."""
-    for active, found in zip(run.job.plan.actives, parity, strict=False):
-        if active in run.job.plan.in_use:
-            run.console.notice(f"{active.precision.name}: {found.summary()}" if run.job.plan.phases else found.summary())
-        found.require()
-
-
-def prepare_saves(run: Run) -> None:
-    """Where a save will go on behind the training, take the memory that it needs before the training does."""
-    every, step = run.job.recipe.checkpoint.every, run.state.step
-    if every is not None and step // every * every + every < run.state.steps:
-        run.checkpoints.prepare(run.assembly.tensors, run.assembly.state_tensors)
-
-
 # ── Act 3: the training loop ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -357,7 +299,7 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int |
         if asked:
             return leave(run, asked)
         tell_stream(run)
-        log(run, figures, data_wait_ms=steps.data_wait_ms)
+        log(run, figures, data_wait_ms=steps.data_wait_ms, shown=due(state.step, recipe.log.every) or state.finished)
         evaluates = due(state.step, recipe.evaluate.every) and not state.finished
         saves = due(state.step, recipe.checkpoint.every) or (evaluates and recipe.checkpoint.best)
         # After a skipped step too: the update before it may be to blame.
@@ -376,46 +318,18 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int |
 
         # Between steps.
         if evaluates:
-            held_out(run)
+            evaluate(run)
         tell_saved(run)
         if asked := largest_over_ranks(accelerator, fault_of(run) or time_is_up(run) or stop.requested or 0):
             return leave(run, asked)
-        is_best = recipe.checkpoint.best and run.best is not None and run.best.step == state.step
-        if (due(state.step, recipe.checkpoint.every) or is_best) and not state.finished:
+        if (due(state.step, recipe.checkpoint.every) or is_best(run)) and not state.finished:
             save(run, behind=True)
     return None
-
-
-def leave(run: Run, asked: int) -> int:
-    """Save, as a signal or what has gone wrong asks for; returns the number of the signal to end by, or raises what was lost."""
-    if asked == SAVE_FAILED:
-        with run.watch.busy("saving"), run.waited.on("saves", "saving"):
-            run.checkpoints.wait()  # which raises what has failed
-    lost = prepare_rescue(run, asked) if asked in (FOLDER_GONE, METRICS_GONE, PACKS_FAILED) else None
-    if not (decision := judge_weights(run)).proceed:
-        raise halted(run, decision)
-    if run.state.step:  # a run may wait for the packs of its first
-        save(run)
-    if lost:
-        raise lost
-    hours, step = run.job.recipe.train.max_hours, run.state.step
-    why = f"`train.max_hours: {hours:g}`" if asked == TIME_IS_UP else signal.Signals(asked).name
-    run.console.notice(f"stopped by {why} after step {step}; start the run again to go on from here")
-    return signal.SIGUSR1 if asked == TIME_IS_UP else asked  # a scheduler's warning, given to itself
 
 
 def is_confirming(run: Run, steps: int) -> bool:
     """Whether the step that follows `steps` is the first of this process or of a phase: its products are held to the audit."""
     return steps == run.resumed_step or steps in run.job.plan.timetable
-
-
-def first_step(run: Run) -> AbstractContextManager[object]:
-    """Around each step: that the first one of this process takes long, on a terminal."""
-    if run.state.step != run.resumed_step:
-        return nullcontext()
-    compiles = run.assembly.audit["compiled"] != "nothing"
-    task = "first step, compiling" if compiles else "first step"
-    return run.waited.on("training", task, "microbatches", total=run.job.plan.accumulation)
 
 
 def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDecision]:
@@ -468,123 +382,29 @@ def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDeci
     return record_of_step(run, batches, decision, [loss, *penalty], measured, most_frozen, statistics), decision
 
 
-def record_of_step(
-    run: Run,
-    batches: StepBatches,
-    decision: StepDecision,
-    losses: Sequence[float],
-    measured: Mapping[str, float],
-    most_frozen: Mapping[str, float],
-    statistics: Mapping[str, float],
-) -> dict[str, Any]:
-    """The part of the metrics of the step just done. `losses`: its mean loss and, where the recipe has one, its penalty."""
-    plan, labelled, (loss, *penalty) = run.job.plan, batches.valid_tokens > 0, losses
-    return {
-        "step": run.state.step,
-        "tokens": run.state.tokens,
-        **({"trained_tokens": run.state.valid_tokens} if plan.trained_share is not None else {}),
-        "epoch": batches.epoch,
-        **({"precision": run.job.precision.name} if plan.phases else {}),
-        **batches.sources,
-        **({"loss": loss} if labelled or not math.isfinite(loss) else {"loss": None, "unlabelled": True}),
-        **({"penalty": penalty[0] if labelled else None} if penalty else {}),
-        **measured,
-        "step_tokens": batches.tokens,
-        "sum_squared_lengths": batches.sum_squared_lengths,
-        **({"frozen_most": most_frozen} if most_frozen else {}),
-        "skipped": not decision.proceed,
-        **({"halted": decision.reason} if decision.action == "stop" else {}),
-        **statistics,
-    }
-
-
-def log(run: Run, figures: dict[str, Any], *, data_wait_ms: float) -> None:
-    """The step's line in metrics.jsonl, in the trackers, and on the screen when it is due."""
-    record = run.recorder.finish(**figures, data_wait_ms=data_wait_ms)
-    run.trackers.log(record)
-    with run.watch.busy("writing to the terminal"):  # which a user may have paused
-        run.console.step(record, show=due(record["step"], run.job.recipe.log.every) or run.state.finished)
-    for found in run.watch.stepped(data_wait_ms):
-        run.trackers.note({"step": record["step"], **found})
-        run.console.warning(describe_lag(found))
+def due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
 
 
 # ── Act 4: what is kept ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def save(run: Run, *, behind: bool = False) -> None:
-    """A checkpoint of this step, after which the older ones may go. `behind`: return once its tensors are copied, and go on."""
-    run.trackers.sync()
-    record = run.state.record(run.job.identity) | {
-        "health": run.health.state_dict(),
-        "microbatch": run.job.plan.microbatch,
-        "loss_chunk": run.job.plan.loss.tokens_at_once,
-        "world_size": run.accelerator.num_processes,
-        **run.past.record(),
-        **({"stream": run.job.data.stream.record()} if run.job.data.stream else {}),
-    }
-    write = run.checkpoints.begin if behind else run.checkpoints.save
-    spared = run.best.step if run.job.recipe.checkpoint.best and run.best else None
-    task = f"saving step {run.state.step}"
-    with run.watch.busy("saving"), run.waited.on("saves", task, "B", poll=run.checkpoints.written):
-        write(run.state.step, run.assembly.tensors, run.assembly.state_tensors, record, spared=spared)
-    tell_saved(run)
-
-
-def tell_saved(run: Run) -> None:
-    for line in run.checkpoints.news():
-        run.console.notice(line)
 
 
 def finish(run: Run) -> int | None:
     """Save, evaluate once more, export, and say where everything is. A finished run started again does what is still missing.
 
     Returns the number of a signal that came during the save, after which nothing more is done."""
-    if run.job.recipe.checkpoint.at_end and run.state.step > run.resumed_step:
-        with StopRequest(announced=run.accelerator.is_local_main_process) as stop:  # what was trained must not be lost so late
-            save(run)  # first: an evaluation that takes long, or fails, must not cost what was trained
-        if asked := largest_over_ranks(run.accelerator, stop.requested or 0):
-            why = f"stopped by {signal.Signals(asked).name} after step {run.state.step}"
-            run.console.notice(f"{why}, the last one; start the run again to evaluate and export it")
-            return asked
+    if asked := save_last(run):  # first: an evaluation that takes long, or fails, must not cost what was trained
+        return asked
     evaluate_once(run)
-    if run.job.recipe.checkpoint.best and run.best is not None and run.best.step == run.state.step > run.resumed_step:
+    if is_best(run) and run.state.step > run.resumed_step:
         save(run)  # where `at_end` has not
-    finished = None
-    if run.accelerator.is_main_process:
-        metrics = read_metrics(run.folder.path)
-        figures = summary(metrics)
-        if not figures["steps"]:
-            raise InputError(
-                f"{run.folder.metrics}: holds no step of this run any more, of which a summary could be written; the model of "
-                f"its last checkpoint is exported by: python -m pretrain export {run.folder.path}"
-            )
-        # Anew: what an earlier end has left there is of the recipe as it was then.
-        run.folder.write_json(run.folder.summary, run.job.plan.fairness(run.job.data.train.fingerprint) | figures)
-        finished = read_run(run.folder.path, metrics)
-        plot_losses([finished], run.folder.loss_plot)
-        run.trackers.picture(run.folder.loss_plot, run.state.step)
+    finished = sum_up(run)
     if run.job.recipe.checkpoint.at_end:
         with run.waited.on("saves", "writing final/", "tensors", total=len(run.assembly.tensors)):
             export_trained(run, finished)
     if finished:
         run.console.panel(*last_screen(finished, run.folder, run.waited.describe()))
     return None
-
-
-def evaluate_once(run: Run) -> None:
-    """Unless the present step's evaluation is in metrics.jsonl already."""
-    if not largest_over_ranks(run.accelerator, int(was_evaluated(run))):
-        held_out(run)
-
-
-def held_out(run: Run) -> None:
-    with run.watch.busy("evaluating"), run.waited.on("evaluation", "evaluating", "microbatches", total=evaluation_turns(run)):
-        evaluate(run)
-
-
-def due(step: int, every: int | None) -> bool:
-    return every is not None and step % every == 0
 
 
 if __name__ == "__main__":

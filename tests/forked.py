@@ -11,15 +11,12 @@ import gc
 import importlib
 import sys
 
-from tests.blank_picture import plot_losses
-
 IMPORTED_LATE = ("torch.distributed.fsdp", "pretrain.metrics.trackers")
 MODELS = tuple(f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "qwen3"))
 
 gc.disable()
 for module in ("train_accelerate", *MODELS, *IMPORTED_LATE):
     importlib.import_module(module)
-sys.modules["train_accelerate"].plot_losses = plot_losses
 sys.modules["pretrain.run.command_line"].OTHERS_WAIT = 0.3  # most have no launcher that could end them meanwhile
 # Keeps what it compiles for all models, a thousand patterns: each export would do so anew.
 sys.modules["transformers.conversion_mapping"].get_checkpoint_conversion_mapping("qwen3")

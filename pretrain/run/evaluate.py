@@ -19,7 +19,7 @@ from packing.mixture import MixedPacks
 from pretrain.checkpoint.folders import step_folder
 from pretrain.checkpoint.state import step_seed
 from pretrain.metrics.run_record import is_evaluation, own_evaluations, read_metrics
-from pretrain.model.distributed import gathered
+from pretrain.model.distributed import gathered, largest_over_ranks
 from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.plan.data import packs_evaluated
 from pretrain.plan.preflight import Job
@@ -32,16 +32,31 @@ COLDEST = 1e-4  # a temperature below which FP32 scores divided by it could over
 
 def evaluate(run: Run) -> None:
     """Held-out loss, where packs are held out, and samples, where prompts are set. Collective."""
-    settings, began = run.job.recipe.evaluate, time.perf_counter()
-    if run.job.data.held_out is not None:
-        figures = held_out_figures(run.job, run.assembly.model, run.accelerator)
-        record = {"step": run.state.step, "event": "evaluation", **figures}
-        run.trackers.log(record)
-        run.console.evaluation(record, time.perf_counter() - began)
-        run.best = agreed(run.accelerator, BestEvaluation.after(record, run.best))
-    if not settings.samples:
-        return
-    how, found = {"tokens": settings.sample_tokens, "temperature": settings.temperature, "top_p": settings.top_p}, []
+    with run.watch.busy("evaluating"), run.waited.on("evaluation", "evaluating", "microbatches", total=evaluation_turns(run)):
+        if run.job.data.held_out is not None:
+            _evaluate_held_out(run)
+        if run.job.recipe.evaluate.samples:
+            _draw_samples(run)
+
+
+def evaluate_once(run: Run) -> None:
+    """Unless the present step's evaluation is in metrics.jsonl already."""
+    if not largest_over_ranks(run.accelerator, int(was_evaluated(run))):
+        evaluate(run)
+
+
+def _evaluate_held_out(run: Run) -> None:
+    began = time.perf_counter()
+    figures = held_out_figures(run.job, run.assembly.model, run.accelerator)
+    record = {"step": run.state.step, "event": "evaluation", **figures}
+    run.trackers.log(record)
+    run.console.evaluation(record, time.perf_counter() - began)
+    run.best = agreed(run.accelerator, BestEvaluation.after(record, run.best))
+
+
+def _draw_samples(run: Run) -> None:
+    settings, found = run.job.recipe.evaluate, []
+    how = {"tokens": settings.sample_tokens, "temperature": settings.temperature, "top_p": settings.top_p}
     with gathered(run.assembly.model):
         for number, prompt in enumerate(settings.samples):
             seed = seed_of_prompt(run.job.recipe.seed, number)
@@ -88,6 +103,11 @@ def best_so_far(run: Run) -> BestEvaluation | None:
             if step_folder(run.folder.checkpoints, record["step"]).exists():
                 best = BestEvaluation.after(record, best)
     return agreed(run.accelerator, best)
+
+
+def is_best(run: Run) -> bool:
+    """Whether the present step has the best evaluation, and its checkpoint is to be kept for that."""
+    return run.job.recipe.checkpoint.best and run.best is not None and run.best.step == run.state.step
 
 
 def evaluation_turns(run: Run) -> int | None:

@@ -12,9 +12,7 @@ from accelerate import Accelerator
 from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.checkpoint.state import Past, TrainState
 from pretrain.metrics.console import Console
-from pretrain.metrics.energy import EnergyMeter
 from pretrain.metrics.health import Health
-from pretrain.metrics.peaks import peak
 from pretrain.metrics.precision_health import PrecisionWatch
 from pretrain.metrics.profile import StepProfile
 from pretrain.metrics.recorder import Recorder
@@ -67,16 +65,3 @@ class Run:
     waited: Waited
     best: BestEvaluation | None = None  # whose checkpoint is kept, where that is asked for
     past: Past = field(default_factory=Past)
-
-
-def recorder_of(job: Job, assembly: Assembly, accelerator: Accelerator) -> Recorder:
-    plan = job.plan
-    return Recorder(
-        flops=None if plan.flops.uncounted else plan.flops,  # without all weights an MFU would be wrong
-        peak_tflops=peak(plan.devices.name, "bf16"),
-        device=accelerator.device,
-        world_size=accelerator.num_processes,
-        pack_length=job.recipe.data.length,
-        low_precision=assembly.low_precision_products(plan.devices.name),
-        energy=EnergyMeter.of(accelerator),
-    )

@@ -1,0 +1,130 @@
+"""What is kept of a run: checkpoints while it goes on and where it stops, then its summary and its curves; and what is said of a
+run that has ended without a checkpoint, when it is started again."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+
+from accelerate import Accelerator
+
+from foundation.errors import InputError
+from foundation.signals import StopRequest
+from pretrain.compare.figures import plot_losses
+from pretrain.metrics.console import Console
+from pretrain.metrics.run_folder import RunFolder
+from pretrain.metrics.run_record import RunRecord, last_screen, read_metrics, read_run, summary
+from pretrain.metrics.waited import Waited
+from pretrain.model.distributed import largest_over_ranks
+from pretrain.plan.preflight import Job
+from pretrain.run.faults import FOLDER_GONE, METRICS_GONE, PACKS_FAILED, SAVE_FAILED, TIME_IS_UP, prepare_rescue
+from pretrain.run.resume import nothing_left, said_of_the_end
+from pretrain.run.rollback import halted, judge_weights
+from pretrain.run.running import Run
+
+# ── Checkpoints ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def prepare_saves(run: Run) -> None:
+    """Where a save will go on behind the training, take the memory that it needs before the training does."""
+    every, step = run.job.recipe.checkpoint.every, run.state.step
+    if every is not None and step // every * every + every < run.state.steps:
+        run.checkpoints.prepare(run.assembly.tensors, run.assembly.state_tensors)
+
+
+def save(run: Run, *, behind: bool = False) -> None:
+    """A checkpoint of this step, after which the older ones may go. `behind`: return once its tensors are copied, and go on."""
+    run.trackers.sync()
+    record = run.state.record(run.job.identity) | {
+        "health": run.health.state_dict(),
+        "microbatch": run.job.plan.microbatch,
+        "loss_chunk": run.job.plan.loss.tokens_at_once,
+        "world_size": run.accelerator.num_processes,
+        **run.past.record(),
+        **({"stream": run.job.data.stream.record()} if run.job.data.stream else {}),
+    }
+    write = run.checkpoints.begin if behind else run.checkpoints.save
+    spared = run.best.step if run.job.recipe.checkpoint.best and run.best else None
+    task = f"saving step {run.state.step}"
+    with run.watch.busy("saving"), run.waited.on("saves", task, "B", poll=run.checkpoints.written):
+        write(run.state.step, run.assembly.tensors, run.assembly.state_tensors, record, spared=spared)
+    tell_saved(run)
+
+
+def tell_saved(run: Run) -> None:
+    """Say what has been saved since this was last called."""
+    for line in run.checkpoints.news():
+        run.console.notice(line)
+
+
+def leave(run: Run, asked: int) -> int:
+    """Save, as a signal or what has gone wrong asks for; returns the number of the signal to end by, or raises what was lost."""
+    if asked == SAVE_FAILED:
+        with run.watch.busy("saving"), run.waited.on("saves", "saving"):
+            run.checkpoints.wait()  # which raises what has failed
+    lost = prepare_rescue(run, asked) if asked in (FOLDER_GONE, METRICS_GONE, PACKS_FAILED) else None
+    if not (decision := judge_weights(run)).proceed:
+        raise halted(run, decision)
+    if run.state.step:  # a run may wait for the packs of its first
+        save(run)
+    if lost:
+        raise lost
+    hours, step = run.job.recipe.train.max_hours, run.state.step
+    why = f"`train.max_hours: {hours:g}`" if asked == TIME_IS_UP else signal.Signals(asked).name
+    run.console.notice(f"stopped by {why} after step {step}; start the run again to go on from here")
+    return signal.SIGUSR1 if asked == TIME_IS_UP else asked  # a scheduler's warning, given to itself
+
+
+# ── The end ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def save_last(run: Run) -> int | None:
+    """The checkpoint of the last step, where it is wanted and this process has trained it; returns the number of a signal that
+    came meanwhile, after which nothing more is to be done."""
+    if not (run.job.recipe.checkpoint.at_end and run.state.step > run.resumed_step):
+        return None
+    with StopRequest(announced=run.accelerator.is_local_main_process) as stop:  # what was trained must not be lost so late
+        save(run)
+    asked = largest_over_ranks(run.accelerator, stop.requested or 0)
+    if not asked:
+        return None
+    why = f"stopped by {signal.Signals(asked).name} after step {run.state.step}"
+    run.console.notice(f"{why}, the last one; start the run again to evaluate and export it")
+    return asked
+
+
+def sum_up(run: Run) -> RunRecord | None:
+    """Write summary.json and draw the curves; returns what the run folder holds then. None but on the main process. InputError
+    where metrics.jsonl has no step any more."""
+    if not run.accelerator.is_main_process:
+        return None
+    metrics = read_metrics(run.folder.path)
+    figures = summary(metrics)
+    if not figures["steps"]:
+        raise InputError(
+            f"{run.folder.metrics}: holds no step of this run any more, of which a summary could be written; the model of "
+            f"its last checkpoint is exported by: python -m pretrain export {run.folder.path}"
+        )
+    # Anew: what an earlier end has left there is of the recipe as it was then.
+    run.folder.write_json(run.folder.summary, run.job.plan.fairness(run.job.data.train.fingerprint) | figures)
+    finished = read_run(run.folder.path, metrics)
+    plot_losses([finished], run.folder.loss_plot)
+    run.trackers.picture(run.folder.loss_plot, run.state.step)
+    return finished
+
+
+def ended_before(
+    job: Job, accelerator: Accelerator, folder: RunFolder, console: Console, waited: Waited, arguments: argparse.Namespace
+) -> bool:
+    """Whether the run has nothing left to do, and needs no model to say so: then it says where everything is. Collective."""
+    finished = nothing_left(job, arguments.resume) if accelerator.is_main_process else None
+    if not largest_over_ranks(accelerator, int(finished is not None)):
+        return False
+    if arguments.profile:
+        raise InputError(f"`--profile` records a step to come. {said_of_the_end(job)}")
+    if finished:
+        if not folder.loss_plot.exists():
+            plot_losses([finished], folder.loss_plot)
+        console.notice(said_of_the_end(job))
+        console.panel(*last_screen(finished, folder, waited.describe()))
+    return True
