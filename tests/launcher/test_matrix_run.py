@@ -1,7 +1,8 @@
-"""`python -m pretrain matrix` for real: cells that fail, finish, are stopped and go on, each a launcher under accelerate."""
+"""`python -m pretrain matrix`: cells that fail, finish, are stopped and go on, each a launcher under accelerate."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shlex
@@ -11,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +21,10 @@ import yaml
 from foundation.errors import InputError
 from pretrain.__main__ import main
 from pretrain.checkpoint.checkpoint import step_folders, step_of
+from pretrain.compare import matrix_cell
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.run_record import read_metrics
+from tests.moments import fork_context
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,11 +65,58 @@ def start(path: Path, *arguments: str, **variables: str) -> subprocess.Popen[str
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+class ForkedCell:
+    """What the matrix needs of a `Popen` of a cell's command, which runs in one process, forked from one that has imported
+    accelerate and the launcher: importing both anew is nine tenths of a cell of twelve steps."""
+
+    def __init__(self, command: list[str], *, start_new_session: bool, env: dict[str, str], stdout: Any, stderr: int) -> None:
+        assert command[:3] == [sys.executable, "-m", "accelerate.commands.launch"]
+        assert start_new_session and stderr == subprocess.STDOUT
+        self._process = fork_context.Process(target=_run_cell, args=(command[3:], env, stdout.name), daemon=True)
+        self._process.start()
+        self.pid: int = self._process.pid
+        while self._process.is_alive() and os.getpgid(self.pid) != self.pid:  # as Popen, which returns with the session begun
+            time.sleep(0.01)
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+
+def _run_cell(arguments: list[str], environment: dict[str, str], log: str) -> None:
+    os.setsid()
+    for stream in (1, 2):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), stream)
+    os.chdir(ROOT)
+    os.environ.clear()
+    os.environ.update(environment)
+    import torch
+    from accelerate.commands import launch
+
+    def train_here(parsed: argparse.Namespace) -> None:
+        """accelerate's `simple_launcher`, without the process that it would start; of its status it tells as much: 0 or 1."""
+        import train_accelerate
+
+        command, variables = launch.prepare_simple_launcher_cmd_env(parsed)
+        os.environ.update(variables)
+        sys.argv = command[1:]
+        if train_accelerate.main():
+            sys.exit(1)
+
+    torch.set_num_threads(1)
+    launch.simple_launcher = train_here
+    launch.launch_command(launch.launch_command_parser().parse_args(arguments))
+
+
 @pytest.fixture
 def run_here(capfd, monkeypatch):
-    """The command in this process, its cells in their own: exit status and output."""
+    """The command in this process, its cells in their own, which are forked: exit status and output."""
 
     def call(path, *arguments):
+        monkeypatch.setattr(matrix_cell, "subprocess", SimpleNamespace(Popen=ForkedCell, STDOUT=subprocess.STDOUT))
         monkeypatch.chdir(ROOT)
         for variable in [name for name in os.environ if name.startswith("ACCELERATE_")]:
             monkeypatch.delenv(variable)
@@ -86,7 +137,7 @@ def last_step(run_dir: Path) -> int:
 
 @pytest.mark.long
 def test_a_stopped_matrix_lets_its_cells_save_and_goes_on_though_one_fails(matrix_file, tmp_path, run_here):
-    """One matrix from its first start to its report, because each start of a cell takes seconds."""
+    """One matrix from its first start to its report. The first start is all real: matrix, accelerate and trainers."""
     path, folder = matrix_file(at_once=2, overrides={"evaluate.every": None}), tmp_path / "precisions"
     cells = [folder / cell for cell in ("fp32", "bf16")]
     hook = tmp_path / "hook"
