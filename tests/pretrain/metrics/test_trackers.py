@@ -26,6 +26,7 @@ from pretrain.metrics.services import check_services
 from pretrain.metrics.trackers import JsonlTracker, Trackers, cut_back
 from pretrain.metrics.trackers import resolve as resolve_settings
 from pretrain.settings.recipe import LogSettings
+from tests.moments import fork_context
 
 CONFIG = {"name": "demo", "seed": 42, "optimizer": {"betas": [0.9, 0.95], "clip": None}, "data": {"mask_boundaries": True}}
 
@@ -223,6 +224,19 @@ def test_a_disk_that_is_full_for_tensorboard_is_one_warning_and_ends_no_run(tmp_
 
 # ── One run over all starts ───────────────────────────────────────────────────────────────────────────────────────────────────
 
+
+def run_elsewhere(program: str, arguments: list[str], environment: dict[str, str], wait: float = 100) -> int:
+    """Run `program` with these arguments in a process of its own, forked from one that has imported torch and accelerate, which
+    takes longer than all that is told to a service; returns its exit status, or minus the signal that killed it."""
+    begin = f"import os, sys\nos.environ |= {environment!r}\nsys.argv[1:] = {arguments!r}\n"
+    process = fork_context.Process(target=exec, args=(begin + program, {"__name__": "__main__"}))
+    process.start()
+    process.join(wait)
+    if process.exitcode is None:
+        process.kill()
+    return process.exitcode
+
+
 # A start that is killed after step 3, and one that goes on from the checkpoint of step 2. Trackers that start services and read
 # their environment once run in a process of their own.
 PROGRAM = """
@@ -267,7 +281,7 @@ def tracked_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pat
     folders["trackio of an equal name"] = folders["trackio"].parent / "elsewhere" / folders["trackio"].name
     folders["trackio of an equal name"].parent.mkdir()
     told = [str(each) for name, folder in folders.items() for each in (name.split()[0], folder)]
-    subprocess.run([sys.executable, "-c", PROGRAM, *told], check=True, env={**os.environ, **environment}, timeout=100)
+    assert run_elsewhere(PROGRAM, told, environment) == 0
     return folders
 
 
@@ -351,12 +365,10 @@ def test_after_a_kill_every_service_has_each_step_and_evaluation_once(tmp_path, 
     from mlflow import MlflowClient
 
     for resumed, last in (0, 45), (40, 100):
-        command = [sys.executable, "-c", KILLED, run_dir, resumed, last, "tensorboard", "wandb", "mlflow", "trackio"]
-        done = subprocess.run(list(map(str, command)), timeout=100)
+        arguments = [run_dir, resumed, last, "tensorboard", "wandb", "mlflow", "trackio"]
+        status = run_elsewhere(KILLED, list(map(str, arguments)), environment)
         kept = json.loads((run_dir / "trackers.json").read_text())
-        assert (done.returncode, {entry["complete"] for entry in kept.values()}) == (
-            (0, {True}) if last == 100 else (-9, {False})
-        )
+        assert (status, {entry["complete"] for entry in kept.values()}) == ((0, {True}) if last == 100 else (-9, {False}))
     steps, evaluations = list(range(1, 101)), list(range(10, 101, 10))
     files = (run_dir / "wandb").glob(f"offline-run-*/run-{kept['wandb']['id']}.wandb")
     assert sorted(step for file in files for step in _steps_in(file)) == steps, "wandb"
