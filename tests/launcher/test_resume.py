@@ -25,7 +25,7 @@ from pretrain.metrics.run_record import read_metrics
 from tests.moments import LauncherProcess, Moment
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS = 60
+STEPS = 44
 # A step has 8 packs, two microbatches; the 300 packs of an epoch end within step 38.
 SETTINGS = [f"train.steps={STEPS}", "batch.tokens=512", "evaluate.every=10", "checkpoint.every=8", "checkpoint.keep=3"]
 
@@ -125,7 +125,7 @@ KILLS = {
     "gpt2_with_dropout": [
         (Moment("open", r"/\.partial-step-00000008/optimizer-", SIGKILL), 8, None),  # saving: the first of all, half written
         (Moment("shutil.rmtree", r"/\.removed-step-00000008$", SIGKILL), 32, 32),  # pruning
-        (Moment("os.rename", r"/\.final\.writing$", SIGKILL), 60, 60),  # exporting
+        (Moment("os.rename", r"/\.final\.writing$", SIGKILL), STEPS, STEPS),  # exporting
     ],
 }
 
@@ -163,7 +163,7 @@ def test_a_run_stopped_twice_saves_each_time_and_goes_on_as_if_it_had_not_been(g
 
 
 def test_a_signal_while_the_last_step_is_saved_loses_nothing_of_it(gpt2: Training, run_dir: Path):
-    finished_copy(gpt2, run_dir, without=(60,))
+    finished_copy(gpt2, run_dir, without=(STEPS,))
     assert gpt2.start(run_dir, Moment("os.rename", f"/step-{STEPS:08d}$", SIGTERM)).end() == 128 + SIGTERM
     output = gpt2.log(run_dir).read_text()
     assert f"stopped by SIGTERM after step {STEPS}, the last one" in output and "Traceback" not in output
@@ -208,13 +208,13 @@ def test_a_damaged_newest_checkpoint_is_said_and_the_one_before_leads_to_the_sam
     file.write_bytes(content)
     status, output = gpt2.run(run_dir)
     assert status == 0, output
-    assert f"{newest} is DAMAGED" in output and file.name in output and "at step 56" in output
+    assert f"{newest} is DAMAGED" in output and file.name in output and "at step 40" in output
     assert differences(gpt2.alone, run_dir) == []
     assert newest.with_name(f"{newest.name}.replaced-1").exists(), "the damaged one is set aside, not deleted"
 
 
 def test_only_the_newest_checkpoints_are_kept(qwen3: Training):
-    assert [step_of(path) for path in step_folders(qwen3.alone / "checkpoints")] == [60, 56, 48]
+    assert [step_of(path) for path in step_folders(qwen3.alone / "checkpoints")] == [44, 40, 32]
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -222,20 +222,20 @@ def test_a_run_sent_back_sets_later_checkpoints_aside_and_repeats_the_same_curve
     checkpoints = finished_copy(gpt2, run_dir) / "checkpoints"
     metrics = run_dir / "metrics.jsonl"
     whole = metrics.read_bytes()
-    status, output = gpt2.run(run_dir, "--resume", str((run_dir if own else gpt2.alone) / "checkpoints" / "step-00000048"))
+    status, output = gpt2.run(run_dir, "--resume", str((run_dir if own else gpt2.alone) / "checkpoints" / "step-00000032"))
     assert status == 0, output
     assert metrics.with_name("metrics.jsonl.replaced-1").read_bytes() == whole, "the abandoned steps are kept"
-    assert f"{metrics} holds steps after 48, which are abandoned; they are kept in metrics.jsonl.replaced-1" in output
-    assert {path.name for path in checkpoints.glob("*.replaced-1")} == {f"step-{step:08d}.replaced-1" for step in (56, 60)}
+    assert f"{metrics} holds steps after 32, which are abandoned; they are kept in metrics.jsonl.replaced-1" in output
+    assert {path.name for path in checkpoints.glob("*.replaced-1")} == {f"step-{step:08d}.replaced-1" for step in (40, 44)}
     assert differences(gpt2.alone, run_dir) == []
 
 
 def test_a_checkpoint_set_aside_does_not_go_on_with_the_curve_that_came_after_it(gpt2: Training, run_dir: Path):
     checkpoints = finished_copy(gpt2, run_dir) / "checkpoints"
-    aside = (checkpoints / "step-00000056").rename(checkpoints / "step-00000056.replaced-1")
+    aside = (checkpoints / "step-00000040").rename(checkpoints / "step-00000040.replaced-1")
     metrics = run_dir / "metrics.jsonl"
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    next(line for line in lines if line["step"] == 56 and "event" not in line)["loss"] += 0.5
+    next(line for line in lines if line["step"] == 40 and "event" not in line)["loss"] += 0.5
     metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     status, output = gpt2.run(run_dir, "--resume", str(aside))
     assert status != 0 and f"{aside}: is of another run than the steps in {metrics}" in output
@@ -244,12 +244,12 @@ def test_a_checkpoint_set_aside_does_not_go_on_with_the_curve_that_came_after_it
 def test_a_run_that_goes_on_from_a_checkpoint_set_aside_has_it_as_the_one_of_its_step(gpt2: Training, run_dir: Path):
     """Which a resume takes that comes before the next save, and a rollback."""
     checkpoints = finished_copy(gpt2, run_dir) / "checkpoints"
-    other, aside = checkpoints / "step-00000056", checkpoints / "step-00000056.replaced-1"
+    other, aside = checkpoints / "step-00000040", checkpoints / "step-00000040.replaced-1"
     shutil.copytree(other, aside)
     (other / "of the other training").touch()
     status, output = gpt2.run(run_dir, "--resume", str(aside))
     assert status == 0, output
-    assert f"resumed from {aside} at step 56" in output and f"{aside} is this run's again, as {other.name}" in output
+    assert f"resumed from {aside} at step 40" in output and f"{aside} is this run's again, as {other.name}" in output
     assert not (other / "of the other training").exists() and not aside.exists()
     assert (checkpoints / f"{other.name}.replaced-2" / "of the other training").exists(), "nothing that was saved is lost"
     assert differences(gpt2.alone, run_dir) == []
@@ -269,12 +269,12 @@ def test_a_finished_run_started_again_does_what_a_kill_left_undone_and_changes_n
 
 
 def test_another_microbatch_may_take_over_and_sums_to_the_same_losses(qwen3: Training, run_dir: Path):
-    finished_copy(qwen3, run_dir, without=(56, 60))
+    finished_copy(qwen3, run_dir, without=(40, 44))
     status, output = qwen3.run(run_dir, "batch.microbatch=8")
-    assert status == 0 and "at step 48" in output
+    assert status == 0 and "at step 32" in output
     losses = [[record["loss"] for record in read_metrics(path) if "loss" in record] for path in (qwen3.alone, run_dir)]
     assert losses[1] == pytest.approx(losses[0], abs=1e-6)
-    assert losses[1][:48] == losses[0][:48] and len(losses[1]) == STEPS
+    assert losses[1][:32] == losses[0][:32] and len(losses[1]) == STEPS
 
 
 # ── Two at once ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
