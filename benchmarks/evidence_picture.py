@@ -81,6 +81,7 @@ def draw(scales: Sequence[Scale], speeds: Speeds, picture: Path) -> None:
     said = f"bars: {whole_percent(CONFIDENCE)} interval over seeds; grey: ± {100 * MARGIN:g} %, equivalent"
     said += f"; dotted: {BASELINE} repeated{f', {of}' if scales[1:] else ''}" if floor is not None else ""
     said += "; hollow: emulated" if any(each.emulated for each in every) else ""
+    said += "; scales of a cell side by side" if scales[1:] else ""
     said += f"; logarithmic beyond {LINEAR:g} %" if left.get_yscale() == "symlog" else ""
     figure.suptitle(said, x=0.01, ha="left", fontsize="small", color=GREY)
     save(figure, picture)

@@ -355,13 +355,13 @@ def describe(path: Path, tokenizer: Tokenizer) -> dict[str, int | str]:
     return dict(counts) | {"bytes": path.stat().st_size, "sha256": hash_file(path, ["sha256"])["sha256"]}
 
 
-def main() -> None:
+def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--packages", type=Path, nargs="+", default=[PACKAGES], help="lists of packages (default: the shorter)")
     parser.add_argument("--most", type=float, metavar="N", help="million characters of code, and as many of prose, of a package")
     parser.add_argument("--processes", type=int, default=2, help="that read archives (default: %(default)s)")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
     most = MOST_OF_A_PACKAGE if arguments.most is None else dict.fromkeys(MOST_OF_A_PACKAGE, arguments.most)
     make(read_packages(*arguments.packages), arguments.out, arguments.processes, most)
 

@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     import datasets
 
 _JSONL, _PARQUET = {".jsonl", ".ndjson"}, {".parquet"}
+_TOKEN_BINS = (
+    "holds tokens, not text; to train on them leave this source out and set `data.packs` to the folder of `train.bin`, beside "
+    "which a `val.bin` is held out by itself"
+)
 _TEXT = {
     *(".txt", ".text", ".md", ".rst", ".tex", ".html", ".htm", ".xml", ".csv", ".tsv", ".yaml", ".yml", ".toml", ".ini", ".cfg"),
     *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".rs", ".go", ".java", ".kt", ".scala", ".swift", ".js"),
@@ -109,10 +113,7 @@ def _kind_of_file(path: Path, wanted: str) -> str:
     if suffix & _TEXT:
         return "text"
     if suffix == {".bin"}:
-        raise InputError(
-            f"data.source: {path}: holds tokens, as packs that exist do; leave this source out, and set `data.packs` to the "
-            "folder of `train.bin`, beside which a `val.bin` is held out by itself"
-        )
+        raise InputError(f"data.source: {path}: {_TOKEN_BINS}")
     raise InputError(
         f"data.source: {path}: its suffix does not tell its format; set its `format` to jsonl, parquet, text or dataset"
     )
@@ -135,6 +136,8 @@ def _open_folder(folder: Path, settings: DataSettings, records: Records) -> File
         found = {kind: found[kind] for kind in kinds if kind in found}
     if not found:
         what = "file" if wanted in ("auto", "text") else f"{wanted} file"
+        if (folder / "train.bin").exists():
+            raise InputError(f"data.source: {folder}: {_TOKEN_BINS}")
         raise InputError(
             f"data.source: {folder}: no {what} to read among its {len(files)} files; set its `format` or another source"
         )

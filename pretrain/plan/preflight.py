@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from foundation.errors import InputError
 from packing.batch import BatchStream
 from packing.mixture import MixedPacks
-from packing.parts import unprepared
+from packing.parts import training_parts, unprepared
 from packing.settings import DataSettings
 from packing.store import with_own_held_out
 from packing.stream import StreamedPacks, order_of
@@ -313,9 +313,11 @@ def _check_packs(recipe: Recipe, data: Data | None, config: PretrainedConfig, *,
 
 
 def _held_out_without_effect(settings: DataSettings) -> list[str]:
-    """A line for all packs from which `data.held_out` takes no share."""
-    said = f"`data.held_out: {settings.held_out:g}` has no effect"
-    return [f"{said}: {packs} has held-out packs of its own; leave it out" for packs in with_own_held_out(settings)]
+    """A line for each folder of packs from which `data.held_out` takes no share."""
+    said, own = f"`data.held_out: {settings.held_out:g}` has no effect", with_own_held_out(settings)
+    if len(own) < len(training_parts(settings) or [settings]):  # others need it
+        return [f"{said} on {packs}, which has held-out packs of its own" for packs in own]
+    return [f"{said}: {packs} has held-out packs of its own; leave it out" for packs in own]
 
 
 def _plan_of(

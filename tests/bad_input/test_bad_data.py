@@ -254,6 +254,17 @@ def test_a_share_to_hold_out_of_packs_that_have_held_out_packs_is_said_to_have_n
         assert re.search(r"`data.held_out: 0.[23]` has no effect: .* has held-out packs of its own.*; leave it out", said), said
 
 
+def test_where_other_sources_need_the_share_nobody_is_told_to_leave_it_out(launch, small_packs, tmp_path):
+    (tmp_path / "own").symlink_to(small_packs)
+    (tmp_path / "bins").mkdir()
+    (np.arange(4096) % 16).astype(np.uint16).tofile(tmp_path / "bins/train.bin")
+    sources = "data.sources=[{name: own, weight: 0.5}, {name: bins, weight: 0.5}]"
+    planned = launch("--plan", f"data.packs={tmp_path}", sources, "data.source=null", "data.processes=null", "data.held_out=0.3")
+    said = " ".join(planned.out.split())
+    assert planned.status == 0 and "no effect on" in said and "own, which has held-out packs of its own" in said, planned.out
+    assert "leave it out" not in said and said.count("no effect") == 1
+
+
 def test_packs_of_another_tokenizer_or_vocabulary_than_the_models_are_refused(model_folder, refusal, small_recipe, tmp_path):
     other = load_tokenizer(str(write_tokenizer(tmp_path / "other", "one two three"))).describe()
     small_recipe["data"]["packs"] = str(write_packs(tmp_path / "packs", tokenizer=other))

@@ -200,6 +200,24 @@ def test_no_package_gives_more_than_its_share(tmp_path: Path):
     assert counts["code"]["over a package's share"] > 0 and counts["prose"].keys() == {"read"}
 
 
+def test_several_lists_and_a_share_of_ones_own_make_one_text(packages: tuple[Path, list[Package]], tmp_path: Path, monkeypatch):
+    folder, listed = packages
+    monkeypatch.setattr(evidence_text, "VOCABULARY", 400)
+    (tmp_path / "archives").symlink_to(folder)
+    lists = [tmp_path / "first.txt", tmp_path / "second.txt"]
+    for path, part in zip(lists, (listed[:1], listed[1:]), strict=True):
+        kinds = ("held_out" if each.held_out else "train" for each in part)
+        path.write_text("".join(f"{kind} {e.name}=={e.version} {e.sha256}\n" for kind, e in zip(kinds, part, strict=True)))
+    evidence_text.main(["--out", str(tmp_path), "--packages", *map(str, lists), "--most", "0.001", "--processes", "1"])
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert list(manifest["packages"]) == [each.name for each in listed]
+    code = manifest["bytes"]["code"]
+    assert code["over a package's share"] > 0 and 0 < code["trained on"] <= 2 * 1000
+    lists[1].write_text(lists[0].read_text())
+    with pytest.raises(InputError, match=f"second.txt, line 1: {listed[0].name} stands there twice"):
+        read_packages(*lists)
+
+
 class Index(ThreadingHTTPServer):
     """A package index on this machine: a page a package, and the archives in `folder`. It notes who asked."""
 

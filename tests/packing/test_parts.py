@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from foundation.errors import InputError
 from packing.manifest import read_manifest
-from packing.parts import check_parts, stream_parts, training_parts, validation_parts
+from packing.parts import FIRST, check_parts, stream_parts, training_parts, unprepared, validation_parts
 from packing.prepare import content_settings, prepare
 from packing.settings import DataSettings, SourceSettings
 from packing.store import open_packs
@@ -291,3 +291,11 @@ def test_packs_made_of_settings_in_full_are_the_same_bit_for_bit(
     prepare(made.model_copy(update={"format": "jsonl"}), progress=False)  # as all are of that kind, they were `auto` alike
     with pytest.raises(InputError, match=r"pairs: holds packs prepared with other settings \(format: auto -> text"):
         prepare(made.model_copy(update={"format": "text"}), progress=False)
+
+
+def test_a_stream_is_prepared_once_its_first_part_is_there(tmp_path: Path) -> None:
+    settings = DataSettings(packs=tmp_path / "packs", source="a.jsonl", tokenizer="t", streaming={"disk_gb": 1})
+    settings.packs.mkdir()
+    assert unprepared(settings) == {"data.packs": [settings.packs / FIRST]}
+    (settings.packs / FIRST).mkdir()
+    assert unprepared(settings) == {}

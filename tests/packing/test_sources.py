@@ -201,6 +201,9 @@ def test_what_is_not_there_or_not_known_is_refused(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"1")
         with pytest.raises(InputError, match=says):
             read(tmp_path / name)
+    (tmp_path / "train.bin").write_bytes(b"1")
+    with pytest.raises(InputError, match=r"set `data\.packs` to the folder"):
+        read(tmp_path)
     for name, target in (("dead", "nothing"), ("circle", "circle")):  # not a dataset of the hub that is called so
         (tmp_path / name).symlink_to(target)
         with pytest.raises(InputError, match="is a dead link"):
