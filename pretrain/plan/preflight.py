@@ -164,24 +164,25 @@ def prepare_job(
 
     # Packs that exist are opened now, as they may know the tokenizer. Others are prepared last, which may take hours. A plan
     # comes before them, and before a tokenizer that is still to be trained.
-    packs, to_come = recipe.data, {} if may_prepare else unprepared(recipe.data)
+    settings = recipe.data  # as it was asked for: from the recipe an absent tokenizer is left out
+    to_come = {} if may_prepare else unprepared(settings)
     recipe, absent = without_absent_tokenizer(recipe) if to_come else (recipe, None)
-    opened_now = not packs.prepares and not to_come
-    data = open_data(packs, is_main_process=accelerator.is_main_process) if opened_now else None
+    opened_now = not settings.prepares and not to_come
+    data = open_data(settings, is_main_process=accelerator.is_main_process) if opened_now else None
 
     recipe, vocabulary = _with_vocabulary(recipe, data)
     laid_out = _lay_out(recipe, precisions, device_type)
     tokenizer = _usable_tokenizer(recipe, data, laid_out.config)
     held_out_to_come = to_come.get("data.validation", []) if "data.packs" not in to_come else []
     if data is None and "data.packs" not in to_come:
-        data = _prepare_packs(packs, accelerator, waited or Waited(shown=False), train_only=bool(held_out_to_come))
+        data = _prepare_packs(settings, accelerator, waited or Waited(shown=False), train_only=bool(held_out_to_come))
     _check_packs(recipe, data, laid_out.config, held_out_known=not held_out_to_come)
 
     speed = tokens_per_second or measured_speed(run_dir)
     plan = _plan_of(recipe, accelerator, precisions, laid_out, data, absent or vocabulary, speed)
     plan = replace(spend_spare_memory(_with_gathering(plan, accelerator)), held_out_to_come=held_out_to_come)
     _check_horizon(plan)
-    without_effect = [*recipe.without_effect, *(_held_out_without_effect(packs) if data else [])]
+    without_effect = [*recipe.without_effect, *(_held_out_without_effect(settings) if data else [])]
     notices = tuple(filter(None, [model.dropout_notice(recipe.model), *without_effect]))
     source = model.source_config(recipe.model)
     return Job(plan, run_dir, laid_out.config, laid_out.shapes, data, tokenizer, laid_out.attention, notices, source)
@@ -289,10 +290,10 @@ def _usable_tokenizer(recipe: Recipe, data: Data | None, model_config: Pretraine
     return tokenizer
 
 
-def _prepare_packs(packs: DataSettings, accelerator: Accelerator, waited: Waited, *, train_only: bool) -> Data:
+def _prepare_packs(settings: DataSettings, accelerator: Accelerator, waited: Waited, *, train_only: bool) -> Data:
     """The packs, prepared first where they are missing; the time that this takes is theirs."""
     before = waited.go_on_to("packs")
-    data = open_data(packs, is_main_process=accelerator.is_main_process, train_only=train_only)
+    data = open_data(settings, is_main_process=accelerator.is_main_process, train_only=train_only)
     waited.go_on_to(before)
     return data
 

@@ -227,13 +227,15 @@ def test_a_disk_that_is_full_for_tensorboard_is_one_warning_and_ends_no_run(tmp_
 
 def run_elsewhere(program: str, arguments: list[str], environment: dict[str, str], wait: float = 100) -> int:
     """Run `program` with these arguments in a process of its own, forked from one that has imported torch and accelerate, which
-    takes longer than all that is told to a service; returns its exit status, or minus the signal that killed it."""
+    takes longer than all that is told to a service; returns its exit status, or minus the signal that killed it. TimeoutError
+    where it has not ended after `wait` seconds."""
     begin = f"import os, sys\nos.environ |= {environment!r}\nsys.argv[1:] = {arguments!r}\n"
     process = fork_context.Process(target=exec, args=(begin + program, {"__name__": "__main__"}))
     process.start()
     process.join(wait)
     if process.exitcode is None:
         process.kill()
+        raise TimeoutError(f"still running after {wait:g} s")
     return process.exitcode
 
 
