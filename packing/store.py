@@ -76,9 +76,11 @@ def _open_store(settings: DataSettings, split: Split) -> Packs | None:
 
 def with_own_held_out(settings: DataSettings) -> list[Path]:
     """The packs that exist with a held-out split of their own, which `settings.held_out` leaves as it is, unless they were
-    prepared with this share."""
-    parts = [part for part in training_parts(settings).values() or [settings] if part.source is None and part.held_out]
-    return [part.packs for part in parts if "held_out" in _find_splits(part.packs, part) and not _was_held_out(part)]
+    prepared with this share, and which `settings.validation` takes the place of."""
+    parts = [part for part in training_parts(settings).values() or [settings] if part.source is None]
+    if settings.validation is None:
+        parts = [part for part in parts if part.held_out and not _was_held_out(part)]
+    return [part.packs for part in parts if "held_out" in _find_splits(part.packs, part)]
 
 
 def _was_held_out(settings: DataSettings) -> bool:

@@ -314,8 +314,11 @@ def _check_packs(recipe: Recipe, data: Data | None, config: PretrainedConfig, *,
 
 
 def _held_out_without_effect(settings: DataSettings) -> list[str]:
-    """A line for each folder of packs from which `data.held_out` takes no share."""
-    said, own = f"`data.held_out: {settings.held_out:g}` has no effect", with_own_held_out(settings)
+    """A line for each folder of packs from which `data.held_out` takes no share, or whose own `data.validation` replaces."""
+    own = with_own_held_out(settings)
+    if settings.validation is not None:
+        return [f"the held-out packs of {packs} are not evaluated on: `data.validation` takes their place" for packs in own]
+    said = f"`data.held_out: {settings.held_out:g}` has no effect"
     if len(own) < len(training_parts(settings) or [settings]):  # others need it
         return [f"{said} on {packs}, which has held-out packs of its own" for packs in own]
     return [f"{said}: {packs} has held-out packs of its own; leave it out" for packs in own]

@@ -144,7 +144,7 @@ def main(arguments: list[str]) -> int:
             runs = [MeasuredRun.of(read_run(run_dir_of(job.recipe)))]
         except InputError as error:
             notices.append(str(error))
-    for line in sections(job, options, targets, runs, prices, notices):
+    for line in sections(job, options, targets, runs, prices, [*asked.notices, *job.notices, *notices]):
         print(line)
     if options.measure:
         print("\n".join(measured(job, accelerator, options)))

@@ -254,6 +254,15 @@ def test_a_share_to_hold_out_of_packs_that_have_held_out_packs_is_said_to_have_n
         assert re.search(r"`data.held_out: 0.[23]` has no effect: .* has held-out packs of its own.*; leave it out", said), said
 
 
+def test_packs_of_their_own_that_text_for_validation_takes_the_place_of_are_named(source, launch, small_packs):
+    source.write_text(f"{DOCUMENT}\n" * 40)
+    exist = ("data.source=null", "data.processes=null", "data.held_out=0", f"data.packs={small_packs}")
+    assert "not evaluated on" not in launch("--plan", *exist).out
+    planned = launch("--plan", *exist, f"data.validation={{source: {source}}}")
+    said = " ".join(planned.out.split())
+    assert planned.status == 0 and f"the held-out packs of {small_packs} are not evaluated on: `data.validation`" in said
+
+
 def test_where_other_sources_need_the_share_nobody_is_told_to_leave_it_out(launch, small_packs, tmp_path):
     (tmp_path / "own").symlink_to(small_packs)
     (tmp_path / "bins").mkdir()
