@@ -1,4 +1,4 @@
-"""What each precision costs in loss: every cell and seed of a scale trained, measured, and kept in one file (docs/evidence.md).
+"""What a precision costs in loss: every cell and seed of a scale trained, measured, kept in one file (docs/evidence_design.md).
 
     python -m benchmarks.evidence_text --out work/evidence
     python -m packing prepare recipes/evidence_14m.yaml

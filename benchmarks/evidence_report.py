@@ -1,8 +1,8 @@
-"""Result files of `benchmarks.evidence` as the tables of docs/evidence.md, between its markers, and as a picture.
+"""Result files of `benchmarks.evidence` as the tables of docs/evidence_results.md, between its markers, and as a picture.
 
     python -m benchmarks.evidence_report FILE...
 
-docs/evidence.md ends its tables with the command that made them.
+docs/evidence_results.md ends its tables with the command that made them. The picture is shown in docs/evidence.md, the answer.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ def write(files: Sequence[Path], page: Path, picture: Path, throughput: Path) ->
     check_place(page, BEGIN, END)
     draw(scales, speeds, picture)
     here = page.parent
-    image = f"![loss against speed, by precision]({Path(os.path.relpath(picture, here)).as_posix()})"
-    made = f"`python -m benchmarks.evidence_report {' '.join(map(str, files))}` makes these tables and the picture."
+    image = f"[the picture]({Path(os.path.relpath(picture, here)).as_posix()})"
+    made = f"`python -m benchmarks.evidence_report {' '.join(map(str, files))}` makes these tables and {image}."
     sections = [part for scale in scales for part in section(scale, speeds, here)]
-    put_between(page, BEGIN, END, [image, reading(speeds, here), *sections, wrapped(made)])
+    put_between(page, BEGIN, END, [reading(speeds, here), *sections, wrapped(made)])
 
 
 def section(scale: Scale, speeds: Speeds, here: Path) -> list[str]:
@@ -298,7 +298,9 @@ def rate_of(scale: Scale, cell: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="of `benchmarks.evidence --out`, one or more a scale")
-    parser.add_argument("--page", type=Path, default=Path("docs/evidence.md"), help="what stands between its markers is replaced")
+    parser.add_argument(
+        "--page", type=Path, default=Path("docs/evidence_results.md"), help="what stands between its markers is replaced"
+    )
     parser.add_argument("--picture", type=Path, default=Path("docs/evidence.png"))
     parser.add_argument(
         "--throughput",

@@ -1,9 +1,10 @@
-"""The tables of docs/evidence.md and their picture, from result files with known differences."""
+"""The tables of docs/evidence_results.md and their picture, from result files with known differences."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -141,8 +142,10 @@ def test_only_what_stands_between_the_markers_is_replaced_and_a_scale_has_its_ow
 
 
 def test_the_page_of_the_evidence_has_the_place():
-    text = (ROOT / "docs/evidence.md").read_text()
+    text = (ROOT / "docs/evidence_results.md").read_text()
     assert text.count(BEGIN) == 1 and text.index(BEGIN) < text.index(END)
+    assert "](evidence.png)" in text and "![" not in text, "the picture is shown with the answer, and linked here"
+    assert re.search(r"^!\[.+\]\(evidence\.png\)$", (ROOT / "docs/evidence.md").read_text(), re.MULTILINE)
 
 
 def test_a_picture_shows_every_precision_that_can_be_compared(files: list[Path], page: Path, monkeypatch: pytest.MonkeyPatch):

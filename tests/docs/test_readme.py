@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.evidence_read import TESTED, Scale, Speeds, final_loss, loss_before_decay, training_loss
+from benchmarks.evidence_report import section
 from demo.corpus import library_documents, standard_library
+from foundation.units import plural
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -55,8 +57,9 @@ def test_the_block_for_your_own_text_trains_and_generates(checkout: Path):
     assert (config["vocab_size"], config["eos_token_id"]) == (4096, 0), "the tokenizer's 4,000 ids, and its end of text"
 
 
-def test_readme_has_12_kilobytes_or_less():
+def test_readme_has_12_kilobytes_or_less_and_the_answer_of_the_evidence_16():
     assert len(README.encode()) <= 12_000
+    assert len((ROOT / "docs/evidence.md").read_bytes()) <= 16 * 1024
 
 
 def test_readme_has_the_speeds_of_the_result_files():
@@ -133,7 +136,11 @@ FILES_OF = {
 
 @cache
 def scale_of(size: str) -> Scale:
-    return Scale.read(*(ROOT / f"benchmarks/results/h200_evidence_{name}.json" for name in FILES_OF[size]))
+    return Scale.read(*(ROOT / result_file(name) for name in FILES_OF[size]))
+
+
+def result_file(name: str) -> str:
+    return f"benchmarks/results/h200_evidence_{name}.json"
 
 
 @pytest.mark.parametrize(
@@ -160,10 +167,11 @@ def test_what_a_precision_costs_is_what_the_experiment_found(size: str, cell: st
     readme = README.partition("## Which precision")[2].partition("## ")[0]
     answer = (ROOT / "docs/evidence.md").read_text().partition("## The answer")[2].partition("## ")[0]
     found, trained = scale.difference(f"{cell}_branch"), scale.difference(f"{cell}_branch", scale.trained_loss)
+    training = scale.difference(f"{cell}_branch", training_loss)
     mean, half = 100 * found.mean / found.baseline, 100 * found.half_width() / found.baseline
     (line,) = [line for line in answer.splitlines() if line.startswith(f"| {begins}")]
     figures = [float(each.replace("\u2212", "-")) for each in re.findall(r"[+\u2212]\d+\.\d+", line)]
-    expected = [mean, mean - half, mean + half, 100 * trained.mean / trained.baseline]
+    expected = [mean, mean - half, mean + half, *(100 * each.mean / each.baseline for each in (trained, training))]
     assert figures == pytest.approx(expected, abs=0.0051), line
     if f"{cell}_branch" not in TESTED:
         return
@@ -177,15 +185,35 @@ def test_what_a_precision_costs_is_what_the_experiment_found(size: str, cell: st
 
 def test_one_seed_of_the_largest_size_is_told_without_an_interval():
     scale = scale_of("111m")
-    found, trained = scale.difference("delayed_branch"), scale.difference("delayed_branch", scale.trained_loss)
-    training = scale.difference("delayed_branch", training_loss)
+    found, training = scale.difference("delayed_branch"), scale.difference("delayed_branch", training_loss)
     above = f"one seed, {100 * found.mean / found.baseline:.2f} % above BF16"
     trained_above = f"in training loss {100 * training.mean / training.baseline:.2f} % above"
     assert len(found.by_seed) == 1 and f"{above}, {trained_above}" in " ".join(README.split())
-    (line,) = [line for line in (ROOT / "docs/evidence.md").read_text().splitlines() if line.startswith("| 112 million: FP8")]
-    expected = [f"{100 * each.mean / each.baseline:+.2f} %".replace("-", "\u2212") for each in (found, trained)]
-    cells = [cell.strip() for cell in line.split("|")]
-    assert [cells[2], cells[3], cells[5]] == [expected[0], "none", expected[1]]
+
+
+@pytest.mark.parametrize(
+    ("size", "row"),
+    [("35m_once", "35 million, all text new: FP8, delayed scaling"), ("111m", "112 million: FP8, delayed scaling")],
+)
+def test_a_row_without_an_interval_says_how_many_seeds_it_has(size: str, row: str):
+    scale = scale_of(size)
+    measures = (final_loss, scale.trained_loss, training_loss)
+    found, *others = (scale.difference("delayed_branch", measure) for measure in measures)
+    shares = [f"{100 * each.mean / each.baseline:+.2f} %".replace("-", "\u2212") for each in (found, *others)]
+    expected = [f"{row}, {plural(len(found.by_seed), 'seed')}", shares[0], "none", "an estimate", *shares[1:]]
+    answer = (ROOT / "docs/evidence.md").read_text()
+    assert found.half_width() is None and f"\n| {' | '.join(expected)} |" in answer
+
+
+@pytest.mark.parametrize("size", FILES_OF)
+def test_the_tables_of_a_scale_are_those_of_its_files(size: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(ROOT)
+    page, speeds = Path("docs/evidence_results.md"), Speeds(Path("benchmarks/results/h200_throughput.json"))
+    text = page.read_text()
+    assert "\n\n".join(section(scale_of(size), speeds, page.parent)) in text
+    files = re.search(r"`python -m benchmarks\.evidence_report (.*?)` makes these tables", text, re.DOTALL)[1].split()
+    assert [file for file in files if file in map(result_file, FILES_OF[size])] == [*map(result_file, FILES_OF[size])]
+    assert len(files) == len(set(files)) == sum(map(len, FILES_OF.values()))
 
 
 def table_after(heading: str) -> list[list[str]]:
@@ -199,9 +227,11 @@ def test_what_text_that_is_seen_again_does_is_what_the_files_say():
     rows = {name: cells for name, *cells in table_after("### Text that is seen again")}
     for column, size in enumerate(("35m", "35m_once", "111m_five_times", "111m")):
         scale, (begin, decay) = scale_of(size), (532, 2128) if size.startswith("35m") else (428, 1712)
-        runs = scale.content["runs"]
         pairs = [
-            (run["losses"], runs[f"bf16-seed{run['seed']}"]["losses"]) for run in runs.values() if "delayed_b" in run["cell"]
+            (run["losses"], file.content["runs"][f"bf16-seed{run['seed']}"]["losses"])
+            for file in scale.files
+            for run in file.content["runs"].values()
+            if "delayed_b" in run["cell"]
         ]
         assert len(pairs) == int(rows["seeds"][column])
         hundreds = [
