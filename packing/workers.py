@@ -13,8 +13,9 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -105,19 +106,31 @@ class TokenizerWorkers:
         ours, theirs = multiprocessing.Pipe()
         worker = START.Process(target=_serve, args=(theirs, *self._arguments), daemon=True)
         main = sys.modules["__main__"]
-        sys.modules["__main__"] = ModuleType("__main__")  # or each worker would import the caller's script again
-        try:
-            worker.start()
-        finally:
-            sys.modules["__main__"] = main
+        with _ctrl_c_waits():  # reaches the whole group: a worker keeps it blocked for good, and the parent ends its workers
+            sys.modules["__main__"] = ModuleType("__main__")  # or each worker would import the caller's script again
+            try:
+                worker.start()
+            finally:
+                sys.modules["__main__"] = main
+            self._workers.append(worker)
         theirs.close()
-        self._workers.append(worker)
         self._idle.put((worker, ours))
+
+
+@contextmanager
+def _ctrl_c_waits() -> Iterator[None]:
+    """SIGINT comes to this thread after the block. A process that is started in the block begins with it blocked: one that
+    ignored it by itself could do so only after its imports, and an interrupt in them would print a traceback."""
+    resource_tracker.ensure_running()  # else the first start does this, which unblocks SIGINT
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _serve(pipe: Connection, file: str, records: Records, skip_bad: bool, head: list[int], tail: list[int]) -> None:
     """What a worker does: it answers until the parent closes the pipe or dies."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its workers
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of a worker would compete with the other workers
     tokenizer = plain_tokenizer(file)
     with suppress(EOFError, ConnectionError):

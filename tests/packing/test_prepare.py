@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import errno
 import json
+import multiprocessing
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -461,3 +463,16 @@ def test_a_worker_that_is_killed_is_one_message_with_a_remedy(settings: DataSett
     ):
         for result in workers.map(chunks(workers)):
             assert result.tokens[-1] == 0
+
+
+def test_workers_begin_with_ctrl_c_blocked_and_the_parent_goes_on_without(
+    settings: DataSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reaches the whole group, and an interpreter that is still importing would print a traceback."""
+    monkeypatch.setattr("packing.workers.START", multiprocessing.get_context("spawn"))
+    template = TextTemplate.parse("text")
+    with TokenizerWorkers(1, Path(settings.tokenizer), template, skip_bad=False, head=[], tail=[]) as workers:
+        workers._start()
+        status = Path(f"/proc/{workers._workers[0].pid}/status").read_text()
+        assert int(re.search(r"^SigBlk:\s*(\w+)$", status, re.MULTILINE)[1], 16) & 1 << signal.SIGINT - 1
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
