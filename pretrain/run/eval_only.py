@@ -22,8 +22,8 @@ def evaluate_only(job: Job, accelerator: Accelerator, console: Console, wanted: 
     """Say the held-out loss in the recipe's precision, and in BF16 where that is another. Collective.
 
     Nothing is written. `wanted`: a checkpoint, of whatever recipe with the same model, or "auto": the run folder's newest, or the
-    model as it would be before the first step where there is none. InputError where no packs are held out, and where the
-    config.json of `model.source` has changed since the checkpoint.
+    weights with which the run would begin where there is none. InputError where no packs are held out, where there are no weights
+    but random ones, and where the config.json of `model.source` has changed since the checkpoint.
     """
     if job.data.held_out is None:
         raise InputError("`--eval-only` needs held-out packs and there are none; set `data.held_out`")
@@ -31,10 +31,15 @@ def evaluate_only(job: Job, accelerator: Accelerator, console: Console, wanted: 
     checkpoints, source = look_for_resume_point(wanted, job, accept_changes=True)
     if source is not None and not source.begins:
         check_same_source(source.record["identity"], job.source_config, source.path, job.recipe.model.source)
+    origin = job.recipe.model.weights_source
+    if source is None and origin is None:
+        raise InputError(
+            f"`--eval-only`: the run folder, {job.run_dir}, has no checkpoint, and this recipe begins with random weights; set "
+            "`run_dir` to that of a run that has saved one, name a checkpoint with --resume, or set `model.source`"
+        )
     assembly = assemble(job, accelerator)
     if source is None:
-        origin = job.recipe.model.weights_source
-        what = f"{origin}, untrained by this run" if origin else f"a model from scratch, seed {job.recipe.seed}"
+        what = f"{origin}, untrained by this run"
     else:
         scales, _ = scales_to_load(source.path, assembly.precision.saved_state())
         for note in load_weights(source, checkpoints, job.recipe.weights, assembly, scales):

@@ -133,6 +133,13 @@ def test_eval_only_in_a_precision_that_the_checkpoint_was_not_trained_in(train_h
     assert found["delayed"] == pytest.approx(found["bf16"], abs=0.005) and found["bf16"] < 0.2, "random weights' make it 3"
 
 
+def test_eval_only_without_a_checkpoint_or_a_source_of_weights_is_refused(train_here: Callable, tmp_path: Path):
+    """A mistyped `run_dir`, whose random weights would have a loss, too."""
+    refused = train_here("--eval-only", f"run_dir={tmp_path}/mistyped")
+    assert f"the run folder, {tmp_path}/mistyped, has no checkpoint, and this recipe begins with random" in refused.refusal
+    assert "held-out loss of" not in refused.out and not (tmp_path / "mistyped").exists()
+
+
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
