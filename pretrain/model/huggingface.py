@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import hashlib
 import inspect
@@ -10,6 +11,7 @@ import os
 import pickle
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,6 +36,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
+from foundation.attributes import holding
 from foundation.errors import InputError
 from foundation.files import fsync, fsync_tree, name_aside, remove_own_folder
 from foundation.integrity import hash_files
@@ -47,8 +50,8 @@ from pretrain.settings.config import SOURCE, flatten
 from pretrain.settings.recipe import LossSettings, ModelSettings
 
 MOST_LAYERS = 1024  # a plan takes milliseconds for each: 100,000 of them, a mistyped number, would keep it busy for minutes
-# What transformers and torch raise for values that they did not expect, in a config or in a file of weights: an architecture
-# checks its numbers in its own way, or not at all and fails where it first uses them.
+# What transformers and torch raise for values that they did not expect, in a config or in a file of weights, read or written: an
+# architecture checks its numbers in its own way, or not at all and fails where it first uses them.
 _OF_WRONG_VALUES = (
     *(ValueError, TypeError, RuntimeError, ArithmeticError, LookupError, AttributeError, AssertionError, OSError, MemoryError),
     *(StrictDataclassError, SafetensorError, pickle.UnpicklingError, EOFError, ImportError),
@@ -342,27 +345,29 @@ def export(
     writing, previous = (folder.with_name(f".{folder.name}.{part}") for part in ("writing", "previous"))
     for leftover in (writing, previous):
         _remove_unfinished(leftover)
-    kept = False
     try:
         writing.mkdir(parents=True)
         (writing / _UNFINISHED).touch()
-        with _without_bars():
-            hf.save_pretrained(writing, state_dict={})  # all but the weights
+        _save_configs(hf, writing)
         _write_weights(hf, read, writing)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(writing)
+        _save_tokenizer(tokenizer, writing)
         for name, content in beside.items():
             (writing / name).write_bytes(content)
         mode = (writing / "config.json").stat().st_mode & 0o777  # as the umask has it; safetensors ignores that for its files
-        for file in writing.iterdir():
+        for file in filter(Path.is_file, writing.rglob("*")):
             file.chmod(mode)
         fsync_tree(writing)
-    except (OSError, SafetensorError, ValueError) as error:  # ValueError: a generation config that transformers will not write
+        _put_in_place(writing, folder, previous, keep_previous=keep_previous)
+    except _OF_WRONG_VALUES as error:  # whatever it is: what was trained is saved, and a traceback would not say so
         shutil.rmtree(writing, ignore_errors=True)
         raise InputError(
-            f"{folder}: the trained model cannot be written: {error}. The checkpoints hold it; mend this and run again"
+            f"{folder}: the trained model cannot be written: {_reason(error)}. The checkpoints hold it; mend this and run again"
         ) from None
-    exported = {file.name for file in writing.iterdir()}
+
+
+def _put_in_place(writing: Path, folder: Path, previous: Path, *, keep_previous: bool) -> None:
+    """Rename `writing`, which is complete, to `folder`; what is there goes, or is kept under another name."""
+    kept, exported = False, {file.name for file in writing.iterdir()}
     if folder.exists() or folder.is_symlink():
         lying_there = set(os.listdir(folder)) if folder.is_dir() else {folder.name}
         if (
@@ -379,6 +384,46 @@ def export(
     fsync(folder.parent)
     if not kept:
         shutil.rmtree(previous, ignore_errors=True)
+
+
+def check_export(hf: PreTrainedModel, tokenizer: Any | None) -> None:
+    """InputError where transformers refuses to write what an export has beside the weights, so that this is known before anything
+    is trained: it is written to a temporary folder. A model on the meta device is enough."""
+    config, key = copy.deepcopy(hf.config), "model.config"  # a copy, as writing changes it
+    if getattr(config, "output_attentions", False):
+        raise InputError(
+            "`model.config.output_attentions`: packed attention hands out no attention weights, and transformers writes no model "
+            "that asks for them; set it to false"
+        )
+    config._attn_implementation = attention.packed_sdpa.__name__  # to transformers, one packed attention is as another
+    try:
+        with tempfile.TemporaryDirectory(prefix="export-") as folder, holding(hf, config=config):
+            _save_configs(hf, Path(folder))
+            key = "data.tokenizer"
+            _save_tokenizer(tokenizer, Path(folder))
+    except OSError:  # of a temporary folder that is full or read-only, which says nothing of the run's
+        return
+    except _OF_WRONG_VALUES as error:
+        raise InputError(
+            f"`{key}`: the trained model could not be written with it, as transformers refuses: {_reason(error)}; change it"
+        ) from None
+
+
+def _save_configs(hf: PreTrainedModel, folder: Path) -> None:
+    """Into `folder` what transformers writes of a model, but for the weights: its configurations, and code that came with it."""
+    with _without_bars():
+        hf.save_pretrained(folder, state_dict={})
+
+
+def _save_tokenizer(tokenizer: Any | None, folder: Path) -> None:
+    if tokenizer is None:
+        return
+    try:
+        tokenizer.save_pretrained(folder)
+    except BaseException as error:
+        if type(error) is not Exception:  # the library below turns every OSError, also a full disk, into one of no class
+            raise
+        raise OSError(str(error)) from None
 
 
 def _remove_unfinished(folder: Path) -> None:

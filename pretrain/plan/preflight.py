@@ -173,6 +173,7 @@ def prepare_job(
     recipe, vocabulary = _with_vocabulary(recipe, data)
     laid_out = _lay_out(recipe, precisions, device_type)
     tokenizer = _usable_tokenizer(recipe, data, laid_out.config)
+    model.check_export(laid_out.shapes, tokenizer)
     held_out_to_come = to_come.get("data.validation", []) if "data.packs" not in to_come else []
     if data is None and "data.packs" not in to_come:
         data = _prepare_packs(settings, accelerator, waited or Waited(shown=False), train_only=bool(held_out_to_come))

@@ -106,6 +106,7 @@ MODELS = {
     "--plan model.config.vocab_size=0": r"`model.config.vocab_size: 0`: a model needs at least 1",
     "model.config.pad_token_id=61": r"`model.config.pad_token_id: 61` is beyond the model's vocabulary of 61 tokens",
     "model.config.rms_norm_eps=.inf": r"`model.config`: infinity, not-a-number and dates cannot stand in a config.json",
+    "--plan model.config.output_attentions=true": r"`model\.config\.output_attentions`: packed attention hands out no .*; set it",
     "model.config.num_attention_heads=3": r"`num_attention_heads: 3` is not a multiple of `num_key_value_heads: 2`; change one",
     "model.config.max_position_embeddings=16": r"`data.length: 32` is beyond the model's 16 positions; prepare packs of at ",
     "model.config.use_sliding_window=true model.config.sliding_window=16 model.config.max_window_layers=0": (

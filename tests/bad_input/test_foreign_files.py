@@ -13,12 +13,15 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassClassValidationError
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from foundation.errors import InputError
 from packing.arrow import PackWriter
-from pretrain.model.huggingface import export
+from pretrain.model.huggingface import check_export, export
 from tests.bad_input.conftest import contents
 from tests.fuzz.damage import STAND_INS, stand_in
 
@@ -92,6 +95,11 @@ def tiny_model(tmp_path_factory):
     return AutoModelForCausalLM.from_config(config)
 
 
+@pytest.fixture
+def word_tokenizer():
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a")))
+
+
 def test_an_export_keeps_what_somebody_has_put_beside_the_model(tiny_model, tmp_path):
     final = tmp_path / "final"
     for _ in range(2):
@@ -140,13 +148,49 @@ def test_what_a_killed_export_leaves_does_not_hinder_the_next(moment, tiny_model
 
 
 @pytest.mark.parametrize("mask, mode", [(0o077, 0o600), (0o022, 0o644), (0o002, 0o664)])
-def test_files_of_an_exported_model_have_the_modes_that_the_umask_leaves(mask, mode, tiny_model, tmp_path):
+def test_files_of_an_exported_model_have_the_modes_that_the_umask_leaves(mask, mode, tiny_model, word_tokenizer, tmp_path):
+    word_tokenizer.chat_template = {"default": "{{ messages }}", "tools": "{{ tools }}"}  # several are a folder
     before = os.umask(mask)
     try:
-        export(tiny_model, tiny_model.state_dict().__getitem__, None, tmp_path / "final")
+        export(tiny_model, tiny_model.state_dict().__getitem__, word_tokenizer, tmp_path / "final")
     finally:
         os.umask(before)
-    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "final").iterdir()} == {mode}
+    written = [*(tmp_path / "final").rglob("*")]
+    [folder] = filter(Path.is_dir, written)
+    assert {path.stat().st_mode & 0o777 for path in written if path != folder} == {mode}
+    assert folder.stat().st_mode & 0o777 == 0o777 & ~mask, "a folder without x cannot be entered"
+
+
+@pytest.mark.parametrize(
+    "raised",
+    [
+        Exception("No space left on device (os error 28)"),  # as the library of tokenizers says it
+        TypeError("a set is not JSON"),
+        StrictDataclassClassValidationError("a config", ValueError("of odd values")),
+        torch.OutOfMemoryError("too large"),
+    ],
+    ids=lambda raised: type(raised).__name__,
+)
+def test_whatever_an_export_meets_is_one_message_that_leaves_what_was_there(raised, tiny_model, tmp_path):
+    class Unwritable:
+        def save_pretrained(self, folder):
+            raise raised
+
+    final = tmp_path / "final"
+    export(tiny_model, tiny_model.state_dict().__getitem__, None, final)
+    before, said = contents(tmp_path), r"final: the trained model cannot be written: .*\. The checkpoints hold it; mend this and"
+    with pytest.raises(InputError, match=said):
+        export(tiny_model, tiny_model.state_dict().__getitem__, Unwritable(), final)
+    assert contents(tmp_path) == before
+
+
+def test_a_tokenizer_that_cannot_be_saved_is_refused_before_anything_is_trained(tiny_model, word_tokenizer):
+    config = tiny_model.config.to_dict()
+    check_export(tiny_model, word_tokenizer)
+    word_tokenizer.init_kwargs["odd"] = {1, 2}
+    with pytest.raises(InputError, match=r"`data\.tokenizer`: .*set is not JSON serializable; change it"):
+        check_export(tiny_model, word_tokenizer)
+    assert tiny_model.config.to_dict() == config
 
 
 # ── Models that others wrote ──────────────────────────────────────────────────────────────────────────────────────────────────
