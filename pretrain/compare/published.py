@@ -30,7 +30,7 @@ class Published:
 
     @property
     def colours(self) -> dict[str, str]:
-        """By precision, in the rows' order."""
+        """By precision, in the rows' order; the legend in page.html reads it."""
         return {row["precision"]: colour_of(row["precision"]) for row in self.rows}
 
     def data(self) -> list[dict[str, Any]]:
