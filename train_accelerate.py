@@ -39,9 +39,8 @@ from foundation.errors import InputError, permissions_named
 from foundation.signals import StopRequest
 from packing.batch import Prefetch, StepBatches
 from packing.stream import StreamEnded
-from pretrain.checkpoint.checkpoint import Checkpoints, bytes_needed, check_space
-from pretrain.checkpoint.disks import find_disks
-from pretrain.checkpoint.state import Past, seed_step
+from pretrain.checkpoint.checkpoint import bytes_needed, check_space
+from pretrain.checkpoint.state import Past, TrainState, seed_step
 from pretrain.metrics.console import Console
 from pretrain.metrics.health import Health, StepDecision, TrainingHalted, frozen_names_due
 from pretrain.metrics.profile import StepProfile
@@ -77,16 +76,13 @@ from pretrain.run.microbatch import choose_microbatch
 from pretrain.run.ranks import RankWatch
 from pretrain.run.recording import log, record_of_step, recorder_of
 from pretrain.run.resume import (
-    chunk_of,
-    find_resume_point,
-    going_on,
+    begin_stream,
     keep_findings,
-    keep_what_is_cut,
     planned_resume,
-    require_a_way_on,
+    put_other_steps_aside,
     restore,
-    set_aside_another,
     under_its_own_name,
+    way_on,
 )
 from pretrain.run.rollback import halted, judge_weights, roll_back
 from pretrain.run.running import Run
@@ -189,38 +185,38 @@ def build(
     waited: Waited,
     arguments: argparse.Namespace,
 ) -> Run:
+    """The run before its first step, or its next: nothing but the steps is left to do. Collective."""
     recipe, health = job.recipe, Health(job.recipe.health, job.precision_remedy)
-    disks = find_disks(folder.path, folder.take)
-    checkpoints = Checkpoints(folder.checkpoints, recipe.checkpoint.keep, disks=disks, before_decay=job.plan.before_decay)
-    source = find_resume_point(checkpoints, arguments.resume, job, arguments.accept_changes)
-    require_a_way_on(source, checkpoints, job)
-    job = going_on(job, source).with_chunk(chunk_of(job, source))
+    job, checkpoints, source = way_on(job, folder, arguments.resume, arguments.accept_changes)
     warn_of_precisions(job, console)
     pack_stream(job, accelerator)
     assembly = assemble(job, accelerator, waited)
     in_own_folder = source is not None and checkpoints.owns(source.path)
     to_come = 1 if in_own_folder else job.plan.checkpoints_at_once  # the kept ones are on disk already
     check_space(folder.path, to_come * bytes_needed(assembly.tensors, assembly.state_tensors))
-    with waited.on("start", "reading the checkpoint") if source else nullcontext():
-        state, notes = restore(source, checkpoints, job, assembly, health)
+
+    # The checkpoint's state. Newer checkpoints make way only when all ranks have read the same.
+    begin_stream(source, job)
+    state, notes = TrainState(steps=job.plan.steps), []
     if source:
+        with waited.on("start", "reading the checkpoint"):
+            state, notes = restore(source, checkpoints, job, assembly, health)
         require_same_on_all_ranks(accelerator, assembly.tensors | assembly.state_tensors, f"all must read the same {source.path}")
+        checkpoints.set_aside_newer(state.step)
         source = under_its_own_name(source, checkpoints)
     with waited.on("checks", "finding the microbatch"):
         job = job.with_microbatch(choose_microbatch(job, assembly, source.record if source else None, accelerator))
     main_process = accelerator.is_main_process
-    begins = source is None or source.begins
-    if main_process and begins:
-        set_aside_another(job)
-    elif main_process and arguments.resume != "auto":
-        keep_what_is_cut(job, state.step)
+    if main_process:
+        put_other_steps_aside(job, source, state.step, arguments.resume)
+
     run = Run(
         job=job,
         assembly=assembly,
         accelerator=accelerator,
         folder=folder,
         state=state,
-        begins=begins,
+        begins=source is None or source.begins,
         resumed_step=state.step,
         health=health,
         checkpoints=checkpoints,
@@ -235,7 +231,7 @@ def build(
     )
     if source:
         go_on_as_scheduled(run, source)
-    if source and not source.begins:
+    if not run.begins:
         keep_findings(source, assembly, run.job)
     watch.attach(assembly.model, assembly.model.hf.get_output_embeddings())
     parity = find_parity(run)

@@ -20,7 +20,7 @@ from foundation.reading import load_json, load_object, read_regular, reason_of
 from foundation.settings import load_yaml, parse
 from foundation.units import plural
 from pretrain.checkpoint.checkpoint import Checkpoints, step_folder, step_folders
-from pretrain.checkpoint.disks import look_at_disks
+from pretrain.checkpoint.disks import find_disks, look_at_disks
 from pretrain.checkpoint.folders import set_aside
 from pretrain.checkpoint.manifest import NOT_HERE, TensorEntry, read_manifest
 from pretrain.checkpoint.state import Past, TrainState, changed_keys, check_record, check_same_training, differences
@@ -210,6 +210,15 @@ def _is_this(config: dict[str, Any], fingerprint: str | None, source: Mapping[st
     return not changed_keys(identity_of(recipe, fingerprint or "") | source, ours)
 
 
+def put_other_steps_aside(job: Job, source: ResumePoint | None, step: int, wanted: str) -> None:
+    """Before the run goes on after `step`: keep under other names what the run folder's files tell of steps that were given up.
+    InputError where that cannot be written."""
+    if source is None or source.begins:
+        set_aside_another(job)
+    elif wanted != "auto":
+        keep_what_is_cut(job, step)
+
+
 def set_aside_another(job: Job) -> None:
     """For a run that has no checkpoint of its own yet: rename to `<name>.replaced-<n>` what another training, which came to none
     either, has left in the run folder, so that neither a file nor a tracker takes its steps for this one's."""
@@ -300,6 +309,16 @@ def planned_resume(job: Job, wanted: str, accept_changes: bool) -> tuple[Job, st
     return going_on(job, source), "\n".join([f"would resume from {source.path}", *source.notes])
 
 
+def way_on(job: Job, folder: RunFolder, wanted: str, accept_changes: bool) -> tuple[Job, Checkpoints, ResumePoint | None]:
+    """The checkpoint from which the run goes on, among the checkpoints of its folder, and the job as it goes on from there.
+    Collective. InputError as `find_resume_point` and `require_a_way_on`."""
+    disks, keep = find_disks(folder.path, folder.take), job.recipe.checkpoint.keep
+    checkpoints = Checkpoints(folder.checkpoints, keep, disks=disks, before_decay=job.plan.before_decay)
+    source = find_resume_point(checkpoints, wanted, job, accept_changes)
+    require_a_way_on(source, checkpoints, job)
+    return going_on(job, source).with_chunk(chunk_of(job, source)), checkpoints, source
+
+
 def going_on(job: Job, source: ResumePoint | None) -> Job:
     """The job, with what the run folder's steps have computed in before `source`, from which the run goes on."""
     if source is None:
@@ -316,22 +335,24 @@ def chunk_of(job: Job, source: ResumePoint | None) -> int:
     return job.plan.loss.tokens_at_once
 
 
-def restore(
-    source: ResumePoint | None, checkpoints: Checkpoints, job: Job, assembly: Assembly, health: Health
-) -> tuple[TrainState, list[str]]:
-    """Copy the checkpoint's weights, moments and counters back; returns the state, and notes about it for the user."""
+def begin_stream(source: ResumePoint | None, job: Job) -> None:
+    """Have packs made from where `source` was in the stream; from its beginning where there is no source, or one of another
+    stream. Does nothing for packs that were prepared."""
     if job.data.stream is not None:
         known = source is not None and not of_another_stream(source.record, job)
         job.data.stream.begin(source.record.get("stream", {}) if known else None)
-    if source is None:
-        return TrainState(steps=job.plan.steps), []
+
+
+def restore(
+    source: ResumePoint, checkpoints: Checkpoints, job: Job, assembly: Assembly, health: Health
+) -> tuple[TrainState, list[str]]:
+    """Copy the checkpoint's weights, moments and counters back; returns the state, and notes about it for the user."""
     state = TrainState.from_record(source.record, job.plan.steps, source.path)
     state.shift = shift_of(source.record, job)
     scales, scale_notes = scales_to_load(source.path, assembly.precision.saved_state())
     notes = scale_notes + load_weights(source, checkpoints, job.recipe.weights, assembly, scales)
     set_updates_done(assembly.optimizer, state.step - state.skipped_steps)
     health.load_state_dict(source.record["health"], anew=source.begins)
-    checkpoints.set_aside_newer(state.step)
     return state, [f"resumed from {source.path} at step {state.step}", *source.notes, *notes]
 
 

@@ -20,8 +20,8 @@ _LOOK = 0.5  # seconds that a rank waits for packs, until all say whether they g
 
 
 def pack_stream(job: Job, accelerator: Accelerator) -> None:
-    """Take the folder of the packs, on each disk that holds it: that of all machines, or of each its own. Packs are made from
-    where `restore` begins. Collective. InputError where another run has the folder. Does nothing for packs that were prepared."""
+    """Take the folder of the packs, on each disk that holds it: that of all machines, or of each its own. Packs are made once
+    `begin_stream` says from where. Collective. InputError where another run has the folder. Does nothing for prepared packs."""
     stream, packing = job.data.stream, None
     if stream is None:
         return
