@@ -46,6 +46,7 @@ from pretrain.metrics.flops import ModelFlops
 from pretrain.model.fused.arithmetic import StackedWeight
 from pretrain.model.fused.layers import ROTATED_ATTENTION, Parts, assess_layer, not_fused_because, parts_of
 from pretrain.model.huggingface import decoder_layers
+from pretrain.precision.delayed_state import SLOTS
 from pretrain.precision.emulation import operand_dtype_of
 from pretrain.precision.formats.definition import Precision
 from pretrain.precision.products import WORKSPACE
@@ -98,6 +99,7 @@ class MemoryEstimate:
     backward: int  # of shards, a group's sums on their way
     backward_by_pack: int  # of a layer: its gradients, and where it is recomputed what it had not kept
     workspace: int  # of the products whose algorithms may be searched (pretrain.precision.products)
+    histories: int = 0  # the largest values of past microbatches, of which delayed scaling makes its scales
 
     @classmethod
     def of(
@@ -143,6 +145,7 @@ class MemoryEstimate:
             backward=shards.on_their_way,
             backward_by_pack=length * _backward(layers, kept),
             workspace=WORKSPACE if searches else 0,
+            histories=_histories(recipe, flops, products),
         )
 
     def parts(self, microbatch: int) -> dict[str, int]:
@@ -163,6 +166,7 @@ class MemoryEstimate:
             "the loss": at_the_loss if at_the_loss >= in_backward else 0,
             "a layer's backward": in_backward if in_backward > at_the_loss else 0,
             "products' workspace": self.workspace,
+            "amax histories": self.histories,
         }
         return {name: size for name, size in parts.items() if size}
 
@@ -178,6 +182,14 @@ def microbatch_candidates(
     `device_memory` (bytes; None: any), and always 1."""
     limit = math.inf if device_memory is None else device_memory
     return [size for size in sizes[::-1] if size == 1 or share * estimate.total(size) <= limit]
+
+
+def _histories(recipe: Recipe, flops: ModelFlops, products: Precision) -> int:
+    """Bytes of `fp8_config.amax_history_len` values for each tensor of each product, as if none were left out."""
+    if not (products.quantized and products.keeps_history):
+        return 0
+    linears = sum(matrix.part != "head" for matrix in flops.matrices) + _head_is_quantized(recipe, products)
+    return 4 * recipe.fp8_config.resolved(products.name).amax_history_len * linears * sum(map(len, SLOTS.values()))
 
 
 def _head_is_quantized(recipe: Recipe, products: Precision) -> bool:

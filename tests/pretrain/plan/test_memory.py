@@ -278,6 +278,15 @@ def test_the_sums_of_a_layer_are_on_their_way_where_they_are_sharded(qwen3: Mode
     assert estimate(qwen3, world_size=2, sharded=True, **EXACT).backward == pytest.approx(4 * 50_336_128, rel=1e-4)
 
 
+def test_histories_of_delayed_scaling_are_counted_by_their_length(qwen3: ModelFlops) -> None:
+    """28 layers of seven linears, each with three tensors in forward and two in backward."""
+    part, option = "amax histories", {"amax_history_len": 2**20}
+    assert estimate(qwen3, precision="delayed").parts(1)[part] == 28 * 7 * 5 * 4 * 1024
+    long = estimate(qwen3, precision="delayed", fp8_config=option | {"scope": "linear+head"}).parts(1)[part]
+    assert long == (28 * 7 + 1) * 5 * 4 * 2**20
+    assert part not in estimate(qwen3, precision="current").parts(1)
+
+
 def test_copies_of_recomputed_layers_pass_unless_the_layers_are_fused(
     qwen3: ModelFlops, fused: Callable[..., MemoryEstimate]
 ) -> None:
