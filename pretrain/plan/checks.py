@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from itertools import product
 from typing import TYPE_CHECKING
 
 from foundation.errors import InputError
@@ -25,6 +26,9 @@ if TYPE_CHECKING:  # slow to import
 TOKEN_BYTES = 4  # of a token in packs
 # What FLOPs, memory and attention go by, once for a whole model.
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+# How many experts a layer has, and how many of them a token chooses, by architecture.
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN = ("num_experts_per_tok", "moe_topk", "top_k_experts")
 
 
 def steps_of(train: TrainSettings, tokens_per_step: int, packs: int, length: int) -> int:
@@ -53,6 +57,13 @@ def microbatch_sizes(packs: int, devices: int) -> list[int]:
     return sorted({-(-most // count) for count in range(1, most + 1)})
 
 
+def shares_out(packs: int, devices: int, microbatch: int | str) -> bool:
+    """Whether a step of so many packs can be computed in microbatches of this many, or `auto`, by so many devices that each have
+    one. Where the devices do not divide the packs, some places stay empty anyway: any size does, and the plan says how many."""
+    most = -(-packs // devices)
+    return microbatch == "auto" or (microbatch <= most and (packs % devices != 0 or most % microbatch == 0))
+
+
 def divisors_of(number: int) -> list[int]:
     """All divisors, ascending."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
@@ -71,7 +82,8 @@ def check_launch(recipe: Recipe, world_size: int | None) -> None:
 
 
 def check_settings(recipe: Recipe, precision: str, world_size: int | None) -> None:
-    """What needs nothing but the recipe, the effective `precision` and the number of devices, as far as that is known."""
+    """What needs nothing but the recipe, the effective `precision` and how many devices are to train: those of a launch, or those
+    that are planned for; None where that is not known."""
     if recipe.weights != "fp32" and PRECISIONS[precision].compute_dtype == "float32":
         raise InputError(
             f"`weights: {recipe.weights}` and `precision: {precision}` contradict each other: BF16 weights compute in BF16; "
@@ -107,12 +119,11 @@ def _check_shares(recipe: Recipe, world_size: int) -> None:
             f"`batch.tokens: {tokens}` are {packs} packs of `data.length: {length}`, too few for {world_size} processes; set it "
             f"to {length * world_size} at least, or start {packs} processes at most"
         )
-    packs_per_rank, size = -(-packs // world_size), recipe.batch.microbatch
-    # Where the processes do not divide the packs, some places stay empty anyway: any size will do, and the plan says how many.
-    if size != "auto" and (size > packs_per_rank or (packs % world_size == 0 and packs_per_rank % size)):
+    size = recipe.batch.microbatch
+    if not shares_out(packs, world_size, size):
         fitting = ", ".join(map(str, microbatch_sizes(packs, world_size)))
         raise InputError(
-            f"`batch.microbatch: {size}` does not divide the {packs_per_rank} packs that a device takes in a step "
+            f"`batch.microbatch: {size}` does not divide the {-(-packs // world_size)} packs that a device takes in a step "
             f"(`batch.tokens: {tokens}` / `data.length: {length}`{f' / {world_size} devices' if world_size > 1 else ''}); "
             f"set it to one of {fitting}, or to `auto`"
         )
@@ -191,6 +202,7 @@ def check_sizes(recipe: Recipe, model: PretrainedConfig) -> None:
     for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
         if (size := getattr(config, key, None)) is not None and size < 1:
             raise InputError(f"`model.config.{config.attribute_map.get(key, key)}: {size}`: a model needs at least 1")
+    _check_experts(recipe, config)
     for key in ("eos_token_id", "bos_token_id", "pad_token_id"):
         ids = (recipe.model.config or {}).get(key)
         for token in ids if isinstance(ids, list) else [ids]:
@@ -201,6 +213,23 @@ def check_sizes(recipe: Recipe, model: PretrainedConfig) -> None:
         raise InputError(
             f"`data.length: {length}` is beyond the model's {positions} positions; prepare packs of at most {positions} tokens"
         )
+
+
+def _check_experts(recipe: Recipe, config: PretrainedConfig) -> None:
+    """InputError where a token is to choose more experts than a layer has."""
+    written = recipe.model.config or {}
+
+    def first(keys: Sequence[str]) -> list[tuple[str, int]]:
+        """The first of them that is a number, by the name that the recipe has for it."""
+        found = ((key if key in written else config.attribute_map.get(key, key), getattr(config, key, None)) for key in keys)
+        return [(key, number) for key, number in found if isinstance(number, int)][:1]
+
+    for (key, experts), (chosen_by, wanted) in product(first(EXPERTS), first(CHOSEN)):
+        if 0 < experts < wanted:  # none at all: its layers are dense
+            raise InputError(
+                f"`model.config.{key}: {experts}`: each token chooses {wanted} experts (`{chosen_by}`), more than there are; set "
+                f"`model.config.{chosen_by}` to {experts} at most, or name more experts"
+            )
 
 
 def check_fit(active: ActivePrecision, recipe: Recipe, layers: int | None = None) -> None:

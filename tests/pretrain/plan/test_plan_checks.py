@@ -91,6 +91,11 @@ def test_packs_longer_than_the_models_positions_are_refused() -> None:
         ({"model_type": "qwen3", "hidden_size": 0}, "hidden_size: 0"),
         ({"model_type": "gpt2", "n_layer": 0}, "n_layer: 0"),
         ({"model_type": "llama", "vocab_size": 0}, "vocab_size: 0"),
+        (
+            {"model_type": "qwen3_moe", "num_experts": 4},
+            "num_experts: 4`: each token chooses 8 .*per_tok` to 4 at most",
+        ),
+        ({"model_type": "mixtral", "num_local_experts": 1}, "num_local_experts: 1`: each token chooses 2 experts"),
         ({"model_type": "llama", "pad_token_id": 32_000}, "pad_token_id: 32000.*32000 tokens"),
         ({"model_type": "llama", "eos_token_id": [2, -1]}, "eos_token_id: -1"),
     ],
