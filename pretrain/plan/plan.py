@@ -21,7 +21,7 @@ from pretrain.metrics.flop_formulas import FORMULAS
 from pretrain.metrics.flops import ModelFlops
 from pretrain.metrics.peaks import peak
 from pretrain.optimizer import schedule
-from pretrain.plan.checks import microbatch_sizes, steps_of
+from pretrain.plan.checks import microbatch_sizes, shares_out, steps_of
 from pretrain.plan.memory import Devices, LayerMemory, MemoryEstimate, microbatch_candidates
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.schedule import in_phases, label, label_of_course, last_steps
@@ -67,6 +67,7 @@ class Plan:
     phases: Sequence[ActivePhase] = ()  # where the precision changes on the way, in order
     low_linears: tuple[int, int] | None = None  # of so many linears, how many are in low precision when it is its turn
     done: int = 0  # steps behind the checkpoint that the run goes on from; those of another run count as well
+    done_tokens: int | None = None  # that they took; None: as many as such steps take now
     ran: Mapping[int, str] = field(default_factory=dict)  # the run folder's own of them: by first step, what they computed in
 
     @property
@@ -111,9 +112,10 @@ class Plan:
         """Every precision that the run is put together for, once."""
         return list({active.precision.name: active for active in self.timetable.values()}.values())
 
-    def after(self, done: int, ran: Mapping[int, str]) -> Plan:
-        """The plan of a run that goes on after `done` steps, of which its folder's own computed in what `ran` says."""
-        return replace(self, done=done, ran=ran)
+    def after(self, done: int, ran: Mapping[int, str], tokens: int | None = None) -> Plan:
+        """The plan of a run that goes on after `done` steps, which took so many `tokens`, and of which its folder's own computed
+        in what `ran` says."""
+        return replace(self, done=done, ran=ran, done_tokens=tokens)
 
     @cached_property
     def course(self) -> dict[int, str]:
@@ -206,11 +208,18 @@ class Plan:
 
     @property
     def total_tokens(self) -> int:
-        return self.steps * self.tokens_per_step
+        """Of the run from its first step to the horizon: what its steps took so far, and what those to come will."""
+        if self.done_tokens is None:
+            return self.steps * self.tokens_per_step
+        return self.done_tokens + max(self.steps - self.done, 0) * self.tokens_per_step
+
+    @property
+    def total_packs(self) -> int:
+        return self.total_tokens // self.recipe.data.length
 
     @property
     def epochs(self) -> float | None:
-        return self.steps * self.packs_per_step / self.packs if self.packs else None
+        return self.total_packs / self.packs if self.packs else None
 
     @property
     def emulated(self) -> bool:
@@ -344,6 +353,11 @@ class Plan:
         return []
 
     def _empty_places(self) -> str:
+        if not shares_out(self.packs_per_step, self.devices.count, self.microbatch):
+            return (
+                f"a launch on {plural(self.devices.count, 'device')} would refuse `batch.microbatch: {self.microbatch}`, which "
+                f"does not divide the {plural(self.packs_per_rank, 'pack')} that each takes in a step"
+            )
         places = self.packs_per_step + self.empty_places
         better = max(size for size in self.microbatch_sizes if size <= self.microbatch)
         fewer = f"`batch.microbatch: {better}` leaves {self.with_microbatch(better).empty_places}, and "
@@ -437,12 +451,11 @@ def _step_line(plan: Plan) -> str:
 
 def _horizon_lines(plan: Plan) -> list[str]:
     tokens = f"{units.count(plan.total_tokens)} tokens"
+    if plan.trained_share is not None:
+        tokens += f" ({units.count(plan.total_tokens * plan.trained_share)} of them trained on)"
     epochs = f" = {plan.epochs:.2f} epochs of {plural(plan.packs, 'pack')}" if plan.packs else ""
-    trained = (
-        f", {units.count(plan.total_tokens * plan.trained_share)} of them trained on" if plan.trained_share is not None else ""
-    )
     return [
-        f"{plural(plan.steps, 'step')} = {tokens}{epochs}{trained}",
+        f"{plural(plan.steps, 'step')} = {tokens}{epochs}",
         *_phase_lines(plan),
         *_source_lines(plan),
         schedule.describe(plan.recipe.schedule, plan.recipe.optimizer, plan.steps, plan.tokens_per_step),
@@ -460,8 +473,7 @@ def _source_lines(plan: Plan) -> list[str]:
         return [f"packed as it comes{of}: {window}, {stream.disk_gb:g} GB on disk at most"]
     if plan.mixture is None:
         return []
-    places = plan.steps * plan.packs_per_step
-    shares, epochs = plan.mixture.shares(places), plan.mixture.epochs(places)
+    shares, epochs = plan.mixture.shares(plan.total_packs), plan.mixture.epochs(plan.total_packs)
     counts = dict(zip(plan.mixture.names, plan.mixture.counts, strict=True))
     return [
         f"{units.percent(shares[name])} of the tokens from {name}: {epochs[name]:.2f} epochs of {plural(count, 'pack')}"

@@ -100,8 +100,8 @@ class Scaled:
 
     @property
     def compute(self) -> float:
-        """Of the GPU that has most packs."""
-        return self.plan.packs_per_rank * self.plan.recipe.data.length / self.speed
+        """Of the GPU that has most packs. Places that they leave empty are computed, too."""
+        return self.microbatches * self.plan.packs_at_once * self.plan.recipe.data.length / self.speed
 
     @property
     def microbatches(self) -> int:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from foundation import units
 from foundation.units import GIB
 from pretrain.metrics.flops import ModelFlops
 from pretrain.plan.plan import ActivePhase, Devices, Plan, render
@@ -77,6 +78,23 @@ def test_the_course_of_a_plan_is_what_ran_and_what_is_to_come(qwen3: PreTrainedM
         assert going_on.emulated == uses and any("never runs in this run" in each for each in going_on.warnings) != uses
     alone = plan(qwen3, recipe(train={"steps": 100}, schedule={"warmup": 0})).after(20, {1: "nvfp4"})
     assert alone.computes == "nvfp4 to step 20, then bf16" and alone.has_several and "steps 21 to 100 in bf16" in render(alone)
+
+
+def test_a_resumed_run_counts_the_tokens_it_took_and_those_to_come(qwen3: PreTrainedModel) -> None:
+    """24 steps of half the tokens, then 6 of these; and as many steps of twice the tokens, then 6."""
+    whole = plan(qwen3, recipe(train={"steps": 30}), tokens_per_second=1000.0)
+    for took, tokens in ((24 * 65_536, 18 * 131_072), (24 * 262_144, 54 * 131_072)):
+        resumed = whole.after(24, {}, took)
+        assert resumed.total_tokens == tokens and resumed.total_flops == pytest.approx(whole.flops_per_token * tokens)
+        assert resumed.epochs == pytest.approx(tokens / 4096 / 22_206) and resumed.hours == pytest.approx(tokens / 3.6e6)
+        assert f"30 steps = {units.count(tokens)} tokens = " in render(resumed)
+    assert whole.after(24, {}, 24 * 131_072).total_tokens == whole.total_tokens == whole.after(24, {}).total_tokens
+    assert whole.after(40, {}, 40 * 65_536).total_tokens == 40 * 65_536, "beyond the horizon nothing is to come"
+
+
+def test_tokens_that_are_trained_on_stand_beside_all_tokens(qwen3: PreTrainedModel) -> None:
+    text = render(plan(qwen3, recipe(train={"steps": 200}), trained_share=0.5))
+    assert "200 steps = 26.2 M tokens (13.1 M of them trained on) = 0.29 epochs of 22,206 packs\n" in text
 
 
 def test_a_step_keeps_its_tokens_over_any_number_of_devices(qwen3: PreTrainedModel) -> None:

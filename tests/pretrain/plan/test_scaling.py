@@ -117,6 +117,11 @@ def test_what_the_network_takes_hides_behind_the_last_backward_and_the_rest_is_l
     assert slow.efficiency(hidden=True) == pytest.approx(compute / slow.step(hidden=True))
 
 
+def test_places_that_packs_leave_empty_take_their_time(models: dict[str, PreTrainedModel]) -> None:
+    """32 packs on three GPUs: eleven at most, in two microbatches of eight."""
+    assert scaling(models["qwen3"], 3, batch={"tokens": 131_072, "microbatch": 8}).compute == 16 * 4096 / 80_000
+
+
 def test_where_it_stops_scaling_is_the_last_size_of_ninety_percent(models: dict[str, PreTrainedModel]) -> None:
     found = scaling(models["qwen3"], 64, 8, batch={"tokens": 4_194_304, "microbatch": 8})
     last = found.scales_to(hidden=True)
