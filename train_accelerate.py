@@ -44,7 +44,7 @@ from pretrain.checkpoint.state import Past, TrainState, seed_step
 from pretrain.metrics.console import Console
 from pretrain.metrics.health import Health, StepDecision, TrainingHalted, frozen_names_due
 from pretrain.metrics.profile import StepProfile
-from pretrain.metrics.run_folder import RunFolder, check_free
+from pretrain.metrics.run_folder import RunFolder, check_free, check_writable
 from pretrain.metrics.run_record import last_screen
 from pretrain.metrics.trackers import resolve
 from pretrain.metrics.waited import Waited, since_the_command
@@ -123,10 +123,12 @@ def launch(arguments: argparse.Namespace) -> int:
         if main_process:
             print(schedule.preview(recipe.schedule, recipe.optimizer, steps, recipe.batch.tokens, picture))
         return 0
-    if not (arguments.plan or arguments.eval_only):  # before packs are prepared, which may take hours
-        refused_together(accelerator, lambda: main_process and check_free(config.run_dir_of(recipe)))
+    if not arguments.eval_only:  # before packs are prepared, which may take hours; a plan may be made while the run is going on
+        check_run_dir = check_writable if arguments.plan else check_free
+        refused_together(accelerator, lambda: main_process and check_run_dir(config.run_dir_of(recipe)))
     waited = Waited(shown=main_process, already=since_the_command())
-    job = prepare_job(recipe, accelerator, arguments.tokens_per_second, may_prepare=not arguments.plan, waited=waited)
+    purpose, devices = "plan" if arguments.plan else "run", cluster.gpus if cluster else None
+    job = prepare_job(recipe, accelerator, arguments.tokens_per_second, purpose=purpose, devices=devices, waited=waited)
     console = Console(job.plan.steps, enabled=main_process)
     for text in (*asked.notices, *job.notices):
         console.notice(text)

@@ -10,6 +10,7 @@ import re
 import shutil
 import socket
 import stat
+import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -87,6 +88,21 @@ def name_aside(path: Path) -> Path:
     """The first of `<name>.replaced-1`, `<name>.replaced-2`, ... beside `path` that is not taken, a dangling link included."""
     names = (path.with_name(f"{path.name}{REPLACED}{number}") for number in itertools.count(1))
     return next(aside for aside in names if not aside.exists() and not aside.is_symlink())
+
+
+def why_unwritable(folder: Path) -> str | None:
+    """Why nothing can be written into `folder`, or why it cannot be made where it is not there; None where it can. Making it is
+    tried beside it, as rights alone do not tell, and nothing is left of that."""
+    there = folder.absolute()
+    if there.is_dir():
+        return None if os.access(there, os.W_OK | os.X_OK) else "no permission"
+    while not os.path.lexists(there):
+        there = there.parent
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".", dir=there))
+    except OSError as error:
+        return error.strerror
+    return None
 
 
 def no_room(error: BaseException | None) -> str | None:

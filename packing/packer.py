@@ -26,13 +26,32 @@ from foundation.progress import Progress, say
 from packing.arrow import DiskFull
 from packing.manifest import MANIFEST, read_manifest
 from packing.part_maker import SAMPLE, PackedPart, PartMaker, content_of
-from packing.parts import FIRST, by_key, check_parts, said_of, stream_parts, validation_parts
-from packing.prepare import check_first_records, holds_packs_of, lock_of, prepare_part, usable_cores
+from packing.parts import FIRST, by_key, check_parts, folder_of, is_there, said_of, stream_parts, training_parts, validation_parts
+from packing.prepare import check_first_records, check_part, content_settings, holds_packs_of, lock_of, prepare_part, usable_cores
 from packing.settings import DataSettings
 from packing.sources import DatasetSource, FileSource, SourceUnreachable, open_source
 from packing.stream import ENDED, FAILED, PART, PartStart, Position, part_folder, read_part
 
 _OURS = {FIRST, f".{FIRST}.partial", ENDED, FAILED, ".lock"}
+
+
+def check_preparing(settings: DataSettings, *, elsewhere: bool = False) -> list[str]:
+    """For a plan: InputError where packs that are not all there would be refused before any text is read, and those that are
+    there, as made with other settings. `elsewhere`: they may be made on another machine. Returns what is to be said of text that
+    is not on this one, which else is an error."""
+    absent = check_parts(settings, elsewhere=elsewhere)
+    training = stream_parts(settings) if settings.stream else training_parts(settings) or {"": settings}
+    for key, part in (by_key(training) | by_key(validation_parts(settings), "data.validation")).items():
+        if part.source is None:
+            continue
+        with said_of(key):
+            if is_there(folder_of(part)):
+                holds_packs_of(part, folder_of(part), content_of(part) if part.stream else content_settings(part))
+                continue
+            check_part(part, elsewhere=elsewhere)
+            if part.stream and not elsewhere:
+                _check_place(part, settings)
+    return absent
 
 
 def prepare_stream(settings: DataSettings, progress: bool = True) -> Path:
@@ -60,11 +79,9 @@ def prepare_stream(settings: DataSettings, progress: bool = True) -> Path:
 
 
 def _make_first(part: DataSettings, settings: DataSettings, progress: bool) -> None:
-    for folder in {settings.packs, part.packs}:
-        _check_ours(folder, {each.packs.name for each in stream_parts(settings).values()} if settings.sources else set())
+    _check_place(part, settings)
     for path in part.packs.glob("part-*"):  # of an earlier stream, or of work that was killed
         _remove(path)
-    check_disk(settings)
     limit = settings.stream.disk_gb
     with PartMaker(part, processes_of(settings)) as maker, Progress("packing the first part", shown=progress):
         say(f"{part.packs}: packing {maker.source.description} as the run goes on, {limit:g} GB ahead at most", progress)
@@ -74,6 +91,13 @@ def _make_first(part: DataSettings, settings: DataSettings, progress: bool) -> N
             raise InputError(_too_small(settings, kept, "the first part takes"))
         _, fingerprint = maker.write(made)
         maker.write_first(made, fingerprint)
+
+
+def _check_place(part: DataSettings, settings: DataSettings) -> None:
+    """InputError where the first part of a stream cannot be made: for what is in its folder, or for its disk."""
+    for folder in {settings.packs, part.packs}:
+        _check_ours(folder, {each.packs.name for each in stream_parts(settings).values()} if settings.sources else set())
+    check_disk(settings)
 
 
 def _check_ours(folder: Path, more: set[str]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from foundation.errors import InputError
 from packing.manifest import MANIFEST
 from packing.settings import SOURCE_NAME, DataSettings, SourceSettings, WeightedSource
-from packing.sources import DatasetSource, FileSource, open_source
+from packing.sources import DatasetSource, FileSource, SourceAbsent, open_source
 
 VALIDATION = "validation"
 FIRST = "first"  # in the folder of a stream: packs that are kept, to look at and to evaluate on
@@ -92,15 +92,23 @@ def said_of(key: str) -> Iterator[None]:
         raise
 
 
+def folder_of(part: DataSettings) -> Path:
+    """Where the packs of a part lie: of a stream, those that are kept."""
+    return part.packs / FIRST if part.stream else part.packs
+
+
+def is_there(folder: Path) -> bool:
+    """Whether packs are in `folder`, as far as names tell. An empty one is a place for packs to come."""
+    return folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))
+
+
 def unprepared(settings: DataSettings) -> dict[str, list[Path]]:
     """The folders of packs that are not there yet, as far as names tell: of what is trained on (`data.packs`), and of
     `data.validation`."""
-    training = [part.packs for part in training_parts(settings).values()] or [settings.packs]
-    if settings.stream:
-        training = [packs / FIRST for packs in training]
-    folders = {"data.packs": training, "data.validation": [part.packs for part in validation_parts(settings).values()]}
-    missing = {key: [packs for packs in parts if not packs.exists()] for key, parts in folders.items()}
-    return {key: parts for key, parts in missing.items() if parts}
+    training = list(training_parts(settings).values()) or [settings]
+    parts = {"data.packs": training, "data.validation": list(validation_parts(settings).values())}
+    missing = {key: [folder for folder in map(folder_of, some) if not is_there(folder)] for key, some in parts.items()}
+    return {key: folders for key, folders in missing.items() if folders}
 
 
 def _part(settings: DataSettings, own: SourceSettings, packs: Path) -> DataSettings:
@@ -112,19 +120,23 @@ def _part(settings: DataSettings, own: SourceSettings, packs: Path) -> DataSetti
     return DataSettings.model_validate(made)
 
 
-def check_parts(settings: DataSettings) -> None:
-    """InputError where a part cannot be read, or text is to be trained and validated on; before any pack is made."""
+def check_parts(settings: DataSettings, *, elsewhere: bool = False) -> list[str]:
+    """InputError where a part cannot be read, or text is to be trained and validated on; before any pack is made.
+
+    `elsewhere`: text that is not here may be on the machine that trains. What is wrong with it is then returned.
+    """
     training = training_parts(settings) or {"": settings}
     if settings.sources and (settings.packs / MANIFEST).exists():
         raise InputError(
             f"{settings.packs}: holds the packs of one source, and `data.sources` names {len(training)}; name another folder in "
             "data.packs"
         )
-    opened = [(key, _source_of(part, key)) for key, part in by_key(training).items()]
+    absent: list[str] | None = [] if elsewhere else None
+    opened = [(key, _source_of(part, key, absent)) for key, part in by_key(training).items()]
     validation = by_key(validation_parts(settings), "data.validation")
-    held_out = [(key, _source_of(part, key)) for key, part in validation.items()]
+    held_out = [(key, _source_of(part, key, absent)) for key, part in validation.items()]
     for (key, source), part in zip(held_out, validation.values(), strict=True):
-        if source is not None and not part.packs.exists():
+        if source is not None and not is_there(folder_of(part)):
             _check_format(settings, part, source, key)
     for (where, source), (held_where, held) in product(opened, held_out):
         if source and held and (shared := _shared(source, held)):
@@ -132,6 +144,7 @@ def check_parts(settings: DataSettings) -> None:
                 f"{held_where}: {shared} is also trained on ({where}), so its loss says nothing of unseen text; name another "
                 "file or split, or set data.held_out instead"
             )
+    return absent or []
 
 
 def _check_format(settings: DataSettings, part: DataSettings, source: FileSource | DatasetSource, key: str) -> None:
@@ -148,10 +161,18 @@ def _check_format(settings: DataSettings, part: DataSettings, source: FileSource
         )
 
 
-def _source_of(part: DataSettings, key: str) -> FileSource | DatasetSource | None:
-    """None where packs are there, and have travelled without it. `key`: what names it, for what is wrong with it."""
-    with suppress(InputError) if part.packs.exists() else said_of(key):
-        return open_source(part) if part.source is not None else None
+def _source_of(part: DataSettings, key: str, absent: list[str] | None) -> FileSource | DatasetSource | None:
+    """None where packs are there, and have travelled without it. `key`: what names it, for what is wrong with it. `absent`: takes
+    what is to be said of one that is not here, which is an error where this is None."""
+    if part.source is None:
+        return None
+    try:
+        with suppress(InputError) if is_there(folder_of(part)) else said_of(key):
+            return open_source(part)
+    except SourceAbsent as error:
+        if absent is None:
+            raise
+        absent.append(str(error))
     return None
 
 

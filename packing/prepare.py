@@ -18,14 +18,14 @@ from typing import Any
 from pydantic import ValidationError
 
 from foundation.errors import InputError
-from foundation.files import FileLock, no_room, remove_own_folder
+from foundation.files import FileLock, no_room, remove_own_folder, why_unwritable
 from foundation.progress import Progress, say
 from foundation.units import plural
 from packing.arrow import IGNORE, PackWriter
 from packing.chat import CHAT_TEMPLATE, ChatColumns, chat_template
 from packing.chunks import CHUNK_BYTES, Records, TextTemplate, read_chunk
 from packing.manifest import MANIFEST, read_manifest
-from packing.parts import by_key, check_parts, said_of, training_parts, validation_parts
+from packing.parts import by_key, check_parts, is_there, said_of, training_parts, validation_parts
 from packing.records import records_of
 from packing.settings import DataSettings
 from packing.sources import DatasetSource, FileSource, open_source
@@ -59,7 +59,7 @@ def prepare(settings: DataSettings, progress: bool = True) -> Path:
     validation = by_key(validation_parts(settings), "data.validation")
     training = by_key(training_parts(settings) or {"": settings.model_copy(update={"validation": None})})
     parts = {key: part for key, part in {**training, **validation}.items() if part.source is not None}
-    missing = {key: part for key, part in parts.items() if not part.packs.exists()}
+    missing = {key: part for key, part in parts.items() if not is_there(part.packs)}
     if missing and (settings.sources or validation):
         check_parts(settings)
         for key, part in missing.items():
@@ -102,9 +102,21 @@ def lock_of(packs: Path, progress: bool) -> FileLock:
     try:
         return FileLock(path, lambda holder: say(f"{packs} is being prepared by {holder}; waiting for it", progress))
     except OSError as error:
-        raise InputError(
-            f"{path.parent}: cannot be written to: {error.strerror}; set `data.packs`, or --out, to another place"
-        ) from None
+        raise _unwritable(path.parent, error.strerror) from None
+
+
+def check_part(settings: DataSettings, *, elsewhere: bool) -> None:
+    """InputError where `prepare_part` would refuse a part before it reads any text. Of a tokenizer that is not here nothing is
+    known, and where packs are made `elsewhere` nothing of their disk."""
+    if Path(str(settings.tokenizer)).exists():
+        tokenizer = load_tokenizer(str(settings.tokenizer))
+        around(prepared_records(settings, tokenizer), settings, tokenizer)
+    if not elsewhere and (reason := why_unwritable(settings.packs)):
+        raise _unwritable(settings.packs, reason)
+
+
+def _unwritable(path: Path, reason: str) -> InputError:
+    return InputError(f"{path}: cannot be written to: {reason}; set `data.packs`, or --out, to another place")
 
 
 def _prepare_anew(settings: DataSettings, partial: Path, progress: bool) -> dict[str, Any]:
@@ -130,7 +142,7 @@ def prepared_already(settings: DataSettings) -> bool:
 
 def holds_packs_of(settings: DataSettings, packs: Path, content: dict[str, Any]) -> bool:
     """As `prepared_already`, for packs that record `content` as their settings."""
-    if not packs.exists() or (packs.is_dir() and not any(packs.iterdir())):
+    if not is_there(packs):
         return False
     if not (packs / MANIFEST).is_file():
         raise InputError(

@@ -47,6 +47,10 @@ _ROWS = 1024  # read from tables at once, then cut by size
 Place = dict[str, Any]  # in a source; empty at its beginning
 
 
+class SourceAbsent(InputError):
+    """There is no such file or folder on this machine."""
+
+
 class SourceUnreachable(InputError):
     """A dataset has stopped to come, as over a network it may: worth another try."""
 
@@ -59,7 +63,7 @@ def open_source(settings: DataSettings) -> FileSource | DatasetSource:
     if settings.format == "dataset" or (settings.format == "auto" and saved):
         return DatasetSource(settings, records)
     if path.is_symlink() and not path.exists():  # not to be looked for among the datasets of that name
-        raise InputError(f"data.source: {path}: is a dead link; correct it, or name the text itself")
+        raise SourceAbsent(f"data.source: {path}: is a dead link; correct it, or name the text itself")
     if path.exists():
         if not path.is_file() and not path.is_dir():
             raise InputError(f"data.source: {path}: is no file or folder but a pipe, socket or device; write the text to a file")
@@ -75,7 +79,7 @@ def open_source(settings: DataSettings) -> FileSource | DatasetSource:
         and not _suffix(path) & (_JSONL | _PARQUET | _TEXT | {".json"})
     ):
         return DatasetSource(settings, records)
-    raise InputError(f"data.source: {settings.source}: no such file or folder (relative paths start at the current directory)")
+    raise SourceAbsent(f"data.source: {settings.source}: no such file or folder (relative paths start at the current directory)")
 
 
 def _suffix(path: Path) -> set[str]:

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from foundation.errors import InputError
-from foundation.files import PARTIAL, PROOF, FileLock, save_file
+from foundation.files import PARTIAL, PROOF, FileLock, save_file, why_unwritable
 from foundation.reading import reason_of
 from foundation.settings import load_yaml
 
@@ -105,6 +105,13 @@ def check_free(path: Path) -> None:
     if path.exists():
         check_ours(path)
         RunFolder(path).close()
+    check_writable(path)
+
+
+def check_writable(path: Path) -> None:
+    """InputError where no run could write its folder at `path`, whoever has it now."""
+    if reason := why_unwritable(path):
+        raise InputError(f"{path}: cannot be used as the run folder: {reason}; set another `run_dir`")
 
 
 def check_ours(path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,13 @@ class Data:
 
     train: Packs
     held_out: Packs | None
+    held_out_to_come: Sequence[Path] = ()  # folders of `data.validation` that a plan comes before
 
     @property
-    def held_out_packs(self) -> int:
+    def held_out_packs(self) -> int | None:
+        """None: not known yet."""
+        if self.held_out_to_come:
+            return None
         return len(self.held_out) if self.held_out is not None else 0
 
     @property
@@ -113,17 +117,25 @@ def parts_of(packs: Packs | None) -> list[Packs]:
     return list(packs.parts.values()) if isinstance(packs, MixedPacks) else [packs]
 
 
-def open_data(settings: DataSettings, *, is_main_process: bool, train_only: bool = False) -> Data:
+def open_data(
+    settings: DataSettings, *, is_main_process: bool, to_come: Mapping[str, Sequence[Path]] | None = None
+) -> Data | None:
     """The packs at `data.packs`, prepared first where `data.source` says from what and they are not there yet. Every process may
     call it: preparing takes a lock, and who gets it second finds the work done, or the same mistake. Of a stream, the first part
-    is made here, and the others while the run trains. `train_only`: without what is held out, for a plan that comes before it."""
-    if train_only:
+    is made here, and the others while the run trains. `to_come`: what `unprepared` found, which a plan leaves as it is; None
+    where that is what is trained on."""
+    to_come = to_come or {}
+    if "data.packs" in to_come:
+        return None
+    held_out_to_come = to_come.get("data.validation", ())
+    if held_out_to_come:
         settings = settings.model_copy(update={"validation": None})
     if settings.stream:
         prepare_stream(settings, progress=is_main_process)
     elif settings.prepares:
         prepare(settings, progress=is_main_process)
-    return Data(open_packs(settings, "train"), None if train_only else open_packs(settings, "held_out"))
+    held_out = None if held_out_to_come else open_packs(settings, "held_out")
+    return Data(open_packs(settings, "train"), held_out, held_out_to_come)
 
 
 def check_tokens(data: Data, vocab_size: int, fingerprint: str | None) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
@@ -15,13 +15,14 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from foundation.errors import InputError
 from packing.batch import BatchStream
 from packing.mixture import MixedPacks
+from packing.packer import check_preparing
 from packing.parts import training_parts, unprepared
 from packing.settings import DataSettings
 from packing.store import with_own_held_out
 from packing.stream import StreamedPacks, order_of
 from pretrain.metrics.flops import ModelFlops, Shape
 from pretrain.metrics.run_folder import check_ours
-from pretrain.metrics.run_record import read_metrics, summary
+from pretrain.metrics.run_record import read_run
 from pretrain.metrics.services import check_services
 from pretrain.metrics.trackers import resolve
 from pretrain.metrics.waited import Waited
@@ -54,6 +55,9 @@ from pretrain.settings import config
 from pretrain.settings.recipe import Recipe
 
 WELL_FILLED = 8192  # tokens at once, with which an H200 computes at full speed
+# What a job is for: a run here, for which missing packs are made; a plan of one, which comes before packs and checks what names
+# and settings say of them; or a plan for other machines, which have text and devices of their own.
+Purpose = Literal["run", "plan", "elsewhere"]
 
 
 @dataclass(frozen=True)
@@ -121,9 +125,9 @@ class Job:
         """The job when it is known which `loss.chunk` a run takes for `auto`."""
         return replace(self, plan=self.plan.with_chunk(chunk))
 
-    def after(self, done: int, ran: Mapping[int, str]) -> Job:
+    def after(self, done: int, ran: Mapping[int, str], tokens: int | None = None) -> Job:
         """The job of a run that goes on after `done` steps: `Plan.after`."""
-        return replace(self, plan=self.plan.after(done, ran))
+        return replace(self, plan=self.plan.after(done, ran, tokens))
 
     def batches(self, accelerator: Accelerator, shift: int = 0) -> BatchStream:
         """This rank's training batches, step by step: a pure function of the recipe, the packs, and the packs by which a run is
@@ -149,42 +153,49 @@ def prepare_job(
     accelerator: Accelerator,
     tokens_per_second: float | None = None,
     *,
-    may_prepare: bool = True,
+    purpose: Purpose = "run",
+    devices: int | None = None,
     waited: Waited | None = None,
 ) -> Job:
-    """Check everything that can be checked, in the order of what it costs; packs that are missing are prepared if they may be.
+    """Check everything that can be checked, in the order of what it costs.
 
-    `tokens_per_second`: from which the plan computes hours; None: what the run folder has measured so far. `waited`: the clock
-    whose `packs` gets the time that packs take. Raises InputError.
+    `tokens_per_second`: from which the plan computes hours; None: what the run folder has measured so far. `devices`: how many
+    are planned for, which have to be able to share a step; None: those of this launch. `waited`: the clock whose `packs` gets the
+    time that packs take. Raises InputError.
     """
     # What settings say by themselves.
     run_dir, device_type = _check_surroundings(recipe, accelerator), accelerator.device.type
     precisions = _choose_precisions(recipe, device_type)
-    check_settings(recipe, precisions.first.precision.name, accelerator.num_processes)
+    world_size = None if purpose == "elsewhere" else devices or accelerator.num_processes
+    check_settings(recipe, precisions.first.precision.name, world_size)
 
-    # Packs that exist are opened now, as they may know the tokenizer. Others are prepared last, which may take hours. A plan
-    # comes before them, and before a tokenizer that is still to be trained.
+    # A plan comes before packs, and before a tokenizer that is still to be trained.
     settings = recipe.data  # as it was asked for: from the recipe an absent tokenizer is left out
-    to_come = {} if may_prepare else unprepared(settings)
+    to_come = {} if purpose == "run" else unprepared(settings)
+    not_here = check_preparing(settings, elsewhere=purpose == "elsewhere") if to_come else []
     recipe, absent = without_absent_tokenizer(recipe) if to_come else (recipe, None)
-    opened_now = not settings.prepares and not to_come
-    data = open_data(settings, is_main_process=accelerator.is_main_process) if opened_now else None
 
+    # Packs that exist are opened now, as they may know the tokenizer. Others are prepared last, which may take hours.
+    opening = partial(open_data, settings, is_main_process=accelerator.is_main_process, to_come=to_come)
+    data = None if settings.prepares else opening()
     recipe, vocabulary = _with_vocabulary(recipe, data)
     laid_out = _lay_out(recipe, precisions, device_type)
     tokenizer = _usable_tokenizer(recipe, data, laid_out.config)
     model.check_export(laid_out.shapes, tokenizer)
-    held_out_to_come = to_come.get("data.validation", []) if "data.packs" not in to_come else []
-    if data is None and "data.packs" not in to_come:
-        data = _prepare_packs(settings, accelerator, waited or Waited(shown=False), train_only=bool(held_out_to_come))
-    _check_packs(recipe, data, laid_out.config, held_out_known=not held_out_to_come)
+    if settings.prepares:
+        clock = waited or Waited(shown=False)
+        before = clock.go_on_to("packs")
+        data = opening()
+        clock.go_on_to(before)
+    _check_packs(recipe, data, laid_out.config)
 
-    speed = tokens_per_second or measured_speed(run_dir)
+    speed = tokens_per_second or measured_speed(run_dir, {active.precision.name for active in precisions.each_once})
     plan = _plan_of(recipe, accelerator, precisions, laid_out, data, absent or vocabulary, speed)
-    plan = replace(spend_spare_memory(_with_gathering(plan, accelerator)), held_out_to_come=held_out_to_come)
+    plan = spend_spare_memory(_with_gathering(plan, accelerator))
     _check_horizon(plan)
     without_effect = [*recipe.without_effect, *(_held_out_without_effect(settings) if data else [])]
-    notices = tuple(filter(None, [model.dropout_notice(recipe.model), *without_effect]))
+    said_of_text = (f"{said}; what is said of it is not checked" for said in not_here)
+    notices = tuple(filter(None, [model.dropout_notice(recipe.model), *without_effect, *said_of_text]))
     source = model.source_config(recipe.model)
     return Job(plan, run_dir, laid_out.config, laid_out.shapes, data, tokenizer, laid_out.attention, notices, source)
 
@@ -291,20 +302,12 @@ def _usable_tokenizer(recipe: Recipe, data: Data | None, model_config: Pretraine
     return tokenizer
 
 
-def _prepare_packs(settings: DataSettings, accelerator: Accelerator, waited: Waited, *, train_only: bool) -> Data:
-    """The packs, prepared first where they are missing; the time that this takes is theirs."""
-    before = waited.go_on_to("packs")
-    data = open_data(settings, is_main_process=accelerator.is_main_process, train_only=train_only)
-    waited.go_on_to(before)
-    return data
-
-
-def _check_packs(recipe: Recipe, data: Data | None, config: PretrainedConfig, *, held_out_known: bool) -> None:
+def _check_packs(recipe: Recipe, data: Data | None, config: PretrainedConfig) -> None:
     """InputError where packs do not suit the model or are too few, and where `train.epochs` counts packs that nobody has yet."""
     if data is not None:
         check_tokens(data, config.vocab_size, fingerprint_of(recipe.model) if data.tokenizer.get("fingerprint") else None)
         check_positions(data, config)
-        check_pack_counts(recipe, len(data.train), data.held_out_packs if held_out_known else None)
+        check_pack_counts(recipe, len(data.train), data.held_out_packs)
         check_labels(data, recipe.data, recipe.evaluate.packs)
     elif recipe.train.epochs is not None:
         raise InputError(
@@ -355,6 +358,7 @@ def _plan_of(
         phases=phases if len(phases) > 1 else [],
         low_linears=laid_out.low_linears,
         packs=len(data.train) if data and not data.stream else None,
+        held_out_to_come=data.held_out_to_come if data else (),
         trained_share=data.trained_share(mask_boundaries=recipe.data.mask_boundaries) if data else None,
         mixture=data.train.mixture() if data and isinstance(data.train, MixedPacks) else None,
         vocabulary=vocabulary,
@@ -389,12 +393,15 @@ def planned_steps(recipe: Recipe, accelerator: Accelerator) -> int:
     """Steps of the horizon, where nothing else is asked for; packs are needed only where `train.epochs` counts them."""
     if recipe.train.epochs is None:
         return steps_of(recipe.train, recipe.batch.tokens, 0, recipe.data.length)
-    return prepare_job(recipe, accelerator, may_prepare=False).plan.steps
+    return prepare_job(recipe, accelerator, purpose="plan").plan.steps
 
 
-def measured_speed(run_dir: Path) -> float | None:
-    """Median tokens/s over all devices of the steps that the run has done so far; None before it has done any."""
+def measured_speed(run_dir: Path, precisions: set[str]) -> float | None:
+    """Median tokens/s over all devices of the steps that the run has done so far; None before it has done any, and where they
+    computed in none of these `precisions`."""
     try:
-        return summary(read_metrics(run_dir)).get("tokens_per_second")
+        run = read_run(run_dir)
     except InputError:  # no file yet, or a damaged one, which resuming mends: no reason to refuse that
         return None
+    ran = set(run.phases.values()) or {run.audit.get("effective")}
+    return run.summary.get("tokens_per_second") if ran & precisions else None

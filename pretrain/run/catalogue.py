@@ -159,7 +159,7 @@ def listed(path: Path, accelerator: Accelerator) -> ListedRecipe:
         unread = f"`model.source: {source}` is not read for a listing; `python -m pretrain plan {here}` reads it"
         return ListedRecipe(path, recipe, head, obstacle=unread)
     try:
-        job = prepare_job(plannable(recipe), accelerator, may_prepare=False)
+        job = prepare_job(plannable(recipe), accelerator, purpose="elsewhere")
     except InputError as error:
         return ListedRecipe(path, recipe, head, obstacle=str(error))
     for count in COUNTS:

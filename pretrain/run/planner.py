@@ -27,14 +27,16 @@ from foundation import units
 from foundation.errors import InputError
 from foundation.tables import UNKNOWN, on_screen, or_dash, screen_width
 from foundation.units import GIB, plural
+from pretrain.metrics.run_folder import METRICS_FILE
 from pretrain.metrics.run_record import read_run
 from pretrain.model.distributed import make_accelerator
+from pretrain.plan.checks import shares_out
 from pretrain.plan.compute_optimal import FITS, FLOPS_EACH, LIMITS, beyond_the_fits
 from pretrain.plan.plan import WIDTH, Plan, wrapped
 from pretrain.plan.preflight import KEPT_FREE, Job, prepare_job
 from pretrain.plan.targets import LEAST, USUAL, Estimate, MeasuredRun, Target, estimates, left_out, span
 from pretrain.run.sizes import described, draw, measure
-from pretrain.settings.config import load_recipe, run_dir_of
+from pretrain.settings.config import load_recipe
 from pretrain.settings.launch_environment import with_precision
 from pretrain.settings.launch_topology import put_right
 
@@ -138,10 +140,10 @@ def main(arguments: list[str]) -> int:
     runs = [MeasuredRun.of(read_run(folder)) for folder in options.run]
     asked = put_right(with_precision(recipe, os.environ), os.environ, has_gpu=torch.accelerator.is_available())
     accelerator = make_accelerator(asked.replicas)
-    job = prepare_job(asked.recipe, accelerator, may_prepare=False)
-    if not runs and job.plan.tokens_per_second:  # the recipe's own run has begun already
+    job = prepare_job(asked.recipe, accelerator, purpose="elsewhere")
+    if not runs and (job.run_dir / METRICS_FILE).exists():  # the recipe's own run has begun already
         try:
-            runs = [MeasuredRun.of(read_run(run_dir_of(job.recipe)))]
+            runs = [MeasuredRun.of(read_run(job.run_dir))]
         except InputError as error:
             notices.append(str(error))
     for line in sections(job, options, targets, runs, prices, [*asked.notices, *job.notices, *notices]):
@@ -251,6 +253,8 @@ def _memory_table(found: Sequence[Estimate], accumulation: int | None) -> str:
         if limit and takes > limit:
             all_of_it = row.target.memory if plan.microbatch else limit  # who names a microbatch need not leave any free
             chosen = "fits barely" if takes <= (all_of_it or limit) else "does not fit"
+        if not shares_out(plan.packs_per_step, row.target.count, size):
+            chosen = f"refused, as it does not divide {plan.packs_per_rank}"
         shards = {(True, True): ", sharded", (True, False): ", sharded for each use"}
         where = f"{row.target}{shards.get((plan.devices.sharded, plan.devices.gathered), '')}"
         line = [where, or_dash(row.target.memory, lambda each: units.memory(each / GIB)), f"{plural(size, 'pack')}: {chosen}"]

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from packing.arrow import Pack, PackWriter
 from packing.prepare import prepare
 from packing.settings import DataSettings
+from packing.sources import FileSource
 from packing.tokenizer import load_tokenizer
 
 MDS = Path(__file__).parents[1] / "data" / "mds" / "reference"
@@ -204,14 +205,16 @@ def test_packs_that_are_not_there_are_refused(refusal, tmp_path):
     assert re.search(rf"empty: an empty folder \(`data.packs`\); .*{remedy}", refusal(f"data.packs={tmp_path / 'empty'}"))
 
 
-def test_a_plan_comes_before_packs_and_tokenizer_and_says_what_is_unknown(launch, refusal, small_recipe):
+def test_a_plan_comes_before_packs_and_tokenizer_and_says_what_is_unknown(launch, refusal, small_recipe, tmp_path):
     planned = launch("--plan", "data.packs=/no/such")
     said = " ".join(planned.out.split())
     assert planned.status == 0 and "12 steps" in said, planned
     assert "/no/such is not prepared yet, and no `data.source` says from what: a run would refuse that" in said
     assert "Not known: how many epochs the steps are; whether there are held-out packs to evaluate on" in said
     assert launch("--plan", "data.packs=/no/such", "evaluate.samples=[one]").status == 0, "the packs may bring a tokenizer"
-    sources = "data.sources=[{source: a.jsonl, weight: 0.5}, {source: b.jsonl, weight: 0.5}]"
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text("not even looked at")
+    sources = f"data.sources=[{{source: {tmp_path}/a.jsonl, weight: 0.5}}, {{source: {tmp_path}/b.jsonl, weight: 0.5}}]"
     said = " ".join(launch("--plan", sources, "data.packs=/no/such", "data.tokenizer=/no/such", "data.held_out=0.1").out.split())
     assert "/no/such is not prepared yet. Not known: how many epochs the steps are." in said
     tokenizer = ("data.packs=/no/such", "data.tokenizer=/no/such/tokenizer", "evaluate.samples=[one]")
@@ -222,12 +225,61 @@ def test_a_plan_comes_before_packs_and_tokenizer_and_says_what_is_unknown(launch
     assert says.endswith("or plan without it, with model.config.vocab_size=N on the command line")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["data.source=/no/such"], r"^data.source: /no/such: no such file or folder"),
+        (["data.format=text", "data.text=body"], r"^data.text: .*text.jsonl is read as text: a text file is one document"),
+        (["data.subset=en", "data.split=test"], r"^data.subset: .*: only Hugging Face datasets have that"),
+        (["data.streaming=true"], r"^data.streaming: .*: only Hugging Face datasets have that"),
+        (["data.validation.text={text}", "data.held_out=0"], r"^data.validation: .*text.jsonl is also trained on"),
+        (["data.prompt=p", "data.response=r"], r"^data.chat_template: the tokenizer .* has no chat template"),
+        (["data.add_bos=true"], r"^data.add_bos is true, but the tokenizer .* names no BOS token"),
+        (["data.packs=/proc/none/packs"], r"^/proc/none/packs: cannot be written to: .*set `data.packs`"),
+        (["data.packs={here}", "data.streaming.window=4096"], r"holds recipe.yaml, which is of no stream of packs"),
+        (["data.streaming={window: 4096, disk_gb: 1e9}"], r"^data.streaming.disk_gb: 1e\+09, and the disk of "),
+        (["run_dir=/dev/null/run"], r"^/dev/null/run: cannot be used as the run folder: Not a directory; set another `run_dir`"),
+        (["run_dir=/proc/run"], r"^/proc/run: cannot be used as the run folder: .*; set another `run_dir`"),
+    ],
+)
+def test_a_plan_before_packs_refuses_what_the_run_would_by_names_alone(arguments, says, source, refusal, monkeypatch):
+    source.write_text("not even looked at")
+    monkeypatch.setattr(FileSource, "chunks", lambda *_: pytest.fail("the text was read"))
+    assert re.search(says, refusal("--plan", *(each.replace("{here}", str(source.parent)) for each in arguments)))
+    assert not (source.parent / "prepared").exists()
+
+
+def test_a_plan_before_packs_are_all_there_holds_those_there_to_their_settings(source, refusal, small_recipe):
+    source.write_text(f"{DOCUMENT}\n" * 20)
+    small_recipe["data"]["held_out"] = 0.0
+    prepare(DataSettings(**small_recipe["data"]), progress=False)
+    validation = f"data.validation.source={source.with_name('other.jsonl')}"
+    source.with_name("other.jsonl").write_text(DOCUMENT)
+    assert "other settings (shuffle: True -> False)" in refusal("--plan", validation, "data.shuffle=false")
+
+
+def test_an_empty_folder_for_packs_is_left_empty_by_a_plan(source, launch, small_recipe):
+    source.write_text(f"{DOCUMENT}\n" * 20)
+    packs = Path(small_recipe["data"]["packs"])
+    packs.mkdir(parents=True)
+    assert "not prepared yet" in launch("--plan").out and not any(packs.iterdir())
+
+
+def test_a_plan_for_other_gpus_checks_the_batch_against_those(launch, refusal):
+    planned = launch("--plan", "--gpus", "3", "--tokens-per-second", "1000", "batch.microbatch=3")
+    said = " ".join(planned.out.split())
+    assert planned.status == 0 and "a launch on 1 device would refuse `batch.microbatch: 3`, which does not divide the 8" in said
+    assert "3 GPUs on 1 machine" in said and "does not divide the 8 packs" in refusal("--plan", "batch.microbatch=3")
+    assert "too few for 9 processes" in refusal("--plan", "--gpus", "9", "batch.microbatch=1")
+
+
 def test_a_plan_counts_the_packs_there_are_and_names_the_validation_to_come(source, tokenizer, launch, small_recipe):
     source.write_text(f"{DOCUMENT}\n" * 40)
     small_recipe["data"] |= {"held_out": 0.0}
     small_recipe["train"] = {"epochs": 2}
     prepare(DataSettings(**small_recipe["data"]), progress=False)
-    small_recipe["data"]["validation"] = {"source": "/no/such.jsonl"}
+    small_recipe["data"]["validation"] = {"source": str(source.with_name("other.jsonl"))}
+    source.with_name("other.jsonl").write_text(DOCUMENT)
     to_come = f"`data.validation`: {small_recipe['data']['packs']}-validation is not prepared yet."
     planned = [launch("--plan", *more) for more in ([], ["evaluate.every=5"], ["data.source=null"], ["train={steps: 20}"])]
     tokenizer.unlink()

@@ -229,8 +229,8 @@ def test_a_plan_and_a_preview_come_without_a_run_folder(launch, small_recipe, tm
     planned = launch("--plan", "--tokens-per-second", "1000")
     assert planned.status == 0 and planned.err == ""
     assert "12 steps" in planned.out and "memory" in planned.out and "1,000 tokens/s" in planned.out
-    scaled = launch("--plan", "--tokens-per-second", "1000", "--gpus", "16", "--nodes", "2", "--network-gbps", "100")
-    assert scaled.status == 0 and "16 GPUs on 2 machines, ddp; one GPU 1,000 tokens/s" in scaled.out
+    scaled = launch("--plan", "--tokens-per-second", "1000", "--gpus", "4", "--nodes", "2", "--network-gbps", "100")
+    assert scaled.status == 0 and "4 GPUs on 2 machines, ddp; one GPU 1,000 tokens/s" in scaled.out
     assert "100 Gbit/s a GPU" in scaled.out
     refused = launch("--gpus", "16")
     assert refused.status == 2 and refused.err.startswith("error: --gpus: say how") and refused.err.count("\n") == 1

@@ -298,4 +298,6 @@ def test_a_stream_is_prepared_once_its_first_part_is_there(tmp_path: Path) -> No
     settings.packs.mkdir()
     assert unprepared(settings) == {"data.packs": [settings.packs / FIRST]}
     (settings.packs / FIRST).mkdir()
+    assert unprepared(settings), "an empty folder is a place for packs, and holds none"
+    (settings.packs / FIRST / "packs.json").touch()
     assert unprepared(settings) == {}

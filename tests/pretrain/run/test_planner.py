@@ -14,6 +14,7 @@ from accelerate.state import AcceleratorState
 from foundation.tables import UNKNOWN
 from pretrain.__main__ import main
 from pretrain.plan.compute_optimal import HOFFMANN
+from pretrain.plan.preflight import measured_speed
 from tests.conftest import write_recipe
 
 LLAMA = Path(__file__).parents[3] / "benchmarks/llama_3_1_8b.yaml"
@@ -98,6 +99,23 @@ def test_a_run_of_ones_own_is_reckoned_by(plan, start_here, small_recipe, tmp_pa
     median = yaml.safe_load((finished.run_dir / "summary.json").read_text())["tokens_per_second"]
     assert float(cells(out, "1 x CPU")[2].replace(",", "")) == pytest.approx(median, rel=0.05)
     assert "run run computed in fp32, this plan in bf16" in plan("--on", "H100")[1]
+    assert measured_speed(finished.run_dir, {"fp32", "bf16"}) == median and measured_speed(finished.run_dir, {"bf16"}) is None
+
+
+def test_text_that_is_not_here_is_said_to_be_unchecked_and_text_that_is_here_is_checked(plan, tmp_path):
+    to_come = ("data.packs=/no/such", "data.tokenizer=/no/such", "data.held_out=0.1", "--on", "H100")
+    status, out, err = plan("data.source=/no/such.jsonl", *to_come)
+    assert (status, err) == (0, "") and "* data.source: /no/such.jsonl: no such file or folder" in out and "not checked" in out
+    (tmp_path / "text.txt").touch()
+    status, _, err = plan(f"data.source={tmp_path / 'text.txt'}", "data.text=body", *to_come)
+    assert status == 2 and "data.text: " in err and "a text file is one document" in err
+
+
+def test_a_microbatch_is_held_to_the_devices_that_are_planned_for(plan):
+    status, out, _ = plan("batch.microbatch=3", "--on", "3xH100", "--on", "H100")
+    memory = out[out.index("Microbatch, by the estimate") :]
+    assert status == 0 and cells(memory, "3 x H100")[2] == "3 packs: the recipe's"
+    assert cells(memory, "1 x H100")[2] == "3 packs: refused, as it does not divide 8"
 
 
 def test_sizes_are_measured_and_drawn(plan, tmp_path):

@@ -72,7 +72,7 @@ def test_without_a_figure_of_memory_there_is_a_table_all_the_same(tmp_path: Path
 def job(small_recipe: dict[str, Any], accelerator: Accelerator) -> Callable[..., Job]:
     def make(**changes: Any) -> Job:
         recipe = parse(Recipe, small_recipe | {"precision": "fp32"} | changes, "test")
-        return prepare_job(recipe, accelerator, may_prepare=False)
+        return prepare_job(recipe, accelerator, purpose="elsewhere")
 
     return make
 
