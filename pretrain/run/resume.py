@@ -324,7 +324,7 @@ def going_on(job: Job, source: ResumePoint | None) -> Job:
     if source is None:
         return job
     ran = {} if source.begins else precisions_so_far(job, source.record, source.past)
-    return job.after(source.record["progress"]["step"], ran)
+    return job.after(source.record["progress"]["step"], ran, source.record["progress"]["tokens"])
 
 
 def chunk_of(job: Job, source: ResumePoint | None) -> int:

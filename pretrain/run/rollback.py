@@ -47,7 +47,7 @@ def roll_back(run: Run, reason: str) -> None:
 
     # What is trained anew is in the precisions of the present schedule, whatever those steps were in before a resume.
     ran = {first: name for first, name in run.job.plan.course.items() if first <= run.state.step}
-    run.job = run.job.after(run.state.step, ran)
+    run.job = run.job.after(run.state.step, ran, run.state.tokens)
     audit, course, past = run.assembly.audit, found_of_course(run.job.plan), run.past.back_at(run.state.step)
     for key in ("schedule", "phases", "precisions") if not course else ():
         audit.pop(key, None)  # every step that is left is in one

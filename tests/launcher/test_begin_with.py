@@ -189,6 +189,7 @@ def test_with_another_batch_the_text_goes_on_where_the_checkpoint_ended(
     assert epochs(second) == [(32 + packs * n) / 120 for n in range(1, 9)]
     total = 4 * 256 + 8 * batch
     assert second.records()[-2]["tokens"] == total and f"the horizon of 12 is {count(total)} tokens in all" in second.output
+    assert f"12 steps = {count(total)} tokens = " in second.output, "the plan counts the tokens that the steps took"
     assert "12 steps" in second.output and "(mean of the last 8 steps)" in second.output
 
     whole = train_here(f"run_dir={tmp_path}/whole", "seed=5", f"batch.tokens={batch}", "parity=off")
