@@ -49,7 +49,8 @@ def nodes_of(path: Path) -> tuple[ast.AST, ...]:
     return tuple(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
 
 
-def imports_of(path: Path) -> set[str]:
+@cache
+def imports_of(path: Path) -> frozenset[str]:
     """The dotted names that `path` imports, wherever in the file: inside functions too."""
     names: set[str] = set()
     for node in nodes_of(path):
@@ -57,7 +58,7 @@ def imports_of(path: Path) -> set[str]:
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return names
+    return frozenset(names)
 
 
 # Recipes
@@ -185,13 +186,15 @@ MODULES = {
 }
 
 
-def modules_used(path: Path) -> set[str]:
+@cache
+def modules_used(path: Path) -> frozenset[str]:
     """Our modules that `path` imports: `pretrain.model.step` for `from pretrain.model.step import forward_backward`."""
     names = imports_of(path) & MODULES.keys()
     # `from pretrain.model import step` names the package on the way to the module.
-    return {name for name in names if not any(other.startswith(f"{name}.") for other in names)}
+    return frozenset(name for name in names if not any(other.startswith(f"{name}.") for other in names))
 
 
+@cache
 def room_of(path: Path) -> str | None:
     """The deepest of ROOMS that `path` lies in; None for the empty `__init__` above rooms and for programs beside ours."""
     rooms = [room for room in ROOMS if relative(path) == room or relative(path).startswith(f"{room}/")]
