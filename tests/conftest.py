@@ -81,6 +81,17 @@ def forked_tokenizers() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def blank_lengths() -> Iterator[None]:
+    """Of packing a few documents, the picture of their lengths would be the better half."""
+    from tests import blank_picture  # not above: it imports more than the process needs that hands out the tests
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("prepare", "inspection"):
+            patch.setattr(f"packing.{module}.draw_lengths", blank_picture.draw_lengths)
+        yield
+
+
 @pytest.fixture(scope="session")
 def small_packs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """120 training and 10 held-out packs of 32 tokens; each document counts upwards from a random token, which can be learnt."""
