@@ -1,5 +1,5 @@
 """The pictures of runs and of packs that a test makes in its own process, and of runs in a forked one: blank, as drawing takes
-longer than such a run, or than packing a few documents.
+longer than such a run, or than packing a few documents. So are those of reports in tests that ask for `blank_curves`.
 
 tests/pretrain/compare/test_report.py draws, and every run in a process of its own does; tests/multi/test_topologies.py looks.
 Lengths are drawn by tests/packing/test_statistics.py, by whatever asks for `lengths_drawn`, and in processes of their own.
@@ -21,7 +21,7 @@ ONE_PIXEL = b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4n
 
 
 def plot_losses(runs: Sequence[RunRecord], path: Path) -> None:
-    save_file(path, ONE_PIXEL)
+    save_file(path, ONE_PIXEL, in_new_folder=True)
 
 
 def draw_lengths(lengths: np.ndarray, pack_length: int, path: Path) -> None:

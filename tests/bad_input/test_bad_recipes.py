@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-import yaml
 
 # What is given on the command line, and what the message must say, in this order.
 SETTINGS = {
@@ -162,7 +161,7 @@ def test_every_mistake_of_a_recipe_file_is_named_at_once(refusal, small_recipe, 
     ],
 )
 def test_a_file_that_is_no_recipe_is_refused(content, says, refusal, monkeypatch):
-    monkeypatch.setattr(yaml, "safe_dump", lambda recipe: content)
+    monkeypatch.setattr("tests.conftest.yaml_of", lambda recipe: content)
     assert re.search(says, refusal())
 
 

@@ -229,6 +229,7 @@ def test_weights_that_an_update_has_overflowed_are_gone_back_from(
     assert read_run(back.run_dir).summary["rollbacks"] == 1 and "halted" not in read_run(back.run_dir).summary
 
 
+@pytest.mark.usefixtures("blank_curves")  # of a halted run they are drawn above
 @pytest.mark.parametrize(("setting", "why"), [("rollback", "no checkpoint yet"), ("skip", "the update has overflowed, and this")])
 def test_a_run_whose_weights_cannot_be_saved_says_so_in_its_report(
     setting: str, why: str, train_here: Callable, delayed: dict[str, Any], overflowing: Callable

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from pretrain.metrics.run_record import RunRecord, read_run
 from pretrain.settings.config import load_recipe, resolved
+from tests.conftest import yaml_of
 
 RECIPE = {
     "name": "trained",
@@ -43,8 +42,8 @@ def make_run(
         records.append({"step": len(losses), "event": "evaluation", "held_out_loss": 2.4, "held_out_perplexity": 11.02})
     (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     recipe = path.parent / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump(RECIPE))
-    (path / "config.yaml").write_text(yaml.safe_dump(resolved(load_recipe(recipe, settings))))
+    recipe.write_text(yaml_of(RECIPE))
+    (path / "config.yaml").write_text(yaml_of(resolved(load_recipe(recipe, settings))))
     (path / "environment.json").write_text(json.dumps({"data_fingerprint": fingerprint} if fingerprint else {}))
     (path / "audit.json").write_text(json.dumps(audit or {"backend": "torch"}))
     if side_by_side:

@@ -24,6 +24,8 @@ from pretrain.precision.registry import PRECISIONS
 from pretrain.settings.config import load_recipe
 from tests.pretrain.compare.made_runs import make_run, trained
 
+pytestmark = pytest.mark.usefixtures("blank_curves")
+
 LEVEL = (3.0, 3.0, 3.0, 3.0)
 
 

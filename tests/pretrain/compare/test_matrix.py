@@ -30,6 +30,8 @@ from pretrain.settings.config import resolved
 
 ROOT = Path(__file__).parents[3]
 
+pytestmark = pytest.mark.usefixtures("blank_curves")
+
 
 @pytest.fixture
 def matrix(small_recipe: dict[str, Any], tmp_path: Path) -> Callable[..., Matrix]:
