@@ -12,9 +12,10 @@ import pytest
 
 from foundation.signals import IF_NOT_IGNORED, REPEAT_SECONDS, SIGNALS, StopRequest
 
-# Between two signals its clock moves by as many seconds as it is told, and its save ends when stdin does.
+# Between two signals its clock moves by as many seconds as it is told, and its save ends when stdin does. It asks for that end
+# again and again: Python handles a signal that has come just before a read when the read has ended, which here would be never.
 LOOP = """
-import itertools, sys, time
+import itertools, select, sys, time
 from types import SimpleNamespace
 from foundation import signals
 clock = itertools.count(0.0, float(sys.argv[1]))
@@ -24,7 +25,8 @@ with signals.StopRequest() as stop:
     while not stop.requested:
         time.sleep(0.01)
     print("saving", flush=True)
-    sys.stdin.read()
+    while not select.select([sys.stdin], [], [], 0.01)[0]:
+        pass
     print("saved after", stop.requested.name, flush=True)
 """
 
