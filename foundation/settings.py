@@ -12,7 +12,16 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 from foundation.errors import InputError
 from foundation.reading import MOST_YAML_BYTES, parse_yaml, read_regular, reason_of, unusable_text
@@ -22,6 +31,20 @@ class Settings(BaseModel):
     """Base of every settings class: unknown keys are errors, numbers are finite, and a built object does not change."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _numbers_are_said_as_numbers(cls, value: Any, info: ValidationInfo) -> Any:
+        """Counts have such a rule of their own. Where a field takes true and false beside a number, both are meant."""
+        members = _members(cls.model_fields[info.field_name].annotation)
+        return _number(value) if float in members and bool not in members else value
+
+
+def _number(value: object) -> object:
+    """To Python true is 1, and `learning_rate: true` would be a rate."""
+    if isinstance(value, bool):
+        raise ValueError("a number is wanted, not true or false")
+    return value
 
 
 MOST = 2**63 - 1  # of a count: what fits into 64 bits with a sign, which tensors, files and other libraries hold
@@ -46,7 +69,13 @@ def _count(value: object) -> object:
 Count = Annotated[int, BeforeValidator(_count), Field(ge=0)]
 PositiveCount = Annotated[int, BeforeValidator(_count), Field(gt=0)]
 Seed = Annotated[int, BeforeValidator(_count), Field(ge=0, le=MOST)]
-Share = Annotated[float, Field(ge=0.0, lt=1.0)]
+Share = Annotated[float, BeforeValidator(_number), Field(ge=0.0, lt=1.0)]  # which stands in lists, too
+
+
+def at_home(value: Any) -> Any:
+    """A text with the home folder in place of `~/` at its beginning, or of `~name/`; anything else as it is. A shell leaves the
+    two alone behind `data.packs=`, and in a recipe it reads neither."""
+    return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~") and "/" in value else value
 
 
 def _nameable(value: object) -> object:
@@ -58,8 +87,10 @@ def _nameable(value: object) -> object:
     return value
 
 
-PathText = Annotated[str, AfterValidator(_nameable)]  # a path, or something else where the file system can be asked for it
-FilePath = Annotated[Path, AfterValidator(_nameable)]
+# A path, or something else where the file system can be asked for it.
+PathText = Annotated[str, BeforeValidator(at_home), AfterValidator(_nameable)]
+FilePath = Annotated[Path, BeforeValidator(at_home), AfterValidator(_nameable)]
+TextOrPath = Annotated[str, BeforeValidator(at_home)]  # a text too long for a path, or the file that holds it
 
 S = TypeVar("S", bound=BaseModel)
 
@@ -164,11 +195,14 @@ def value_from_text(cls: type[BaseModel], key: str, text: str) -> Any:
 
     YAML would read the template `{title}: {text}` as a mapping. Where a key may hold a list too, brackets begin one. Shells pass
     `\\n` in quotes on as two characters; in text they mean a line's end. `null` means none for every key. Raises InputError where
-    the text is not YAML.
+    the text is not YAML, and where there is none: YAML would read that as null, and a shell makes it of an unset variable.
     """
     *parents, name = key.split(".")
     field = _section(cls, parents).model_fields.get(name)
     members = set(_members(field.annotation)) if field else set()
+    if not text.strip():
+        none = f"`{key}=null` for none" if not members or type(None) in members else "a value"
+        raise InputError(f"command line: `{key}=` is empty; write {none}, or leave it out")
     a_list = text.lstrip().startswith("[") and any(typing.get_origin(member) in (list, tuple) for member in members)
     if members & {str, Path} and text != "null" and not a_list:
         return text.replace("\\n", "\n").replace("\\t", "\t") if str in members else text
@@ -231,7 +265,7 @@ def load_with_bases(path: str | os.PathLike[str]) -> list[tuple[Path, dict[str, 
             return chain
         if not isinstance(base, str) or not base or unusable_text(base):
             raise InputError(f"{path}: `base` is {shown(base, repr)}; it should be the path of a recipe, from this file on")
-        wanted = path.parent / base
+        wanted = path.parent / at_home(base)
         if any(wanted.resolve() == there.resolve() for there, _ in chain):
             raise InputError(f"{path}: `base`: {base} builds on this file itself; leave one of the two out")
         if not wanted.is_file():

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from foundation.settings import FilePath, PathText, PositiveCount, Seed, Settings, Share
+from foundation.settings import FilePath, PathText, PositiveCount, Seed, Settings, Share, TextOrPath
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")  # what can be a repository on the Hugging Face hub; else it is a path
 SOURCE_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*$")
@@ -39,7 +39,7 @@ class SourceSettings(Settings):
     prompt: str | None = None  # with `response`, a chat of two messages: a column, or a template over columns, for each
     response: str | None = None  # what answers `prompt`
     train_on: Literal["response", "all"] = "response"  # of a chat: the loss is that of the assistant's tokens, or of all
-    chat_template: str | None = None  # of a chat: a Jinja file, or the template itself; null: the tokenizer's own
+    chat_template: TextOrPath | None = None  # of a chat: a Jinja file, or the template itself; null: the tokenizer's own
 
     # Tokens instead of `text`, as they are, of a source that is tokenized already:
     input_ids: str | None = None  # tokens instead of `text`: column with a record's ids, of the tokenizer that `tokenizer` names
