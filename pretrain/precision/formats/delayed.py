@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator
 
 from foundation.settings import Count, PositiveCount
 from pretrain.precision.formats.current import Current
@@ -17,6 +19,29 @@ from pretrain.precision.formats.definition import (
     Scaling,
 )
 
+# E4M3, which operands are in whatever `fp8_format` is, has 2**17.8 from its least number to its maximum. The margin is taken from
+# the maximum: by 19 the largest value itself would be less than half of the least number.
+MOST_MARGIN = 18
+MOST_HISTORY = 2**20  # microbatches: each of them is a row of FP32 numbers, five for every linear
+
+
+def _leaves_numbers(margin: int) -> int:
+    if margin > MOST_MARGIN:
+        raise ValueError(
+            f"{margin} halvings of the scale leave no value above zero, as E4M3 has a range of 2**{MOST_MARGIN}; 0 is usual, and "
+            f"{MOST_MARGIN} the most"
+        )
+    return margin
+
+
+def _fits_in_memory(length: int) -> int:
+    if length > MOST_HISTORY:
+        raise ValueError(
+            f"{length:,} microbatches are more than are kept, five numbers a linear for each; 1,024 is usual, and "
+            f"{MOST_HISTORY:,} the most"
+        )
+    return length
+
 
 class Delayed(Current):
     name = "delayed"
@@ -27,8 +52,16 @@ class Delayed(Current):
     fallback_rank = 0
     options: Mapping[str, Option] = {
         "fp8_format": FP8_FORMAT,
-        "margin": Option(Count, 0, "each one halves the scale, for room above the largest value seen"),
-        "amax_history_len": Option(PositiveCount, 1024, "microbatches whose largest values are remembered"),
+        "margin": Option(
+            Annotated[Count, AfterValidator(_leaves_numbers)],
+            0,
+            f"each one halves the scale, for room above the largest value seen; {MOST_MARGIN} at most",
+        ),
+        "amax_history_len": Option(
+            Annotated[PositiveCount, AfterValidator(_fits_in_memory)],
+            1024,
+            f"microbatches whose largest values are remembered; {MOST_HISTORY:,} at most",
+        ),
         "amax_compute_algo": Option(Literal["max", "most_recent"], "max", "which of them makes the scale"),
         "fast_accumulation": FAST_ACCUMULATION,
     }
@@ -57,15 +90,18 @@ class Delayed(Current):
         return te.DelayedScaling, arguments, in_full
 
     def against_overflow(self, settings: OptionValues) -> str:
+        """The scale is the format's maximum over the largest value seen, halved `margin` times: too large a one cuts values off,
+        too small a one makes zeros of them, and the loss tells neither apart."""
+        smaller = ", a smaller one keeps small values from becoming zero" if settings.margin else ""
         return (
-            f"a larger `fp8_config.margin` (now {settings.margin}) leaves room above the largest value seen; `precision=current` "
-            f"scales by the values themselves; {super().against_overflow(settings)}"
+            f"a larger `fp8_config.margin` (now {settings.margin}) leaves room above the largest value seen{smaller}; "
+            f"`precision=current` scales by the values themselves; {super().against_overflow(settings)}"
         )
 
     def against_underflow(self, settings: OptionValues) -> str:
         finer = "`precision=block` or `precision=mxfp8`, with a scale for each block,"
         if settings.margin:
-            return f"A smaller `fp8_config.margin` (now {settings.margin}) leaves small values more room; {finer} most"
+            return f"A smaller `fp8_config.margin` (now {settings.margin}) makes fewer small values zero; {finer} fewest"
         return (
             f"If a shorter `fp8_config.amax_history_len` (now {settings.amax_history_len}) does not help, because one large "
             f"value is old, {finer} does"

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from pretrain.precision.formats.delayed import MOST_MARGIN
 from pretrain.precision.quantizers import tensor
 from pretrain.precision.quantizers.grid import E4M3, E5M2, Grid
 
@@ -188,3 +189,16 @@ def test_an_outlier_holds_the_scale_down_for_as_long_as_the_history():
         history, scale = tensor.update_scale(history, scale, 448.0, 0, "max")
         scales.append(scale.item())
     assert scales == pytest.approx([448, 4.48, 4.48, 4.48, 4.48, 448])
+
+
+def test_a_larger_margin_gives_room_above_and_takes_it_below_until_nothing_is_left():
+    """Which way the advice of delayed scaling has to point, and where its bound lies: E4M3 is the narrowest format it has."""
+    history, scale = torch.tensor([[1.0], [1.0]]), torch.ones(1)
+
+    def quantized(margin: int, *values: float) -> list[float]:
+        _, updated = tensor.update_scale(history, scale, E4M3.maximum, margin, "max")
+        return (tensor.quantize(torch.tensor([values]), updated, E4M3).codes / updated).flatten().tolist()
+
+    assert quantized(0, 2.0, 2.0**-17) == [1.0, pytest.approx(2.0**-17, rel=0.5)], "cut off, and kept"
+    assert quantized(1, 2.0, 2.0**-19) == [2.0, 0.0], "kept, and lost"
+    assert quantized(MOST_MARGIN, 1.0)[0] > 0.0 and quantized(MOST_MARGIN + 1, 1.0) == [0.0]
