@@ -44,7 +44,20 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
     parser.add_argument("--profile", action="store_true", help="record a step: profile.md and a trace in the run folder")
     parser.add_argument("--resume", default="auto", metavar="CHECKPOINT", help="default auto: the run's newest intact one")
     parser.add_argument("--accept-changes", action="store_true", help="continue a checkpoint although the recipe has changed")
-    return parser.parse_intermixed_args(without_dashes(sys.argv[1:], parser))  # so that key=value may follow an option
+    arguments = parser.parse_intermixed_args(without_dashes(sys.argv[1:], parser))  # so that key=value may follow an option
+    _check_together(arguments)
+    return arguments
+
+
+def _check_together(arguments: argparse.Namespace) -> None:
+    """InputError for options of which one would be passed over."""
+    instead = [f"--{name.replace('_', '-')}" for name in ("plan", "preview_schedule", "eval_only") if getattr(arguments, name)]
+    if len(instead) > 1:
+        raise InputError(f"command line: {' and '.join(instead)} each do one thing and stop; give one of them at a time")
+    if instead and arguments.profile:
+        raise InputError(
+            f"command line: --profile records a step of training, and {instead[0]} trains none; leave one of them out"
+        )
 
 
 def without_dashes(arguments: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:

@@ -67,7 +67,10 @@ def with_precision(recipe: Recipe, environ: MutableMapping[str, str]) -> Recipe:
             f"{chosen.describe_options()}; leave out the others, or on the command line set them to null"
         )
     settings = _over(inherited if chosen is requested else inherited.without_options(), recipe.fp8_config)
-    return recipe.model_copy(update={"precision": chosen.name, "fp8_config": settings.resolved(chosen.name)})
+    decided = recipe.model_copy(update={"precision": chosen.name, "fp8_config": settings.resolved(chosen.name)})
+    if recipe.precision is None:
+        decided.model_fields_set.discard("precision")  # filled in, and not what the recipe says
+    return decided
 
 
 def _with_schedule(recipe: Recipe, requested: Precision, inherited: LowPrecisionSettings) -> Recipe:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 import math
 import re
-from typing import Annotated, Any, Literal, get_args
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import Field, field_validator, model_validator
 
 from foundation.settings import Count, PathText, PositiveCount, Seed, Settings, Share, shown
 from packing.settings import DataSettings
-from pretrain.precision.schedule import PrecisionSetting
+from pretrain.precision.registry import WEIGHT_DTYPES
+from pretrain.precision.schedule import PrecisionSetting, is_quantized
 from pretrain.precision.settings import LowPrecisionSettings
 
 MOST_FP32 = 1e38  # the optimizer computes in FP32, where 3.4e38 is the last number before infinity
@@ -40,6 +42,10 @@ def _with_numbers(value: Any) -> Any:
     if isinstance(value, list):
         return [_with_numbers(item) for item in value]
     return float(value.replace("_", "")) if isinstance(value, str) and _WITH_EXPONENT.fullmatch(value) else value
+
+
+_EPSILON = re.compile(r"(^|_)eps(ilon)?$")  # of the keys of a model's config, those of what norms add before they divide
+_OF_MLPS = ("intermediate_size", "ffn_dim", "n_inner")  # those of the width of an MLP
 
 
 class EveryNthLayer(Settings):
@@ -73,6 +79,23 @@ class ModelSettings(Settings):
             json.dumps(config, allow_nan=False)
         except (ValueError, TypeError):
             raise ValueError("infinity, not-a-number and dates cannot stand in a config.json") from None
+        return config
+
+    @field_validator("config")
+    @classmethod
+    def _layers_can_compute(cls, config: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Refuse what transformers takes, and makes a model of that is none."""
+        said = config or {}
+        has_experts = "moe" in str(said.get("model_type")) or any("expert" in key for key in said)  # and may need no MLP
+        for key, value in said.items():
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                continue
+            if _EPSILON.search(key) and value < 0:
+                raise ValueError(
+                    f"`{key}: {value:g}` is below zero, and a norm would take the root of a negative number; 1e-6 is usual"
+                )
+            if key in _OF_MLPS and value < 1 and not has_experts:
+                raise ValueError(f"`{key}: {value:g}` leaves the MLPs of the model no features; set it to 1 or more")
         return config
 
     @property
@@ -122,6 +145,15 @@ class OptimizerSettings(Settings):
             raise ValueError(
                 f"`learning_rate: {self.learning_rate:g}` over 1 minus the first of `betas`, {beta:g}, which the first update is "
                 f"multiplied by, is beyond FP32; set a `learning_rate` of {MOST_FP32 * (1 - beta):.2g} or less"
+            )
+        if (share := self.learning_rate * self.weight_decay) > 1:
+            raise ValueError(
+                f"`learning_rate: {self.learning_rate:g}` times `weight_decay: {self.weight_decay:g}` is {share:g}, the share "
+                "of a weight that an update takes away: above 1 weights change their sign; lower one of the two"
+            )
+        if self.clip is not None and self.clip < LEAST_FP32:
+            raise ValueError(
+                f"`clip: {self.clip:g}` is as good as zero in FP32, and no gradient would be left; for no clipping set it to null"
             )
         return self
 
@@ -282,24 +314,119 @@ class Recipe(Settings):
 
     @property
     def without_effect(self) -> list[str]:
-        """A line for each key that has another value than its default, and that another key leaves without effect."""
-        kind, loss, wandb = self.schedule.kind, self.loss.kind, "wandb" in self.log.trackers
-        conditions = [
-            ("schedule.decay", kind != "wsd", f"is for `schedule.kind: wsd`, and it is {kind}"),
-            ("schedule.min_lr_ratio", kind == "constant", "is where a decay ends, and `schedule.kind: constant` has none"),
-            ("loss.chunk", loss != "chunked", f"is for `loss.kind: chunked`, and it is {loss}"),
-            ("model.revision", self.model.source is None, "is of `model.source`, which is not set"),
-            ("log.entity", not wandb, "is for W&B, which `log.trackers` does not name"),
-            ("log.tags", not wandb and "mlflow" not in self.log.trackers, "is for trackers that `log.trackers` does not name"),
-        ]
+        """A line for each key that is set, and that another key leaves without effect."""
+        said = self.model_dump(mode="json")
         found = []
-        for key, unused, why in conditions:
-            part, name = key.split(".")
-            settings = getattr(self, part)
-            value = getattr(settings, name)
-            if unused and value != type(settings).model_fields[name].default:
-                found.append(f"`{key}: {shown(value)}` has no effect: it {why}")
+        for key, idle in WITHOUT_EFFECT.items():
+            if _is_set(self, key) and idle.when(self):
+                value = _at(said, key)
+                written = value if isinstance(value, str) else json.dumps(value)
+                found.append(f"`{key}: {shown(written)}` has no effect: it {idle.why.format(recipe=self)}")
         for key in self.data.without_effect:
             value = shown(getattr(self.data, key))
             found.append(f"`data.{key}: {value}` has no effect: each source says another, or has records of another kind")
         return found
+
+
+class Idle(NamedTuple):
+    """When a key has no effect, and why: the end of a sentence, with fields of `recipe`."""
+
+    when: Callable[[Recipe], bool]
+    why: str
+
+
+def _at(values: Mapping[str, Any], key: str) -> Any:
+    """What nested plain `values` have for the dotted `key`; None where a section, or `model.config`, has no such key."""
+    for part in key.split("."):
+        values = (values or {}).get(part)
+    return values
+
+
+def _is_set(recipe: Recipe, key: str) -> bool:
+    """Whether `key` has another value than its default. A key of `model.config` has none: the model's type decides."""
+    section, name, *inside = key.split(".")
+    settings = getattr(recipe, section)
+    value = getattr(settings, name)
+    return (value or {}).get(inside[0]) is not None if inside else value != type(settings).model_fields[name].default
+
+
+def _has_no_samples(recipe: Recipe) -> bool:
+    """Nobody has asked for any. Who says that there are none, as a matrix does for all of its cells, knows what is idle then."""
+    return not recipe.evaluate.samples and "samples" not in recipe.evaluate.model_fields_set
+
+
+def _is_unquantized_by_chance(recipe: Recipe) -> bool:
+    """The precision is that of the accelerate configuration alone, and quantizes nothing. Who names one knows what it is: in a
+    matrix, cells of all precisions have the same overrides."""
+    return recipe.precision is not None and "precision" not in recipe.model_fields_set and not is_quantized(recipe.precision)
+
+
+def _never_goes_back(recipe: Recipe) -> bool:
+    """Whether a run that nobody interrupts has no checkpoint before its last step."""
+    train, checkpoint = recipe.train, recipe.checkpoint
+    saves = (checkpoint.every, recipe.evaluate.every if checkpoint.best else None)
+    return train.begin_with is None and not any(every and (train.steps is None or every < train.steps) for every in saves)
+
+
+def _is_another_dtype(key: str) -> Callable[[Recipe], bool]:
+    """Of a key of `model.config`: whether it asks for weights in another dtype than they have. A copied config.json says one."""
+
+    def asked(recipe: Recipe) -> bool:
+        said = str((recipe.model.config or {}).get(key)).removeprefix("torch.")
+        return said not in ("auto", WEIGHT_DTYPES[recipe.weights])
+
+    return asked
+
+
+_OF_LOADING = (
+    "is what transformers would load weights in; here `weights` says what they are stored in, and it is {recipe.weights}: set "
+    "`weights: bf16` or `weights: bf16_exact` for BF16"
+)
+_LOW = "is for FP8 and FP4, and this is {recipe.precision}, as the recipe names no `precision`; name the one that it is meant for"
+_NO_WAY_BACK = "goes back to a checkpoint, and none is saved before the last step: the run would stop; set `checkpoint.every`"
+_SAMPLES = "is of `evaluate.samples`, and there are none"
+
+# What a user may set and believe that it acts. A key that is for some precisions, devices or trackers, and is set for runs on all
+# of them at once, does not belong here unless it can be told from one that is set in vain.
+WITHOUT_EFFECT: Mapping[str, Idle] = {
+    "schedule.decay": Idle(
+        lambda recipe: recipe.schedule.kind != "wsd", "is for `schedule.kind: wsd`, and it is {recipe.schedule.kind}"
+    ),
+    "schedule.min_lr_ratio": Idle(
+        lambda recipe: recipe.schedule.kind == "constant", "is where a decay ends, and `schedule.kind: constant` has none"
+    ),
+    "loss.chunk": Idle(lambda recipe: recipe.loss.kind != "chunked", "is for `loss.kind: chunked`, and it is {recipe.loss.kind}"),
+    "model.revision": Idle(lambda recipe: recipe.model.source is None, "is of `model.source`, which is not set"),
+    "model.trust_remote_code": Idle(
+        # Who names a tokenizer may mean its code; and a plan leaves one out that is still to be trained.
+        lambda recipe: recipe.model.source is None and "tokenizer" not in recipe.data.model_fields_set,
+        "is of `model.source` and `data.tokenizer`, which are not set",
+    ),
+    "model.config.dtype": Idle(_is_another_dtype("dtype"), _OF_LOADING),
+    "model.config.torch_dtype": Idle(_is_another_dtype("torch_dtype"), _OF_LOADING),
+    "model.config._attn_implementation": Idle(
+        lambda recipe: True, "names none that keeps the documents of a pack apart; `model.attention` says how they attend"
+    ),
+    "fp8_config.backend": Idle(_is_unquantized_by_chance, _LOW),
+    "fp8_config.scope": Idle(_is_unquantized_by_chance, _LOW),
+    "fp8_config.keep_bf16_layers": Idle(_is_unquantized_by_chance, _LOW),
+    "fp8_config.keep_bf16": Idle(_is_unquantized_by_chance, _LOW),
+    "evaluate.sample_tokens": Idle(_has_no_samples, _SAMPLES),
+    "evaluate.temperature": Idle(_has_no_samples, _SAMPLES),
+    "evaluate.top_p": Idle(_has_no_samples, _SAMPLES),
+    "health.on_nan": Idle(lambda recipe: recipe.health.on_nan == "rollback" and _never_goes_back(recipe), _NO_WAY_BACK),
+    "health.on_spike": Idle(lambda recipe: recipe.health.on_spike == "rollback" and _never_goes_back(recipe), _NO_WAY_BACK),
+    "health.max_rollbacks": Idle(
+        lambda recipe: "rollback" not in (recipe.health.on_nan, recipe.health.on_spike),
+        "is for `rollback`, which neither `health.on_nan` nor `health.on_spike` asks for",
+    ),
+    "log.project": Idle(
+        lambda recipe: {"jsonl", "tensorboard"}.issuperset(recipe.log.trackers),
+        "is for hosted trackers, and `log.trackers` names none",
+    ),
+    "log.entity": Idle(lambda recipe: "wandb" not in recipe.log.trackers, "is for W&B, which `log.trackers` does not name"),
+    "log.tags": Idle(
+        lambda recipe: {"wandb", "mlflow"}.isdisjoint(recipe.log.trackers),
+        "is for W&B and MLflow, which `log.trackers` does not name",
+    ),
+}

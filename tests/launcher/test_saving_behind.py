@@ -81,9 +81,8 @@ def test_a_signal_waits_for_the_checkpoint_under_way_and_saves_its_own_step_too(
 
 def test_a_run_that_halts_leaves_the_checkpoint_that_was_being_written(started: Callable, tmp_path: Path):
     run_dir = tmp_path / "run"
-    process = started(
-        Moment("os.rename", r"/step-00000001$"), "checkpoint.every=1", "optimizer.learning_rate=1e30", "schedule.warmup=0"
-    )
+    diverging = ("optimizer.learning_rate=1e30", "optimizer.weight_decay=0", "schedule.warmup=0")
+    process = started(Moment("os.rename", r"/step-00000001$"), "checkpoint.every=1", *diverging)
     process.wait_until(lambda: "halted" in (run_dir / "metrics.jsonl").read_text())
     process.go_on()
     assert process.end() == 3

@@ -56,30 +56,13 @@ def test_a_recipe_builds_on_another_key_by_key_and_goes_before_it(tmp_path: Path
     assert recipe.data.packs == Path("packs") and "base" not in resolved(recipe)
 
 
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        (["schedule.kind=cosine", "schedule.decay=0.4"], "`schedule.decay: 0.4` has no effect: it is for `schedule.kind: wsd`"),
-        (["schedule.kind=constant", "schedule.min_lr_ratio=0.1"], "`schedule.min_lr_ratio: 0.1` has no effect: it is where"),
-        (["loss.kind=reference", "loss.chunk=512"], "`loss.chunk: 512` has no effect: it is for `loss.kind: chunked`, and it is"),
-        (["model.source=null", "model.config={model_type: llama}", "model.revision=main"], "`model.revision: main` has no"),
-        (["log.entity=team"], "`log.entity: team` has no effect: it is for W&B"),
-        (["log.tags=[a]", "log.trackers=[tensorboard]"], "`log.tags: ('a',)` has no effect"),
-        (["schedule.kind=cosine", "loss.kind=reference", "log.tags=[a]", "log.trackers=[mlflow]"], None),
-    ],
-)
-def test_a_key_that_another_leaves_without_effect_is_named(settings: list[str], says: str | None, tmp_path: Path) -> None:
-    found = load_recipe(write(tmp_path, SMALLEST), settings).without_effect
-    assert [line[: len(says or "")] for line in found] == ([says] if says else [])
-
-
 def test_a_models_config_takes_numbers_with_an_exponent_that_yaml_reads_as_text(tmp_path: Path) -> None:
     shape = "{model_type: llama, rope_parameters: {rope_theta: 1e6}, hidden_act: silu, name: e5, hex: 0x1e5, list: LIST}"
     shape = shape.replace("LIST", "[1E+2, 2, 1.0e6, .5e1, 1_0.5e1]")
     path = tmp_path / "recipe.yaml"
     path.write_text(f"name: x\nmodel: {{config: {shape}}}\ndata: {{packs: p}}\ntrain: {{steps: 1}}\n")
-    config = load_recipe(path, ["model.config.rms_norm_eps=-1e-6"]).model.config
-    assert config["rope_parameters"] == {"rope_theta": 1e6} and config["rms_norm_eps"] == -1e-6
+    config = load_recipe(path, ["model.config.rms_norm_eps=1e-6"]).model.config
+    assert config["rope_parameters"] == {"rope_theta": 1e6} and config["rms_norm_eps"] == 1e-6
     assert config["list"] == [100.0, 2, 1e6, 5.0, 105.0] and (config["name"], config["hidden_act"], config["hex"]) == (
         "e5",
         "silu",
@@ -208,6 +191,18 @@ def test_a_config_that_says_every_default_of_its_sources_is_of_the_same_training
         ({"data": {"packs": "p", "source": "s"}}, [], ["`data`", "`tokenizer` is not"]),
         ({"model": {}}, [], ["`model`", "`source`", "model_type"]),
         ({"seed": True}, [], ["`seed`", "whole number"]),
+        ({}, ["optimizer.learning_rate=true"], ["command line", "`optimizer.learning_rate`: a number is wanted, not true or"]),
+        ({"optimizer": {"clip": False}}, [], ["recipe.yaml: `optimizer.clip`: a number is wanted"]),
+        ({}, ["optimizer.clip="], ["command line: `optimizer.clip=` is empty; write `optimizer.clip=null` for none"]),
+        ({}, ["data.packs="], ["command line: `data.packs=` is empty; write a value"]),
+        ({}, ["optimizer.weight_decay=4000"], ["`learning_rate: 0.0003` times `weight_decay: 4000` is 1.2", "change their sign"]),
+        ({}, ["optimizer.learning_rate=30"], ["`learning_rate: 30` times `weight_decay: 0.1` is 3", "lower one"]),
+        ({}, ["optimizer.clip=1e-300"], ["`clip: 1e-300` is as good as zero", "set it to null"]),
+        ({}, ["model.config.rms_norm_eps=-0.5"], ["`model.config`: `rms_norm_eps: -0.5` is below zero", "1e-6 is usual"]),
+        ({}, ["model.config.layer_norm_epsilon=-1e-5"], ["`layer_norm_epsilon: -1e-05` is below zero"]),
+        ({}, ["model.config.intermediate_size=0"], ["`intermediate_size: 0` leaves the MLPs", "set it to 1 or more"]),
+        ({}, ["fp8_config.margin=19"], ["`fp8_config.margin`: 19 halvings of the scale leave no value", "18 the most"]),
+        ({}, ["fp8_config.amax_history_len=1e12"], ["`fp8_config.amax_history_len`: 1,000,000,000,000 microb", "1,048,576 the"]),
         ({"data": {"packs": False}}, [], ["`data.packs` is False; it should be a path, as text"]),
         ({}, ["seed=010"], ["command line", "`seed=010`", "base 8"]),
         ({}, ["weights"], ["command line", "key=value"]),
@@ -227,6 +222,29 @@ def test_a_key_of_a_section_that_a_file_says_is_none_can_be_set(tmp_path: Path) 
     assert "validation: null" in said
     recipe = load_recipe(write(tmp_path, said), ["data.source=s", "data.tokenizer=t", "data.validation.source=v"])
     assert str(recipe.data.validation.source) == "v"
+
+
+def test_values_at_the_edge_of_what_makes_sense_are_taken(tmp_path: Path) -> None:
+    edge = ["optimizer.learning_rate=10", "fp8_config.margin=18", "fp8_config.amax_history_len=1_048_576"]
+    experts = ["model.config={model_type: qwen3_moe, intermediate_size: 0, moe_intermediate_size: 32, rms_norm_eps: 0}"]
+    assert load_recipe(write(tmp_path, SMALLEST), [*edge, *experts]).fp8_config.margin == 18
+    assert load_recipe(write(tmp_path, SMALLEST), ["model.config={}"]).model.config == {}
+
+
+def test_a_home_folder_is_written_out_wherever_a_recipe_names_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that config.yaml means the same files to whoever reads it."""
+    monkeypatch.setenv("HOME", "/home/me")
+    data = {"packs": "~/packs", "tokenizer": "~/tok.json", "sources": [{"source": "~/a", "weight": 1}]}
+    data["validation"] = {"sources": [{"source": "~/v", "name": "v"}]}
+    train = {"steps": 1, "begin_with": "~/runs/other/checkpoints/step-00000001"}
+    recipe = load_recipe(write(tmp_path, SMALLEST | {"data": data, "train": train, "run_dir": "~/runs/{name}"}))
+    assert run_dir_of(recipe) == Path("/home/me/runs/small")
+    assert "~" not in yaml.safe_dump(resolved(recipe))
+    given = load_recipe(
+        write(tmp_path, SMALLEST), ["model.source=~/m", "data.packs=~/p", "data.source=~/a", "data.tokenizer=~/t"]
+    )
+    assert (given.model.source, given.data.packs) == ("/home/me/m", Path("/home/me/p"))
+    assert (given.data.source, given.data.tokenizer) == ("/home/me/a", "/home/me/t")
 
 
 def test_several_mistakes_are_all_named_at_once(tmp_path: Path) -> None:
