@@ -48,9 +48,12 @@ def test_a_run_folder_that_is_somebody_elses_is_refused_and_left_as_it_is(plan, 
     assert not (folder / ".lock").exists()
 
 
-def test_an_empty_run_dir_and_the_current_folder_are_refused(refusal, monkeypatch):
-    assert "`run_dir` is empty; name a folder" in refusal("run_dir=")
-    assert "`run_dir` is empty; name a folder" in refusal("run_dir= ")
+def test_an_empty_run_dir_and_the_current_folder_are_refused(refusal, small_recipe, monkeypatch):
+    assert all("`run_dir=` is empty; write a value" in refusal(given) for given in ("run_dir=", "run_dir= "))
+    named = small_recipe["run_dir"]
+    small_recipe["run_dir"] = " "
+    assert "`run_dir` is empty; name a folder" in refusal()
+    small_recipe["run_dir"] = named
     monkeypatch.chdir(Path(__file__).parent)
     assert re.search(r"^\.: holds .* and is no run folder", refusal("run_dir=."))
 
