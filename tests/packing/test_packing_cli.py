@@ -87,7 +87,7 @@ def test_flags_say_what_a_recipe_says(recipe: Path, tmp_path: Path) -> None:
         (["data.length=many"], "`data.length` is 'many'"),
         (["data.source=/nowhere.jsonl"], "data.source: /nowhere.jsonl: no such file or folder"),
         (["--seed", str(2**64)], f"command line: `data.seed`: too large; the most that a count can be is {2**63 - 1}"),
-        (["--source", ""], "`source` is empty"),
+        (["--source", ""], "`data.source=` is empty"),
         (["data.end_token=0"], "`end_token` is for token .bin files"),
         (["data.source=null", "data.packing=best_fit"], "`packing`, `seed`: for preparing packs, but no `source` is set"),
         (["dta.length=64"], "prepare takes the keys of data only"),
