@@ -174,7 +174,7 @@ def _note_changed_source(settings: DataSettings, progress: bool) -> None:
     try:
         source = open_source(settings)
     except InputError as error:
-        say(f"{settings.packs}: used as they are; their source can no longer be read: {error}", progress)
+        say(f"{settings.packs}: used as they are; with these settings they could not be made again: {error}", progress)
         return
     then = read_manifest(settings.packs)["statistics"].get("source_bytes")
     if isinstance(source, FileSource) and then is not None and source.bytes != then:
