@@ -73,12 +73,12 @@ def draw(scales: Sequence[Scale], speeds: Speeds, picture: Path) -> None:
     left.set_xticks(range(len(apart)), apart, rotation=40, ha="right", rotation_mode="anchor", fontsize="small")
     left.set_xlim(-0.7, max(len(apart), 1) - 0.3)
     left.set_xlabel("no speed\nhere")
-    left.set_ylabel(f"loss minus that of {BASELINE}, %")
+    left.set_ylabel(f"held-out loss in BF16 minus {BASELINE}'s, %")
     fastest = max((each.speedup for each in every if each.speedup), default=1.0)
     right.set_xlim(0.96, max(fastest, 1.05) + 0.08)  # for the name of the last
     right.set_xlabel(f"speed over BF16: {speeds.model} on an {speeds.device}")
     right.legend(loc="upper right", fontsize="small", frameon=False)
-    said = f"bars: {whole_percent(CONFIDENCE)} interval over seeds; grey: ± {100 * MARGIN:g} %, equivalent"
+    said = f"bars: {whole_percent(CONFIDENCE)} interval, from three seeds on; grey: ± {100 * MARGIN:g} %"
     said += f"; dotted: {BASELINE} repeated{f', {of}' if scales[1:] else ''}" if floor is not None else ""
     said += "; hollow: emulated" if any(each.emulated for each in every) else ""
     said += "; scales of a cell side by side" if scales[1:] else ""

@@ -57,9 +57,9 @@ def test_the_block_for_your_own_text_trains_and_generates(checkout: Path):
     assert (config["vocab_size"], config["eos_token_id"]) == (4096, 0), "the tokenizer's 4,000 ids, and its end of text"
 
 
-def test_readme_has_12_kilobytes_or_less_and_the_answer_of_the_evidence_16():
+def test_readme_has_12_kilobytes_or_less_and_the_answer_of_the_evidence_18():
     assert len(README.encode()) <= 12_000
-    assert len((ROOT / "docs/evidence.md").read_bytes()) <= 16 * 1024
+    assert len((ROOT / "docs/evidence.md").read_bytes()) <= 18 * 1024
 
 
 def test_readme_has_the_speeds_of_the_result_files():
