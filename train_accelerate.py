@@ -66,7 +66,7 @@ from pretrain.plan.scaling import cluster_asked, render_scaling
 from pretrain.run import determinism
 from pretrain.run.assembly import assemble
 from pretrain.run.command_line import leave_status, parse_arguments, say_once
-from pretrain.run.eval_only import evaluate_only
+from pretrain.run.eval_only import evaluate_only, require_weights
 from pretrain.run.evaluate import best_so_far, evaluate, evaluate_once, is_best
 from pretrain.run.export import export_trained
 from pretrain.run.faults import explaining_memory, fault_of, time_is_up
@@ -123,11 +123,15 @@ def launch(arguments: argparse.Namespace) -> int:
         if main_process:
             print(schedule.preview(recipe.schedule, recipe.optimizer, steps, recipe.batch.tokens, picture))
         return 0
-    if not arguments.eval_only:  # before packs are prepared, which may take hours; a plan may be made while the run is going on
+    # Before packs are prepared, which may take hours; a plan may be made while the run is going on.
+    if arguments.eval_only:
+        refused_together(accelerator, lambda: main_process and require_weights(recipe, arguments.resume))
+    elif not cluster:
         check_run_dir = check_writable if arguments.plan else check_free
         refused_together(accelerator, lambda: main_process and check_run_dir(config.run_dir_of(recipe)))
     waited = Waited(shown=main_process, already=since_the_command())
-    purpose, devices = "plan" if arguments.plan else "run", cluster.gpus if cluster else None
+    purpose = "elsewhere" if cluster else "plan" if arguments.plan else "run"
+    devices = cluster.gpus if cluster else None
     job = prepare_job(recipe, accelerator, arguments.tokens_per_second, purpose=purpose, devices=devices, waited=waited)
     console = Console(job.plan.steps, enabled=main_process)
     for text in (*asked.notices, *job.notices):

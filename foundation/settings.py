@@ -194,8 +194,9 @@ def value_from_text(cls: type[BaseModel], key: str, text: str) -> Any:
     """What `key=text` on a command line means: YAML, but plain text for the keys of `cls` that hold text.
 
     YAML would read the template `{title}: {text}` as a mapping. Where a key may hold a list too, brackets begin one. Shells pass
-    `\\n` in quotes on as two characters; in text they mean a line's end. `null` means none for every key. Raises InputError where
-    the text is not YAML, and where there is none: YAML would read that as null, and a shell makes it of an unset variable.
+    `\\n` in quotes on as two characters; in text they mean a line's end. `null` means none for every key, two quotes an empty
+    text. Raises InputError where the text is not YAML, and where there is none, which a shell makes of an unset variable and YAML
+    would read as null.
     """
     *parents, name = key.split(".")
     field = _section(cls, parents).model_fields.get(name)
@@ -203,6 +204,8 @@ def value_from_text(cls: type[BaseModel], key: str, text: str) -> Any:
     if not text.strip():
         none = f"`{key}=null` for none" if not members or type(None) in members else "a value"
         raise InputError(f"command line: `{key}=` is empty; write {none}, or leave it out")
+    if members & {str, Path} and text in ("''", '""'):
+        return ""
     a_list = text.lstrip().startswith("[") and any(typing.get_origin(member) in (list, tuple) for member in members)
     if members & {str, Path} and text != "null" and not a_list:
         return text.replace("\\n", "\n").replace("\\t", "\t") if str in members else text

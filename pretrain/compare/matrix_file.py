@@ -441,7 +441,7 @@ def _as_overrides(values: Values) -> list[str]:
 
 def _text(key: str, value: Any) -> str:
     """`value` as the launcher's command line has to give it, to be read back as itself: bare where that will do, else as YAML."""
-    if isinstance(value, str) and value_from_text(Recipe, key, value) == value:
+    if isinstance(value, str) and value.strip() and value_from_text(Recipe, key, value) == value:
         return value
     return yaml.safe_dump([value], default_flow_style=True, width=10**6, allow_unicode=True).strip()[1:-1]
 

@@ -18,7 +18,7 @@ from pretrain.optimizer import schedule
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.schedule import last_steps, phases_of
 from pretrain.precision.settings import ActivePrecision
-from pretrain.settings.recipe import Recipe, TrainSettings
+from pretrain.settings.recipe import LEAST_FP32, OptimizerSettings, Recipe, TrainSettings
 
 if TYPE_CHECKING:  # slow to import
     from transformers import PretrainedConfig
@@ -89,6 +89,7 @@ def check_settings(recipe: Recipe, precision: str, world_size: int | None) -> No
             f"`weights: {recipe.weights}` and `precision: {precision}` contradict each other: BF16 weights compute in BF16; "
             "set `precision: bf16`, or `weights: fp32`"
         )
+    _check_updates(recipe.optimizer)
     tokens, length = recipe.batch.tokens, recipe.data.length
     if tokens % length:
         lower, upper = tokens // length * length, (tokens // length + 1) * length
@@ -108,6 +109,20 @@ def check_settings(recipe: Recipe, precision: str, world_size: int | None) -> No
         check_stream(recipe)
     if recipe.data.prepares and not recipe.data.held_out and recipe.data.validation is None:
         check_held_out(recipe, 0)
+
+
+def _check_updates(optimizer: OptimizerSettings) -> None:
+    """Whether updates can train at all. Not refused as settings are read: a run that had such is still exported and compared."""
+    rate, decay, clip = optimizer.learning_rate, optimizer.weight_decay, optimizer.clip
+    if rate * decay > 1:
+        raise InputError(
+            f"`optimizer.learning_rate: {rate:g}` times `optimizer.weight_decay: {decay:g}` is {rate * decay:g}, the share of a "
+            "weight that an update takes away: above 1 weights change their sign; lower one of the two"
+        )
+    if clip is not None and clip < LEAST_FP32:
+        raise InputError(
+            f"`optimizer.clip: {clip:g}` is as good as zero in FP32, and no gradient would be left; for no clipping, set null"
+        )
 
 
 def _check_shares(recipe: Recipe, world_size: int) -> None:

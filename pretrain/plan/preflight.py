@@ -166,7 +166,7 @@ def prepare_job(
     # What settings say by themselves.
     run_dir, device_type = _check_surroundings(recipe, accelerator), accelerator.device.type
     precisions = _choose_precisions(recipe, device_type)
-    world_size = None if purpose == "elsewhere" else devices or accelerator.num_processes
+    world_size = devices or (None if purpose == "elsewhere" else accelerator.num_processes)
     check_settings(recipe, precisions.first.precision.name, world_size)
 
     # A plan comes before packs, and before a tokenizer that is still to be trained.
@@ -181,7 +181,8 @@ def prepare_job(
     recipe, vocabulary = _with_vocabulary(recipe, data)
     laid_out = _lay_out(recipe, precisions, device_type)
     tokenizer = _usable_tokenizer(recipe, data, laid_out.config)
-    model.check_export(laid_out.shapes, tokenizer)
+    if recipe.checkpoint.at_end:
+        model.check_export(laid_out.shapes, tokenizer)
     if settings.prepares:
         clock = waited or Waited(shown=False)
         before = clock.go_on_to("packs")

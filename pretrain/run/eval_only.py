@@ -16,6 +16,23 @@ from pretrain.plan.preflight import Job
 from pretrain.run.assembly import Assembly, assemble
 from pretrain.run.evaluate import held_out_figures
 from pretrain.run.resume import complete_histories, load_weights, look_for_resume_point, scales_to_load
+from pretrain.settings.config import run_dir_of
+from pretrain.settings.recipe import Recipe
+
+
+def require_weights(recipe: Recipe, wanted: str) -> None:
+    """InputError where `evaluate_only` will find no weights, as far as the file system tells without the job."""
+    if wanted == "auto" and recipe.train.begin_with is None and not run_dir_of(recipe).exists():
+        _refuse_random_weights(recipe)
+
+
+def _refuse_random_weights(recipe: Recipe) -> None:
+    """InputError where a run of `recipe` without a checkpoint begins with weights that are drawn."""
+    if recipe.model.weights_source is None:
+        raise InputError(
+            f"`--eval-only`: the run folder, {run_dir_of(recipe)}, has no checkpoint, and this recipe begins with random "
+            "weights; set `run_dir` to that of a run that has saved one, name a checkpoint with --resume, or set `model.source`"
+        )
 
 
 def evaluate_only(job: Job, accelerator: Accelerator, console: Console, wanted: str) -> None:
@@ -31,15 +48,11 @@ def evaluate_only(job: Job, accelerator: Accelerator, console: Console, wanted: 
     checkpoints, source = look_for_resume_point(wanted, job, accept_changes=True)
     if source is not None and not source.begins:
         check_same_source(source.record["identity"], job.source_config, source.path, job.recipe.model.source)
-    origin = job.recipe.model.weights_source
-    if source is None and origin is None:
-        raise InputError(
-            f"`--eval-only`: the run folder, {job.run_dir}, has no checkpoint, and this recipe begins with random weights; set "
-            "`run_dir` to that of a run that has saved one, name a checkpoint with --resume, or set `model.source`"
-        )
+    if source is None:
+        _refuse_random_weights(job.recipe)
     assembly = assemble(job, accelerator)
     if source is None:
-        what = f"{origin}, untrained by this run"
+        what = f"{job.recipe.model.weights_source}, untrained by this run"
     else:
         scales, _ = scales_to_load(source.path, assembly.precision.saved_state())
         for note in load_weights(source, checkpoints, job.recipe.weights, assembly, scales):

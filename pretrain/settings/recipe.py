@@ -146,15 +146,6 @@ class OptimizerSettings(Settings):
                 f"`learning_rate: {self.learning_rate:g}` over 1 minus the first of `betas`, {beta:g}, which the first update is "
                 f"multiplied by, is beyond FP32; set a `learning_rate` of {MOST_FP32 * (1 - beta):.2g} or less"
             )
-        if (share := self.learning_rate * self.weight_decay) > 1:
-            raise ValueError(
-                f"`learning_rate: {self.learning_rate:g}` times `weight_decay: {self.weight_decay:g}` is {share:g}, the share "
-                "of a weight that an update takes away: above 1 weights change their sign; lower one of the two"
-            )
-        if self.clip is not None and self.clip < LEAST_FP32:
-            raise ValueError(
-                f"`clip: {self.clip:g}` is as good as zero in FP32, and no gradient would be left; for no clipping set it to null"
-            )
         return self
 
     @field_validator("clip", mode="before")
@@ -361,13 +352,6 @@ def _is_unquantized_by_chance(recipe: Recipe) -> bool:
     return recipe.precision is not None and "precision" not in recipe.model_fields_set and not is_quantized(recipe.precision)
 
 
-def _never_goes_back(recipe: Recipe) -> bool:
-    """Whether a run that nobody interrupts has no checkpoint before its last step."""
-    train, checkpoint = recipe.train, recipe.checkpoint
-    saves = (checkpoint.every, recipe.evaluate.every if checkpoint.best else None)
-    return train.begin_with is None and not any(every and (train.steps is None or every < train.steps) for every in saves)
-
-
 def _is_another_dtype(key: str) -> Callable[[Recipe], bool]:
     """Of a key of `model.config`: whether it asks for weights in another dtype than they have. A copied config.json says one."""
 
@@ -383,7 +367,6 @@ _OF_LOADING = (
     "`weights: bf16` or `weights: bf16_exact` for BF16"
 )
 _LOW = "is for FP8 and FP4, and this is {recipe.precision}, as the recipe names no `precision`; name the one that it is meant for"
-_NO_WAY_BACK = "goes back to a checkpoint, and none is saved before the last step: the run would stop; set `checkpoint.every`"
 _SAMPLES = "is of `evaluate.samples`, and there are none"
 
 # What a user may set and believe that it acts. A key that is for some precisions, devices or trackers, and is set for runs on all
@@ -414,8 +397,6 @@ WITHOUT_EFFECT: Mapping[str, Idle] = {
     "evaluate.sample_tokens": Idle(_has_no_samples, _SAMPLES),
     "evaluate.temperature": Idle(_has_no_samples, _SAMPLES),
     "evaluate.top_p": Idle(_has_no_samples, _SAMPLES),
-    "health.on_nan": Idle(lambda recipe: recipe.health.on_nan == "rollback" and _never_goes_back(recipe), _NO_WAY_BACK),
-    "health.on_spike": Idle(lambda recipe: recipe.health.on_spike == "rollback" and _never_goes_back(recipe), _NO_WAY_BACK),
     "health.max_rollbacks": Idle(
         lambda recipe: "rollback" not in (recipe.health.on_nan, recipe.health.on_spike),
         "is for `rollback`, which neither `health.on_nan` nor `health.on_spike` asks for",

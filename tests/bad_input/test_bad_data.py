@@ -271,6 +271,9 @@ def test_a_plan_for_other_gpus_checks_the_batch_against_those(launch, refusal):
     assert planned.status == 0 and "a launch on 1 device would refuse `batch.microbatch: 3`, which does not divide the 8" in said
     assert "3 GPUs on 1 machine" in said and "does not divide the 8 packs" in refusal("--plan", "batch.microbatch=3")
     assert "too few for 9 processes" in refusal("--plan", "--gpus", "9", "batch.microbatch=1")
+    there = ("data.packs=/no/packs", "data.source=/no/such", "data.tokenizer=/no/tokenizer", "run_dir=/no/run")
+    other = ("--plan", "--gpus", "4", "--tokens-per-second", "1000", "model.config.vocab_size=61", "data.held_out=0.1", *there)
+    assert "what is said of it is not checked" in launch(*other).out, "text and disk may be on the machine that is planned for"
 
 
 def test_a_plan_counts_the_packs_there_are_and_names_the_validation_to_come(source, tokenizer, launch, small_recipe):

@@ -66,6 +66,7 @@ def test_an_override_without_a_value_is_refused(key: str, remedy: str, text: str
 @pytest.mark.parametrize("text", ["null", "~"])
 def test_none_is_said_by_null(text: str) -> None:
     assert value_from_text(Example, "bound", text) is None and value_from_text(Example, "name", "null") is None
+    assert value_from_text(Example, "name", "''") == value_from_text(Example, "source", '""') == ""
 
 
 def test_a_home_folder_is_written_out_and_a_name_that_begins_alike_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,7 +120,7 @@ def test_histories_that_the_checkpoint_lacks_begin_under_its_weights(before: str
     [
         ("{seed}/step-00000004", "`train.begin_with`: 1337/step-00000004: no such checkpoint; name a step-* folder of another"),
         ("{sed}/step-00000004", "`train.begin_with`: '{sed}/step-00000004' cannot be filled in; did you mean {seed}?"),
-        ("''", "`train.begin_with`: '': no such checkpoint"),
+        ("''", "`train.begin_with` is empty; name a folder"),
     ],
 )
 def test_what_is_no_checkpoint_is_refused_before_anything_is_made(

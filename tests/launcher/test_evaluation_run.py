@@ -135,9 +135,11 @@ def test_eval_only_in_a_precision_that_the_checkpoint_was_not_trained_in(train_h
 
 def test_eval_only_without_a_checkpoint_or_a_source_of_weights_is_refused(train_here: Callable, tmp_path: Path):
     """A mistyped `run_dir`, whose random weights would have a loss, too."""
-    refused = train_here("--eval-only", f"run_dir={tmp_path}/mistyped")
+    refused = train_here("--eval-only", f"run_dir={tmp_path}/mistyped", f"data.packs={tmp_path}/not_prepared")
     assert f"the run folder, {tmp_path}/mistyped, has no checkpoint, and this recipe begins with random" in refused.refusal
-    assert "held-out loss of" not in refused.out and not (tmp_path / "mistyped").exists()
+    assert "held-out loss of" not in refused.out and not (tmp_path / "mistyped").exists(), "before packs are prepared"
+    (tmp_path / "empty").mkdir()
+    assert f"{tmp_path}/empty, has no checkpoint" in train_here("--eval-only", f"run_dir={tmp_path}/empty").refusal
 
 
 @pytest.mark.parametrize(
@@ -154,7 +156,9 @@ def test_what_goes_by_held_out_loss_is_refused_without_held_out_packs(
     with PackWriter(tmp_path / "packs", 32) as writer:
         writer.add("train", Pack(np.zeros(32, dtype=np.uint32), np.array([32], dtype=np.int32)))
         writer.finish(settings={}, statistics={}, tokenizer=None)
-    assert says in train_here(asked, f"data.packs={tmp_path / 'packs'}", "evaluate.every=null").refusal
+    (tmp_path / "begun").mkdir()
+    settings = (f"data.packs={tmp_path / 'packs'}", "evaluate.every=null", f"run_dir={tmp_path / 'begun'}")
+    assert says in train_here(asked, *settings).refusal
 
 
 def test_samples_are_recorded_with_a_seed_a_prompt_and_shown_by_tensorboard(train_here: Callable, tmp_path: Path):

@@ -39,12 +39,6 @@ IN_VAIN: dict[str, tuple[list[str], str, list[str]]] = {
     "evaluate.sample_tokens=9": ([], "it is of `evaluate.samples`, and there are none", ["evaluate.samples=[Once]"]),
     "evaluate.temperature=0": ([], "it is of `evaluate.samples`, and there are none", ["evaluate.samples=[Once]"]),
     "evaluate.top_p=0.5": ([], "it is of `evaluate.samples`, and there are none", ["evaluate.samples=[]"]),
-    "health.on_nan=rollback": (["checkpoint.every=null"], "the run would stop; set `checkpoint.every`", []),
-    "health.on_spike=rollback": (
-        ["checkpoint.every=1000"],
-        "none is saved before the last step",
-        ["train.begin_with=step-00000009"],
-    ),
     "health.max_rollbacks=7": (
         ["health.on_nan=skip"],
         "it is for `rollback`, which neither `health.on_nan`",
@@ -92,20 +86,6 @@ def test_the_value_stands_in_the_line_as_yaml_has_it(tmp_path: Path) -> None:
         '`fp8_config.keep_bf16_layers: {"first": 0, "last": 2}`',
         '`log.tags: ["a"]`',
     ]
-
-
-@pytest.mark.parametrize(
-    ("checkpoint", "goes_back"),
-    [
-        (["checkpoint.every=999"], True),
-        (["checkpoint.every=1000"], False),
-        (["train.tokens=1e9"], True),
-        (["checkpoint.every=null", "checkpoint.best=true", "evaluate.every=10"], True),
-        (["checkpoint.every=null", "checkpoint.best=true"], False),
-    ],
-)
-def test_a_rollback_needs_a_checkpoint_before_the_last_step(checkpoint: list[str], goes_back: bool, tmp_path: Path) -> None:
-    assert bool(found(tmp_path, ["health.on_nan=rollback", *checkpoint])) != goes_back
 
 
 def test_a_configs_dtype_that_the_weights_have_is_passed_over(tmp_path: Path) -> None:
