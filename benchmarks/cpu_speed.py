@@ -123,7 +123,8 @@ def plain(began: float, *, masked: bool) -> dict[str, float]:
 
 
 def positions_of(lengths: np.ndarray, length: int) -> np.ndarray:
-    """[length]: from 0 in each document; what pads a pack is a document, too."""
+    """[length]: from 0 in each document; what pads a pack is a document, too. Not the launcher's, which a script of one's own
+    does not have."""
     sizes = np.append(lengths, length - lengths.sum())
     return np.arange(length) - np.repeat(np.cumsum(sizes) - sizes, sizes)
 

@@ -91,8 +91,10 @@ def name_aside(path: Path) -> Path:
 
 
 def why_unwritable(folder: Path) -> str | None:
-    """Why nothing can be written into `folder`, or why it cannot be made where it is not there; None where it can. Making it is
-    tried beside it, as rights alone do not tell, and nothing is left of that."""
+    """Why nothing can be written into `folder`, or, where it is not there, why it cannot be made; None where it can.
+
+    A folder that is there is not touched. Where none is, rights do not tell enough: another is made in the nearest one above, and
+    removed at once."""
     there = folder.absolute()
     if there.is_dir():
         return None if os.access(there, os.W_OK | os.X_OK) else "no permission"

@@ -190,6 +190,9 @@ def _section(cls: type[BaseModel], keys: list[str]) -> type[BaseModel]:
     return cls
 
 
+_QUOTED_BLANK = re.compile(r"""(['"])(\s*)\1""")  # text that cannot stand bare behind `key=`
+
+
 def value_from_text(cls: type[BaseModel], key: str, text: str) -> Any:
     """What `key=text` on a command line means: YAML, but plain text for the keys of `cls` that hold text.
 
@@ -204,8 +207,8 @@ def value_from_text(cls: type[BaseModel], key: str, text: str) -> Any:
     if not text.strip():
         none = f"`{key}=null` for none" if not members or type(None) in members else "a value"
         raise InputError(f"command line: `{key}=` is empty; write {none}, or leave it out")
-    if members & {str, Path} and text in ("''", '""'):
-        return ""
+    if members & {str, Path} and (blank := _QUOTED_BLANK.fullmatch(text)):
+        return blank[2]
     a_list = text.lstrip().startswith("[") and any(typing.get_origin(member) in (list, tuple) for member in members)
     if members & {str, Path} and text != "null" and not a_list:
         return text.replace("\\n", "\n").replace("\\t", "\t") if str in members else text

@@ -36,9 +36,11 @@ _OURS = {FIRST, f".{FIRST}.partial", ENDED, FAILED, ".lock"}
 
 
 def check_preparing(settings: DataSettings, *, elsewhere: bool = False) -> list[str]:
-    """For a plan: InputError where packs that are not all there would be refused before any text is read, and those that are
-    there, as made with other settings. `elsewhere`: they may be made on another machine. Returns what is to be said of text that
-    is not on this one, which else is an error."""
+    """For a plan. InputError where a run would refuse the data before it reads any text: packs that it would have to make, and
+    packs that are there and were made with other settings.
+
+    `elsewhere`: they may be made on another machine. Text that is not on this one is then no error, but is
+    returned, to be said."""
     absent = check_parts(settings, elsewhere=elsewhere)
     training = stream_parts(settings) if settings.stream else training_parts(settings) or {"": settings}
     for key, part in (by_key(training) | by_key(validation_parts(settings), "data.validation")).items():

@@ -25,22 +25,21 @@ MOST_MARGIN = 18
 MOST_HISTORY = 2**20  # microbatches: each of them is a row of FP32 numbers, five for every linear
 
 
-def _leaves_numbers(margin: int) -> int:
-    if margin > MOST_MARGIN:
-        raise ValueError(
-            f"{margin} halvings of the scale leave no value above zero, as E4M3 has a range of 2**{MOST_MARGIN}; 0 is usual, and "
-            f"{MOST_MARGIN} the most"
-        )
-    return margin
+def _at_most(most: int, too_many: str) -> AfterValidator:
+    """Refuses a larger number; `too_many` says of what, why, and what is usual."""
+
+    def check(number: int) -> int:
+        if number > most:
+            raise ValueError(f"{number:,} {too_many}, and {most:,} the most")
+        return number
+
+    return AfterValidator(check)
 
 
-def _fits_in_memory(length: int) -> int:
-    if length > MOST_HISTORY:
-        raise ValueError(
-            f"{length:,} microbatches are more than are kept, five numbers a linear for each; 1,024 is usual, and "
-            f"{MOST_HISTORY:,} the most"
-        )
-    return length
+_MARGIN = _at_most(
+    MOST_MARGIN, f"halvings of the scale leave no value above zero, as E4M3 has a range of 2**{MOST_MARGIN}; 0 is usual"
+)
+_HISTORY = _at_most(MOST_HISTORY, "microbatches are more than are kept, five numbers a linear for each; 1,024 is usual")
 
 
 class Delayed(Current):
@@ -53,12 +52,12 @@ class Delayed(Current):
     options: Mapping[str, Option] = {
         "fp8_format": FP8_FORMAT,
         "margin": Option(
-            Annotated[Count, AfterValidator(_leaves_numbers)],
+            Annotated[Count, _MARGIN],
             0,
             f"each one halves the scale, for room above the largest value seen; {MOST_MARGIN} at most",
         ),
         "amax_history_len": Option(
-            Annotated[PositiveCount, AfterValidator(_fits_in_memory)],
+            Annotated[PositiveCount, _HISTORY],
             1024,
             f"microbatches whose largest values are remembered; {MOST_HISTORY:,} at most",
         ),
@@ -90,8 +89,8 @@ class Delayed(Current):
         return te.DelayedScaling, arguments, in_full
 
     def against_overflow(self, settings: OptionValues) -> str:
-        """The scale is the format's maximum over the largest value seen, halved `margin` times: too large a one cuts values off,
-        too small a one makes zeros of them, and the loss tells neither apart."""
+        """The scale is the format's maximum over the largest value seen, halved `margin` times. A scale that is too large cuts
+        values off, one that is too small makes zeros of them, and the loss does not tell which it was."""
         smaller = ", a smaller one keeps small values from becoming zero" if settings.margin else ""
         return (
             f"a larger `fp8_config.margin` (now {settings.margin}) leaves room above the largest value seen{smaller}; "

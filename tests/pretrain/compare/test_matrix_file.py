@@ -112,7 +112,8 @@ def test_every_combination_is_there_once(tmp_path_factory, sizes: dict[str, int]
 def test_an_empty_text_and_null_are_what_a_matrix_says(matrix):
     empty, none = matrix(axes={"log.entity": ["", None]}).runs
     assert (empty.recipe.log.entity, none.recipe.log.entity) == ("", None)
-    assert matrix(overrides={"log.entity": ""}).runs[0].recipe.log.entity == ""
+    for text in ("", " "):
+        assert matrix(overrides={"log.entity": text}).runs[0].recipe.log.entity == text
 
 
 def test_only_picks_any_of_the_values_given_for_a_key_and_every_key(matrix):
