@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -19,6 +20,7 @@ from benchmarks.evidence_read import TESTED, Scale, Speeds, final_loss, loss_bef
 from benchmarks.evidence_report import section
 from demo.corpus import library_documents, standard_library
 from foundation.units import plural
+from pretrain.compare.student import t_quantile
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -226,28 +228,47 @@ def table_after(heading: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
+def hundreds_of(size: str) -> list[list[float]]:
+    """Delayed scaling's training loss above BF16's, a row a seed: the branch's first 100 steps, the last before the decay, the
+    last."""
+    begin, decay = (532, 2128) if size.startswith("35m") else (428, 1712)
+    parts = (slice(100), slice(decay - begin - 100, decay - begin), slice(-100, None))
+    rows = []
+    for file in scale_of(size).files:
+        runs = file.content["runs"]
+        for run in (run for run in runs.values() if run["cell"] == "delayed_branch"):
+            whole = runs[f"bf16-seed{run['seed']}"]["losses"]
+            gaps = [ours - theirs for ours, theirs in zip(run["losses"], whole[begin:], strict=True)]
+            rows.append([statistics.mean(gaps[part]) for part in parts])
+    return rows
+
+
 def test_what_text_that_is_seen_again_does_is_what_the_files_say():
     rows = {name: cells for name, *cells in table_after("### Text that is seen again")}
     for column, size in enumerate(("35m", "35m_once", "111m_five_times", "111m")):
-        scale, (begin, decay) = scale_of(size), (532, 2128) if size.startswith("35m") else (428, 1712)
-        pairs = [
-            (run["losses"], file.content["runs"][f"bf16-seed{run['seed']}"]["losses"])
-            for file in scale.files
-            for run in file.content["runs"].values()
-            if "delayed_b" in run["cell"]
-        ]
-        assert len(pairs) == int(rows["seeds"][column])
-        hundreds = [
-            statistics.mean(
-                ours - theirs for late, whole in pairs for ours, theirs in list(zip(late, whole[begin:], strict=True))[part]
-            )
-            for part in (slice(100), slice(decay - begin - 100, decay - begin), slice(-100, None))
-        ]
+        scale, by_seed = scale_of(size), hundreds_of(size)
+        assert len(by_seed) == int(rows["seeds"][column])
+        hundreds = [statistics.mean(each) for each in zip(*by_seed, strict=True)]
         held_out = [scale.difference("delayed_branch", measure).mean for measure in (loss_before_decay, final_loss)]
         training = scale.difference("delayed_branch", training_loss)
         *shown, share, before, after = (float(cells[column].split(" ")[0]) for cells in list(rows.values())[2:])
         assert [*shown, before, after] == pytest.approx([*hundreds, *held_out], abs=5.1e-5)
         assert share == pytest.approx(100 * training.mean / training.baseline, abs=0.0051)
+
+
+def test_what_few_seeds_tell_by_the_spread_of_others_is_as_the_page_says():
+    text = " ".join((ROOT / "docs/evidence.md").read_text().split())
+    (_, before, end), (_, before_once, end_once) = (zip(*hundreds_of(size), strict=True) for size in ("35m", "35m_once"))
+    for ours, theirs, said in ((before, before_once, "is seen ({})"), (end, end_once, "The end is {} nearer to BF16 (pooled t")):
+        freedom = len(ours) + len(theirs) - 2
+        spread = math.sqrt(sum((len(each) - 1) * statistics.variance(each) for each in (ours, theirs)) / freedom)
+        half = t_quantile(freedom, 0.95) * spread * math.sqrt(1 / len(ours) + 1 / len(theirs))
+        assert said.format(f"{statistics.mean(ours) - statistics.mean(theirs):.4f} ± {half:.4f}") in text
+    known, few = (scale_of(size).difference("delayed_branch").by_seed.values() for size in ("35m", "111m"))
+    half = t_quantile(len(known) - 1, 0.95) * statistics.stdev(known) / math.sqrt(len(few))
+    assert f"If seeds spread as at 35 million, the mean is {statistics.mean(few):.4f} ± {half:.4f}" in text
+    alone = t_quantile(1, 0.95) * statistics.stdev(few) / math.sqrt(2) / scale_of("111m").difference("delayed_branch").baseline
+    assert f"By two seeds alone the interval is ± {100 * alone:.1f} %" in text
 
 
 def test_what_continued_training_shows_is_what_its_file_says():
