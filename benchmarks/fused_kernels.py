@@ -33,7 +33,7 @@ from pretrain.metrics.run_folder import describe_environment
 from pretrain.model.attention.heads import HeadNorms, Heads
 from pretrain.model.fused import rotary_kernel
 from pretrain.model.fused.rotary import rotate, rotate_backward, rotate_backward_by_formula, rotate_by_formula
-from pretrain.model.fused.rotary_kernel import CodesTiling, RotaryTiling
+from pretrain.model.fused.rotary_kernel import BackwardTiling, ForwardTiling
 from pretrain.model.loss import softmax_kernel
 from pretrain.model.loss.softmax_kernel import quantized_softmax_gradient
 from pretrain.model.table_kernel import add_rows_
@@ -117,21 +117,27 @@ ROTATIONS = {
     "Llama-3.1-8B": (Heads(query=32, kv=8, dim=128), False),
     "Qwen2.5-0.5B": (Heads(query=14, kv=2, dim=64), False),
 }
-# Values of a tile, warps, and programs of a backward with norms: what the chosen ones were chosen from.
-FORWARD_TILINGS = [
-    RotaryTiling(2048, 4),
-    RotaryTiling(4096, 4),
-    RotaryTiling(4096, 8),
-    RotaryTiling(8192, 4),
-    RotaryTiling(8192, 8),
+# What the chosen ones were chosen from.
+FORWARD_TILINGS = [ForwardTiling(values, warps) for values, warps in ((2048, 4), (4096, 4), (4096, 8), (8192, 4), (8192, 8))]
+BACKWARD_TILINGS = [
+    BackwardTiling(tokens, warps, registers, programs, stages)
+    for tokens, warps, registers, programs in (
+        (16, 4, 80, 792),
+        (32, 8, 80, 396),
+        (32, 8, 80, 792),
+        (32, 8, 112, 264),
+        (32, 4, 168, 396),
+        (64, 8, 128, 264),
+        (64, 8, 168, 132),
+        (64, 16, 80, 132),
+    )
+    for stages in (1, 2, 3)
 ]
-BACKWARD_TILINGS = [RotaryTiling(2048, 4, programs, 80, stages) for programs in (660, 792, 1584) for stages in (1, 2, 3)]
-BACKWARD_TILINGS += [
-    RotaryTiling(1024, 2, 1584),
-    RotaryTiling(4096, 4, 396),
-    RotaryTiling(4096, 4, 528),
-    RotaryTiling(4096, 8, 396),
-    RotaryTiling(8192, 8, 264),
+BLOCKS_TILINGS = [
+    BackwardTiling(128, warps, registers, programs, stages)
+    for warps, registers in ((4, 255), (8, 128), (8, 255))
+    for programs in (132, 264)
+    for stages in (1, 2)
 ]
 
 
@@ -181,27 +187,6 @@ def rotary_tilings() -> Iterator[Case]:
         yield Case(f"backward, {tiling}", r.backward_bytes, r.backward(rotary_kernel.rotate_backward, tiling=tiling))
 
 
-CODES_TILINGS = [
-    CodesTiling(tokens, warps, registers, programs, stages)
-    for tokens, warps, registers, programs in (
-        (32, 8, 80, 396),
-        (32, 8, 80, 792),
-        (32, 8, 112, 264),
-        (32, 4, 168, 396),
-        (64, 8, 128, 264),
-        (64, 8, 168, 132),
-        (64, 16, 80, 132),
-    )
-    for stages in (1, 2, 3)
-]
-BLOCKS_TILINGS = [
-    CodesTiling(128, warps, registers, programs, stages)
-    for warps, registers in ((4, 255), (8, 128), (8, 255))
-    for programs in (132, 264)
-    for stages in (1, 2)
-]
-
-
 def rotary_codes() -> Iterator[Case]:
     """Backward into codes, beside writing BF16 that the library's quantizer reads. The bytes are those of a single pass."""
     from pretrain.model.fused.te_storage import allocate
@@ -228,7 +213,7 @@ def rotary_codes_tilings() -> Iterator[Case]:
 
     for model in ("Qwen3-1.7B", "Llama-3.1-8B"):
         r = Rotation(*ROTATIONS[model])
-        for recipe, tilings in (("delayed", CODES_TILINGS), ("block", BLOCKS_TILINGS)):
+        for recipe, tilings in (("delayed", BACKWARD_TILINGS), ("block", BLOCKS_TILINGS)):
             _, written = allocate(quantizer_of(recipe, gradient=True), r.qkv.shape, r.qkv.device)
             for tiling in tilings if r.kept is not None else [each for each in tilings if each.stages == 1]:
                 ours = r.backward(rotary_kernel.rotate_backward_in_codes, written, tiling=tiling)

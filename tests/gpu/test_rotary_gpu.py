@@ -134,14 +134,14 @@ def test_no_tokens_give_empty_results_and_norm_gradients_of_zero() -> None:
     assert dqkv.shape == (0, 128) and not query_norm.any() and not key_norm.any()
 
 
-@pytest.mark.parametrize(("values", "programs"), [(256, 1), (512, 12), (4096, 528)])
-def test_how_a_launch_is_cut_changes_nothing_but_the_order_of_sums(values: int, programs: int) -> None:
-    from pretrain.model.fused.rotary_kernel import RotaryTiling
+@pytest.mark.parametrize(("values", "tokens", "programs"), [(256, 4, 1), (512, 16, 12), (4096, 64, 528)])
+def test_how_a_launch_is_cut_changes_nothing_but_the_order_of_sums(values: int, tokens: int, programs: int) -> None:
+    from pretrain.model.fused.rotary_kernel import BackwardTiling, ForwardTiling
 
     problem = Problem(50, Heads(4, 2, 32), FP32, normed=True)
-    tiling = RotaryTiling(values, warps=2, programs=programs)
-    for ours, usual in zip(kernel_forward(problem, tiling=tiling), kernel_forward(problem), strict=True):
+    for ours, usual in zip(kernel_forward(problem, tiling=ForwardTiling(values, 2)), kernel_forward(problem), strict=True):
         torch.testing.assert_close(ours, usual, rtol=1e-6, atol=1e-6)
+    tiling = BackwardTiling(tokens, warps=8, registers=80, programs=programs, stages=2)
     for ours, usual in zip(kernel_backward(problem, tiling=tiling), kernel_backward(problem), strict=True):
         torch.testing.assert_close(ours, usual, rtol=1e-5, atol=1e-5)
 
@@ -164,7 +164,7 @@ UNDER_ONE_SCALE = [
 def quantized_backward(problem: Problem, written: Any, programs: int) -> tuple[Tensor | None, Tensor | None]:
     from pretrain.model.fused import rotary_kernel as kernel
 
-    usual = kernel.BLOCK_SCALED if isinstance(written, kernel.BlockScaled) else kernel.TENSOR_SCALED
+    usual = kernel.BACKWARD_IN_BLOCKS if isinstance(written, kernel.BlockScaled) else kernel.BACKWARD
     assert kernel.writes(type(written), problem.gradients[0], problem.heads)
     tiling = replace(usual, programs=programs)
     qkv = problem.qkv if problem.norms else None
@@ -208,23 +208,24 @@ def test_codes_under_one_scale_are_those_of_the_bf16_gradient(
 
 
 @pytest.mark.parametrize(
-    ("blocks", "dim", "parts", "angle_bytes", "kibibytes", "stages"),
+    ("blocks", "dim", "parts", "value_bytes", "angle_bytes", "kibibytes", "stages"),
     [
-        (False, 128, 1, 2, 99, 3),
-        (False, 256, 1, 2, 99, 2),  # three take 105 KiB, as Triton 3.6 compiles them
-        (False, 256, 1, 4, 227, 3),
-        (True, 128, 1, 2, 99, 1),  # two take 104 KiB
-        (True, 128, 1, 4, 227, 2),
-        (True, 128, 1, 4, 16, 1),
+        (False, 128, 1, 2, 2, 99, 3),
+        (False, 256, 1, 2, 2, 99, 2),  # three take 105 KiB, as Triton 3.6 compiles them
+        (False, 256, 1, 2, 4, 227, 3),
+        (False, 128, 1, 4, 4, 99, 2),
+        (True, 128, 1, 2, 2, 99, 1),  # two take 104 KiB
+        (True, 128, 1, 2, 4, 227, 2),
+        (True, 128, 1, 2, 4, 16, 1),
     ],
 )
 def test_a_gpu_of_less_shared_memory_loads_fewer_tiles_at_once(
-    blocks: bool, dim: int, parts: int, angle_bytes: int, kibibytes: int, stages: int
+    blocks: bool, dim: int, parts: int, value_bytes: int, angle_bytes: int, kibibytes: int, stages: int
 ) -> None:
     from pretrain.model.fused import rotary_kernel as kernel
 
-    tiling = replace(kernel.BLOCK_SCALED, stages=2) if blocks else kernel.TENSOR_SCALED
-    assert kernel._stages(tiling, Heads(16, 8, dim), parts, angle_bytes, kibibytes * 1024) == stages
+    tiling = replace(kernel.BACKWARD_IN_BLOCKS, stages=2) if blocks else kernel.BACKWARD
+    assert kernel._stages(tiling, Heads(16, 8, dim), parts, value_bytes, angle_bytes, kibibytes * 1024) == stages
 
 
 @pytest.mark.usefixtures("conversions_that_round")

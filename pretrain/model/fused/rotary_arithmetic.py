@@ -42,3 +42,58 @@ def sum_of_parts(at, stride, here, head, from_head, parts: tl.constexpr, half: t
         first += tl.load(more, mask=also, other=0).to(tl.float32)
         second += tl.load(more + half, mask=also, other=0).to(tl.float32)
     return first, second
+
+
+@triton.jit
+def gradient_of_head(
+    dy,
+    dy_token,
+    part,
+    from_head,
+    cos,
+    sin,
+    qkv,
+    weight,
+    sum1,
+    sum2,
+    first,
+    every,
+    here,
+    head,
+    width: tl.constexpr,
+    dim: tl.constexpr,
+    parts: tl.constexpr,
+    eps,
+):
+    """The gradients [height, dim / 2] of a head's halves at every so many tokens (`every`) from `first` on, FP32, not rounded;
+    and the sums for its norm's weight with theirs added.
+
+    `dy` points to the head, with `dy_token` values between tokens; `here` [height, dim / 2] says which values there are. `part`,
+    `from_head`: as `stride` and `from_head` of `sum_of_parts`. `cos` is None for a head of values, `weight` without norms: then
+    the sums stay as they are. `qkv` [tokens, width] is what was normed."""
+    height: tl.constexpr = here.shape[0]
+    half: tl.constexpr = dim // 2
+    dx1, dx2 = sum_of_parts(dy + _offsets(first, every, dy_token, height, half), part, here, head, from_head, parts, half)
+    if cos is not None:
+        angle = _offsets(first, every, dim, height, half)
+        c = tl.load(cos + angle, mask=here, other=0).to(tl.float32)
+        s = tl.load(sin + angle, mask=here, other=0).to(tl.float32)
+        dx1, dx2 = turned_back(dx1, dx2, c, s)
+    if weight is not None:
+        x = qkv + head * dim + _offsets(first, every, width, height, half)
+        x1 = tl.load(x, mask=here, other=1).to(tl.float32)
+        x2 = tl.load(x + half, mask=here, other=1).to(tl.float32)
+        x1, x2, factor = normal(x1, x2, dim, eps)
+        sum1, sum2 = tl.fma(dx1, x1, sum1), tl.fma(dx2, x2, sum2)
+        # Loaded for every tile: registers for them, too, would leave a multiprocessor too few programs.
+        weight_at = weight + tl.arange(0, half)[None, :]
+        w1, w2 = tl.load(weight_at).to(tl.float32), tl.load(weight_at + half).to(tl.float32)
+        dx1, dx2 = through_norm(dx1 * w1, dx2 * w2, x1, x2, factor, dim)
+    return dx1, dx2, sum1, sum2
+
+
+@triton.jit
+def _offsets(first, every, stride, height: tl.constexpr, half: tl.constexpr):
+    """Of the first halves [height, half] of every so many tokens from `first` on; the second lie `half` further."""
+    inside = every * tl.arange(0, height) * stride  # 32 bits do within a tile, which holds few tokens
+    return tl.cast(first, tl.int64) * stride + (inside[:, None] + tl.arange(0, half)[None, :])

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pretrain.model.fused.rotary_arithmetic import normal, sum_of_parts, through_norm, turned_back
+from pretrain.model.fused.rotary_arithmetic import gradient_of_head
 from pretrain.precision.fp8_tile import BLOCK, pairs, store_pairs_by_columns, store_pairs_by_rows
 
 
@@ -51,7 +51,6 @@ def rotate_backward_in_blocks(
     head = tl.program_id(0) % (query + 2 * kv)
     program = tl.program_id(0) // (query + 2 * kv)
     step = tl.num_programs(0) // (query + 2 * kv) * BLOCK
-    j = tl.arange(0, half)
     to = (rows, rows_scale_inv, columns, columns_scale_inv)
     sum1 = tl.zeros([BLOCK // 4, half], tl.float32) if query_norm is not None else 0.0
     sum2 = sum1
@@ -60,19 +59,19 @@ def rotate_backward_in_blocks(
         dy = tl.where(is_query, dq, dk)
         dy_token = tl.where(is_query, dq_token, dk_token)
         dy += tl.where(is_query, head * tl.cast(dq_head, tl.int64), (head - query) * tl.cast(dk_head, tl.int64))
-        weights = None
+        weight = None
         if query_norm is not None:
-            weights = tl.where(is_query, query_norm, key_norm) + j[None, :]
+            weight = tl.where(is_query, query_norm, key_norm)
         for first in tl.range(program * BLOCK, tokens, step, num_stages=stages):
             above1, above2, sum1, sum2 = _two_rows(
-                dy, dk_part, query, cos, sin, qkv, weights, sum1, sum2, first, dy_token, head, width, dim, parts, eps
+                dy, dk_part, query, cos, sin, qkv, weight, sum1, sum2, first, dy_token, head, width, dim, parts, eps
             )
             below1, below2, sum1, sum2 = _two_rows(
-                dy, dk_part, query, cos, sin, qkv, weights, sum1, sum2, first + 2, dy_token, head, width, dim, parts, eps
+                dy, dk_part, query, cos, sin, qkv, weight, sum1, sum2, first + 2, dy_token, head, width, dim, parts, eps
             )
             _write_blocks(above1, above2, below1, below2, to, first, head, tokens, width, epsilon, power_of_two, fp8)
         if query_norm is not None:
-            sum_at = norm_sums + (program * (query + kv) + head) * dim + j
+            sum_at = norm_sums + (program * (query + kv) + head) * dim + tl.arange(0, half)
             tl.store(sum_at, tl.sum(sum1, axis=0))
             tl.store(sum_at + half, tl.sum(sum2, axis=0))
     else:
@@ -95,7 +94,7 @@ def _two_rows(
     cos,
     sin,
     qkv,
-    weights,
+    weight,
     sum1,
     sum2,
     first,
@@ -107,57 +106,14 @@ def _two_rows(
     eps,
 ):
     """The gradients of a head's halves as `pairs` [32, dim / 2] of the tokens `first` + 4 g and `first` + 4 g + 1; the sums."""
-    a1, a2, sum1, sum2 = _every_fourth_row(
-        dy, part, from_head, cos, sin, qkv, weights, sum1, sum2, first, dy_token, head, width, dim, parts, eps
+    here = tl.zeros([BLOCK // 4, dim // 2], tl.int32) == 0
+    a1, a2, sum1, sum2 = gradient_of_head(
+        dy, dy_token, part, from_head, cos, sin, qkv, weight, sum1, sum2, first, 4, here, head, width, dim, parts, eps
     )
-    b1, b2, sum1, sum2 = _every_fourth_row(
-        dy, part, from_head, cos, sin, qkv, weights, sum1, sum2, first + 1, dy_token, head, width, dim, parts, eps
+    b1, b2, sum1, sum2 = gradient_of_head(
+        dy, dy_token, part, from_head, cos, sin, qkv, weight, sum1, sum2, first + 1, 4, here, head, width, dim, parts, eps
     )
     return pairs(a1, b1), pairs(a2, b2), sum1, sum2
-
-
-@triton.jit
-def _every_fourth_row(
-    dy,
-    part,
-    from_head,
-    cos,
-    sin,
-    qkv,
-    weights,
-    sum1,
-    sum2,
-    first,
-    dy_token,
-    head,
-    width: tl.constexpr,
-    dim: tl.constexpr,
-    parts: tl.constexpr,
-    eps,
-):
-    """The gradients [32, dim / 2] of a head's halves at the tokens `first` + 4 g, and the sums for its norm's weight. `part`,
-    `from_head`: as `stride` and `from_head` of `sum_of_parts`."""
-    half: tl.constexpr = dim // 2
-    here = tl.zeros([BLOCK // 4, half], tl.int32) == 0
-    dx1, dx2 = sum_of_parts(dy + _every_fourth(first, dy_token, half), part, here, head, from_head, parts, half)
-    if cos is not None:
-        angle = _every_fourth(first, dim, half)
-        dx1, dx2 = turned_back(dx1, dx2, tl.load(cos + angle).to(tl.float32), tl.load(sin + angle).to(tl.float32))
-    if weights is not None:
-        x = qkv + head * dim + _every_fourth(first, width, half)
-        x1, x2, factor = normal(tl.load(x).to(tl.float32), tl.load(x + half).to(tl.float32), dim, eps)
-        sum1, sum2 = tl.fma(dx1, x1, sum1), tl.fma(dx2, x2, sum2)
-        # Loaded for every tile: registers for them, too, would leave a multiprocessor too few programs.
-        w1, w2 = tl.load(weights).to(tl.float32), tl.load(weights + half).to(tl.float32)
-        dx1, dx2 = through_norm(dx1 * w1, dx2 * w2, x1, x2, factor, dim)
-    return dx1, dx2, sum1, sum2
-
-
-@triton.jit
-def _every_fourth(first, stride, half: tl.constexpr):
-    """Offsets [32, half] into every fourth row from `first` on, of 128."""
-    inside = 4 * tl.arange(0, BLOCK // 4) * stride
-    return tl.cast(first, tl.int64) * stride + (inside[:, None] + tl.arange(0, half)[None, :])
 
 
 @triton.jit

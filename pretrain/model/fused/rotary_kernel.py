@@ -1,25 +1,23 @@
 """The rotation of queries and keys on a GPU: one launch a direction, every value read once and written once.
 
-A tile is some tokens by a block of neighbouring heads, each head as two columns of halves, so that what is rotated against each
-other lies in the same registers. A block holds only query heads, only key heads or only value heads, and so has one norm weight
-and one tensor to write to. Blocks of the same tokens run side by side, and share cos and sin in the cache.
+Forward's tile is some tokens by a block of neighbouring heads, each head as two columns of halves, so that what is rotated
+against each other lies in the same registers. A block holds only query heads, only key heads or only value heads, and so has one
+norm weight and one tensor to write to. Blocks of the same tokens run side by side, and share cos and sin in the cache.
 
-The launches are bound by memory, so tiles are so small that a multiprocessor holds five or more.
+Backward's tile is some tokens of one head. It writes the gradient in BF16, or in the format of the products that read it, by rows
+and by columns, whose columns are whole sectors of the transpose. Both have the same bits, because every multiplication and
+addition is rounded as it is written (pretrain.model.fused.rotary_arithmetic), and a thread holds eight neighbours of a row.
 
 Backward adds up the gradients of the norms' weights in registers over all the tiles of a program, and the programs' sums are
 added by torch, in an order that depends on the shapes alone. So backward with norms starts only as many programs as run at once,
 and each goes through the tokens in strides; everything else starts one program a tile.
-
-Backward writes its gradient in BF16, or in the format of the products that read it, by rows and by columns: then a tile is some
-tokens of one head, whose columns are whole sectors of the transpose. Both have the same bits, because every multiplication and
-addition is rounded as it is written here, and a thread holds eight neighbours of a row in both. Left to the compiler, some lanes
-of a tile would fuse two operations and others not.
 """
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -27,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pretrain.model.attention.heads import HeadNorms, Heads
-from pretrain.model.fused.rotary_arithmetic import normal, sum_of_parts, through_norm, turned_back
+from pretrain.model.fused.rotary_arithmetic import gradient_of_head
 from pretrain.model.fused.rotary_block_kernel import rotate_backward_in_blocks
 from pretrain.precision.fp8_tile import (
     BLOCK,
@@ -42,23 +40,17 @@ from pretrain.precision.fp8_tile import (
 
 
 @dataclass(frozen=True)
-class RotaryTiling:
-    """How a launch is cut. Of a tile of 4,096 values a thread loads 32: in BF16, four times 16 bytes."""
+class ForwardTiling:
+    """How forward is cut. Of a tile of 4,096 values a thread loads 32: in BF16, four times 16 bytes. It is bound by memory, so
+    tiles are so small that a multiprocessor holds five or more."""
 
     values: int  # of a tile; 4,096 are 32 heads of 128
     warps: int
-    programs: int = 792  # of a backward that sums norm gradients: 6 x an H200's 132 multiprocessors, which 80 registers allow
-    registers: int | None = None  # of a thread, at most
-    stages: int = 1  # tiles that a program of such a backward loads at once; more than one go through shared memory
-
-
-FORWARD = RotaryTiling(4096, 4)
-BACKWARD = RotaryTiling(2048, 4, registers=80)  # it loads two tiles of all and keeps sums: a larger one would not fit five times
 
 
 @dataclass(frozen=True)
-class CodesTiling:
-    """How a launch that writes codes is cut: of a head, so many tokens a tile."""
+class BackwardTiling:
+    """How backward is cut: of a head, so many tokens a tile."""
 
     tokens: int
     warps: int  # where a head has 128 values; for others in proportion
@@ -67,10 +59,10 @@ class CodesTiling:
     stages: int  # tiles that such a program loads at once, at most: all but the last of them go through shared memory
 
 
-TENSOR_SCALED = CodesTiling(32, 8, 112, 264, 3)  # 32 tokens are a sector of the transpose. The fastest measured on an H200
-BLOCK_SCALED = CodesTiling(BLOCK.value, 4, 255, 264, 1)  # 128 of them share a scale. Two programs find room
-MOST_HEADS = 8  # in a block: 2 KB of a token in BF16, all in one stretch
-_NO_NORMS = HeadNorms(None, None, 0.0)
+FORWARD = ForwardTiling(4096, 4)
+BACKWARD = BackwardTiling(32, 8, 112, 264, 3)  # 32 tokens are a sector of the transpose. The fastest measured on an H200
+BACKWARD_IN_BLOCKS = BackwardTiling(BLOCK.value, 4, 255, 264, 1)  # 128 of them share a scale. Two programs find room
+MOST_HEADS = 8  # in a block of forward: 2 KB of a token in BF16, all in one stretch
 IN_A_THREAD = tl.constexpr(8)  # neighbours of a row: 16 bytes in BF16
 
 
@@ -146,90 +138,9 @@ def _rotate_backward(
     sin,
     query_norm,
     key_norm,
-    dqkv,
-    norm_sums,  # FP32 [programs a block, blocks of queries and keys, dim]
-    tokens,
-    eps,
-    query: tl.constexpr,
-    kv: tl.constexpr,
-    dim: tl.constexpr,
-    heads: tl.constexpr,
-    rows: tl.constexpr,
-    parts: tl.constexpr,
-    stages: tl.constexpr,
-):
-    half: tl.constexpr = dim // 2
-    width: tl.constexpr = (query + 2 * kv) * dim
-    blocks: tl.constexpr = (query + 2 * kv) // heads
-    head = tl.program_id(0) % blocks * heads
-    program = tl.program_id(0) // blocks
-    step = tl.num_programs(0) // blocks * (rows // heads)
-    start = program * (rows // heads)
-    if head < query + kv:
-        is_query = head < query
-        dy = tl.where(is_query, dq, dk)
-        dy_token = tl.where(is_query, dq_token, dk_token)
-        dy_head = tl.where(is_query, dq_head, dk_head)
-        dy += tl.where(is_query, head, head - query).to(tl.int64) * dy_head  # a head may be strides of all tokens away
-        if query_norm is not None:
-            weight_at = tl.where(is_query, query_norm, key_norm) + tl.arange(0, half)[None, :]
-            w1 = tl.load(weight_at).to(tl.float32)
-            w2 = tl.load(weight_at + half).to(tl.float32)
-            sum1 = tl.zeros([rows, half], tl.float32)
-            sum2 = tl.zeros([rows, half], tl.float32)
-        for first in tl.range(start, tokens, step, num_stages=stages):
-            here = (first + tl.arange(0, rows) // heads < tokens)[:, None]
-            dy_at = dy + _tile(first, dy_token, dy_head, rows, heads, half)
-            angle = _tile(first, dim, 0, rows, heads, half)
-            at = head * dim + _tile(first, width, dim, rows, heads, half)
-            dy1, dy2 = sum_of_parts(dy_at, dk_part, here, head, query, parts, half)
-            c = tl.load(cos + angle, mask=here, other=0).to(tl.float32)
-            s = tl.load(sin + angle, mask=here, other=0).to(tl.float32)
-            dx1, dx2 = turned_back(dy1, dy2, c, s)
-            if query_norm is not None:
-                x1 = tl.load(qkv + at, mask=here, other=1).to(tl.float32)
-                x2 = tl.load(qkv + at + half, mask=here, other=1).to(tl.float32)
-                x1, x2, factor = normal(x1, x2, dim, eps)
-                sum1 = tl.fma(dx1, x1, sum1)
-                sum2 = tl.fma(dx2, x2, sum2)
-                dx1, dx2 = through_norm(dx1 * w1, dx2 * w2, x1, x2, factor, dim)
-            tl.store(dqkv + at, dx1.to(dqkv.dtype.element_ty), mask=here)
-            tl.store(dqkv + at + half, dx2.to(dqkv.dtype.element_ty), mask=here)
-        if query_norm is not None:
-            sum_at = norm_sums + (program * ((query + kv) // heads) + head // heads) * dim + tl.arange(0, half)
-            tl.store(sum_at, tl.sum(sum1, axis=0))
-            tl.store(sum_at + half, tl.sum(sum2, axis=0))
-    else:
-        for first in tl.range(start, tokens, step, num_stages=stages):
-            here = (first + tl.arange(0, rows) // heads < tokens)[:, None]
-            dy_at = dv + (head - query - kv).to(tl.int64) * dv_head + _tile(first, dv_token, dv_head, rows, heads, half)
-            dx_at = dqkv + head * dim + _tile(first, width, dim, rows, heads, half)
-            dx1, dx2 = sum_of_parts(dy_at, dv_part, here, head, 0, parts, half)
-            tl.store(dx_at, dx1.to(dqkv.dtype.element_ty), mask=here)
-            tl.store(dx_at + half, dx2.to(dqkv.dtype.element_ty), mask=here)
-
-
-@triton.jit
-def _rotate_backward_in_codes(
-    dq,  # as of `_rotate_backward`
-    dk,
-    dv,
-    dq_token,
-    dq_head,
-    dk_token,
-    dk_head,
-    dk_part,
-    dv_token,
-    dv_head,
-    dv_part,
-    qkv,
-    cos,
-    sin,
-    query_norm,
-    key_norm,
-    rows,  # uint8 [tokens, (query + 2 kv) x dim], or None
-    scale_inv,
-    columns,  # uint8, its transpose, or None. Where there is neither, nothing is written but the amax
+    rows,  # [tokens, (query + 2 kv) x dim]: the gradient, or with `fp8` its codes, uint8; or None
+    scale_inv,  # this and what follows is None without `fp8`
+    columns,  # uint8, the transpose of the codes, or None. With neither rows nor columns, nothing is written but the amax
     scale,
     amax,
     norm_sums,  # FP32 [programs a head, query + kv, dim]
@@ -239,81 +150,82 @@ def _rotate_backward_in_codes(
     query: tl.constexpr,
     kv: tl.constexpr,
     dim: tl.constexpr,
-    height: tl.constexpr,  # tokens of a tile, of which there are whole ones
+    height: tl.constexpr,  # tokens of a tile
+    whole: tl.constexpr,  # all tiles are full, as they must be for codes
     parts: tl.constexpr,
     stages: tl.constexpr,
     power_of_two: tl.constexpr,
-    fp8: tl.constexpr,
+    fp8: tl.constexpr,  # None: the gradient in the dtype of `rows`
 ):
     half: tl.constexpr = dim // 2
     width: tl.constexpr = (query + 2 * kv) * dim
     head = tl.program_id(0) % (query + 2 * kv)
     program = tl.program_id(0) // (query + 2 * kv)
     step = tl.num_programs(0) // (query + 2 * kv) * height
-    finds_amax: tl.constexpr = rows is None and columns is None
-    records: tl.constexpr = finds_amax or scale is not None
-    scale_of_all = None
-    if not finds_amax:
-        scale_of_all = tensor_scale(scale, amax, None, scale_inv, epsilon, power_of_two, fp8)
+    writes: tl.constexpr = rows is not None or columns is not None
+    factor = None
+    if fp8 is not None and writes:
+        factor = tensor_scale(scale, amax, None, scale_inv, epsilon, power_of_two, fp8)
     largest = tl.zeros([height], tl.float32)
-    here = tl.zeros([height, half], tl.int32) == 0  # tiles are whole
+    sum1 = tl.zeros([height, half], tl.float32) if query_norm is not None else 0.0
+    sum2 = sum1
     if head < query + kv:
         is_query = head < query
         dy = tl.where(is_query, dq, dk)
         dy_token = tl.where(is_query, dq_token, dk_token)
         dy += tl.where(is_query, head * tl.cast(dq_head, tl.int64), (head - query) * tl.cast(dk_head, tl.int64))
+        weight = None
         if query_norm is not None:
-            weight_at = tl.where(is_query, query_norm, key_norm) + tl.arange(0, half)[None, :]
-            sum1 = tl.zeros([height, half], tl.float32)
-            sum2 = tl.zeros([height, half], tl.float32)
+            weight = tl.where(is_query, query_norm, key_norm)
         for first in tl.range(program * height, tokens, step, num_stages=stages):
-            dy_at = dy + _tile(first, dy_token, 0, height, 1, half)
-            angle = _tile(first, dim, 0, height, 1, half)
-            dy1, dy2 = sum_of_parts(dy_at, dk_part, here, head, query, parts, half)
-            c = tl.load(cos + angle).to(tl.float32)
-            s = tl.load(sin + angle).to(tl.float32)
-            dx1, dx2 = turned_back(dy1, dy2, c, s)
-            if query_norm is not None:
-                at = head * dim + _tile(first, width, 0, height, 1, half)
-                x1, x2, factor = normal(tl.load(qkv + at).to(tl.float32), tl.load(qkv + at + half).to(tl.float32), dim, eps)
-                sum1 = tl.fma(dx1, x1, sum1)
-                sum2 = tl.fma(dx2, x2, sum2)
-                # Loaded for every tile: registers for them, too, would leave a multiprocessor too few programs.
-                w1 = tl.load(weight_at).to(tl.float32)
-                w2 = tl.load(weight_at + half).to(tl.float32)
-                dx1, dx2 = through_norm(dx1 * w1, dx2 * w2, x1, x2, factor, dim)
-            dx1, dx2 = through_bf16(dx1), through_bf16(dx2)
-            largest = tl.maximum(largest, tl.max(tl.maximum(tl.abs(dx1), tl.abs(dx2)), axis=1))
-            if not finds_amax:
-                _write_head(dx1, dx2, scale_of_all, rows, columns, first, head * dim, tokens, width, fp8)
-        if query_norm is not None and not finds_amax:
+            here = _inside(first, tokens, height, half, whole)
+            dx1, dx2, sum1, sum2 = gradient_of_head(
+                dy, dy_token, dk_part, query, cos, sin, qkv, weight, sum1, sum2, first, 1, here, head, width, dim, parts, eps
+            )
+            largest = _write_head(dx1, dx2, largest, factor, rows, columns, first, here, head * dim, tokens, width, fp8)
+        if query_norm is not None and writes:
             sum_at = norm_sums + (program * (query + kv) + head) * dim + tl.arange(0, half)
             tl.store(sum_at, tl.sum(sum1, axis=0))
             tl.store(sum_at + half, tl.sum(sum2, axis=0))
     else:
+        dy = dv + (head - query - kv) * tl.cast(dv_head, tl.int64)
         for first in tl.range(program * height, tokens, step, num_stages=stages):
-            dy_at = dv + (head - query - kv) * tl.cast(dv_head, tl.int64) + _tile(first, dv_token, 0, height, 1, half)
-            dx1, dx2 = sum_of_parts(dy_at, dv_part, here, head, 0, parts, half)
-            if parts > 1:
-                dx1, dx2 = through_bf16(dx1), through_bf16(dx2)
-            largest = tl.maximum(largest, tl.max(tl.maximum(tl.abs(dx1), tl.abs(dx2)), axis=1))
-            if not finds_amax:
-                _write_head(dx1, dx2, scale_of_all, rows, columns, first, head * dim, tokens, width, fp8)
-    if records:
+            here = _inside(first, tokens, height, half, whole)
+            dx1, dx2, sum1, sum2 = gradient_of_head(
+                dy, dv_token, dv_part, 0, None, None, None, None, sum1, sum2, first, 1, here, head, width, dim, parts, eps
+            )
+            largest = _write_head(dx1, dx2, largest, factor, rows, columns, first, here, head * dim, tokens, width, fp8)
+    if fp8 is not None and (scale is not None or not writes):
         record_amax(amax, largest)
 
 
 @triton.jit
-def _write_head(d1, d2, scale, rows, columns, first, column, tokens, width: tl.constexpr, fp8: tl.constexpr):
-    """Write a head's gradients, whose halves d1 and d2 [height, dim / 2] are FP32 that was BF16, from the token `first` and the
-    column `column` on."""
+def _inside(first, tokens, height: tl.constexpr, half: tl.constexpr, whole: tl.constexpr):
+    """Which of a tile's values [height, half] there are."""
+    row = tl.arange(0, height)[:, None] + tl.zeros([height, half], tl.int32)
+    return row >= 0 if whole else first + row < tokens
+
+
+@triton.jit
+def _write_head(d1, d2, largest, scale, rows, columns, first, here, column, tokens, width: tl.constexpr, fp8: tl.constexpr):
+    """Write a head's gradients, whose halves d1 and d2 [height, dim / 2] are FP32, from the token `first` and the column `column`
+    on. For codes they are rounded to BF16, and `largest` [height] is returned as the largest magnitudes up to now."""
     half: tl.constexpr = d1.shape[1]
-    # Codes could be stored sixteen at a time. A thread would then hold as many neighbours of what is loaded, too, and sums over a
-    # head would have another order than in `_rotate_backward`.
-    i = tl.max_contiguous(first + tl.arange(0, d1.shape[0]), IN_A_THREAD)
-    j = tl.max_contiguous(column + tl.arange(0, half), IN_A_THREAD)
-    store_tensor_scaled(d1, scale, rows, columns, i, j, tokens, width, fp8)
-    store_tensor_scaled(d2, scale, rows, columns, i, j + half, tokens, width, fp8)
+    i, j = first + tl.arange(0, d1.shape[0]), column + tl.arange(0, half)
+    if fp8 is None:
+        at = rows + i.to(tl.int64)[:, None] * width + j[None, :]
+        tl.store(at, d1.to(rows.dtype.element_ty), mask=here)
+        tl.store(at + half, d2.to(rows.dtype.element_ty), mask=here)
+    else:
+        d1, d2 = through_bf16(d1), through_bf16(d2)
+        if rows is not None or columns is not None:
+            # Codes could be stored sixteen at a time. A thread would then hold as many neighbours of what is loaded, too, and
+            # sums over a head would have another order than without codes.
+            i, j = tl.max_contiguous(i, IN_A_THREAD), tl.max_contiguous(j, IN_A_THREAD)
+            store_tensor_scaled(d1, scale, rows, columns, i, j, tokens, width, fp8)
+            store_tensor_scaled(d2, scale, rows, columns, i, j + half, tokens, width, fp8)
+        largest = tl.maximum(largest, tl.max(tl.maximum(tl.abs(d1), tl.abs(d2)), axis=1))
+    return largest
 
 
 def rotate(
@@ -323,7 +235,7 @@ def rotate(
     heads: Heads,
     norms: HeadNorms | None,
     *,
-    tiling: RotaryTiling = FORWARD,
+    tiling: ForwardTiling = FORWARD,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """pretrain.model.fused.rotary.rotate, for rows that it says have a kernel."""
     tokens = len(qkv)
@@ -331,20 +243,20 @@ def rotate(
     k = qkv.new_empty(tokens, heads.kv, heads.dim)
     v = torch.empty_like(k)
     *_, block, rows = layout = _layout(heads, tiling)
-    norms = norms or _NO_NORMS
+    query_norm, key_norm, eps = _of(norms)
     if tokens:
         with torch.cuda.device_of(qkv):
             _rotate_forward[(heads.count // block * triton.cdiv(tokens, rows // block),)](
                 qkv,
                 cos.contiguous(),
                 sin.contiguous(),
-                norms.query,
-                norms.key,
+                query_norm,
+                key_norm,
                 q,
                 k,
                 v,
                 tokens,
-                norms.eps,
+                eps,
                 *layout,
                 num_warps=tiling.warps,
             )
@@ -361,36 +273,18 @@ def rotate_backward(
     heads: Heads,
     norms: HeadNorms | None,
     *,
-    tiling: RotaryTiling = BACKWARD,
+    tiling: BackwardTiling | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """pretrain.model.fused.rotary.rotate_backward, for rows that it says have a kernel."""
-    tokens = len(dq)
-    dqkv = dq.new_empty(tokens, heads.width)
-    dq, dk, dv = map(_as_read, (dq, dk, dv))
-    *_, block, rows = layout = _layout(heads, tiling)
-    blocks = heads.count // block
-    programs = triton.cdiv(tokens, rows // block)
-    sums = None
-    if norms is not None:
-        programs = min(programs, max(1, tiling.programs // blocks))
-        sums = torch.empty(programs, heads.rotated // block, heads.dim, dtype=torch.float32, device=dq.device)
-    norms = norms or _NO_NORMS
-    if tokens:
-        with torch.cuda.device_of(dq):
-            arguments = [dq, dk, dv, *dq.stride()[:2], *_strides(dk), *_strides(dv)]
-            arguments += [None if norms is _NO_NORMS else qkv, cos.contiguous(), sin.contiguous(), norms.query, norms.key]
-            arguments += [dqkv, sums, tokens, norms.eps, *layout, _parts(dk), tiling.stages if sums is not None else 1]
-            options = {"num_warps": tiling.warps, "maxnreg": tiling.registers, "enable_fp_fusion": False}
-            _rotate_backward[(blocks * programs,)](*arguments, **options)
-    if sums is None:
-        return dqkv, None, None
-    queries = heads.query // block
-    return dqkv, sums[:, :queries].sum(dim=(0, 1)), sums[:, queries:].sum(dim=(0, 1))
+    dqkv = dq.new_empty(len(dq), heads.width)
+    backward = _Backward(dq, dk, dv, qkv, cos, sin, heads, norms, tiling or BACKWARD)
+    backward.launch(_rotate_backward, dqkv, None, None, None, None, epsilon=0.0, power_of_two=False, fp8=None)
+    return dqkv, *backward.of_norms()
 
 
 def writes(to: type[TensorScaled] | type[BlockScaled], dq: Tensor, heads: Heads) -> bool:
     """Whether `rotate_backward_in_codes` takes gradients like `dq` [T, query, dim]: BF16, of whole tiles; a head is a block."""
-    tiling = BLOCK_SCALED if to is BlockScaled else TENSOR_SCALED
+    tiling = BACKWARD_IN_BLOCKS if to is BlockScaled else BACKWARD
     return dq.dtype == torch.bfloat16 and len(dq) % tiling.tokens == 0 and (to is TensorScaled or heads.dim == BLOCK.value)
 
 
@@ -405,40 +299,74 @@ def rotate_backward_in_codes(
     norms: HeadNorms | None,
     written: TensorScaled | BlockScaled,
     *,
-    tiling: CodesTiling | None = None,
+    tiling: BackwardTiling | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """`rotate_backward` that writes the gradient [T, width], rounded to BF16, to `written`, for rows that `writes` says it takes.
 
-    Returns the gradients of the norms' weights: sums in another order than of `rotate_backward`, which shapes alone decide too.
+    Returns the gradients of the norms' weights.
     """
-    tiling = tiling or (BLOCK_SCALED if isinstance(written, BlockScaled) else TENSOR_SCALED)
-    tokens, height = len(dq), tiling.tokens
-    dq, dk, dv = map(_as_read, (dq, dk, dv))
-    tiles, sums = tokens // height, None
-    programs = tiles if norms is None else min(tiles, max(1, tiling.programs // heads.count))
-    if norms is not None:
-        sums = torch.empty(programs, heads.rotated, heads.dim, dtype=torch.float32, device=dq.device)
-    of_norms = norms or _NO_NORMS
-    inputs = [dq, dk, dv, *dq.stride()[:2], *_strides(dk), *_strides(dv)]
-    inputs += [qkv if norms else None, cos.contiguous(), sin.contiguous(), of_norms.query, of_norms.key]
-    parts = _parts(dk)
-    shape = {"query": heads.query, "kv": heads.kv, "dim": heads.dim, "parts": parts}
-    shape |= {"stages": 1 if norms is None else _stages(tiling, heads, parts, cos.element_size(), _shared_memory(dq))}
-    shape |= {"tokens": tokens, "eps": of_norms.eps, "epsilon": written.epsilon, "power_of_two": written.power_of_two}
-    shape |= {"fp8": TYPES[written.dtype], "num_warps": max(1, tiling.warps * heads.dim // 128)}
-    shape |= {"maxnreg": tiling.registers, "enable_fp_fusion": False}
+    blocks = isinstance(written, BlockScaled)
+    backward = _Backward(dq, dk, dv, qkv, cos, sin, heads, norms, tiling or (BACKWARD_IN_BLOCKS if blocks else BACKWARD))
+    how = {"epsilon": written.epsilon, "power_of_two": written.power_of_two, "fp8": TYPES[written.dtype]}
+    if blocks:
+        outputs = (written.rows, written.rows_scale_inv, written.columns, written.columns_scale_inv)
+        backward.launch(rotate_backward_in_blocks, *outputs, **how)
+    else:
+        if written.scale is None:  # current scaling: the amax before anything is written
+            backward.launch(_rotate_backward, None, None, None, None, written.amax, **how)
+        outputs = (written.rows, written.scale_inv, written.columns, written.scale, written.amax)
+        backward.launch(_rotate_backward, *outputs, **how)
+    return backward.of_norms()
 
-    grid = (heads.count * programs,)
-    with torch.cuda.device_of(dq):
-        if isinstance(written, BlockScaled):
-            outputs = (written.rows, written.rows_scale_inv, written.columns, written.columns_scale_inv, sums)
-            rotate_backward_in_blocks[grid](*inputs, *outputs, **shape)
-        else:
-            outputs = (written.rows, written.scale_inv, written.columns, written.scale, written.amax, sums)
-            if written.scale is None:  # current scaling: the amax before anything is written
-                _rotate_backward_in_codes[grid](*inputs, None, None, None, None, written.amax, sums, height=height, **shape)
-            _rotate_backward_in_codes[grid](*inputs, *outputs, height=height, **shape)
-    return (None, None) if sums is None else (sums[:, : heads.query].sum(dim=(0, 1)), sums[:, heads.query :].sum(dim=(0, 1)))
+
+class _Backward:
+    """What all launches of one backward are given: what they read, the sums for the norms' weights, and how they are cut."""
+
+    def __init__(
+        self,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        qkv: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        heads: Heads,
+        norms: HeadNorms | None,
+        tiling: BackwardTiling,
+    ) -> None:
+        dq, dk, dv = map(_as_read, (dq, dk, dv))
+        tokens, parts = len(dq), dk.shape[2] if dk.dim() == 4 else 1
+        self.queries, self.sums, stages = heads.query, None, 1
+        programs = triton.cdiv(tokens, tiling.tokens)
+        if norms is not None:
+            programs = min(programs, max(1, tiling.programs // heads.count))
+            self.sums = torch.empty(programs, heads.rotated, heads.dim, dtype=torch.float32, device=dq.device)
+            stages = _stages(tiling, heads, parts, dq.element_size(), cos.element_size(), _shared_memory(dq))
+        self.programs = heads.count * programs
+        query_norm, key_norm, eps = _of(norms)
+        self.inputs = [dq, dk, dv, *dq.stride()[:2], *_strides(dk), *_strides(dv)]
+        self.inputs += [None if norms is None else qkv, cos.contiguous(), sin.contiguous(), query_norm, key_norm]
+        self.options = {"query": heads.query, "kv": heads.kv, "dim": heads.dim, "parts": parts, "stages": stages}
+        self.options |= {"tokens": tokens, "eps": eps, "num_warps": max(1, tiling.warps * heads.dim // 128)}
+        self.options |= {"maxnreg": tiling.registers, "enable_fp_fusion": False}
+        self.tile = {"height": tiling.tokens, "whole": tokens % tiling.tokens == 0}
+
+    def launch(self, kernel: triton.JITFunction, *outputs: Tensor | None, **how: Any) -> None:
+        """Write to `outputs`, as `how` says."""
+        if self.programs:
+            tile = {} if kernel is rotate_backward_in_blocks else self.tile
+            with torch.cuda.device_of(self.inputs[0]):
+                kernel[(self.programs,)](*self.inputs, *outputs, self.sums, **self.options, **tile, **how)
+
+    def of_norms(self) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of the norms' weights: sums in an order that shapes alone decide."""
+        if self.sums is None:
+            return None, None
+        return self.sums[:, : self.queries].sum(dim=(0, 1)), self.sums[:, self.queries :].sum(dim=(0, 1))
+
+
+def _of(norms: HeadNorms | None) -> tuple[Tensor | None, Tensor | None, float]:
+    return (None, None, 0.0) if norms is None else (norms.query, norms.key, norms.eps)
 
 
 def _shared_memory(tensor: Tensor) -> int:
@@ -453,24 +381,20 @@ def _as_read(gradient: Tensor) -> Tensor:
     return gradient if gradient.stride(-1) == 1 else gradient.contiguous()
 
 
-def _parts(gradient: Tensor) -> int:
-    return gradient.shape[2] if gradient.dim() == 4 else 1
-
-
 def _strides(gradient: Tensor) -> tuple[int, int, int]:
     """Of tokens, heads and parts."""
     token, head, *part = gradient.stride()[:-1]
     return token, head, part[0] if part else 0
 
 
-def _stages(tiling: CodesTiling, heads: Heads, parts: int, angle_bytes: int, shared_memory: int) -> int:
+def _stages(tiling: BackwardTiling, heads: Heads, parts: int, value_bytes: int, angle_bytes: int, shared_memory: int) -> int:
     """As many of the tiling's stages as find room there, beside a tile of codes to transpose and 1 KiB for sums."""
     tile = tiling.tokens * heads.dim
-    of_a_stage = tile * (2 * (parts + 1) + angle_bytes)  # dy and x in BF16; half of cos and half of sin
+    of_a_stage = tile * (value_bytes * (parts + 1) + angle_bytes)  # dy and x; half of cos and half of sin
     return max(1, min(tiling.stages, 1 + (shared_memory - tile - 1024) // of_a_stage))
 
 
-def _layout(heads: Heads, tiling: RotaryTiling) -> tuple[int, int, int, int, int]:
+def _layout(heads: Heads, tiling: ForwardTiling) -> tuple[int, int, int, int, int]:
     """The kernels' constants, `query` to `rows`. A block has as many heads as a power of two that divides queries and keys."""
     both = heads.query | heads.kv
     rows = tiling.values // heads.dim
