@@ -48,4 +48,5 @@ def add_rows_(total: Tensor, gradient: Tensor, ids: Tensor) -> None:
     words, order = ids.int().sort()
     n, width = gradient.shape
     grid = triton.cdiv(n, ROWS), triton.cdiv(width, COLUMNS)
-    _add_rows[grid](total, gradient.contiguous(), words, order, n, width, ROWS, COLUMNS, num_warps=WARPS)
+    arguments = (total, gradient.contiguous(), words, order, n, width, ROWS, COLUMNS)
+    _add_rows[grid](*arguments, num_warps=WARPS, enable_fp_fusion=False)

@@ -259,6 +259,7 @@ def rotate(
                 eps,
                 *layout,
                 num_warps=tiling.warps,
+                enable_fp_fusion=True,
             )
     return q, k, v
 

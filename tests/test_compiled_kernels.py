@@ -1,0 +1,196 @@
+"""Every Triton kernel of this project, compiled to machine code for GPUs that this machine has not, and never launched.
+
+The interpreter says whether a kernel computes the right numbers; what it accepts may still not compile, take more shared memory
+than a GPU has, or keep its values in local memory. The compiler and the assembler come with Triton. Only the driver is made up
+here: it says which GPU there is, and takes the finished code.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from packing.batch import IGNORE
+from pretrain.model.attention.heads import HeadNorms, Heads
+from pretrain.optimizer.adamw_update import Hyperparameters, ParameterTensors
+
+triton = pytest.importorskip("triton", minversion="3.9", reason="earlier ones ask the driver for other things")
+pytestmark = pytest.mark.long
+
+from triton.runtime import driver  # noqa: E402
+
+ARCHITECTURES = {90: "an H200", 100: "a B200"}
+SHARED_MEMORY = 227 * 1024  # bytes that a program may have on both
+SPILL = {"rotate_backward_in_blocks"}  # 128 tokens of a head, which share scales by columns, take every register and more
+TOKENS, HIDDEN, WIDTH, WORDS = 256, 2048, 6144, 151_936  # Qwen3-1.7B's, but for the tokens
+BF16, FP32, E4M3, E5M2 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2
+
+
+class NoGPU:
+    """Triton's driver of a GPU of compute capability `architecture` / 10 that is not there. `spilled`: of each kernel that was
+    compiled, the bytes of local memory that a thread of it needs, at most."""
+
+    def __init__(self, architecture: int, folder: Path) -> None:
+        self.architecture, self.folder = architecture, folder
+        self.spilled: dict[str, int] = {}
+        self.utils = self
+        self.tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+    def get_current_device(self) -> int:
+        return self.architecture  # Triton keeps what it has compiled by the number of the device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        return triton.backends.compiler.GPUTarget("cuda", self.architecture, 32)
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": SHARED_MEMORY}
+
+    def load_binary(self, name: str, code: bytes, shared: int, device: int) -> tuple[None, None, int, int, int]:
+        file = self.folder / f"{name}.cubin"
+        file.write_bytes(code)
+        said = subprocess.run([self.tools / "cuobjdump", "-res-usage", file], check=True, capture_output=True, text=True).stdout
+        registers, stack, local = (int(re.search(rf"{what}:(\d+)", said)[1]) for what in ("REG", "STACK", "LOCAL"))
+        self.spilled[name] = max(self.spilled.get(name, 0), stack + local)
+        return None, None, registers, stack + local, 1024
+
+    def launcher_cls(self, source: object, metadata: object) -> Callable[..., None]:
+        return lambda *arguments: None
+
+
+@pytest.fixture(params=ARCHITECTURES, ids=ARCHITECTURES.get)
+def no_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> NoGPU:
+    gpu = NoGPU(request.param, tmp_path)
+    monkeypatch.setattr(driver, "_active", gpu)
+    monkeypatch.setattr(kernels("model.fused.rotary_kernel"), "_shared_memory", lambda tensor: SHARED_MEMORY)
+    return gpu
+
+
+def kernels(name: str) -> ModuleType:
+    return importlib.import_module(f"pretrain.{name}")
+
+
+def launched(module: ModuleType) -> Iterator[str]:
+    """The kernels of `module`, by name: what no other function of Triton calls."""
+    functions = [
+        each for each in vars(module).values() if isinstance(each, triton.JITFunction) and each.__module__ == module.__name__
+    ]
+    for function in functions:
+        if not any(re.search(rf"\b{function.__name__}\(", other.src) for other in functions if other is not function):
+            yield function.__name__
+
+
+def bf16(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=BF16)
+
+
+def by_tensor(rows: int, columns: int, fp8: torch.dtype) -> Iterator[Any]:
+    """Where a tensor is written with one scale: delayed scaling's, and current scaling's, of powers of two and not."""
+    from pretrain.precision.fp8_tile import TensorScaled
+
+    one, codes = torch.ones(1), (torch.zeros(rows, columns, dtype=torch.uint8), torch.zeros(columns, rows, dtype=torch.uint8))
+    yield TensorScaled(fp8, *codes, one, scale=one, amax=one)
+    for power_of_two in (True, False):
+        yield TensorScaled(fp8, *codes, one, amax=one, used=one, power_of_two=power_of_two)
+
+
+def by_block(rows: int, columns: int, fp8: torch.dtype) -> Any:
+    from pretrain.precision.fp8_tile import BlockScaled
+
+    codes, transposed = torch.zeros(rows, columns, dtype=torch.uint8), torch.zeros(columns, rows, dtype=torch.uint8)
+    return BlockScaled(fp8, codes, torch.zeros(columns // 128, rows), transposed, torch.zeros(rows // 128, columns))
+
+
+def activation() -> None:
+    kernel = kernels("model.fused.activation_kernel")
+    hidden, gradient = bf16(TOKENS, 2 * WIDTH), bf16(TOKENS, WIDTH)
+    kernel.forward_bf16(hidden)
+    kernel.backward_bf16(gradient, hidden)
+    for activated, d_hidden in zip(by_tensor(TOKENS, WIDTH, E4M3), by_tensor(TOKENS, 2 * WIDTH, E5M2), strict=True):
+        kernel.forward(hidden, activated)
+        again = SimpleNamespace(**vars(activated) | {"scale": torch.ones(1), "amax": None, "used": None, "rows": None})
+        kernel.backward(gradient, hidden, d_hidden, again)
+    kernel.forward_blocks(hidden, by_block(TOKENS, WIDTH, E4M3))
+    kernel.backward_blocks(gradient, hidden, by_block(TOKENS, 2 * WIDTH, E4M3), by_block(TOKENS, WIDTH, E4M3))
+
+
+def norm() -> None:
+    kernel = kernels("model.fused.norm_kernel")
+    x, residual, weight, rstd = bf16(TOKENS, HIDDEN), bf16(TOKENS, HIDDEN), bf16(HIDDEN), torch.zeros(TOKENS)
+    for added in (None, residual):
+        kernel.rms_norm(x, added, weight, 1e-6)
+        kernel.rms_norm_backward(x, x, rstd, weight, added)
+    for written in by_tensor(TOKENS, HIDDEN, E4M3):
+        kernel.rms_norm_scaled(x, residual, weight, 1e-6, written)
+    kernel.rms_norm_blocks(x, residual, weight, 1e-6, by_block(TOKENS, HIDDEN, E4M3))
+
+
+def rotation() -> None:
+    kernel = kernels("model.fused.rotary_kernel")
+    for heads, normed in ((Heads(16, 8, 128), True), (Heads(14, 2, 64), False)):
+        qkv, angles, group = bf16(TOKENS, heads.width), bf16(TOKENS, heads.dim), heads.query // heads.kv
+        norms = HeadNorms(bf16(heads.dim), bf16(heads.dim), 1e-6) if normed else None
+        gradients = [bf16(TOKENS, heads.query, heads.dim), *(bf16(TOKENS, heads.kv, group, heads.dim) for _ in range(2))]
+        inputs = (*gradients, qkv if normed else None, angles, angles, heads, norms)
+        kernel.rotate(qkv, angles, angles, heads, norms)
+        kernel.rotate_backward(*inputs)
+        for written in by_tensor(TOKENS, heads.width, E5M2):
+            kernel.rotate_backward_in_codes(*inputs, written)
+        if normed:
+            kernel.rotate_backward_in_codes(*inputs, by_block(TOKENS, heads.width, E4M3))
+
+
+def loss() -> None:
+    kernel = kernels("model.loss.softmax_kernel")
+    logits, labels = bf16(64, WORDS), torch.zeros(64, dtype=torch.int64)
+    kernel.softmax_gradient_(logits, labels, IGNORE)
+    kernel.token_losses(logits, labels, IGNORE)
+    for scale in (None, torch.ones(())):
+        kernel.quantized_softmax_gradient(logits, labels, IGNORE, E5M2, torch.zeros(1), scale)
+
+
+def table() -> None:
+    kernels("model.table_kernel").add_rows_(
+        torch.zeros(512, HIDDEN), bf16(TOKENS, HIDDEN), torch.zeros(TOKENS, dtype=torch.int64)
+    )
+
+
+def update() -> None:
+    kernel = kernels("optimizer.adamw_kernel")
+    hyper = Hyperparameters(1e-3, 0.1, 0.9, 0.95, 1e-8, 1)
+    for weight, moment in ((BF16, FP32), (BF16, BF16), (FP32, FP32)):
+        remainder = torch.zeros(4096, dtype=torch.int16) if weight == BF16 else None
+        moments = (torch.zeros(4096, dtype=moment) for _ in range(2))
+        parameter = ParameterTensors(torch.zeros(4096, dtype=weight), remainder, torch.zeros(4096), *moments)
+        kernel.FusedUpdate()([parameter], hyper, None)
+
+
+@pytest.mark.parametrize(
+    ("launch", "modules"),
+    [
+        (activation, ["model.fused.activation_kernel"]),
+        (norm, ["model.fused.norm_kernel"]),
+        (rotation, ["model.fused.rotary_kernel", "model.fused.rotary_block_kernel"]),
+        (loss, ["model.loss.softmax_kernel"]),
+        (table, ["model.table_kernel"]),
+        (update, ["optimizer.adamw_kernel"]),
+    ],
+    ids=lambda given: getattr(given, "__name__", ""),
+)
+def test_kernels_compile_for_gpus_that_are_not_there_and_none_spills_but_one(
+    launch: Callable[[], None], modules: list[str], no_gpu: NoGPU
+) -> None:
+    launch()  # Triton itself refuses a kernel that wants more shared memory than there is
+    assert set(no_gpu.spilled) == {name for module in modules for name in launched(kernels(module))}
+    assert {name for name, spilled in no_gpu.spilled.items() if spilled} <= SPILL
