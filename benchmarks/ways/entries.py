@@ -96,6 +96,7 @@ OURS = {
     "delayed_exact_bf16_gradients": "precision=delayed weights=bf16_exact optimizer.gradients=bf16",
     "delayed_exact_16_packs": "precision=delayed weights=bf16_exact batch.microbatch=16",
     "delayed_exact_head_16_packs": "precision=delayed weights=bf16_exact fp8_config.scope=linear+head batch.microbatch=16",
+    "delayed_exact_head_4_packs": "precision=delayed weights=bf16_exact fp8_config.scope=linear+head batch.microbatch=4",
     "delayed_exact_head_chunk_8192": "precision=delayed weights=bf16_exact fp8_config.scope=linear+head loss.chunk=8192",
     "delayed_exact_unfused": "precision=delayed weights=bf16_exact model.fused=off",
     "delayed_exact_varlen": "precision=delayed weights=bf16_exact model.attention=varlen",
