@@ -7,7 +7,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -95,10 +95,11 @@ TextOrPath = Annotated[str, BeforeValidator(at_home)]  # a text too long for a p
 S = TypeVar("S", bound=BaseModel)
 
 
-def parse(cls: type[S], values: dict[str, Any], origin: str | Callable[[str], str]) -> S:
+def parse(cls: type[S], values: dict[str, Any], origin: str | Callable[[str, str], str]) -> S:
     """Build `cls` from `values`. Raises one InputError with a line for each mistake.
 
-    origin: what each line starts with: the file's name, or a function from the dotted key to the place where it was set.
+    origin: what each line starts with: the file's name, or a function from the dotted key and the message to the place where the
+    value was set, as `origin_in` makes it.
     """
     try:
         return cls.model_validate(values)
@@ -106,7 +107,7 @@ def parse(cls: type[S], values: dict[str, Any], origin: str | Callable[[str], st
         lines: dict[str, dict[str, None]] = {}
         for item in error.errors(include_url=False):
             key, what, offered = _describe(cls, item)
-            line = f"{origin if isinstance(origin, str) else origin(key)}: {what}"
+            line = f"{origin if isinstance(origin, str) else origin(key, what)}: {what}"
             lines.setdefault(line, {})[offered] = None
         raise InputError("\n".join(line + ", or ".join(filter(None, offered)) for line, offered in lines.items())) from None
 
@@ -277,3 +278,42 @@ def load_with_bases(path: str | os.PathLike[str]) -> list[tuple[Path, dict[str, 
         if not wanted.is_file():
             raise InputError(f"{path}: `base`: {wanted} is no file; the path is taken from this file on")
         path = wanted
+
+
+def origin_in(
+    chain: Sequence[tuple[Path, dict[str, Any]]], overridden: Collection[str], command_line: str = "command line"
+) -> Callable[[str, str], str]:
+    """For `parse`: where a value was set, of what `load_with_bases` has found and the dotted keys that the command line sets. A
+    mistake of a whole section lies where those of its keys were set that its message names."""
+
+    def origin(key: str, message: str) -> str:
+        inside = [f"{key}.{name}" for name in re.findall(r"`([\w.]+)", message)]
+        given = any(key == each or key.startswith(f"{each}.") for each in overridden)
+        given |= any(f"{each}.".startswith(f"{name}.") for each in overridden for name in inside)
+        # A section that no file has, and one of whose keys the command line sets.
+        given |= any(each.startswith(f"{key}.") for each in overridden) and not any(_says(own, key) for _, own in chain)
+        if given or not chain:
+            return command_line
+        files = [path for path, own in chain if any(_says(own, name) for name in inside)]
+        return str(files[-1] if files else _file_of(key, chain))
+
+    return origin
+
+
+def _says(own: Any, key: str) -> bool:
+    """Whether a file sets `key`, or something in it."""
+    for part in key.split("."):
+        if not isinstance(own, dict) or part not in own:
+            return False
+        own = own[part]
+    return True
+
+
+def _file_of(key: str, chain: Sequence[tuple[Path, dict[str, Any]]]) -> Path:
+    """The file that said `key` last; for a key that none has said, the one that the others are bases of."""
+    section, _, name = key.partition(".")
+    for path, own in reversed(chain):
+        said = own.get(section)
+        if section in own and (not isinstance(said, dict) or name.partition(".")[0] in said):
+            return path
+    return chain[-1][0]

@@ -19,7 +19,7 @@ from typing import Any
 
 from foundation.command import run_command
 from foundation.errors import InputError
-from foundation.settings import Settings, load_with_bases, parse, place_of, value_from_text
+from foundation.settings import Settings, load_with_bases, origin_in, parse, place_of, value_from_text
 from packing.settings import DataSettings
 
 
@@ -159,7 +159,8 @@ def _data_settings(options: argparse.Namespace) -> DataSettings:
     files = [text for text in options.recipe if "=" not in text]
     if len(files) > 1:
         raise InputError(f"command line: one recipe at a time, not {' and '.join(files)}")
-    data = _data_section(files[0]) if files else {}
+    chain = load_with_bases(files[0]) if files else []
+    data = _data_section(chain)
     given = dict(text.split("=", 1) for text in options.recipe if "=" in text)
     given |= {key: value for key, value in vars(options).items() if key.startswith("data.") and value is not None}
     for key, value in given.items():
@@ -173,17 +174,13 @@ def _data_settings(options: argparse.Namespace) -> DataSettings:
             "command line: nothing says where the packs go; give a recipe with a data section, or --source, --tokenizer and --out"
         )
 
-    def origin(key: str) -> str:
-        here = any(key == each or key.startswith(f"{each}.") for each in given)
-        return "command line" if here or not files else files[0]
-
-    return parse(_Recipe, {"data": data}, origin).data
+    return parse(_Recipe, {"data": data}, origin_in(chain, given)).data
 
 
-def _data_section(file: str) -> dict[str, Any]:
+def _data_section(chain: Sequence[tuple[Path, dict[str, Any]]]) -> dict[str, Any]:
     """What a recipe and those that it is based on say of their data."""
     data = {}
-    for path, own in load_with_bases(file):
+    for path, own in chain:
         section = own.get("data") or {}
         if not isinstance(section, dict):
             raise InputError(f"{path}: `data`: a section of keys is wanted, the recipe holds {section!r}")

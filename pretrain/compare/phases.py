@@ -218,7 +218,7 @@ class Search:
 
 def load_phases(path: Path, overrides: Sequence[str], **changes: Any) -> Search:
     """The search that the file at `path` describes, `changes` in place of its keys. InputError names the file and the key."""
-    settings = parse(PhasesSettings, load_yaml(path) | changes, lambda key: "command line" if key in changes else str(path))
+    settings = parse(PhasesSettings, load_yaml(path) | changes, lambda key, _: "command line" if key in changes else str(path))
     names = [phase.name for phase in settings.phases]
     if len(set(names)) < len(names):
         raise InputError(f"{path}: `phases`: two are named {max(names, key=names.count)}; each has a name of its own")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from foundation.errors import InputError
-from foundation.settings import load_with_bases, parse, place_of, shown, value_from_text
+from foundation.settings import load_with_bases, origin_in, parse, place_of, shown, value_from_text
 from pretrain.precision import schedule
 from pretrain.settings.recipe import Recipe
 
@@ -59,15 +59,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     overridden = [_parse_override(text) for text in overrides]
     for key, value in overridden:
         _set(values, key, value)
-
-    def origin(key: str) -> str:
-        named = [k for k, _ in overridden]
-        from_command_line = any(key == k or key.startswith(f"{k}.") for k in named)
-        # A section that no file has, and one of whose keys the command line sets.
-        from_command_line |= any(k.startswith(f"{key}.") for k in named) and not any(_says(own, key) for _, own in chain)
-        return f"command line, over {path}" if from_command_line else str(_file_of(key, chain))
-
-    return parse(Recipe, values, origin)
+    return parse(Recipe, values, origin_in(chain, [key for key, _ in overridden], f"command line, over {path}"))
 
 
 def _over(values: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
@@ -82,25 +74,6 @@ def _over(values: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
         there = values.get(key)
         values[key] = {**there, **value} if isinstance(there, dict) and isinstance(value, dict) else value
     return values
-
-
-def _says(own: Any, key: str) -> bool:
-    """Whether a file sets `key`, or something in it."""
-    for part in key.split("."):
-        if not isinstance(own, dict) or part not in own:
-            return False
-        own = own[part]
-    return True
-
-
-def _file_of(key: str, chain: Sequence[tuple[Path, dict[str, Any]]]) -> Path:
-    """The file that said `key` last; for a key that none has said, the one that the others are bases of."""
-    section, _, name = key.partition(".")
-    for path, own in reversed(chain):
-        said = own.get(section)
-        if section in own and (not isinstance(said, dict) or name.partition(".")[0] in said):
-            return path
-    return chain[-1][0]
 
 
 def run_dir_of(recipe: Recipe) -> Path:

@@ -75,10 +75,12 @@ class ModelSettings(Settings):
     @classmethod
     def _can_be_written_as_json(cls, config: dict[str, Any] | None) -> dict[str, Any] | None:
         config = _with_numbers(config)
-        try:
-            json.dumps(config, allow_nan=False)
-        except (ValueError, TypeError):
-            raise ValueError("infinity, not-a-number and dates cannot stand in a config.json") from None
+        for key, value in (config or {}).items():
+            try:
+                json.dumps(value, allow_nan=False)
+            except (ValueError, TypeError):
+                wrong = f"infinity, not-a-number and dates cannot stand in a config.json, and `{key}` holds one of them"
+                raise ValueError(wrong) from None
         return config
 
     @field_validator("config")

@@ -104,6 +104,21 @@ def test_a_mistake_is_one_message_and_exit_status_2(
     assert not (tmp_path / "packs").exists()
 
 
+def test_prepare_says_where_the_keys_of_a_mistaken_section_were_set(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text(yaml.safe_dump({"base": recipe.name, "data": {"end_token": 0}}))
+    said = "`data`: `end_token` is for token .bin files"
+    for arguments, place in (([own], own), ([own, "data.length=64"], own), ([recipe, "data.end_token=0"], "command line")):
+        assert main(["prepare", *map(str, arguments)]) == 2
+        assert capsys.readouterr().err.startswith(f"error: {place}: {said}")
+    own.write_text(yaml.safe_dump({"base": recipe.name, "data": {"length": 64}}))
+    recipe.write_text(recipe.read_text().replace("seed: 7", "seed: -7"))
+    assert main(["prepare", str(own)]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {recipe}: `data.seed` is -7")
+
+
 def test_inspect_shows_numbers_and_the_documents_of_a_pack(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -81,6 +81,56 @@ def test_a_mistake_names_the_file_of_the_chain_that_it_stands_in(tmp_path: Path)
     assert root.startswith(f"{tmp_path / 'root.yaml'}: `seed`") and own.startswith(f"{path}: `optimizer.clip`")
 
 
+NO_PENALTY = {"penalty_weight": 0.1}
+TEXT_AND_MORE = {"packs": "p", "source": "s", "tokenizer": "t", "text": "{x}"}
+
+
+@pytest.mark.parametrize(
+    ("base", "own", "overrides", "place", "message"),
+    [
+        ({}, {"loss": {"kind": "reference"}}, ["loss.penalty_weight=0.1"], "command line", "`loss`: `penalty_weight` is set"),
+        ({}, {"loss": NO_PENALTY}, ["loss.kind=reference", "loss.chunk=8"], "own", "`loss`: `penalty_weight` is set"),
+        ({"loss": NO_PENALTY}, {"loss": {"kind": "reference"}}, ["loss.chunk=8"], "root", "`loss`: `penalty_weight` is set"),
+        ({"loss": NO_PENALTY}, {"loss": {"penalty": None}}, [], "own", "`loss`: `penalty_weight` is set"),
+        ({"loss": {"kind": "reference"}}, {}, ["loss={penalty_weight: 0.1}"], "command line", "`loss`: `penalty_weight` is set"),
+        (
+            {"optimizer": {"eps": 1e-60}},
+            {"optimizer": {"clip": 1.0}},
+            ["optimizer.decay=all"],
+            "root",
+            "`optimizer`: `eps: 1e-60`",
+        ),
+        ({}, {"optimizer": {"clip": 1.0}}, ["optimizer.eps=1e-60"], "command line", "`optimizer`: `eps: 1e-60` is as good as"),
+        ({}, {"train": {"tokens": 5}}, ["train.tokens=null"], "command line", "`train`: set exactly one of"),
+        (
+            {"train": {"max_hours": 1}},
+            {"train": {"rank_timeout": 9}},
+            ["train.max_hours=2"],
+            "own",
+            "`train`: set exactly one of",
+        ),
+        ({}, {"data": TEXT_AND_MORE}, ["data.source=null"], "command line", "`data`: `text`: for preparing packs, but no"),
+        ({"data": TEXT_AND_MORE}, {"data": {"held_out": 0.1}}, ["data.validation.split=x"], "command line", "`held_out` and"),
+        ({}, {"data": TEXT_AND_MORE | {"source": ""}}, ["data.length=64"], "own", "`data`: `source` is empty"),
+        ({}, {"fp8_config": {"margin": 1}}, ["fp8_config.recipe=mxfp8"], "command line", "`fp8_config`: `recipe` is a key of"),
+        ({}, {"model": {"config": {"model_type": "m"}}}, ["model.config.rms_norm_eps=-1"], "command line", "`rms_norm_eps: -1`"),
+        ({}, {"model": {"config": {"a_eps": -1}}}, ["model.config.model_type=m"], "own", "`model.config`: `a_eps: -1` is below"),
+        ({}, {"model": {"config": {"model_type": "m"}}}, ["model.config.a={b: .inf}"], "command line", "`a` holds one of them"),
+    ],
+)
+def test_a_mistake_of_a_whole_section_names_where_its_keys_were_set(
+    base: dict, own: dict, overrides: list[str], place: str, message: str, tmp_path: Path
+) -> None:
+    values = {key: value for key, value in SMALLEST.items() if key not in (base | own)}
+    (tmp_path / "root.yaml").write_text(yaml.safe_dump(values | base))
+    path = write(tmp_path, {"base": "root.yaml", **own})
+    with pytest.raises(InputError) as mistake:
+        load_recipe(path, overrides)
+    (line,) = str(mistake.value).splitlines()
+    places = {"command line": f"command line, over {path}", "own": str(path), "root": str(tmp_path / "root.yaml")}
+    assert line.startswith(f"{places[place]}: `") and message in line
+
+
 @pytest.mark.parametrize(
     ("base", "message"),
     [
