@@ -20,7 +20,7 @@ from pydantic import Field
 
 from foundation.errors import InputError
 from foundation.reading import load_object
-from foundation.settings import PathText, PositiveCount, Settings, load_yaml, parse, shown, value_from_text
+from foundation.settings import FilePath, PathText, PositiveCount, Settings, load_yaml, parse, shown, value_from_text
 from packing.manifest import read_manifest
 from packing.parts import training_parts, validation_parts
 from packing.prepare import content_settings, recorded_settings
@@ -56,8 +56,8 @@ class MatrixSettings(Settings):
     """What a matrix file can hold."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    recipe: Path  # the base
-    accelerate: Path  # how the runs are launched; `precision` in a cell overrides the file's
+    recipe: FilePath  # the base
+    accelerate: FilePath  # how the runs are launched; `precision` in a cell overrides the file's
     overrides: Values = Field(default_factory=dict)  # over the recipe, in every cell
     axes: Axes = Field(default_factory=dict)  # a cell for every combination
     leave_out: list[Values] = Field(default_factory=list)  # combinations that are not wanted: those with all of an entry's values

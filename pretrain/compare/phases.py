@@ -28,7 +28,7 @@ from pydantic import Field
 
 from foundation.errors import InputError
 from foundation.files import save_file
-from foundation.settings import PathText, PositiveCount, Settings, Share, load_yaml, parse
+from foundation.settings import FilePath, PathText, PositiveCount, Settings, Share, load_yaml, parse
 from foundation.signals import StopRequest
 from foundation.tables import UNKNOWN, markdown, or_dash
 from foundation.units import count, duration, memory, percent, plural
@@ -56,8 +56,8 @@ class PhasesSettings(Settings):
     """What a phases file can hold."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    recipe: Path  # the base
-    accelerate: Path  # how the runs are launched
+    recipe: FilePath  # the base
+    accelerate: FilePath  # how the runs are launched
     overrides: Values = Field(default_factory=dict)  # over the recipe, in every phase: few steps, no checkpoints
     phases: Annotated[list[PhaseSettings], Field(min_length=1)]
     least_gain: Share = 0.01  # in tokens/s over the phases before: with less, what is there stays and the search ends

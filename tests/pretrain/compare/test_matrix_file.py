@@ -86,6 +86,18 @@ def test_the_launcher_reads_a_runs_command_line_back_to_the_recipe_that_was_chec
         assert again.model.config["rope_theta"] == 1e-6 and again.evaluate.samples == ("a: {b}", "no")
 
 
+def test_every_path_of_a_matrix_may_lie_in_the_home_folder(matrix, small_recipe, tmp_path, monkeypatch):
+    (home := tmp_path / "home").mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    (home / "cpu.yaml").write_text(Path(CPU).read_text())
+    (home / "mine.yaml").write_text(yaml.safe_dump(small_recipe))
+    found = matrix(recipe="~/mine.yaml", accelerate="~/cpu.yaml", run_dir="~/runs/{cell}", overrides={"data.packs": "~/packs"})
+    assert (found.settings.recipe, found.settings.accelerate) == (home / "mine.yaml", home / "cpu.yaml")
+    assert (found.runs[0].recipe.data.packs, found.folder) == (home / "packs", home / "runs")
+    with pytest.raises(InputError, match=f"{home}/my.yaml: no such file"):
+        matrix(recipe="~/my.yaml")
+
+
 @settings(max_examples=30)  # each reads its recipe up to 192 times
 @given(
     st.dictionaries(

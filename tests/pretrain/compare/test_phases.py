@@ -44,6 +44,15 @@ def test_chosen_cells_of_two_phases_that_are_called_alike_both_count(phases_file
     assert search.next_matrix(3).runs[0].recipe.log.every == 2
 
 
+def test_every_path_of_a_search_may_lie_in_the_home_folder(phases_file, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "cpu.yaml").write_text((ROOT / "accelerate_configs" / "cpu.yaml").read_text())
+    search = load_phases(phases_file(BATCH, recipe="~/recipe.yaml", accelerate="~/cpu.yaml", run_dir="~/{name}"), [])
+    (matrix,) = search.check()
+    assert (matrix.settings.recipe, matrix.settings.accelerate) == (tmp_path / "recipe.yaml", tmp_path / "cpu.yaml")
+    assert search.folder == tmp_path / "tune"
+
+
 @pytest.fixture
 def finish(phases_file: Callable[..., Path], tmp_path: Path) -> Callable[..., None]:
     """Leave what a finished run of a phase leaves, with this speed, on the cells that were `chosen` before."""
