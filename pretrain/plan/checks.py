@@ -21,7 +21,7 @@ from pretrain.precision.settings import ActivePrecision
 from pretrain.settings.recipe import LEAST_FP32, OptimizerSettings, Recipe, TrainSettings
 
 if TYPE_CHECKING:  # slow to import
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
 TOKEN_BYTES = 4  # of a token in packs
 # What FLOPs, memory and attention go by, once for a whole model.
@@ -217,7 +217,6 @@ def check_sizes(recipe: Recipe, model: PretrainedConfig) -> None:
     for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
         if (size := getattr(config, key, None)) is not None and size < 1:
             raise InputError(f"`model.config.{config.attribute_map.get(key, key)}: {size}`: a model needs at least 1")
-    _check_experts(recipe, config)
     for key in ("eos_token_id", "bos_token_id", "pad_token_id"):
         ids = (recipe.model.config or {}).get(key)
         for token in ids if isinstance(ids, list) else [ids]:
@@ -230,9 +229,12 @@ def check_sizes(recipe: Recipe, model: PretrainedConfig) -> None:
         )
 
 
-def _check_experts(recipe: Recipe, config: PretrainedConfig) -> None:
-    """InputError where a token is to choose more experts than a layer has."""
-    written = recipe.model.config or {}
+def check_experts(recipe: Recipe, model: PreTrainedModel) -> None:
+    """InputError where a token is to choose more experts than a layer has. All layers may be dense: each architecture has keys of
+    its own that say which are, and names of modules that tell."""
+    if not any("expert" in name or "router" in name for name, _ in model.named_modules()):
+        return
+    config, written = model.config.get_text_config(), recipe.model.config or {}
 
     def first(keys: Sequence[str]) -> list[tuple[str, int]]:
         """The first of them that is a number, by the name that the recipe has for it."""

@@ -31,7 +31,7 @@ from pretrain.model.attention import backends as attention
 from pretrain.model.attention.heads import Heads
 from pretrain.model.distributed import device_of, gathers_once_a_step, replicas_of
 from pretrain.optimizer import schedule
-from pretrain.plan.checks import check_fit, check_pack_counts, check_settings, check_sizes, steps_of
+from pretrain.plan.checks import check_experts, check_fit, check_pack_counts, check_settings, check_sizes, steps_of
 from pretrain.plan.data import Data, check_labels, check_positions, check_tokens, open_data
 from pretrain.plan.memory import Devices, layers_of
 from pretrain.plan.plan import ActivePhase, Plan
@@ -263,6 +263,7 @@ def _lay_out(recipe: Recipe, precisions: _Precisions, device_type: str) -> _Laid
     model_config = model.load_config(recipe.model)
     check_sizes(recipe, model_config)
     shapes = model.build_on_meta(model_config, recipe.model.trust_remote_code)
+    check_experts(recipe, shapes)
     _check_model(shapes, recipe, precisions.each_once, device_type)
     low_linears = _count_low_linears(shapes, precisions.each_once)
     shape, compute_dtype = Shape.of(shapes), getattr(torch, precisions.first.precision.compute_dtype)

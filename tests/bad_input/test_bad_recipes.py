@@ -130,6 +130,9 @@ MODELS = {
     "model.config={model_type: musicgen}": r"`model`: MusicgenConfig is not one language model of equal layers: .*; name another",
     "model.config={model_type: fuyu}": r"`model`: FuyuConfig has no vocabulary of its own, as it is of more than text; name a",
     "model.config={model_type: gemma4_assistant}": r"`model.config.model_type`: transformers has no .* by itself: .*must be",
+    "model.config={model_type: qwen3_moe, vocab_size: 61, num_experts: 4, num_hidden_layers: 2, mlp_only_layers: [0]}": (
+        r"`model.config.num_experts: 4`: each token chooses 8 experts \(`num_experts_per_tok`\), more than there are; set "
+    ),
     "model.config={model_type: t5, vocab_size: 61}": r"T5Config makes no causal language model",
 }
 

@@ -216,3 +216,12 @@ def test_a_branch_is_said_not_to_be_held_unless_the_same_code_was(launch: Callab
     assert parity_of(run_dir)["source"].startswith("kept from ") and parity_of(run_dir)["failures"] == []
     said, run_dir = launch("none", *begins, "parity=off")
     assert "parity" not in said and "parity" not in json.loads((run_dir / "audit.json").read_text())
+
+
+def test_a_mixture_whose_layers_are_all_dense_trains_whatever_experts_it_names(launch: Callable) -> None:
+    experts = ["model.config.model_type=qwen3_moe", "model.config.num_experts=4", "model.config.decoder_sparse_step=1"]
+    _, run_dir = launch("dense", *experts, "model.config.mlp_only_layers=[0, 1]", "parity=on", "checkpoint.at_end=true")
+    assert parity_of(run_dir)["failures"] == [] and np.isfinite(losses_of(run_dir)).all()
+    model = AutoModelForCausalLM.from_pretrained(run_dir / "final")
+    assert (model.config.num_experts, model.config.num_experts_per_tok) == (4, 8)
+    assert not any("expert" in name for name, _ in model.named_parameters())
