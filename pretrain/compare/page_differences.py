@@ -9,6 +9,7 @@ from typing import Any
 
 from pretrain.compare.appearance import as_text
 from pretrain.compare.comparison import RunComparison, Standing
+from pretrain.precision import schedule
 from pretrain.settings.config import flatten
 
 NAMES = ("name", "run_dir")  # different in every run, and no part of what is compared
@@ -31,12 +32,37 @@ class KeyDifference:
 
 
 def audits(comparison: RunComparison) -> list[AuditShown]:
-    """What every run computed in, as its audit observed it."""
-    return [_audit(each) for each in comparison.standings if each.run.audit]
+    """What every run computed in, as its audit observed it: of one whose precision changes on the way, phase by phase."""
+    return [shown for each in comparison.standings if each.run.audit for shown in _audits(each)]
 
 
-def _audit(each: Standing) -> AuditShown:
-    audit = each.run.audit
+def _audits(each: Standing) -> list[AuditShown]:
+    run, label, audit, found = each.run, each.look.label, each.run.audit, each.run.audited
+    if not found:
+        setting = run.config.get("precision")
+        asked = schedule.label(setting) if isinstance(setting, list) else audit.get("precision")  # all phases fell back to one
+        return [_audit(label, audit, asked)]
+    of_a_phase = {"confirmed_in_step", "parity", *(key for own in found.values() for key in own)}
+    around = {key: value for key, value in audit.items() if key not in of_a_phase}
+    ends = [*(first - 1 for first in [*run.phases][1:]), run.summary["steps"]]
+    spans = [
+        (name, first, last, f"{label}, {_steps(first, last)}")
+        for (first, name), last in zip(run.phases.items(), ends, strict=False)
+    ]
+    shown = []
+    for name, first, last, where in spans or [(name, 1, ends[0], label) for name in found]:  # older runs say no first steps
+        own = {"precision": name, "effective": name} | found.get(name, {"reason": "what was found in these steps is not kept"})
+        if not first <= (own.get("confirmed_in_step") or 0) <= last:
+            own = own | {"confirmed_in_step": None}  # it was in another phase of this precision
+        shown.append(_audit(where, around | own, own["precision"]))
+    return shown
+
+
+def _steps(first: int, last: int) -> str:
+    return f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
+
+
+def _audit(label: str, audit: Mapping[str, Any], asked: str | None) -> AuditShown:
     rows = {
         "why": audit.get("reason"),
         "computes": audit.get("computes"),
@@ -53,8 +79,8 @@ def _audit(each: Standing) -> AuditShown:
         "confirmed in step": audit.get("confirmed_in_step"),
     }
     return AuditShown(
-        each.look.label,
-        audit.get("precision"),
+        label,
+        asked,
         audit.get("effective"),
         str(audit.get("computed_by", audit.get("backend", "what is not known"))),
         {name: str(value) for name, value in rows.items() if value not in (None, "")},

@@ -75,17 +75,23 @@ class RecordedMemory(BaseModel):
     held: dict[str, int]
 
 
-class RecordedAudit(BaseModel):
-    """What is read by name of audit.json."""
+class RecordedFindings(BaseModel):
+    """What audit.json has of one precision."""
 
     model_config = ConfigDict(strict=True)
     precision: str | None = None
     effective: str | None = None
-    schedule: str | None = None
-    phases: dict[Annotated[str, Field(pattern=r"^[0-9]{1,15}$")], str] | None = None
-    precisions: dict[str, dict[str, Any]] | None = None
     backend: str | None = None
     products: list[RecordedProduct] | None = None
+    confirmed_in_step: int | None = None
+
+
+class RecordedAudit(RecordedFindings):
+    """What is read by name of audit.json."""
+
+    schedule: str | None = None
+    phases: dict[Annotated[str, Field(pattern=r"^[0-9]{1,15}$")], str] | None = None
+    precisions: dict[str, RecordedFindings] | None = None
     kernels: list[Any] | None = None
     memory: RecordedMemory | None = None
 

@@ -373,7 +373,7 @@ def keep_findings(source: ResumePoint, assembly: Assembly, job: Job) -> None:
     with suppress(OSError, ValueError):  # none, or damaged: what it held is not known
         found = load_json(written)
         earlier = RecordedAudit.model_validate(found)
-        of_precision = earlier.precisions or {earlier.effective or "": found}
+        of_precision = found["precisions"] if earlier.precisions else {earlier.effective or "": found}
     for name, stage in assembly.stages.items():
         known = of_precision.get(name, {})
         if isinstance(parity := known.get("parity"), dict):

@@ -11,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from pretrain.compare.comparison import RunComparison
+from pretrain.compare.page_differences import audits
 from pretrain.metrics.run_record import read_run
 from tests.conftest import Finished
 
@@ -118,6 +120,20 @@ def test_a_longer_run_goes_back_to_the_precision_of_its_share_and_says_so(starte
     ran = "delayed to step 3, then bf16 to step 5, then delayed to step 6, then bf16"
     assert record.precision == f"delayed to 60 %, then bf16 (ran {ran})" and record.emulated
     assert f"{record.precision}: FP8 products" in (longer.run_dir / "final" / "README.md").read_text()
+    shown = audits(RunComparison.over([record]))
+    assert [(each.label, each.asked, each.ran) for each in shown] == [
+        (f"run, {steps}", name, name)
+        for steps, name in (
+            ("steps 1 to 3", "delayed"),
+            ("steps 4 to 5", "bf16"),
+            ("step 6", "delayed"),
+            ("steps 7 to 10", "bf16"),
+        )
+    ]
+    assert [each.rows.get("confirmed in step") for each in shown] == [None, None, "6", None]
+    low, high = (" ".join(each.rows.values()) for each in shown[:2])
+    assert "wgrad e5m2 tensor-scaled x e4m3" in low and "e4m3" not in high
+    assert len({each.rows["weights"] + each.rows["parity"] for each in shown[1::2]}) == 1
     for line in ("steps 1 to 3 in delayed", "steps 4 to 5 in bf16", "steps 6 to 6 in delayed", "steps 7 to 10 in bf16"):
         assert line in longer.out
 

@@ -20,6 +20,7 @@ from pretrain.compare.comparison import RunComparison
 from pretrain.compare.kept_runs import read_kept
 from pretrain.compare.page import code, render
 from pretrain.compare.page_data import PROCESS, REST, UNUSED, heat_maps, memory_parts, page_data, short_name, step_time
+from pretrain.compare.page_differences import audits
 from pretrain.compare.page_table import columns_of
 from pretrain.compare.published import read_published
 from pretrain.compare.report import read_runs, write
@@ -222,6 +223,45 @@ def test_a_file_that_holds_no_kept_runs_is_refused(content, says, tmp_path):
         read_kept(tmp_path / "x.json")
 
 
+SCHEDULE = "precision=[{until: 2, use: nvfp4}, {use: bf16}]"
+LOW = {"precision": "nvfp4", "effective": "delayed", "reason": "no FP4 here", "computed_by": "emulation", "confirmed_in_step": 1}
+HIGH = {"precision": "bf16", "effective": "bf16", "reason": None, "computed_by": "torch 9", "products": []}
+LAST = HIGH | {"weights": "fp32", "schedule": "delayed to step 2, then bf16", "precisions": {"delayed": LOW, "bf16": HIGH}}
+
+
+def test_a_run_of_several_phases_has_the_audit_of_each_by_its_steps(tmp_path):
+    run = trained(tmp_path / "run", (4.0, 3.0, 2.5, 2.25), SCHEDULE, audit=LAST | {"phases": {"1": "delayed", "3": "bf16"}})
+    low, high = audits(RunComparison.over([run]))
+    assert (low.label, low.asked, low.ran, low.by) == ("run, steps 1 to 2", "nvfp4", "delayed", "emulation")
+    assert low.rows == {"why": "no FP4 here", "weights": "fp32", "confirmed in step": "1"}
+    assert (high.label, high.asked, high.ran, high.by) == ("run, steps 3 to 4", "bf16", "bf16", "torch 9")
+    assert high.rows == {"weights": "fp32"}, "nothing of the phase before"
+    page = text_of(render(RunComparison.over([run, trained(tmp_path / "b")])))
+    assert "run, steps 1 to 2: nvfp4 asked for, <b>delayed</b>" in page and "run, steps 3 to 4: <b>bf16</b>" in page
+
+
+def test_a_precision_that_comes_twice_is_confirmed_in_the_phase_of_its_step_alone(tmp_path):
+    found = LAST | {"phases": {"1": "bf16", "2": "delayed", "3": "bf16", "4": "delayed"}}
+    found["precisions"] = {"delayed": LOW | {"confirmed_in_step": 4}, "bf16": HIGH}
+    shown = audits(RunComparison.over([trained(tmp_path / "run", (4.0, 3.0, 2.5, 2.25, 2.0), SCHEDULE, audit=found)]))
+    assert [each.label for each in shown] == ["run, step 1", "run, step 2", "run, step 3", "run, steps 4 to 5"]
+    assert [each.rows.get("confirmed in step") for each in shown] == [None, None, None, "4"]
+
+
+def test_audits_of_phases_to_come_lost_or_of_older_versions_are_shown_as_far_as_they_are_known(tmp_path):
+    def shown(name: str, audit: dict[str, Any], losses: tuple[float, ...] = (4.0, 3.0, 2.5, 2.25)) -> list[tuple[Any, ...]]:
+        found = audits(RunComparison.over([trained(tmp_path / name, losses, SCHEDULE, audit=audit)]))
+        return [(each.label, each.asked, each.ran) for each in found]
+
+    to_come = LAST | {"phases": {"1": "delayed", "3": "bf16"}}
+    assert shown("begun", to_come, (4.0,)) == [("begun, step 1", "nvfp4", "delayed")]
+    assert shown("older", LAST) == [("older", "nvfp4", "delayed"), ("older", "bf16", "bf16")]
+    lost = to_come | {"precisions": {"bf16": HIGH}}
+    assert shown("lost", lost) == [("lost, steps 1 to 2", "delayed", "delayed"), ("lost, steps 3 to 4", "bf16", "bf16")]
+    alone = HIGH | {"precision": "nvfp4"}  # both phases fell back to one precision
+    assert shown("alone", alone) == [("alone", "nvfp4 to step 2, then bf16", "bf16")]
+
+
 @pytest.mark.parametrize(
     ("file", "key", "value", "says"),
     [
@@ -230,6 +270,8 @@ def test_a_file_that_holds_no_kept_runs_is_refused(content, says, tmp_path):
         ("audit.json", "products", [{"products": "fp8"}], "`products.0.products`"),
         ("audit.json", "kernels", "all", "`kernels`"),
         ("audit.json", "effective", 8, "`effective`"),
+        ("audit.json", "precisions", {"bf16": {"products": {"a": 1}}}, "`precisions.bf16.products`"),
+        ("audit.json", "precisions", {"bf16": {"confirmed_in_step": "one"}}, "`precisions.bf16.confirmed_in_step`"),
         ("audit.json", "memory", {"microbatch": 1, "planned": {"parameters": "much"}}, "`memory.planned.parameters`"),
         ("environment.json", "gpus", "H200", "`gpus`"),
         ("environment.json", "packages", ["torch"], "`packages`"),
