@@ -63,10 +63,13 @@ def _steps(first: int, last: int) -> str:
 
 
 def _audit(label: str, audit: Mapping[str, Any], asked: str | None) -> AuditShown:
+    linears: dict[str, list[str]] = {}
+    for what, number in _products(audit.get("products") or []):
+        linears.setdefault(f"{number} linears", []).append(what)
     rows = {
         "why": audit.get("reason"),
         "computes": audit.get("computes"),
-        **{f"{number} linears": what for what, number in _products(audit.get("products") or [])},
+        **{number: "; and as many: ".join(kinds) for number, kinds in linears.items()},
         "weights": audit.get("weights"),
         "gradients": audit.get("gradients"),
         "attention": _named(audit.get("attention"), "kind", "reason"),

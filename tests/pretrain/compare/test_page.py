@@ -240,6 +240,15 @@ def test_a_run_of_several_phases_has_the_audit_of_each_by_its_steps(tmp_path):
     assert "run, steps 1 to 2: nvfp4 asked for, <b>delayed</b>" in page and "run, steps 3 to 4: <b>bf16</b>" in page
 
 
+def test_an_audit_shows_every_kind_of_linears_though_there_are_as_many_of_two(tmp_path):
+    products = [
+        {"effective": name, "reason": why} for name, why in (("mxfp8", None), ("bf16", "the first layer"), ("bf16", "head"))
+    ]
+    run = trained(tmp_path / "run", audit=HIGH | {"products": [*products, products[0]]})
+    (shown,) = audits(RunComparison.over([run]))
+    assert shown.rows == {"2 linears": "mxfp8", "1 linears": "bf16 (the first layer); and as many: bf16 (head)"}
+
+
 def test_a_precision_that_comes_twice_is_confirmed_in_the_phase_of_its_step_alone(tmp_path):
     found = LAST | {"phases": {"1": "bf16", "2": "delayed", "3": "bf16", "4": "delayed"}}
     found["precisions"] = {"delayed": LOW | {"confirmed_in_step": 4}, "bf16": HIGH}
