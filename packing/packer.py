@@ -37,11 +37,10 @@ _OURS = {FIRST, f".{FIRST}.partial", ENDED, FAILED, ".lock"}
 
 def check_preparing(settings: DataSettings, *, elsewhere: bool = False) -> list[str]:
     """For a plan. InputError where a run would refuse the data before it reads any text: packs that it would have to make, and
-    packs that are there and were made with other settings.
+    packs that are there and were made with other settings. Returns what is not checked, to be said.
 
-    `elsewhere`: they may be made on another machine. Text that is not on this one is then no error, but is
-    returned, to be said."""
-    absent = check_parts(settings, elsewhere=elsewhere)
+    `elsewhere`: they may be made on another machine. Text that is not on this one is then no error, and is not checked."""
+    notes = check_parts(settings, elsewhere=elsewhere)
     training = stream_parts(settings) if settings.stream else training_parts(settings) or {"": settings}
     for key, part in (by_key(training) | by_key(validation_parts(settings), "data.validation")).items():
         if part.source is None:
@@ -53,7 +52,7 @@ def check_preparing(settings: DataSettings, *, elsewhere: bool = False) -> list[
             check_part(part, elsewhere=elsewhere)
             if part.stream and not elsewhere:
                 _check_place(part, settings)
-    return absent
+    return notes
 
 
 def prepare_stream(settings: DataSettings, progress: bool = True) -> Path:
@@ -62,9 +61,11 @@ def prepare_stream(settings: DataSettings, progress: bool = True) -> Path:
     Every process may call it: it takes a lock, and who gets it second finds the work done. InputError for what cannot be used.
     """
     validation, parts = by_key(validation_parts(settings), "data.validation"), by_key(stream_parts(settings))
-    missing = {key: part for key, part in parts.items() if not (part.packs / FIRST).exists()}
+    made = {key: part for key, part in {**parts, **validation}.items() if part.source is not None}
+    missing = {key: part for key, part in made.items() if not is_there(folder_of(part))}
     if missing and (settings.sources or validation):
-        check_parts(settings)
+        for note in check_parts(settings):
+            say(note, progress)
         for key, part in missing.items():
             with said_of(key):
                 check_first_records(part)

@@ -121,9 +121,10 @@ def _part(settings: DataSettings, own: SourceSettings, packs: Path) -> DataSetti
 
 
 def check_parts(settings: DataSettings, *, elsewhere: bool = False) -> list[str]:
-    """InputError where a part cannot be read, or text is to be trained and validated on; before any pack is made.
+    """InputError where a part cannot be read, or text is to be trained and validated on; before any pack is made. Returns what
+    is not checked, a line for each.
 
-    `elsewhere`: text that is not here may be on the machine that trains. What is wrong with it is then returned.
+    `elsewhere`: text that is not here may be on the machine that trains, and is then one of these.
     """
     training = training_parts(settings) or {"": settings}
     if settings.sources and (settings.packs / MANIFEST).exists():
@@ -144,7 +145,13 @@ def check_parts(settings: DataSettings, *, elsewhere: bool = False) -> list[str]
                 f"{held_where}: {shared} is also trained on ({where}), so its loss says nothing of unseen text; name another "
                 "file or split, or set data.held_out instead"
             )
-    return absent or []
+    notes = [f"{said}; what is said of it is not checked" for said in absent or ()]
+    pairs = zip(opened, training.values(), strict=True)
+    alone = [str(part.packs) for (_, source), part in pairs if source is None and is_there(folder_of(part))]
+    if alone and any(source for _, source in held_out):
+        packs = " and ".join(alone)
+        notes.append(f"`data.validation`: whether it is also trained on is not checked, as the text of {packs} is not known here")
+    return notes
 
 
 def _check_format(settings: DataSettings, part: DataSettings, source: FileSource | DatasetSource, key: str) -> None:

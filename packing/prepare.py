@@ -61,7 +61,8 @@ def prepare(settings: DataSettings, progress: bool = True) -> Path:
     parts = {key: part for key, part in {**training, **validation}.items() if part.source is not None}
     missing = {key: part for key, part in parts.items() if not is_there(part.packs)}
     if missing and (settings.sources or validation):
-        check_parts(settings)
+        for note in check_parts(settings):
+            say(note, progress)
         for key, part in missing.items():
             with said_of(key):
                 check_first_records(part)

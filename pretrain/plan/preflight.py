@@ -172,7 +172,7 @@ def prepare_job(
     # A plan comes before packs, and before a tokenizer that is still to be trained.
     settings = recipe.data  # as it was asked for: from the recipe an absent tokenizer is left out
     to_come = {} if purpose == "run" else unprepared(settings)
-    not_here = check_preparing(settings, elsewhere=purpose == "elsewhere") if to_come else []
+    unchecked = check_preparing(settings, elsewhere=purpose == "elsewhere") if to_come else []
     recipe, absent = without_absent_tokenizer(recipe) if to_come else (recipe, None)
 
     # Packs that exist are opened now, as they may know the tokenizer. Others are prepared last, which may take hours.
@@ -195,8 +195,7 @@ def prepare_job(
     plan = spend_spare_memory(_with_gathering(plan, accelerator))
     _check_horizon(plan)
     without_effect = [*recipe.without_effect, *(_held_out_without_effect(settings) if data else [])]
-    said_of_text = (f"{said}; what is said of it is not checked" for said in not_here)
-    notices = tuple(filter(None, [model.dropout_notice(recipe.model), *without_effect, *said_of_text]))
+    notices = tuple(filter(None, [model.dropout_notice(recipe.model), *without_effect, *unchecked]))
     source = model.source_config(recipe.model)
     return Job(plan, run_dir, laid_out.config, laid_out.shapes, data, tokenizer, laid_out.attention, notices, source)
 

@@ -14,6 +14,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from packing.arrow import Pack, PackWriter
+from packing.packer import prepare_stream
 from packing.prepare import prepare
 from packing.settings import DataSettings
 from packing.sources import FileSource
@@ -292,6 +293,38 @@ def test_a_plan_counts_the_packs_there_are_and_names_the_validation_to_come(sour
         assert each.status == 0 and to_come in said and "`data.packs`" not in said, each
         assert re.search(r"epochs of \d+ packs", said), each
     assert not Path(f"{small_recipe['data']['packs']}-validation").exists()
+
+
+@pytest.mark.parametrize("streaming", [False, {"window": 256, "disk_gb": 1}], ids=["prepared", "streamed"])
+def test_text_that_packs_were_made_of_is_not_validated_on_later(streaming, source, refusal, small_recipe):
+    source.write_text(f"{DOCUMENT}\n" * 40)
+    small_recipe["data"] |= {"held_out": 0.0, "streaming": streaming}
+    (prepare_stream if streaming else prepare)(DataSettings(**small_recipe["data"]), progress=False)
+    again = f"data.validation={{source: {source}}}"
+    said = f"data.validation: {source} is also trained on (data.source), so its loss says nothing of unseen text"
+    assert refusal("--plan", again).startswith(said) and refusal(again).startswith(said)
+    assert not source.with_name("prepared").joinpath("packs-validation").exists()
+
+
+def test_that_text_to_validate_on_is_not_known_to_be_trained_on_is_said(source, launch, small_recipe, tmp_path):
+    source.write_text(f"{DOCUMENT}\n" * 40)
+    small_recipe["data"] |= {"held_out": 0.0}
+    prepare(DataSettings(**small_recipe["data"]), progress=False)
+    other = source.with_name("other.jsonl")
+    other.write_text(DOCUMENT)
+    packs, validation = small_recipe["data"]["packs"], f"data.validation={{source: {other}}}"
+    unknown = f"`data.validation`: whether it is also trained on is not checked, as the text of {packs} is not known here"
+
+    def said(*arguments: str) -> str:
+        started = launch(validation, *arguments)
+        assert started.status == 0, started
+        return " ".join(started.output.split()).replace("- ", "-")
+
+    assert unknown not in said("--plan") and unknown in said("--plan", "data.source=null")
+    source.unlink()
+    short = ("train.steps=1", "schedule.warmup=0", "parity=off", f"run_dir={tmp_path / 'short'}")
+    assert unknown in said("--plan") and unknown in said(*short)
+    assert "not checked" not in said("--plan"), "both are packed by now, and are used as they are"
 
 
 def test_a_share_to_hold_out_of_packs_that_have_held_out_packs_is_said_to_have_no_effect(
