@@ -9,6 +9,7 @@ out.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -87,8 +88,19 @@ def peak(device_name: str | None, dtype: PeakDtype) -> float | None:
     return getattr(entry, dtype) if entry else None
 
 
+def known_as(device_name: str | None, names: Iterable[str]) -> str | None:
+    """Which of a table's `names` is the device's: "NVIDIA H100 80GB HBM3" is an "H100", "NVIDIA H100 PCIe" is another; None where
+    it is not in the table."""
+    words, bf16 = set(_words(device_name)), peak(device_name, "bf16")
+    return next((name for name in names if words.issuperset(_words(name)) and peak(name, "bf16") == bf16), None)
+
+
 def _entry(device_name: str | None) -> Peak | None:
-    # "NVIDIA A100-SXM4-80GB" -> "a100 sxm4 80gb"
-    words = re.split(r"[\s\-_]+", (device_name or "").strip().lower())
-    name = " ".join(word for word in words if word not in {"nvidia", "geforce", "tesla"})
+    name = " ".join(_words(device_name))
     return next((entry for entry in PEAKS if re.fullmatch(entry.pattern, name)), None)
+
+
+def _words(device_name: str | None) -> list[str]:
+    # "NVIDIA A100-SXM4-80GB" -> "a100", "sxm4", "80gb"
+    words = re.split(r"[\s\-_]+", (device_name or "").strip().lower())
+    return [word for word in words if word not in {"nvidia", "geforce", "tesla"}]

@@ -13,7 +13,6 @@ S is the size of what is exchanged, in bytes; there are M machines of g GPUs. A 
 from __future__ import annotations
 
 import argparse
-import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from foundation import units
 from foundation.errors import InputError
 from foundation.tables import screen_width
 from foundation.units import GIB, plural
+from pretrain.metrics.peaks import known_as
 from pretrain.plan.plan import ASSUMED_SHARES, ASSUMED_SPEED, WIDTH, Plan
 from pretrain.plan.preflight import fits_gathered
 from pretrain.plan.spare import spend_spare_memory
@@ -187,8 +187,7 @@ def on_cluster(plan: Plan, cluster: Cluster, sharding: Sharding, *, replicated: 
 
 def links_of(device: str | None, network: float | None) -> tuple[Links, str | None]:
     """Of the device that torch calls so, and the table's name for it; None where it is not in the table."""
-    words = set(re.split(r"[\s\-_]+", (device or "").upper()))
-    known = None if words & {"PCIE", "NVL"} else next((name for name in LINKS if name in words), None)
+    known = known_as(device, LINKS)
     links = LINKS[known or ASSUMED]
     return replace(links, network=network or links.network), known
 

@@ -17,7 +17,7 @@ from functools import cached_property
 from foundation.errors import InputError
 from foundation.tables import UNKNOWN
 from foundation.units import GIB, TERA, plural
-from pretrain.metrics.peaks import peak
+from pretrain.metrics.peaks import known_as, peak
 from pretrain.metrics.run_record import WARM_UP_STEPS, RunRecord
 from pretrain.model.attention.backends import MIN_MEASURED_HEAD_DIM
 from pretrain.plan.memory import Devices, LayerMemory, layers_of
@@ -60,19 +60,18 @@ class Target:
         return f"{self.count} x {self.name}"
 
     def is_called(self, device: str) -> bool:
-        """Whether a driver's name is that of such a device: "NVIDIA H100 80GB HBM3" is an H100, "NVIDIA H100 PCIe" is another."""
-        mine, theirs = (set(re.split(r"[\s\-_]+", name.lower())) for name in (self.name, device))
-        return mine <= theirs and peak(self.name, "bf16") == peak(device, "bf16")
+        """Whether a driver's name is that of such a device."""
+        return known_as(device, [self.name]) is not None
 
     @property
     def memory(self) -> int | None:
         """Bytes of one; None where it is not in the table."""
-        gib = MEMORY.get(self.name.upper())
-        return None if gib is None else int(gib * GIB)
+        known = known_as(self.name, MEMORY)
+        return None if known is None else int(MEMORY[known] * GIB)
 
     @property
     def capability(self) -> tuple[int, int] | None:
-        return CAPABILITY.get(self.name.upper())
+        return CAPABILITY.get(known_as(self.name, CAPABILITY))
 
     def plan(self, job: Job) -> Plan:
         """The plan of `job` as it would be here: on hardware, and in shards where the model as a whole does not fit."""
@@ -236,7 +235,9 @@ def estimates(
         own = Target(run.device, run.devices)
         planned = any(target.count == own.count and target.is_called(own.name) for target in targets)
         if not planned and run.precision == wanted:
-            here = replace(job.plan, devices=replace(job.plan.devices, count=own.count, name=own.name))
+            here = own.plan(job)
+            if own.name == "CPU":  # one of another machine has another memory
+                here = replace(job.plan, devices=replace(job.plan.devices, count=own.count, name=own.name, memory=None))
             yield Estimate(own, here, run.described(own), (run.tflops,), with_exchanges=True)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pretrain.metrics.peaks import PEAKS, is_known, peak
+from pretrain.metrics.peaks import PEAKS, is_known, known_as, peak
 
 
 @pytest.mark.parametrize(
@@ -94,3 +94,23 @@ def test_halving_the_bits_doubles_the_dense_peak(entry) -> None:
         assert entry.fp4 / entry.fp8 == pytest.approx(3 if ultra else 2, rel=0.02)
     if entry.fp8 is not None:
         assert entry.fp8 / entry.bf16 == pytest.approx(2, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    {
+        "h200": "H200",
+        "NVIDIA H200": "H200",
+        "NVIDIA H100 80GB HBM3": "H100",
+        "NVIDIA B200": "B200",
+        "NVIDIA H100 PCIe": None,
+        "NVIDIA H200 NVL": None,
+        "NVIDIA GH200 480GB": None,
+        "NVIDIA H200 MIG 1g.18gb": None,
+        "NVIDIA": None,
+        "CPU": None,
+        None: None,
+    }.items(),
+)
+def test_a_table_by_short_names_is_found_by_those_that_drivers_report(name: str | None, known: str | None) -> None:
+    assert known_as(name, ("H100", "H200", "B200")) == known

@@ -120,6 +120,18 @@ def test_a_run_on_a_device_without_a_peak_says_something_of_its_own_only(job, ru
     ]
 
 
+def test_the_device_of_a_run_is_judged_by_its_own_memory_and_not_by_that_of_who_plans(job, run_folder):
+    devices = {"h200": "NVIDIA H200", "a100": "NVIDIA A100-SXM4-80GB", "cpu": None}
+    runs = [measured(run_folder(name, 500.0, [device] if device else [])) for name, device in devices.items()]
+    asked = job(batch={"tokens": 131072, "microbatch": "auto"})
+    asked.plan = replace(asked.plan, devices=Devices(name="CPU", memory=20 * 2**30))
+    *_, on_h200, on_a100, on_cpu = (row.plan for row in estimates(asked, [Target("B200")], runs, [0.4]))
+    assert replace(on_h200, devices=replace(on_h200.devices, name="H200")) == Target("H200").plan(asked)
+    assert on_h200.expected_microbatch == 8 and on_h200.devices.capability == (9, 0)
+    assert on_a100.devices.memory is on_cpu.devices.memory is None, "it is not in the table"
+    assert on_a100.expected_microbatch == on_cpu.expected_microbatch == 32
+
+
 def test_a_run_in_another_precision_is_left_out_and_named(job, run_folder):
     run = measured(run_folder("fp8", 700.0, ["NVIDIA H200"], precision="delayed"))
     assert len(list(estimates(job(), [Target("H200")], [run]))) == 1
