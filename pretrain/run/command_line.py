@@ -62,11 +62,11 @@ def _check_together(arguments: argparse.Namespace) -> None:
 
 def without_dashes(arguments: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
     """`arguments` with `--key=value`, as W&B's agents write a setting, as `key=value`; options of `parser` stay as they are."""
-    usage = parser.format_usage()
+    options = [option for action in parser._actions for option in action.option_strings]
 
     def is_setting(text: str) -> bool:
         name, equals, _ = text.partition("=")
-        return bool(equals) and name.startswith("--") and f"[{name}" not in usage
+        return bool(equals) and name.startswith("--") and not any(option.startswith(name) for option in options)
 
     return [text[2:] if is_setting(text) else text for text in arguments]
 
