@@ -242,7 +242,7 @@ class Plan:
     def checkpoints_at_once(self) -> int:
         """The most checkpoints that lie on disk together: the kept ones and the one being written, or fewer in a short run."""
         settings, before_decay = self.recipe.checkpoint, self.before_decay
-        written = (self.steps // settings.every if settings.every else 0) + settings.at_end
+        written = ((self.steps - 1) // settings.every if settings.every else 0) + settings.at_end
         early = before_decay is not None and settings.every is not None and settings.every <= before_decay
         return min(settings.keep + 1 + early, written) + settings.best
 

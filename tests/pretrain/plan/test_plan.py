@@ -130,6 +130,10 @@ def test_a_run_that_decays_keeps_a_checkpoint_from_before_it_and_has_room_for_it
     assert kept(**end) == (2221, 5), "2,776 steps, of which 555 decay: three kept, one from before, one that is written"
     assert kept(**end, schedule={"kind": "cosine"}) == (None, 4)
     assert kept(checkpoint={"every": 2500, "keep": 3}) == (2221, 2), "the first is saved after the decay has begun"
+    short = {"train": {"steps": 1000}, "schedule": {"kind": "cosine"}}
+    for at_end, written in ((True, 2), (False, 1)):
+        settings = {"every": 500, "keep": 3, "at_end": at_end}
+        assert kept(**short, checkpoint=settings) == (None, written), "the last step is saved at the end, if at all"
 
 
 def test_hours_follow_from_a_stated_speed_and_are_not_invented(qwen3: PreTrainedModel) -> None:
