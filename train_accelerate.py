@@ -292,10 +292,14 @@ def train(run: Run) -> int | None:
 def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int | None:
     """Step until these `steps` serve no more: to the horizon, a rollback, or a signal, whose number it returns."""
     recipe, state, accelerator = run.job.recipe, run.state, run.accelerator
+
+    def to_leave() -> int:
+        return fault_of(run) or time_is_up(run) or stop.requested or 0
+
     while not state.finished:
         profiling = run.profile.recording(state.step + 1) if run.profile else nullcontext()
         with first_step(run), run.watch.step(state.step + 1), profiling, run.recorder.step():
-            asked = wait_for_packs(run, steps, lambda: time_is_up(run) or stop.requested or 0)
+            asked = wait_for_packs(run, steps, to_leave)
             if not asked:
                 figures, decision = train_step(run, next(steps))
         if asked:
@@ -322,7 +326,7 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int |
         if evaluates:
             evaluate(run)
         tell_saved(run)
-        if asked := largest_over_ranks(accelerator, fault_of(run) or time_is_up(run) or stop.requested or 0):
+        if asked := largest_over_ranks(accelerator, to_leave()):
             return leave(run, asked)
         if (due(state.step, recipe.checkpoint.every) or is_best(run)) and not state.finished:
             save(run, behind=True)

@@ -34,8 +34,10 @@ def explaining_memory(job: Job, run: Run | None = None) -> Iterator[None]:
 
 def fault_of(run: Run) -> int:
     """FOLDER_GONE or METRICS_GONE where somebody has taken away what this run writes into, SAVE_FAILED where the checkpoint being
-    written cannot be, PACKS_FAILED where no more packs come of a stream, else 0. A rank knows only about the files that it
-    writes itself."""
+    written cannot be, PACKS_FAILED where no more packs come of a stream, else 0, as before the first step, of which nothing is
+    lost. A rank knows only about the files that it writes itself."""
+    if not run.state.step:
+        return 0
     if not run.folder.in_place:
         return FOLDER_GONE
     if not run.trackers.in_place:

@@ -53,11 +53,14 @@ def tell_stream(run: Run) -> None:
 
 def wait_for_packs(run: Run, steps: Prefetch[StepBatches], asked: Callable[[], int]) -> int:
     """Return once the next step's packs are there on all ranks, with 0, or a rank is `asked` to stop, with the largest that any
-    is asked. Collective. What the run waits for packs is a part of the time that the user waits."""
+    is asked. Collective. What the run waits for packs is a part of the time that the user waits.
+
+    `steps` are ready, too, where no more packs come, and `next` raises that: so it is looked whether a rank is asked after them.
+    """
     if run.job.data.stream is None:
         return 0
     with run.watch.busy("waiting for packs"), run.waited.on("packs", "waiting for packs"):
-        while largest_over_ranks(run.accelerator, int(not steps.ready(_LOOK))):
+        while largest_over_ranks(run.accelerator, int(not steps.ready(_LOOK) or asked() > 0)):
             if found := largest_over_ranks(run.accelerator, asked()):
                 return found
     return 0

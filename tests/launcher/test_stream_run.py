@@ -54,11 +54,11 @@ def losses(run: Any) -> list[float]:
     return [record["loss"] for record in run.records() if "loss" in record]
 
 
-def test_a_run_that_waits_for_packs_saves_and_ends_when_it_is_told_to(recipe: dict[str, Any], folder: Path) -> None:
-    """Nobody makes packs any more, and nothing says so: the process that made them stands still."""
-    run_dir, log = folder / "waits", folder / "waits.log"
-    begins = ["train.steps=100000", "data.streaming.repeat=true", "checkpoint.every=null", f"run_dir={run_dir}"]
-    run = LauncherProcess([str(write_recipe(recipe, folder)), *begins, f"data.packs={folder}/waits-packs"], log)
+def wait_and_end(recipe: dict[str, Any], folder: Path, settings: list[str], end: Callable[..., None]) -> tuple[int, str, int]:
+    """A run that waits as nobody makes packs any more, and nothing says so: the process that made them stands still. `end` is
+    given both. The run's exit status, what it said, and its last step, of which it has the one checkpoint."""
+    run_dir, log = folder / "run", folder / "run.log"
+    run = LauncherProcess([str(write_recipe(recipe, folder)), *settings, "train.steps=100000", "checkpoint.every=null"], log)
     try:
         run.wait_until(lambda: (run_dir / "metrics.jsonl").exists())
         packer = next(each for each in psutil.Process(run.pid).children() if "packing.packer" in " ".join(each.cmdline()))
@@ -68,14 +68,33 @@ def test_a_run_that_waits_for_packs_saves_and_ends_when_it_is_told_to(recipe: di
             looked = time.monotonic() if size > before else looked
             before = size
             time.sleep(0.1)
-        run.send_signal(signal.SIGTERM)
-        assert run.end() == 128 + signal.SIGTERM, log.read_text()
+        end(run, packer)
+        status = run.end()
     except BaseException:
         run.send_signal(signal.SIGKILL)
         raise
     steps = len((run_dir / "metrics.jsonl").read_text().splitlines())
-    assert f"stopped by SIGTERM after step {steps}" in log.read_text() and not packer.is_running()
-    assert [each.name for each in (run_dir / "checkpoints").iterdir()] == [f"step-{steps:08d}"]
+    assert [each.name for each in (run_dir / "checkpoints").iterdir()] == [f"step-{steps:08d}"], log.read_text()
+    assert not packer.is_running()
+    return status, log.read_text(), steps
+
+
+def test_a_run_that_waits_for_packs_saves_and_ends_when_it_is_told_to(recipe: dict[str, Any], tmp_path: Path) -> None:
+    waits = ["data.streaming.repeat=true", f"run_dir={tmp_path}/run", f"data.packs={tmp_path}/packs"]
+    status, said, steps = wait_and_end(recipe, tmp_path, waits, lambda run, packer: run.send_signal(signal.SIGTERM))
+    assert status == 128 + signal.SIGTERM and f"stopped by SIGTERM after step {steps}" in said, said
+
+
+def test_a_run_whose_packer_dies_while_it_waits_saves_its_last_step_and_goes_on_from_it(
+    recipe: dict[str, Any], tmp_path: Path, start_here: Callable
+) -> None:
+    waits = ["data.streaming.repeat=true", f"run_dir={tmp_path}/run", f"data.packs={tmp_path}/packs"]
+    status, said, steps = wait_and_end(recipe, tmp_path, waits, lambda run, packer: packer.kill())
+    assert status == 2 and said.count("error: ") == 1 and "Traceback" not in said, said
+    assert "has ended with signal 9; if memory ran out, set a smaller data.processes" in said and f"Step {steps} is saved" in said
+    again = start_here(recipe, tmp_path, *waits, f"train.steps={steps + 20}", "--accept-changes")
+    assert again.status == 0 and f"at step {steps}" in again.output, again.output
+    assert [record["step"] for record in again.records() if "loss" in record] == list(range(1, steps + 21))
 
 
 def test_a_run_begins_with_a_checkpoint_of_another_text_or_of_other_steps(
