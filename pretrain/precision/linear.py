@@ -27,11 +27,12 @@ PREFIX = "fp8/"  # of the names that `Backend.state` gives, which stand beside t
 NormFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
-def summing_where(parameter: Tensor, copy: Tensor) -> Tensor:
-    """`copy`, a cast or a transpose of `parameter`, whose gradient adds up where the parameter's does: in its `main_grad`."""
+def summing_where(parameter: Tensor, copy: Tensor, *, transposed: bool = False) -> Tensor:
+    """`copy`, a cast or (`transposed`) a transpose of `parameter`, whose gradient adds up where the parameter's does: in its
+    `main_grad`. Shapes do not tell: a square matrix has the same both ways."""
     main = getattr(parameter, "main_grad", None)
     if main is not None and copy is not parameter:
-        copy.main_grad = main if copy.shape == parameter.shape else main.t()
+        copy.main_grad = main.t() if transposed else main
     return copy
 
 
@@ -262,7 +263,7 @@ class LowPrecisionLinear(TakesTurns, nn.Module):
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
-        weight = summing_where(self.weight, self.weight.t()) if self.transposed else self.weight
+        weight = summing_where(self.weight, self.weight.t(), transposed=True) if self.transposed else self.weight
         if not (self.context.low_precision and self.is_low):
             self.context.calls_outside[self.name] += 1
             return F.linear(x, weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))

@@ -6,20 +6,24 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.loss.head import LossHead, LowPrecisionHead
+from pretrain.model.packed import forward_backward
 from pretrain.model.wrapping import casting_parameters
 from pretrain.precision.emulation import EmulatedProduct, EmulationBackend, Operand
 from pretrain.precision.linear import LowPrecisionLinear, PrecisionContext
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
 from pretrain.settings.recipe import LossSettings
+from tests.pretrain.verify.small_runs import build_run
 
 TOKENS, IN, OUT, MICROBATCHES = 128, 128, 256, 8
 QUANTIZED = [name for name, precision in PRECISIONS.items() if precision.quantized]
+TOLERATED = {"bf16": 0.05, "nvfp4": 0.9, "mxfp4": 0.9}  # of a gradient's norm; the others 0.25
 DETERMINISTIC = {"disable_stochastic_rounding": True}
 
 
@@ -62,12 +66,13 @@ def error(sum_of_microbatches: Tensor, exact: list[Tensor]) -> float:
 @pytest.mark.parametrize("precision", QUANTIZED)
 @pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kind", [nn.Linear, Conv1D])
+@pytest.mark.parametrize("out", [OUT, IN])  # a square sum takes a transposed product too, without an error
 def test_many_microbatches_add_up_to_one_sum_in_fp64(
-    precision: str, weights: torch.dtype, kind: type[nn.Module], wgrads: list[Tensor]
+    precision: str, weights: torch.dtype, kind: type[nn.Module], out: int, wgrads: list[Tensor]
 ) -> None:
     context = emulated(precision)
-    linear = (nn.Linear(IN, OUT, bias=False) if kind is nn.Linear else Conv1D(OUT, IN)).to(weights)
-    layer = nn.Sequential(LowPrecisionLinear(linear, "l", context.backend.product("l", IN, OUT, bias=True), context))
+    linear = (nn.Linear(IN, out, bias=False) if kind is nn.Linear else Conv1D(out, IN)).to(weights)
+    layer = nn.Sequential(LowPrecisionLinear(linear, "l", context.backend.product("l", IN, out, bias=True), context))
     attach_main_gradients(layer, torch.float32)
     forward = layer if weights == torch.bfloat16 else casting_parameters(layer, layer.forward, torch.bfloat16)
     train(forward, context)
@@ -86,6 +91,21 @@ def test_chunks_of_the_head_add_up_to_one_sum_in_fp64(weights: torch.dtype, wgra
     train(lambda hidden: head(hidden.requires_grad_(), torch.randint(OUT, (160,))), context, tokens=160)
     assert len(wgrads) == MICROBATCHES * 5
     assert error(head.weight.main_grad, wgrads) < 1e-6
+
+
+@pytest.mark.parametrize("precision", ["bf16", *QUANTIZED])
+def test_sums_of_gpt2_are_the_gradients_of_plain_transformers(
+    precision: str, accelerator: Accelerator, plain_copy: Callable, plain_loss: Callable
+) -> None:
+    """Its `attn.c_proj` is square, and a transposed gradient of it is 1.4 of its norm off."""
+    run = build_run(accelerator, precision, "gpt2")
+    plain = plain_copy(run.packed)
+    plain_loss(plain, run.packs).backward()
+    forward_backward(run.model, run.step, accelerator)
+    for name, parameter in run.packed.hf.named_parameters():
+        expected = plain.get_parameter(name).grad
+        apart = (parameter.main_grad - expected).norm() / expected.norm()
+        assert apart < TOLERATED.get(precision, 0.25), name
 
 
 def test_without_main_gradients_autograd_gets_the_weights_dtype() -> None:
