@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import importlib.util
 from collections.abc import Sequence
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
 from foundation.errors import InputError
 
 REACHED_WITHIN = 5  # seconds in which a hosted service must answer at the start
-
-# For trackers whose name is not that of their module and package: the modules, of which one is enough, and the package.
-_PACKAGES = {
-    "tensorboard": (("tensorboard", "tensorboardX"), "tensorboard"),
-    "comet_ml": (("comet_ml",), "comet-ml"),
-}
 
 
 def check_installed(name: str) -> None:
@@ -29,8 +22,8 @@ def check_installed(name: str) -> None:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"known trackers: {', '.join(sorted(known))}"
         raise InputError(f"`log.trackers`: there is no tracker {name!r}; {hint}")
-    modules, package = _PACKAGES.get(name, ((name,), name))
-    if name != "jsonl" and not any(importlib.util.find_spec(module) for module in modules):
+    if name != "jsonl" and name not in map(str, get_available_trackers()):
+        package = name.replace("_", "-")
         raise InputError(
             f"`log.trackers`: {name!r} needs a package that is not installed; `pip install {package}`, or take it out"
         )
