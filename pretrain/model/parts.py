@@ -32,6 +32,7 @@ from transformers.core_model_loading import WeightConverter
 from transformers.initialization import no_init_weights
 from transformers.utils import cached_file
 
+from foundation.attributes import holding
 from pretrain.model.attention import backends as attention
 from pretrain.model.distributed import checksum
 from pretrain.settings.recipe import ModelSettings
@@ -155,11 +156,8 @@ class _Drawing:
                     self._keep(empty, drawn)
                 module._parameters[name] = empty
 
-        PreTrainedModel._initialize_weights = fill
-        try:
+        with holding(PreTrainedModel, _initialize_weights=fill):
             yield
-        finally:
-            PreTrainedModel._initialize_weights = initialize
 
     def _keep(self, empty: nn.Parameter, whole: Tensor) -> None:
         if self.part is None:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from foundation.attributes import holding
 from pretrain.precision import products
 from pretrain.precision.formats.definition import Role, Scaling
 from pretrain.precision.operand_check import LARGEST_CODE, Sample, describe, examine, examine_tensor_scale, sample
@@ -150,7 +151,8 @@ class ProductObserver:
         """While entered, every GEMM of Transformer Engine is seen, and those that are computed in its place."""
         extension = importlib.import_module("transformer_engine_torch")
         see = self._seeing(te)
-        with _interposed(extension, "generic_gemm", see), _interposed(products, "generic_multiply", see):
+        gemm, multiply = see(extension.generic_gemm), see(products.generic_multiply)
+        with holding(extension, generic_gemm=gemm), holding(products, generic_multiply=multiply):
             yield
 
     # ── What is found ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -304,17 +306,6 @@ class _TorchProducts(TorchDispatchMode):
 def _with_scale(blocks: Sample, scale: Tensor) -> Sample:
     """Codes whose tensor has one scale, which is not in them: multiplied by it, as every other operand's blocks are."""
     return blocks._replace(values=blocks.values.float() * scale, scale=scale.float().expand(len(blocks.values)))
-
-
-@contextmanager
-def _interposed(owner: Any, name: str, around: Callable[[Any], Any]) -> Iterator[None]:
-    """`owner`'s function `name` replaced by what `around` makes of it."""
-    before = getattr(owner, name)
-    setattr(owner, name, around(before))
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def operand_kind(te: ModuleType, operand: Any) -> str:
