@@ -10,7 +10,7 @@ run of the training of `alone`; from its checkpoint on, a resumed one. The cost 
 included.
 
 Of each run there is a file in --folder, and what it trained is deleted; a run that has one is not made again. So where a command
-may take only so long, the same command goes on.
+may take only so long, the same command goes on. Another one is refused in that folder.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import TimeoutExpired
@@ -79,48 +79,50 @@ class Training:
 
     def free(self, name: str) -> dict[str, Any]:
         """A run whose sums may come in any order, for its speed."""
-        return self._kept(
-            name, lambda: self._train(name, "deterministic=false", "checkpoint.every=null", "checkpoint.at_end=false")
-        )
+        return self._kept(name, "deterministic=false", "checkpoint.every=null", "checkpoint.at_end=false")
 
     def alone(self) -> dict[str, Any]:
-        return self._kept("alone", lambda: self._train("alone", "deterministic=true", "checkpoint.every=null", SAVED))
+        return self._kept("alone", "deterministic=true", "checkpoint.every=null", SAVED)
 
     def killed(self) -> dict[str, Any]:
-        return self._kept("killed", self._train_killed)
-
-    def _kept(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        path = self.folder / f"{name}.json"
-        if not path.exists():
-            shutil.rmtree(self.run_dir(name), ignore_errors=True)
-            self.folder.mkdir(parents=True, exist_ok=True)
-            print(f"{name} ...", flush=True)
-            found = make() | self._found(name)
-            shutil.rmtree(self.run_dir(name))
-            path.write_text(json.dumps(found, indent=1) + "\n")
-        return json.loads(path.read_text())
-
-    def _train(self, name: str, *settings: str) -> dict[str, Any]:
-        command = self.command(name, *settings)
-        self._to_its_end(name, command)
-        return {"command": shlex.join(["accelerate", *command[3:]])}
-
-    def _train_killed(self) -> dict[str, Any]:
         settings = ("deterministic=true", f"checkpoint.every={self.saved}", "checkpoint.keep=1", SAVED)
-        command, run_dir = self.command("killed", *settings), self.run_dir("killed")
-        process = start(command, self._log("killed"))
+        return self._kept("killed", *settings, kill=True)
+
+    def _kept(self, name: str, *settings: str, kill: bool = False) -> dict[str, Any]:
+        """What is kept of this run, which is made where nothing is. SystemExit where another command has made it."""
+        path, command = self.folder / f"{name}.json", self.command(name, *settings)
+        found: dict[str, Any] = {"command": shlex.join(["accelerate", *command[3:]])}
+        if path.exists():
+            kept = json.loads(path.read_text())
+            if kept["command"] != found["command"]:
+                other = f"{path} was made by another command; name another --folder or --out"
+                raise SystemExit(f"{other}\nthere: {kept['command']}\nhere:  {found['command']}")
+            return kept
+        shutil.rmtree(self.run_dir(name), ignore_errors=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        print(f"{name} ...", flush=True)
+        if kill:
+            found["before_the_kill"] = figures(self._until_killed(name, command))
+        self._to_its_end(name, command)
+        found |= self._found(name)
+        shutil.rmtree(self.run_dir(name))
+        path.write_text(json.dumps(found, indent=1) + "\n")
+        return found
+
+    def _until_killed(self, name: str, command: Sequence[str]) -> list[dict[str, Any]]:
+        """The steps that it had done."""
+        run_dir, process = self.run_dir(name), start(command, self._log(name))
         began = time.monotonic()
         while not (step_folder(run_dir / "checkpoints", self.saved).exists() and steps_of(run_dir)[-1]["step"] > self.saved):
             if process.poll() is not None or time.monotonic() - began > self.timeout:
                 _end(process)
-                raise SystemExit(f"step {self.saved} was not saved before the run ended; see {self._log('killed')}")
+                raise SystemExit(f"step {self.saved} was not saved before the run ended; see {self._log(name)}")
             time.sleep(0.005)
         _end(process)
         first = steps_of(run_dir)
         if first[-1]["step"] == self.steps:
             raise SystemExit(f"the run had done all {self.steps} steps before it could be killed; take more --steps")
-        self._to_its_end("killed", command)
-        return {"command": shlex.join(["accelerate", *command[3:]]), "before_the_kill": figures(first)}
+        return first
 
     def _to_its_end(self, name: str, command: Sequence[str]) -> None:
         process = start(command, self._log(name))

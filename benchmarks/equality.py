@@ -6,7 +6,8 @@ The real launcher under `accelerate launch`, on the CPU unless `--gpu` is given.
 microbatches. Each process adds up its own, and then all are added up. So figures differ by the order of additions in FP32, and by
 what the following steps make of that. How much that is by itself shows one process that takes the microbatches of each step in
 backward order. `key=value` arguments go to the launcher of every run. A topology is the name of a file in accelerate_configs/;
-figures of other topologies stay in the result file. `--picture FILE` draws all that is in it, and trains nothing.
+figures of other topologies stay in the result file, and share with this one what `--folder` keeps of runs in one process.
+`--picture FILE` draws all that is in it, and trains nothing.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import yaml
 
 from benchmarks.kill_resume import LENGTH, MODELS, write_packs
 from benchmarks.machine import processor
+from foundation.integrity import hash_of
 from packing.batch import BatchStream, StepBatches
 from pretrain.compare.figures import GREY, new_figure, save, style_panel
 from pretrain.metrics.run_folder import describe_environment
@@ -48,8 +50,9 @@ CASES = {
 }
 
 
-def write_recipe(folder: Path, packs: Path, steps: int) -> Path:
-    """A Qwen3 with a tied head; eight microbatches a step, which one, two, four and eight processes share evenly."""
+def write_recipe(folder: Path, packs: Path) -> Path:
+    """A Qwen3 with a tied head; eight microbatches a step, which one, two, four and eight processes share evenly. The number of
+    steps is each run's own setting."""
     recipe = {
         "name": "equality",
         "model": {"config": MODELS["qwen3"]},
@@ -57,7 +60,6 @@ def write_recipe(folder: Path, packs: Path, steps: int) -> Path:
         "batch": {"tokens": PACKS_PER_STEP * LENGTH, "microbatch": PACKS_PER_STEP // 8},
         "optimizer": {"learning_rate": 3.0e-4},
         "schedule": {"kind": "constant", "warmup": 10},
-        "train": {"steps": steps},
         "checkpoint": {"every": None, "at_end": False},
         "parity": "off",
     }
@@ -85,6 +87,13 @@ def curves(
     return {figure: [record[figure] for record in steps] for figure in FIGURES}
 
 
+def name_of(case: str, wanted: Sequence[str], topology: str, processes: int, *, gpu: bool, backward_order: bool = False) -> str:
+    """A run folder's, by all that decides what is trained in it, so that a kept run is taken for no other. One process has
+    no topology."""
+    launched = f"{topology}-{processes}" if processes > 1 else "1"
+    return f"{case}-{launched}-{backward_order}-{hash_of({'wanted': wanted, 'gpu': gpu})[:8]}"
+
+
 def apart(one: Mapping[str, Sequence[float]], other: Mapping[str, Sequence[float]]) -> dict[str, float | None]:
     """The largest relative difference of each figure over all steps, and the first step in which one is above 1e-6."""
     relative = {key: [abs(b / a - 1) for a, b in zip(one[key], other[key], strict=True)] for key in FIGURES}
@@ -96,16 +105,17 @@ def compare(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """By case: the curves by number of processes, and how far each is from that of one."""
     runs = {"1": (1, False), ORDER: (1, True)} | {str(number): (number, False) for number in arguments.processes}
     packs, results = folder / "packs", {}
-    recipe = write_recipe(folder, packs if packs.exists() else write_packs(packs), arguments.steps)
+    recipe = write_recipe(folder, packs if packs.exists() else write_packs(packs))
     for case in arguments.cases:
         overrides = CASES[case]
         for fused in ("on", "off"):
             name, found = f"{case}, fused {fused}", {}
+            wanted = [*overrides, f"model.fused={fused}", f"train.steps={arguments.steps}", *arguments.overrides]
             for number, (processes, backward_order) in runs.items():
-                run_dir = folder / f"{case}-{fused}-{processes}-{backward_order}"
-                wanted = [str(recipe), *overrides, f"model.fused={fused}", f"run_dir={run_dir}", *arguments.overrides]
-                options = {"gpu": arguments.gpu, "backward_order": backward_order}
-                found[number] = curves(wanted, run_dir, arguments.topology, processes, **options)
+                launch = {"topology": arguments.topology, "processes": processes, "gpu": arguments.gpu}
+                launch["backward_order"] = backward_order
+                run_dir = folder / name_of(f"{case}-{fused}", wanted, **launch)
+                found[number] = curves([str(recipe), *wanted, f"run_dir={run_dir}"], run_dir, **launch)
             differences = {number: apart(found["1"], found[number]) for number in list(runs)[1:]}
             for number, each in differences.items():
                 print(f"{arguments.topology}, {name}, processes {number}: {each}", flush=True)

@@ -1,13 +1,17 @@
-"""The verdict of benchmarks/deterministic.py: what counts as the same bits, and what a difference is called."""
+"""benchmarks/deterministic.py: what counts as the same bits, what a difference is called, and which runs are kept."""
 
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.deterministic import EQUAL, cost, verdict
+from benchmarks import throughput_packs
+from benchmarks.deterministic import EQUAL, Training, cost, verdict
+from tests.conftest import ROOT
 
 SAME = {"two runs": EQUAL, "killed and resumed": EQUAL}
 
@@ -53,3 +57,19 @@ def test_a_run_of_fewer_steps_is_not_equal(alone: dict[str, Any], killed: dict[s
 def test_the_cost_is_taken_from_the_runs_before_and_after() -> None:
     speeds = [{"tokens_per_second": {"median": each}} for each in (98.0, 101.0, 99.0)]
     assert cost(speeds[0], speeds[1:]) == pytest.approx(0.02)
+
+
+def test_a_kept_run_is_not_made_again_and_not_taken_for_that_of_another_command(tmp_path: Path) -> None:
+    """By the real launcher, on a CPU."""
+    throughput_packs.write(tmp_path / "packs", 128, 512, 8)
+    recipe, config = ROOT / "benchmarks/tiny.yaml", ROOT / "accelerate_configs/cpu.yaml"
+    settings = ["precision=fp32", "parity=off", f"data.packs={tmp_path / 'packs'}"]
+    training = Training(recipe, config, [*settings, "weights=fp32"], tmp_path / "runs", steps=4, saved=1)
+    found, log = training.alone(), tmp_path / "runs" / "alone.log"
+    assert len(found["figures"]) == 4 and found["tensors"] and "weights=fp32" in found["command"]
+    log.unlink()
+    assert training.alone() == found and not log.exists()
+    for other in (replace(training, overrides=[*settings, "weights=bf16_exact"]), replace(training, steps=5)):
+        with pytest.raises(SystemExit, match="was made by another command; name another --folder or --out"):
+            other.alone()
+    assert not log.exists()
