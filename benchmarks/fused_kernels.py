@@ -351,36 +351,10 @@ def activation() -> Iterator[Case]:
     yield Case("SwiGLU bf16, backward", 12 * s.values, again, partial(tex.dswiglu, d_activated, hidden, None))
 
 
-def scaled(dtype: torch.dtype, columns: int, scale: Tensor | None) -> TensorScaled:
+def scaled(dtype: torch.dtype, columns: int) -> TensorScaled:
     """Room for a microbatch of FP8 codes, by rows and by columns."""
-    one = torch.ones(1, device="cuda")
     codes = [torch.empty(shape, dtype=torch.uint8, device="cuda") for shape in ((TOKENS, columns), (columns, TOKENS))]
-    return TensorScaled(dtype, *codes, one.clone(), scale, one.clone())
-
-
-def hidden_in_fp8() -> Iterator[Case]:
-    """What it would spare to keep SwiGLU's inputs in E4M3: the product that writes them, SwiGLU and its gradient, each beside the
-    same with BF16, under delayed scaling. The launcher keeps them in BF16."""
-    from pretrain.model.fused import activation_kernel as kernel
-
-    s, one, inner = SwiGLU(), torch.ones(1, device="cuda"), HIDDEN["Qwen3-1.7B"][1]
-    hidden, d_activated, fp8 = s.hidden, s.d_activated, torch.float8_e4m3fn
-    narrow = hidden.to(fp8)
-    x, w = (torch.randn(rows, inner, device="cuda").to(fp8) for rows in (TOKENS, 2 * WIDTH))
-
-    def product(dtype: torch.dtype) -> Tensor:
-        scale = one if dtype == fp8 else None
-        return torch._scaled_mm(x, w.T, one, one, scale_result=scale, out_dtype=dtype, use_fast_accum=True)
-
-    moved = x.nbytes + w.nbytes + narrow.nbytes
-    yield Case("gate and up, their product", moved, partial(product, fp8), partial(product, BF16))
-
-    activated, d_hidden = scaled(fp8, WIDTH, one), scaled(torch.float8_e5m2, 2 * WIDTH, one)
-    forward, again = replace(activated, columns=None), replace(activated, rows=None, amax=None)
-    ours, theirs = (partial(kernel.forward, each, forward) for each in (narrow, hidden))
-    yield Case("SwiGLU delayed, forward", 3 * s.values, ours, theirs)
-    ours, theirs = (partial(kernel.backward, d_activated, each, d_hidden, again) for each in (narrow, hidden))
-    yield Case("SwiGLU delayed, backward", 9 * s.values, ours, theirs)
+    return TensorScaled(dtype, *codes, *(torch.ones(1, device="cuda") for _ in range(3)))
 
 
 def activation_tilings() -> Iterator[Case]:
@@ -397,8 +371,7 @@ def activation_tilings() -> Iterator[Case]:
         scales = [torch.empty(shape, device="cuda") for shape in ((columns // 128, TOKENS), (TOKENS // 128, columns))]
         return BlockScaled(torch.float8_e4m3fn, codes[0], scales[0], codes[1], scales[1])
 
-    one = torch.ones(1, device="cuda")
-    activated, d_hidden = scaled(torch.float8_e4m3fn, WIDTH, one), scaled(torch.float8_e5m2, 2 * WIDTH, one)
+    activated, d_hidden = scaled(torch.float8_e4m3fn, WIDTH), scaled(torch.float8_e5m2, 2 * WIDTH)
     again = replace(activated, rows=None, amax=None)
     for tile in (Tile(*each) for each in ACTIVATION_TILES):
         yield Case(f"delayed, forward, {tile}", 5 * s.values, partial(kernel.forward, hidden, activated, tile))
@@ -547,7 +520,6 @@ FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
     "softmax": softmax,
     "softmax_tilings": softmax_tilings,
     "activation": activation,
-    "hidden_in_fp8": hidden_in_fp8,
     "activation_tilings": activation_tilings,
     "norm": norm,
     "norm_tilings": norm_tilings,
