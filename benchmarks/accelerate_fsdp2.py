@@ -14,9 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import statistics
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -29,13 +27,13 @@ import yaml
 from accelerate import Accelerator
 from torch import nn
 
+from benchmarks.machine import LAUNCH, measured_on, write
 from benchmarks.training_speed import RECIPE, measure, run_to_its_end
 from benchmarks.ways.task import Task
 from packing.batch import BatchStream, StepBatches
 from packing.store import open_packs
 from packing.stream import order_of
 from pretrain.metrics.recorder import memory_gib
-from pretrain.metrics.run_folder import describe_environment
 from pretrain.settings.config import load_recipe
 
 STEPS, WARM_UP = 10, 3
@@ -59,9 +57,7 @@ def main() -> None:
         train_as_documented(arguments)
         return
     report = {
-        "command": shlex.join(["python", "-m", "benchmarks.accelerate_fsdp2", *sys.argv[1:]]),
-        "date": time.strftime("%Y-%m-%d"),
-        "environment": describe_environment({}),
+        **measured_on(),
         "results": {},
     }
     for name, run in (("accelerate's way", theirs), ("this launcher", ours)):
@@ -69,8 +65,7 @@ def main() -> None:
             for precision in ("bf16", "fp8"):
                 report["results"][f"{name}, {precision}"] = result = run(precision, arguments)
                 print(f"{name}, {precision}: { {key: each for key, each in result.items() if key != 'output'} }", flush=True)
-                arguments.out.parent.mkdir(parents=True, exist_ok=True)
-                arguments.out.write_text(json.dumps(report, indent=1) + "\n")  # whole after each: the next may be interrupted
+                write(arguments.out, report)  # whole after each: the next may be interrupted
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -93,10 +88,10 @@ def theirs(precision: str, arguments: argparse.Namespace) -> dict[str, Any]:
             config["fp8_config"] = FP8_CONFIG
         written, out = Path(folder) / "config.yaml", Path(folder) / "result.json"
         written.write_text(yaml.safe_dump(config))
-        launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--quiet", "--config_file", str(written)]
         script = ["-m", "benchmarks.accelerate_fsdp2", "--worker", "--recipe", str(arguments.recipe), "--out", str(out)]
-        options = ["--num_processes", str(arguments.processes), *script, "--microbatch", str(arguments.microbatch)]
-        status, output = run_to_its_end([*launch, *options, *arguments.overrides], arguments.timeout, {})
+        launch = [*LAUNCH, "--config_file", str(written), "--num_processes", str(arguments.processes)]
+        command = [*launch, *script, "--microbatch", str(arguments.microbatch), *arguments.overrides]
+        status, output = run_to_its_end(command, arguments.timeout, {})
         return json.loads(out.read_text()) if out.exists() else {"status": status, "output": output[-4000:]}
 
 

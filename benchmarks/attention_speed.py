@@ -12,11 +12,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import shlex
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,10 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.machine import measured_on, write
 from benchmarks.short_documents import SHORTEST, pieces
 from demo.corpus import library_documents, standard_library
 from foundation.attributes import holding
-from pretrain.metrics.run_folder import describe_environment
 from pretrain.model.attention import backends as attention
 from pretrain.model.attention import cudnn, flash
 from pretrain.model.attention.heads import Heads
@@ -64,9 +61,7 @@ def main() -> None:
             results.append(row | measure(variant, heads, lengths, arguments.times))
             print(describe(results[-1]), flush=True)
     report = {
-        "command": shlex.join(["python", "-m", "benchmarks.attention_speed", *sys.argv[1:]]),
-        "date": time.strftime("%Y-%m-%d"),
-        "environment": describe_environment({}),
+        **measured_on(),
         "tokens": TOKENS,
         "documents": {
             kind: {"count": len(lengths), "longest": max(lengths), "sum_squared_a_token": sum(n * n for n in lengths) / TOKENS}
@@ -74,8 +69,7 @@ def main() -> None:
         },
         "results": results,
     }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    write(arguments.out, report)
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -24,10 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.machine import processor
+from benchmarks.machine import measured_on, write
 from packing.arrow import Pack
 from packing.batch import build_microbatch
-from pretrain.metrics.run_folder import describe_environment
 from pretrain.model import huggingface as model
 from pretrain.model.fused.layers import choose_arithmetic
 from pretrain.model.gradients import attach_main_gradients, clear_main_gradients
@@ -134,14 +131,11 @@ def main() -> None:
         for precision in arguments.precisions.split(",")
     }
     report = {
-        "command": shlex.join(["python", "-m", "benchmarks.audit_cost", *sys.argv[1:]]),
-        "date": time.strftime("%Y-%m-%d"),
-        "environment": describe_environment({}),
-        "processor": processor(),
+        **measured_on(),
         "statistics_steps": STATISTICS_STEPS,
         "precisions": found,
     }
-    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    write(arguments.out, report)
     print(json.dumps(found, indent=1))
 
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import command, write
 from pretrain.compare.comparison import other_machines
 from pretrain.metrics.run_record import read_run
 from pretrain.settings.config import flatten
@@ -41,7 +40,7 @@ def main() -> None:
     for own in ("past", "source_config"):  # which are of that run alone
         environment.pop(own, None)
     report = {
-        "command": shlex.join(["python", "-m", "benchmarks.collect_runs", *sys.argv[1:]]),
+        "command": command(),
         "side_by_side": any(read_run(path).side_by_side for path in arguments.runs),
         "environment": environment,
         "settings": shared,
@@ -50,7 +49,7 @@ def main() -> None:
             for path in arguments.runs
         },
     }
-    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    write(arguments.out, report)
     print(f"{len(settings)} runs in {arguments.out}")
 
 

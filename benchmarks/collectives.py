@@ -12,9 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,9 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.machine import processor
+from benchmarks.machine import measured_on, write
 from benchmarks.two_hosts import play_two_hosts
-from pretrain.metrics.run_folder import describe_environment
 from pretrain.plan.scaling import Exchange
 
 SIZES = (64 * 2**20, 1024 * 2**20)  # bytes: a piece of gradients under DDP, and what a step of a large layer exchanges
@@ -44,14 +41,11 @@ def main() -> None:
     found = measure_all(machines=2 if arguments.two_hosts else 1)
     if dist.get_rank() == 0:
         report = {
-            "command": shlex.join(["python", "-m", "benchmarks.collectives", *sys.argv[1:]]),
-            "date": time.strftime("%Y-%m-%d"),
-            "environment": describe_environment({}),
-            "processor": processor(),
+            **measured_on(),
             "ranks": dist.get_world_size(),
             "results": found,
         }
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+        write(arguments.out, report)
         for each in found:
             print(json.dumps(each))
     dist.destroy_process_group()

@@ -24,8 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.machine import processor
-from pretrain.metrics.run_folder import describe_environment
+from benchmarks.machine import measured_on, write
 
 RECIPE = Path("recipes/smoke.yaml")
 PLAIN = ("masked", "unmasked")  # plain Hugging Face: each document sees itself alone, or all that stand before it in its row
@@ -46,15 +45,12 @@ def main() -> None:
     rounds = [measure() for _ in range(arguments.rounds)]
     median = {key: statistics.median(each[key] for each in rounds) for key in rounds[0]}
     report = {
-        "command": shlex.join(["python", "-m", "benchmarks.cpu_speed", *sys.argv[1:]]),
-        "date": time.strftime("%Y-%m-%d"),
-        "environment": describe_environment({}),
-        "processor": processor(),
+        **measured_on(),
         "threads": os.environ.get("OMP_NUM_THREADS", "torch's default"),
         "median": median | {f"over_{name}": median["launcher"] / median[name] for name in PLAIN},
         "rounds": rounds,
     }
-    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    write(arguments.out, report)
     print(json.dumps(report["median"], indent=1))
 
 

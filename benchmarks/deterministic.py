@@ -32,7 +32,7 @@ from typing import Any
 
 from benchmarks import throughput_packs
 from benchmarks.kill_resume import ROOT, finish, start
-from benchmarks.machine import processor
+from benchmarks.machine import LAUNCH, measured_on, write
 from benchmarks.throughput_run import environment_from_elsewhere
 from pretrain.checkpoint.folders import step_folder
 from pretrain.checkpoint.manifest import read_manifest
@@ -59,16 +59,7 @@ class Training:
     timeout: float = 400.0
 
     def command(self, name: str, *more: str) -> list[str]:
-        # `python -m accelerate...` finds the launcher of this very interpreter, whatever is on the PATH.
-        launch = [
-            sys.executable,
-            "-m",
-            "accelerate.commands.accelerate_cli",
-            "launch",
-            "--quiet",
-            "--config_file",
-            str(self.config),
-        ]
+        launch = [*LAUNCH, "--config_file", str(self.config)]
         settings = [*self.overrides, f"train.steps={self.steps}", f"run_dir={self.run_dir(name)}", *more]
         return [*launch, str(ROOT / "train_accelerate.py"), str(self.recipe), *settings]
 
@@ -99,14 +90,14 @@ class Training:
                 raise SystemExit(f"{other}\nthere: {kept['command']}\nhere:  {found['command']}")
             return kept
         shutil.rmtree(self.run_dir(name), ignore_errors=True)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)  # for its log
         print(f"{name} ...", flush=True)
         if kill:
             found["before_the_kill"] = figures(self._until_killed(name, command))
         self._to_its_end(name, command)
         found |= self._found(name)
         shutil.rmtree(self.run_dir(name))
-        path.write_text(json.dumps(found, indent=1) + "\n")
+        write(path, found)
         return found
 
     def _until_killed(self, name: str, command: Sequence[str]) -> list[dict[str, Any]]:
@@ -233,9 +224,7 @@ def main() -> int:
         runs["free"] = training.free("free")
     runs |= {"alone": training.alone(), "killed": training.killed()}
     report = {
-        "command": shlex.join(["python", "-m", "benchmarks.deterministic", *sys.argv[1:]]),
-        "date": time.strftime("%Y-%m-%d"),
-        "environment": environment_from_elsewhere() | {"processor": processor()},
+        **measured_on(environment_from_elsewhere()),
         "recipe": arguments.recipe.read_text(),
         "verdict": verdict(runs["alone"], runs["killed"]),
     }
@@ -243,8 +232,7 @@ def main() -> int:
         runs["free_again"] = training.free("free_again")
         report["cost"] = cost(runs["alone"], [runs["free"], runs["free_again"]])
     report["runs"] = runs
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    write(arguments.out, report)
     print(json.dumps({key: report[key] for key in ("verdict", "cost") if key in report}, indent=1))
     return 0 if set(report["verdict"].values()) == {EQUAL} else 1
 

@@ -10,9 +10,6 @@ of four. Attention, norms, the loss and the optimizer cost the same in both and 
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
-import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -23,9 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.machine import processor
+from benchmarks.machine import measured_on, write
 from benchmarks.optimizer_step import HIDDEN, INTERMEDIATE, KEY_VALUE, median_ms
-from pretrain.metrics.run_folder import describe_environment
 from pretrain.precision.emulation import EmulationBackend
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
@@ -62,17 +58,13 @@ def main() -> None:
             flush=True,
         )
     report = {
-        "command": shlex.join(["python", "-m", "benchmarks.emulation_speed", *sys.argv[1:]]),
-        "date": time.strftime("%Y-%m-%d"),
-        "environment": describe_environment({}),
-        "processor": processor(),
+        **measured_on(),
         "tokens": arguments.tokens,
         "microbatches": MICROBATCHES,
         "linears": {name: [in_features, out_features] for name, (_, in_features, out_features) in LINEARS.items()},
         "results": results,
     }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    write(arguments.out, report)
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -20,7 +20,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +28,7 @@ from typing import Any
 import yaml
 
 from benchmarks.kill_resume import LENGTH, MODELS, write_packs
-from benchmarks.machine import processor
+from benchmarks.machine import LAUNCH, measured_on, write
 from foundation.integrity import hash_of
 from packing.batch import BatchStream, StepBatches
 from pretrain.compare.figures import GREY, new_figure, save, style_panel
@@ -74,9 +73,8 @@ def curves(
     """Train, unless that was done, and return each figure step by step. SystemExit with the launcher's words where it fails."""
     config = topology if processes > 1 else "bf16" if gpu else "cpu"
     script = ["-m", "benchmarks.equality", BACKWARDS] if backward_order else ["train_accelerate.py"]
-    # `python -m accelerate...` finds the launcher of this very interpreter, whatever is on the PATH.
-    launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--quiet", "--config_file"]
-    command = [*launch, f"accelerate_configs/{config}.yaml", "--num_processes", str(processes), *script]
+    options = ["--config_file", f"accelerate_configs/{config}.yaml", "--num_processes", str(processes)]
+    command = [*LAUNCH, *options, *script]
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | ({} if gpu else {"ACCELERATE_USE_CPU": "true"})
     if not (run_dir / "summary.json").exists():
         shutil.rmtree(run_dir, ignore_errors=True)  # of a run that was broken off
@@ -195,15 +193,11 @@ def main() -> None:
         results = compare(arguments, (arguments.folder or Path(passing)).resolve())
     report = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
     report[arguments.topology] = {
-        "command": shlex.join(["python", "-m", "benchmarks.equality", *sys.argv[1:]]),
-        "date": time.strftime("%Y-%m-%d"),
-        "environment": describe_environment({"config_file": f"accelerate_configs/{arguments.topology}.yaml"}),
-        "processor": processor(),
+        **measured_on(describe_environment({"config_file": f"accelerate_configs/{arguments.topology}.yaml"})),
         "steps": arguments.steps,
         "results": results,
     }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    write(arguments.out, report)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
-import shlex
-import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.machine import measured_on, write
 from benchmarks.optimizer_step import copy_bandwidth, median_ms
 from packing.batch import IGNORE
-from pretrain.metrics.run_folder import describe_environment
 from pretrain.model.attention.heads import HeadNorms, Heads
 from pretrain.model.fused import rotary_kernel
 from pretrain.model.fused.rotary import rotate, rotate_backward, rotate_backward_by_formula, rotate_by_formula
@@ -66,14 +62,11 @@ def main() -> None:
             print(line(results[-1]), flush=True)
         torch.cuda.empty_cache()
     report = {
-        "command": shlex.join(["python", "-m", "benchmarks.fused_kernels", *sys.argv[1:]]),
-        "date": time.strftime("%Y-%m-%d"),
-        "environment": describe_environment({}),
+        **measured_on(),
         "copy_bytes_per_second": bandwidth,
         "results": results,
     }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    write(arguments.out, report)
 
 
 def parse_arguments() -> argparse.Namespace:

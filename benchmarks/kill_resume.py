@@ -16,10 +16,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import random
-import shlex
 import signal
 import subprocess
 import sys
@@ -34,7 +32,7 @@ import numpy as np
 import psutil
 import yaml
 
-from benchmarks.machine import processor
+from benchmarks.machine import LAUNCH, measured_on, write
 from foundation.integrity import find_damage
 from packing.arrow import Pack, PackWriter
 from pretrain.checkpoint.checkpoint import step_folders
@@ -116,11 +114,9 @@ def write_recipe(folder: Path, name: str, packs: Path, steps: int = STEPS, proce
 
 
 def command_of(recipe: Path, run_dir: Path, processes: int) -> list[str]:
-    # `python -m accelerate...` finds the launcher of this very interpreter, whatever is on the PATH.
-    launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--quiet"]
     several = ["--config_file", "accelerate_configs/ddp.yaml", "--mixed_precision", "no", "--num_processes", str(processes)]
     options = several if processes > 1 else ["--config_file", "accelerate_configs/cpu.yaml"]
-    return [*launch, *options, "train_accelerate.py", str(recipe), f"run_dir={run_dir}"]
+    return [*LAUNCH, *options, "train_accelerate.py", str(recipe), f"run_dir={run_dir}"]
 
 
 # ── Killing ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -331,16 +327,12 @@ def main() -> int:
         name: prove(name, folder, packs, arguments.kills, arguments.processes, rng, environment) for name in arguments.models
     }
     report = {
-        "command": shlex.join(["python", "-m", "benchmarks.kill_resume", *sys.argv[1:]]),
-        "date": time.strftime("%Y-%m-%d"),
-        "environment": describe_environment({"processes": arguments.processes}),
-        "processor": processor(),
+        **measured_on(describe_environment({"processes": arguments.processes})),
         "threads": arguments.threads,
         "verdict": {name: "equal, bit for bit" if result["equal"] else "DIFFERENT" for name, result in results.items()},
         "results": results,
     }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    write(arguments.out, report)
     return 0 if all(result["equal"] for result in results.values()) else 1
 
 

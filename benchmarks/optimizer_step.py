@@ -10,11 +10,7 @@ from the end of one to the end of the next, so what the host cannot hide counts.
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
 import statistics
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -24,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pretrain.metrics.run_folder import describe_environment
+from benchmarks.machine import measured_on, write
 from pretrain.optimizer.adamw import ExactAdamW
 from pretrain.optimizer.adamw_kernel import FusedUpdate
 
@@ -84,16 +80,13 @@ def main() -> None:
         results.append(measure(variant, bandwidth, arguments.steps))
         print("{name}: {step_ms:.2f} ms, floor {floor_ms:.2f} ms, ratio {ratio:.3f}".format(**results[-1]), flush=True)
     report = {
-        "command": shlex.join(["python", "-m", "benchmarks.optimizer_step", *sys.argv[1:]]),
-        "date": time.strftime("%Y-%m-%d"),
-        "environment": describe_environment({}),
+        **measured_on(),
         "copy_bytes_per_second": bandwidth,
         "values": sum(shape.numel() for shape in shapes()),
         "tensors": len(shapes()),
         "results": results,
     }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    write(arguments.out, report)
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -1,6 +1,6 @@
 """How fast packing is on one core: both strategies from lengths to packed tokens, the order of a step, and its batches.
 
-    python -m benchmarks.packing_speed [--tokens 20e6]
+    python -m benchmarks.packing_speed [--tokens 20e6] [--out FILE]
 
 Documents have log-normal lengths with a mean of 200 tokens (sigma 1, as web text roughly has) and lie on disk as 16-bit tokens in
 another order than they are packed in, so materialising has to gather. Each figure is the median of 5 runs in CPU seconds of one
@@ -12,9 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -25,7 +23,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before numpy and torch start their thread
 import numpy as np
 import torch
 
-from benchmarks.machine import processor
+from benchmarks.machine import measured_on, write
 from packing.arrow import Pack
 from packing.batch import BatchStream
 from packing.order import PackOrder, spread
@@ -119,6 +117,7 @@ def measure_order() -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=float, default=20e6, help="how many tokens to pack, about")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
 
@@ -136,9 +135,8 @@ def main() -> None:
         packs = PacksInMemory(materialise(layout, 0, len(layout), tokens, starts, 0))
 
     report = {
-        "command": " ".join(["python", "-m", "benchmarks.packing_speed", *sys.argv[1:]]),
-        "machine": {"processor": processor(), "system": platform.system(), "cores_used": 1, "load": os.getloadavg()[0]},
-        "versions": {"python": platform.python_version(), "numpy": np.__version__, "torch": torch.__version__},
+        **measured_on(),
+        "machine": {"cores_used": 1, "load": os.getloadavg()[0]},
         "documents": len(lengths),
         "tokens": int(lengths.sum()),
         "pack_length": LENGTH,
@@ -146,9 +144,8 @@ def main() -> None:
         "batches": measure_batches(packs, vocab_size=50_000),
         "order": measure_order(),
     }
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(report, indent=2) + "\n")
-    print(json.dumps(report, indent=2))
+    write(arguments.out, report)
+    print(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

@@ -9,18 +9,15 @@ a cost of training, whoever comes first. What is timed is all that `parity: on` 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
-import shlex
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from pretrain.metrics.run_folder import describe_environment
+from benchmarks.machine import measured_on, write
 from pretrain.model.distributed import make_accelerator
 from pretrain.model.packed import forward_backward
 from pretrain.optimizer.adamw import clear_gradients
@@ -52,9 +49,7 @@ def main() -> None:
         seconds.append(round(time.perf_counter() - began, 3))
         parts.append(parity.seconds)
     report = {
-        "command": shlex.join(["python", "-m", "benchmarks.parity", *sys.argv[1:]]),
-        "date": time.strftime("%Y-%m-%d"),
-        "environment": describe_environment({}),
+        **measured_on(),
         "device": job.plan.devices.name,
         "torch": torch.__version__,
         "precision": job.precision.name,
@@ -67,8 +62,7 @@ def main() -> None:
         "parts": parts,
         "parity": parity.record(),
     }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    write(arguments.out, report)
     print(parity.summary())
     print(f"{job.precision.name} on {job.plan.devices.name}: {seconds} s, of which {parts}")
 

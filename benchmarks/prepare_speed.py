@@ -1,6 +1,6 @@
 """How fast `prepare` is, from JSONL on disk to packs on disk, beside what bare `tokenizers.encode_batch` takes for the same text.
 
-    python -m benchmarks.prepare_speed [--threads 2] [--rounds 5]
+    python -m benchmarks.prepare_speed [--threads 2] [--rounds 5] [--out FILE]
 
 The text is the Python standard library's sources, a document a file; the tokenizer a byte-level BPE with 8,192 ids, trained on
 every fifth of them. The bare way has all texts in memory, tokenises them in one call on as many threads as `prepare` has
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import resource
 import statistics
 import subprocess
@@ -25,12 +24,11 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from benchmarks.machine import processor
+from benchmarks.machine import measured_on, write
 from packing.prepare import prepare
 from packing.settings import DataSettings
 
@@ -131,6 +129,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--way", choices=("encode_batch", "prepare"), help=argparse.SUPPRESS)  # what a round's process does
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -146,15 +145,12 @@ def main() -> None:
                 file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
             figures = compare(folder, options.threads, options.rounds)
         report = {
-            "command": " ".join(["python", "-m", "benchmarks.prepare_speed", *sys.argv[1:]]),
-            "machine": {"processor": processor(), "cores": os.cpu_count(), "load_at_the_end": os.getloadavg()[0]},
-            "versions": {"python": platform.python_version()}
-            | {name: version(name) for name in ("tokenizers", "numpy", "pyarrow")},
+            **measured_on(),
+            "machine": {"cores": os.cpu_count(), "load_at_the_end": os.getloadavg()[0]},
             **figures,
         }
-        RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text(json.dumps(report, indent=2) + "\n")
-        print(json.dumps(report, indent=2))
+        write(options.out, report)
+        print(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

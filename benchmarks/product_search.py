@@ -17,10 +17,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import itertools
-import json
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,8 +30,8 @@ from torch import Tensor
 
 from benchmarks import step_products
 from benchmarks.gpu_log import gpu_log
+from benchmarks.machine import measured_on, write
 from benchmarks.step_products import HEAD_CHUNKS, PRECISIONS, Launch, Operands, StepProduct, head_name
-from pretrain.metrics.run_folder import describe_environment
 from pretrain.precision.cublaslt import Algorithm, CublasLt, CublasLtError
 from pretrain.settings.config import load_recipe
 
@@ -60,9 +57,7 @@ def main() -> None:
     library = CublasLt()
     rows: list[dict[str, Any]] = []
     report = {
-        "command": shlex.join(["python", "-m", "benchmarks.product_search", *sys.argv[1:]]),
-        "date": time.strftime("%Y-%m-%d"),
-        "environment": describe_environment({}),
+        **measured_on(),
         "cublaslt": {"version": library.version, "file": Path(library.path).name},
         "results": rows,
     }
@@ -76,12 +71,12 @@ def main() -> None:
             rows.append(row_of(Search(product, library, has_transformer_engine)))
             spans.append((started, datetime.now()))
             print(line(rows[-1]), flush=True)
-            write(report, arguments.out)
+            write(arguments.out, report)
             torch.cuda.empty_cache()
     for row, span in zip(rows, spans, strict=True):
         row |= log.between(*span)
     report |= {"steps": steps(rows), "not_reached": [product.name for product in products[len(rows) :]]}
-    write(report, arguments.out)
+    write(arguments.out, report)
     print("\n".join([*residual_lines(rows), *step_lines(report["steps"])]))
     if report["not_reached"]:
         print(f"not reached in {arguments.seconds:.0f} s: {', '.join(report['not_reached'])}")
@@ -94,11 +89,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=80, help="begin no further product after this time")
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
-
-
-def write(report: Mapping[str, Any], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def row_of(search: Search) -> dict[str, Any]:

@@ -12,10 +12,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -26,9 +24,8 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from benchmarks.machine import processor
+from benchmarks.machine import measured_on, write
 from pretrain.checkpoint.checkpoint import Checkpoints, bytes_needed
-from pretrain.metrics.run_folder import describe_environment
 
 SHAPE = (2048, 6144)
 BYTES_A_PARAMETER = 12  # BF16 weight, 16 remainder bits, two FP32 moments
@@ -58,18 +55,14 @@ def main() -> None:
     if rank != 0:
         return
     report = {
-        "command": shlex.join(["python", "-m", "benchmarks.saving", *sys.argv[1:]]),
-        "date": time.strftime("%Y-%m-%d"),
-        "environment": describe_environment({}),
-        "processor": processor(),
+        **measured_on(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         "processes": world_size,
         "load_average": os.getloadavg()[0],  # of the machine: above its cores, others were at work
         "gb": bytes_needed(model, optimizer) / 1e9,
         **found,
     }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    write(arguments.out, report)
     print(json.dumps({key: report[key] for key in ("gb", *found)}, indent=1))
 
 

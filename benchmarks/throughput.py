@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import sys
 from pathlib import Path
 
 from benchmarks import throughput_report
+from benchmarks.machine import command
 from benchmarks.throughput_run import Bench, Settings
 from benchmarks.ways.entries import BASELINE, MODELS
 from foundation.errors import InputError
@@ -84,8 +84,7 @@ def measure(arguments: argparse.Namespace) -> None:
         timeout=arguments.timeout,
         whole_documents=model.whole_documents,
     )
-    command = shlex.join(["python", "-m", "benchmarks.throughput", *sys.argv[1:]])
-    Bench(settings, arguments.out, command, go_on=arguments.go_on).run(chosen)
+    Bench(settings, arguments.out, command(), go_on=arguments.go_on).run(chosen)
 
 
 def check_devices(arguments: argparse.Namespace) -> None:

@@ -14,7 +14,6 @@ import os
 import shlex
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,8 +21,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.machine import processor
-from pretrain.metrics.run_folder import describe_environment
+from benchmarks.machine import LAUNCH, measured_on, write
 from pretrain.metrics.run_record import is_step, read_metrics
 
 RECIPE = Path("benchmarks/qwen3_1_7b.yaml")
@@ -33,17 +31,13 @@ CONFIG = Path("accelerate_configs/bf16.yaml")
 def main() -> None:
     arguments = parse_arguments()
     report = {
-        "command": shlex.join(["python", "-m", "benchmarks.training_speed", *sys.argv[1:]]),
-        "date": time.strftime("%Y-%m-%d"),
-        "environment": describe_environment({}),
-        "processor": processor(),
+        **measured_on(),
         "recipe": arguments.recipe.read_text(),
         "results": [],
     }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     for variant in arguments.variant:
         report["results"].append(measure(variant.split(), arguments))
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")  # whole after each: the next may be interrupted
+        write(arguments.out, report)  # whole after each: the next may be interrupted
         print(line(report["results"][-1]), flush=True)
 
 
@@ -73,23 +67,20 @@ def measure(
     folder = folder or Path("runs") / "speed" / "-".join(overrides).replace("/", "_")
     shutil.rmtree(folder, ignore_errors=True)
     command = [
-        "accelerate",
-        "launch",
-        "--quiet",
+        *LAUNCH,
         "--config_file",
         str(arguments.config),
         *(("--num_processes", str(arguments.processes)) if getattr(arguments, "processes", None) else ()),
         getattr(arguments, "script", "train_accelerate.py"),
         str(arguments.recipe),
+        *overrides,
+        f"run_dir={folder}",
     ]
-    command += [*overrides, f"run_dir={folder}"]
     began = time.perf_counter()
-    # `python -m accelerate...` finds the launcher of this very interpreter, whatever is on the PATH.
-    launcher = [sys.executable, "-m", "accelerate.commands.accelerate_cli", *command[1:]]
-    status, output = run_to_its_end(launcher, arguments.timeout, environment or {})
+    status, output = run_to_its_end(command, arguments.timeout, environment or {})
     result: dict[str, Any] = {
         "variant": overrides,
-        "command": shlex.join(command),
+        "command": shlex.join(["accelerate", *command[3:]]),
         "status": status,
         "wall_seconds": time.perf_counter() - began,
     }
