@@ -19,6 +19,7 @@ from pretrain.settings.config import flatten
 
 # Where a run is kept, what it is called: different in each, and no part of what is compared.
 _NAMES = ("run_dir", "name")
+_FOUND = ("precision", "effective", "backend", "computed_by")  # by the audit, of each precision
 
 
 def main() -> None:
@@ -62,11 +63,11 @@ def figures(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
     audit, run = json.loads((path / "audit.json").read_text()), read_run(path)
     steps, schedule = run.steps, {}
     if "schedule" in audit:
-        of_phases = {name: {"backend": found["backend"]} for name, found in audit["precisions"].items()}
+        of_phases = {name: {key: found[key] for key in _FOUND if key in found} for name, found in audit["precisions"].items()}
         schedule = {"schedule": audit["schedule"], "phases": audit.get("phases"), "precisions": of_phases}
     return {
         "settings": {key: value for key, value in settings.items() if key not in _NAMES},
-        "audit": {key: audit[key] for key in ("precision", "effective", "backend", "computed_by")} | schedule,
+        "audit": {key: audit[key] for key in _FOUND} | schedule,
         **run.past.record(),
         "summary": run.summary | {"tokens_per_step": run.tokens_per_step, "data_fingerprint": run.data_fingerprint},
         "losses": [record["loss"] for record in steps],

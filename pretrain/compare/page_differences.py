@@ -13,6 +13,8 @@ from pretrain.precision import schedule
 from pretrain.settings.config import flatten
 
 NAMES = ("name", "run_dir")  # different in every run, and no part of what is compared
+# What audit.json has of each precision of a run, and beside that of the last one again.
+OF_A_PRECISION = {"reason", "backend", "computes", "computed_by", "loss", "products", "parity", "confirmed_in_step"}
 MANY = 3  # runs, beyond which those that agree are "all others"
 
 
@@ -42,8 +44,7 @@ def _audits(each: Standing) -> list[AuditShown]:
         setting = run.config.get("precision")
         asked = schedule.label(setting) if isinstance(setting, list) else audit.get("precision")  # all phases fell back to one
         return [_audit(label, audit, asked)]
-    of_a_phase = {"confirmed_in_step", "parity", *(key for own in found.values() for key in own)}
-    around = {key: value for key, value in audit.items() if key not in of_a_phase}
+    around = {key: value for key, value in audit.items() if key not in OF_A_PRECISION}
     ends = [*(first - 1 for first in [*run.phases][1:]), run.summary["steps"]]
     spans = [
         (name, first, last, f"{label}, {_steps(first, last)}")

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.collect_runs import main
+from pretrain.compare.comparison import RunComparison
 from pretrain.compare.kept_runs import read_kept
+from pretrain.compare.page_differences import audits
 from pretrain.metrics.run_record import read_run
 from tests.pretrain.compare.made_runs import make_run
 
@@ -40,3 +42,19 @@ def test_runs_are_kept_with_their_losses_and_those_of_two_machines_apart(
         main()
     said = " ".join(capsys.readouterr().err.split())
     assert "b on 1 × NVIDIA B200" in said and "collect those of each machine" in said and not kept.exists()
+
+
+def test_the_audit_of_every_phase_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    low = {"precision": "nvfp4", "effective": "delayed", "backend": "emulation", "computed_by": "emulated"}
+    high = {"precision": "bf16", "effective": "bf16", "backend": "torch", "computed_by": "torch"}
+    course = {"schedule": "delayed to step 1, then bf16", "phases": {"1": "delayed", "2": "bf16"}}
+    audit = high | course | {"precisions": {"delayed": low | {"products": []}, "bf16": high}}
+    schedule = "precision=[{until: 0.5, use: nvfp4}, {use: bf16}]"
+    path, kept = make_run(tmp_path / "a", (4.0, 3.0), schedule, audit=audit), tmp_path / "kept.json"
+    monkeypatch.setattr(sys, "argv", ["collect_runs", str(path), "--out", str(kept)])
+    main()
+    shown = audits(RunComparison.over(read_kept(kept)))
+    assert [(each.label, each.asked, each.ran, each.by) for each in shown] == [
+        ("a, step 1", "nvfp4", "delayed", "emulated"),
+        ("a, step 2", "bf16", "bf16", "torch"),
+    ]

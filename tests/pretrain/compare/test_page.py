@@ -257,7 +257,7 @@ def test_a_precision_that_comes_twice_is_confirmed_in_the_phase_of_its_step_alon
     assert [each.rows.get("confirmed in step") for each in shown] == [None, None, None, "4"]
 
 
-def test_audits_of_phases_to_come_lost_or_of_older_versions_are_shown_as_far_as_they_are_known(tmp_path):
+def test_audits_of_phases_to_come_lost_or_of_older_versions_are_shown_as_far_as_known(tmp_path):
     def shown(name: str, audit: dict[str, Any], losses: tuple[float, ...] = (4.0, 3.0, 2.5, 2.25)) -> list[tuple[Any, ...]]:
         found = audits(RunComparison.over([trained(tmp_path / name, losses, SCHEDULE, audit=audit)]))
         return [(each.label, each.asked, each.ran) for each in found]
@@ -267,6 +267,9 @@ def test_audits_of_phases_to_come_lost_or_of_older_versions_are_shown_as_far_as_
     assert shown("older", LAST) == [("older", "nvfp4", "delayed"), ("older", "bf16", "bf16")]
     lost = to_come | {"precisions": {"bf16": HIGH}}
     assert shown("lost", lost) == [("lost, steps 1 to 2", "delayed", "delayed"), ("lost, steps 3 to 4", "bf16", "bf16")]
+    little = LAST | {"precisions": {"delayed": {"backend": "emulation"}, "bf16": {"backend": "torch"}}}
+    low, high = audits(RunComparison.over([trained(tmp_path / "little", (4.0, 3.0), SCHEDULE, audit=little)]))
+    assert (low.ran, low.by, high.ran, high.by) == ("delayed", "emulation", "bf16", "torch"), "of neither what the other has"
     alone = HIGH | {"precision": "nvfp4"}  # both phases fell back to one precision
     assert shown("alone", alone) == [("alone", "nvfp4 to step 2, then bf16", "bf16")]
 
