@@ -1,16 +1,47 @@
-"""How a command line runs: what it can meet becomes one message and an exit status."""
+"""How a command line is read and runs: what it can meet becomes one message and an exit status."""
 
 from __future__ import annotations
 
+import argparse
 import io
+import math
 import os
 import sys
 from collections.abc import Callable
+from typing import NoReturn
 
 from foundation.errors import InputError, permissions_named
 from foundation.files import no_room
 
 OURS = ("foundation", "packing", "pretrain")
+
+
+class CommandParser(argparse.ArgumentParser):
+    """One whose mistakes are an InputError, so that they are one message, without the usage."""
+
+    remedy = "--help lists the options"
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"command line: {message}; {self.remedy}")
+
+
+def number(least: float | None = None, most: float = math.inf, *, whole: bool = False) -> Callable[[str], float]:
+    """What argparse takes as `type`: reads a number, a `whole` one as an int, of `least` to `most`. `least` None: above 0."""
+    if least is None:
+        bounds = f"above 0 and of at most {most:g}" if math.isfinite(most) else "above 0"
+    else:
+        bounds = f"of {least} to {most}" if math.isfinite(most) else f"of {least} or more"
+
+    def read(text: str) -> float:
+        try:
+            value = int(text) if whole else float(text)
+        except ValueError:
+            value = math.nan
+        if not (value > 0 if least is None else value >= least) or value > most or value == math.inf:
+            raise argparse.ArgumentTypeError(f"{text}: a {'whole ' if whole else ''}number {bounds} is wanted")
+        return value
+
+    return read
 
 
 def run_command(command: Callable[[], int | None], *, on_ctrl_c: str) -> int:

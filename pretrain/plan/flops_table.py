@@ -9,6 +9,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from foundation.command import CommandParser, number
 from foundation.errors import InputError
 from foundation.units import TERA, count, operations, percent
 from pretrain.metrics.flop_formulas import FORMULAS, attention_to_ffn_ratio
@@ -23,13 +24,13 @@ LENGTHS = (2048, 4096)  # for a model without a recipe
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m pretrain flops", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", metavar="MODEL", help="a recipe (.yaml), or what `model.source` takes")
-    parser.add_argument("--length", type=_positive, nargs="+", metavar="T", help="tokens of a sequence; default: the recipe's")
-    parser.add_argument("--tokens", type=_positive, metavar="N", help="also the FLOPs of so many tokens")
-    parser.add_argument("--tokens-per-second", type=_positive, metavar="N", help="also TFLOP/s, and MFU with --device")
+    parser.add_argument("--length", type=number(1), nargs="+", metavar="T", help="tokens of a sequence; default: the recipe's")
+    parser.add_argument("--tokens", type=number(1), metavar="N", help="also the FLOPs of so many tokens, 82e9 say")
+    parser.add_argument("--tokens-per-second", type=number(1), metavar="N", help="also TFLOP/s, and MFU with --device")
     parser.add_argument("--device", metavar="NAME", help='as drivers name it ("NVIDIA H200"): its BF16 peak is 100 %%')
     asked = parser.parse_args(arguments)
     flops, length = flops_of(asked.model)
@@ -105,14 +106,3 @@ def _section(title: str, columns: Sequence[str], rows: dict[str, list[str]]) -> 
     aligned = ["".join(f"{value:>{width + 3}}" for value, width in zip(values, widths, strict=True)) for _, values in lines]
     head = [f"{title:<{first}}{aligned[0]}"] if len(title) < first else [title, f"{'':<{first}}{aligned[0]}"]
     return ["", *head, *(f"{label:<{first}}{text}" for (label, _), text in zip(lines[1:], aligned[1:], strict=True))]
-
-
-def _positive(text: str) -> float:
-    """A count: 4096, 82e9 or 82_000_000_000."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 1 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text}: a number of 1 or more is wanted, as in 4096 or 82e9")
-    return value

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
 
+from foundation.command import CommandParser, number
 from foundation.errors import InputError
 
 OTHERS_WAIT = 3.0  # seconds in which the launcher ends a process, if the first of its machine has failed too
 
 
-class LauncherParser(argparse.ArgumentParser):
-    """One whose mistakes are an InputError, of which every process of a launch makes one message."""
-
-    def error(self, message: str) -> NoReturn:
-        raise InputError(f"command line: {message}; a setting is key=value or --key=value, and --help lists the options")
+class LauncherParser(CommandParser):
+    remedy = "a setting is key=value or --key=value, and --help lists the options"
 
 
 def parse_arguments(description: str | None) -> argparse.Namespace:
@@ -35,10 +31,12 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
         "overrides", nargs="*", metavar="key=value", help="over the recipe's settings: weights=bf16 train.steps=9"
     )
     parser.add_argument("--plan", action="store_true", help="say what would happen, check every setting, and stop")
-    parser.add_argument("--tokens-per-second", type=positive, metavar="N", help="speed at which the plan reckons the hours")
-    parser.add_argument("--gpus", type=whole, metavar="N", help="with --plan: also how the run would scale on N GPUs in all")
-    parser.add_argument("--nodes", type=whole, metavar="M", help="with --gpus: on M machines; default 1")
-    parser.add_argument("--network-gbps", type=positive, metavar="G", help="with --gpus: each GPU's network, Gbit/s one way")
+    parser.add_argument("--tokens-per-second", type=number(), metavar="N", help="speed at which the plan reckons the hours")
+    parser.add_argument(
+        "--gpus", type=number(1, whole=True), metavar="N", help="with --plan: also how the run would scale on N GPUs in all"
+    )
+    parser.add_argument("--nodes", type=number(1, whole=True), metavar="M", help="with --gpus: on M machines; default 1")
+    parser.add_argument("--network-gbps", type=number(), metavar="G", help="with --gpus: each GPU's network, Gbit/s one way")
     parser.add_argument("--preview-schedule", type=Path, metavar="PNG", help="draw the learning rate of every step, and stop")
     parser.add_argument("--eval-only", action="store_true", help="say the held-out loss of --resume's checkpoint, and stop")
     parser.add_argument("--profile", action="store_true", help="record a step: profile.md and a trace in the run folder")
@@ -69,20 +67,6 @@ def without_dashes(arguments: Sequence[str], parser: argparse.ArgumentParser) ->
         return bool(equals) and name.startswith("--") and not any(option.startswith(name) for option in options)
 
     return [text[2:] if is_setting(text) else text for text in arguments]
-
-
-def positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise ValueError
-    return value
-
-
-def whole(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError
-    return value
 
 
 def say_once(text: str) -> None:

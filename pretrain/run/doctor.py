@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from foundation.command import CommandParser, number
 from foundation.errors import InputError
 from foundation.tables import UNKNOWN, on_screen
 from foundation.units import three_digits
@@ -75,11 +76,10 @@ def row_of(patient: Patient, bench: Bench, name: str, process: Process | None, k
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "python -m pretrain doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser("python -m pretrain doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", type=Path, help="whose layers are tried; default: Qwen3-1.7B's on a GPU, tiny ones on a CPU")
-    parser.add_argument("--tokens", type=int, help="of a timed forward and backward, at least: in whole packs, two or more")
+    timed = "of a timed forward and backward, at least: in whole packs, two or more"
+    parser.add_argument("--tokens", type=number(1, whole=True), help=timed)
     parser.add_argument("--precisions", type=lambda text: text.split(","), metavar="A,B", help="only these")
     parser.add_argument("--cpu", action="store_true", help="on the CPU, although there is a GPU")
     parser.add_argument("--full", action="store_true", help="operands bit for bit, parity, resuming, ten steps too; writes --out")
@@ -91,8 +91,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parsed = parser.parse_args(arguments)
     if unknown := [name for name in parsed.precisions or () if name not in PRECISIONS]:
         raise InputError(f"--precisions: no {', '.join(unknown)} among {', '.join(PRECISIONS)}")
-    if parsed.tokens is not None and parsed.tokens < 1:
-        raise InputError("--tokens: a number of at least 1 is wanted")
     if parsed.out and not parsed.full:
         raise InputError(f"--out {parsed.out}: is the file of --full; add that, or leave it out")
     parsed.out = parsed.out or Path("doctor.md")

@@ -24,6 +24,7 @@ import torch
 from accelerate import Accelerator
 
 from foundation import units
+from foundation.command import CommandParser, number
 from foundation.errors import InputError
 from foundation.tables import UNKNOWN, on_screen, or_dash, screen_width
 from foundation.units import GIB, plural
@@ -45,36 +46,30 @@ DEFAULT_PRECISION = "bf16"  # where neither recipe nor command line names one, a
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """What is asked for, its numbers as numbers; InputError for what is none."""
-    parser = argparse.ArgumentParser(
-        "python -m pretrain plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add, several = parser.add_argument, {"action": "append", "default": []}
+    """What is asked for; InputError for a mistake in it."""
+    parser = CommandParser("python -m pretrain plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add, several, large = parser.add_argument, {"action": "append", "default": []}, number(most=1e40)
+    count = number(1, 2**20, whole=True)
     add("recipe", type=Path, help="what would be trained: a YAML file, see recipes/")
     add("overrides", nargs="*", metavar="key=value", help="over the recipe's settings: train.tokens=2e9")
     add("--on", metavar="DEVICE", help=f"H200, 8xB200, 'RTX 4090'; may be repeated; default: {', '.join(USUAL)}", **several)
-    add("--mfu", metavar="SHARE", help="of the peak that is reached, 0.4 say; twice: from, to", **several)
+    add("--mfu", type=number(most=1), metavar="SHARE", help="of the peak that is reached, 0.4 say; twice: from, to", **several)
     add("--run", type=Path, metavar="FOLDER", help="a run of yours, to reckon by its speed; may be repeated", **several)
     add("--price-per-hour", metavar="PRICE", help="of one device: 2.5, or H200=3.5; may be repeated", **several)
-    add("--hours", metavar="H", help="also: the steps and tokens that fit into so many hours")
-    add("--accumulation", metavar="N", help="also: the batch.tokens of N microbatches on each device")
-    add("--flops", metavar="C", help="a compute budget for the fits; default: the recipe's, 6 N D")
+    add("--hours", type=large, metavar="H", help="also: the steps and tokens that fit into so many hours")
+    add("--accumulation", type=count, metavar="N", help="also: the batch.tokens of N microbatches on each device")
+    add("--flops", type=large, metavar="C", help="a compute budget for the fits; default: the recipe's, 6 N D")
     add("--measure", action="store_true", help="try microbatch sizes on this machine, and say what they take")
-    add("--sizes", metavar="1,2,4", help="of --measure, in packs; default: those that suit the step")
+    sizes = {"metavar": "1,2,4", "help": "of --measure, in packs; default: those that suit the step"}
+    add("--sizes", type=lambda text: sorted({count(each) for each in text.split(",")}), **sizes)
     add("--out", type=Path, metavar="PNG", help="the picture of --measure")
     parsed = parser.parse_intermixed_args(arguments)
     if (parsed.sizes or parsed.out) and not parsed.measure:
         raise InputError("--sizes, --out: they are of --measure; add it, or leave them out")
     if parsed.out:
         _check_out(parsed.out)
-    parsed.mfu = [_number("--mfu", text, 1.0) for text in parsed.mfu]
     if len(parsed.mfu) > 2:
         raise InputError("--mfu: give one share, or two: from, to")
-    parsed.hours, parsed.flops = (
-        None if text is None else _number(name, text) for name, text in (("--hours", parsed.hours), ("--flops", parsed.flops))
-    )
-    parsed.accumulation = None if parsed.accumulation is None else _whole("--accumulation", parsed.accumulation)
-    parsed.sizes = sorted({_whole("--sizes", text) for text in parsed.sizes.split(",")}) if parsed.sizes else None
     return parsed
 
 
@@ -86,24 +81,6 @@ def _check_out(path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"--out {path}: cannot be written there: {error.strerror}; name another file") from None
-
-
-def _number(name: str, text: str, most: float = 1e40) -> float:
-    """InputError unless it is above 0 and at most `most`."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value <= most:
-        raise InputError(f"{name} {text}: a number above 0 and of at most {most:g} is wanted")
-    return value
-
-
-def _whole(name: str, text: str) -> int:
-    value = _number(name, text, 2**20)
-    if not value.is_integer():
-        raise InputError(f"{name} {text}: a whole number is wanted")
-    return int(value)
 
 
 def prices_of(texts: Sequence[str]) -> dict[str, float]:

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from foundation.command import CommandParser, number
 from foundation.errors import InputError
 from foundation.reading import unusable_text
 from foundation.settings import MOST
@@ -26,33 +27,27 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tok
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m pretrain sample", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="a run folder, a step-* in it, or a folder of a model")
     parser.add_argument("prompts", nargs="+", metavar="PROMPT", help="a text to continue; '' begins one")
-    parser.add_argument("--tokens", type=int, default=64, help="the most tokens of a continuation; default 64")
-    parser.add_argument("--temperature", type=float, default=0.8, help="default 0.8; 0: always the likeliest token")
-    parser.add_argument("--top-p", type=float, default=0.95, help="of the likeliest tokens with this probability; default 0.95")
-    parser.add_argument("--seed", type=int, default=42, help="default 42; each prompt has a seed of its own, made from it")
+    parser.add_argument("--tokens", type=number(1, whole=True), default=64, help="the most tokens of a continuation; default 64")
+    parser.add_argument("--temperature", type=number(0, 100), default=0.8, help="default 0.8; 0: always the likeliest token")
+    likeliest = "of the likeliest tokens with this probability; default 0.95"
+    parser.add_argument("--top-p", type=number(most=1), default=0.95, help=likeliest)
+    own = "default 42; each prompt has a seed of its own, made from it"
+    parser.add_argument("--seed", type=number(0, MOST, whole=True), default=42, help=own)
     asked = parser.parse_args(arguments)
-    for name, fits, range_ in (
-        ("tokens", asked.tokens >= 1, "1 or more"),
-        ("temperature", 0 <= asked.temperature <= 100, "0 to 100"),
-        ("top-p", 0 < asked.top_p <= 1, "above 0 and at most 1"),
-        ("seed", 0 <= asked.seed <= MOST, f"0 to {MOST}"),
-    ):
-        if not fits:
-            raise InputError(f"--{name} {getattr(asked, name.replace('-', '_'))}: should be {range_}")
     for prompt in asked.prompts:
         if unusable := unusable_text(prompt):
             raise InputError(f"PROMPT {prompt!a}: {unusable}; write it in UTF-8")
     hf, tokenizer = load(asked.folder)
     hf.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     console = Console(0)
-    for number, prompt in enumerate(asked.prompts):
+    for index, prompt in enumerate(asked.prompts):
         how = {"tokens": asked.tokens, "temperature": asked.temperature, "top_p": asked.top_p}
-        console.sample(prompt, sample(hf, tokenizer, prompt, seed=seed_of_prompt(asked.seed, number), **how))
+        console.sample(prompt, sample(hf, tokenizer, prompt, seed=seed_of_prompt(asked.seed, index), **how))
     return 0
 
 

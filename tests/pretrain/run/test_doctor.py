@@ -88,7 +88,10 @@ def test_a_process_of_its_own_is_told_to_examine_the_same(small_recipe: dict[str
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--precisions", "bf16,fp9"], "--precisions: no fp9 among fp32, bf16"), (["--tokens", "0"], "--tokens: a number")],
+    [
+        (["--precisions", "bf16,fp9"], "--precisions: no fp9 among fp32, bf16"),
+        (["--tokens", "0"], "--tokens: 0: a whole number of 1 or more"),
+    ],
 )
 def test_a_mistyped_option_is_one_message(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert commands.main(["doctor", *arguments]) == 2
