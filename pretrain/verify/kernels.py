@@ -84,7 +84,7 @@ class Kernel:
     plain: str  # what it is held against
     used: Callable[[Situation], bool]
     case: Callable[[Situation], Compared]
-    remedy: str  # where the run stops
+    remedy: str = ""  # where nothing else computes the same, and the run stops
 
 
 @dataclass(frozen=True)
@@ -435,27 +435,14 @@ TABLE = {
             "its formula in FP64",
             lambda run: run.device.type == "cuda" or run.attention != "packed_sdpa",
             _attention,
-            "take another `model.attention`",
         ),
-        Kernel("rotation", "its formula in FP64", _rotates_by_kernel, _rotation, "set `model.fused: off`"),
-        Kernel("norm", "its formula in FP64", norms_by_kernel, norm, "set `model.fused: off`"),
-        Kernel("activation", "its formula in FP64", activates_by_kernel, activation, "set `model.fused: off`"),
+        Kernel("rotation", "its formula in FP64", _rotates_by_kernel, _rotation),
+        Kernel("norm", "its formula in FP64", norms_by_kernel, norm),
+        Kernel("activation", "its formula in FP64", activates_by_kernel, activation),
         Kernel("products", "emulated products", _multiplies_by_library, _products, _OTHER_PRODUCTS),
-        Kernel(
-            "layer",
-            "the same layer in plain torch",
-            _multiplies_by_kernel,
-            _layer,
-            _OTHER_PRODUCTS,
-        ),
+        Kernel("layer", "the same layer in plain torch", _multiplies_by_kernel, _layer, _OTHER_PRODUCTS),
         Kernel("loss", "cross-entropy in FP64", _computes_loss_by_kernel, _loss, "set `loss.kind: reference`"),
-        Kernel(
-            "optimizer",
-            "the update in torch",
-            lambda run: run.device.type == "cuda",
-            _optimizer,
-            "",
-        ),
+        Kernel("optimizer", "the update in torch", lambda run: run.device.type == "cuda", _optimizer),
     )
 }
 _OF_FUSED_LAYERS = ("rotation", "norm", "activation", "layer")
