@@ -9,7 +9,7 @@ training (`confirming`, `confirming_histories`). Where request and effect differ
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -247,20 +247,18 @@ def rows(found: Mapping[str, Any]) -> dict[str, str]:
 
 def in_short(found: Mapping[str, Any]) -> dict[str, str]:
     """An audit for people who have no question about it: a row of its products, one of what stands around them."""
-    linears, norms = Counter(), 0
+    linears, norms = defaultdict[tuple[str, ...], list[str]](list), 0
     for p in found["products"]:
         if p["module"] == LowPrecisionNorm.__name__:
             norms += 1
         else:
-            linears[p["effective"], p["backend"], p["stored"], p["reason"]] += 1
+            linears[p["effective"], p["backend"], p["stored"], p["reason"]].append(p["name"].rsplit(".", 1)[-1])
     products = []
-    for (effective, backend, stored, reason), number in linears.most_common():
-        group = (effective, backend, stored, reason)
-        members = [p for p in found["products"] if (p["effective"], p["backend"], p["stored"], p["reason"]) == group]
-        kinds = list(dict.fromkeys(p["name"].rsplit(".", 1)[-1] for p in members if p["module"] != LowPrecisionNorm.__name__))
+    for (effective, backend, stored, reason), names in sorted(linears.items(), key=lambda group: -len(group[1])):
+        kinds = list(dict.fromkeys(names))
         named = f" ({', '.join(kinds)}: {reason})" if reason else f" ({kinds[0]})" if len(kinds) == 1 else ""
         on = "" if backend == "torch" else f" on {backend.replace('_', ' ')}"
-        products.append(f"{number} in {effective}{on}, weights {stored}{named}")
+        products.append(f"{len(names)} in {effective}{on}, weights {stored}{named}")
     if norms:
         products.append(f"{norms} norms on {found['backend'].replace('_', ' ')}")
     if "algorithms" in found:
