@@ -26,11 +26,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 
 from benchmarks.machine import measured_on, write
 from packing.prepare import prepare
 from packing.settings import DataSettings
+from packing.vocabulary import train_tokenizer
 
 RESULTS = Path(__file__).parent / "results" / "prepare_speed.json"
 
@@ -46,18 +47,6 @@ def standard_library() -> list[str]:
         except UnicodeDecodeError:  # some of its tests are about other encodings
             continue
     return [text for text in texts if text]
-
-
-def train_tokenizer(texts: list[str], path: Path) -> None:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=8192, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.save(str(path))
 
 
 def run_bare(folder: Path) -> None:
@@ -140,7 +129,7 @@ def main() -> None:
     else:
         with tempfile.TemporaryDirectory() as name:
             folder, texts = Path(name), standard_library()
-            train_tokenizer(texts[::5], folder / "tokenizer.json")
+            train_tokenizer(texts[::5], 8192).save(str(folder / "tokenizer.json"))
             with open(folder / "corpus.jsonl", "w", encoding="utf-8") as file:
                 file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
             figures = compare(folder, options.threads, options.rounds)
