@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.limits import mark
 from benchmarks.machine import measured_on, write
 from benchmarks.short_documents import SHORTEST, pieces
 from demo.corpus import library_documents, standard_library
@@ -209,12 +210,6 @@ def timed(once: Callable[[], list[torch.cuda.Event]], times: int) -> tuple[float
         cycles *= 2
     forward = statistics.median(begun.elapsed_time(attended) for begun, attended, _ in marks)
     return forward, statistics.median(attended.elapsed_time(done) for _, attended, done in marks)
-
-
-def mark() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
 
 
 @contextmanager

@@ -153,10 +153,9 @@ def median_seconds(run: Callable[[], object], device: torch.device) -> float:
     seconds = []
     for turn in range(WARM_UP + TIMES):
         if device.type == "cuda":
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
+            begin = mark()
             run()
-            end.record()
+            end = mark()
             end.synchronize()
             elapsed = begin.elapsed_time(end) / 1e3
         else:
@@ -166,6 +165,13 @@ def median_seconds(run: Callable[[], object], device: torch.device) -> float:
         if turn >= WARM_UP:
             seconds.append(elapsed)
     return statistics.median(seconds)
+
+
+def mark() -> torch.cuda.Event:
+    """This moment, by the device's clock."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 if __name__ == "__main__":

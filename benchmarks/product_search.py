@@ -30,10 +30,12 @@ from torch import Tensor
 
 from benchmarks import step_products
 from benchmarks.gpu_log import gpu_log
+from benchmarks.limits import mark
 from benchmarks.machine import measured_on, write
 from benchmarks.step_products import HEAD_CHUNKS, PRECISIONS, Launch, Operands, StepProduct, head_name
 from pretrain.precision.cublaslt import Algorithm, CublasLt, CublasLtError
 from pretrain.settings.config import load_recipe
+from pretrain.verify.kernels import relative_error
 
 WORKSPACE = 32 * 2**20 + 1024  # of Transformer Engine's products on Hopper
 LARGE_WORKSPACE = 128 * 2**20
@@ -119,12 +121,6 @@ def interleaved(launches: Sequence[Launch], rounds: int, repetitions: int, sets:
             marks[index].append((begun, mark()))
     torch.cuda.synchronize()
     return [[1e3 * begun.elapsed_time(ended) / repetitions for begun, ended in pairs] for pairs in marks]
-
-
-def mark() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
 
 
 def warm_up(seconds: float = 2.0) -> None:
@@ -263,7 +259,7 @@ class Search:
 
     def agrees(self, algorithm: Algorithm) -> bool:
         found = self.result(self.launch(algorithm))[: step_products.CHECKED_ROWS]
-        self.errors[algorithm.key] = step_products.relative_error(found, self.expected)
+        self.errors[algorithm.key] = relative_error(found, self.expected)
         return right(self.errors[algorithm.key])
 
     def difference(self, one: Algorithm, other: Algorithm) -> float:
@@ -288,12 +284,12 @@ class Search:
         times = self.compared({name: self.then_added(launch) for name, launch in launches.items()} | {"in one": fused[best.key]})
         found = self.result(fused[best.key])[: step_products.CHECKED_ROWS]
         expected = self.expected + self.sets[0].c[: step_products.CHECKED_ROWS]
-        error = step_products.relative_error(found, expected)
+        error = relative_error(found, expected)
         return {"microseconds": times, "best": self.described(best), "error": error}
 
 
 def right(error: float) -> bool:
-    return error <= LARGEST_ERROR  # which a NaN is not
+    return error <= LARGEST_ERROR
 
 
 # ── What is told ──────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -170,11 +170,6 @@ def checked_rows(product: StepProduct, operands: Operands, scales: tuple[Tensor,
     return rows if scales is None else rows * (scales[0] * scales[1])
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    """Norm of the difference over norm."""
-    return ((found.to(FP32) - expected).norm() / expected.norm()).item()
-
-
 # ── Transformer Engine's way ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 

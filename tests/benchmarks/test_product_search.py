@@ -20,13 +20,13 @@ from benchmarks.step_products import (
     StepProduct,
     checked_rows,
     products_of,
-    relative_error,
     scales_of,
 )
 from pretrain.metrics.flops import ModelFlops
 from pretrain.model.huggingface import build_on_meta, load_config
 from pretrain.precision.cublaslt import HeuristicResult
 from pretrain.settings.config import load_recipe
+from pretrain.verify.kernels import relative_error
 
 QWEN = load_recipe(Path(__file__).resolve().parents[2] / "benchmarks/qwen3_1_7b.yaml")
 TRANSPOSED = {"forward": (True, False), "dgrad": (False, False), "wgrad": (False, True)}
