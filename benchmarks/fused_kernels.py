@@ -23,9 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.limits import COPIED
 from benchmarks.machine import measured_on, write
-from benchmarks.optimizer_step import copy_bandwidth, median_ms
+from benchmarks.optimizer_step import median_ms
 from packing.batch import IGNORE
+from pretrain.metrics.profile import copy_bandwidth
 from pretrain.model.attention.heads import HeadNorms, Heads
 from pretrain.model.fused import rotary_kernel
 from pretrain.model.fused.rotary import rotate, rotate_backward, rotate_backward_by_formula, rotate_by_formula
@@ -53,7 +55,7 @@ def main() -> None:
     arguments = parse_arguments()
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA device")
-    bandwidth = copy_bandwidth(arguments.times)
+    bandwidth = copy_bandwidth(torch.device("cuda"), COPIED)
     print(f"device copy: {bandwidth / 1e12:.2f} TB/s")
     results = []
     for family in arguments.only or FAMILIES:

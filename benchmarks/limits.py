@@ -24,13 +24,14 @@ import torch
 from foundation.errors import InputError
 from foundation.units import TERA
 from pretrain.metrics.flops import ModelFlops
+from pretrain.metrics.profile import copy_bandwidth
 from pretrain.model.huggingface import build_on_meta, load_config
 from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import Recipe
 
 BF16, FP32, E4M3, E5M2 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2
 WARM_UP, TIMES = 3, 10
-COPIED = {"cuda": 2**33, "cpu": 2**28}  # bytes
+COPIED = 2**33  # bytes
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def main() -> None:
 
 
 def measure(recipe: Recipe) -> dict[str, Any]:
-    """Rates of every product by precision, TFLOP/s; the copy, bytes a second read and written; floors of a step, seconds."""
+    """Rates of every product by precision, TFLOP/s; a copy on a GPU, bytes a second both ways; floors of a step, seconds."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokens = recipe.data.length * (1 if recipe.batch.microbatch == "auto" else recipe.batch.microbatch)
     flops = ModelFlops.of(build_on_meta(load_config(recipe.model)))
@@ -77,7 +78,7 @@ def measure(recipe: Recipe) -> dict[str, Any]:
             }
             for precision in seconds
         },
-        "copy_bytes_per_second": copy_bandwidth(device),
+        "copy_bytes_per_second": copy_bandwidth(device, COPIED),
         "floors": floors(products, seconds, recipe.batch.tokens / tokens),
     }
 
@@ -139,13 +140,6 @@ def fp8_product(which: str, m: int, k: int, n: int, dtype: torch.dtype, device: 
     b = torch.randn(n, k, dtype=dtype, device=device).to(E4M3).t()
     one = torch.ones((), device=device)
     return lambda: torch._scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=dtype, use_fast_accum=True)
-
-
-def copy_bandwidth(device: torch.device) -> float:
-    """Bytes a second, those read and those written, of a copy on the device."""
-    source = torch.ones(COPIED[device.type], dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * source.numel() / median_seconds(lambda: target.copy_(source), device)
 
 
 def median_seconds(run: Callable[[], object], device: torch.device) -> float:

@@ -20,7 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.limits import COPIED
 from benchmarks.machine import measured_on, write
+from pretrain.metrics.profile import copy_bandwidth
 from pretrain.optimizer.adamw import ExactAdamW
 from pretrain.optimizer.adamw_kernel import FusedUpdate
 
@@ -73,7 +75,7 @@ def main() -> None:
     arguments = parse_arguments()
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA device")
-    bandwidth = copy_bandwidth(arguments.steps)
+    bandwidth = copy_bandwidth(torch.device("cuda"), COPIED)
     print(f"device copy: {bandwidth / 1e12:.2f} TB/s")
     results = []
     for variant in VARIANTS:
@@ -111,13 +113,6 @@ def median_ms(run: Callable[[], object], times: int) -> float:
         mark.record()
     torch.cuda.synchronize()
     return statistics.median(a.elapsed_time(b) for a, b in pairwise(marks[2:]))
-
-
-def copy_bandwidth(times: int) -> float:
-    """Bytes a second, those read and those written, of a copy of 8 GiB."""
-    source = torch.empty(2**33, dtype=torch.uint8, device="cuda").fill_(1)
-    target = torch.empty_like(source)
-    return 2 * source.numel() / (median_ms(lambda: target.copy_(source), times) / 1e3)
 
 
 def measure(variant: Variant, bandwidth: float, steps: int) -> dict[str, Any]:

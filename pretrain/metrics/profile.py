@@ -200,11 +200,12 @@ def reached(seconds: Mapping[str, float], work: Work, copied_per_second: float |
     return rates
 
 
-def copy_bandwidth(device: torch.device) -> float | None:
-    """Bytes a second, read and written, of a copy on the GPU, measured now; None on a CPU, where caches distort it."""
+def copy_bandwidth(device: torch.device, size: int = COPIED) -> float | None:
+    """Bytes a second, read and written, of a copy of `size` bytes on the GPU, measured now; None on a CPU, where caches distort
+    it."""
     if device.type != "cuda":
         return None
-    source = torch.empty(COPIED, dtype=torch.uint8, device=device)
+    source = torch.empty(size, dtype=torch.uint8, device=device)
     target, begin, end = torch.empty_like(source), *(torch.cuda.Event(enable_timing=True) for _ in range(2))
     for _ in range(2):  # the second time counts: the first one pays for the memory
         begin.record()
@@ -212,7 +213,7 @@ def copy_bandwidth(device: torch.device) -> float | None:
             target.copy_(source)
         end.record()
     torch.cuda.synchronize(device)
-    return 10 * 2 * COPIED / (begin.elapsed_time(end) / 1e3)
+    return 10 * 2 * size / (begin.elapsed_time(end) / 1e3)
 
 
 def render(seconds: Mapping[str, float], wall: float, unrecorded: float, data_wait: float, rates: Mapping[str, str]) -> str:
