@@ -27,6 +27,7 @@ from benchmarks.training_speed import measure as measure_ours
 from benchmarks.training_speed import run_to_its_end
 from benchmarks.ways.entries import BASELINE, Entry
 from benchmarks.ways.judge import TOLERANCES, judge
+from foundation.ending import reason_in
 from foundation.errors import InputError
 from foundation.files import replace_file
 from pretrain.metrics.run_folder import describe_environment
@@ -154,7 +155,7 @@ class Bench:
         if run["status"] != 0 or "summary" not in run:
             said = run.get("output", "")
             kind = "timeout" if run["status"] == "timeout" else "failed"
-            return {"status": kind, "reason": reason_in(said), "command": run["command"], "output": said[-SAID:]}
+            return {"status": kind, "reason": reason_in(said.splitlines()), "command": run["command"], "output": said[-SAID:]}
         audit = json.loads((folder / "run" / "audit.json").read_text())
         steps = run["steps"]
         return {
@@ -192,7 +193,7 @@ class Bench:
         if status == 0 and results:
             return json.loads(results[-1]) | said
         kind = "timeout" if status == "timeout" else "failed"
-        return {"status": kind, "reason": reason_in(output), "output": output[-SAID:]} | said
+        return {"status": kind, "reason": reason_in(output.splitlines()), "output": output[-SAID:]} | said
 
     # ── The result ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -242,14 +243,6 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     """Median, extremes and quartiles."""
     lower, median, upper = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
     return {"median": median, "min": min(values), "q1": lower, "q3": upper, "max": max(values)}
-
-
-def reason_in(output: str) -> str:
-    """The line that says why: our own message, or the last of a traceback."""
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    own = [line for line in lines if line.startswith(("error: ", "halted: "))]
-    errors = [line for line in lines if "Error" in line]
-    return next(iter([*own[-1:], *errors[-1:], *lines[-1:]]), "it said nothing")[:400]
 
 
 def line(way: Mapping[str, Any]) -> str:

@@ -1,10 +1,11 @@
-"""How a process ends: at once, after what has to happen."""
+"""How a process ends: at once, after what has to happen; and what it says of why."""
 
 from __future__ import annotations
 
 import atexit
 import os
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import NoReturn
 
@@ -33,6 +34,14 @@ class Ending:
             with suppress(OSError, ValueError):  # nobody reads it any more, or it is closed
                 stream.flush()
         os._exit(self._status)
+
+
+def reason_in(output: Iterable[str]) -> str:
+    """The line of a process's output that says why it ended: our own message, or an error; 400 characters at most."""
+    lines = [line.strip() for line in output if line.strip()]
+    own = [line for line in lines if line.startswith(("error: ", "halted: "))]
+    errors = [line for line in lines if "Error" in line]
+    return next(iter([*own[-1:], *errors[-1:], *lines[-1:]]), "it said nothing")[:400]
 
 
 def _has_used_a_gpu() -> bool:

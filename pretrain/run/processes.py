@@ -20,6 +20,7 @@ from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecut
 from pathlib import Path
 from typing import Any
 
+from foundation.ending import reason_in
 from pretrain.precision import transformer_engine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -104,10 +105,7 @@ class Process:
         if self._ended:
             raise CancelledError
         self._errors.seek(0)
-        lines = [line.strip() for line in (*said, *self._errors) if line.strip()]
-        own = [line for line in lines if line.startswith(("error: ", "halted: "))]
-        errors = [line for line in lines if "Error" in line]
-        return f"ended with status {status}: " + next(iter([*own[-1:], *errors[-1:], *lines[-1:]]), "it said nothing")[:400]
+        return f"ended with status {status}: {reason_in((*said, *self._errors))}"
 
     def end(self) -> None:
         """With all that it has started."""

@@ -1,4 +1,4 @@
-"""How processes end, in real ones."""
+"""How processes end, in real ones, and what their output says of why."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from foundation.ending import reason_in
 
 ROOT = Path(__file__).parents[2]
 BEGIN = """
@@ -27,6 +31,19 @@ threading.Thread(target=lambda: (time.sleep(0.05), print("thread", end=" "))).st
 def run(*program: str) -> subprocess.CompletedProcess[str]:
     command, buffered = [sys.executable, "-c", "".join((BEGIN, *program))], {**os.environ, "PYTHONUNBUFFERED": ""}
     return subprocess.run(command, cwd=ROOT, env=buffered, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("output", "reason"),
+    [
+        ("error: no\nhalted: loss\nValueError: x\nthe end\n", "halted: loss"),
+        ("Traceback\n  ValueError: x\n\nthe end\n", "ValueError: x"),
+        ("nothing to see\n \n", "nothing to see"),
+        ("\n", "it said nothing"),
+    ],
+)
+def test_the_reason_is_our_message_or_else_an_error_or_else_the_last_line(output: str, reason: str) -> None:
+    assert reason_in(output.splitlines()) == reason
 
 
 def test_threads_and_what_is_registered_come_first_and_no_object_is_taken_apart() -> None:
