@@ -30,9 +30,7 @@ from torch import nn
 from benchmarks.machine import LAUNCH, measured_on, write
 from benchmarks.training_speed import RECIPE, measure, run_to_its_end
 from benchmarks.ways.task import Task
-from packing.batch import BatchStream, StepBatches
-from packing.store import open_packs
-from packing.stream import order_of
+from packing.batch import StepBatches
 from pretrain.metrics.recorder import memory_gib
 from pretrain.settings.config import load_recipe
 
@@ -123,7 +121,8 @@ def train_as_documented(arguments: argparse.Namespace) -> None:
     model, optimizer = accelerator.prepare(hf, task.adamw(hf.parameters()))
     in_fp8 = watch(model)
     losses, norms, step_ms = [], [], []
-    with batches_of(task, accelerator, arguments.microbatch).steps(0, STEPS) as batches:
+    stream = task.batches(arguments.microbatch, accelerator.process_index, accelerator.num_processes)
+    with stream.steps(0, STEPS) as batches:
         for _ in range(STEPS):
             began = time.perf_counter()
             loss, norm = step_as_documented(next(batches), task, accelerator, model, optimizer)
@@ -143,22 +142,6 @@ def train_as_documented(arguments: argparse.Namespace) -> None:
             "linears that ran in FP8": sum(fp8 for _, fp8 in in_fp8.values()),
         }
         arguments.out.write_text(json.dumps(found))
-
-
-def batches_of(task: Task, accelerator: Accelerator, microbatch: int) -> BatchStream:
-    """The launcher's own batches, `microbatch` packs at once."""
-    recipe = task.recipe
-    packs = open_packs(recipe.data, "train")
-    return BatchStream(
-        packs,
-        order_of(packs, recipe.batch.tokens // recipe.data.length, recipe.seed),
-        microbatch=microbatch,
-        rank=accelerator.process_index,
-        world_size=accelerator.num_processes,
-        mask_boundaries=recipe.data.mask_boundaries,
-        pin_memory=accelerator.device.type == "cuda",
-        vocab_size=task.config.vocab_size,
-    )
 
 
 def step_as_documented(

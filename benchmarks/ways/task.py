@@ -18,7 +18,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from packing.batch import Microbatch
+from packing.batch import BatchStream, Microbatch
+from packing.store import open_packs
+from packing.stream import order_of
 from pretrain.model import huggingface as model
 from pretrain.model.attention import backends as attention
 from pretrain.model.packed import inputs_of
@@ -66,6 +68,20 @@ class Task:
         if self.weights == "fp32" and self.device.type == "cuda":
             return torch.autocast("cuda", torch.bfloat16)
         return nullcontext()
+
+    def batches(self, microbatch: int, rank: int = 0, world_size: int = 1) -> BatchStream:
+        """The launcher's own, `microbatch` packs at once."""
+        data, packs = self.recipe.data, open_packs(self.recipe.data, "train")
+        return BatchStream(
+            packs,
+            order_of(packs, self.recipe.batch.tokens // data.length, self.recipe.seed),
+            microbatch=microbatch,
+            rank=rank,
+            world_size=world_size,
+            mask_boundaries=data.mask_boundaries,
+            pin_memory=self.device.type == "cuda",
+            vocab_size=self.config.vocab_size,
+        )
 
     def inputs(self, batch: Microbatch) -> dict[str, Any]:
         """What the Hugging Face model's forward takes: ids, positions, labels, and where documents begin and end."""

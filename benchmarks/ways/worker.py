@@ -18,9 +18,7 @@ import torch
 from torch import nn
 
 from benchmarks.ways.task import Builder, Task, Way
-from packing.batch import BatchStream, StepBatches
-from packing.store import open_packs
-from packing.stream import order_of
+from packing.batch import StepBatches
 from pretrain.metrics.recorder import memory_gib
 from pretrain.optimizer import schedule
 from pretrain.optimizer.adamw import set_learning_rate
@@ -56,21 +54,9 @@ def parse_arguments() -> argparse.Namespace:
 def train(way: Way, task: Task, microbatch: int, steps: int) -> dict[str, Any]:
     """Train `steps` steps, the very packs and learning rates of the launcher's; figures of every step."""
     recipe, figures = task.recipe, {"losses": [], "gradient_norms": [], "step_ms": [], "data_wait_ms": []}
-    packs = open_packs(recipe.data, "train")
-    order = order_of(packs, recipe.batch.tokens // recipe.data.length, recipe.seed)
-    stream = BatchStream(
-        packs,
-        order,
-        microbatch=microbatch,
-        rank=0,
-        world_size=1,
-        mask_boundaries=recipe.data.mask_boundaries,
-        pin_memory=task.device.type == "cuda",
-        vocab_size=task.config.vocab_size,
-    )
     parameters = {id(p): p for p in way.model.parameters() if p.requires_grad}
     updated = {id(p): p for group in way.optimizer.param_groups for p in group["params"]}
-    with stream.steps(0, steps) as batches:
+    with task.batches(microbatch).steps(0, steps) as batches:
         for step in range(steps):
             began = time.perf_counter()
             rate = schedule.learning_rate(step, recipe.schedule, recipe.optimizer, steps, recipe.batch.tokens)
