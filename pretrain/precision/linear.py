@@ -36,6 +36,29 @@ def summing_where(parameter: Tensor, copy: Tensor, *, transposed: bool = False) 
     return copy
 
 
+def adding_up(operand: Tensor, seen: Callable[[Tensor], None] = lambda gradient: None) -> Tensor:
+    """`operand` for one product alone, whose gradient goes to `seen`, and to the operand's `main_grad` if it has one: where the
+    product delivers it, and where it adds it up, which it does here in a sum of its own.
+
+    For parity, which compares gradients where a run's products add them up, with the quantization off too: products in BF16 have
+    autograd deliver them, which knows by itself where they belong."""
+    if not operand.requires_grad:
+        return operand
+    alone, main = operand.view_as(operand), getattr(operand, "main_grad", None)
+    own = alone.main_grad = None if main is None else torch.zeros_like(main, dtype=torch.float32)
+
+    def add(delivered: Tensor | None) -> Tensor | None:
+        gradient = own if delivered is None else delivered
+        seen(gradient)
+        if main is None:
+            return None
+        main.add_(gradient)
+        return None if delivered is None else torch.zeros_like(delivered)
+
+    alone.register_hook(add)
+    return alone
+
+
 class LinearProduct(Protocol):
     """y = x w^T + b with operands in low precision, in forward and in backward.
 
@@ -149,7 +172,8 @@ class PrecisionContext:
         x, weight = x.to(self.compute_dtype), summing_where(weight, weight.to(self.compute_dtype))
         bias = None if bias is None else bias.to(self.compute_dtype)
         if self.result_observers:
-            x, weight = (self._with_gradient_shown(name, *each) for each in (("dgrad", x), ("wgrad", weight)))
+            x = adding_up(x, partial(self.show_result, name, "dgrad"))
+            weight = adding_up(weight, partial(self.show_result, name, "wgrad"))
         y = product(x, weight, bias, first_microbatch=(self.first_microbatch or not torch.is_grad_enabled()) and not later_call)
         if self.observers:
             self.show(name, "input", x, product)
@@ -158,14 +182,6 @@ class PrecisionContext:
                 y.register_hook(partial(self.show, name, "grad_output", product=product))
         self.show_result(name, "forward", y, bias)
         return y
-
-    def _with_gradient_shown(self, name: str, gemm: str, operand: Tensor) -> Tensor:
-        """`operand` for one product alone, whose gradient is then what that product's `gemm` gave."""
-        if not operand.requires_grad:
-            return operand
-        alone = operand.view_as(operand)
-        alone.register_hook(partial(self.show_result, name, gemm))
-        return alone
 
     def show(self, name: str, role: Role, tensor: Tensor, product: LinearProduct) -> None:
         """An operand of `product`, before it is quantized, to all observers."""
@@ -266,7 +282,9 @@ class LowPrecisionLinear(TakesTurns, nn.Module):
         weight = summing_where(self.weight, self.weight.t(), transposed=True) if self.transposed else self.weight
         if not (self.context.low_precision and self.is_low):
             self.context.calls_outside[self.name] += 1
-            return F.linear(x, weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+            weight = summing_where(weight, weight.to(x.dtype))
+            weight = weight if self.context.quantizing else adding_up(weight)
+            return F.linear(x, weight, None if self.bias is None else self.bias.to(x.dtype))
         y = self.context.multiply(self.name, self.product, x.reshape(-1, x.shape[-1]), weight, self.bias)
         return y.view(*x.shape[:-1], -1)
 

@@ -5,7 +5,7 @@ Two comparisons, since they can bear two tolerances.
 * The whole packed path with its quantization off, as it is assembled, wrapped and fused, against plain transformers: eager, in
   FP32, one document at a time. Documents that leak, wrong targets, lost microbatches, wrong factors show here in every precision,
   because here only the compute dtype rounds. How much that may be is measured: plain transformers in BF16 against itself in FP32,
-  on the same documents, tensor by tensor.
+  on the same documents, tensor by tensor. Gradients add up where quantized products add theirs.
 * The quantized path against the unquantized one. Each product by itself (pretrain.verify.products): its error must be what a
   plain quantizer of the format makes. Then each tensor's gradient: it may be as far off as it is in the unquantized path once
   every low-precision weight has noise of the size that the plain quantizer's errors had in its three products. That is drawn anew

@@ -24,8 +24,10 @@ from pretrain.model import huggingface as model
 from pretrain.model.gradients import attach_main_gradients, was_reached
 from pretrain.model.loss.penalty import Penalty
 from pretrain.model.packed import PackedLanguageModel
+from pretrain.precision import linear
 from pretrain.precision.emulation import EmulatedProduct
 from pretrain.precision.linear import LowPrecisionNorm
+from pretrain.precision.registry import PRECISIONS
 from pretrain.settings.recipe import LossSettings
 from pretrain.verify.comparison import NEGLIGIBLE, TOTAL, Distance, distances, total_norm, typical_error, with_total
 from pretrain.verify.parity import DOCUMENTS, LONGEST, TOKENS, chosen_of, labelled, training_without_dropout
@@ -327,6 +329,37 @@ def test_a_fault_at_one_end_of_every_product_is_found(small: Callable, monkeypat
     monkeypatch.setattr(EmulatedProduct, "multiply", changed)
     products = small("nvfp4", layers=4).parity().products
     assert any(each.excess > 1 and each.gemm == "forward" for each in products)
+
+
+@pytest.mark.parametrize("precision", [name for name, precision in PRECISIONS.items() if precision.quantized])
+def test_gradients_that_add_up_transposed_are_found(precision: str, small: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where shapes told what is a transpose, and GPT-2's `attn.c_proj` is square. In FP4 noise alone is as large."""
+
+    def by_shape(parameter: torch.Tensor, copy: torch.Tensor, **_: bool) -> torch.Tensor:
+        main = getattr(parameter, "main_grad", None)
+        if main is not None and copy is not parameter:
+            copy.main_grad = main if copy.shape == parameter.shape else main.t()
+        return copy
+
+    monkeypatch.setattr(linear, "summing_where", by_shape)
+    with pytest.raises(TrainingHalted, match=r"the packed path, unquantized, .* transformer\.h\.0\.attn\.c_proj\.weight worst"):
+        small(precision, "gpt2").parity().require()
+
+
+@pytest.mark.parametrize("precision", ["delayed", "nvfp4"])
+def test_a_product_that_adds_its_gradient_up_wrongly_is_found(
+    precision: str, small: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    product = EmulatedProduct.__call__
+
+    def transposed(self: EmulatedProduct, x: torch.Tensor, weight: torch.Tensor, *rest: object, **options: bool) -> torch.Tensor:
+        if weight.shape[0] == weight.shape[1]:
+            weight.main_grad = weight.main_grad.t()
+        return product(self, x, weight, *rest, **options)
+
+    monkeypatch.setattr(EmulatedProduct, "__call__", transposed)
+    wrong = {each.name for each in small(precision, "gpt2").parity().products if each.excess > 1}
+    assert wrong == {"transformer.h.0.attn.c_proj"}
 
 
 # What is said of a path that is wrong
