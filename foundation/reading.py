@@ -46,6 +46,12 @@ def read_regular(path: str | os.PathLike[str], most_bytes: int = MOST_JSON_BYTES
     return data
 
 
+def read_lines(path: str | os.PathLike[str]) -> list[bytes]:
+    """The lines of a regular file with their ends, however many: of what a run writes itself, a line a step. Raises OSError."""
+    with open_regular(path) as file:
+        return file.readlines()
+
+
 def load_json(path: str | os.PathLike[str]) -> Any:
     """The value in a JSON file. Raises OSError where the file cannot be read, ValueError where it holds no JSON."""
     return parse_json(str(read_regular(path), "utf-8"))

@@ -6,15 +6,15 @@ import itertools
 import math
 import shlex
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from foundation.errors import InputError
-from foundation.reading import load_object, parse_json, read_regular, reason_of
+from foundation.reading import load_object, parse_json, read_lines, read_regular, reason_of
 from foundation.settings import load_yaml
 from foundation.units import count, duration, memory, percent, plural, three_digits
 from pretrain.checkpoint.state import Past
@@ -28,6 +28,7 @@ LOSS_KEY = f"loss_last_{LAST_STEPS}"  # of that mean in a summary
 _SPEEDS = ("tokens_per_second", "samples_per_second", "step_ms", "tflops")
 MEDIANS = (*_SPEEDS, "mfu_bf16_peak", "mfu_nanogpt", "mfu_recipe_peak", "frozen_updates")
 
+Content = TypeVar("Content")
 Record = Mapping[str, Any]  # a line of metrics.jsonl: a step, or an event: an evaluation or a rollback
 
 
@@ -252,7 +253,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     Raises InputError where there is no such file, or a line of it is not an object with a step.
     """
     path = run_dir / "metrics.jsonl"
-    *lines, _unfinished = _read(path).split("\n")
+    lines = [line for line in _read(path, read_lines) if line.endswith(b"\n")]
     records = [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
     for number, record in enumerate(records, start=1):
         of_event = ("step", "held_out_loss") if is_evaluation(record) else ("step",)
@@ -269,21 +270,21 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 def _read_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file; empty where the run has not written it yet."""
-    return _parse(_read(path), str(path)) if path.exists() else {}
+    return _parse(_read(path, read_regular), str(path)) if path.exists() else {}
 
 
-def _read(path: Path) -> str:
+def _read(path: Path, read: Callable[[Path], Content]) -> Content:
     try:
-        return str(read_regular(path), "utf-8")
+        return read(path)
     except FileNotFoundError:
         raise InputError(f"{path}: there is no such file; {path.parent} is not a run folder, or its run has not begun") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise InputError(f"{path}: cannot be read: {reason_of(error)}") from None
 
 
-def _parse(text: str, origin: str) -> dict[str, Any]:
+def _parse(text: bytes, origin: str) -> dict[str, Any]:
     try:
-        value = parse_json(text)
+        value = parse_json(str(text, "utf-8"))
     except ValueError as error:
         raise InputError(f"{origin}: not valid JSON: {error}; resuming the run mends its metrics") from None
     if not isinstance(value, dict):

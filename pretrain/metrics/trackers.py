@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 from foundation.errors import InputError
 from foundation.files import in_place, replace_file, save_file
-from foundation.reading import load_object, parse_json, read_regular, reason_of
+from foundation.reading import load_object, parse_json, read_lines, reason_of
 from pretrain.metrics.run_folder import METRICS_FILE, TRACKERS_FILE
 from pretrain.metrics.services import check_installed, errors_of
 from pretrain.metrics.tracked_run import CONTINUED, TrackedRun, does_not_start, kind_of
@@ -105,7 +105,7 @@ class Trackers:
                 raise does_not_start(tracker.name, error, self.kept_in) from None
         self._keep()  # before they are given anything: a kill must not cost them the run that they have begun
         missed = [tracker for tracker in self.others if tracker.name in CONTINUED]
-        for line in read_regular(self.file.path).splitlines() if missed else ():
+        for line in read_lines(self.file.path) if missed else ():
             for tracker in missed:
                 tracker.log(parse_json(line))
         self._keep()
@@ -185,7 +185,7 @@ def read_kept(path: Path) -> dict[str, dict[str, Any]]:
 def last_steps(path: Path) -> dict[str, int]:
     """Of each kind of record in the metrics file at `path`, its last step."""
     last: dict[str, int] = {}
-    for line in read_regular(path).splitlines(keepends=True):
+    for line in read_lines(path):
         if math.isfinite(step := _step_of(line)):
             last[kind_of(parse_json(line))] = int(step)
     return last
@@ -195,10 +195,10 @@ def cut_back(path: Path, last_step: int) -> None:
     """Rewrite the metrics file at `path` without the steps after `last_step` and without lines that were not written whole."""
     if not path.exists():
         return
-    old = read_regular(path)
-    new = b"".join(line for line in old.splitlines(keepends=True) if _step_of(line) <= last_step)
-    if new != old:
-        replace_file(path, new)
+    lines = read_lines(path)
+    kept = [line for line in lines if _step_of(line) <= last_step]
+    if len(kept) < len(lines):
+        replace_file(path, b"".join(kept))
 
 
 def _step_of(line: bytes) -> float:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from foundation.errors import InputError
 from foundation.files import REPLACED, name_aside, replace_file
-from foundation.reading import load_json, load_object, read_regular, reason_of
+from foundation.reading import load_json, load_object, read_lines, reason_of
 from foundation.settings import load_yaml, parse
 from foundation.units import plural
 from pretrain.checkpoint.checkpoint import Checkpoints, step_folder, step_folders
@@ -246,7 +246,7 @@ def keep_what_is_cut(job: Job, step: int) -> None:
             continue
         aside = name_aside(path)
         try:
-            replace_file(aside, read_regular(path))
+            replace_file(aside, b"".join(read_lines(path)))
         except OSError as error:
             what = "the steps that are abandoned cannot be kept there"
             raise InputError(f"{aside}: {what}: {reason_of(error)}; make room, or move {path.name} away") from None

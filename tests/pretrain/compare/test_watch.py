@@ -65,7 +65,7 @@ def test_ctrl_c_ends_watching_with_a_page_that_is_not_read_again(tmp_path: Path)
 def test_a_runs_metrics_are_read_once_for_the_page_and_for_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     run, read, at = make_run(tmp_path / "run"), [], []
     whole_file = run_record._read
-    monkeypatch.setattr(run_record, "_read", lambda path: read.append(path.name) or whole_file(path))
+    monkeypatch.setattr(run_record, "_read", lambda path, how: read.append(path.name) or whole_file(path, how))
 
     def go_on(seconds: float) -> None:
         at.append(read.count("metrics.jsonl"))

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from tensorboard.summary.writer import event_file_writer
 
 from foundation.errors import InputError
+from foundation.reading import read_regular
 from pretrain.metrics import tracked_run
 from pretrain.metrics.delivered import _steps_in
 from pretrain.metrics.services import check_services
@@ -461,6 +462,7 @@ def test_a_tracker_that_is_named_later_gets_the_steps_before(tmp_path, monkeypat
         given: ClassVar[list[int]] = []
         starts = 1
 
+    monkeypatch.setattr(read_regular, "__defaults__", (250,))  # of a JSON document; lines of metrics may be any number
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "trackio", LaterTracker)
     monkeypatch.setattr(tracked_run, "last_delivered", lambda *_: {"step": LaterTracker.given[-1]})
     for resumed_step, steps, names in ((0, (1, 2, 3), []), (2, (3, 4), ["trackio"]), (4, (5, 6), []), (6, (7,), ["trackio"])):
@@ -470,6 +472,7 @@ def test_a_tracker_that_is_named_later_gets_the_steps_before(tmp_path, monkeypat
             trackers.log(record(step))
         trackers.finish()
     assert LaterTracker.given == [1, 2, 3, 4, 5, 6, 7]
+    assert (tmp_path / "run" / "metrics.jsonl").stat().st_size > 350
 
 
 def test_a_tracker_that_does_not_start_and_a_damaged_trackers_file_are_one_message_each(tmp_path, monkeypatch):

@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
+from foundation.reading import read_regular
 from pretrain.checkpoint.checkpoint import Checkpoints
+from pretrain.metrics.run_record import read_run
+from pretrain.metrics.trackers import cut_back, last_steps
 from pretrain.run.changes import extending_a_decayed_run, precisions_around
 from pretrain.run.resume import ResumePoint, keep_what_is_cut, under_its_own_name
 from pretrain.settings.config import identity_of, load_recipe
@@ -102,6 +105,19 @@ def test_a_run_sent_back_names_the_tracker_that_keeps_the_steps_it_gives_up(last
     told = [record.getMessage() for record in caplog.records if "`log.trackers`" in record.getMessage()]
     assert [text.split()[1] for text in told] == ["mlflow"] * (last > 4), "neither TensorBoard, nor one that is named no more"
     assert all(f"remove {folder / 'trackers.json'}" in text for text in told)
+
+
+def test_metrics_longer_than_any_json_document_may_be_are_read_kept_and_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A run of a million steps writes 800 MB of them."""
+    monkeypatch.setattr(read_regular, "__defaults__", (1000,))
+    folder = make_run(tmp_path / "run", [3.0] * 8)
+    path, job = folder / "metrics.jsonl", SimpleNamespace(run_dir=folder, recipe=load_recipe(folder / "config.yaml"))
+    whole = path.read_bytes()
+    assert len(whole) > 2000 and read_run(folder).summary["steps"] == 8 and last_steps(path)["step"] == 8
+    keep_what_is_cut(job, 4)
+    cut_back(path, 4)
+    assert (folder / "metrics.jsonl.replaced-1").read_bytes() == whole
+    assert path.read_bytes() == b"".join(whole.splitlines(keepends=True)[:4]) and read_run(folder).summary["steps"] == 4
 
 
 @pytest.mark.parametrize(
