@@ -351,21 +351,21 @@ class DatasetSource:
             row = done
 
     def _streamed_chunks(self, data: datasets.IterableDataset, begin: Place, size: int) -> Iterator[Chunk]:
-        """From `begin` on, each with the place after it: inside a batch, the state before it and what to leave out of it."""
-        row, skip, state = begin.get("row", 0), begin.get("skip", 0), begin.get("state")
-        if state is None and row > skip:
-            data = data.skip(row)
-        data = data.with_format("arrow")
+        """From `begin` on, each with the place after it: inside a batch, the state before it and what to leave out of it.
+
+        Without a state all rows are read and those before `begin` left out here: states of `data.skip` fit no other dataset."""
+        row, state, data = begin.get("row", 0), begin.get("state"), data.with_format("arrow")
+        done = 0  # rows before the next batch
         if state is not None:
             data.load_state_dict(state)
+            done = row - begin.get("skip", 0)
         for table in data.iter(_ROWS):
-            first = row - skip  # of the batch
-            done = first + len(table)
-            for chunk in _table_chunks(self._wanted(table).slice(skip), self.name, row, None, size):
+            first, done = done, done + len(table)
+            for chunk in _table_chunks(self._wanted(table).slice(row - first), self.name, row, None, size):
                 next_row = chunk.after["row"]
                 after = {"state": state, "skip": next_row - first} if next_row < done else {"state": data.state_dict()}
                 yield replace(chunk, after={"row": next_row} | after)
-            row, skip, state = done, 0, data.state_dict()
+            row, state = max(row, done), data.state_dict()
 
     def _wanted(self, table: pa.Table) -> pa.Table:
         """Its columns that are read; InputError where it lacks one."""
