@@ -40,7 +40,7 @@ class TextTokenizer:
         """sha256 hex of everything that decides which ids a text gets; formatting and order of keys do not count."""
         return _fingerprint_of(self.tokenizer.to_str())
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
         """One more than the largest id, added tokens included: the embeddings a model needs at least."""
         return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
