@@ -12,6 +12,7 @@ Exit status: 0 done, 2 something given cannot be used (one message says what), 1
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -156,12 +157,12 @@ def _prepare(options: argparse.Namespace) -> None:
 
 def _data_settings(options: argparse.Namespace) -> DataSettings:
     """Defaults < recipe file < key=value < flags."""
-    files = [text for text in options.recipe if "=" not in text]
+    files = [text for text in options.recipe if "=" not in text or os.path.isfile(text)]  # Path's raises for a long value
     if len(files) > 1:
         raise InputError(f"command line: one recipe at a time, not {' and '.join(files)}")
     chain = load_with_bases(files[0]) if files else []
     data = _data_section(chain)
-    given = dict(text.split("=", 1) for text in options.recipe if "=" in text)
+    given = dict(text.split("=", 1) for text in options.recipe if text not in files)
     given |= {key: value for key, value in vars(options).items() if key.startswith("data.") and value is not None}
     for key, value in given.items():
         section, _, inside = key.partition(".")

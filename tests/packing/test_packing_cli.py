@@ -57,6 +57,14 @@ def test_prepare_takes_the_data_section_of_a_recipe_that_builds_on_another(recip
     assert (settings["length"], settings["seed"]) == (64, 7)
 
 
+def test_prepare_takes_a_recipe_whose_path_has_an_equals_sign(recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "rate=3").mkdir()
+    path = recipe.rename(tmp_path / "rate=3" / "a=b.yaml")
+    text = "{text}" + 300 * " "  # longer than the name of any file
+    assert main(["prepare", str(path), "data.length=64", f"data.text={text}"]) == 0
+    assert read_manifest(tmp_path / "packs")["settings"]["length"] == 64
+
+
 def test_prepare_takes_keys_of_a_section_of_the_data(recipe: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.jsonl"
     other.write_text('{"title": "one two three"}\n')
