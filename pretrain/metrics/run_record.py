@@ -155,7 +155,7 @@ class RunRecord:
         """Whether the horizon that its recipe names is still to come."""
         train, tokens = self.config.get("train") or {}, self.tokens_per_step
         if epochs := train.get("epochs"):
-            return (self.summary["epoch"] or 0.0) < epochs * (1 - 1e-9)  # whole steps: the last one ends there, or just beyond
+            return self.summary["epoch"] < epochs * (1 - 1e-9)  # whole steps: the last one ends there, or just beyond
         horizon = train.get("steps") or (tokens and train.get("tokens") and math.ceil(train["tokens"] / tokens))
         return bool(horizon) and self.summary["steps"] < horizon
 
@@ -252,7 +252,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
     Raises InputError where there is no such file, or a line of it is not an object with a step.
     """
-    path = run_dir / "metrics.jsonl"
+    path = run_dir / METRICS_FILE
     lines = [line for line in _read(path, read_lines) if line.endswith(b"\n")]
     records = [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
     for number, record in enumerate(records, start=1):
@@ -260,11 +260,12 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
         wanted = of_event if "event" in record else ("step", "tokens", "epoch", "loss", "step_ms")
         if lacking := [key for key in wanted if key not in record]:
             raise InputError(f"{path}, line {number}: has no `{lacking[0]}`; this is not a file of metrics")
-        figures = () if "event" in record else record.keys() - IN_WORDS
-        strange = [key for key in figures if not isinstance(record[key], (int, float, type(None)))]
-        strange = strange or [key for key in ("step", "tokens", "left_out", "rollbacks") if type(record.get(key, 0)) is not int]
-        if strange := strange or [key for key in ("step_ms",) if record.get(key, 0) is None]:
-            raise InputError(f"{path}, line {number}: `{strange[0]}` is no number; resuming the run mends its metrics")
+        figures = () if "event" in record else sorted(record.keys() - IN_WORDS)
+        no_number = [key for key in figures if not isinstance(record[key], (int, float, type(None)))]
+        not_whole = [key for key in ("step", "tokens", "left_out", "rollbacks") if type(record.get(key, 0)) is not int]
+        not_timed = [key for key in ("step_ms", "epoch") if record.get(key, 0) is None]
+        if bad := [*no_number, *not_whole, *not_timed]:
+            raise InputError(f"{path}, line {number}: `{bad[0]}` is no number; resuming the run mends its metrics")
     return records
 
 

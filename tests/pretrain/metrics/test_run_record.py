@@ -77,9 +77,13 @@ def test_what_is_not_known_has_no_row(loss: float | None, tmp_path: Path) -> Non
     assert "MFU" not in rows["speed"]
 
 
-def test_a_step_without_its_time_is_one_message_with_the_line(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"metrics\.jsonl, line 2: `step_ms` is no number"):
-        screen(tmp_path / "run", [step(1), step(2, step_ms=None)])
+@pytest.mark.parametrize(
+    ("strange", "named"),
+    [({"step_ms": None}, "step_ms"), ({"epoch": None}, "epoch"), ({"tokens": 1.5, "zeta": "a", "loss": [], "beta": {}}, "beta")],
+)
+def test_a_step_without_its_time_is_one_message_with_the_line(strange: dict[str, Any], named: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=rf"metrics\.jsonl, line 2: `{named}` is no number"):
+        screen(tmp_path / "run", [step(1), step(2, **strange)])
 
 
 def test_a_run_whose_metrics_are_read_already_is_read_without_their_file(tmp_path: Path) -> None:
