@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -310,15 +311,14 @@ class StreamPacker:
 
     def _make_room(self, source: SourceAhead, part: PackedPart) -> bool:
         """Delete what is passed until the part fits. InputError where the step at work cannot be had."""
-        passed = sorted(((number, each) for each in self.sources.values() for number in each.passed()), key=lambda each: each[0])
-        ahead = sorted(
-            ((-number, each) for each in self.sources.values() for number in each.left_behind()), key=lambda each: each[0]
-        )
-        for number, its in [*passed, *ahead]:
+        sources = self.sources.values()
+        passed = sorted(((number, each) for each in sources for number in each.passed()), key=itemgetter(0))
+        far = sorted(((number, each) for each in sources for number in each.left_behind()), key=itemgetter(0), reverse=True)
+        for number, its in [*passed, *far]:
             if bytes_below(self.settings.packs) + part.bytes <= self.limit:
                 return True
-            _remove(part_folder(its.folder, abs(number)))
-            its.ends.pop(abs(number), None)
+            _remove(part_folder(its.folder, number))
+            its.ends.pop(number, None)
         if (used := bytes_below(self.settings.packs)) + part.bytes <= self.limit:
             return True
         if source.is_needed:
