@@ -42,6 +42,7 @@ from packing.stream import StreamEnded
 from pretrain.checkpoint.checkpoint import bytes_needed, check_space
 from pretrain.checkpoint.state import Past, TrainState, seed_step
 from pretrain.metrics.console import Console
+from pretrain.metrics.gradient_statistics import gradient_statistics
 from pretrain.metrics.health import Health, StepDecision, TrainingHalted, frozen_names_due
 from pretrain.metrics.profile import StepProfile
 from pretrain.metrics.run_folder import RunFolder, check_free, check_writable
@@ -59,7 +60,6 @@ from pretrain.model.distributed import (
 from pretrain.model.huggingface import decoder_layers, weights_fingerprint
 from pretrain.model.packed import forward_backward
 from pretrain.optimizer import adamw, schedule
-from pretrain.optimizer.gradient_statistics import gradient_statistics
 from pretrain.plan.plan import render
 from pretrain.plan.preflight import Job, planned_steps, prepare_job
 from pretrain.plan.scaling import cluster_asked, render_scaling

@@ -60,7 +60,7 @@ from pretrain.checkpoint.shards import (
     rank_stem,
 )
 from pretrain.checkpoint.staging import Files, Staging, bytes_staged, gpu_of, room_for
-from pretrain.optimizer.adamw_update import local_part
+from pretrain.model.distributed import local_part
 
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 _AFTER_AN_ERROR = 20.0  # seconds: how long a process that ends by an error waits for the other ranks' part of a save

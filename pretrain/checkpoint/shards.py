@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from foundation.errors import InputError
 from foundation.integrity import FileRecord
 from pretrain.checkpoint.manifest import Piece, TensorEntry
-from pretrain.optimizer.adamw_update import local_part
+from pretrain.model.distributed import local_part
 
 PART_BYTES = 2 * 2**30  # largest file, unless one block is larger: enough files to keep the hashing threads busy
 BLOCK_BYTES = 64 * 2**20  # what goes from device to host, to the hash and to the disk at once

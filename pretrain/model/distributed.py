@@ -121,6 +121,11 @@ def sharded_like(tensor: Tensor, parameter: Tensor) -> Tensor:
     return distribute_tensor(tensor, parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else tensor
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """This process's part of a DTensor, live; any other tensor as it is."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
     """Under FSDP2, hold whole what no decoder layer owns: embedding, final norm, head. Collective; elsewhere it does nothing.

@@ -16,15 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from pretrain.model.distributed import local_part
 from pretrain.model.gradients import clear_main_gradients, gradient_of
-from pretrain.optimizer.adamw_update import (
-    Hyperparameters,
-    ParameterTensors,
-    convert_weight,
-    local_part,
-    mode_of,
-    update_parameter,
-)
+from pretrain.optimizer.adamw_update import Hyperparameters, ParameterTensors, convert_weight, mode_of, update_parameter
 from pretrain.precision.registry import WEIGHT_DTYPES
 from pretrain.settings.recipe import OptimizerSettings
 

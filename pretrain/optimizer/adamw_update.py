@@ -26,7 +26,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 Weights = Literal["fp32", "bf16", "bf16_exact"]
 
@@ -58,11 +57,6 @@ def join(weight: Tensor, remainder: Tensor) -> Tensor:
     if weight.dtype != torch.bfloat16 or remainder.dtype != torch.int16:
         raise ValueError(f"a master is joined from BF16 and int16, not from {weight.dtype} and {remainder.dtype}")
     return ((weight.view(torch.int16).to(torch.int32) << 16) + remainder).view(torch.float32)
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """This process's part of a DTensor, live; any other tensor as it is."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def mode_of(weight: Tensor, remainder: Tensor | None) -> Weights:

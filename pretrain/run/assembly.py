@@ -29,7 +29,14 @@ from pretrain.metrics.profile import Work
 from pretrain.metrics.recorder import Recorder
 from pretrain.metrics.waited import Waited
 from pretrain.model import huggingface as model
-from pretrain.model.distributed import largest_over_ranks, prepare, replicas_of, require_same_on_all_ranks, sharded_like
+from pretrain.model.distributed import (
+    largest_over_ranks,
+    local_part,
+    prepare,
+    replicas_of,
+    require_same_on_all_ranks,
+    sharded_like,
+)
 from pretrain.model.fused.layers import FusedLayers, choose_arithmetic
 from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.packed import PackedLanguageModel, inputs_of
@@ -38,7 +45,6 @@ from pretrain.model.rank_sums import RankSums
 from pretrain.model.sharding import Sharding
 from pretrain.model.wrapping import convert, fuse, low_precision_weights, wrap_layers
 from pretrain.optimizer.adamw import ExactAdamW, build_optimizer, clear_gradients, named_state
-from pretrain.optimizer.adamw_update import local_part
 from pretrain.plan.plan import Plan
 from pretrain.plan.preflight import Job
 from pretrain.precision.linear import Backend, PrecisionContext

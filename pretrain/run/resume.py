@@ -39,9 +39,10 @@ from pretrain.metrics.run_folder import (
 from pretrain.metrics.run_record import RunRecord, read_finished, read_metrics
 from pretrain.metrics.tracked_run import TAKEN_BACK
 from pretrain.metrics.trackers import last_steps, read_kept
+from pretrain.model.distributed import local_part
 from pretrain.model.huggingface import named_tensors
 from pretrain.optimizer.adamw import set_updates_done
-from pretrain.optimizer.adamw_update import Weights, convert_weight, describe_conversion, local_part
+from pretrain.optimizer.adamw_update import Weights, convert_weight, describe_conversion
 from pretrain.plan.preflight import Job
 from pretrain.precision.linear import PREFIX
 from pretrain.precision.registry import WEIGHT_DTYPES

@@ -11,7 +11,7 @@ from pretrain.checkpoint.state import TrainState
 from pretrain.metrics.health import StepDecision, TrainingHalted, some_of
 from pretrain.metrics.run_record import read_metrics
 from pretrain.metrics.trackers import resolve
-from pretrain.optimizer.adamw_update import local_part
+from pretrain.model.distributed import local_part
 from pretrain.run.assembly import found_of_course
 from pretrain.run.evaluate import best_so_far
 from pretrain.run.resume import ResumePoint, begin_stream, restore

@@ -48,10 +48,10 @@ from foundation.progress import advance
 from packing.arrow import Pack
 from packing.batch import IGNORE, Microbatch, StepBatches
 from pretrain.metrics.health import TrainingHalted
+from pretrain.model.distributed import local_part
 from pretrain.model.gradients import gradient_of
 from pretrain.model.packed import PackedLanguageModel, forward_backward
 from pretrain.optimizer.adamw import clear_gradients
-from pretrain.optimizer.adamw_update import local_part
 from pretrain.precision.settings import ActivePrecision
 from pretrain.verify.comparison import (
     SHOWN,

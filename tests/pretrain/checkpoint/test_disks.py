@@ -17,7 +17,7 @@ from foundation.errors import InputError
 from pretrain.checkpoint import disks
 from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.checkpoint.disks import Disks, find_disks, look_at_disks, name_ranks
-from pretrain.optimizer.adamw_update import local_part
+from pretrain.model.distributed import local_part
 
 RUN = Path("run")  # of every process, from where it is
 WEIGHT, NORM = torch.arange(30.0).reshape(10, 3), torch.arange(4.0)
