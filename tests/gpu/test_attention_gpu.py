@@ -282,7 +282,7 @@ def test_what_transformer_engine_refuses_is_refused_before_training_with_its_rea
 def test_a_second_process_finds_what_flash_attention_4_has_compiled(tmp_path: Path) -> None:
     """Where Transformer Engine, which imports the package itself, is there first."""
     if obstacle := flash.obstacle():
-        pytest.skip(f"flash_attn {obstacle}")
+        pytest.skip(f"fa4 {obstacle}")
     script = """
 import torch
 from pretrain.model.attention import flash

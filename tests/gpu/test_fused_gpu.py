@@ -194,7 +194,7 @@ def test_rotated_gradients_in_codes_and_kept_queries_change_no_bit(
 ) -> None:
     """Of anything but the norms' of the heads, whose sums have another order in the kernel that writes codes."""
     if reason := flash.obstacle():
-        pytest.skip(f"flash_attn {reason}")  # whose backward repeats its bits, as cuDNN's does not
+        pytest.skip(f"fa4 {reason}")  # whose backward repeats its bits, as cuDNN's does not
     from pretrain.model.fused import rotary_kernel
     from pretrain.model.fused.te_arithmetic import TransformerEngineArithmetic
 

@@ -163,7 +163,7 @@ def test_without_transformer_engine_it_is_chosen_and_the_audit_sees_bf16(monkeyp
 @pytest.mark.parametrize("name", ["qwen3", "llama"])
 def test_with_flash_attention_4_it_is_the_same(name: str) -> None:
     if reason := flash.obstacle():
-        pytest.skip(f"flash_attn {reason}")
+        pytest.skip(f"fa4 {reason}")
     sizes = {"hidden_size": 256, "head_dim": 64}
     one, other = (train(assemble(name, arithmetic=TritonArithmetic, attention=f"packed_{a}", **sizes)) for a in ("sdpa", "fa4"))
     assert one[0] == pytest.approx(other[0], rel=2e-3)

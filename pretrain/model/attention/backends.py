@@ -86,7 +86,8 @@ def choose(
         if not obstacle and kind in refused:
             obstacle = f"{refused[kind]}; name another"
         if obstacle:
-            raise InputError(f"model.attention: {requested} {obstacle}; or set model.attention: auto")
+            named = f"{requested} 4" if kind == "fa4" and flash.installed() else requested  # without it, either version will do
+            raise InputError(f"model.attention: {named} {obstacle}; or set model.attention: auto")
         return Choice(f"packed_{kind}", "requested")
     passed_over = []
     for kind in FASTEST_FIRST:

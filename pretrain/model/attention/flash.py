@@ -122,19 +122,17 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seq
 
 
 def obstacle(dim: int = 128) -> str | None:
-    """Why the kernels cannot attend with heads of `dim` on this CUDA device, worded to follow "flash_attn"; None if they can.
+    """Why the kernels cannot attend with heads of `dim` on this CUDA device, worded to follow "fa4"; None if they can.
     Imports the package, which takes seconds, where nothing else stands in the way."""
     generation = torch.cuda.get_device_capability()[0]
     if generation not in GENERATIONS:
-        return f"4 needs an sm_90 or sm_100 GPU, this is {torch.cuda.get_device_name()}"
+        return f"needs an sm_90 or sm_100 GPU, this is {torch.cuda.get_device_name()}"
     if generation == 10 and 128 < dim < 256:
-        return f"4 has no kernel for heads of {dim} on Blackwell, where it takes up to 128, and 256"
-    if not installed():
-        return "needs the flash-attn-4 package: pip install -r requirements-cuda.txt"
+        return f"has no kernel for heads of {dim} on Blackwell, where it takes up to 128, and 256"
     try:
         _kernels()
     except (ImportError, OSError, AttributeError) as error:
-        return f"4 is installed and cannot be imported: {error}"
+        return f"needs the package flash-attn-4, which cannot be imported: {error}"
     return None
 
 

@@ -303,13 +303,31 @@ def test_flash_attn_is_version_4_where_that_runs_and_version_2_elsewhere(on_an_h
     on_an_h200.setattr(flash, "installed", lambda: True)
     on_an_h200.setattr(flash, "_kernels", lambda: None)
     assert named() == "packed_fa4"
-    with pytest.raises(InputError, match="flash_attn disagrees; name another"):
+    with pytest.raises(InputError, match="flash_attn 4 disagrees; name another"):
         refused = {"fa4": "disagrees"}
         attention.choose("flash_attn", "cuda", HEADS_OF_QWEN3, torch.bfloat16, 4096, refused)
     on_an_h200.setattr(transformer_engine, "missing", lambda: "Transformer Engine, which is not installed")
     assert attention.choose("auto", "cuda", HEADS_OF_QWEN3, torch.bfloat16, 4096).name == "packed_fa4"
     on_an_h200.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     assert named() == "packed_fa2"
+
+
+def test_why_flash_attention_4_is_not_taken_names_the_version_once(on_an_h200: pytest.MonkeyPatch) -> None:
+    on_an_h200.setattr(flash, "installed", lambda: True)
+
+    def asked(setting: attention.Setting) -> attention.Choice:
+        return attention.choose(setting, "cuda", HEADS_OF_QWEN3, torch.bfloat16, 4096)
+
+    def fail() -> None:
+        raise ImportError("no libcuda.so")
+
+    on_an_h200.setattr(flash, "_kernels", fail)
+    assert "; fa4 needs the package flash-attn-4, which cannot be imported: no libcuda.so" in asked("auto").reason
+    on_an_h200.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    on_an_h200.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
+    assert "; fa4 needs an sm_90 or sm_100 GPU, this is NVIDIA A100" in asked("auto").reason
+    with pytest.raises(InputError, match=r"^model.attention: flash_attn 4 needs an sm_90 or sm_100 GPU, this is NVIDIA A100; or"):
+        asked("flash_attn")
 
 
 def test_flash_attention_4_is_not_taken_on_a_b200_for_heads_that_it_has_for_hopper_alone(on_an_h200: pytest.MonkeyPatch) -> None:
@@ -323,7 +341,7 @@ def test_flash_attention_4_is_not_taken_on_a_b200_for_heads_that_it_has_for_hopp
     assert {chosen(dim).name for dim in dims} == {"packed_fa4"}
     on_an_h200.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
     assert [dim for dim in dims if chosen(dim).name == "packed_fa4"] == [64, 128, 256]
-    assert "fa4 4 has no kernel for heads of 192 on Blackwell" in chosen(192).reason and chosen(192).name == "packed_cudnn"
+    assert "fa4 has no kernel for heads of 192 on Blackwell" in chosen(192).reason and chosen(192).name == "packed_cudnn"
 
 
 def test_flash_attention_4_is_taken_on_a_b200_for_heads_of_256_whose_bits_are_to_repeat(on_an_h200: pytest.MonkeyPatch) -> None:
