@@ -169,11 +169,16 @@ def unusable_text(text: str) -> str | None:
     return None
 
 
+def one_line(error: Exception) -> str:
+    """What an error says, cut to one line; its type where it says nothing."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
 def reason_of(error: Exception) -> str:
     """Why a file could not be read, in one line and without its path, which the message around it names."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    return " ".join(str(error).split())[:300] or type(error).__name__
+    return one_line(error)
 
 
 def load_object(path: Path, remedy: str) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from pydantic import (
 )
 
 from foundation.errors import InputError
-from foundation.reading import MOST_YAML_BYTES, parse_yaml, read_regular, reason_of, unusable_text
+from foundation.reading import MOST_YAML_BYTES, one_line, parse_yaml, read_regular, reason_of, unusable_text
 
 
 class Settings(BaseModel):
@@ -216,9 +216,7 @@ def value_from_text(cls: type[BaseModel], key: str, text: str) -> Any:
     try:
         return parse_yaml(text)
     except yaml.YAMLError as error:
-        raise InputError(
-            f"command line: the value of `{key}={shown(text)}` is not valid YAML: {' '.join(str(error).split())[:300]}"
-        ) from None
+        raise InputError(f"command line: the value of `{key}={shown(text)}` is not valid YAML: {one_line(error)}") from None
 
 
 def place_of(values: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
@@ -252,7 +250,7 @@ def load_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read: {reason_of(error)}") from None
     except yaml.YAMLError as error:
-        raise InputError(f"{path}: not valid YAML: {' '.join(str(error).split())[:300]}") from None
+        raise InputError(f"{path}: not valid YAML: {one_line(error)}") from None
     if not isinstance(values, dict):
         raise InputError(f"{path}: a mapping of keys to values is wanted, the file holds {type(values).__name__}")
     return values

@@ -23,7 +23,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from foundation.errors import InputError
-from foundation.reading import load_object, read_regular, reason_of
+from foundation.reading import load_object, one_line, read_regular, reason_of
 from packing.chunks import BadRecord, MissingColumn, TextTemplate, encodable, is_list_of, no_column
 from packing.settings import HUB_NAME
 
@@ -256,6 +256,5 @@ def _from_hub(name: str) -> list[Path]:
         except (OSError, HFValidationError) as error:
             if wanted == CHAT_TEMPLATE and isinstance(error, LocalEntryNotFoundError):
                 continue  # most have it in tokenizer_config.json, and without a network the cache knows no more
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise InputError(f"data.tokenizer: {name}: no {wanted} from the hub: {reason}") from None
+            raise InputError(f"data.tokenizer: {name}: no {wanted} from the hub: {one_line(error)}") from None
     return found

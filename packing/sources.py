@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from foundation.errors import InputError
-from foundation.reading import parse_json, reason_of
+from foundation.reading import one_line, parse_json, reason_of
 from packing.chunks import CHUNK_BYTES, Chunk, Records, open_stream
 from packing.records import records_of
 from packing.settings import HUB_NAME, DataSettings
@@ -386,10 +386,10 @@ class DatasetSource:
                 data = datasets.load_dataset(self.name, settings.subset, **chosen)
         # RuntimeError: it has a loading script, whose code is not run.
         except (OSError, ValueError, LookupError, TypeError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise InputError(
                 f"data.source: {self.name}: neither a file or folder here nor a dataset that can be loaded "
-                f"(data.subset: {settings.subset}, data.split: {settings.split}, data.revision: {settings.revision}): {reason}"
+                f"(data.subset: {settings.subset}, data.split: {settings.split}, data.revision: {settings.revision}): "
+                f"{one_line(error)}"
             ) from None
         if not isinstance(data, datasets.DatasetDict):
             return data

@@ -12,7 +12,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from foundation.errors import InputError
-from foundation.reading import load_object, parse_json, read_regular, reason_of
+from foundation.reading import load_object, one_line, parse_json, read_regular, reason_of
 from packing.settings import HUB_NAME
 
 _ROLES = ("bos", "eos", "pad")
@@ -141,9 +141,8 @@ def _from_hub(name: str, revision: str | None) -> tuple[Path, Path]:
     except (OSError, HFValidationError) as error:
         if wanted == "tokenizer_config.json" and isinstance(error, RemoteEntryNotFoundError):
             return file, file.parent / wanted
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InputError(
-            f"data.tokenizer: {name}: no such file or folder, and no {wanted} from the hub: {reason}; {_REMEDY}"
+            f"data.tokenizer: {name}: no such file or folder, and no {wanted} from the hub: {one_line(error)}; {_REMEDY}"
         ) from None
 
 

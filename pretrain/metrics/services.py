@@ -11,6 +11,7 @@ from urllib.request import urlopen
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
 from foundation.errors import InputError
+from foundation.reading import one_line
 
 REACHED_WITHIN = 5  # seconds in which a hosted service must answer at the start
 
@@ -80,8 +81,7 @@ def _check_mlflow() -> None:
     try:
         mlflow.MlflowClient(uri)
     except errors_of("mlflow") as error:
-        what = " ".join(str(error).split())[:300]
-        raise InputError(f"`log.trackers`: mlflow cannot use MLFLOW_TRACKING_URI {uri}: {what}; {remedy}") from None
+        raise InputError(f"`log.trackers`: mlflow cannot use MLFLOW_TRACKING_URI {uri}: {one_line(error)}; {remedy}") from None
 
 
 def _reach(name: str, address: str, remedy: str) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
 from foundation.errors import InputError
+from foundation.reading import one_line
 from pretrain.metrics.delivered import WRITTEN_THROUGH, last_delivered
 from pretrain.metrics.run_folder import TENSORBOARD
 from pretrain.metrics.services import errors_of
@@ -176,7 +177,7 @@ class TrackedRun:
             "`log.trackers`: %s has failed and gets nothing more of this run: %s. metrics.jsonl has every step; when the run is "
             "started again, the tracker gets what it has missed",
             self.name,
-            " ".join(str(error).split())[:300],
+            one_line(error),
         )
 
     def finish(self) -> None:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from foundation.errors import InputError
+from foundation.reading import one_line
 
 M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
@@ -39,7 +40,7 @@ def make_accelerator(replicas: int = 1) -> Accelerator:
         launched = int(os.environ.get("WORLD_SIZE", "1"))
         accelerator = Accelerator(mixed_precision="no")
     except (ValueError, LookupError, TypeError, ImportError, AssertionError) as error:
-        raise InputError(f"accelerate configuration: accelerate does not take it: {' '.join(str(error).split())[:300]}") from None
+        raise InputError(f"accelerate configuration: accelerate does not take it: {one_line(error)}") from None
     if launched != accelerator.num_processes:
         raise InputError(
             f"accelerate configuration: {launched} processes were launched but each runs alone (accelerate sees "

@@ -16,6 +16,7 @@ import torch
 from transformers import AutoTokenizer, BatchEncoding, PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from foundation.errors import InputError
+from foundation.reading import one_line
 from foundation.settings import shown
 from packing.chat import CHAT_TEMPLATE, chat_template
 from packing.parts import training_parts
@@ -179,8 +180,9 @@ def _load_tokenizer(
     except (OSError, ValueError) as error:
         if settings.tokenizer is not None or needed:
             key = "data.tokenizer" if settings.tokenizer else "model.source"
-            reason = " ".join(str(error).split())[:300]
-            raise InputError(f"`{key}`: no tokenizer can be read from {source!r}: {reason}; set `data.tokenizer`") from None
+            raise InputError(
+                f"`{key}`: no tokenizer can be read from {source!r}: {one_line(error)}; set `data.tokenizer`"
+            ) from None
     if with_packs is not None:
         text = load_text_tokenizer(str(with_packs))
         return _with_special_tokens(text, data.tokenizer or text.describe())

@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from foundation.command import CommandParser, number
 from foundation.errors import InputError
-from foundation.reading import unusable_text
+from foundation.reading import one_line, unusable_text
 from foundation.settings import MOST
 from pretrain.checkpoint.folders import step_folders
 from pretrain.metrics.console import Console
@@ -78,4 +78,4 @@ def _exported(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     try:
         return AutoModelForCausalLM.from_pretrained(folder, dtype="auto"), AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise InputError(f"{folder}: no model can be read from it: {' '.join(str(error).split())[:300]}") from None
+        raise InputError(f"{folder}: no model can be read from it: {one_line(error)}") from None

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foundation.errors import InputError
-from foundation.reading import MOST_DEPTH, load_json, load_object, parse_json, parse_yaml, read_regular
+from foundation.reading import MOST_DEPTH, load_json, load_object, one_line, parse_json, parse_yaml, read_regular, reason_of
 from foundation.settings import load_yaml
 from tests.fuzz.damage import STAND_INS, stand_in
 
@@ -95,3 +95,11 @@ def test_a_file_beyond_its_limit_is_not_read(tmp_path: Path):
     with pytest.raises(InputError, match="sparse: cannot be read: it is longer than the 1 MiB that are read"):
         load_yaml(tmp_path / "sparse")
     assert read_regular(Path(__file__)) == Path(__file__).read_bytes()
+
+
+def test_why_something_failed_is_one_line_which_is_never_empty():
+    assert one_line(ValueError("404 Client Error.\n\n  Repository Not Found\n")) == "404 Client Error. Repository Not Found"
+    assert one_line(AssertionError()) == "AssertionError"
+    with pytest.raises(OSError) as raised:
+        Path("/not/there").read_bytes()
+    assert reason_of(raised.value) == "No such file or directory" and "/not/there" in one_line(raised.value)
