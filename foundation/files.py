@@ -107,6 +107,14 @@ def why_unwritable(folder: Path) -> str | None:
     return None
 
 
+def free_bytes(path: Path) -> int:
+    """Bytes free on the disk of `path`, or, where it is not there, of the nearest folder above that is."""
+    there = path.absolute()
+    while not there.exists():
+        there = there.parent
+    return shutil.disk_usage(there).free
+
+
 def no_room(error: BaseException | None) -> str | None:
     """What is wrong and what to do, where `error` says that the disk, the user's quota on it, or a file may hold no more."""
     if not isinstance(error, OSError):

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from foundation.errors import InputError
-from foundation.files import PROOF, FileLock, no_room, replace_file
+from foundation.files import PROOF, FileLock, free_bytes, no_room, replace_file
 from foundation.progress import Progress, say
 from packing.arrow import DiskFull
 from packing.manifest import MANIFEST, read_manifest
@@ -116,10 +116,7 @@ def _check_ours(folder: Path, more: set[str]) -> None:
 
 def check_disk(settings: DataSettings) -> None:
     """InputError where the disk has less space than the packs may take, what they take already included."""
-    there, limit = settings.packs.absolute(), settings.stream.disk_gb
-    while not there.exists():
-        there = there.parent
-    free = (shutil.disk_usage(there).free + bytes_below(settings.packs)) / 1e9
+    limit, free = settings.stream.disk_gb, (free_bytes(settings.packs) + bytes_below(settings.packs)) / 1e9
     if limit > free:
         raise InputError(
             f"data.streaming.disk_gb: {limit:g}, and the disk of {settings.packs} has {free:.3g} GB for packs; set it to "

@@ -7,7 +7,6 @@ goes on; the rest starts over after a kill. The packs depend on neither interrup
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from hashlib import sha256
@@ -18,7 +17,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from foundation.errors import InputError
-from foundation.files import FileLock, no_room, remove_own_folder, why_unwritable
+from foundation.files import FileLock, free_bytes, no_room, remove_own_folder, why_unwritable
 from foundation.progress import Progress, say
 from foundation.units import plural
 from packing.arrow import IGNORE, PackWriter
@@ -290,7 +289,7 @@ def prepared_records(settings: DataSettings, tokenizer: TextTokenizer) -> Record
 def _write_packs(settings: DataSettings, tokenizer: TextTokenizer, log: TokenLog, progress: bool) -> dict[str, Any]:
     """Lay out the packs of both splits and write them; returns the manifest."""
     arranged = Arranged.of(log, settings, one_file=log.key[SOURCE_FILES].get("kind") == "text")
-    free = shutil.disk_usage(settings.packs.absolute().parent).free
+    free = free_bytes(settings.packs.absolute().parent)
     if (needed := arranged.bytes()) > free:
         raise InputError(
             f"{settings.packs}: the packs need {needed / 1e9:,.2f} GB and the disk has {free / 1e9:,.2f} GB; what is tokenised "

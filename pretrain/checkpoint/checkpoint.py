@@ -32,6 +32,7 @@ import torch.distributed
 from torch import Tensor
 
 from foundation.errors import InputError
+from foundation.files import free_bytes
 from foundation.integrity import find_damage
 from foundation.reading import load_object
 from foundation.units import GIB, duration, memory
@@ -295,7 +296,7 @@ class Checkpoints:
     def _describe(self, refusal: OSError, step: int, needed: int) -> str:
         before = f"{self.current} is untouched" if self.current else "no earlier checkpoint was touched"
         remedy = "Check that folder and its permissions"
-        space = f"It takes {memory(needed / GIB)}, {memory(_free_bytes(self.folder) / GIB)} are free"
+        space = f"It takes {memory(needed / GIB)}, {memory(free_bytes(self.folder) / GIB)} are free"
         if refusal.errno in _DISK_FULL:
             remedy = "Free space there, or move the run folder to a larger disk"
         elif refusal.errno == errno.EFBIG:  # whatever is free
@@ -459,17 +460,9 @@ def bytes_needed(model: Tensors, optimizer: Tensors) -> int:
 
 def check_space(folder: Path, needed: int) -> None:
     """InputError if the disk of `folder` (which need not exist yet) has less than `needed` bytes free: a start-up check."""
-    free = _free_bytes(folder)
+    free = free_bytes(folder)
     if free < needed:
         raise InputError(
             f"{folder}: checkpoints need {memory(needed / GIB)} there and {memory(free / GIB)} are free; "
             "free space, lower `checkpoint.keep`, or point `run_dir` to a larger disk"
         )
-
-
-def _free_bytes(folder: Path) -> int:
-    """Bytes free on the disk of `folder`, or of its nearest parent that exists."""
-    existing = folder.absolute()
-    while not existing.exists():
-        existing = existing.parent
-    return shutil.disk_usage(existing).free

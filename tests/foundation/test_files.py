@@ -16,7 +16,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from foundation.errors import InputError
-from foundation.files import FileLock, remove_own_folder, replace_file, save_file
+from foundation.files import FileLock, free_bytes, remove_own_folder, replace_file, save_file
 from foundation.integrity import STAMP, FileRecord, InnerName, check_files, find_damage, hash_file
 
 HOLD = """
@@ -186,3 +186,8 @@ def test_a_recorded_file_that_is_a_link_out_of_its_folder_is_refused_but_for_the
     assert find_damage(snapshot, [FileRecord("out", 1)]) == [
         "out: a link that leads outside its folder; copy the file itself to its place"
     ]
+
+
+def test_the_room_for_a_folder_that_is_not_there_is_that_of_the_nearest_one_above(tmp_path: Path) -> None:
+    assert free_bytes(tmp_path / "not" / "there") > 0
+    assert free_bytes(Path("/proc/not/there")) == 0, "a file system without room, on that of /"
