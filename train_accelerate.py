@@ -243,7 +243,7 @@ def build(
     parity = find_parity(run)
     introduce(run, notes)
     run.best = best_so_far(run)
-    watch.note = (lambda event: run.trackers.note(event)) if main_process else None  # a rollback opens them anew
+    watch.note = (lambda event: run.trackers.log(event)) if main_process else None  # a rollback opens them anew
     prepare_saves(run)
     require_parity(run, parity)
     return run

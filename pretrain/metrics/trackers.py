@@ -133,8 +133,6 @@ class Trackers:
     def in_place(self) -> bool:
         return self.file is None or self.file.in_place
 
-    note = log  # of events: each tracker takes what it can show
-
     def picture(self, path: Path, step: int) -> None:
         """Show the PNG at `path` in the trackers that can."""
         for tracker in self.others:

@@ -63,7 +63,7 @@ def _draw_samples(run: Run) -> None:
             text = sample(run.assembly.hf, run.job.tokenizer, prompt, seed=seed, **how)
             run.console.sample(prompt, text)
             found.append({"prompt": prompt, "seed": seed, "text": text})
-    run.trackers.note({"step": run.state.step, "event": "samples", **how, "samples": found})
+    run.trackers.log({"step": run.state.step, "event": "samples", **how, "samples": found})
 
 
 def held_out_figures(job: Job, model: PackedLanguageModel, accelerator: Accelerator) -> dict[str, float]:

@@ -69,5 +69,5 @@ def log(run: Run, figures: dict[str, Any], *, data_wait_ms: float, shown: bool) 
     with run.watch.busy("writing to the terminal"):  # which a user may have paused
         run.console.step(record, show=shown)
     for found in run.watch.stepped(data_wait_ms):
-        run.trackers.note({"step": record["step"], **found})
+        run.trackers.log({"step": record["step"], **found})
         run.console.warning(describe_lag(found))

@@ -74,7 +74,7 @@ def roll_back(run: Run, reason: str) -> None:
         run.trackers.finish()
         run.trackers = resolve(run.job.recipe.log, run_dir=run.folder.path, resumed_step=run.state.step)
         run.trackers.start(config.resolved(run.job.recipe))
-        run.trackers.note(event)
+        run.trackers.log(event)
     run.past, run.best = past, best_so_far(run)
     passed, limit = judged.step - run.state.step, run.health.settings.max_rollbacks
     run.console.warning(
@@ -109,7 +109,7 @@ def judge_weights(run: Run) -> StepDecision:
         return StepDecision()
     decision = run.health.judge_overflow(names, can_go_back=run.checkpoints.latest is not None)
     if decision.action == "stop":
-        run.trackers.note({"step": run.state.step, "event": "halted", "reason": f"{decision.reason}: {some_of(names)}"})
+        run.trackers.log({"step": run.state.step, "event": "halted", "reason": f"{decision.reason}: {some_of(names)}"})
     return decision
 
 

@@ -272,7 +272,7 @@ def run(name, run_dir, resumed_step, steps, loss):
     for step in steps:
         trackers.log({"step": step, "loss": loss * step, "gradient_norm": 0.25, "tflops": None, "skipped": False})
     sample = {"prompt": "Once upon", "text": " a time"}
-    trackers.note({"step": steps[-1], "event": "samples", "samples": [sample]})
+    trackers.log({"step": steps[-1], "event": "samples", "samples": [sample]})
     trackers.picture(run_dir.parent / "loss.png", steps[-1])
     trackers.finish()
 
