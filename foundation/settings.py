@@ -51,7 +51,7 @@ MOST = 2**63 - 1  # of a count: what fits into 64 bits with a sign, which tensor
 
 
 def _count(value: object) -> object:
-    """The whole number that `364e6` or `131_072` is: YAML reads these as text or float."""
+    """The whole number that `364e6` or `3.64e+8` is: YAML reads the first as text and the second as a float."""
     if isinstance(value, bool):
         raise ValueError("a whole number is wanted, not true or false")
     if isinstance(value, str):

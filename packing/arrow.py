@@ -284,7 +284,7 @@ class _SplitWriter:
 class ArrowPacks:
     """One split of a folder that PackWriter wrote, memory-mapped. InputError where a file is missing, truncated or damaged.
 
-    The fingerprint covers tokens, lengths, positions and their order, but not how they are sharded.
+    The fingerprint covers tokens, lengths, positions, masks and their order, but not how they are sharded.
     """
 
     def __init__(self, path: Path, split: Split = "train") -> None:

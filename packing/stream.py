@@ -195,8 +195,8 @@ class SourceStream:
         return part if part is not None and part.start == start and known else None
 
     def release(self, place: int) -> None:
-        """No pack before the last one before `place` is read any more. Their parts are closed, or the disk would keep what is
-        deleted."""
+        """Packs before `place` are read no more, but for the last of them, whose part a checkpoint names. Their parts are
+        closed, or the disk would keep what is deleted."""
         with self._lock:
             for number in sorted(self._open):
                 part = self._open[number]

@@ -30,12 +30,13 @@ SPIKE_NATS = 0.3  # and at least this far above it: late, smooth curves move by 
 CONSECUTIVE_SKIPS = 10
 MAD_TO_SD = 1.4826  # standard deviation of a normal distribution over its median absolute deviation, 1 / Phi^-1(3/4)
 FROZEN_SHARE = 0.05  # of all updates lost: from here on it is said which parameters lose them
+FROZEN_NAMES_EVERY = 100  # steps
 
 
 def frozen_names_due(step: int, steps: int, share: float) -> bool:
     """Whether to find out after `step`, which lost `share` of its updates, which parameters lose most: rarely, as it is not free,
     and by the step alone, so that a resumed run writes down the same."""
-    return share > FROZEN_SHARE and (step in (1, 10, steps) or step % WINDOW == 0)
+    return share > FROZEN_SHARE and (step in (1, 10, steps) or step % FROZEN_NAMES_EVERY == 0)
 
 
 class TrainingHalted(Exception):

@@ -189,10 +189,10 @@ def reached(seconds: Mapping[str, float], work: Work, copied_per_second: float |
             "products of the head": (parts["head"], low.peak_tflops if low and low.head else peak),
             "attention": (parts["attention products"], peak),
         }
-        for part, (flops, peak) in done.items():
+        for part, (flops, limit) in done.items():
             if seconds.get(part):
                 tflops = flops / seconds[part] / TERA
-                rates[part] = f"{tflops:.4g} TFLOP/s" + (f", {percent(tflops / peak)} of the peak" if peak else "")
+                rates[part] = f"{tflops:.4g} TFLOP/s" + (f", {percent(tflops / limit)} of the peak" if limit else "")
     if seconds.get("optimizer"):
         rate = work.update_bytes / seconds["optimizer"]
         share = f", {percent(rate / copied_per_second)} of a copy's" if copied_per_second else ""

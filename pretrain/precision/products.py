@@ -1,4 +1,4 @@
-"""Factor products by the fastest of cublasLt's algorithms, found by trying them, where Transformer Engine takes the first named.
+"""Matrix products by the fastest of cublasLt's algorithms, found by trying them, where Transformer Engine takes the first named.
 
 The heuristic of cublasLt names some eight algorithms for a product. Which is the fastest depends on shape, clock and power, and
 it is often not the first: `docs/performance.md` has the figures. So the first product of a kind is computed by each of them, in
