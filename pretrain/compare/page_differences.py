@@ -78,8 +78,8 @@ def _audit(label: str, audit: Mapping[str, Any], asked: str | None) -> AuditShow
         "fused": audit.get("fused"),
         "compiled": audit.get("compiled"),
         "deterministic": audit.get("deterministic"),
-        "kernels": ", ".join(str(_named(kernel, "name") or kernel) for kernel in audit.get("kernels") or []),
-        "parity": _named(audit.get("parity"), *(audit.get("parity") or {})) if isinstance(audit.get("parity"), Mapping) else None,
+        "kernels": "; ".join(map(_kernel, audit.get("kernels") or [])),
+        "parity": _parity(audit.get("parity")),
         "confirmed in step": audit.get("confirmed_in_step"),
     }
     return AuditShown(
@@ -96,6 +96,22 @@ def _named(value: Any, *keys: str) -> str | None:
     if not isinstance(value, Mapping):
         return value
     return "; ".join(str(value[key]) for key in keys if isinstance(value.get(key), (str, int, float))) or None
+
+
+def _kernel(tried: Any) -> str:
+    """What came of a kernel that was tried before the training; `tried` itself where it says that in a way of its own."""
+    told = isinstance(tried, Mapping) and {"kernel", "said"} <= tried.keys()
+    return f"{tried['kernel']}: {tried['said']}" if told else str(tried)
+
+
+def _parity(found: Any) -> str | None:
+    """Whether the run agreed with plain transformers, and when that was seen; or why it was not looked at."""
+    if not isinstance(found, Mapping):
+        return None
+    if "left_out" in found:
+        return f"left out: {found['left_out']}"
+    failures = found.get("failures")
+    return f"{'; '.join(map(str, failures)) or 'passed'}, {found.get('source')}" if isinstance(failures, list) else None
 
 
 def _products(products: list[Mapping[str, Any]]) -> list[tuple[str, int]]:

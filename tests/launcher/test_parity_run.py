@@ -14,6 +14,9 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from packing.arrow import Pack, PackWriter
+from pretrain.compare.comparison import RunComparison
+from pretrain.compare.page_differences import audits
+from pretrain.metrics.run_record import read_run
 from pretrain.settings.config import load_recipe
 from tests.conftest import PACK_LENGTH, VOCABULARY
 
@@ -96,6 +99,8 @@ def test_auto_checks_once_and_the_next_run_takes_what_was_kept(launch: Callable,
     found = parity_of(second)
     assert found["source"].startswith("kept from ") and found["plain"] == parity_of(first)["plain"]
     assert losses_of(first) == losses_of(second)
+    shown = [each.rows["parity"] for each in audits(RunComparison.over([read_run(first), read_run(second)]))]
+    assert shown == ["passed, this run", f"passed, {found['source']}"]
 
 
 @pytest.mark.parametrize("alone", [True, False])

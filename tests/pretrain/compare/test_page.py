@@ -29,6 +29,7 @@ from tests.pretrain.compare.made_runs import make_run, trained
 
 ROOT = Path(__file__).parents[3]
 KEPT = ROOT / "benchmarks/results/h200_comparison.json"
+THROUGHPUT = ROOT / "benchmarks/results/h200_throughput.json"
 PUBLISHED = ROOT / "benchmarks/results/published_small_malaysian_lm.csv"
 LONG = [3.0 - 0.001 * step for step in range(100)]
 
@@ -99,6 +100,19 @@ def test_names_from_a_run_are_text_in_the_page_and_no_markup(tmp_path):
     runs = [trained(tmp_path / "<b>&amp;"), trained(tmp_path / "c", (4.0, 3.0), audit={"effective": "<script>alert(1)</script>"})]
     page = render(RunComparison.over(runs)).decode()
     assert "<script>alert" not in page and "&lt;b&gt;&amp;amp;" in page
+
+
+def test_an_audit_says_what_came_of_each_kernel_and_of_parity(tmp_path):
+    found = json.loads(THROUGHPUT.read_text())["ways"]["delayed_exact"]["audit"]
+    told = [{"source": "this run", "failures": [], "plain": {}}, {"source": "this run", "failures": ["the loss", "a gradient"]}]
+    others = [trained(tmp_path / str(number), audit=found | {"parity": each}) for number, each in enumerate(told)]
+    runs = [trained(tmp_path / "h200", audit=found), *others, trained(tmp_path / "older", audit=found | {"kernels": ["norm"]})]
+    (left_out, passed, failed, older), attention = [each.rows for each in audits(RunComparison.over(runs))], found["kernels"][0]
+    assert left_out["kernels"].startswith(f"attention packed_fa4: {attention['said']}; products: agrees with emulated products: ")
+    assert left_out["kernels"].count(": agrees with ") == len(found["kernels"]) and "{" not in left_out["kernels"]
+    assert left_out["parity"] == "left out: it would cost 9% of this short run; `parity=on` checks it all the same"
+    assert [each["parity"] for each in (passed, failed)] == ["passed, this run", "the loss; a gradient, this run"]
+    assert older["kernels"] == "norm"
 
 
 def test_what_is_drawn_are_the_runs_own_figures(tmp_path):
