@@ -123,7 +123,7 @@ def _rows(run: RunRecord) -> dict[str, str]:
     warmup = f"{schedule['warmup_tokens']:,} tokens" if schedule.get("warmup_tokens") else f"{schedule['warmup']:,} steps"
     loss = recipe.get("loss") or {}
     penalty = f"{loss['penalty_weight']:g} x {loss['penalty']}" if loss.get("penalty") else ""
-    last = f"{figures[LOSS_KEY]:.4f}, mean of the last {averaged_steps(figures)} steps"
+    last = f"{figures[LOSS_KEY]:.4f}, mean of the last {averaged_steps(figures)} steps" if LOSS_KEY in figures else ""
     held_out = ""
     if "held_out_loss" in figures:
         held_out = f"{figures['held_out_loss']:.4f} nats a token, perplexity {figures['held_out_perplexity']:.4g}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -14,12 +14,12 @@ from pretrain.metrics.run_record import read_run
 from tests.conftest import PACK_LENGTH, VOCABULARY
 
 
-def write_half_blank(folder: Path) -> Path:
-    """Packs of which every other one holds documents of one token, after which nothing is to be predicted."""
+def write_packs(folder: Path, labelled: Container[int]) -> Path:
+    """Packs of which all but those `labelled` hold documents of one token, after which nothing is to be predicted."""
     with PackWriter(folder, PACK_LENGTH) as writer:
         for number in range(40):
             tokens = (number + np.arange(PACK_LENGTH)) % VOCABULARY
-            lengths = [PACK_LENGTH] if number % 2 else [1] * PACK_LENGTH
+            lengths = [PACK_LENGTH] if number in labelled else [1] * PACK_LENGTH
             writer.add("train", Pack(tokens.astype(np.uint32), np.array(lengths, dtype=np.int32)))
         writer.finish(settings={}, statistics={}, tokenizer=None)
     return folder
@@ -30,7 +30,10 @@ def test_a_step_without_labels_has_no_loss_and_a_resumed_run_goes_on_over_it(
 ) -> None:
     recipe = small_recipe | {"batch": {"tokens": PACK_LENGTH, "microbatch": 1}, "evaluate": {}, "parity": "off"}
     recipe |= {"loss": {"penalty": "non_max_sum", "penalty_weight": 0.1}}
-    recipe |= {"data": {"packs": str(write_half_blank(tmp_path / "packs")), "length": PACK_LENGTH}, "log": {"every": 1}}
+    recipe |= {
+        "data": {"packs": str(write_packs(tmp_path / "packs", range(1, 40, 2))), "length": PACK_LENGTH},
+        "log": {"every": 1},
+    }
     run = train_here(recipe=recipe)
     assert run.status == 0, run.output
     blank = [record for record in run.records() if record.get("unlabelled")]
@@ -51,3 +54,15 @@ def test_a_step_without_labels_has_no_loss_and_a_resumed_run_goes_on_over_it(
     saved = Path(whole["run_dir"]) / "checkpoints" / f"step-{step:08d}"
     back = train_here("--resume", str(saved), recipe=recipe)
     assert back.status == 0 and other.losses() == back.losses() == run.losses(), back.output
+
+
+def test_a_run_whose_last_steps_have_no_label_ends_with_a_card_that_names_no_loss(
+    train_here: Callable, small_recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    recipe = small_recipe | {"batch": {"tokens": PACK_LENGTH}, "train": {"steps": 2}, "schedule": {}, "evaluate": {}}
+    recipe |= {"data": {"packs": str(write_packs(tmp_path / "packs", [7])), "length": PACK_LENGTH}, "parity": "off"}
+    run = train_here(recipe=recipe)
+    assert run.status == 0, run.output
+    assert all(record["unlabelled"] for record in run.records())
+    card = (run.run_dir / "final" / "README.md").read_text()
+    assert "\n| precision |" in card and "\n| loss |" not in card
