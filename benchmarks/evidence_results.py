@@ -24,7 +24,7 @@ from pretrain.checkpoint.manifest import MANIFEST
 from pretrain.compare.fairness import in_words, recipe_of
 from pretrain.compare.kept_runs import read_kept
 from pretrain.compare.matrix_file import CELL, Matrix, MatrixRun
-from pretrain.metrics.run_record import RunRecord, is_evaluation, read_run
+from pretrain.metrics.run_record import RunRecord, gpus_of, is_evaluation, read_run
 from pretrain.precision.schedule import is_quantized
 from pretrain.settings.config import flatten, resolved
 from pretrain.settings.recipe import Recipe
@@ -209,7 +209,7 @@ def kept_of(run: MatrixRun, record: RunRecord, settings: dict[str, Any], endpoin
 
 def device_and_torch(environment: Mapping[str, Any]) -> str:
     """What a run was computed by: "NVIDIA H200, torch 2.11.0"."""
-    gpus, torch = environment.get("gpus") or [], (environment.get("packages") or {}).get("torch")
+    gpus, torch = gpus_of(environment), (environment.get("packages") or {}).get("torch")
     return ", ".join(filter(None, [gpus[0] if gpus else "a CPU", f"torch {torch}" if torch else ""]))
 
 

@@ -307,7 +307,7 @@ def machine_of(run: RunRecord) -> str:
     """What its speed depends on beside settings and versions: "2 × NVIDIA H200", and where there are no GPUs the cores. Empty
     where that is not known."""
     environment = run.environment
-    if gpus := environment.get("gpus"):
+    if gpus := run.gpus:
         return f"{environment.get('accelerate', {}).get('processes', len(gpus))} × {' and '.join(dict.fromkeys(gpus))}"
     cores = environment.get("cpu_cores")
     return ", ".join(filter(None, [f"{cores} CPU cores" if cores else "", environment.get("system")]))

@@ -88,6 +88,10 @@ class RunRecord:
         return Past.model_validate(self.environment.get("past", {}))
 
     @property
+    def gpus(self) -> list[str]:
+        return gpus_of(self.environment)
+
+    @property
     def tokens_per_step(self) -> int | None:
         return self.config.get("batch", {}).get("tokens", self.summary.get("tokens_per_step"))
 
@@ -158,6 +162,12 @@ class RunRecord:
             return self.summary["epoch"] < epochs * (1 - 1e-9)  # whole steps: the last one ends there, or just beyond
         horizon = train.get("steps") or (tokens and train.get("tokens") and math.ceil(train["tokens"] / tokens))
         return bool(horizon) and self.summary["steps"] < horizon
+
+
+def gpus_of(environment: Mapping[str, Any]) -> list[str]:
+    """The names of the GPUs that a run could see; none where it trained on CPUs beside them. Of older runs all that are told."""
+    on_cpus = (environment.get("accelerate") or {}).get("device") == "cpu"
+    return [] if on_cpus else environment.get("gpus") or []
 
 
 def is_step(record: Record) -> bool:

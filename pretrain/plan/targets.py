@@ -143,8 +143,7 @@ class MeasuredRun:
         if why:
             raise InputError(f"--run {run.path}: {why}; give another run, or leave it out")
         topology = run.environment.get("accelerate", {})
-        gpus = run.environment.get("gpus") or []
-        device = gpus[0] if gpus and topology.get("device") != "cpu" else "CPU"
+        device = next(iter(run.gpus), "CPU")
         ran = [*run.phases.values(), run.audit.get("effective", run.config.get("precision"))]
         return cls(run.name, device, topology.get("processes", 1), ran[0], statistics.median(known), len(known))
 

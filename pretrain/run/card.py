@@ -129,7 +129,7 @@ def _rows(run: RunRecord) -> dict[str, str]:
         held_out = f"{figures['held_out_loss']:.4f} nats a token, perplexity {figures['held_out_perplexity']:.4g}"
         held_out += "" if run.evaluated_before is None else f", after {run.evaluated_before:,} of these steps"
     accelerate = made_by.get("accelerate") or {}
-    device = next(iter(made_by.get("gpus") or ()), None) or accelerate.get("device", "")
+    device = next(iter(run.gpus), None) or accelerate.get("device", "")
     packages = made_by.get("packages") or {}
     named = [each for each in ("torch", "transformers", "transformer-engine") if each in packages]
     versions = ", ".join(f"{each} {packages[each]}" for each in named)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from foundation.errors import InputError
 from pretrain.__main__ import main
 from pretrain.compare.appearance import colour_of, looks_of, shade
-from pretrain.compare.comparison import RunComparison, hours_to_horizon, match_losses, pareto_front, with_error
+from pretrain.compare.comparison import RunComparison, hours_to_horizon, machine_of, match_losses, pareto_front, with_error
 from pretrain.compare.fairness import Gap, check_comparable, varied_keys, why_not_paired
 from pretrain.compare.page import render
 from pretrain.compare.report import OTHER_TEXT, tables
@@ -275,6 +276,13 @@ def test_speeds_on_another_kind_of_machine_are_not_compared_and_both_are_named(t
     assert (tmp_path / "report.html").read_text().count(note) == 1
     assert main(["report", *map(str, runs[:2]), "--out", str(tmp_path / "report.html")]) == 0
     assert "one kind of machine" not in capsys.readouterr().out + (tmp_path / "report.html").read_text()
+
+
+def test_a_run_on_cpus_beside_gpus_is_one_of_cpus(tmp_path):
+    run, beside = trained(tmp_path / "run"), {"gpus": ["NVIDIA H200"], "cpu_cores": 16}
+    on_cpus, on_gpus = (beside | {"accelerate": {"processes": 1, "device": device}} for device in ("cpu", "cuda"))
+    machines = [machine_of(replace(run, environment=each)) for each in (on_cpus, on_gpus, beside)]
+    assert machines == ["16 CPU cores", "1 × NVIDIA H200", "1 × NVIDIA H200"], "older runs do not say where they trained"
 
 
 def test_the_answer_to_a_sweep_is_the_lowest_loss(tmp_path):
