@@ -340,6 +340,8 @@ def _check(options: argparse.Namespace) -> None:
         raise InputError(f"--out {options.out}: ends in none of .html, .png and .md, which say what to write")
     if options.watch is not None and not options.page:
         raise InputError("--watch writes a page again and again: add --out report.html")
+    if options.watch is not None and options.markdown:
+        raise InputError("--watch writes the page alone: leave --markdown out")
     if options.watch is not None and not 1 <= options.watch <= DAY:
         raise InputError(f"--watch {options.watch:g}: the seconds between two looks are 1 at least, and {DAY:,} at most")
     if options.watch is not None and (kept := [path for path in options.runs if path.is_file()]):

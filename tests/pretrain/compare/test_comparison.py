@@ -440,6 +440,7 @@ def test_a_key_to_vary_that_no_recipe_has_is_refused(tmp_path):
     [
         (["--out", "report.pdf"], "ends in none of .html, .png and .md"),
         (["--watch"], "add --out report.html"),
+        (["--out", "x.html", "--watch", "--markdown", "x.md"], "leave --markdown out"),
         (["--out", "x.html", "--watch", "0"], "1 at least"),
         (["--out", "x.html", "--watch", "inf"], "86,400 at most"),
         (["--published", "x.csv"], "add --out report.html"),
