@@ -338,7 +338,7 @@ def _why_left_out(run: RunRecord, loss: float | None, twin: RunRecord | None, *,
     if held_out and run.summary["steps"] not in run.held_out_curve()[0][-1:]:
         return "not evaluated at its end yet"
     if twin is not None and not (same_held_out if held_out else same_packs)(twin, run):
-        return "evaluated on other text than the baseline's run of the seed"
+        return f"{'evaluated' if held_out else 'trained'} on other text than the baseline's run of the seed"
     return None
 
 

@@ -215,6 +215,9 @@ def test_without_held_out_loss_the_last_training_losses_are_compared(tmp_path: P
     found = SeedComparison.over(runs)
     assert not found.held_out and found.slope is None and "loss, last 50" in found.columns()
     assert found.results[1].difference.by_seed == pytest.approx({1: 0.5, 2: 0.5, 3: 0.5})
+    other = trained(tmp_path / "other", [2.0] * 4, "seed=1", "precision=delayed", held_out=False, fingerprint="ef56")
+    left_out = SeedComparison.over([*runs[:3], *runs[4:], other]).left_out
+    assert left_out == {"trained on other text than the baseline's run of the seed": ["other"]}
 
 
 def test_a_cosine_has_no_rate_to_stay_at_so_no_tokens_are_told(tmp_path: Path):
