@@ -34,11 +34,11 @@ from foundation.tables import UNKNOWN, markdown, or_dash
 from foundation.units import count, duration, memory, percent, plural
 from pretrain.compare.matrix import Outcome, run_all
 from pretrain.compare.matrix_cell import TIME_IS_UP_STATUS, command_of
-from pretrain.compare.matrix_file import Matrix, MatrixRun, Values, load_matrix
+from pretrain.compare.matrix_file import Axes, Matrix, MatrixRun, Values, load_matrix
 from pretrain.compare.ranking import Ranking
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.run_record import WARM_UP_STEPS, RunRecord, is_rollback, is_unlabelled, read_run
-from pretrain.settings.config import flatten
+from pretrain.settings.config import filled_in, flatten
 
 LEAST_STEPS = 3  # after those that warm up, for a median that means something
 
@@ -47,7 +47,7 @@ class PhaseSettings(Settings):
     """One phase: what a matrix file says of its cells."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    axes: dict[str, Annotated[list[Any], Field(min_length=1)]] = Field(default_factory=dict)  # a cell for every combination
+    axes: Axes = Field(default_factory=dict)  # a cell for every combination
     leave_out: list[Values] = Field(default_factory=list)  # combinations that are not wanted
     cells: list[Values] = Field(default_factory=list)  # more cells, beside the combinations
 
@@ -124,15 +124,12 @@ class Search:
     path: Path
     settings: PhasesSettings
     overrides: tuple[str, ...]
+    folder: Path
     tried: list[Candidate] = field(default_factory=list)
     best: Candidate | None = None
     chosen: list[MatrixRun] = field(default_factory=list)  # the best cell of each phase that gained, in order
     ended: str = "all phases are measured"
     began: float = field(default_factory=time.monotonic)
-
-    @property
-    def folder(self) -> Path:
-        return Path(self.settings.run_dir.replace("{name}", self.settings.name))
 
     @property
     def values(self) -> Values:
@@ -222,10 +219,12 @@ def load_phases(path: Path, overrides: Sequence[str], **changes: Any) -> Search:
     names = [phase.name for phase in settings.phases]
     if len(set(names)) < len(names):
         raise InputError(f"{path}: `phases`: two are named {max(names, key=names.count)}; each has a name of its own")
-    if set(settings.run_dir.replace("{name}", "")) & set("{}"):
-        raise InputError(f"{path}: `run_dir`: {settings.run_dir!r} cannot be filled in; known fields: {{name}}")
+    try:
+        folder = Path(filled_in(settings.run_dir, {"name": settings.name}))
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
     load_yaml(settings.recipe)  # which has a message of its own where it is not there
-    return Search(path, settings, tuple(overrides))
+    return Search(path, settings, tuple(overrides), folder)
 
 
 def rows(search: Search) -> Iterator[list[str]]:

@@ -167,6 +167,7 @@ def test_a_later_phase_may_need_what_an_earlier_one_sets(phases_file):
         ([BATCH, {"name": "empty"}], {}, "phase empty: describes no cell"),
         ([BATCH, {"name": "odd", "axes": {"batch.microbtach": [1]}}], {}, "phase odd, cell microbtach=1: unknown key"),
         ([BATCH], {"run_dir": "runs/{cell}"}, "`run_dir`: 'runs/{cell}' cannot be filled in"),
+        ([BATCH], {"run_dir": "runs/{nam}"}, "phases.yaml: `run_dir`: 'runs/{nam}' cannot be filled in; did you mean {name}?"),
         ([BATCH], {"least_gain": 2}, "`least_gain` is 2"),
         ([BATCH], {"recipe": "/no/such.yaml"}, "/no/such.yaml"),
     ],
