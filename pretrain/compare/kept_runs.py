@@ -50,8 +50,8 @@ def _record(path: Path, name: str, run: Mapping[str, Any], content: Mapping[str,
         for step in range(first, first + len(run["losses"]))
     ]
     last = {"step": summary["steps"], "held_out_loss": summary.get("held_out_loss")}
-    kept = run.get("evaluations", [last] if "held_out_loss" in summary else [])
-    evaluations = [{"step": each["step"], "event": "evaluation", "held_out_loss": each["held_out_loss"]} for each in kept]
+    evaluated = run.get("evaluations", [last] if "held_out_loss" in summary else [])
+    evaluations = [{"step": each["step"], "event": "evaluation", "held_out_loss": each["held_out_loss"]} for each in evaluated]
     for each in evaluations:
         if type(each["step"]) is not int or type(each["held_out_loss"]) not in (int, float, type(None)):
             raise TypeError(f"`evaluations` of {name}")
