@@ -30,7 +30,6 @@ from pretrain.settings.config import flatten, resolved
 from pretrain.settings.recipe import Recipe
 
 _NAMES = ("name", "run_dir")  # different in each run, and no part of what is compared
-_HEAD = ("scale", "parameters", "tokens", "command", "side_by_side", "environment", "held_out", "settings")
 # No part of a training's identity, but of what is kept of it: the cells that differ in these alone.
 _MEASURED = ("model.fused",)
 _MEASURED_IF_QUANTIZED = ("fp8_config.backend",)
@@ -159,11 +158,18 @@ class Results:
         flat = [flatten(resolved(each.recipe)) for each in matrix.runs]
         differ = {key for each in flat for key in each if any(key not in other or other[key] != each[key] for other in flat)}
         record = read_run(run.run_dir)
-        config, environment = flatten(record.config), record.environment
-        tokens = record.summary["steps"] * run.recipe.batch.tokens
-        values = (scale, parameters, tokens, command, record.side_by_side, environment, held_out)
-        settings = {key: value for key, value in config.items() if key not in differ and key not in _NAMES}
-        self.content = {**dict(zip(_HEAD, (*values, settings), strict=True)), "runs": {}, BETWEEN: []}
+        self.content = {
+            "scale": scale,
+            "parameters": parameters,
+            "tokens": record.summary["steps"] * run.recipe.batch.tokens,
+            "command": command,
+            "side_by_side": record.side_by_side,
+            "environment": record.environment,
+            "held_out": held_out,
+            "settings": {key: value for key, value in flatten(record.config).items() if key not in differ and key not in _NAMES},
+            "runs": {},
+            BETWEEN: [],
+        }
 
     def write(self, order: Sequence[str]) -> None:
         """Each run in a line of its own, in `order`."""
