@@ -129,7 +129,7 @@ FILES_OF = {
         "14m_nvfp4",
     ],
     "35m": ["35m"],
-    "35m_once": ["35m_once", "35m_once_2"],
+    "35m_once": ["35m_once", "35m_once_2", "35m_once_3"],
     "111m": ["111m"],
     "111m_five_times": ["111m_five_times"],
     "continued": ["continued"],
@@ -160,6 +160,8 @@ def result_file(name: str) -> str:
         ("14m", "bf16_weights", None, "BF16 weights"),
         ("35m", "delayed", "`fp8_delayed.yaml`", "35 million: FP8, delayed scaling"),
         ("35m", "delayed_head", "linear+head`", "35 million: with the head in FP8"),
+        ("35m_once", "delayed", None, "35 million, all text new: FP8, delayed scaling, 3 seeds"),
+        ("111m", "delayed", None, "112 million: FP8, delayed scaling, 3 seeds"),
     ],
 )
 def test_what_a_precision_costs_is_what_the_experiment_found(size: str, cell: str, row: str | None, begins: str):
@@ -185,29 +187,19 @@ def test_what_a_precision_costs_is_what_the_experiment_found(size: str, cell: st
         assert f"{mean:+.2f} %, {found.verdict()}".replace("-", "\u2212") in line.split("|")[column]
 
 
-def test_two_seeds_of_the_largest_size_are_told_without_an_interval():
-    scale = scale_of("111m")
+def test_what_the_largest_size_tells_is_said_with_its_seeds_and_verdicts():
+    scale, answer = scale_of("111m"), " ".join((ROOT / "docs/evidence.md").read_text().split())
     found, training = scale.difference("delayed_branch"), scale.difference("delayed_branch", training_loss)
-    above = f"two seeds, {100 * found.mean / found.baseline:.2f} % above BF16"
-    trained_above = f"in training loss {100 * training.mean / training.baseline:.2f} % above"
-    assert len(found.by_seed) == 2 and f"{above}, {trained_above}" in " ".join(README.split())
+    share, interval, trained, narrow = (
+        f"{100 * value / each.baseline:.2f}" for each in (found, training) for value in (each.mean, each.half_width())
+    )
+    assert len(found.by_seed) == 3
+    of_three = f"ends {share} % above BF16 (three seeds, {found.verdict()}), in training loss {trained} %, {training.verdict()}."
+    assert of_three in " ".join(README.split())
     ends = {name: run["endpoints"]["final"]["held_out_loss"] for name, run in scale.content["runs"].items()}
     each = [f"{100 * (ends[f'delayed_branch-seed{seed}'] / ends[f'bf16-seed{seed}'] - 1):.2f}" for seed in found.by_seed]
-    assert f"end {' and '.join(each)} % above BF16" in (ROOT / "docs/evidence.md").read_text()
-
-
-@pytest.mark.parametrize(
-    ("size", "row"),
-    [("35m_once", "35 million, all text new: FP8, delayed scaling"), ("111m", "112 million: FP8, delayed scaling")],
-)
-def test_a_row_without_an_interval_says_how_many_seeds_it_has(size: str, row: str):
-    scale = scale_of(size)
-    measures = (final_loss, scale.trained_loss, training_loss)
-    found, *others = (scale.difference("delayed_branch", measure) for measure in measures)
-    shares = [f"{100 * each.mean / each.baseline:+.2f} %".replace("-", "\u2212") for each in (found, *others)]
-    expected = [f"{row}, {plural(len(found.by_seed), 'seed')}", shares[0], "none", "an estimate", *shares[1:]]
-    answer = (ROOT / "docs/evidence.md").read_text()
-    assert found.half_width() is None and f"\n| {' | '.join(expected)} |" in answer
+    assert f"ends {trained} ± {narrow} % above BF16" in answer
+    assert f"end {each[0]}, {each[1]} and {each[2]} % above, {share} ± {interval} % in the mean" in answer
 
 
 @pytest.mark.parametrize("size", FILES_OF)
@@ -264,11 +256,6 @@ def test_what_few_seeds_tell_by_the_spread_of_others_is_as_the_page_says():
         spread = math.sqrt(sum((len(each) - 1) * statistics.variance(each) for each in (ours, theirs)) / freedom)
         half = t_quantile(freedom, 0.95) * spread * math.sqrt(1 / len(ours) + 1 / len(theirs))
         assert said.format(f"{statistics.mean(ours) - statistics.mean(theirs):.4f} ± {half:.4f}") in text
-    known, few = (scale_of(size).difference("delayed_branch").by_seed.values() for size in ("35m", "111m"))
-    half = t_quantile(len(known) - 1, 0.95) * statistics.stdev(known) / math.sqrt(len(few))
-    assert f"If seeds spread as at 35 million, the mean is {statistics.mean(few):.4f} ± {half:.4f}" in text
-    alone = t_quantile(1, 0.95) * statistics.stdev(few) / math.sqrt(2) / scale_of("111m").difference("delayed_branch").baseline
-    assert f"By two seeds alone the interval is ± {100 * alone:.1f} %" in text
 
 
 def test_what_continued_training_shows_is_what_its_file_says():
