@@ -19,7 +19,6 @@ import pytest
 from benchmarks.evidence_read import TESTED, Scale, Speeds, final_loss, loss_before_decay, training_loss
 from benchmarks.evidence_report import section
 from demo.corpus import library_documents, standard_library
-from foundation.units import plural
 from pretrain.compare.student import t_quantile
 
 ROOT = Path(__file__).parents[2]
