@@ -282,6 +282,20 @@ def gradient_too_large(run: SmallRun, patch: Patch) -> None:
     changing_gradients(run, patch, "_proj.weight", lambda gradient: gradient.mul_(1.25))
 
 
+@fault("a square weight's gradient adds up transposed", emulated)
+def adds_up_transposed(run: SmallRun, patch: Patch) -> None:
+    """As where shapes told what is a transpose."""
+    multiply = emulation.EmulatedProduct.__call__
+
+    def transposed(product: emulation.EmulatedProduct, x: Tensor, weight: Tensor, *rest: Any, **options: Any) -> Tensor:
+        main = getattr(weight, "main_grad", None)
+        if main is not None and main.shape[0] == main.shape[1]:
+            weight.main_grad = main.t()
+        return multiply(product, x, weight, *rest, **options)
+
+    patch.setattr(emulation.EmulatedProduct, "__call__", transposed)
+
+
 # ── Copies of weights ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

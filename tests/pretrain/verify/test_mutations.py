@@ -14,6 +14,7 @@ CAUGHT = [
     ("documents of a pack see each other", "nvfp4"),
     ("every second boundary between documents is lost", "delayed"),
     ("a microbatch's gradient is lost", "mxfp4"),
+    ("a square weight's gradient adds up transposed", "nvfp4"),
     ("the labels of a step's third microbatch are shifted twice", "bf16"),
     ("a weight's copy is that of an earlier step", "mxfp8"),
     ("values are truncated, not rounded", "current"),
