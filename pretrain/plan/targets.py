@@ -32,6 +32,7 @@ USUAL = ("H100", "H200", "B200", "8xB200")
 # GiB of one device, as CUDA reports them; the GB of data sheets (80, 141, 180) are 6 % fewer bytes. H200: as seen here. H100 SXM
 # of 80 GB and B200 were not seen here: the "total capacity" in torch's messages, as others have reported it.
 MEMORY = {"H100": 79.1, "H200": 139.8, "B200": 178.4}
+SOLD_WITH = {"H100": 80, "H200": 141, "B200": 180}  # those GB: a name that says others is of a device with another memory
 IN_ONE_HEADS = range(MIN_MEASURED_HEAD_DIM, 129)  # head sizes for which attention is one node with the rotation there
 NEWEST_CUDA = (99, 0)  # whoever has the device is taken to have a CUDA for it
 CAPABILITY = {"H100": (9, 0), "H200": (9, 0), "B200": (10, 0)}  # of their architecture, which precisions ask for
@@ -66,8 +67,8 @@ class Target:
     @property
     def memory(self) -> int | None:
         """Bytes of one; None where it is not in the table."""
-        known = known_as(self.name, MEMORY)
-        return None if known is None else int(MEMORY[known] * GIB)
+        known, said = known_as(self.name, MEMORY), re.search(r"(\d+)g", self.name.lower())
+        return None if known is None or (said and int(said[1]) != SOLD_WITH[known]) else int(MEMORY[known] * GIB)
 
     @property
     def capability(self) -> tuple[int, int] | None:

@@ -170,6 +170,22 @@ def test_what_a_device_cannot_run_is_said_in_its_row(job):
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "gib"),
+    {
+        "h100": 79.1,
+        "NVIDIA H100 80GB HBM3": 79.1,
+        "NVIDIA H100 64GB HBM2": None,
+        "NVIDIA H100 96GB HBM3": None,
+        "NVIDIA H200 141G HBM3e": 139.8,
+        "NVIDIA A100-SXM4-80GB": None,
+    }.items(),
+)
+def test_a_device_whose_name_says_another_memory_than_the_tables_has_none_of_it(name, gib):
+    assert Target(name).memory == (gib and int(gib * 2**30))
+    assert Target(name).capability == (None if "A100" in name else (9, 0))
+
+
 @pytest.mark.parametrize("precision", ["bf16", "delayed"])
 def test_memory_is_what_a_run_took_on_that_device(precision, job):
     """Of exact BF16 weights, 8 packs of 4,096 at once."""
