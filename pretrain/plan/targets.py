@@ -44,6 +44,7 @@ class Target:
 
     name: str
     count: int = 1
+    seen: int | None = None  # bytes of one, where it is the device of who plans
 
     @classmethod
     def parse(cls, text: str) -> Target:
@@ -66,7 +67,9 @@ class Target:
 
     @property
     def memory(self) -> int | None:
-        """Bytes of one; None where it is not in the table."""
+        """Bytes of one; None where it is neither here nor in the table."""
+        if self.seen is not None:
+            return self.seen
         known, said = known_as(self.name, MEMORY), re.search(r"(\d+)g", self.name.lower())
         return None if known is None or (said and int(said[1]) != SOLD_WITH[known]) else int(MEMORY[known] * GIB)
 
@@ -231,8 +234,10 @@ def estimates(
         for run in runs:
             if run.precision == wanted and (reached := run.tflops_on(target)):
                 yield Estimate(target, here, run.described(target), (reached,), run.devices > 1 and target.count > 1)
+    mine = job.plan.devices
     for run in runs:
-        own = Target(run.device, run.devices)
+        same = run.device == mine.name != "CPU"  # all CPUs have one name, whatever memory they have
+        own = Target(run.device, run.devices, mine.memory if same else None)
         planned = any(target.count == own.count and target.is_called(own.name) for target in targets)
         if not planned and run.precision == wanted:
             here = own.plan(job)

@@ -130,6 +130,10 @@ def test_the_device_of_a_run_is_judged_by_its_own_memory_and_not_by_that_of_who_
     assert on_h200.expected_microbatch == 8 and on_h200.devices.capability == (9, 0)
     assert on_a100.devices.memory is on_cpu.devices.memory is None, "it is not in the table"
     assert on_a100.expected_microbatch == on_cpu.expected_microbatch == 32
+    asked.plan = replace(asked.plan, devices=Devices(name=devices["a100"], memory=75 * 2**30))
+    *_, on_h200_again, seen, _ = estimates(asked, [Target("B200")], runs, [0.4])
+    assert on_h200_again.plan == on_h200 and seen.target.memory == 75 * 2**30
+    assert seen.plan.expected_microbatch == 4 and seen.plan.memory.total(4) <= 0.92 * 75 * 2**30, "that machine plans for itself"
 
 
 def test_a_run_in_another_precision_is_left_out_and_named(job, run_folder):
