@@ -286,10 +286,10 @@ def origin_in(
 
     def origin(key: str, message: str) -> str:
         inside = [f"{key}.{name}" for name in re.findall(r"`([\w.]+)", message)]
-        given = any(key == each or key.startswith(f"{each}.") for each in overridden)
-        given |= any(f"{each}.".startswith(f"{name}.") for each in overridden for name in inside)
-        # A section that no file has, and one of whose keys the command line sets.
-        given |= any(each.startswith(f"{key}.") for each in overridden) and not any(_says(own, key) for _, own in chain)
+        given = any(f"{key}.".startswith(f"{each}.") or each in inside for each in overridden)
+        # What no file has, and something in which the command line sets; where a file has it too, the file is named.
+        missing = [name for name in (key, *inside) if not any(_says(own, name) for _, own in chain)]
+        given |= any(each.startswith(f"{name}.") for each in overridden for name in missing)
         if given or not chain:
             return command_line
         files = [path for path, own in chain if any(_says(own, name) for name in inside)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,16 @@ TEXT_AND_MORE = {"packs": "p", "source": "s", "tokenizer": "t", "text": "{x}"}
         ({}, {"model": {"config": {"model_type": "m"}}}, ["model.config.rms_norm_eps=-1"], "command line", "`rms_norm_eps: -1`"),
         ({}, {"model": {"config": {"a_eps": -1}}}, ["model.config.model_type=m"], "own", "`model.config`: `a_eps: -1` is below"),
         ({}, {"model": {"config": {"model_type": "m"}}}, ["model.config.a={b: .inf}"], "command line", "`a` holds one of them"),
+        ({}, {"model": {"config": {"model_type": "m"}}}, ["model.config.a.b=.inf"], "command line", "`a` holds one of them"),
+        ({}, {"model": {"config": {"model_type": "m", "a": {"b": math.nan}}}}, ["model.config.a.c=1"], "own", "`a` holds one of"),
+        (
+            {},
+            {"model": {"config": {"hidden_size": 64}}},
+            ["model.config.vocab_size=512"],
+            "own",
+            "`model`: set `source` (hub name",
+        ),
+        ({}, {"model": {}}, ["model.config.vocab_size=512"], "command line", "`model`: set `source` (hub name"),
     ],
 )
 def test_a_mistake_of_a_whole_section_names_where_its_keys_were_set(
