@@ -204,7 +204,8 @@ class Estimate:
 
     def cost(self, prices: Mapping[str, float]) -> tuple[float, ...]:
         """Of all hours on all devices; `prices`: of one device for an hour by name, "" for any; empty where none is given."""
-        price = prices.get(self.target.name.upper(), prices.get(""))
+        name = known_as(self.target.name, sorted(prices, key=len, reverse=True))  # H100 80GB before H100
+        price = prices.get(name or "")
         return () if price is None else tuple(hours * price * self.target.count for hours in self.hours)
 
     def steps_in(self, hours: float) -> tuple[int, ...]:

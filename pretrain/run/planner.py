@@ -28,6 +28,7 @@ from foundation.command import CommandParser, number
 from foundation.errors import InputError
 from foundation.tables import UNKNOWN, on_screen, or_dash, screen_width
 from foundation.units import GIB, plural
+from pretrain.metrics.peaks import known_as
 from pretrain.metrics.run_folder import METRICS_FILE
 from pretrain.metrics.run_record import read_run
 from pretrain.model.distributed import make_accelerator
@@ -102,10 +103,6 @@ def main(arguments: list[str]) -> int:
     """Print the plan; returns 0. InputError for a mistake in what was given."""
     options = parse(arguments)
     targets, prices = [Target.parse(text) for text in options.on or USUAL], prices_of(options.price_per_hour)
-    if unknown := prices.keys() - {"", *(target.name.upper() for target in targets)}:
-        raise InputError(
-            f"--price-per-hour {sorted(unknown)[0]}=...: no such device is planned for; add it with --on, or correct it"
-        )
     recipe, notices = load_recipe(options.recipe, options.overrides), []
     if recipe.precision is None:
         recipe = recipe.model_copy(update={"precision": DEFAULT_PRECISION})
@@ -123,6 +120,9 @@ def main(arguments: list[str]) -> int:
             runs = [MeasuredRun.of(read_run(job.run_dir))]
         except InputError as error:
             notices.append(str(error))
+    devices = [target.name for target in targets] + [run.device for run in runs]
+    if unknown := [name for name in prices if name and not any(known_as(device, [name]) for device in devices)]:
+        raise InputError(f"--price-per-hour {unknown[0]}=...: no such device is planned for; add it with --on, or correct it")
     for line in sections(job, options, targets, runs, prices, [*asked.notices, *job.notices, *notices]):
         print(line)
     if options.measure:

@@ -80,6 +80,9 @@ def test_hours_are_operations_over_the_stated_share_of_the_peak(job):
     assert "40 % of the bf16 peak, stated" in row.by
     assert row.cost({"H200": 3.0, "": 9.0}) == pytest.approx([3 * row.hours[0]])
     assert row.cost({"H100": 3.0}) == (), "no price is invented"
+    as_driven = replace(row, target=Target("NVIDIA H100 80GB HBM3"))
+    assert as_driven.cost({"H200": 9.0, "H100": 3.0}) == pytest.approx([3 * row.hours[0]])
+    assert as_driven.cost({"H100": 3.0, "NVIDIA H100 80GB HBM3": 4.0}) == pytest.approx([4 * row.hours[0]])
     assert row.steps_in(10) == (int(10 / row.hours[0] * row.plan.total_tokens / row.plan.tokens_per_step),)
 
 

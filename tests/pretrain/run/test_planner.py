@@ -90,12 +90,21 @@ def test_prices_hours_and_a_budget_are_reckoned_with(plan):
     assert "outside of what was fitted (parameters below" in said[1]
 
 
+def test_a_price_is_that_of_a_device_by_either_of_its_names(plan):
+    for on, priced in (("NVIDIA H200", "H200"), ("H200", "nvidia h200"), ("NVIDIA H100 80GB HBM3", "H100")):
+        status, out, _ = plan("--on", on, "--mfu", "0.5", "--price-per-hour", f"{priced}=3600")
+        assert status == 0 and cells(out, f"1 x {on}")[4] == "0.00"
+    status, _, err = plan("--on", "NVIDIA H100 PCIe", "--price-per-hour", "H100=3")
+    assert status == 2 and "--price-per-hour H100=...: no such device is planned for" in err
+
+
 def test_a_run_of_ones_own_is_reckoned_by(plan, start_here, small_recipe, tmp_path):
     finished = start_here(small_recipe | {"evaluate": {}, "checkpoint": {"at_end": False}}, tmp_path)
     assert finished.status == 0, finished.output
     for arguments in (("--run", str(finished.run_dir)), ()):  # the recipe's own run is found by itself
-        status, out, _ = plan("precision=fp32", "--on", "H100", *arguments)
-        assert status == 0 and "run run: 1 x CPU, measured over 10 steps" in cells(out, "1 x CPU")[1]
+        status, out, _ = plan("precision=fp32", "--on", "H100", "--price-per-hour", "CPU=3600", *arguments)
+        assert status == 0 and cells(out, "1 x CPU")[4] != UNKNOWN == cells(out, "1 x H100")[4]
+        assert "run run: 1 x CPU, measured over 10 steps" in cells(out, "1 x CPU")[1]
     median = yaml.safe_load((finished.run_dir / "summary.json").read_text())["tokens_per_second"]
     assert float(cells(out, "1 x CPU")[2].replace(",", "")) == pytest.approx(median, rel=0.05)
     assert "run run computed in fp32, this plan in bf16" in plan("--on", "H100")[1]
