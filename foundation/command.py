@@ -26,7 +26,8 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def number(least: float | None = None, most: float = math.inf, *, whole: bool = False) -> Callable[[str], float]:
-    """What argparse takes as `type`: reads a number, a `whole` one as an int, of `least` to `most`. `least` None: above 0."""
+    """What argparse takes as `type`: reads a number, a `whole` one as an int, of `least` to `most`. `least` None: above 0. As
+    recipes do, a whole number may be written 1e3 or 8.0, as long as a float has all its digits."""
     if least is None:
         bounds = f"above 0 and of at most {most:g}" if math.isfinite(most) else "above 0"
     else:
@@ -34,7 +35,7 @@ def number(least: float | None = None, most: float = math.inf, *, whole: bool = 
 
     def read(text: str) -> float:
         try:
-            value = int(text) if whole else float(text)
+            value = _whole(text) if whole else float(text)
         except ValueError:
             value = math.nan
         if not (value > 0 if least is None else value >= least) or value > most or value == math.inf:
@@ -42,6 +43,15 @@ def number(least: float | None = None, most: float = math.inf, *, whole: bool = 
         return value
 
     return read
+
+
+def _whole(text: str) -> float:
+    """The int that is written there; NaN for a number that is not whole, or that a float cannot hold to its last digit."""
+    try:
+        return int(text)
+    except ValueError:
+        value = float(text)
+        return int(value) if value.is_integer() and abs(value) < 2**53 else math.nan
 
 
 def run_command(command: Callable[[], int | None], *, on_ctrl_c: str) -> int:

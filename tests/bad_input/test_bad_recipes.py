@@ -75,7 +75,7 @@ SETTINGS = {
     "--seed 3": r"command line: unrecognized arguments: --seed 3; a setting is key=value or --key=value, and --help lists",
     "--list-recipes": r"command line: --list-recipes is a command of its own: python -m pretrain recipes",
     "--gpus=0": r"command line: argument --gpus: 0: a whole number of 1 or more is wanted; a setting is",
-    "--plan --gpus=1e3": r"argument --gpus: 1e3: a whole number of 1 or more is wanted",
+    "--plan --gpus=1.5": r"argument --gpus: 1.5: a whole number of 1 or more is wanted",
     "--plan --gpus=8 --network-gbps=inf": r"argument --network-gbps: inf: a number above 0 is wanted",
     "run_dir=runs/{name.x}": r"`run_dir`: 'runs/{name.x}' cannot be filled in",
     "run_dir=runs/{seed:>2000000000}": r"`run_dir`: .* cannot be filled in",

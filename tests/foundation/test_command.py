@@ -43,7 +43,8 @@ def test_a_number_is_read_within_its_bounds_and_others_are_told_them(bounds, goo
 def test_a_whole_number_is_read_to_its_last_digit():
     read = number(0, 2**63 - 1, whole=True)
     assert read(str(2**63 - 1)) == 2**63 - 1 and isinstance(read("0"), int)
-    for text in (str(2**63), "-1", "1.0", "1e3", "inf", "9" * 5000):
+    assert [repr(read(text)) for text in ("1e3", "8.0", f"{2**53 - 1}.0")] == ["1000", "8", str(2**53 - 1)], "as in recipes"
+    for text in (str(2**63), "-1", "-1e3", "1.5", f"{2**53}.0", f"{2**53 + 1}.0", "nan", "inf", "9" * 5000):
         with pytest.raises(argparse.ArgumentTypeError, match=f"a whole number of 0 to {2**63 - 1} is wanted"):
             read(text)
 

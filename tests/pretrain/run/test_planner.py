@@ -15,6 +15,7 @@ from foundation.tables import UNKNOWN
 from pretrain.__main__ import main
 from pretrain.plan.compute_optimal import HOFFMANN
 from pretrain.plan.preflight import measured_speed
+from pretrain.run import planner
 from tests.conftest import write_recipe
 
 LLAMA = Path(__file__).parents[3] / "benchmarks/llama_3_1_8b.yaml"
@@ -88,6 +89,11 @@ def test_prices_hours_and_a_budget_are_reckoned_with(plan):
     parameters, tokens = HOFFMANN.best_for_compute(1e21)
     assert cells(said[1], "Hoffmann")[3:5] == [f"{parameters / 1e9:.2f} B", f"{tokens / 1e9:.1f} B"]
     assert "outside of what was fitted (parameters below" in said[1]
+
+
+def test_whole_numbers_may_be_written_as_recipes_write_them():
+    asked = planner.parse(["recipe.yaml", "--accumulation", "8.0", "--measure", "--sizes", "1e1,4"])
+    assert (asked.accumulation, asked.sizes) == (8, [4, 10])
 
 
 def test_a_price_is_that_of_a_device_by_either_of_its_names(plan):
