@@ -33,13 +33,16 @@ def number(least: float | None = None, most: float = math.inf, *, whole: bool = 
     else:
         bounds = f"of {least} to {most}" if math.isfinite(most) else f"of {least} or more"
 
+    kind = "whole " if whole else "" if math.isfinite(most) else "finite "
+
     def read(text: str) -> float:
         try:
             value = _whole(text) if whole else float(text)
         except ValueError:
             value = math.nan
         if not (value > 0 if least is None else value >= least) or value > most or value == math.inf:
-            raise argparse.ArgumentTypeError(f"{text}: a {'whole ' if whole else ''}number {bounds} is wanted")
+            shown = text if len(text) <= 200 else f"{text[:200]}..."
+            raise argparse.ArgumentTypeError(f"{shown}: a {kind}number {bounds} is wanted")
         return value
 
     return read

@@ -76,7 +76,7 @@ SETTINGS = {
     "--list-recipes": r"command line: --list-recipes is a command of its own: python -m pretrain recipes",
     "--gpus=0": r"command line: argument --gpus: 0: a whole number of 1 or more is wanted; a setting is",
     "--plan --gpus=1.5": r"argument --gpus: 1.5: a whole number of 1 or more is wanted",
-    "--plan --gpus=8 --network-gbps=inf": r"argument --network-gbps: inf: a number above 0 is wanted",
+    "--plan --gpus=8 --network-gbps=inf": r"argument --network-gbps: inf: a finite number above 0 is wanted",
     "run_dir=runs/{name.x}": r"`run_dir`: 'runs/{name.x}' cannot be filled in",
     "run_dir=runs/{seed:>2000000000}": r"`run_dir`: .* cannot be filled in",
     "loss.kind=cce": r"loss.kind: cce needs .*set loss.kind: chunked",

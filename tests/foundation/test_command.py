@@ -25,10 +25,10 @@ def test_a_module_of_ours_that_is_not_there_is_a_bug_and_no_message():
 @pytest.mark.parametrize(
     ("bounds", "good", "bad", "wanted"),
     [
-        ((), {"1e-9": 1e-9, "8_000": 8000.0}, ["0", "-1", "nan", "inf", "many", ""], "a number above 0 is wanted"),
+        ((), {"1e-9": 1e-9, "8_000": 8000.0}, ["0", "-1", "nan", "inf", "many", ""], "a finite number above 0 is wanted"),
         ((None, 1), {"1": 1.0}, ["0", "1.1", "inf"], "a number above 0 and of at most 1 is wanted"),
         ((0, 100), {"0": 0.0, "100": 100.0}, ["-0.1", "100.5"], "a number of 0 to 100 is wanted"),
-        ((1,), {"1": 1.0, "82e9": 82e9}, ["0.5", "inf"], "a number of 1 or more is wanted"),
+        ((1,), {"1": 1.0, "82e9": 82e9}, ["0.5", "inf"], "a finite number of 1 or more is wanted"),
     ],
 )
 def test_a_number_is_read_within_its_bounds_and_others_are_told_them(bounds, good, bad, wanted):
@@ -47,6 +47,12 @@ def test_a_whole_number_is_read_to_its_last_digit():
     for text in (str(2**63), "-1", "-1e3", "1.5", f"{2**53}.0", f"{2**53 + 1}.0", "nan", "inf", "9" * 5000):
         with pytest.raises(argparse.ArgumentTypeError, match=f"a whole number of 0 to {2**63 - 1} is wanted"):
             read(text)
+
+
+def test_a_text_that_is_refused_is_told_by_its_beginning():
+    with pytest.raises(argparse.ArgumentTypeError) as refused:
+        number(1, whole=True)("9" * 5000)
+    assert str(refused.value) == f"{'9' * 200}...: a whole number of 1 or more is wanted"
 
 
 def test_a_mistyped_command_is_one_message_that_names_the_option():

@@ -128,5 +128,5 @@ def test_a_vocabulary_that_a_recipe_leaves_open_is_its_tokenizers(tmp_path: Path
 
 @pytest.mark.parametrize("value", ["nan", "0", "many"])
 def test_a_count_that_is_none_is_refused_with_what_is_wanted(value: str):
-    with pytest.raises(InputError, match=f"--tokens: {value}: a number of 1 or more is wanted"):
+    with pytest.raises(InputError, match=f"--tokens: {value}: a finite number of 1 or more is wanted"):
         main(["my.yaml", "--tokens", value])
