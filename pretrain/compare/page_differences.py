@@ -110,8 +110,10 @@ def _parity(found: Any) -> str | None:
         return None
     if "left_out" in found:
         return f"left out: {found['left_out']}"
-    failures = found.get("failures")
-    return f"{'; '.join(map(str, failures)) or 'passed'}, {found.get('source')}" if isinstance(failures, list) else None
+    if not isinstance(failures := found.get("failures"), list):
+        return None
+    result = "; ".join(map(str, failures)) or "passed"
+    return f"{result}, {found['source']}" if "source" in found else result  # older runs say none
 
 
 def _products(products: list[Mapping[str, Any]]) -> list[tuple[str, int]]:
