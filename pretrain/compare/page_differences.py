@@ -45,6 +45,7 @@ def _audits(each: Standing) -> list[AuditShown]:
         asked = schedule.label(setting) if isinstance(setting, list) else audit.get("precision")  # all phases fell back to one
         return [_audit(label, audit, asked)]
     around = {key: value for key, value in audit.items() if key not in OF_A_PRECISION}
+    known = {audit.get("effective"): {key: audit[key] for key in OF_A_PRECISION & audit.keys()}}  # old files keep less by phase
     ends = [*(first - 1 for first in [*run.phases][1:]), run.summary["steps"]]
     spans = [
         (name, first, last, f"{label}, {_steps(first, last)}")
@@ -52,7 +53,8 @@ def _audits(each: Standing) -> list[AuditShown]:
     ]
     shown = []
     for name, first, last, where in spans or [(name, 1, ends[0], label) for name in found]:  # older runs say no first steps
-        own = {"precision": name, "effective": name} | found.get(name, {"reason": "what was found in these steps is not kept"})
+        kept = known.get(name, {}) | found.get(name, {}) or {"reason": "what was found in these steps is not kept"}
+        own = {"precision": name, "effective": name} | kept
         if not first <= (own.get("confirmed_in_step") or 0) <= last:
             own = own | {"confirmed_in_step": None}  # it was in another phase of this precision
         shown.append(_audit(where, around | own, own["precision"]))

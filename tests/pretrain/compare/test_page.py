@@ -255,6 +255,12 @@ def test_a_run_of_several_phases_has_the_audit_of_each_by_its_steps(tmp_path):
     assert "run, steps 1 to 2: nvfp4 asked for, <b>delayed</b>" in page and "run, steps 3 to 4: <b>bf16</b>" in page
 
 
+def test_a_last_phase_of_which_little_is_kept_has_what_is_kept_of_the_run():
+    shown = audits(RunComparison.over(read_kept(ROOT / "benchmarks/results/h200_evidence_14m_fp4.json")))
+    branch = [(each.ran, each.by) for each in shown if each.label.startswith("nvfp4_then_bf16_branch")]
+    assert set(branch) == {("nvfp4", "emulation"), ("bf16", "torch 2.11.0+cu130")}
+
+
 def test_an_audit_shows_every_kind_of_linears_though_there_are_as_many_of_two(tmp_path):
     products = [
         {"effective": name, "reason": why} for name, why in (("mxfp8", None), ("bf16", "the first layer"), ("bf16", "head"))
@@ -284,7 +290,8 @@ def test_audits_of_phases_to_come_lost_or_of_older_versions_are_shown_as_far_as_
     assert shown("lost", lost) == [("lost, steps 1 to 2", "delayed", "delayed"), ("lost, steps 3 to 4", "bf16", "bf16")]
     little = LAST | {"precisions": {"delayed": {"backend": "emulation"}, "bf16": {"backend": "torch"}}}
     low, high = audits(RunComparison.over([trained(tmp_path / "little", (4.0, 3.0), SCHEDULE, audit=little)]))
-    assert (low.ran, low.by, high.ran, high.by) == ("delayed", "emulation", "bf16", "torch"), "of neither what the other has"
+    assert (low.ran, low.by, high.ran, high.by) == ("delayed", "emulation", "bf16", "torch 9"), "of neither what the other has"
+    assert "confirmed in step" not in low.rows | high.rows and low.rows.keys() == {"weights"}
     alone = HIGH | {"precision": "nvfp4"}  # both phases fell back to one precision
     assert shown("alone", alone) == [("alone", "nvfp4 to step 2, then bf16", "bf16")]
 
