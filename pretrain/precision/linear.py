@@ -37,21 +37,25 @@ def summing_where(parameter: Tensor, copy: Tensor, *, transposed: bool = False) 
 
 
 def adding_up(operand: Tensor, seen: Callable[[Tensor], None] = lambda gradient: None) -> Tensor:
-    """`operand` for one product alone, whose gradient goes to `seen`, and to the operand's `main_grad` if it has one: where the
-    product delivers it, and where it adds it up, which it does here in a sum of its own.
+    """`operand` for one product alone, whose gradient goes to `seen`, and to the operand's `main_grad` if it has one: what the
+    product delivers, and what it adds up, which it does here in a sum of its own that begins with what there is.
 
     For parity, which compares gradients where a run's products add them up, with the quantization off too: products in BF16 have
     autograd deliver them, which knows by itself where they belong."""
     if not operand.requires_grad:
         return operand
     alone, main = operand.view_as(operand), getattr(operand, "main_grad", None)
-    own = alone.main_grad = None if main is None else torch.zeros_like(main, dtype=torch.float32)
+    own = before = None
+    if main is not None:
+        before = main.float().clone()  # kept, as FSDP2 may have freed `main` when the gradient comes
+        own = alone.main_grad = before.clone()
 
     def add(delivered: Tensor | None) -> Tensor | None:
-        gradient = own if delivered is None else delivered
-        seen(gradient)
         if main is None:
+            seen(delivered)
             return None
+        gradient = own - before if delivered is None else own - before + delivered
+        seen(gradient)
         main.add_(gradient)
         return None if delivered is None else torch.zeros_like(delivered)
 

@@ -80,7 +80,7 @@ from pretrain.verify.tolerance import LEEWAY, NoiseTolerance, RoundingTolerance,
 
 MICROBATCHES = 2  # of each rank: the first quantizes the weights, and the second takes its copies
 TOKENS, DOCUMENTS = 2048, 6  # of each rank, at most, that the plain side computes
-PLAIN_BYTES = 12  # a parameter: plain weights, their gradient, and one to compare with, in FP32
+PLAIN_BYTES = 16  # a parameter: plain weights, their gradient, one to compare with, and sums of products, in FP32
 LONGEST = TOKENS // 2  # what is taken of one document
 DIFFERENT = 16  # tokens, at least, that a text has whose parity says something of every other text
 DRAWS = 2  # of the noise that stands in for quantization

@@ -343,7 +343,8 @@ def _differentiated_chunk(
 ) -> Tensor:
     """By a product that brings its own backward, which keeps nothing of the logits. So these may be overwritten, as `data`:
     Transformer Engine returns a view, and a view that autograd knows to be written to cannot be differentiated. An emulated
-    product adds the weight's gradient to the sum by itself, in FP32, and returns none."""
+    product adds the weight's gradient to the sum by itself, in FP32, and returns none; so does one that parity watches, which
+    returns zeros."""
     leaves = [None if t is None else t.detach().requires_grad_() for t in (hidden, weight, bias)]
     if gradients.weight is not None:
         leaves[1].main_grad = gradients.weight.zero_() if first else gradients.weight
@@ -354,7 +355,7 @@ def _differentiated_chunk(
     if gradients.hidden is not None:
         gradients.hidden.copy_(found[0])
     if gradients.weight is not None and found[1] is not None:
-        gradients.weight.copy_(found[1]) if first else gradients.weight.add_(found[1])
+        gradients.weight.add_(found[1])
     if gradients.bias is not None:
         gradients.bias += found[2]
     return losses

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from pretrain.model import huggingface as model
 from pretrain.model.gradients import attach_main_gradients, was_reached
 from pretrain.model.loss.penalty import Penalty
 from pretrain.model.packed import PackedLanguageModel
-from pretrain.precision import linear
+from pretrain.precision import emulation, linear
 from pretrain.precision.emulation import EmulatedProduct
 from pretrain.precision.linear import LowPrecisionNorm
 from pretrain.precision.registry import PRECISIONS
@@ -360,6 +361,43 @@ def test_a_product_that_adds_its_gradient_up_wrongly_is_found(
     monkeypatch.setattr(EmulatedProduct, "__call__", transposed)
     wrong = {each.name for each in small(precision, "gpt2").parity().products if each.excess > 1}
     assert wrong == {"transformer.h.0.attn.c_proj"}
+
+
+@pytest.mark.parametrize("penalty", [None, "neg_entropy"])
+@pytest.mark.parametrize("precision", ["delayed", "block"])
+def test_a_head_whose_product_delivers_its_gradient_passes(
+    precision: str, penalty: str | None, small: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By autograd, as Transformer Engine's do, and not into a sum."""
+    product = EmulatedProduct.__call__
+
+    def delivering(self: EmulatedProduct, x: torch.Tensor, weight: torch.Tensor, *rest: object, **options: bool) -> torch.Tensor:
+        return product(self, x, weight.view_as(weight), *rest, **options)  # which has no main_grad
+
+    monkeypatch.setattr(EmulatedProduct, "__call__", delivering)
+    loss = LossSettings(chunk=256, penalty=penalty, penalty_weight=0.1 if penalty else None)
+    assert not small(precision, "llama", scope="linear+head", loss=loss).parity().failures
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_product_that_overwrites_its_sum_or_counts_twice_is_found(
+    twice: bool, small: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backward = emulation._Products.backward
+
+    def wrong(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if (main := ctx.main_gradient) is None:
+            return backward(ctx, *gradients)
+        before = main.clone()
+        if not twice:
+            main.zero_()
+        found = list(backward(ctx, *gradients))
+        if twice:
+            found[1] = (main - before).to(ctx.weight_dtype)
+        return tuple(found)
+
+    monkeypatch.setattr(emulation._Products, "backward", staticmethod(wrong))
+    assert small("delayed", "llama").parity().failures
 
 
 # What is said of a path that is wrong
