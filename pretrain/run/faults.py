@@ -34,9 +34,9 @@ def explaining_memory(job: Job, run: Run | None = None) -> Iterator[None]:
 
 def fault_of(run: Run) -> int:
     """FOLDER_GONE or METRICS_GONE where somebody has taken away what this run writes into, SAVE_FAILED where the checkpoint being
-    written cannot be, PACKS_FAILED where no more packs come of a stream, else 0, as before the first step, of which nothing is
-    lost. A rank knows only about the files that it writes itself."""
-    if not run.state.step:
+    written cannot be, PACKS_FAILED where no more packs come of a stream, else 0, as before this run's first step, of which
+    nothing is lost. A rank knows only about the files that it writes itself; that no more packs come, all of them."""
+    if run.state.step == run.resumed_step:
         return 0
     if not run.folder.in_place:
         return FOLDER_GONE
@@ -45,7 +45,7 @@ def fault_of(run: Run) -> int:
     if run.checkpoints.failed:
         return SAVE_FAILED
     stream = run.job.data.stream
-    return PACKS_FAILED if stream is not None and stream.packing is not None and stream.failure else 0
+    return PACKS_FAILED if stream is not None and stream.failure else 0
 
 
 def time_is_up(run: Run) -> int:
