@@ -20,7 +20,7 @@ from typing import Any
 
 from foundation.command import run_command
 from foundation.errors import InputError
-from foundation.settings import Settings, load_with_bases, origin_in, parse, place_of, value_from_text
+from foundation.settings import Settings, load_with_bases, origin_in, parse, place_of, shown, value_from_text
 from packing.settings import DataSettings
 
 
@@ -167,7 +167,10 @@ def _data_settings(options: argparse.Namespace) -> DataSettings:
     for key, value in given.items():
         section, _, inside = key.partition(".")
         if section != "data" or not inside:
-            raise InputError(f"command line: {key}: prepare takes the keys of data only, as in data.length=1024 or data.seed=7")
+            file = f", and no file is called {shown(f'{key}={value}')}" if str(value).endswith((".yaml", ".yml")) else ""
+            raise InputError(
+                f"command line: {key}: prepare takes the keys of data only, as in data.length=1024 or data.seed=7{file}"
+            )
         place, name = place_of({"data": data}, key)  # which may lie deeper, as data.validation.source
         place[name] = value if isinstance(value, bool) else value_from_text(_Recipe, key, value)
     if "packs" not in data:

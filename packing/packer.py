@@ -455,3 +455,4 @@ def serve() -> None:
         if not (full := no_room(error)):
             raise
         _leave_failure(settings.packs, f"{settings.packs}: {full} or lower data.streaming.disk_gb")
+    os._exit(0)  # at once: the thread that reads stdin holds a lock of it, over which the interpreter's own end stumbles

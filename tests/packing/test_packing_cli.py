@@ -99,6 +99,10 @@ def test_flags_say_what_a_recipe_says(recipe: Path, tmp_path: Path) -> None:
         (["data.end_token=0"], "`end_token` is for token .bin files"),
         (["data.source=null", "data.packing=best_fit"], "`packing`, `seed`: for preparing packs, but no `source` is set"),
         (["dta.length=64"], "prepare takes the keys of data only"),
+        (
+            ["lr=1/missing.yaml"],
+            "lr: prepare takes the keys of data only, as in data.length=1024 or data.seed=7, and no file is called lr",
+        ),
         (["seed=8"], "seed: prepare takes the keys of data only, as in data.length=1024 or data.seed=7"),
         (["other.yaml"], "one recipe at a time"),
     ],
