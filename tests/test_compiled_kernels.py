@@ -11,6 +11,7 @@ import importlib
 import re
 import subprocess
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -148,7 +149,7 @@ def rotation() -> None:
         inputs = (*gradients, qkv if normed else None, angles, angles, heads, norms)
         kernel.rotate(qkv, angles, angles, heads, norms)
         kernel.rotate_backward(*inputs)
-        for written in by_tensor(TOKENS, heads.width, E5M2):
+        for written in islice(by_tensor(TOKENS, heads.width, E5M2), 2 if normed else 1):
             kernel.rotate_backward_in_codes(*inputs, written)
         if normed:
             kernel.rotate_backward_in_codes(*inputs, by_block(TOKENS, heads.width, E4M3))
