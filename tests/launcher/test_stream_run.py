@@ -122,6 +122,21 @@ def test_a_run_begins_with_a_checkpoint_of_another_text_or_of_other_steps(
     )
 
 
+def test_a_start_whose_packer_fails_before_its_first_step_leaves_no_checkpoint(
+    recipe: dict[str, Any], tmp_path: Path, folder: Path, start_here: Callable
+) -> None:
+    """What it begins with is another run's, and was not trained on here."""
+    changes = ["train.steps=20", "evaluate.every=null", "schedule.kind=constant"]
+    first = start_here(recipe, tmp_path, *changes, f"run_dir={tmp_path}/first", f"data.packs={tmp_path}/packs")
+    assert first.status == 0, first.output
+    texts = (folder / "texts.jsonl").read_text().splitlines()
+    (tmp_path / "bad.jsonl").write_text("\n".join([*texts[:150], '{"text": ', *texts[150:]]) + "\n")  # in the part it begins in
+    begins = [*changes, f"train.begin_with={tmp_path}/first/checkpoints/step-00000015", f"run_dir={tmp_path}/second"]
+    second = start_here(recipe, tmp_path, *begins, f"data.source={tmp_path}/bad.jsonl", f"data.packs={tmp_path}/bad-packs")
+    assert second.status == 2 and "is saved" not in second.output, second.output
+    assert not list((tmp_path / "second").glob("checkpoints/step-*"))
+
+
 @pytest.mark.multi
 def test_a_streamed_run_goes_on_with_the_same_curve_on_two_machines_with_empty_disks(
     recipe: dict[str, Any], folder: Path, start_here: Callable, start_as_ranks: Callable
