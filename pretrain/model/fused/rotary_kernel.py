@@ -139,7 +139,7 @@ def _rotate_backward(
     query_norm,
     key_norm,
     rows,  # [tokens, (query + 2 kv) x dim]: the gradient, or with `fp8` its codes, uint8; or None
-    scale_inv,  # this and what follows is None without `fp8`
+    scale_inv,  # None without `fp8`, as columns, scale and amax
     columns,  # uint8, the transpose of the codes, or None. With neither rows nor columns, nothing is written but the amax
     scale,
     amax,
@@ -278,8 +278,8 @@ def rotate_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """pretrain.model.fused.rotary.rotate_backward, for rows that it says have a kernel."""
     dqkv = dq.new_empty(len(dq), heads.width)
-    backward = _Backward(dq, dk, dv, qkv, cos, sin, heads, norms, tiling or BACKWARD)
-    backward.launch(_rotate_backward, dqkv, None, None, None, None, epsilon=0.0, power_of_two=False, fp8=None)
+    backward = _Backward((dq, dk, dv), qkv, (cos, sin), heads, norms, tiling or BACKWARD)
+    backward.launch(_rotate_backward, dqkv, None, None, None, None, **backward.tile, epsilon=0.0, power_of_two=False, fp8=None)
     return dqkv, *backward.of_norms()
 
 
@@ -307,16 +307,16 @@ def rotate_backward_in_codes(
     Returns the gradients of the norms' weights.
     """
     blocks = isinstance(written, BlockScaled)
-    backward = _Backward(dq, dk, dv, qkv, cos, sin, heads, norms, tiling or (BACKWARD_IN_BLOCKS if blocks else BACKWARD))
+    backward = _Backward((dq, dk, dv), qkv, (cos, sin), heads, norms, tiling or (BACKWARD_IN_BLOCKS if blocks else BACKWARD))
     how = {"epsilon": written.epsilon, "power_of_two": written.power_of_two, "fp8": TYPES[written.dtype]}
     if blocks:
         outputs = (written.rows, written.rows_scale_inv, written.columns, written.columns_scale_inv)
         backward.launch(rotate_backward_in_blocks, *outputs, **how)
     else:
         if written.scale is None:  # current scaling: the amax before anything is written
-            backward.launch(_rotate_backward, None, None, None, None, written.amax, **how)
+            backward.launch(_rotate_backward, None, None, None, None, written.amax, **backward.tile, **how)
         outputs = (written.rows, written.scale_inv, written.columns, written.scale, written.amax)
-        backward.launch(_rotate_backward, *outputs, **how)
+        backward.launch(_rotate_backward, *outputs, **backward.tile, **how)
     return backward.of_norms()
 
 
@@ -325,17 +325,14 @@ class _Backward:
 
     def __init__(
         self,
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
+        gradients: tuple[Tensor, Tensor, Tensor],
         qkv: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
+        angles: tuple[Tensor, Tensor],
         heads: Heads,
         norms: HeadNorms | None,
         tiling: BackwardTiling,
     ) -> None:
-        dq, dk, dv = map(_as_read, (dq, dk, dv))
+        (dq, dk, dv), (cos, sin) = map(_as_read, gradients), angles
         tokens, parts = len(dq), dk.shape[2] if dk.dim() == 4 else 1
         self.queries, self.sums, stages = heads.query, None, 1
         programs = triton.cdiv(tokens, tiling.tokens)
@@ -355,9 +352,8 @@ class _Backward:
     def launch(self, kernel: triton.JITFunction, *outputs: Tensor | None, **how: Any) -> None:
         """Write to `outputs`, as `how` says."""
         if self.programs:
-            tile = {} if kernel is rotate_backward_in_blocks else self.tile
             with torch.cuda.device_of(self.inputs[0]):
-                kernel[(self.programs,)](*self.inputs, *outputs, self.sums, **self.options, **tile, **how)
+                kernel[(self.programs,)](*self.inputs, *outputs, self.sums, **self.options, **how)
 
     def of_norms(self) -> tuple[Tensor | None, Tensor | None]:
         """The gradients of the norms' weights: sums in an order that shapes alone decide."""
