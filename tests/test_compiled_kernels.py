@@ -23,6 +23,7 @@ from torch import Tensor
 from packing.batch import IGNORE
 from pretrain.model.attention.heads import HeadNorms, Heads
 from pretrain.optimizer.adamw_update import Hyperparameters, ParameterTensors
+from tests.triton_kernels import launched_in
 
 triton = pytest.importorskip("triton", minversion="3.9", reason="earlier ones ask the driver for other things")
 pytestmark = [
@@ -83,16 +84,6 @@ def no_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_
 
 def kernels(name: str) -> ModuleType:
     return importlib.import_module(f"pretrain.{name}")
-
-
-def launched(module: ModuleType) -> Iterator[str]:
-    """The kernels of `module`, by name: what no other function of Triton calls."""
-    functions = [
-        each for each in vars(module).values() if isinstance(each, triton.JITFunction) and each.__module__ == module.__name__
-    ]
-    for function in functions:
-        if not any(re.search(rf"\b{function.__name__}\(", other.src) for other in functions if other is not function):
-            yield function.__name__
 
 
 def bf16(*shape: int) -> Tensor:
@@ -196,5 +187,5 @@ def test_kernels_compile_for_gpus_that_are_not_there_and_none_spills_but_one(
     launch: Callable[[], None], modules: list[str], no_gpu: NoGPU
 ) -> None:
     launch()  # Triton itself refuses a kernel that wants more shared memory than there is
-    assert set(no_gpu.spilled) == {name for module in modules for name in launched(kernels(module))}
+    assert set(no_gpu.spilled) == set().union(*(launched_in(Path(kernels(module).__file__)) for module in modules))
     assert {name for name, spilled in no_gpu.spilled.items() if spilled} <= SPILL

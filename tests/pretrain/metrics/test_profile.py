@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import gzip
 import json
 import re
@@ -21,6 +20,7 @@ from pretrain.metrics.flops import LowPrecisionProducts, ModelFlops
 from pretrain.metrics.profile import LOSS_SCOPE, StepProfile, Work, by_launch, by_operator, part_of, reached, render
 from pretrain.model import huggingface as model
 from pretrain.settings.recipe import ModelSettings
+from tests.triton_kernels import launched_in
 
 
 @pytest.mark.parametrize(
@@ -48,11 +48,7 @@ def test_a_kernel_is_known_by_its_name(name: str, part: str) -> None:
 
 
 def test_every_kernel_of_ours_but_the_tables_has_a_part() -> None:
-    trees = [ast.parse(file.read_text()) for file in Path(model.__file__).parents[1].rglob("*_kernel.py")]
-    functions = [node for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef) and node.decorator_list]
-    kernels = {each.name: each for each in functions if "triton.jit" in map(ast.unparse, each.decorator_list)}
-    inside = [node for kernel in kernels.values() for node in ast.walk(kernel) if isinstance(node, ast.Call)]
-    launched = kernels.keys() - {ast.unparse(call.func) for call in inside}  # what no other of them calls
+    launched = set().union(*map(launched_in, Path(model.__file__).parents[1].rglob("*_kernel.py")))
     assert {"_rms_norm", "rotate_backward_in_blocks", "_adamw"} < launched
     assert {name for name in launched if part_of(name, set()) == "everything else"} <= {"_add_rows"}
 
