@@ -44,7 +44,7 @@ from pretrain.verify.reference_model import (
     valid_tokens_of,
 )
 from pretrain.verify.tolerance import NoiseTolerance
-from tests.pretrain.verify.faults import changing_gradients
+from tests.pretrain.verify.faults import adds_up_transposed, changing_gradients
 from tests.pretrain.verify.small_runs import ARCHITECTURES, CPU, LLAMA, SmallRun, build_run, random_packs, step_of
 
 LENGTH = 16
@@ -351,15 +351,9 @@ def test_gradients_that_add_up_transposed_are_found(precision: str, small: Calla
 def test_a_product_that_adds_its_gradient_up_wrongly_is_found(
     precision: str, small: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    product = EmulatedProduct.__call__
-
-    def transposed(self: EmulatedProduct, x: torch.Tensor, weight: torch.Tensor, *rest: object, **options: bool) -> torch.Tensor:
-        if weight.shape[0] == weight.shape[1]:
-            weight.main_grad = weight.main_grad.t()
-        return product(self, x, weight, *rest, **options)
-
-    monkeypatch.setattr(EmulatedProduct, "__call__", transposed)
-    wrong = {each.name for each in small(precision, "gpt2").parity().products if each.excess > 1}
+    run = small(precision, "gpt2")
+    adds_up_transposed(run, monkeypatch)
+    wrong = {each.name for each in run.parity().products if each.excess > 1}
     assert wrong == {"transformer.h.0.attn.c_proj"}
 
 
