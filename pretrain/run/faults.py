@@ -35,7 +35,7 @@ def explaining_memory(job: Job, run: Run | None = None) -> Iterator[None]:
 def fault_of(run: Run) -> int:
     """FOLDER_GONE or METRICS_GONE where somebody has taken away what this run writes into, SAVE_FAILED where the checkpoint being
     written cannot be, PACKS_FAILED where no more packs come of a stream, else 0, as before this run's first step, of which
-    nothing is lost. A rank knows only about the files that it writes itself; that no more packs come, all of them."""
+    nothing is lost. A rank knows only about the files that it writes itself; every rank knows that no more packs come."""
     if run.state.step == run.resumed_step:
         return 0
     if not run.folder.in_place:
