@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from foundation.errors import InputError, permissions_named
+from foundation.errors import InputError, permissions_named, shown
 from foundation.files import no_room
 
 OURS = ("foundation", "packing", "pretrain")
@@ -41,8 +41,7 @@ def number(least: float | None = None, most: float = math.inf, *, whole: bool = 
         except ValueError:
             value = math.nan
         if not (value > 0 if least is None else value >= least) or value > most or value == math.inf:
-            shown = text if len(text) <= 200 else f"{text[:200]}..."
-            raise argparse.ArgumentTypeError(f"{shown}: a {kind}number {bounds} is wanted")
+            raise argparse.ArgumentTypeError(f"{shown(text)}: a {kind}number {bounds} is wanted")
         return value
 
     return read

@@ -23,7 +23,7 @@ from pydantic import (
     field_validator,
 )
 
-from foundation.errors import InputError
+from foundation.errors import InputError, shown
 from foundation.reading import MOST_YAML_BYTES, one_line, parse_yaml, read_regular, reason_of, unusable_text
 
 
@@ -175,12 +175,6 @@ def _members(annotation: Any) -> tuple[Any, ...]:
 
 def _is_section(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
-
-
-def shown(value: object, write: Callable[[Any], str] = str) -> str:
-    """`value` for a message: its first 200 characters."""
-    text = write(value)
-    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _section(cls: type[BaseModel], keys: list[str]) -> type[BaseModel]:

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from foundation.command import run_command
-from foundation.errors import InputError
-from foundation.settings import Settings, load_with_bases, origin_in, parse, place_of, shown, value_from_text
+from foundation.errors import InputError, shown
+from foundation.settings import Settings, load_with_bases, origin_in, parse, place_of, value_from_text
 from packing.settings import DataSettings
 
 

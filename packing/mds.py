@@ -26,10 +26,10 @@ import pyarrow as pa
 import zstandard
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from foundation.errors import InputError
+from foundation.errors import InputError, shown
 from foundation.integrity import FileRecord, InnerName, Size, check_files, digests, hash_file
 from foundation.reading import load_object, parse_json
-from foundation.settings import first_mistake, shown
+from foundation.settings import first_mistake
 from packing.arrow import IGNORE, Pack, as_token_ids, checked_index
 
 INDEX = "index.json"

@@ -16,10 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from foundation.errors import InputError
+from foundation.errors import InputError, shown
 from foundation.integrity import FileRecord, check_files, digests
 from foundation.reading import load_json, read_regular, reason_of
-from foundation.settings import shown
 from packing.arrow import Pack, checked_index
 
 _SAMPLED_TOKENS = 2**20

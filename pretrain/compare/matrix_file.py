@@ -18,9 +18,9 @@ from typing import Annotated, Any
 import yaml
 from pydantic import Field
 
-from foundation.errors import InputError
+from foundation.errors import InputError, shown
 from foundation.reading import load_object
-from foundation.settings import FilePath, PathText, PositiveCount, Settings, load_yaml, parse, shown, value_from_text
+from foundation.settings import FilePath, PathText, PositiveCount, Settings, load_yaml, parse, value_from_text
 from packing.manifest import read_manifest
 from packing.parts import training_parts, validation_parts
 from packing.prepare import content_settings, recorded_settings

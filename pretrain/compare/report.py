@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from foundation.errors import InputError
+from foundation.errors import InputError, shown
 from foundation.files import save_file
 from foundation.progress import Progress, advance
-from foundation.settings import load_yaml, shown
+from foundation.settings import load_yaml
 from foundation.tables import UNKNOWN, markdown, on_screen, or_dash
 from foundation.units import count, memory, percent, plural, three_digits
 from pretrain.compare.appearance import as_text, unique_names

@@ -37,12 +37,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from foundation.attributes import holding
-from foundation.errors import InputError
+from foundation.errors import InputError, shown
 from foundation.files import fsync, fsync_tree, name_aside, remove_own_folder
 from foundation.integrity import hash_files
 from foundation.progress import advance
 from foundation.reading import load_object
-from foundation.settings import shown
 from packing.settings import HUB_NAME
 from pretrain.model.attention import backends as attention
 from pretrain.model.loss.head import check as check_loss

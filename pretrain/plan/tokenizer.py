@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, BatchEncoding, PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from foundation.errors import InputError
+from foundation.errors import InputError, shown
 from foundation.reading import one_line
-from foundation.settings import shown
 from packing.chat import CHAT_TEMPLATE, chat_template
 from packing.parts import training_parts
 from packing.settings import DataSettings

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from foundation.errors import InputError
-from foundation.settings import load_with_bases, origin_in, parse, place_of, shown, value_from_text
+from foundation.errors import InputError, shown
+from foundation.settings import load_with_bases, origin_in, parse, place_of, value_from_text
 from pretrain.precision import schedule
 from pretrain.settings.recipe import Recipe
 

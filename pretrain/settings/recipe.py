@@ -14,7 +14,8 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from foundation.settings import Count, PathText, PositiveCount, Seed, Settings, Share, shown
+from foundation.errors import shown
+from foundation.settings import Count, PathText, PositiveCount, Seed, Settings, Share
 from packing.settings import DataSettings
 from pretrain.precision.registry import WEIGHT_DTYPES
 from pretrain.precision.schedule import PrecisionSetting, is_quantized
