@@ -128,7 +128,7 @@ FILES_OF = {
         "14m_nvfp4",
     ],
     "35m": ["35m"],
-    "35m_once": ["35m_once", "35m_once_2", "35m_once_3"],
+    "35m_once": ["35m_once", "35m_once_2", "35m_once_3", "35m_once_begun", "35m_once_4"],
     "111m": ["111m"],
     "111m_five_times": ["111m_five_times"],
     "continued": ["continued"],
@@ -245,6 +245,18 @@ def test_what_text_that_is_seen_again_does_is_what_the_files_say():
         *shown, share, before, after = (float(cells[column].split(" ")[0]) for cells in list(rows.values())[2:])
         assert [*shown, before, after] == pytest.approx([*hundreds, *held_out], abs=5.1e-5)
         assert share == pytest.approx(100 * training.mean / training.baseline, abs=0.0051)
+
+
+def test_what_one_seed_tells_of_the_other_ways_to_scale_is_what_the_files_say():
+    scale, text = scale_of("35m_once"), " ".join((ROOT / "docs/evidence.md").read_text().split())
+    for said, measure in (
+        ("ends {} and {} above, {} and {} %. So", training_loss),
+        ("two end {} and {} above, {} and {} %;", final_loss),
+    ):
+        found = [scale.difference(f"{cell}_branch", measure) for cell in ("current", "block")]
+        assert [len(each.by_seed) for each in found] == [1, 1]
+        shares = (f"{100 * each.mean / each.baseline:.2f}" for each in found)
+        assert said.format(*(f"{each.mean:.4f}" for each in found), *shares) in text
 
 
 def test_what_few_seeds_tell_by_the_spread_of_others_is_as_the_page_says():
