@@ -12,8 +12,8 @@ WORKERS ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo    train a small model on this machine: prepare text, train a tokenizer, pack, train, compare (5 minutes, no GPU)"
-	@echo "make test    install what the tests need, and run them (6 minutes on 2 cores)"
+	@echo "make demo    train a small model on this machine: prepare text, train a tokenizer, pack, train, compare (4 to 6 minutes, no GPU)"
+	@echo "make test    install what the tests need, and run them (6 to 10 minutes on 2 cores)"
 	@echo "make install make .venv, and nothing else (for FP8 on a GPU, see docs/requirements.md)"
 	@echo "make lint    check style and formatting with ruff"
 	@echo "make docs    write docs/settings.md from the classes that check recipes, docs/recipes.md from the recipes"
