@@ -1,6 +1,6 @@
-"""The tables of docs/precision.md that say which faults are caught, and by what:
+"""The tables of docs/faults.md, which faults are caught and by what:
 
-    python -m tests.pretrain.verify.mutations --out docs/precision.md
+    python -m tests.pretrain.verify.mutations --out docs/faults.md
 
 Every fault of `faults.py` is made in every precision that it can be made in, with fused layers and without, and the audit and
 parity are asked. Unbroken models of 4, 12 and 28 layers and of four architectures must pass. Takes half an hour on two idle
