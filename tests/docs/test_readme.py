@@ -147,7 +147,7 @@ def result_file(name: str) -> str:
 @pytest.mark.parametrize(
     ("size", "cell", "row", "begins"),
     [
-        ("14m", "delayed", "`fp8_delayed.yaml`", "FP8, delayed scaling |"),
+        ("14m", "delayed", "`fp8_delayed.yaml` | `weights=bf16_exact` |", "FP8, delayed scaling |"),
         ("14m", "delayed_head", "linear+head`", "FP8, delayed scaling and the head"),
         ("14m", "current", "`fp8_current.yaml`", "FP8, current scaling"),
         ("14m", "block", None, "FP8, blocks"),
@@ -157,7 +157,7 @@ def result_file(name: str) -> str:
         ("14m", "nvfp4_then_bf16", None, "NVFP4, the decay in BF16"),
         ("14m", "mxfp4", None, "MXFP4"),
         ("14m", "bf16_weights", None, "BF16 weights"),
-        ("35m", "delayed", "`fp8_delayed.yaml`", "35 million: FP8, delayed scaling"),
+        ("35m", "delayed", "`fp8_delayed.yaml` | `weights=bf16_exact` |", "35 million: FP8, delayed scaling"),
         ("35m", "delayed_head", "linear+head`", "35 million: with the head in FP8"),
         ("35m_once", "delayed", None, "35 million, all text new: FP8, delayed scaling, 3 seeds"),
         ("111m", "delayed", None, "112 million: FP8, delayed scaling, 3 seeds"),
@@ -182,7 +182,9 @@ def test_what_a_precision_costs_is_what_the_experiment_found(size: str, cell: st
     if speed := speeds.over_baseline(scale, f"{cell}_branch"):
         assert f"{speed:.2f} \u00d7" in line
     column = -2 if size == "35m" else -3
-    for line in [line for line in readme.splitlines() if row and row in line and line.startswith("|")]:
+    lines = [line for line in readme.splitlines() if row and row in line and line.startswith("|")]
+    assert len(lines) == bool(row)
+    for line in lines:
         assert f"{mean:+.2f} %, {found.verdict()}".replace("-", "\u2212") in line.split("|")[column]
 
 
