@@ -126,6 +126,8 @@ class BatchSettings(Settings):
 
 
 class OptimizerSettings(Settings):
+    """AdamW, the only optimizer."""
+
     learning_rate: float = Field(3.0e-4, gt=0, le=MOST_FP32)  # the largest, which the schedule reaches after its warmup
     betas: tuple[Share, Share] = (0.9, 0.95)  # AdamW's
     eps: float = Field(1.0e-8, gt=0, le=MOST_FP32)  # AdamW's
@@ -267,7 +269,8 @@ class HealthSettings(Settings):
     # A loss or gradient norm that is not finite: stop the run; skip: leave the step out as if its data had never come, ten in a
     # row at most; rollback: go back to the last checkpoint, and past all data since.
     on_nan: Literal["stop", "skip", "rollback"] = "stop"
-    on_spike: Literal["ignore", "warn", "stop", "skip", "rollback"] = "warn"  # a loss far above the recent ones
+    # A loss above the median of the last 100 by six of their robust standard deviations, and by 0.3 nats at least.
+    on_spike: Literal["ignore", "warn", "stop", "skip", "rollback"] = "warn"
     max_rollbacks: PositiveCount = 3  # over the whole run, resumed or not; then it stops
 
 
