@@ -19,10 +19,12 @@ and a test compares the two; `python -m pretrain recipes` prints the table, of y
   what the recipe says itself overrides it, key by key. All keys: [settings.md](settings.md).
 * `--plan` behind a command says what it would do here, `python -m pretrain plan RECIPE` what it
   would take elsewhere ([planning.md](planning.md)).
-* The figures are of documents that were published with code; what a comment calls wrong there was
-  checked by arithmetic. Only `smoke`, `tinyshakespeare`, `comparison`, `comparison_base`
-  and those of the evidence have been trained to their end here: most data and models lie on
-  the hub. Tests plan each recipe, and train each kind in a tiny form.
+* In the table `24.7 GiB with 32` is the memory of each GPU with 32 packs at once, and `source` is
+  the title of the document that a recipe's figures come from. These documents were published with
+  code; what a comment calls wrong there was checked by arithmetic.
+* Only `smoke`, `tinyshakespeare`, `comparison`, `comparison_base` and those of the evidence have
+  been trained to their end here: most data and models lie on the hub. Tests plan each recipe, and
+  train each kind in a tiny form.
 * A name on the hub that is gated, as Llama's, asks for `hf auth login` and its licence.
 """
 MORE = {
