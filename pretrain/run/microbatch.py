@@ -23,7 +23,7 @@ from pretrain.model.distributed import largest_over_ranks
 from pretrain.model.gradients import clear_main_gradients
 from pretrain.model.packed import inputs_of
 from pretrain.plan.preflight import Job
-from pretrain.plan.remedies import listed
+from pretrain.plan.remedies import is_out_of_memory, listed
 from pretrain.run.assembly import Assembly, beginning_of
 
 # Left free for the allocator's fragments, communication buffers and evaluation.
@@ -157,7 +157,9 @@ def _fits(model: nn.Module, accelerator: Accelerator, batch: Microbatch) -> bool
     device = accelerator.device
     try:
         _try(model, accelerator, batch)
-    except torch.OutOfMemoryError:
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
         return False
     if device.type != "cuda":
         return True

@@ -190,7 +190,7 @@ def measure(job: Job, accelerator: Accelerator, sizes: Sequence[int], said: Call
             break
         try:
             found.append(try_size(assembly, accelerator, job, packs))
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             ended = f"{plural(packs, 'pack')} did not fit"

@@ -52,6 +52,7 @@ from pretrain.model.distributed import local_part
 from pretrain.model.gradients import gradient_of
 from pretrain.model.packed import PackedLanguageModel, forward_backward
 from pretrain.optimizer.adamw import clear_gradients
+from pretrain.plan.remedies import is_out_of_memory
 from pretrain.precision.settings import ActivePrecision
 from pretrain.verify.comparison import (
     SHOWN,
@@ -209,7 +210,9 @@ def check_parity(
         with torch.random.fork_rng([device] if device.type == "cuda" else []), check.context.preserving_state():
             found = check.run(step, packs, mask_boundaries)
             return replace(found, mixture=check.mixture)
-    except torch.OutOfMemoryError:
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
         raise InputError(
             "`parity`: the plain FP32 model does not fit into the device's memory beside the run "
             f"({PLAIN_BYTES} bytes a parameter, and eager attention of one layer over {LONGEST:,} tokens); set `parity: off`"

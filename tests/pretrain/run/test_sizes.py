@@ -88,12 +88,13 @@ def test_sizes_are_tried_with_packs_and_before_there_are_any(prepared, job, acce
     assert found.limit <= job().plan.devices.memory and (found.length, found.packs) == (32, 8)
 
 
-def test_a_size_that_does_not_fit_ends_the_trial(job, accelerator, monkeypatch):
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), MemoryError()])
+def test_a_size_that_does_not_fit_ends_the_trial(error, job, accelerator, monkeypatch):
     real = module.try_size
 
     def small_device(assembly: Any, accelerator: Accelerator, job: Job, packs: int) -> Size:
         if packs > 2:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
+            raise error
         return real(assembly, accelerator, job, packs)
 
     monkeypatch.setattr(module, "try_size", small_device)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers.activations import ACT2FN
 
+from foundation.errors import InputError
 from packing.arrow import Pack
 from packing.batch import IGNORE, build_microbatch
 from pretrain.metrics.health import TrainingHalted
@@ -265,6 +266,27 @@ def test_gradients_that_add_up_in_bf16_are_held_to_what_bf16_can(small: Callable
     run = small("fp32", layers=2)
     attach_main_gradients(run.packed, torch.bfloat16)
     assert run.parity().failures == []
+
+
+@pytest.mark.parametrize(
+    ("said", "raised", "told"),
+    [
+        (
+            "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`",
+            InputError,
+            "does not fit into the device's memory",
+        ),
+        ("CUDA error: an illegal memory access", RuntimeError, "an illegal memory access"),
+    ],
+)
+def test_only_a_lack_of_memory_is_told_as_one(said: str, raised: type[Exception], told: str, small: Callable) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError(said)
+
+    run = small("bf16")
+    run.layers[0].register_forward_pre_hook(fail)
+    with pytest.raises(raised, match=told):
+        run.parity()
 
 
 def test_a_text_of_one_token_is_compared_without_products(small: Callable) -> None:
