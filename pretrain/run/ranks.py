@@ -525,7 +525,7 @@ def of_a_collective(error: BaseException) -> bool:
 
 
 def _status_of(error: BaseException) -> int:
-    return {InputError: 2, TrainingHalted: 3}.get(type(error), 1)
+    return 2 if isinstance(error, InputError) else 3 if isinstance(error, TrainingHalted) else 1
 
 
 def _first_line(error: BaseException) -> str:

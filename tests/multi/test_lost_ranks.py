@@ -16,6 +16,7 @@ import torch
 
 import train_accelerate
 from foundation.errors import InputError
+from packing.arrow import DiskFull
 from packing.batch import BatchStream
 from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.metrics.run_record import read_metrics
@@ -91,6 +92,23 @@ def fail() -> None:
     raise InputError("what only this rank has found")
 
 
+def fill_disk() -> None:
+    raise DiskFull("what only this rank has found")
+
+
+def in_the_first(happens: Callable[[], Any], rank: int) -> None:
+    """As `in_forward`, in the first process; the second one writes down its exit status."""
+    in_forward(happens, rank, who=0)
+    leave = os._exit
+
+    def tell_and_leave(status: int) -> None:
+        os.write(2, f"\nthe other ends with {status}\n".encode())
+        leave(status)
+
+    if rank == 1:
+        os._exit = tell_and_leave
+
+
 def bug() -> None:
     raise ValueError("a bug of this rank")
 
@@ -134,13 +152,15 @@ def test_without_a_launcher_the_death_of_the_first_rank_is_noticed_as_well(small
 
 
 @pytest.mark.parametrize(
-    ("happens", "status", "says"), [(fail, 2, "error: what only this"), (bug, 1, "ValueError: a bug of this")]
+    ("happens", "status", "says"),
+    [(fail, 2, "error: what only this"), (fill_disk, 2, "error: what only this"), (bug, 1, "ValueError: a bug of this")],
 )
 def test_a_rank_that_fails_by_itself_has_the_word_and_the_other_ends_with_its_status(
     happens: Callable[[], None], status: int, says: str, train_as_ranks: Callable
 ) -> None:
-    run = train_as_ranks("parity=off", launch=DDP, before=partial(in_forward, happens, who=0))
+    run = train_as_ranks("parity=off", launch=DDP, before=partial(in_the_first, happens))
     assert run.status == status and says in run.err, run.output
+    assert f"the other ends with {status}" in run.err, run.output
     assert "lost:" not in run.err and "gloo" not in run.err and run.err.count("Traceback") == (happens is bug)
 
 
