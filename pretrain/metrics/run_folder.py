@@ -36,7 +36,10 @@ _WRITTEN_WHOLE = (
 _FOLDERS = ("checkpoints", "final")
 _LEFTOVER = re.compile(rf"\.({'|'.join(map(re.escape, (*_WRITTEN_WHOLE, PROOF)))})\.\d+{re.escape(PARTIAL)}")
 _OF_EVERY_RECIPE = {"name", "run_dir", "model", "data", "batch", "optimizer", "train", "weights"}  # keys of a run's config.yaml
-OPTIONAL_PACKAGES = ("transformer-engine", "flash-attn", "cut-cross-entropy", "triton")
+OPTIONAL_PACKAGES = (
+    *("transformer-engine", "flash-attn", "flash-attn-4", "cut-cross-entropy", "triton"),
+    *("torchao", "liger-kernel"),  # what benchmarks compare with
+)
 
 
 class RunFolder(ExitStack):
@@ -150,8 +153,8 @@ def describe_environment(accelerate: Mapping[str, Any]) -> dict[str, Any]:
     import torch  # slow to import, and a run folder in use must be refused at once
 
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    versions = {package: _version(package) for package in PACKAGES}
-    versions |= {package: version for package in OPTIONAL_PACKAGES if (version := _version(package))}
+    versions = {package: version_of(package) for package in PACKAGES}
+    versions |= {package: version for package in OPTIONAL_PACKAGES if (version := version_of(package))}
     return {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
@@ -167,7 +170,7 @@ def describe_environment(accelerate: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @cache
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

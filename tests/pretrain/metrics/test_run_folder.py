@@ -14,7 +14,7 @@ import yaml
 
 from foundation.errors import InputError
 from foundation.files import PARTIAL
-from pretrain.metrics.run_folder import RunFolder, describe_environment
+from pretrain.metrics.run_folder import RunFolder, describe_environment, version_of
 
 HOLD = """
 import signal, sys
@@ -117,3 +117,13 @@ def test_the_environment_names_versions_and_settings_but_not_the_host():
     assert len(environment["gpus"]) == torch.cuda.device_count()
     assert environment["git"] is None or len(environment["git"]["commit"]) == 40
     assert socket.gethostname() not in json.dumps(environment)
+
+
+def test_the_environment_names_the_kernels_that_attend_where_they_are_installed(tmp_path, monkeypatch):
+    installed = tmp_path / "flash_attn_4-4.0.0b1.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: flash-attn-4\nVersion: 4.0.0b1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    version_of.cache_clear()
+    assert describe_environment({})["packages"]["flash-attn-4"] == "4.0.0b1"
+    version_of.cache_clear()
