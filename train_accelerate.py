@@ -294,7 +294,7 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int |
     recipe, state, accelerator = run.job.recipe, run.state, run.accelerator
 
     def to_leave() -> int:
-        return fault_of(run) or time_is_up(run) or stop.requested or 0
+        return fault_of(run, steps) or time_is_up(run) or stop.requested or 0
 
     while not state.finished:
         profiling = run.profile.recording(state.step + 1) if run.profile else nullcontext()
@@ -303,7 +303,7 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int |
             if not asked:
                 figures, decision = train_step(run, next(steps))
         if asked:
-            return leave(run, asked)
+            return leave(run, asked, steps)
         tell_stream(run)
         log(run, figures, data_wait_ms=steps.data_wait_ms, shown=due(state.step, recipe.log.every) or state.finished)
         evaluates = due(state.step, recipe.evaluate.every) and not state.finished
@@ -327,7 +327,7 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int |
             evaluate(run)
         tell_saved(run)
         if asked := largest_over_ranks(accelerator, to_leave()):
-            return leave(run, asked)
+            return leave(run, asked, steps)
         if (due(state.step, recipe.checkpoint.every) or is_best(run)) and not state.finished:
             save(run, behind=True)
     return None

@@ -161,6 +161,11 @@ class Prefetch(Generic[T]):
         self._waited_ms += (time.perf_counter() - started) * 1e3
         return done
 
+    @property
+    def failure(self) -> BaseException | None:
+        """What `next` would raise at once; None where it would not, or where that is not known yet."""
+        return self._pending[0].exception() if self._pending and self._pending[0].done() else None
+
     def __next__(self) -> T:
         if not self._pending:
             self.close()

@@ -11,6 +11,8 @@ import psutil
 from accelerate.utils import broadcast_object_list
 
 from foundation.errors import InputError
+from packing.batch import Prefetch, StepBatches
+from packing.stream import StreamEnded
 from pretrain.checkpoint.checkpoint import Checkpoints, step_folder
 from pretrain.plan.preflight import Job
 from pretrain.plan.remedies import is_out_of_memory, out_of_memory
@@ -32,10 +34,11 @@ def explaining_memory(job: Job, run: Run | None = None) -> Iterator[None]:
         raise InputError(out_of_memory(job.plan, error, when)) from None
 
 
-def fault_of(run: Run) -> int:
+def fault_of(run: Run, steps: Prefetch[StepBatches]) -> int:
     """FOLDER_GONE or METRICS_GONE where somebody has taken away what this run writes into, SAVE_FAILED where the checkpoint being
-    written cannot be, PACKS_FAILED where no more packs come of a stream, else 0, as before this run's first step, of which
-    nothing is lost. A rank knows only about the files that it writes itself; every rank knows that no more packs come."""
+    written cannot be, PACKS_FAILED where no more packs come of a stream or those of the next of `steps` cannot be read, else 0;
+    also 0 before this run's first step, when nothing can be lost. A rank knows only of the files that it writes and the packs
+    that it reads itself; every rank knows that no more packs come."""
     if run.state.step == run.resumed_step:
         return 0
     if not run.folder.in_place:
@@ -45,7 +48,13 @@ def fault_of(run: Run) -> int:
     if run.checkpoints.failed:
         return SAVE_FAILED
     stream = run.job.data.stream
-    return PACKS_FAILED if stream is not None and stream.failure else 0
+    return PACKS_FAILED if (stream is not None and stream.failure) or unread(steps) else 0
+
+
+def unread(steps: Prefetch[StepBatches]) -> BaseException | None:
+    """The error that reading the packs of the next step ended with, as far as it is known. The end of a stream is none: all ranks
+    meet it at one step."""
+    return None if isinstance(steps.failure, StreamEnded) else steps.failure
 
 
 def time_is_up(run: Run) -> int:
@@ -56,15 +65,20 @@ def time_is_up(run: Run) -> int:
     return TIME_IS_UP if time.time() - psutil.Process().create_time() > 3600 * limit else 0
 
 
-def prepare_rescue(run: Run, what: int) -> InputError:
-    """What to tell the user of `what`, a `fault_of` the run, once the step in memory is saved.
+def prepare_rescue(run: Run, what: int, steps: Prefetch[StepBatches]) -> BaseException:
+    """The error to raise for `what`, a `fault_of` the run, once the step in memory is saved.
 
     All ranks call it, and then save: where the folder is gone, `run.checkpoints` is set to a new one beside it, since a folder of
     the same name may be somebody else's.
     """
     step = run.state.step
     if what == PACKS_FAILED:
-        return InputError(f"{run.job.data.stream.failure or 'another machine makes no more packs'}. Step {step} is saved")
+        stream, error = run.job.data.stream, unread(steps)
+        said = (stream.failure if stream else None) or error or "another process or machine has no more packs, and says why"
+        if error is None or isinstance(error, InputError):
+            return InputError(f"{said}. Step {step} is saved")
+        error.add_note(f"Step {step} is saved")
+        return error
     if what == METRICS_GONE:
         return InputError(
             f"{run.folder.metrics}: was deleted or replaced while the run was going on, and its lines up to step {step} are gone "

@@ -10,6 +10,7 @@ from accelerate import Accelerator
 
 from foundation.errors import InputError
 from foundation.signals import StopRequest
+from packing.batch import Prefetch, StepBatches
 from pretrain.compare.figures import plot_losses
 from pretrain.metrics.console import Console
 from pretrain.metrics.run_folder import RunFolder
@@ -57,12 +58,13 @@ def tell_saved(run: Run) -> None:
         run.console.notice(line)
 
 
-def leave(run: Run, asked: int) -> int:
-    """Save, as a signal or what has gone wrong asks for; returns the number of the signal to end by, or raises what was lost."""
+def leave(run: Run, asked: int, steps: Prefetch[StepBatches]) -> int:
+    """Save, as a signal or what has gone wrong asks for; returns the number of the signal to end by, or raises what was lost.
+    `steps`: those that would have come next."""
     if asked == SAVE_FAILED:
         with run.watch.busy("saving"), run.waited.on("saves", "saving"):
             run.checkpoints.wait()  # which raises what has failed
-    lost = prepare_rescue(run, asked) if asked in (FOLDER_GONE, METRICS_GONE, PACKS_FAILED) else None
+    lost = prepare_rescue(run, asked, steps) if asked in (FOLDER_GONE, METRICS_GONE, PACKS_FAILED) else None
     if not (decision := judge_weights(run)).proceed:
         raise halted(run, decision)
     if run.state.step:  # a run may wait for the packs of its first

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 import train_accelerate
+from foundation.errors import InputError
+from packing.batch import BatchStream, StepBatches
 
 CUDA_SAYS = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.81 GiB of which 1.2 GiB is free."
 
@@ -98,6 +100,50 @@ def test_sizes_that_do_not_go_together_are_one_message_where_the_model_is_first_
     run = train_here(f"model.config={{model_type: helium, vocab_size: 61, {sizes}}}")
     assert run.status == 2 and "Traceback" not in run.output, run.output
     assert "`model.config`: the sizes of HeliumForCausalLM do not go together: mat1 and mat2 " in run.err
+
+
+# ── Packs that cannot be read ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def failing_at(number: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the thread that reads the packs of step `number`, counted from 0, fail."""
+    read = BatchStream.step
+
+    def read_or_not(stream: BatchStream, wanted: int) -> StepBatches:
+        if wanted == number:
+            raise error
+        return read(stream, wanted)
+
+    monkeypatch.setattr(BatchStream, "step", read_or_not)
+
+
+def test_packs_that_cannot_be_read_end_the_run_with_the_step_before_them_saved(
+    train_here: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        failing_at(6, InputError("packs: pack 7 holds token id 99"), patch)
+        run = train_here()
+    assert run.status == 2 and "error: packs: pack 7 holds token id 99. Step 6 is saved" in run.err, run.output
+    again = train_here()
+    assert again.status == 0 and "at step 6" in again.output
+
+
+def test_a_bug_in_reading_packs_keeps_its_traceback_and_the_step_before_it(
+    train_here: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError, match="a bug of ours") as bug:
+        failing_at(6, ZeroDivisionError("a bug of ours"), patch)
+        train_here()
+    assert bug.value.__notes__ == ["Step 6 is saved"] and "read_or_not" in {each.name for each in bug.traceback}
+    assert "at step 6" in train_here().output
+
+
+def test_packs_of_the_first_step_that_cannot_be_read_leave_nothing_behind(
+    train_here: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing_at(0, InputError("packs: damaged"), monkeypatch)
+    run = train_here()
+    assert run.status == 2 and run.err.endswith("error: packs: damaged\n") and not list(run.run_dir.glob("checkpoints/step-*"))
 
 
 # ── A folder that vanishes ────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -164,6 +164,12 @@ def test_a_rank_that_fails_by_itself_has_the_word_and_the_other_ends_with_its_st
     assert "lost:" not in run.err and "gloo" not in run.err and run.err.count("Traceback") == (happens is bug)
 
 
+def test_packs_that_one_rank_cannot_read_end_all_with_the_step_before_them_saved(train_as_ranks: Callable) -> None:
+    run = train_as_ranks("parity=off", launch=DDP, before=partial(in_data, fail))
+    assert run.status == 2 and f"what only this rank has found. Step {STEP - 1} is saved" in run.err, run.output
+    assert (run.run_dir / "checkpoints" / f"step-{STEP - 1:08d}").is_dir() and "Traceback" not in run.err, run.output
+
+
 def slow(rank: int) -> None:
     """The second process takes long for each forward pass, and ranks are compared sooner than they would be."""
     ranks.LAG_EVERY, ranks.LAG_STEPS, ranks.BEAT = 7, 4, 0.2
