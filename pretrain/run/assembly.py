@@ -212,7 +212,7 @@ class Assembly:
 
     @contextmanager
     def confirming_audit(self, step: int) -> Iterator[None]:
-        """Around `step`, the first of this process: InputError where its low-precision products are not those of the audit."""
+        """Watches `step`, the first of this process; raises InputError where its low-precision products are not the audit's."""
         if self.precision.backend is None:
             yield
             return
@@ -222,8 +222,8 @@ class Assembly:
 
     @contextmanager
     def confirming_again(self, step: int) -> Iterator[None]:
-        """Around the first microbatch of a later `step`: InputError, before the step's update, where its low-precision products
-        are not those of the audit any more, or a history of delayed scaling was not kept."""
+        """Watches the first microbatch of a later `step`; raises InputError, before the step's update, where its low-precision
+        products are not the audit's any more, or a history of delayed scaling was not kept."""
         with (
             audit.confirming(self.model, self.active, self.audit["products"], step, most=EXAMINED_AGAIN),
             audit.confirming_histories(self.precision, self.active),

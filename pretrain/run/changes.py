@@ -52,7 +52,7 @@ def packs_before(record: Mapping[str, Any], length: int) -> int | None:
 
 
 def steps_before(record: Mapping[str, Any]) -> int:
-    """Of how many steps a checkpoint's run had taken the packs, or passed them over in a rollback."""
+    """Returns the number of steps whose packs a checkpoint's run had taken, or passed over in a rollback."""
     return record["progress"]["step"] + record["progress"].get("left_out", 0)
 
 
@@ -156,8 +156,8 @@ def rate_has_moved(record: Mapping[str, Any], job: Job) -> str | None:
 
 
 def precisions_around(record: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """Of the schedule that a checkpoint was saved under: what its last step computed in, whose histories can be gone on with, and
-    what was to come after it; None for both where there was no schedule."""
+    """Returns two precisions of the schedule that a checkpoint was saved under: that of its last step, whose histories can be
+    used further, and that of the step to come; None for both where there was no schedule."""
     setting, progress = record["identity"].get("precision"), record["progress"]
     if len(phases_of(setting)) < 2:
         return None, None
@@ -184,9 +184,9 @@ def precision_has_moved(record: Mapping[str, Any], job: Job) -> str | None:
 
 
 def precisions_so_far(job: Job, record: Mapping[str, Any], past: Past) -> dict[int, str]:
-    """By first step, what the steps in the run folder's metrics computed in, as far as the checkpoint's: by their own lines, or
-    where the run had one precision by what a resume has changed since. Empty where there are none, and for a run that has only
-    ever had one precision: its metrics are not read for that."""
+    """Returns the precisions of the steps in the run folder's metrics up to the checkpoint's, each under the first step that it
+    computed: as the steps' own lines say, or where the run had one precision, as resumes have changed it since. Empty where there
+    are no steps, and for a run that has only ever had one precision: its metrics are not read for that."""
     changes = [(change.step, change.was["precision"]) for change in past.changed if "precision" in change.was]
     if not (changes or job.plan.phases):
         return {}

@@ -78,7 +78,7 @@ def explaining() -> Iterator[None]:
 
 @contextmanager
 def any_order() -> Iterator[None]:
-    """Around what is no part of training and uses what has no deterministic form, as generation does (`cumsum`)."""
+    """Allows operations without a deterministic form while entered: for what is no part of training, as generation (`cumsum`)."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(False)
     try:

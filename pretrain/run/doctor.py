@@ -53,7 +53,7 @@ HEADER = ("precision", "computes on", "ms", "tokens/s", "agree", "off FP32", "wh
 
 
 def row_of(patient: Patient, bench: Bench, name: str, process: Process | None, known: Machine) -> Row:
-    """On hardware where it works, else emulated, else the reason."""
+    """Returns the row of a precision: what it does on hardware where it works there, else emulated, else why it does not."""
     version = known["environment"]["packages"].get("transformer-engine")
     quantized = PRECISIONS[name].quantized
     why = known["missing"].get(name)

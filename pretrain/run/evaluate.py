@@ -40,7 +40,7 @@ def evaluate(run: Run) -> None:
 
 
 def evaluate_once(run: Run) -> None:
-    """Unless the present step's evaluation is in metrics.jsonl already."""
+    """Evaluates, unless the present step's evaluation is in metrics.jsonl already."""
     if not largest_over_ranks(run.accelerator, int(was_evaluated(run))):
         evaluate(run)
 
@@ -83,7 +83,7 @@ def held_out_figures(job: Job, model: PackedLanguageModel, accelerator: Accelera
 
 
 def evaluated_parts(job: Job) -> dict[str, tuple[Packs, int]]:
-    """By the source's name, its held-out packs and how many of them are evaluated on."""
+    """Returns for each source, by name, its held-out packs and how many of them are evaluated on."""
     held_out, limit = job.data.held_out, job.recipe.evaluate.packs
     parts = held_out.parts if isinstance(held_out, MixedPacks) else {"": held_out}
     return {name: (packs, packs_evaluated(len(packs), len(held_out), limit)) for name, packs in parts.items()}
@@ -127,9 +127,9 @@ def was_evaluated(run: Run) -> bool:
 
 @torch.no_grad()
 def held_out_loss(model: PackedLanguageModel, batches: Iterable[Microbatch], accelerator: Accelerator) -> dict[str, float]:
-    """Over `batches`, this rank's share of the held-out packs, of which every rank must pass equally many: `held_out_loss`, the
-    mean in nats over the `held_out_tokens` valid labels of all ranks, and `held_out_perplexity`; where the loss has a penalty,
-    `held_out_penalty`, which is no part of the two.
+    """Evaluates on `batches`, this rank's share of the held-out packs, of which every rank must pass equally many. Returns
+    `held_out_loss`, the mean in nats over the `held_out_tokens` valid labels of all ranks, and `held_out_perplexity`; where the
+    loss has a penalty also `held_out_penalty`, which is no part of the two.
     """
     head = model.hf.get_output_embeddings()
     head.take_parts()  # of what was forwarded before

@@ -70,7 +70,7 @@ class Examination:
 
     @classmethod
     def of(cls, patient: Patient, known: Machine, out: Path, began: float) -> Examination:
-        """Of a machine that is `known`, before anything is found. InputError where `out` has no folder."""
+        """Begins the report on a machine that is `known`, with no findings yet. InputError where `out` has no folder."""
         if not out.resolve().parent.is_dir():
             raise InputError(f"--out {out}: there is no folder {out.parent}")
         command = shlex.join(["python", "-m", "pretrain", *sys.argv[1:]])
@@ -79,7 +79,7 @@ class Examination:
         return cls(out, head, [*describe(patient, known), f"commit {commit}, {head['date']}", f"`{command}`"], began)
 
     def lacks(self, precision: str) -> str | None:
-        """What of the precision the device has not."""
+        """Returns what the device lacks for the precision; None where it lacks nothing."""
         return self.head["missing"].get(precision)
 
     def add(self, precision: str, finding: Finding) -> None:
@@ -171,7 +171,7 @@ def examine_fully(
 
 
 def in_process(bench: Bench, arguments: Sequence[str]) -> Callable[[float], str | None]:
-    """A `Start`."""
+    """Starts the launcher in a process of its own; a `Start`."""
     process = bench.start()
     return lambda seconds: process.tell(["--train", *arguments], seconds)
 
@@ -248,7 +248,7 @@ def _small_findings(
 
 
 def parity_finding(parity: dict[str, Any]) -> Finding:
-    """From what the audit says of it."""
+    """Returns the finding about parity, from what the audit says of it."""
     failures = parity["failures"]
     figures = [
         f"{name} {key.replace('_', ' ')} {parity[name][key]:.4f}"

@@ -82,7 +82,7 @@ def require_parity(run: Run, parity: list[Parity | LeftOut]) -> None:
 
 
 def first_step(run: Run) -> AbstractContextManager[object]:
-    """Around each step: that the first one of this process takes long, on a terminal."""
+    """Put this around each step: during the first one of this process, which takes long, a terminal shows a bar."""
     if run.state.step != run.resumed_step:
         return nullcontext()
     compiles = run.assembly.audit["compiled"] != "nothing"

@@ -27,7 +27,7 @@ from pretrain.run.running import Run
 
 
 def prepare_saves(run: Run) -> None:
-    """Where a save will go on behind the training, take the memory that it needs before the training does."""
+    """Reserves the memory for saves that go on behind the training, before the training takes it."""
     every, step = run.job.recipe.checkpoint.every, run.state.step
     if every is not None and step // every * every + every < run.state.steps:
         run.checkpoints.prepare(run.assembly.tensors, run.assembly.state_tensors)

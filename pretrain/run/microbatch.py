@@ -105,9 +105,9 @@ def largest_by_growth(
     usable: int,
     most_reserved: Callable[[], int],
 ) -> int | None:
-    """As `largest_that_fits`, on a GPU, where ranks wait for each other within a trial: one that ran out of memory would leave
-    the others waiting. So what is tried grows from half a pack on, and each size is foreseen to fit from what smaller ones took
-    on the fullest rank.
+    """Does what `largest_that_fits` does, on GPUs whose ranks wait for each other within a trial: one that ran out of memory
+    would leave the others waiting. So what is tried grows from half a pack on, and each size is foreseen to fit from what smaller
+    ones took on the fullest rank.
 
     `multiple_of`: the precision takes tokens in multiples of it, the half pack's too. `usable`: bytes of this device.
     `most_reserved`: how many of them the last trial took."""
@@ -167,7 +167,8 @@ def _fits(model: nn.Module, accelerator: Accelerator, batch: Microbatch) -> bool
 
 
 def _try(model: nn.Module, accelerator: Accelerator, batch: Microbatch) -> None:
-    """Two forwards and backwards of `batch`, from a fresh count of the device's peak memory; gradients are zero afterwards."""
+    """Runs two forwards and backwards of `batch`, from a fresh count of the device's peak memory; gradients are zero
+    afterwards."""
     device = accelerator.device
     gc.collect()  # what a trial that failed has left in reference cycles
     if device.type == "cuda":

@@ -24,7 +24,7 @@ MICROBATCH = 2  # packs laid end to end, where a smaller shape than training's c
 
 @dataclass(frozen=True)
 class LeftOut:
-    """In place of a comparison: why there was none. `kept`: the record of an earlier one that passed."""
+    """Stands in place of a comparison and says why there was none. `kept`: the record of an earlier one that passed."""
 
     reason: str
     kept: dict[str, Any] | None = None
@@ -36,7 +36,7 @@ class LeftOut:
         return self.kept or {"left_out": self.reason}
 
     def require(self) -> None:
-        """Nothing was found wrong."""
+        """Does nothing: parity that was left out cannot fail."""
 
 
 def hold_to_parity(

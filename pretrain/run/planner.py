@@ -85,7 +85,7 @@ def _check_out(path: Path) -> None:
 
 
 def prices_of(texts: Sequence[str]) -> dict[str, float]:
-    """By device in capitals, "" for all others; InputError for what is no price."""
+    """Returns prices by device in capitals, "" for all others; InputError for what is no price."""
     prices = {}
     for text in texts:
         name, _, price = text.rpartition("=")

@@ -43,7 +43,7 @@ def told() -> tuple[list[str], Callable[[], Any]] | None:
 
 
 def wait_for_turn() -> None:
-    """Until no other process computes."""
+    """Returns once no other process computes."""
     sys.stdout.write(TURN)
     sys.stdout.flush()
     if not sys.stdin.readline():
@@ -54,7 +54,7 @@ def wait_for_turn() -> None:
 
 
 class Process:
-    """One that imports and waits. Its errors, its death and its hanging are its own."""
+    """A process that imports and waits to be told what to do. Its errors, its death and its hanging do not reach this one."""
 
     def __init__(self, *, cpu: bool) -> None:
         environment = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE_")}
@@ -108,7 +108,7 @@ class Process:
         return f"ended with status {status}: {reason_in((*said, *self._errors))}"
 
     def end(self) -> None:
-        """With all that it has started."""
+        """Ends the process and all its children."""
         self._ended = True
         with contextlib.suppress(ProcessLookupError):
             if self._process.poll() is None:
@@ -135,7 +135,7 @@ class Bench:
             process.end()
 
     def start(self) -> Process:
-        """One more process, which imports and then waits to be told."""
+        """Starts one more process, which imports and then waits to be told."""
         with self._starting:
             if self._processes is None:
                 raise CancelledError

@@ -214,7 +214,7 @@ class RankWatch:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Around step `number`, from asking for its data on."""
+        """Put this around step `number`, from asking for its data on."""
         if not self._on:
             yield
             return
@@ -230,7 +230,8 @@ class RankWatch:
             self._took.append(time.monotonic() - began)
 
     def stepped(self, data_wait_ms: float) -> list[dict[str, Any]]:
-        """After a step that has waited so long for its data; returns the lines of metrics that name ranks that lag, on rank 0."""
+        """Takes note of a step that has waited so long for its data. Returns, on rank 0, the lines of metrics that name lagging
+        ranks."""
         if not self._on:
             return []
         if self._steps > BEGINNING and (own := self._own_time.milliseconds()) is not None:
@@ -240,7 +241,7 @@ class RankWatch:
 
     @contextmanager
     def busy(self, doing: str) -> Iterator[None]:
-        """Around what may take one rank any time while the others wait for it."""
+        """Put this around what may take one rank any time while the others wait for it."""
         before = self._place
         self._place = replace(before, doing=doing, patient=True, since=time.monotonic())
         try:
@@ -264,7 +265,7 @@ class RankWatch:
         self._asked = False
 
     def _terminated(self, number: int, frame: FrameType | None) -> None:
-        """SIGTERM where the training loop does not take it: torchrun sends it to all others when one rank has died."""
+        """Handles SIGTERM where the training loop does not take it: torchrun sends it to all others when one rank has died."""
         if self._asked:
             return
         self._ask(self._interval + 4 * LOOK)
@@ -348,7 +349,7 @@ class RankWatch:
         self._store.set(f"beat/{self.rank}", json.dumps(asdict(beat)))
 
     def _judge(self, now: float) -> dict[str, Any] | None:
-        """What ends the run; None where nothing does."""
+        """Returns the verdict that ends the run; None where nothing does."""
         gone = [rank for rank, (beat, _) in self._heard.items() if not beat.left and rank != self.rank and self._is_gone(rank)]
         if gone:
             return self._verdict("gone", gone, self._heard, 0.0)
@@ -364,7 +365,7 @@ class RankWatch:
         return None
 
     def _is_gone(self, rank: int) -> bool:
-        """Whether it was a process of this machine and is none any more."""
+        """Whether the rank was a process of this machine and is none any more."""
         process = self._processes.get(rank, False)
         if process is False:  # of another machine
             return False
@@ -376,7 +377,7 @@ class RankWatch:
     def _verdict(
         self, kind: str, ranks: Sequence[int], heard: Mapping[int, tuple[Beat, float]], seconds: float
     ) -> dict[str, Any]:
-        """`kind`: gone, silent or hangs."""
+        """Returns a verdict. `kind`: gone, silent or hangs."""
         beat = heard[ranks[0]][0]
         hosts = list(dict.fromkeys(self._who[rank]["host"] for rank in ranks))
         named = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
@@ -429,7 +430,7 @@ class RankWatch:
         return self.rank == min(set(range(self.world_size)) - set(verdict["ranks"]))
 
     def _last_checkpoint(self) -> str:
-        """What the disk has now, where it answers within two seconds."""
+        """Says which checkpoint the disk has now, where it answers within two seconds."""
         found: list[str] = []
         look = threading.Thread(target=lambda: found.extend(_newest(self.checkpoints)), daemon=True)
         look.start()
@@ -437,7 +438,8 @@ class RankWatch:
         return found[0] if found else f"{self.checkpoints} does not answer"
 
     def _kill_stopped(self, verdict: dict[str, Any]) -> None:
-        """A stopped process of this machine would hold its GPU until its launcher gives up on it half a minute later."""
+        """Kills stopped processes of this machine: each would hold its GPU until its launcher gives up on it half a minute
+        later."""
         for rank in verdict["ranks"]:
             if rank != self.rank and (process := self._processes.get(rank)):
                 with suppress(psutil.Error):
@@ -503,7 +505,7 @@ class OwnTime:
             self._passes[-1].append(moment)
 
     def milliseconds(self) -> float | None:
-        """None where no pass was seen. Call it when the step's figures have come from the device."""
+        """Returns the sum of the passes; None where none was seen. Call it when the step's figures have come from the device."""
         whole = [each for each in self._passes if len(each) == 2]
         if not whole:
             return None
@@ -547,7 +549,7 @@ def _who() -> dict[str, Any]:
 
 
 def _machine() -> str:
-    """The same on two processes that can see each other by their numbers."""
+    """Returns a name for this machine: the same in two processes that can see each other by their numbers."""
     parts = [platform.node()]
     with suppress(OSError):  # not on Linux
         parts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
@@ -555,14 +557,14 @@ def _machine() -> str:
 
 
 def _process(who: Mapping[str, Any]) -> psutil.Process | None:
-    """None where it has died in the meantime."""
+    """Returns the process; None where it has died in the meantime."""
     with suppress(psutil.NoSuchProcess):
         return psutil.Process(who["pid"])
     return None
 
 
 def _frame_of(thread: int) -> dict[str, Any]:
-    """Of a thread's stack: the innermost place in this project, in words; whether it waits for other ranks; if it compiles."""
+    """Returns what a thread's stack tells: the innermost place in this project; whether it waits for other ranks, or compiles."""
     frame = innermost = sys._current_frames().get(thread)
     if innermost is None:
         return {}

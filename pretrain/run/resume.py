@@ -212,8 +212,8 @@ def _is_this(config: dict[str, Any], fingerprint: str | None, source: Mapping[st
 
 
 def put_other_steps_aside(job: Job, source: ResumePoint | None, step: int, wanted: str) -> None:
-    """Before the run goes on after `step`: keep under other names what the run folder's files tell of steps that were given up.
-    InputError where that cannot be written."""
+    """Keeps under other names what the run folder's files tell of steps that were given up; call it before the run goes on after
+    `step`. InputError where that cannot be written."""
     if source is None or source.begins:
         set_aside_another(job)
     elif wanted != "auto":
@@ -221,8 +221,8 @@ def put_other_steps_aside(job: Job, source: ResumePoint | None, step: int, wante
 
 
 def set_aside_another(job: Job) -> None:
-    """For a run that has no checkpoint of its own yet: rename to `<name>.replaced-<n>` what another training, which came to none
-    either, has left in the run folder, so that neither a file nor a tracker takes its steps for this one's."""
+    """Renames to `<name>.replaced-<n>` what another training has left in the run folder, so that neither a file nor a tracker
+    takes its steps for this one's. For a run without a checkpoint of its own, where that training came to none either."""
     folder = RunFolder(job.run_dir, owner=False)
     with suppress(InputError):  # there is none, or it is damaged
         read_metrics(job.run_dir)
@@ -291,14 +291,15 @@ def _goes_on_here(source: ResumePoint, run_dir: Path) -> bool:
 
 
 def look_for_resume_point(wanted: str, job: Job, accept_changes: bool) -> tuple[Checkpoints, ResumePoint | None]:
-    """As `find_resume_point`, for who changes nothing on the disk; and the checkpoints of the run folder."""
+    """Returns the checkpoints of the run folder, and what `find_resume_point` finds among them; changes nothing on the disk."""
     disks = look_at_disks(job.run_dir)
     checkpoints = Checkpoints(job.run_dir / "checkpoints", job.recipe.checkpoint.keep, disks=disks)
     return checkpoints, find_resume_point(checkpoints, wanted, job, accept_changes, look_only=True)
 
 
 def planned_resume(job: Job, wanted: str, accept_changes: bool) -> tuple[Job, str | None]:
-    """For --plan: the job as it would go on, and what from; None where it would begin. InputError where the run would refuse."""
+    """Returns, for --plan, the job as it would go on, and a text about what it would go on from; None in place of the text where
+    it would begin. InputError where the run would refuse."""
     if job.data is None:  # packs that are not prepared belong to no checkpoint yet
         return job, None
     if nothing_left(job, wanted):
@@ -418,7 +419,7 @@ def load_weights(
 
 
 def scales_to_load(path: Path, wanted: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """Where to load the checkpoint's history and scales of delayed scaling, by name, and notes for the user.
+    """Returns tensors to load the checkpoint's history and scales of delayed scaling into, by name, and notes for the user.
 
     Those that this run has too, in the same shape, go into `wanted`; the others into tensors that nobody keeps.
     """
@@ -437,9 +438,9 @@ def scales_to_load(path: Path, wanted: Mapping[str, Tensor]) -> tuple[dict[str, 
 
 
 def complete_histories(source: ResumePoint, assembly: Assembly, job: Job, accelerator: Accelerator) -> str | None:
-    """Once the weights of the checkpoint `source` are loaded: begin under these weights the histories that the precision at
-    present keeps and the checkpoint lacks, or has and which are of no use. Until then they are of the weights that the model was
-    built with, whose gradients are many times as large. Collective.
+    """Begins anew the histories of the present precision that the checkpoint `source` lacks, or has in a form that is of no use.
+    Call it once the checkpoint's weights are loaded: until then histories are of the weights that the model was built with, whose
+    gradients are many times as large. Collective.
 
     Returns what to tell the user of those of no use; None where there are none.
     """

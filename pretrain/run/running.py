@@ -26,7 +26,7 @@ from pretrain.run.ranks import RankWatch
 
 @dataclass(frozen=True)
 class BestEvaluation:
-    """The one with the lowest held-out loss, of those over as many tokens as the newest."""
+    """The evaluation with the lowest held-out loss, among those over as many tokens as the newest."""
 
     step: int
     loss: float
@@ -34,8 +34,8 @@ class BestEvaluation:
 
     @classmethod
     def after(cls, record: Mapping[str, Any], before: BestEvaluation | None) -> BestEvaluation | None:
-        """When `record`, an evaluation's object, follows those that `before` is the best of; the first of equal ones stays, and a
-        loss that is not finite is none at all."""
+        """Returns the best once `record`, an evaluation's object, follows those that `before` is the best of. The first of equal
+        ones stays, and one whose loss is not finite does not count."""
         loss, tokens = record["held_out_loss"], record["held_out_tokens"]
         if loss is None or not math.isfinite(loss):
             return before

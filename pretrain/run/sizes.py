@@ -67,7 +67,7 @@ class Line:
 
     @classmethod
     def through(cls, packs: Sequence[int], values: Sequence[float]) -> Line:
-        """Two sizes or more, ascending. Least squares of the shares by which it is off."""
+        """Returns the line through two sizes or more, ascending: the least squares of the shares by which it is off."""
 
         def fit(count: int) -> tuple[float, float]:
             weights = 1 / np.array(values[:count])
@@ -106,7 +106,7 @@ class Sizes:
 
     @property
     def lines(self) -> tuple[Line | None, Line] | None:
-        """Of memory and of seconds; None with fewer than two sizes."""
+        """Returns the lines of memory and of seconds; None with fewer than two sizes."""
         if len(self.measured) < 2:
             return None
         packs = [size.packs for size in self.measured]
@@ -128,7 +128,7 @@ class Sizes:
             yield Size(packs, needed, seconds.at(packs), last.update, measured=False)
 
     def largest_that_fits(self) -> int | None:
-        """By the line of memory; None where memory was not measured, or does not grow."""
+        """Returns the packs that fit by the line of memory; None where memory was not measured, or does not grow."""
         memory = self.lines[0] if self.lines else None
         if memory is None or not self.limit or memory.each <= 0:
             return None
@@ -166,7 +166,7 @@ class UnpreparedPacks:
         return np.array([self.length], dtype=np.int32)
 
     def verify(self) -> None:
-        """Nothing is on a disk."""
+        """Does nothing: none of it is on a disk."""
 
 
 def measure(job: Job, accelerator: Accelerator, sizes: Sequence[int], said: Callable[[str], None]) -> Sizes:
@@ -201,7 +201,7 @@ def measure(job: Job, accelerator: Accelerator, sizes: Sequence[int], said: Call
 
 
 def try_size(assembly: Assembly, accelerator: Accelerator, job: Job, packs: int) -> Size:
-    """Steps of two microbatches of so many packs, and their updates."""
+    """Times steps of two microbatches of so many packs, and their updates."""
     device, batch = accelerator.device, job.data.trial_batch(packs)
     torch.compiler.reset()  # each size is compiled for itself
     assembly.model.train()

@@ -43,8 +43,8 @@ def pack_stream(job: Job, accelerator: Accelerator) -> None:
 
 
 def tell_stream(run: Run) -> None:
-    """Between steps: which packs the next one reads. This process has read those of the steps before, and so have all others,
-    whose gradients are in the last step; so their parts may go."""
+    """Tells the stream, between steps, which packs the next step reads. The parts before them may go: this process has read them,
+    and so have all others, whose gradients are in the last step."""
     stream, state = run.job.data.stream, run.state
     if stream is not None:
         order = run.job.batches(run.accelerator, state.shift).order
@@ -67,7 +67,7 @@ def wait_for_packs(run: Run, steps: Prefetch[StepBatches], asked: Callable[[], i
 
 
 def reading_stream(job: Job) -> AbstractContextManager[None]:
-    """Around the steps: no thread goes on waiting for packs when they are over."""
+    """Put this around the steps: no thread goes on waiting for packs when they are over."""
     return job.data.stream.waiting() if job.data.stream else nullcontext()
 
 

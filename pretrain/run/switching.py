@@ -14,8 +14,8 @@ from pretrain.verify.audit import in_short
 
 
 def follow_the_schedule(run: Run) -> None:
-    """Between two steps, before random numbers are drawn for the next: go over to its precision, if it is the first of a phase.
-    Collective."""
+    """Goes over to the precision of the next step, if that is the first of a phase. Call it between two steps, before random
+    numbers are drawn for the next. Collective."""
     step, timetable = run.state.step, run.job.plan.timetable
     if step == 0 or step not in timetable:
         return
@@ -23,9 +23,9 @@ def follow_the_schedule(run: Run) -> None:
 
 
 def go_on_as_scheduled(run: Run, source: ResumePoint) -> None:
-    """After the checkpoint `source` was read: the precision of the step that it was saved after. What begins now, the next step
-    begins. Where that does not, and the checkpoint's last step was of another phase, its histories are none that could be gone on
-    with: they begin here, as do those that it lacks."""
+    """Goes over to the precision of the step that the checkpoint `source` was saved after, once it was read. If a phase begins
+    with the next step, that step changes the precision. If not, and the checkpoint's last step was of another phase, its
+    histories cannot be used further: they begin here, as do those that the checkpoint lacks."""
     (before, _), plan, step = precisions_around(source.record), run.job.plan, run.state.step
     coming = plan.active_after(step)
     if plan.phases:

@@ -76,7 +76,7 @@ class Patient:
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Patient:
-        """InputError for a recipe that cannot be read."""
+        """Returns what the command's arguments ask for. InputError for a recipe that cannot be read."""
         gpu = torch.cuda.is_available() and not arguments.cpu
         device = torch.device("cuda", 0) if gpu else torch.device("cpu")
         recipe = load_recipe(arguments.recipe) if arguments.recipe else None
@@ -86,18 +86,18 @@ class Patient:
 
     @property
     def arguments(self) -> list[str]:
-        """Of the doctor's command in a process of its own, which then examines the same."""
+        """The arguments of the doctor's command in a process of its own, with which it examines the same."""
         recipe = ["--recipe", str(self.recipe.resolve())] if self.recipe else []
         return [*recipe, *(["--cpu"] if self.device.type == "cpu" else []), "--tokens", str(self.tokens)]
 
     @cached_property
     def hf(self) -> PreTrainedModel:
-        """On the meta device."""
+        """The model, on the meta device."""
         settings = load_recipe(self.recipe).model if self.recipe else ModelSettings(config=self.config)
         return model.build_on_meta(model.load_config(settings), settings.trust_remote_code)
 
     def situation(self, active: ActivePrecision) -> tuple[Situation, attention.Choice]:
-        """As a run with the defaults of its settings would be, before its kernels are tried."""
+        """Returns the situation of a run with default settings before its kernels are tried, and its choice of attention."""
         hf = self.hf
         shape, dtype = Shape.of(hf), getattr(torch, active.precision.compute_dtype)
         heads = Heads(shape.heads, shape.kv_heads, shape.head_dim)
@@ -156,7 +156,7 @@ def examine(
 
 
 def tried(part: str, examine_part: Callable[[], Finding]) -> Finding:
-    """The finding, or that of its failure."""
+    """Returns the finding of `examine_part`, or the finding that it failed."""
     try:
         return examine_part()
     except (InputError, *failures()) as error:
@@ -164,7 +164,7 @@ def tried(part: str, examine_part: Callable[[], Finding]) -> Finding:
 
 
 def each_operand(active: ActivePrecision, device: torch.device) -> Iterator[Finding]:
-    """What hardware quantizes, bit for bit."""
+    """Yields a finding for each operand that hardware quantizes: whether it is the emulation's, bit for bit."""
     try:
         for operand, differs in compare_operands(active, device):
             said = differs or "the emulation's, bit for bit"
@@ -237,7 +237,7 @@ def in_a_line(error: BaseException) -> str:
 
 
 def machine(device_type: str) -> Machine:
-    """This one. Where a precision lacks nothing, its library may still fail."""
+    """Describes this machine. Where a precision lacks nothing, its library may still fail."""
     missing = missing_on(device_type)
     quantized = [precision for precision in PRECISIONS.values() if precision.quantized]
     return {"environment": describe_environment({}), "missing": {each.name: missing(each) for each in quantized}}
@@ -282,5 +282,5 @@ def describe(patient: Patient, known: Machine) -> list[str]:
 
 
 def plain(finding: Finding) -> Finding:
-    """With numbers that JSON does not have as text."""
+    """Returns the finding with text in place of numbers that JSON does not have."""
     return json.loads(json.dumps(finding), parse_constant=str)
