@@ -65,8 +65,8 @@ def end_processes(accelerator: Accelerator) -> None:
 
 
 def gathers_once_a_step(accelerator: Accelerator) -> bool | None:
-    """Under FSDP2, which of the two ways of pretrain.model.sharding was asked for; None: the one that the plan's memory allows.
-    False elsewhere."""
+    """Whether FSDP2 was asked for the way of pretrain.model.sharding that gathers once a step; None leaves that to the plan's
+    memory. False without FSDP2."""
     if not accelerator.is_fsdp2:
         return False
     reshards = accelerator.state.fsdp_plugin.reshard_after_forward
@@ -123,13 +123,14 @@ def sharded_like(tensor: Tensor, parameter: Tensor) -> Tensor:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This process's part of a DTensor, live; any other tensor as it is."""
+    """Returns this process's part of a DTensor, live; any other tensor as it is."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Under FSDP2, hold whole what no decoder layer owns: embedding, final norm, head. Collective; elsewhere it does nothing.
+    """Holds whole, while entered, what no decoder layer owns: embedding, final norm, head. Collective; without FSDP2 it does
+    nothing.
 
     For calls that go past the forward of the prepared `model`, whose own hooks would do it, such as generation.
     """

@@ -51,8 +51,9 @@ def attach_sums(
     stacks: Sequence[Sequence[nn.Parameter]] = (),
     memory: Tensor | None = None,
 ) -> Tensor:
-    """As `attach_main_gradients`, to these parameters. `memory`: where their sums are to lie, of `dtype` and of `values_of_sums`
-    values at least; several sets of parameters may share it that never add up at the same time. Returns the part that is used."""
+    """Does for these parameters what `attach_main_gradients` does. `memory`: where their sums are to lie, of `dtype` and of
+    `values_of_sums` values at least; several sets of parameters may share it that never add up at the same time. Returns the part
+    that is used."""
     stacked = {id(parameter) for stack in stacks for parameter in stack}
     runs = [*stacks, *([parameter] for parameter in trained if id(parameter) not in stacked)]
     places = {id(parameter): place for place, parameter in enumerate(trained)}
@@ -79,7 +80,7 @@ def values_of_sums(parameters: Iterable[Tensor]) -> int:
 
 
 def empty_sums(memory: Tensor) -> None:
-    """Nothing has been added to what lies in `memory`."""
+    """Marks the sums in `memory` as empty: nothing has been added to them yet."""
     memory.fill_(_EMPTY)
 
 
@@ -107,7 +108,8 @@ def was_reached(parameter: nn.Parameter) -> bool:
 
 
 def _add_to_main(parameter: nn.Parameter) -> None:
-    """As soon as autograd has a gradient whole. BF16 is added to FP32 without a copy; FP32 to BF16 is rounded once, the sum."""
+    """Adds a gradient to its sum as soon as autograd has it whole. BF16 is added to FP32 without a copy; FP32 to BF16 is rounded
+    once, the sum."""
     if parameter.grad is not None:  # the hook runs also where all that use the parameter have returned none
         parameter.main_grad.add_(parameter.grad)
         parameter.grad = None

@@ -295,7 +295,7 @@ def build(
 
 @contextmanager
 def _without_bars() -> Iterator[None]:
-    """Nothing within draws transformers' own bars, which are drawn into log files too."""
+    """Turns off transformers' own bars while entered: they are drawn into log files too."""
     enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:

@@ -83,8 +83,8 @@ def build_in_parts(
     device: torch.device,
     backend: str,
 ) -> InParts:
-    """As `huggingface.build`, with parameters of dtype `weights` and their parts of dtype `kept` on `device`. NotInParts where
-    transformers draws or stores weights in a way that does not go by modules and rows."""
+    """Builds what `huggingface.build` does, with parameters of dtype `weights` and their parts of dtype `kept` on `device`.
+    NotInParts where transformers draws or stores weights in a way that does not go by modules and rows."""
     attention.register()
     if settings.weights_source is not None:
         try:

@@ -65,7 +65,8 @@ class RankSums:
 
     @contextmanager
     def starting_early(self) -> Iterator[None]:
-        """Around the backward after which nothing more is added: start each bucket when it, and all before it, are whole."""
+        """Put this around the backward after which nothing more is added: each bucket starts once it and all before it are
+        whole."""
         self._started, self._early = 0, True
         self._under_way.clear()  # of a step that was broken off
         for bucket in self._buckets:

@@ -91,7 +91,7 @@ class Sharding:
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Around the forward and backward of every microbatch of a step but the last."""
+        """Put this around the forward and backward of every microbatch of a step but the last."""
         model = self._model
         if self.once_a_step:
             model.set_requires_gradient_sync(False)
@@ -144,7 +144,8 @@ class Sharding:
             group.module.reshard()
 
     def _after_forward(self, group: _Group, module: nn.Module, inputs: Any, output: Any) -> None:
-        """As FSDP2 itself does: a hook on what a group's forward gave runs before anything of the group's backward."""
+        """Prepares the backward as FSDP2 itself does: a hook on what a group's forward gave runs before anything of the group's
+        backward."""
         if torch.is_grad_enabled():
             for tensor in pytree.tree_leaves(output):
                 if isinstance(tensor, Tensor) and tensor.requires_grad:

@@ -117,8 +117,8 @@ def observing(
 def confirming(
     packed: PackedLanguageModel, active: ActivePrecision, products: Sequence[Entry], step: int, *, most: int | None = None
 ) -> Iterator[None]:
-    """Around training, compiled and recomputed as it is: what the low-precision products multiply there must be what they did
-    under `observe`, which returned `products`; else InputError. `step` draws the blocks of operands that are looked at, and
+    """Watches training, compiled and recomputed as it is; raises InputError unless the low-precision products multiply there what
+    they did under `observe`, which returned `products`. `step` draws the blocks of operands that are looked at, and
     which linears' they are, where those of `most` linears are enough. Inside of another one it leaves all to that."""
     context = packed.context
     if context.observed:
@@ -155,9 +155,9 @@ def _refuse_empty_histories(packed: PackedLanguageModel, active: ActivePrecision
 
 @contextmanager
 def confirming_histories(context: PrecisionContext, active: ActivePrecision) -> Iterator[None]:
-    """Around a step's first microbatch: InputError where a history of delayed scaling did not move on by one entry, or its scale
-    is not the one that the rule makes of it. A history whose operand is all zeros may stay as it was. Nothing where scales come
-    from the tensors themselves."""
+    """Watches a step's first microbatch; raises InputError where a history of delayed scaling did not move on by one entry, or
+    its scale is not the one that the rule makes of it. A history whose operand is all zeros may stay as it was. Does nothing
+    where scales come from the tensors themselves."""
     before = {name: tensor.clone() for name, tensor in context.state().items()}
     if not before:
         yield
@@ -195,8 +195,8 @@ def _wrong_histories(
     after: Mapping[str, Tensor],
     not_zero: Sequence[Tensor | None],
 ) -> Tensor:
-    """Of each linear of `names`, bool: its history of this operand did not move on by one entry, with the scale that the rule
-    makes of it; and the operand was `not_zero` (None: not seen), or something of the history has changed."""
+    """Returns a bool for each linear of `names`: whether its history of this operand failed to move on by one entry, with the
+    scale that the rule makes of it; and the operand was `not_zero` (None: not seen), or something of the history has changed."""
 
     def of_all(state: Mapping[str, Tensor], key: Literal["amax_history", "scale"]) -> Tensor:
         return torch.stack([of_operand(state, name, role, key) for name in names], -1)

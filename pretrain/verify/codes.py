@@ -17,7 +17,8 @@ def _bytes(*shape: int, device: torch.device) -> Tensor:
 
 
 def in_tensors(dtype: torch.dtype, height: int, width: int, device: torch.device) -> tuple[Any, Read]:
-    """Where a tensor goes in codes under one scale, and what reads it again, by its rows and by its columns."""
+    """Allocates the place of a tensor in codes under one scale; returns it and what reads the tensor from its rows and its
+    columns."""
     from pretrain.precision.fp8_tile import TensorScaled
 
     amax, used, scale_inv = torch.zeros(1, device=device), torch.empty(1, device=device), torch.empty(1, device=device)
@@ -27,7 +28,7 @@ def in_tensors(dtype: torch.dtype, height: int, width: int, device: torch.device
 
 
 def in_blocks(dtype: torch.dtype, height: int, width: int, device: torch.device) -> tuple[Any, Read]:
-    """The same with a scale for every 128 values."""
+    """Does what `in_tensors` does with a scale for every 128 values."""
     from pretrain.precision.fp8_tile import BLOCK, BlockScaled
 
     block = BLOCK.value

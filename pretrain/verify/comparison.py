@@ -35,19 +35,19 @@ class Distance:
 
     @property
     def error(self) -> float:
-        """Relative to the reference."""
+        """The norm of the difference, relative to the reference's."""
         return self.apart / self.reference if self.reference else math.inf if self.apart else 0.0
 
     @property
     def cosine(self) -> float | None:
-        """None where one side is zero."""
+        """The cosine between both sides; None where one of them is zero."""
         norms = self.measured * self.reference
         return self.product / norms if norms else None
 
 
 def distances(measured: Gradients, reference: Gradients) -> dict[str, Distance]:
-    """By name. Collective where gradients are sharded. A parameter that only one side has, such as a head that came untied,
-    counts as zero on the other."""
+    """Returns how far apart each gradient is, by name. Collective where gradients are sharded. A parameter that only one side
+    has, such as a head that came untied, counts as zero on the other."""
     names = [*reference, *(name for name in measured if name not in reference)]
     found = {name: _figures(measured.get(name), reference.get(name)) for name in names}
     present = {name: figures for name, figures in found.items() if figures is not None}
@@ -78,7 +78,7 @@ def total_norm(found: Mapping[str, Distance], side: str = "reference") -> float:
 
 
 def with_total(found: Mapping[str, Distance]) -> list[tuple[str, Distance]]:
-    """The tensors, and all of them as one."""
+    """Adds to the tensors an entry for all of them as one."""
     norms = (total_norm(found, side) for side in ("measured", "reference", "apart"))
     together = Distance(*norms, *(sum(getattr(each, key) for each in found.values()) for key in ("values", "product")))
     return [*found.items(), (TOTAL, together)]
@@ -162,7 +162,7 @@ class Comparison:
         return aligned([heading, *(tensor.cells() for tensor in self.tensors[:SHOWN])])
 
     def record(self) -> dict[str, Any]:
-        """For audit.json."""
+        """Returns what audit.json says of it."""
         cosines = [each.cosine for each in self.tensors if each.cosine is not None]
         return {
             "loss": self.loss,
@@ -178,7 +178,7 @@ class Comparison:
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """Without infinities, which JSON has not."""
+    """Returns the figures without infinities, which JSON does not have."""
     return {key: value for key, value in values.items() if not (isinstance(value, float) and math.isinf(value))}
 
 

@@ -56,7 +56,7 @@ def folder() -> Path:
 
 @cache
 def code_hash() -> str:
-    """Of every Python file that a run may go through."""
+    """Returns the hash of every Python file that a run may go through."""
     digest = hashlib.sha256()
     for path in sorted([*_ROOT.glob("*.py"), *(path for room in _CODE for path in (_ROOT / room).rglob("*.py"))]):
         digest.update(path.relative_to(_ROOT).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
@@ -64,7 +64,7 @@ def code_hash() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of the libraries that compute, those that are installed."""
+    """Returns the versions of those libraries that compute and are installed."""
     found = {}
     for name in _LIBRARIES:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -83,7 +83,7 @@ def surroundings() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class KeptResult:
-    """Where the result for `subject` lies: device, model, precision and all else that decides what is computed, as JSON."""
+    """A place for the result of `subject`: device, model, precision and all else that decides what is computed, as JSON."""
 
     subject: Mapping[str, Any]
 

@@ -124,7 +124,7 @@ class Verdict:
         return f"{does} {self.plain}: {self.worst} is {error:.2g} off where rounding explains {allowed:.2g}"
 
     def record(self) -> dict[str, Any]:
-        """For audit.json; numbers that are not finite as text."""
+        """Returns what audit.json says of it; numbers that are not finite as text."""
         errors = {name: error if math.isfinite(error) else str(error) for name, error in self.errors.items()}
         return {
             "kernel": self.kernel,
@@ -293,7 +293,7 @@ def _products(run: Situation) -> Compared:
 
 
 def _searched_products(run: Situation, x: Tensor, weight: Tensor, sizes: str) -> Compared:
-    """As fused layers compute them, by the algorithm that is found for each, where one is: the output, and with a residual."""
+    """Compares outputs as fused layers compute them, by the algorithm found for each where there is one; also with a residual."""
     block = run.active.precision.scaling(run.active.settings, "input").block
     if block not in (None, BLOCK):
         return
@@ -396,7 +396,7 @@ def _labels(tokens: int, vocabulary: int, device: torch.device) -> Tensor:
 
 
 def _optimizer(run: Situation) -> Compared:
-    """Two updates of parameters as the run stores them; one of them with no whole blocks."""
+    """Compares two updates of parameters as the run stores them; one of the parameters has no whole blocks."""
     from pretrain.optimizer.adamw_kernel import FusedUpdate
 
     update, sizes = FusedUpdate(), (4096, 1001)
@@ -463,7 +463,7 @@ class Chosen:
 
 
 def situation_of(job: Job, accelerator: Accelerator) -> Situation:
-    """The one of a run, as it was planned."""
+    """Returns the situation in which this run's kernels are tried, as it was planned."""
     recipe, device = job.recipe, accelerator.device
     bf16 = recipe.weights == "bf16"
     gradients = recipe.gradients_kept_in

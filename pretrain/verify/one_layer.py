@@ -61,12 +61,12 @@ class Situation:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of activations."""
+        """The dtype of activations."""
         return getattr(torch, self.active.precision.compute_dtype)
 
     @property
     def parts(self) -> Parts | None:
-        """Of the first layer, where layers like it are fused."""
+        """The parts of the first layer; None where layers like it are not fused."""
         name, layer = next(iter(model.decoder_layers(self.hf).items()), ("", None))
         fused = self.fused and layer is not None and assess_layer(name, layer, {})[0] is None
         return parts_of(layer) if fused else None
@@ -77,13 +77,14 @@ class Situation:
         return self.device.type == "cuda"
 
     def tokens_of_a_case(self, most: int) -> int:
-        """Up to `most`, with the remainder of the run's microbatch when divided by WHOLE; a multiple that the precision takes."""
+        """Returns a number of tokens up to `most` that the precision takes, with the remainder of the run's microbatch by
+        WHOLE."""
         multiple = self.active.precision.multiple_of
         remainder = -(-(self.tokens or 2 * self.length) // multiple) * multiple % WHOLE
         return most - (most - remainder) % WHOLE
 
     def draw(self, *shape: int, dtype: torch.dtype | None = None, seed: int = 0) -> Tensor:
-        """Normal values, the same every time."""
+        """Draws normal values, the same every time."""
         generator = torch.Generator(self.device).manual_seed(seed + sum(shape))
         return torch.randn(shape, generator=generator, device=self.device).to(dtype or self.dtype)
 
@@ -184,13 +185,13 @@ def loss_and_gradients(packed: PackedLanguageModel, run: Situation, rounds: int 
 
 
 def document_lengths(length: int) -> list[list[int]]:
-    """Of two packs: uneven ones with one of a single token, and one of a whole pack."""
+    """Returns the lengths of documents in two packs: uneven ones, one of them a single token; and one of a whole pack."""
     first = [each for each in (1, length // 3, length - 1 - length // 3) if each > 0]
     return [first if sum(first) == length else [length], [length]]
 
 
 def without_stochastic_rounding(active: ActivePrecision) -> ActivePrecision:
-    """Rounding by chance has nothing to be compared with; everything else stays."""
+    """Returns `active` without rounding by chance, which has nothing to be compared with; everything else stays."""
     if "disable_stochastic_rounding" not in getattr(active.precision, "options", {}):
         return active
     return with_settings(active, disable_stochastic_rounding=True)

@@ -32,8 +32,8 @@ _NVFP4_SCALES = 6.0 * 448.0  # what a tensor's largest value is divided by, to b
 
 
 def compare_operands(active: ActivePrecision, device: torch.device) -> Iterator[tuple[str, str | None]]:
-    """For each operand of a product and each axis that is summed over: its name, and how the library's differs from ours; None:
-    in no bit. Rounded to nearest, as chance cannot be compared."""
+    """Yields, for each operand of a product and each axis that is summed over, its name and how the library's differs from ours
+    (None: in no bit). They are rounded to nearest, as chance cannot be compared."""
     active = without_stochastic_rounding(active)
     precision, settings = active.precision, active.settings
     backend = TransformerEngineBackend(active, device)
@@ -104,7 +104,7 @@ def read(te: Any, tensor: Any, along: Along) -> tuple[Tensor, Tensor] | None:
 
 
 def _data(te: Any, tensor: Any, along: Along) -> Tensor | None:
-    """The bytes of its codes, as they lie."""
+    """Returns the bytes of its codes, as they lie."""
     if isinstance(tensor, te.Float8TensorStorage):
         return tensor._data if along == "features" else tensor._transpose
     return getattr(tensor, f"_{_NAMES[along]}_data")

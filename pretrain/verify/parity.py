@@ -148,7 +148,7 @@ class Parity:
         return "\n".join(parts)
 
     def summary(self) -> str:
-        """In one line, how far apart the sides are."""
+        """Says in one line how far apart the sides are."""
         loss = f"loss {self.plain.loss - self.plain.reference_loss:+.1e}"
         if not self.text.tokens:
             return "parity with plain transformers: nothing to compare, as no document of the first microbatches has a label"
@@ -163,7 +163,7 @@ class Parity:
         return text
 
     def record(self) -> dict[str, Any]:
-        """For audit.json: the figures, the worst tensors, what was tolerated and what failed."""
+        """Returns what audit.json says: the figures, the worst tensors, what was tolerated and what failed."""
         found: dict[str, Any] = {"failures": self.failures, "plain": self.plain.record(), "seconds": self.seconds}
         found["compared"] = asdict(self.text)
         if self.quantized:
@@ -416,7 +416,7 @@ class _Check:
                 local_part(parameters[name]).detach().copy_(saved)
 
     def _noise_of_parameters(self, noise: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
-        """Of products, by name, to that of the weights which they multiply; the largest over ranks."""
+        """Turns the noise of products, by name, into that of the weights which they multiply; the largest over ranks."""
         members = {product.name: product.members for product in self.packed.fused.products} if self.packed.fused else {}
         found: dict[str, dict[str, float]] = {}
         of_ranks = (
@@ -479,7 +479,7 @@ class _Check:
 
 
 def chosen_of(documents: Sequence[Sequence[Document]]) -> list[list[Document]]:
-    """Of each microbatch's documents those that are compared, in turns, from all over it: whole, or beginnings of long ones.
+    """Chooses the documents of each microbatch that are compared, in turns, from all over it: whole, or beginnings of long ones.
 
     Neighbours come together, since what leaks may leak over every second boundary. First come the last two of one microbatch and
     the first two of the next: what is lost is mostly lost at an end."""
@@ -513,7 +513,7 @@ def labelled(batch: Microbatch, documents: Sequence[Document]) -> Microbatch:
 
 
 def other_labels(labels: Labels, vocabulary: int) -> Labels:
-    """As many labels of `vocabulary` tokens, each of another token, half of the vocabulary away; what is ignored stays so."""
+    """Returns labels of other tokens, each half of the vocabulary of `vocabulary` tokens away; what is ignored stays so."""
     ignored = labels == IGNORE
     return (labels + vocabulary // 2) % vocabulary * ~ignored + IGNORE * ignored
 

@@ -227,7 +227,7 @@ class ProductProbe:
 
 
 def _on_cpu(tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
-    """Tensors of one dtype, in one copy: the device is waited for once."""
+    """Copies tensors of one dtype to the CPU at once, so that the device is waited for once."""
     if not tensors:
         return {}
     flat = torch.cat([tensor.flatten() for tensor in tensors.values()]).cpu()
@@ -236,7 +236,7 @@ def _on_cpu(tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
 
 
 def noise_of(found: Iterable[ProductParity]) -> dict[str, dict[str, float]]:
-    """By product and gemm, the largest of the plain quantizer's relative errors."""
+    """Returns the largest of the plain quantizer's relative errors by product and gemm."""
     sizes: dict[str, dict[str, float]] = defaultdict(dict)
     for each in found:
         sizes[each.name][each.gemm] = each.most
@@ -244,7 +244,7 @@ def noise_of(found: Iterable[ProductParity]) -> dict[str, dict[str, float]]:
 
 
 def record_of(found: Sequence[ProductParity]) -> Mapping[str, Any]:
-    """For audit.json: how many there were, and the worst."""
+    """Returns what audit.json says: how many there were, and the worst."""
     return {"compared": len(found), "worst": [asdict(each) for each in found[:SHOWN]]}
 
 

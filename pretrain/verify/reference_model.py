@@ -88,8 +88,8 @@ def valid_tokens_of(pack: Pack, *, mask_boundaries: bool) -> int:
 
 
 def documents_in(microbatches: Sequence[Microbatch], packs: Iterable[Pack], *, mask_boundaries: bool) -> list[list[Document]]:
-    """Of each microbatch, the documents of the packs whose tokens it holds. A row that is none of `packs`, or is one for a second
-    time, has none."""
+    """Returns, for each microbatch, the documents of the packs whose tokens it holds. A row that is none of `packs`, or is one
+    for a second time, has none."""
     known: dict[bytes, list[Pack]] = defaultdict(list)
     for pack in packs:
         known[pack.input_ids.astype(np.int64).tobytes()].append(pack)
@@ -114,7 +114,7 @@ def _stands_at(pack: Pack, positions: np.ndarray) -> bool:
 
 
 def differences(batch: Microbatch, documents: Sequence[Document]) -> list[str]:
-    """In what a microbatch is not the documents that it should be, in words; empty where it is."""
+    """Says how a microbatch differs from the documents that it should hold; empty where it does not."""
     size = batch.input_ids.shape[1]
     expected = {"input_ids": batch.input_ids[0].numpy().copy(), "labels": np.full(size, IGNORE)}
     expected["position_ids"] = batch.position_ids[0].numpy().copy()
@@ -201,7 +201,7 @@ def reference_pass(
 
 
 def _penalties(logits: Tensor, loss: LossSettings) -> Tensor:
-    """By the words of the recipe, and not by the formulas that training takes its gradient from."""
+    """Computes penalties by the words of the recipe, not by the formulas that training takes its gradient from."""
     p = torch.softmax(logits, dim=-1)
     if loss.penalty == "neg_entropy":
         return torch.distributions.Categorical(logits=logits).entropy()

@@ -94,7 +94,7 @@ def mixtures_in(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def few(each: Distance) -> float:
-    """By how much more a tensor of so many values may be off than its draw was: much for a scalar, hardly for a vector."""
+    """Returns the factor by which a tensor of so many values may be off more than its draw: large for a scalar only."""
     return 1 + FEW_VALUES / each.values
 
 

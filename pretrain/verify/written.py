@@ -138,7 +138,7 @@ def rotation_in_codes(
     norms: HeadNorms | None,
     exact_norms: HeadNorms | None,
 ) -> Compared:
-    """As many tokens as are whole tiles."""
+    """Compares the rotation's backward where it writes codes, on whole tiles of tokens."""
     from pretrain.model.fused import rotary_kernel
 
     rows, precision = 128, run.active.precision

@@ -203,7 +203,7 @@ def _packed(kernel: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None]]
 def packed_sdpa(
     query: Tensor, key: Tensor, value: Tensor, _: Tensor | None, max_seqlen: int, document_mask: Tensor, scale: float
 ) -> Tensor:
-    """By torch's own kernels: any device, any dtype.
+    """Attends by torch's own kernels: any device, any dtype.
 
     Packs become the batch, so the mask and the work grow with T x max_seqlen and not with T squared. KV heads are repeated here:
     with a mask, `enable_gqa` gains 5 % on a CPU and leaves the fused kernels on CUDA.
@@ -220,7 +220,7 @@ def packed_sdpa(
 def packed_documents(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, _: Tensor | None, scale: float
 ) -> Tensor:
-    """By torch's kernel for CPUs, a document at a time (pretrain.model.attention.documents)."""
+    """Attends by torch's kernel for CPUs, a document at a time (pretrain.model.attention.documents)."""
     return attend_by_document(query, *(_repeated(each, query.shape[1]) for each in (key, value)), cu_seqlens, scale)
 
 
@@ -233,7 +233,7 @@ def _repeated(states: Tensor, heads: int) -> Tensor:
 def packed_varlen(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, _: Tensor | None, scale: float
 ) -> Tensor:
-    """By torch's variable-length kernel, which skips what lies between documents; bf16 or fp16."""
+    """Attends by torch's variable-length kernel, which skips what lies between documents; bf16 or fp16."""
     options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0)}  # nothing to the right: causal
     if VARLEN_HAS_GQA_FLAG:
         options["enable_gqa"] = query.shape[1] != key.shape[1]
@@ -244,7 +244,7 @@ def packed_varlen(
 def packed_fa2(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, _: Tensor | None, scale: float
 ) -> Tensor:
-    """By the flash-attn package of version 2; bf16 or fp16."""
+    """Attends by the flash-attn package of version 2; bf16 or fp16."""
     offsets = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     options = {"softmax_scale": scale, "causal": True, "deterministic": torch.are_deterministic_algorithms_enabled()}
     return flash_attn_varlen_func(query, key, value, *offsets, **options)
@@ -254,7 +254,7 @@ def packed_fa2(
 def packed_fa4(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, _: Tensor | None, scale: float
 ) -> Tensor:
-    """By FlashAttention-4 (pretrain.model.attention.flash); bf16 or fp16."""
+    """Attends by FlashAttention-4 (pretrain.model.attention.flash); bf16 or fp16."""
     return flash.flash_attention(query, key, value, cu_seqlens, max_seqlen, scale)
 
 
@@ -262,7 +262,7 @@ def packed_fa4(
 def packed_cudnn(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, _: Tensor | None, scale: float
 ) -> Tensor:
-    """By cuDNN's variable-length kernels (pretrain.model.attention.cudnn); bf16 or fp16."""
+    """Attends by cuDNN's variable-length kernels (pretrain.model.attention.cudnn); bf16 or fp16."""
     return cudnn.cudnn_attention(query, key, value, cu_seqlens, max_seqlen, scale)
 
 

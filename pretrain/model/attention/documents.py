@@ -29,7 +29,7 @@ def attend_by_document(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scal
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Also, for backward, the logarithms of the softmax's sums [H, T], FP32."""
+    """Returns the output [T, H, D] and, for backward, the logarithms of the softmax's sums [H, T], FP32."""
     output, log_sums = torch.empty_like(q, memory_format=torch.contiguous_format), room_for_log_sums(q)
     for document in _documents(cu_seqlens):
         states = (_as_batch(each, document) for each in (q, k, v))

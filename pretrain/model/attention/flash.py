@@ -84,8 +84,8 @@ def flash_backward_in_parts(
     *,
     apart: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `flash_backward`, but dk and dv may come as [T, KV, H / KV, D]: one part for each query head, which the caller adds up.
-    `apart` says whether they do; None leaves that to `heads_apart`.
+    """Returns what `flash_backward` does, but dk and dv may come as [T, KV, H / KV, D]: one part for each query head, which the
+    caller adds up. `apart` says whether they do; None leaves that to `heads_apart`.
 
     The kernel would have the query heads of a group add to FP32 sums in memory, which must be cleared before and rounded
     afterwards. So it is given heads that share nothing: the first of each group, then the second, and each writes once what it

@@ -11,7 +11,7 @@ from torch.library import CustomOpDef
 
 
 def room_for_log_sums(q: Tensor) -> Tensor:
-    """For q [T, H, D], memory for the logarithms of the softmax's sums [H, T], FP32."""
+    """Allocates, for q [T, H, D], memory for the logarithms of the softmax's sums [H, T], FP32."""
     return q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
 
 

@@ -57,8 +57,8 @@ def _load(tensor, i, j, width):
 
 @triton.jit
 def _sigmoid(x):
-    """By the GPU's own exponential and reciprocal. Where x is ordinary they are off by a few units in FP32's last place: that
-    decides one rounding to FP8 in some hundred thousand. Below x = -87 the result is zero."""
+    """Computes the sigmoid by the GPU's own exponential and reciprocal. Where x is ordinary they are off by a few units in FP32's
+    last place: that decides one rounding to FP8 in some hundred thousand. Below x = -87 the result is zero."""
     if _INTERPRETED:
         return 1 / (1 + tl.exp(-x))
     return tl.inline_asm_elementwise(
@@ -261,7 +261,8 @@ def _write_rows(
     fp8: tl.constexpr,
     height: tl.constexpr,
 ):
-    """Some rows of a block. Apart from `_write_columns`, as names in two branches of one kernel must be of one shape."""
+    """Writes some rows of a block. It is apart from `_write_columns`, as names in two branches of one kernel must be of one
+    shape."""
     i, j = row + tl.arange(0, height), column + tl.arange(0, BLOCK)
     gate, up, _ = _gradients(d_activated, hidden, i, j, F)
     store_block_scaled(gate, rows, rows_scale_inv, None, None, row, column, T, 2 * F, epsilon, power_of_two, fp8)
@@ -288,7 +289,7 @@ def _write_columns(
     activated_fp8: tl.constexpr,
     width: tl.constexpr,
 ):
-    """Some columns of a block, and the activated values'."""
+    """Writes some columns of a block, and those of the activated values."""
     i, j = 4 * tl.arange(0, BLOCK // 4), tl.arange(0, width)
     d, h = within(d_activated, row, column, F, i, j), within(hidden, row, column, 2 * F, i, j)
     gate, up, activated = _gradients_of_two_rows(d, h, F)
@@ -483,7 +484,7 @@ def _tile(hidden: Tensor, tile: Tile) -> Tile:
 
 
 def _along_rows(hidden: Tensor) -> Tile:
-    """One that divides `hidden`, of 2,048 values where it can, and as many of them in one row: nothing here is transposed."""
+    """Returns a tile that divides `hidden`, of 2,048 values if possible, most of them in one row: nothing here is transposed."""
     columns = math.gcd(hidden.shape[1] // 2, 2048)
     return Tile(math.gcd(hidden.shape[0], 2048 // columns), columns, 4)
 

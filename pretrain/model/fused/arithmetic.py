@@ -52,7 +52,7 @@ class StackedWeight:
 
     @property
     def biases(self) -> list[Tensor]:
-        """Empty, or one a linear: no architecture here has a bias in one of them alone."""
+        """The biases: none, or one for each linear, as no architecture here has a bias in one of them alone."""
         return [linear.bias for linear in self.linears if linear.bias is not None]
 
     @property
@@ -109,7 +109,7 @@ class StackedWeight:
         return list(stacked.split([len(weight) for weight in self.weights]))
 
     def bias_gradients(self, dy: Tensor) -> list[Tensor]:
-        """Of each bias, from dy [tokens, out]; summed in FP32. Empty where the linears have none."""
+        """Returns the gradient of each bias, from dy [tokens, out], summed in FP32. Empty where the linears have none."""
         if not self.biases:
             return []
         return list(dy.sum(dim=0, dtype=torch.float32).split([len(bias) for bias in self.biases]))
@@ -160,7 +160,7 @@ class StackedProduct:
         self._arithmetic = arithmetic
 
     def begin(self, x: Tensor) -> None:
-        """Before the first use in a forward over `x` [tokens, ...]; `forward` is the last."""
+        """Call this before the first use in a forward over `x` [tokens, ...]; `forward` is the last use."""
 
     def operand(self, x: Tensor) -> Operand:
         """x [tokens, in] as the product's input, for forward and for the weight's gradient."""
@@ -186,7 +186,7 @@ class StackedProduct:
         return dy @ weight
 
     def weight_gradients(self, dy: Operand, x: Operand) -> list[Tensor | None]:
-        """One a weight; None where it has been added to the main gradient."""
+        """Returns one for each weight; None where it has been added to the main gradient."""
         main_gradient = self.weights.main_gradient
         if main_gradient is None:
             return self.weights.weight_gradients(dy.t() @ x)
@@ -229,8 +229,8 @@ class Arithmetic:
     def product(
         self, name: str, members: tuple[str, ...], weights: StackedWeight, *, low_precision: Sequence[Backend] = ()
     ) -> StackedProduct:
-        """Of the linears `members`; `low_precision`: the backends that compute it in low precision, which torch's own products
-        never have."""
+        """Returns the product of the linears `members`. `low_precision`: the backends that compute it in low precision, which
+        torch's own products never have."""
         return StackedProduct(name, members, weights, self)
 
     def norm(
@@ -301,8 +301,8 @@ class Arithmetic:
         norms: HeadNorms | None,
         product: StackedProduct,
     ) -> tuple[Operand, list[Tensor], list[Tensor]]:
-        """From the `gradients` of what `rotate` made of `qkv`, the result of `product`: that of `qkv` as the output gradient of
-        `product`, those of the norms' weights, and those of the biases of `product`."""
+        """Returns, from the `gradients` of what `rotate` made of `qkv`, the result of `product`: the gradient of `qkv` as the
+        output gradient of `product`, those of the norms' weights, and those of the biases of `product`."""
         dqkv, *of_norms = rotate_backward(*gradients, qkv, *angles, heads, norms)
         return product.gradient_operand(dqkv), of_norms if norms else [], product.weights.bias_gradients(dqkv)
 
@@ -319,14 +319,14 @@ class Arithmetic:
         return False
 
     def finish_backward(self) -> None:
-        """After that backward."""
+        """Call this at the end of that backward."""
 
     def save(self, ctx: FunctionCtx, *operands: Operand | None) -> None:
         """ctx.save_for_backward for operands of any kind; of a quantized one, what the weight's gradient takes."""
         ctx.save_for_backward(*operands)
 
     def saved(self, ctx: FunctionCtx) -> list[Operand | None]:
-        """What `save` was given, in order."""
+        """Returns what `save` was given, in order."""
         return list(ctx.saved_tensors)
 
 

@@ -203,7 +203,7 @@ def parts_of(layer: nn.Module) -> Parts:
 
 @dataclass(frozen=True)
 class FusedLayers:
-    """Those of one model, by name. `left_out`: for each layer that stayed as it was, why."""
+    """The fused layers of one model, by name. `left_out` says of each other layer why it stayed as it was."""
 
     layers: Mapping[str, FusedLayer]
     left_out: Mapping[str, str]
@@ -238,7 +238,7 @@ class FusedLayers:
         return [product.weights.weights for product in self.products]
 
     def describe(self) -> str:
-        """For the audit: "28 of 28 layers, without Transformer Engine"."""
+        """Says for the audit: "28 of 28 layers, without Transformer Engine"."""
         reasons = Counter(self.left_out.values())
         why = "".join(f"; {count} not: {reason}" for reason, count in reasons.items())
         kept = ", queries and keys kept for backward" if self.arithmetic.keeps_rotated and self.layers else ""
@@ -531,6 +531,6 @@ class Rotation(torch.autograd.Function):
 
 
 def _head_norms(norms: Sequence[Tensor], eps: float, dtype: torch.dtype) -> HeadNorms | None:
-    """In the dtype of activations, as the unfused layer's working copies are. Cast in here and not before: autograd would round
-    the gradients to that dtype on their way back."""
+    """Returns the norms in the dtype of activations, as the unfused layer's working copies are. They are cast in here and not
+    before: autograd would round the gradients to that dtype on their way back."""
     return HeadNorms(*(norm.to(dtype) for norm in norms), eps) if norms else None

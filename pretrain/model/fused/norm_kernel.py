@@ -251,8 +251,8 @@ def rms_norm(
 
 
 def rms_norm_backward(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-    """From the gradient of the norm of x, and its rstd [tokens], FP32: the gradient of x with `residual` added, and that of
-    `weight` [width], FP32. All others BF16 [tokens, width], contiguous."""
+    """Returns the gradient of x with `residual` added, and that of `weight` [width], FP32, from the gradient of the norm of x and
+    its rstd [tokens], FP32. All others are BF16 [tokens, width], contiguous."""
     tokens, width = x.shape
     step = triton.next_power_of_2(width)
     height = max(1, BACKWARD_VALUES // step)
@@ -313,7 +313,7 @@ def _by_rows(x: Tensor) -> NormTiling:
 
 
 def _transposed(x: Tensor) -> NormTiling:
-    """Fewer rows the wider they are."""
+    """Returns a tiling with the fewer rows, the wider they are."""
     rows = TRANSPOSED.rows
     while rows > LEAST_ROWS and rows * x.shape[1] * x.element_size() > CACHED:
         rows //= 2

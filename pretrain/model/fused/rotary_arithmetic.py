@@ -94,6 +94,7 @@ def gradient_of_head(
 
 @triton.jit
 def _offsets(first, every, stride, height: tl.constexpr, half: tl.constexpr):
-    """Of the first halves [height, half] of every so many tokens from `first` on; the second lie `half` further."""
+    """Returns the offsets of the first halves [height, half] of each `every`-th token from `first` on; the second lie `half`
+    further."""
     inside = every * tl.arange(0, height) * stride  # 32 bits do within a tile, which holds few tokens
     return tl.cast(first, tl.int64) * stride + (inside[:, None] + tl.arange(0, half)[None, :])

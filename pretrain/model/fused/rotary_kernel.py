@@ -379,13 +379,13 @@ def _as_read(gradient: Tensor) -> Tensor:
 
 
 def _strides(gradient: Tensor) -> tuple[int, int, int]:
-    """Of tokens, heads and parts."""
+    """Returns the strides of tokens, heads and parts."""
     token, head, *part = gradient.stride()[:-1]
     return token, head, part[0] if part else 0
 
 
 def _stages(tiling: BackwardTiling, heads: Heads, parts: int, value_bytes: int, angle_bytes: int, shared_memory: int) -> int:
-    """As many of the tiling's stages as find room there, beside a tile of codes to transpose and 1 KiB for sums."""
+    """Returns how many of the tiling's stages fit into shared memory beside a tile of codes to transpose and 1 KiB for sums."""
     tile = tiling.tokens * heads.dim
     of_a_stage = tile * (value_bytes * (parts + 1) + angle_bytes)  # dy and x; half of cos and half of sin
     return max(1, min(tiling.stages, 1 + (shared_memory - tile - 1024) // of_a_stage))

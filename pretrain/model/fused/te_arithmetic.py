@@ -64,7 +64,7 @@ class TEStackedProduct(StackedProduct):
                 quantizer.optimize_for_gemm = True
 
     def input_quantizer(self) -> Any | None:
-        """Of this product's input, None in BF16: for the weight's gradient too, if there will be one."""
+        """Returns the quantizer of this product's input, None in BF16: for the weight's gradient too, if there will be one."""
         if not self.low_precision:
             return None
         quantizer = self.holder.quantizers["scaling_fwd"][0]
@@ -95,7 +95,7 @@ class TEStackedProduct(StackedProduct):
         return y if residual is inside else y.add_(residual)  # where the product has not
 
     def gradient_quantizer(self) -> Any | None:
-        """Of this product's output gradient, None in BF16."""
+        """Returns the quantizer of this product's output gradient, None in BF16."""
         if not self.low_precision:
             return None
         quantizer = self.holder.quantizers["scaling_bwd"][0]
@@ -138,12 +138,12 @@ class TEStackedProduct(StackedProduct):
         return [None] * len(self.weights.weights)
 
     def show(self, role: Role, tensor: Tensor) -> None:
-        """To whoever looks at operands: the statistics of a step."""
+        """Shows an operand to whoever looks at operands: the statistics of a step."""
         if self.low_precision:
             self._arithmetic.context.show(self.name, role, tensor, self)
 
     def show_result(self, gemm: str, result: Tensor, bias: Tensor | None = None) -> None:
-        """To whoever looks at what products give: parity."""
+        """Shows a result to whoever looks at what products give: parity."""
         if self.low_precision:
             self._arithmetic.context.show_result(self.name, gemm, result, bias)
 
@@ -177,7 +177,8 @@ class TEStackedProduct(StackedProduct):
     def _multiply(
         self, gemm: str, left: Operand, right: Operand, *, out_dtype: torch.dtype = torch.bfloat16, **options: Any
     ) -> Any:
-        """In TE's order: cuBLAS counts columns first, so what multiplies from the left is named second."""
+        """Multiplies with the operands in TE's order: cuBLAS counts columns first, so what multiplies from the left is named
+        second."""
         split = self.low_precision and split_accumulator(self._arithmetic.context.backend.te_recipe, gemm)
         return general_gemm(left, right, out_dtype=out_dtype, use_split_accumulator=split, **options)[0]
 

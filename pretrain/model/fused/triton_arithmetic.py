@@ -18,7 +18,8 @@ from pretrain.precision.linear import Backend
 
 
 class SearchedProduct(StackedProduct):
-    """By cublasLt's algorithms as pretrain.precision.products finds them, where it can. What has a bias is torch's."""
+    """A product by cublasLt's algorithms as pretrain.precision.products finds them, where it can. With a bias, torch computes
+    it."""
 
     def adds(self, x: Operand) -> bool:
         return not self.weights.biases and products.takes(x)

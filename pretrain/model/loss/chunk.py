@@ -14,8 +14,8 @@ from packing.batch import IGNORE
 
 @dataclass
 class HeadGradients:
-    """Of the sum of losses, by what the head multiplies; None: not needed. The hidden states' are in their dtype, each chunk
-    writes its own rows. Those of weight [vocabulary, hidden] and bias add up over the chunks, in FP32."""
+    """Gradients of the sum of losses, by what the head multiplies; None: not needed. The hidden states' are in their dtype, and
+    each chunk writes its own rows. Those of weight [vocabulary, hidden] and bias add up over the chunks, in FP32."""
 
     hidden: Tensor | None
     weight: Tensor | None
@@ -32,7 +32,7 @@ class HeadGradients:
         )
 
     def of(self, rows: slice) -> HeadGradients:
-        """As a chunk of these tokens sees them."""
+        """Returns the gradients as a chunk of these tokens sees them."""
         return self if self.hidden is None else replace(self, hidden=self.hidden[rows])
 
 

@@ -123,7 +123,7 @@ class LossHead(nn.Linear):
 
     @property
     def low_now(self) -> LowPrecisionHead | None:
-        """Its products in the precision whose turn it is; None where that leaves the head in BF16."""
+        """The head's products in the precision whose turn it is; None where that leaves the head in BF16."""
         return self.low_precision if self.low_precision is not None and self.low_precision.is_low else None
 
     def take_parts(self) -> Tensor | None:
@@ -164,7 +164,7 @@ def reference_loss(
     low_precision: LowPrecisionHead | None = None,
     penalty: Penalty | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `chunked_loss`, by autograd."""
+    """Returns what `chunked_loss` does, differentiated by autograd."""
     multiply = low_precision.multiply if low_precision else F.linear
     logits = multiply(hidden, *in_dtype(hidden.dtype, weight, bias)).float()
     loss = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum")
@@ -341,10 +341,10 @@ def _differentiated_chunk(
     *,
     first: bool,
 ) -> Tensor:
-    """By a product that brings its own backward, which keeps nothing of the logits. So these may be overwritten, as `data`:
-    Transformer Engine returns a view, and a view that autograd knows to be written to cannot be differentiated. An emulated
-    product adds the weight's gradient to the sum by itself, in FP32, and returns none; so does one that parity watches, which
-    returns zeros."""
+    """Computes a chunk by a product that brings its own backward and keeps nothing of the logits. So these may be overwritten, as
+    `data`: Transformer Engine returns a view, and a view that autograd knows to be written to cannot be differentiated. An
+    emulated product adds the weight's gradient to the sum by itself, in FP32, and returns none; so does one that parity watches,
+    which returns zeros."""
     leaves = [None if t is None else t.detach().requires_grad_() for t in (hidden, weight, bias)]
     if gradients.weight is not None:
         leaves[1].main_grad = gradients.weight.zero_() if first else gradients.weight

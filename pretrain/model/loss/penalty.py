@@ -95,6 +95,6 @@ class Penalty:
 
 
 def _rows(logits: Tensor) -> list[slice]:
-    """Of so many logits at once as fit."""
+    """Splits the rows of `logits` into parts of LOGITS_AT_ONCE logits at most, one row at least."""
     size = max(1, LOGITS_AT_ONCE // logits.shape[1])
     return [slice(start, start + size) for start in range(0, len(logits), size)]
