@@ -33,7 +33,7 @@ def screen_width(most: int) -> int:
 
 
 def fitted(header: Sequence[str], rows: Sequence[Sequence[str]], width: int, names: int = 1) -> str:
-    """As `markdown` where that fits into `width` columns; else a paragraph a row, `title  value` a line."""
+    """Returns what `markdown` does where that fits into `width` columns; else a paragraph a row, `title  value` a line."""
     table = markdown(header, rows, names)
     if len(table.partition("\n")[0]) <= width:
         return table

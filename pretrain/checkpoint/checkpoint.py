@@ -137,7 +137,7 @@ class Checkpoints:
     def begin(
         self, step: int, model: Tensors, optimizer: Tensors, state: Mapping[str, Any], *, spared: int | None = None
     ) -> None:
-        """As `save`, but return as soon as the tensors are copied: they may change while the copies are written.
+        """Saves as `save` does, but returns as soon as the tensors are copied: they may change while the copies are written.
 
         Raises InputError where the save before this one has failed. Where the host's memory has no room for the copies, this
         process returns once its part is written, and says so.
@@ -228,7 +228,7 @@ class Checkpoints:
 
     @property
     def latest(self) -> Path | None:
-        """As `current`, or what is being written; not collective."""
+        """The checkpoint that is being written, else `current`; not collective."""
         return self._pending.final if self._pending else self.current
 
     @property
@@ -262,7 +262,7 @@ class Checkpoints:
         self.damaged.pop(pending.final, None)  # set aside, where it was
 
     def settle(self) -> str | None:
-        """As `wait`, for a run that ends in any case: returns what it would have raised."""
+        """Waits as `wait` does, for a run that ends in any case: returns the text of what that would have raised."""
         try:
             self.wait()
         except InputError as error:
@@ -442,7 +442,7 @@ class Checkpoints:
         return not manifest.uncovered or (alike and manifest.world_size == self.world_size)
 
     def _lines(self, problems: list[str]) -> list[str]:
-        """With the host before each, where machines have disks of their own."""
+        """Returns the problems with the host before each, where machines have disks of their own."""
         host = "" if self.disks.are_one else f"{self.disks.places[self.rank].partition(':')[0]}: "
         return [host + problem for problem in problems]
 

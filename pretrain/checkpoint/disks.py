@@ -59,7 +59,7 @@ class Disks:
         return [rank for rank, its_leader in enumerate(self.leaders) if its_leader == leader]
 
     def describe(self) -> str:
-        """For the user, where there are several."""
+        """Tells the user where the disks are, if there are several."""
         there = [f"{name_ranks(self.ranks_of(leader))}: {self.places[leader]}" for leader in sorted(set(self.leaders))]
         return (
             "machines share no disk for the run folder, so each keeps what its ranks need of a checkpoint; a resume on other "
@@ -125,7 +125,7 @@ def find_disks(folder: Path, claim: Callable[[], object]) -> Disks:
 
 
 def look_at_disks(folder: Path) -> Disks:
-    """As `find_disks`, for who must not write: folders of one inode that changed at one moment are the same. Collective."""
+    """Finds what `find_disks` does without writing: folders of one inode that changed at one moment are the same. Collective."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return Disks.shared(0, 1)
     mark = (folder.stat().st_ino, folder.stat().st_mtime_ns) if folder.exists() else None

@@ -35,7 +35,7 @@ def step_folders(parent: Path) -> list[Path]:
 
 
 def partial_folder(final: Path) -> Path:
-    """Where the checkpoint `final` is written before it has its name."""
+    """Returns the folder in which the checkpoint `final` is written before it has its name."""
     return final.with_name(f"{PARTIAL_STEP}{final.name}")
 
 

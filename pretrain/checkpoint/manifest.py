@@ -37,7 +37,7 @@ _NAME = re.compile(r"manifest(-\d{5,})?\.json")
 
 
 def manifest_name(leader: int) -> str:
-    """Of the manifest about the disk whose files rank `leader` completes."""
+    """Returns the name of the manifest about the disk whose files rank `leader` completes."""
     return f"manifest-{leader:05d}.json" if leader else MANIFEST
 
 

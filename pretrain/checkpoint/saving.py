@@ -104,7 +104,7 @@ class PendingSave:
         self.join()
 
     def join(self) -> None:
-        """Until no thread of this process writes any more."""
+        """Returns once no thread of this process writes any more."""
         for each in filter(None, (self.written, self.completed)):
             each.exception()
 

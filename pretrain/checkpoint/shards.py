@@ -63,7 +63,7 @@ class ShardBlock:
 
 
 def block_of(tensor: Tensor) -> ShardBlock:
-    """Where this process's part of `tensor` lies in the whole; ValueError for a DTensor whose part is not one block."""
+    """Returns where this process's part of `tensor` lies in the whole; ValueError for a DTensor whose part is not one block."""
     local = local_part(tensor)
     offset: tuple[int, ...] = (0,) * local.dim()
     if isinstance(tensor, DTensor):

@@ -72,7 +72,8 @@ class TrainState:
 
 
 class Change(BaseModel):
-    """That a run went on with other settings after `step`; `was`: what each had been up to there, None where it was not set."""
+    """Says that a run went on with other settings after `step`; `was`: what each had been up to there, None where it was not
+    set."""
 
     step: Size
     was: dict[str, Any]
@@ -87,7 +88,7 @@ class Past(BaseModel):
     left_out: Size = 0  # steps' packs that rollbacks had passed over before this folder's first step
 
     def back_at(self, step: int) -> Past:
-        """Of a run that has gone back to `step`: what it trains from there is as its recipe says now."""
+        """Returns the past of a run that has gone back to `step`: what it trains from there is as its recipe says now."""
         changed: list[Change] = []
         told: dict[str, int] = {}
         for change in self.changed:
@@ -98,7 +99,7 @@ class Past(BaseModel):
         return self.model_copy(update={"changed": changed})
 
     def record(self) -> dict[str, Any]:
-        """As JSON has it, under `past`; nothing where all was as it is now."""
+        """Returns it for JSON, under `past`; nothing where all was as it is now."""
         return {"past": self.model_dump()} if self != Past() else {}
 
 

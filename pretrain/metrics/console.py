@@ -163,7 +163,7 @@ class Console:
 
     @property
     def _columns(self) -> int | None:
-        """Of the terminal, which may be resized; None where there is none."""
+        """The columns of the terminal, which may be resized; None where there is none."""
         return shutil.get_terminal_size().columns if self._terminal else None
 
     def _position(self, step: int) -> str:

@@ -16,7 +16,7 @@ _BLOCK = 32768  # bytes, of W&B's files; no header of a record goes over the end
 
 
 def last_delivered(name: str, tracker: GeneralTracker, run_dir: Path, run_id: str) -> dict[str, int]:
-    """Of each kind of record, the last step that the service of the opened `tracker` has; empty where it cannot tell."""
+    """Returns for each kind of record the last step that the service of the opened `tracker` has; empty where it cannot tell."""
     if name == "wandb":
         return _in_wandb(tracker, run_dir, run_id)
     if name == "trackio":
@@ -25,7 +25,7 @@ def last_delivered(name: str, tracker: GeneralTracker, run_dir: Path, run_id: st
 
 
 def _in_wandb(tracker: GeneralTracker, run_dir: Path, run_id: str) -> dict[str, int]:
-    """It writes a step, with all that was logged of it, when it gets the next one. Online it says how far the run had come."""
+    """W&B writes a step, with all that was logged of it, when it gets the next one. Online it says how far the run had come."""
     offline = (run_dir / "wandb").glob(f"offline-run-*/run-{run_id}.wandb")
     last = max([tracker.run.starting_step - 1, *(step for path in offline for step in _steps_in(path))])
     return dict.fromkeys((*_NUMBER_OF, "samples"), last) if last > 0 else {}
@@ -57,7 +57,7 @@ def _records_in(content: bytes) -> Iterator[bytes]:
 
 
 def _in_trackio(tracker: GeneralTracker) -> dict[str, int]:
-    """Its database here has a row a record. Of a run that it sends elsewhere, it has those that are still to be sent."""
+    """Trackio's database here has a row a record. Of a run that it sends elsewhere, it has those that are still to be sent."""
     from trackio.sqlite_storage import SQLiteStorage
 
     rows: list[dict[str, Any]] = SQLiteStorage.get_logs(tracker.run.project, tracker.run.name, run_id=tracker.run.id)
@@ -66,7 +66,7 @@ def _in_trackio(tracker: GeneralTracker) -> dict[str, int]:
 
 
 def _in_mlflow(run_id: str) -> dict[str, int]:
-    """Its samples are a file a step, and to give one again replaces it."""
+    """MLflow keeps samples as a file a step, and to give one again replaces it."""
     import mlflow
 
     client = mlflow.MlflowClient()

@@ -113,7 +113,7 @@ class PrecisionWatch:
 
     @contextmanager
     def watching(self, step: int) -> Iterator[None]:
-        """Around a microbatch of `step`, forward and backward."""
+        """Put this around a microbatch of `step`, forward and backward."""
         if not self.due(step):
             yield
             return

@@ -83,7 +83,8 @@ class StepProfile:
 
     @classmethod
     def of(cls, folder: Path, accelerator: Accelerator, state: TrainState) -> StepProfile | None:
-        """For a run about to begin; None except on the main process. InputError where the run ends before that step."""
+        """Returns the profile of a run about to begin; None except on the main process. InputError where the run ends before that
+        step."""
         profile = cls(folder, accelerator.device, state.step)
         if profile.step > state.steps:
             raise InputError(

@@ -16,7 +16,7 @@ from pretrain.checkpoint.state import Past
 
 
 class RecordedAmounts(BaseModel):
-    """Of `batch` and `train` in config.yaml."""
+    """What is read by name of `batch` and `train` in config.yaml."""
 
     model_config = ConfigDict(strict=True)
     steps: int | None = None
@@ -97,7 +97,7 @@ class RecordedAudit(RecordedFindings):
 
 
 class RecordedSummary(BaseModel):
-    """Of summary.json what is read by name; any other key is a figure."""
+    """What is read by name of summary.json; any other key is a figure."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     __pydantic_extra__: dict[str, float | None] = {}

@@ -80,11 +80,11 @@ class RunFolder(ExitStack):
 
     @property
     def in_place(self) -> bool:
-        """Whether it is still there and ours; a rank that is not its owner takes it for granted."""
+        """Whether the folder is still there and ours; a rank that is not its owner takes it for granted."""
         return self._lock is None or self._lock.in_place
 
     def moved_to(self) -> Path | None:
-        """Where it is now, if somebody renamed it and the system says so."""
+        """Returns where the folder is now, if somebody renamed it and the system says so."""
         lock = self._lock.moved_to() if self._lock else None
         return lock.parent if lock else None
 
@@ -96,7 +96,7 @@ class RunFolder(ExitStack):
         self._replace(path, json.dumps(content, indent=2).encode() + b"\n")
 
     def write_yaml(self, path: Path, content: Mapping[str, Any]) -> None:
-        """As `write_json`, in YAML with the keys in their order; `content` is plain JSON-like values."""
+        """Does what `write_json` does, in YAML with the keys in their order; `content` is plain JSON-like values."""
         self._replace(path, yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=120).encode())
 
     def _replace(self, path: Path, data: bytes) -> None:

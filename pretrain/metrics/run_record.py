@@ -46,7 +46,7 @@ class RunRecord:
 
     @property
     def steps(self) -> list[dict[str, Any]]:
-        """Its metrics without the events between steps."""
+        """The run's metrics without the events between steps."""
         return [record for record in self.metrics if is_step(record)]
 
     def curve(self, key: str) -> tuple[np.ndarray, np.ndarray]:
@@ -104,14 +104,15 @@ class RunRecord:
 
     @property
     def phases(self) -> dict[int, str]:
-        """By first step, the precisions that its steps so far were in; empty of one that never had another, and of older runs."""
+        """The precisions of its steps so far, by the first step of each; empty for a run that has only had one, and for older
+        runs."""
         told = self.audit.get("phases")
         phases = {int(first): name for first, name in told.items() if first.isdecimal()} if isinstance(told, dict) else {}
         return {first: name for first, name in phases.items() if first <= self.summary["steps"]}
 
     @property
     def audited(self) -> dict[str, dict[str, Any]]:
-        """Of a run of several precisions, what the audit says of each that its steps so far were in."""
+        """What the audit says of each precision that steps were in so far, for a run of several precisions."""
         found, used = self.audit.get("precisions"), self.phases.values()
         return {name: each for name, each in found.items() if not used or name in used} if isinstance(found, dict) else {}
 
@@ -145,7 +146,8 @@ class RunRecord:
 
     @property
     def broke_off(self) -> str:
-        """How, behind its name: "was halted at step 2", "has no finite loss from step 7 on"; empty where it was not."""
+        """Says how it broke off, to stand behind its name: "was halted at step 2", "has no finite loss from step 7 on"; empty
+        where it was not."""
         if "halted" in self.summary:
             return f"was halted at step {self.summary['steps']:,}"
         if not self.diverged:
@@ -184,17 +186,18 @@ def is_evaluation(record: Record) -> bool:
 
 
 def own_evaluations(records: Iterable[Record]) -> Iterable[Record]:
-    """Of a run's lines in order: those of what it has trained, not of the model as it was before its first step."""
+    """Returns, of a run's lines in order, the evaluations of what it has trained: none from before its first step."""
     return filter(is_evaluation, itertools.dropwhile(lambda record: not is_step(record), records))
 
 
 def is_rollback(record: Record) -> bool:
-    """What it gave up, steps and events, is inside of it under `abandoned`: as a line of the file every step stands once."""
+    """Whether a line tells of a rollback. What was given up, steps and events, stands inside of it under `abandoned`, so that
+    every step is one line of the file."""
     return record.get("event") == "rollback"
 
 
 def is_halt(record: Record) -> bool:
-    """Of a run that stopped between two steps, as its weights could not be saved."""
+    """Whether a line tells that the run stopped between two steps, as its weights could not be saved."""
     return record.get("event") == "halted"
 
 
@@ -204,7 +207,7 @@ def _curve(records: list[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndar
 
 
 class NoStepYet(InputError):
-    """Of a run in `run_dir` that has begun, and of which there is nothing to read so far."""
+    """The run in `run_dir` has begun, and there is nothing to read of it so far."""
 
     def __init__(self, run_dir: Path) -> None:
         super().__init__(f"{run_dir / METRICS_FILE}: holds no step yet; wait for the run's first")
@@ -342,7 +345,7 @@ def summary(records: Iterable[Record]) -> dict[str, Any]:
 
 
 def averaged_steps(summary: Mapping[str, Any]) -> int:
-    """Of how many steps the loss in a `summary` is the mean."""
+    """Returns the number of steps whose mean is the loss in a `summary`."""
     return min(LAST_STEPS, summary["steps"] - summary.get("first_step", 1) + 1)
 
 

@@ -181,7 +181,7 @@ def read_kept(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def last_steps(path: Path) -> dict[str, int]:
-    """Of each kind of record in the metrics file at `path`, its last step."""
+    """Returns the last step of each kind of record in the metrics file at `path`."""
     last: dict[str, int] = {}
     for line in read_lines(path):
         if math.isfinite(step := _step_of(line)):

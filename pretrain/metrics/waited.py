@@ -28,7 +28,7 @@ class Waited:
         self._seconds: dict[str, float] = {}
 
     def go_on_to(self, part: str) -> str:
-        """From now on time belongs to `part`; returns the one that it belonged to."""
+        """Counts time to `part` from now on; returns the part that it belonged to."""
         before, now = self._part, self._clock()
         self._seconds[before] = self._seconds.get(before, 0.0) + now - self._since
         self._part, self._since = part, now
@@ -44,7 +44,7 @@ class Waited:
         total: int | None = None,
         poll: Callable[[], tuple[int, int | None]] | None = None,
     ) -> Iterator[Progress]:
-        """Within the block time belongs to `part`, and a terminal shows how far `task` is (`foundation.progress`)."""
+        """Counts the time of the block to `part`, and a terminal shows how far `task` is (`foundation.progress`)."""
         before = self.go_on_to(part)
         try:
             with Progress(task, unit, self.shown, total=total, lines_every=None, poll=poll) as progress:
@@ -53,7 +53,7 @@ class Waited:
             self.go_on_to(before)
 
     def seconds(self) -> dict[str, float]:
-        """By part, in the order in which they first ended; up to now."""
+        """Returns seconds by part up to now, in the order in which the parts first ended."""
         self.go_on_to(self._part)
         return dict(self._seconds)
 

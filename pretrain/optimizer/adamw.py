@@ -166,7 +166,8 @@ class ExactAdamW(torch.optim.Optimizer):
         return FusedUpdate()
 
     def frozen_counts(self) -> Tensor:
-        """Of the last step, on the parameters' device: int64 [2], this process's values whose update was lost, and values in all.
+        """Returns counts of the last step on the parameters' device, int64 [2]: this process's values whose update was lost, and
+        all.
 
         Lost means that the update was not zero and the stored weight (in mode bf16_exact: the master) is what it was before. An
         update is zero where the learning rate is, or where neither its first moment nor its decay moves the weight.
@@ -177,7 +178,7 @@ class ExactAdamW(torch.optim.Optimizer):
         return torch.stack([frozen, torch.full_like(frozen, self._updated)])
 
     def frozen_by_weight(self) -> dict[int, Tensor]:
-        """Of the last step, this process's count of lost updates of each weight, by the address of its local part."""
+        """Returns this process's count of lost updates in the last step of each weight, by the address of its local part."""
         of_launches = (launch.frozen_by_weight().items() for launch in self._launched)
         return self._frozen_by_weight | dict(chain.from_iterable(of_launches))
 

@@ -30,7 +30,8 @@ _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 @triton.jit
 def _pointers(row, column: tl.constexpr, dtype: tl.constexpr, at, aligned: tl.constexpr):
-    """Where the values `at` of the tensor in `column` of a table row lie; address 0 stands for no tensor and is never read."""
+    """Returns pointers to the values `at` of the tensor in `column` of a table row; address 0 stands for no tensor and is never
+    read."""
     pointers = tl.load(row + column).to(tl.pointer_type(dtype)) + at
     return tl.multiple_of(pointers, 16) if aligned else pointers
 

@@ -48,7 +48,7 @@ def decay_steps(settings: ScheduleSettings, total_steps: int) -> int:
 
 
 def decay_begins(settings: ScheduleSettings, total_steps: int, tokens_per_step: int) -> int | None:
-    """After how many steps the rate begins to fall; None where it never does."""
+    """Returns the number of steps after which the rate begins to fall; None where it never does."""
     if settings.kind not in ("wsd", "constant"):
         return warmup_steps(settings, tokens_per_step)
     decay = decay_steps(settings, total_steps)

@@ -150,7 +150,7 @@ class CublasLt:
 
     @cached_property
     def handle(self) -> c_void_p:
-        """On the current device, whose context must exist."""
+        """cublasLt's handle on the current device, whose context must exist."""
         handle = c_void_p()
         self.require("cublasLtCreate", byref(handle))
         return handle
@@ -222,9 +222,9 @@ class Matmul:
     _scales: tuple[int, ...] = field(default=(), init=False)  # where they are, as cublasLt was last told
 
     def set_scales(self, *scales: Tensor) -> None:
-        """For FP8, the FP32 numbers on the device that the codes of a and of b are multiplied by, shaped as `ScaleEach` says;
-        blocks' begin at a multiple of SCALE_ALIGNMENT bytes. They must be where they are until the products of these scales are
-        done."""
+        """Sets, for FP8, the FP32 numbers on the device that the codes of a and of b are multiplied by, shaped as `ScaleEach`
+        says; blocks' begin at a multiple of SCALE_ALIGNMENT bytes. They must be where they are until the products of these scales
+        are done."""
         places = tuple(scale.data_ptr() for scale in scales)
         if places == self._scales:
             return
@@ -233,8 +233,8 @@ class Matmul:
         self._scales = places
 
     def named_by_heuristic(self, count: int, workspace: int) -> list[Algorithm]:
-        """Up to `count` algorithms that need no more than `workspace` bytes, the fastest by cublasLt's estimate first. They take
-        tensors that begin at a multiple of ALIGNMENT bytes."""
+        """Returns up to `count` algorithms that need no more than `workspace` bytes, the fastest by cublasLt's estimate first.
+        They take tensors that begin at a multiple of ALIGNMENT bytes."""
         self.library.set_value("MatmulPreference", self.preference, _PREFERENCE_WORKSPACE_BYTES, c_uint64(workspace))
         results, found = (HeuristicResult * count)(), c_int()
         problem = (self.library.handle, self.operation, *self.layouts, self.preference)

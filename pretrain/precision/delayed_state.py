@@ -31,7 +31,7 @@ PLACES: dict[Role, tuple[str, int]] = {  # of each operand: its direction and it
 
 
 def of_operand(state: Mapping[str, Tensor], module: str, role: Role, key: Literal["amax_history", "scale"]) -> Tensor:
-    """Of one operand in what a backend's `state` gives: its history [length], or its scale, a scalar."""
+    """Returns what a backend's `state` has of one operand: its history [length], or its scale, a scalar."""
     direction, slot = PLACES[role]
     return state[f"fp8/{module}/{direction}/{key}"][..., slot]
 
@@ -77,7 +77,8 @@ class DelayedState:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Around each forward of the model; nested ones belong to the outermost. Only forwards that train leave a trace."""
+        """Put this around each forward of the model; nested ones belong to the outermost. Only forwards that train leave a
+        trace."""
         if self._depth == 0:
             self._finish_backward()  # of one that ran inside a forward only, or that was broken off
             self._forward_scales = self._history("forward").scale.clone()
@@ -99,7 +100,7 @@ class DelayedState:
         return self._forward_scales
 
     def recompute(self, forward_scales: Tensor) -> AbstractContextManager[None]:
-        """Around a layer that backward computes again: with the scales it had, noting no amax a second time."""
+        """Put this around a layer that backward computes again: with the scales it had, noting no amax a second time."""
         return holding(self, _forward_scales=forward_scales, _recording=False)
 
     def scale(self, module: int, role: Role) -> Tensor:
@@ -136,7 +137,7 @@ class DelayedState:
         return [tensor for history in histories for tensor in (history.amax_history, history.scale)]
 
     def reset(self) -> None:
-        """As before the first forward: histories zero, scales one."""
+        """Puts all back to what it was before the first forward: histories zero, scales one."""
         for history in self._histories.values():
             history.amax_history.zero_()
             history.scale.fill_(1.0)

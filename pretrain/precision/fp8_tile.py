@@ -27,7 +27,8 @@ TYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
 @dataclass(frozen=True)
 class TensorScaled:
-    """Where a tensor [M, K] is written, and with which scale: `scale`, or where that is None, current scaling's, from `amax`.
+    """Names where a tensor [M, K] is written, and with which scale: `scale`, or where that is None, current scaling's, from
+    `amax`.
 
     All on one device. What is None is not written.
     """
@@ -45,7 +46,7 @@ class TensorScaled:
 
 @dataclass(frozen=True)
 class BlockScaled:
-    """Where a tensor [M, K], with M and K multiples of 128, is written with a scale for every 128 values."""
+    """Names where a tensor [M, K], with M and K multiples of 128, is written with a scale for every 128 values."""
 
     dtype: torch.dtype  # float8_e4m3fn or float8_e5m2
     rows: Tensor | None  # uint8 [M, K]
@@ -290,7 +291,7 @@ def within(tensor, row, column, K, i, j):
 
 @triton.jit
 def _largest_pairs(words, axis: tl.constexpr):
-    """Of either half its amax along `axis`. A maximum passes NaN over, unless there is nothing else."""
+    """Returns the amax of either half along `axis`. A maximum passes NaN over, unless there is nothing else."""
     if _INTERPRETED:
         return pairs(tl.max(tl.abs(firsts(words)), axis), tl.max(tl.abs(seconds(words)), axis))
     return tl.reduce(words & 0x7FFF7FFF, axis, _larger_pairs)

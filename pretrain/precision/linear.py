@@ -148,7 +148,7 @@ class PrecisionContext:
 
     @contextmanager
     def forward(self, *, training: bool) -> Iterator[None]:
-        """Around a forward of the whole model."""
+        """Put this around a forward of the whole model."""
         if self.backend is None or not self.quantizing or not (training or self.evaluates_low):
             yield
             return
@@ -213,7 +213,7 @@ class PrecisionContext:
 
     @contextmanager
     def preserving_state(self) -> Iterator[None]:
-        """Around passes that are not training's: history and scales are afterwards what they were before.
+        """Put this around passes that are not training's: history and scales are afterwards what they were before.
 
         Whatever else the backend holds is forgotten: a pass that ran out of memory leaves behind scales put aside for recomputing
         a layer, which the next backward would take for its own.
@@ -239,7 +239,7 @@ class PrecisionContext:
         self._put_back(self._kept)
 
     def forget(self) -> None:
-        """As before the first forward."""
+        """Puts all histories and scales back to what they were before the first forward."""
         for backend in self.backends:
             backend.reset()
 

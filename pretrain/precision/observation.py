@@ -68,7 +68,8 @@ class ObservedProduct(NamedTuple):
 
 
 class ScalesOf(NamedTuple):
-    """Of an emulated operand, beside its values: `blocks` as `operand_check.sample` takes them, and the scale of the tensor."""
+    """The scales of an emulated operand, beside its values: `blocks` as `operand_check.sample` takes them, and the scale of the
+    tensor."""
 
     blocks: Tensor | None
     tensor: Tensor | None
@@ -282,7 +283,7 @@ class ProductObserver:
         return precision.grid(settings, role), precision.scaling(settings, role)
 
     def _generator(self, device: torch.device) -> torch.Generator:
-        """Its own: a number drawn from torch's would change the run."""
+        """Returns a generator of its own: a number drawn from torch's would change the run."""
         if device not in self._generators:
             self._generators[device] = torch.Generator(device).manual_seed(self._seed)
         return self._generators[device]

@@ -110,7 +110,7 @@ def _is_scale(scale: Tensor, scaling: Scaling) -> Tensor:
 
 
 def examine_tensor_scale(scales: Tensor) -> Tensor:
-    """As `examine`, of the scale above NVFP4's: it brings the largest block scale to the top of E4M3."""
+    """Examines, as `examine` does, the scale above NVFP4's: it brings the largest block scale to the top of E4M3."""
     largest = scales.amax().double()
     zero = torch.zeros_like(largest)
     loose = (largest > 0) & (largest < 0.85 * E4M3.maximum)

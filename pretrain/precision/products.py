@@ -81,7 +81,7 @@ class Problem(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Its name in the file."""
+        """The problem's name in the file."""
         types = " x ".join(str(dtype).removeprefix("torch.") for dtype in self.types)
         layout = "".join("NT"[transposed] for transposed in self.transposed)
         blocks = "" if self.scales == _ONE_SCALE else " in {} x {}".format(*(each.name.lower() for each in self.scales))
@@ -215,7 +215,7 @@ def enabled() -> bool:
 
 
 def describe() -> str | None:
-    """For the audit: how many algorithms were found in which way so far. None: none."""
+    """Says for the audit how many algorithms were found in which way so far; None where none were."""
     made = [products for products in _by_device.values() if products]
     searched, read = (sum(getattr(products, name) for products in made) for name in ("searched", "read"))
     parts = [f"{searched} searched"] * bool(searched) + [f"{read} from the file of an earlier search"] * bool(read)
@@ -226,7 +226,8 @@ def describe() -> str | None:
 
 
 def _factor(operand: Any) -> Factor | None:
-    """None for what is neither a plain tensor in BF16 nor FP8 with one scale a tensor or a block, quantized along its rows."""
+    """Returns the operand as a factor; None for what is neither a plain tensor in BF16 nor FP8 with one scale a tensor or a
+    block, quantized along its rows."""
     if type(operand) in (Tensor, nn.Parameter):
         return Factor(operand, operand.dtype, None) if operand.dtype == _BF16 and operand.is_cuda else None
     te = sys.modules.get("transformer_engine.pytorch")
@@ -334,7 +335,7 @@ class Products:
         *,
         overwrite: bool = False,
     ) -> Tensor | None:
-        """As the function; None where cublasLt refuses, in which case nothing was started."""
+        """Multiplies as the function `multiply` does; None where cublasLt refuses, in which case nothing was started."""
         if problem in self._chosen and self._chosen[problem] is None:
             return None
         device = self._device.index
@@ -395,8 +396,8 @@ _Run = tuple[_Chosen, Callable[[], int]]
 
 
 def _same_as_first(runs: Sequence[_Run], d: Tensor, added: Tensor | None) -> tuple[list[_Run], bool]:
-    """Those that run and write into d the bits of the first of them, by the sum of all that they write; and whether that tells
-    anything. It does not of a product of zeros, which leaves zeros or what it is `added` to, nor where d is not finite: any
+    """Returns those that run and write into d the bits of the first of them, by the sum of all that they write; and whether that
+    tells anything. It does not of a product of zeros, which leaves zeros or what it is `added` to, nor where d is not finite: any
     algorithm would write that."""
     ran, sums = [], []
     for each in runs:
@@ -435,7 +436,7 @@ def _times(launches: Sequence[Callable[[], int]]) -> list[list[float]]:
 
 
 def _of_device(device: torch.device) -> Products | None:
-    """Those of the current device; None for another one, and where cublasLt cannot be called."""
+    """Returns the products of the current device; None for another one, and where cublasLt cannot be called."""
     return _products(device.index) if device.index == torch.cuda.current_device() else None
 
 

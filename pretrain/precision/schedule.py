@@ -104,7 +104,8 @@ def label(setting: Any) -> str | None:
 
 
 def in_phases(precisions: Mapping[int, str]) -> dict[int, str]:
-    """By first step, what steps computed in, of what is known by step in order: where neighbours are alike, the first alone."""
+    """Returns precisions by the first step of each phase, from precisions by step in order: of equal neighbours only the
+    first."""
     before = [None, *precisions.values()]
     return {step: name for (step, name), last in zip(precisions.items(), before, strict=False) if name != last}
 

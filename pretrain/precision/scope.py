@@ -118,7 +118,7 @@ def features_of(linear: nn.Module) -> tuple[int, int]:
 
 
 def eps_of(norm: nn.Module) -> float | None:
-    """Under whichever name the norm's class has it; None where it has none."""
+    """Returns the norm's epsilon under whichever name its class has it; None where it has none."""
     return next((getattr(norm, key) for key in ("variance_epsilon", "eps", "epsilon") if hasattr(norm, key)), None)
 
 

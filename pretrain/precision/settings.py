@@ -80,7 +80,8 @@ class LowPrecisionSettings(_WithOptions):
         return [f"{key}: {value}" for key, value in self.options_set.items() if not precision.takes(key, value)]
 
     def resolved(self, precision_name: str) -> Self:
-        """With every option that the precision takes filled in, by its default where it is None, and all others None."""
+        """Returns the settings with every option that the precision takes, by its default where it is None, and all others
+        None."""
         taken = PRECISIONS[precision_name].options
         options = {key: self.options_set.get(key, taken[key].default) if key in taken else None for key in OPTIONS}
         return type(self).model_validate(self.model_dump() | options)

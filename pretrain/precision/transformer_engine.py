@@ -175,7 +175,7 @@ class TransformerEngineBackend:
         return self.te.checkpoint(functools.partial(function, *args, **kwargs), use_reentrant=False, context_fn=contexts)
 
     def state(self) -> dict[str, Tensor]:
-        """As `DelayedState.state`: the same names, shapes and slots."""
+        """Returns what `DelayedState.state` does: the same names, shapes and slots."""
         if not self.precision.keeps_history:
             return {}
         return {
@@ -211,8 +211,8 @@ class TransformerEngineBackend:
 
     @contextmanager
     def _recomputation(self, entered: AbstractContextManager[Any]) -> Iterator[None]:
-        """Around te.checkpoint's own autocast, which in backward is the outermost one and would end with a reduction over all
-        ranks, once for each layer that is recomputed. Another autocast around it, itself disabled, spares that."""
+        """Goes around te.checkpoint's own autocast, which in backward is the outermost one and would end with a reduction over
+        all ranks, once for each layer that is recomputed. Another autocast around it, itself disabled, spares that."""
         with entered, self._autocast(enabled=False):
             yield
 

@@ -124,11 +124,11 @@ class Precision:
 
     @property
     def number_bytes(self) -> int:
-        """Of a number in `compute_dtype`."""
+        """The bytes of a number in `compute_dtype`."""
         return {"float32": 4, "bfloat16": 2}[self.compute_dtype]
 
     def layouts_on(self, capability: tuple[int, int] | None) -> int:
-        """In how many layouts a device of this compute capability holds a quantized operand that two products read."""
+        """Returns how many layouts of a quantized operand that two products read a device of this compute capability holds."""
         return 0
 
     def takes(self, key: str, value: Any) -> bool:

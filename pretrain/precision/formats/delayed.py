@@ -107,7 +107,8 @@ class Delayed(Current):
         )
 
     def against_saturation(self, settings: OptionValues) -> tuple[float, str]:
-        """Only delayed scales can be too large for a tensor, and one value in a thousand says that it has outgrown them."""
+        """Returns the share of cut values that calls for advice, and the advice. Only delayed scales can cut a tensor's values,
+        and one value in a thousand says that it has outgrown them."""
         longer = "`fp8_config.amax_compute_algo: max`, " if settings.amax_compute_algo == "most_recent" else ""
         return 1e-3, (
             f"Delayed scales lag behind values that grow: {longer}a larger `fp8_config.margin` (now {settings.margin}), or "

@@ -57,7 +57,7 @@ class Blocks:
     def quantized(
         self, scaled: Tensor, scale: Tensor, grid: Grid, uniform: Tensor | None = None, tensor_scale: Tensor | None = None
     ) -> BlockQuantized:
-        """From split values that are `scaled` to the grid, and the scales of their blocks that undo it; both FP32.
+        """Quantizes split values that are `scaled` to the grid, with the scales of their blocks that undo it; both FP32.
 
         Rounds to nearest even, or stochastically by `uniform`, FP32 in [0, 1) and of the unsplit shape. Without a tensor scale it
         is 1.
