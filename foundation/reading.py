@@ -169,9 +169,10 @@ def unusable_text(text: str) -> str | None:
     return None
 
 
-def one_line(error: Exception) -> str:
-    """What an error says, cut to one line; its type where it says nothing."""
-    return " ".join(str(error).split())[:300] or type(error).__name__
+def one_line(error: BaseException, most: int = 300, *, named: bool = False) -> str:
+    """What an error says in one line, cut to `most` characters; its type where it says nothing, and before it if `named`."""
+    kind, said = type(error).__name__, " ".join(str(error).split())[:most]
+    return f"{kind}: {said}" if named and said else said or kind
 
 
 def reason_of(error: Exception) -> str:

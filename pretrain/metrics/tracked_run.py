@@ -200,4 +200,4 @@ def does_not_start(name: str, error: Exception, kept_in: Path) -> InputError:
     """One message for what a service refuses after all: a key that it does not know, a run that it no longer has."""
     remedy = "`wandb login` again, or WANDB_MODE=offline" if name == "wandb" else "mend that, or take it out"
     again = f". To begin another run there, remove {kept_in}" if kept_in.exists() else ""
-    return InputError(f"`log.trackers`: {name} does not start: {' '.join(str(error).split())[:500]}; {remedy}{again}")
+    return InputError(f"`log.trackers`: {name} does not start: {one_line(error, 500)}; {remedy}{again}")

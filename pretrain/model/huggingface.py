@@ -41,7 +41,7 @@ from foundation.errors import InputError, shown
 from foundation.files import fsync, fsync_tree, name_aside, remove_own_folder
 from foundation.integrity import hash_files
 from foundation.progress import advance
-from foundation.reading import load_object
+from foundation.reading import load_object, one_line
 from packing.settings import HUB_NAME
 from pretrain.model.attention import backends as attention
 from pretrain.model.loss.head import check as check_loss
@@ -217,8 +217,7 @@ def _unreadable(settings: ModelSettings, error: Exception) -> InputError:
 
 def _reason(error: Exception) -> str:
     """A library's error in a line, without the lists of everything it knows."""
-    text = " ".join(str(error).split())[:300].rstrip(". ")
-    return f"{type(error).__name__} {text}" if isinstance(error, (LookupError, AttributeError, AssertionError)) else text
+    return one_line(error, named=isinstance(error, (LookupError, AttributeError, AssertionError))).rstrip(". ")
 
 
 def check_architecture(model: PreTrainedModel, length: int, loss: LossSettings, device_type: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from foundation import units
+from foundation.reading import one_line
 from foundation.units import GIB
 from pretrain.plan.plan import Plan
 
@@ -29,7 +30,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 def out_of_memory(plan: Plan, error: BaseException, when: str) -> str:
     """The message for `error`, which came `when`: what the plan had reckoned with, and what takes less, most effective first."""
-    said = " ".join(str(error).split()).split(". GPU")[0][:160].rstrip(".")
+    said = one_line(error, 160).split(". GPU")[0].rstrip(".")
     limit = f" of {units.memory(plan.devices.memory / GIB)}" if plan.devices.memory else ""
     reckoned = f"about {units.memory(plan.memory.total(plan.expected_microbatch) / GIB)}{limit} a device"
     return (

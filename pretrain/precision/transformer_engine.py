@@ -24,6 +24,7 @@ from torch.utils.checkpoint import noop_context_fn
 
 from foundation.attributes import holding
 from foundation.errors import InputError
+from foundation.reading import one_line
 from pretrain.precision.formats.definition import OptionValues, QuantizedPrecision
 from pretrain.precision.linear import NormFunction
 from pretrain.precision.observation import ProductObserver
@@ -45,7 +46,7 @@ def missing() -> str | None:
     try:
         library()
     except (ImportError, OSError, RuntimeError) as error:  # a library that was built for another torch, CUDA or Python
-        return f"a Transformer Engine that can be imported ({' '.join(str(error).split())})"
+        return f"a Transformer Engine that can be imported ({one_line(error)})"
     if tuple(map(int, _version().split(".")[:2])) < OLDEST:
         return f"Transformer Engine {'.'.join(map(str, OLDEST))} or newer, and this is {_version()}"
     return None

@@ -39,6 +39,7 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from foundation.errors import InputError
+from foundation.reading import one_line
 from foundation.units import duration
 from pretrain.checkpoint.checkpoint import step_folders
 from pretrain.metrics.health import TrainingHalted
@@ -199,7 +200,8 @@ class RankWatch:
         if error is not None:
             if isinstance(error, RuntimeError) and of_a_collective(error):
                 self._ask(self._silence() + 3 * self._interval)
-            self._failure = {"kind": "failed", "ranks": [self.rank], "status": _status_of(error), "text": _first_line(error)}
+            said = one_line(error, named=True)
+            self._failure = {"kind": "failed", "ranks": [self.rank], "status": _status_of(error), "text": said}
         self._ends = True
         self._thread.join(2 * self._interval)
         if error is not None and self.rank == 0 and not _launcher_has_store():
@@ -528,11 +530,6 @@ def of_a_collective(error: BaseException) -> bool:
 
 def _status_of(error: BaseException) -> int:
     return 2 if isinstance(error, InputError) else 3 if isinstance(error, TrainingHalted) else 1
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"
 
 
 def _newest(checkpoints: Path) -> list[str]:

@@ -19,6 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from foundation.errors import InputError
+from foundation.reading import one_line
 from foundation.units import GIB
 from pretrain.metrics.flops import Shape
 from pretrain.metrics.run_folder import describe_environment
@@ -227,10 +228,8 @@ def speed(run: Situation, tokens: int) -> Finding:
 
 
 def in_a_line(error: BaseException) -> str:
-    """A message to the user as it is, any other error cut to a line."""
-    if isinstance(error, InputError):
-        return str(error)
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    """Returns a message to the user as it is, any other error cut to a line."""
+    return str(error) if isinstance(error, InputError) else one_line(error, named=True)
 
 
 # ── In the process that asks for it ──────────────────────────────────────────────────────────────────────────────────────────

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from foundation.errors import InputError
 from foundation.progress import advance
+from foundation.reading import one_line
 from packing.batch import IGNORE
 from pretrain.metrics.flops import Shape
 from pretrain.model.attention import backends as attention
@@ -150,7 +151,7 @@ def try_kernel(kernel: Kernel, situation: Situation) -> Verdict:
             for name, ours, plain, limit in kernel.case(situation):
                 errors[name], allowed[name] = relative_error(ours, plain), limit
     except failures() as error:
-        failure = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        failure = one_line(error, named=True)
     named = f"attention {situation.attention}" if kernel.name == "attention" else kernel.name
     return Verdict(named, kernel.plain, errors, allowed, time.perf_counter() - began, failure)
 

@@ -99,7 +99,8 @@ def test_a_file_beyond_its_limit_is_not_read(tmp_path: Path):
 
 def test_why_something_failed_is_one_line_which_is_never_empty():
     assert one_line(ValueError("404 Client Error.\n\n  Repository Not Found\n")) == "404 Client Error. Repository Not Found"
-    assert one_line(AssertionError()) == "AssertionError"
+    assert one_line(AssertionError()) == one_line(AssertionError(), named=True) == "AssertionError"
+    assert one_line(ValueError("one\ntwo three"), 7, named=True) == "ValueError: one two"
     with pytest.raises(OSError) as raised:
         Path("/not/there").read_bytes()
     assert reason_of(raised.value) == "No such file or directory" and "/not/there" in one_line(raised.value)
