@@ -61,7 +61,7 @@ from pretrain.checkpoint.shards import (
     rank_stem,
 )
 from pretrain.checkpoint.staging import Files, Staging, bytes_staged, gpu_of, room_for
-from pretrain.model.distributed import local_part
+from pretrain.model.distributed import from_all_ranks, in_a_group, local_part
 
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 _AFTER_AN_ERROR = 20.0  # seconds: how long a process that ends by an error waits for the other ranks' part of a save
@@ -102,9 +102,8 @@ class Checkpoints:
         self.keep = keep
         self.before_decay = before_decay
         self.part_bytes = part_bytes
-        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        self.rank = torch.distributed.get_rank() if distributed else 0
-        self.world_size = torch.distributed.get_world_size() if distributed else 1
+        self.rank = torch.distributed.get_rank() if in_a_group() else 0
+        self.world_size = torch.distributed.get_world_size() if in_a_group() else 1
         self.disks = disks or Disks.shared(self.rank, self.world_size)
         self.current: Path | None = None  # what the tensors in memory were last saved to or loaded from
         self.damaged: dict[Path, list[str]] = {}  # found by newest(): what is wrong with each
@@ -205,8 +204,8 @@ class Checkpoints:
         """What this rank writes, by file; as the ranks agree on it. Exchanged again only where a rank's blocks have changed."""
         mine = {kind: {name: block_of(tensor) for name, tensor in group.items()} for kind, group in groups.items()}
         known = self._layout is not None and self._layout.mine == mine
-        if not all(self._gather(known)):
-            offers = self._gather(mine)
+        if not all(from_all_ranks(known)):
+            offers = from_all_ranks(mine)
             members = set(self.disks.members)
             by_kind = {kind: [offer[kind] if rank in members else {} for rank, offer in enumerate(offers)] for kind in groups}
             self._layout = _Layout(mine, {kind: lay_out(kind, offers, self.part_bytes) for kind, offers in by_kind.items()})
@@ -275,20 +274,13 @@ class Checkpoints:
             self._pending.patience = _AFTER_AN_ERROR
             self._pending.join()
 
-    def _gather(self, item: T) -> list[T]:
-        """What every rank passed, in the order of the ranks; small objects only."""
-        gathered: list[Any] = [item] * self.world_size
-        if self.world_size > 1:
-            torch.distributed.all_gather_object(gathered, item)
-        return gathered
-
     def _on_every_rank(self, work: Callable[[], T]) -> list[T]:
         """What `work` returned on each rank, once all are done. Where the file system refused any, all raise its OSError."""
         try:
             outcome: T | OSError = work()
         except OSError as error:
             outcome = OSError(error.errno, f"{error.strerror or error} (rank {self.rank})")
-        outcomes = self._gather(outcome)
+        outcomes = from_all_ranks(outcome)
         if refusals := [each for each in outcomes if isinstance(each, OSError)]:
             raise refusals[0]
         return outcomes
@@ -329,7 +321,7 @@ class Checkpoints:
         """
         self.wait()
         newer = [path for path in step_folders(self.folder) if step_of(path) > step] if self.disks.leads else []
-        return self._gather([set_aside(path) for path in newer])[0]
+        return from_all_ranks([set_aside(path) for path in newer])[0]
 
     def take_back(self, path: Path, step: int) -> Path:
         """Give the checkpoint at `path`, of `step`, the name that it had before it was set aside, for a run that goes on from it;
@@ -364,7 +356,7 @@ class Checkpoints:
                 finish_renames(self.folder)
                 remove(self.folder, [])  # now: the next save would wait for it, seconds where a large one was broken off
             found = [step for step in map(step_of, step_folders(self.folder)) if before is None or step < before]
-        for step in sorted({step for steps in self._gather(found) for step in steps}, reverse=True):
+        for step in sorted({step for steps in from_all_ranks(found) for step in steps}, reverse=True):
             path = step_folder(self.folder, step)
             problems = self._verify(path)
             if not problems:
@@ -378,7 +370,7 @@ class Checkpoints:
 
     def is_there(self, path: Path) -> bool:
         """Whether any rank sees a checkpoint at `path`."""
-        return any(self._gather(path.exists()))
+        return any(from_all_ranks(path.exists()))
 
     def owns(self, path: Path) -> bool:
         """Whether the checkpoint at `path` lies in this run's folder."""
@@ -447,7 +439,7 @@ class Checkpoints:
         return [host + problem for problem in problems]
 
     def _first_of_each(self, problems: list[str]) -> list[str]:
-        return list(dict.fromkeys(problem for rank in self._gather(problems) for problem in rank))
+        return list(dict.fromkeys(problem for rank in from_all_ranks(problems) for problem in rank))
 
 
 def bytes_needed(model: Tensors, optimizer: Tensors) -> int:

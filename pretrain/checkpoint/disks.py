@@ -14,13 +14,13 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch.distributed
 
 from foundation.errors import InputError
 from foundation.files import PARTIAL, PROOF
 from foundation.reading import read_regular, reason_of
+from pretrain.model.distributed import from_all_ranks, in_a_group
 
 SECONDS = 2.0  # that a token may take to appear: network disks keep for a moment what a folder held
 
@@ -81,7 +81,7 @@ def find_disks(folder: Path, claim: Callable[[], object]) -> Disks:
     `claim` makes the folder and locks it; the first process of a machine that does not see rank 0's calls it. InputError on all
     ranks, naming the rank, its host and the path, where one sees neither rank 0's folder nor its own machine's.
     """
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if not in_a_group():
         return Disks.shared(0, 1)
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     host, here = socket.gethostname(), f"{socket.gethostname()}:{folder.absolute()}"
@@ -102,13 +102,13 @@ def find_disks(folder: Path, claim: Callable[[], object]) -> Disks:
                     failure = (
                         f"{name_ranks([rank])} on {host} sees no run folder there and cannot make one: {_reason(error, folder)}"
                     )
-            said = _gather((mine, failure))
+            said = from_all_ranks((mine, failure))
             tokens |= {other: text for other, (text, _) in enumerate(said) if text is not None}
             leaders[rank] = leaders[rank] if leaders[rank] is not None else _seen(folder, tokens)
-            leaders = _gather(leaders[rank])
+            leaders = from_all_ranks(leaders[rank])
             if None not in leaders:
                 break
-        places = _gather(here)
+        places = from_all_ranks(here)
         if None in leaders:
             blind = leaders.index(None)
             machine, _, path = places[blind].partition(":")
@@ -126,10 +126,10 @@ def find_disks(folder: Path, claim: Callable[[], object]) -> Disks:
 
 def look_at_disks(folder: Path) -> Disks:
     """Finds what `find_disks` does without writing: folders of one inode that changed at one moment are the same. Collective."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if not in_a_group():
         return Disks.shared(0, 1)
     mark = (folder.stat().st_ino, folder.stat().st_mtime_ns) if folder.exists() else None
-    seen = _gather((mark, f"{socket.gethostname()}:{folder.absolute()}"))
+    seen = from_all_ranks((mark, f"{socket.gethostname()}:{folder.absolute()}"))
     marks = [mark for mark, _ in seen]
     return Disks(torch.distributed.get_rank(), tuple(map(marks.index, marks)), tuple(place for _, place in seen))
 
@@ -153,9 +153,3 @@ def _seen(folder: Path, tokens: dict[int, str]) -> int | None:
         if time.monotonic() > end:
             return None
         time.sleep(0.05)
-
-
-def _gather(item: Any) -> list[Any]:
-    gathered: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(gathered, item)
-    return gathered

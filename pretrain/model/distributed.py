@@ -12,7 +12,7 @@ import psutil
 import torch
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.state import PartialState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, fsdp2_prepare_model, gather_object
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, fsdp2_prepare_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
@@ -191,6 +191,20 @@ def _set_replicas(accelerator: Accelerator, replicas: int) -> None:
     accelerator.state.device_mesh = config.get_device_mesh(accelerator.device.type)
 
 
+def in_a_group() -> bool:
+    """Whether this process is one of a process group."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def from_all_ranks(item: T) -> list[T]:
+    """Returns what every rank passed, in the order of the ranks; small objects only. Collective."""
+    if not in_a_group():
+        return [item]
+    items: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(items, item)
+    return items
+
+
 def largest_over_ranks(accelerator: Accelerator, value: int) -> int:
     """The largest of the ranks' values, the same on all of them, so that all leave a loop together."""
     if accelerator.num_processes == 1:
@@ -206,7 +220,7 @@ def refused_together(accelerator: Accelerator, make: Callable[[], T]) -> T:
         made = make()
     except InputError as error:
         refusal = str(error)
-    if refusals := [each for each in gather_object([refusal]) if each is not None]:
+    if refusals := [each for each in from_all_ranks(refusal) if each is not None]:
         raise InputError(refusals[0])
     return made
 
@@ -229,7 +243,7 @@ def require_same_on_all_ranks(accelerator: Accelerator, tensors: Mapping[str, Te
         return
     sums = torch.stack([checksum(tensor).to(accelerator.device) for tensor in whole.values()]).tolist()
     own = {name: (tuple(tensor.shape), found) for (name, tensor), found in zip(whole.items(), sums, strict=True)}
-    first, *others = gather_object([own])
+    first, *others = from_all_ranks(own)
     for rank, other in enumerate(others, start=1):
         names = first | other
         if differing := [name for name in names if first.get(name) != other.get(name)]:

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from foundation.progress import advance
@@ -51,7 +51,7 @@ def _evaluate_held_out(run: Run) -> None:
     record = {"step": run.state.step, "event": "evaluation", **figures}
     run.trackers.log(record)
     run.console.evaluation(record, time.perf_counter() - began)
-    run.best = agreed(run.accelerator, BestEvaluation.after(record, run.best))
+    run.best = broadcast_object_list([BestEvaluation.after(record, run.best)])[0]  # the main process's
 
 
 def _draw_samples(run: Run) -> None:
@@ -89,11 +89,6 @@ def evaluated_parts(job: Job) -> dict[str, tuple[Packs, int]]:
     return {name: (packs, packs_evaluated(len(packs), len(held_out), limit)) for name, packs in parts.items()}
 
 
-def agreed(accelerator: Accelerator, best: BestEvaluation | None) -> BestEvaluation | None:
-    """What the main process has found. Collective."""
-    return gather_object([best])[0] if accelerator.num_processes > 1 else best
-
-
 def best_so_far(run: Run) -> BestEvaluation | None:
     """The best evaluation in metrics.jsonl whose checkpoint still exists. The file holds none after the present step.
     Collective."""
@@ -102,7 +97,7 @@ def best_so_far(run: Run) -> BestEvaluation | None:
         for record in own_evaluations(read_metrics(run.folder.path)):
             if step_folder(run.folder.checkpoints, record["step"]).exists():
                 best = BestEvaluation.after(record, best)
-    return agreed(run.accelerator, best)
+    return broadcast_object_list([best])[0]
 
 
 def is_best(run: Run) -> bool:

@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 
 from foundation.errors import InputError
 from packing.batch import Prefetch, StepBatches
 from packing.packer import PackerProcess
 from pretrain.checkpoint.disks import find_disks
-from pretrain.model.distributed import largest_over_ranks
+from pretrain.model.distributed import from_all_ranks, largest_over_ranks
 from pretrain.plan.preflight import Job
 from pretrain.run.running import Run
 
@@ -30,7 +29,7 @@ def pack_stream(job: Job, accelerator: Accelerator) -> None:
         nonlocal packing
         packing = packing or PackerProcess(job.recipe.data)
 
-    if accelerator.num_processes > 1 and len(set(gather_object([stream.fingerprint]))) > 1:
+    if len(set(from_all_ranks(stream.fingerprint))) > 1:
         raise InputError(
             f"{stream.path}: not all processes see the same text: their first parts differ; give every machine the same source, "
             "tokenizer and settings, and remove the folder where it is of another"

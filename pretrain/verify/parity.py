@@ -38,7 +38,6 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -48,7 +47,7 @@ from foundation.progress import advance
 from packing.arrow import Pack
 from packing.batch import IGNORE, Microbatch, StepBatches
 from pretrain.metrics.health import TrainingHalted
-from pretrain.model.distributed import local_part
+from pretrain.model.distributed import from_all_ranks, local_part
 from pretrain.model.gradients import gradient_of
 from pretrain.model.packed import PackedLanguageModel, forward_backward
 from pretrain.optimizer.adamw import clear_gradients
@@ -419,10 +418,7 @@ class _Check:
         """Turns the noise of products, by name, into that of the weights which they multiply; the largest over ranks."""
         members = {product.name: product.members for product in self.packed.fused.products} if self.packed.fused else {}
         found: dict[str, dict[str, float]] = {}
-        of_ranks = (
-            gather_object([noise]) if self.accelerator.num_processes > 1 else [noise]
-        )  # which may not all have the same ones
-        for of_rank in of_ranks:
+        for of_rank in from_all_ranks(noise):  # not all ranks may have the same products
             for name, sizes in of_rank.items():
                 for member in members.get(name, (name,)):
                     largest = found.setdefault(f"{member}.weight", {})
