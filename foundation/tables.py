@@ -12,11 +12,14 @@ UNKNOWN = "–"  # in place of what is not known
 _UNBOUND = 10_000  # columns
 
 
-def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], names: int = 1) -> str:
-    """A table in Markdown, also aligned as plain text: the first `names` columns to the left, figures to the right.
+def cell(text: str) -> str:
+    """`text` as a cell of a table in Markdown, which a `|` or a line feed would end: the one is escaped, the other a space."""
+    return " ".join(text.split("\n")).replace("|", "\\|")
 
-    A `|` or a line feed in a cell would end it, so the one is escaped, the other a space."""
-    header, *rows = ([" ".join(text.split("\n")).replace("|", "\\|") for text in row] for row in (header, *rows))
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], names: int = 1) -> str:
+    """A table in Markdown, also aligned as plain text: the first `names` columns to the left, figures to the right."""
+    header, *rows = (list(map(cell, row)) for row in (header, *rows))
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
 
     def line(values: Sequence[str]) -> str:

@@ -25,6 +25,7 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
 from foundation.errors import InputError
+from foundation.tables import markdown
 from foundation.units import TERA, percent
 from pretrain.checkpoint.state import TrainState
 from pretrain.metrics.flops import LowPrecisionProducts, ModelFlops
@@ -223,8 +224,5 @@ def render(seconds: Mapping[str, float], wall: float, unrecorded: float, data_wa
     of_recording = min(gaps, max(wall - unrecorded, 0.0))
     parts = {**dict(sorted(seconds.items(), key=lambda item: -item[1])), "waiting for data": data_wait}
     parts |= {"gaps": gaps - of_recording, "gaps, by recording": of_recording}
-    lines = ["| part of a step | ms | share | reaches |", "| --- | ---: | ---: | --- |"]
-    lines += [
-        f"| {part} | {spent * 1e3:.1f} | {percent(spent / wall)} | {rates.get(part, '')} |" for part, spent in parts.items()
-    ]
-    return "\n".join([*lines, f"| **the step** | {wall * 1e3:.1f} | | |"])
+    rows = [(part, f"{spent * 1e3:.1f}", percent(spent / wall), rates.get(part, "")) for part, spent in parts.items()]
+    return markdown(("part of a step", "ms", "share", "reaches"), [*rows, ("**the step**", f"{wall * 1e3:.1f}", "", "")])

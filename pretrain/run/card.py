@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 from transformers import PreTrainedModel
 
+from foundation.tables import cell
 from foundation.units import count, duration, percent
 from packing.settings import HUB_NAME
 from pretrain.compare.fairness import changes_in_words
@@ -53,7 +54,7 @@ def model_card(run: RunRecord, hf: PreTrainedModel, *, tokenizer: bool) -> str:
         "## How to load it",
         _loading(tokenizer),
         "## How it was trained",
-        "\n".join(["| | |", "| --- | --- |", *(f"| {key} | {_cell(text)} |" for key, text in rows.items() if text)]),
+        "\n".join(["| | |", "| --- | --- |", *(f"| {key} | {cell(text)} |" for key, text in rows.items() if text)]),
         f"![Loss by step: training and, where packs were held out, held-out loss]({PICTURE})",
         "## The recipe",
         "Every setting of the run:",
@@ -165,7 +166,3 @@ def _loading(tokenizer: bool) -> str:
         ]
     note = "" if tokenizer else "\n\nNo tokenizer lies beside it: the run knew only token ids."
     return "```python\n" + "\n".join(lines) + "\n```" + note
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")

@@ -117,7 +117,7 @@ class Examination:
             "",
         ]
         for precision, found in self.findings.items():
-            table = [[each["part"], each["status"], " ".join(each["said"].split()).replace("|", "/")] for each in found]
+            table = [[each["part"], each["status"], " ".join(each["said"].split())] for each in found]
             text += [f"## {precision}", "", markdown(("part", "verdict", "found"), table, names=3), ""]
         figures = self.head | {"seconds": round(self.seconds, 1), "finished": self.finished, "findings": self.findings}
         return "\n".join([*text, "## Figures", "", "```json", json.dumps(figures, indent=1), "```", ""])

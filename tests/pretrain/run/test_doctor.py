@@ -379,4 +379,4 @@ def test_numbers_that_json_has_not_are_text_in_the_file(tmp_path: Path) -> None:
     examination_ = Examination(tmp_path / "doctor.md", {}, [])
     examination_.add("bf16", {"part": "a | b", "status": FAILED, "said": "one\ntwo | three", "errors": {"dq": float("nan")}})
     text = examination_.out.read_text()
-    assert figures_of(text)["findings"]["bf16"][0]["errors"] == {"dq": "NaN"} and "one two / three" in text
+    assert figures_of(text)["findings"]["bf16"][0]["errors"] == {"dq": "NaN"} and "one two \\| three" in text
