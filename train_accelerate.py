@@ -70,9 +70,10 @@ from pretrain.run.eval_only import evaluate_only, require_weights
 from pretrain.run.evaluate import best_so_far, evaluate, evaluate_once, is_best
 from pretrain.run.export import export_trained
 from pretrain.run.faults import explaining_memory, fault_of, time_is_up
-from pretrain.run.introduction import find_parity, first_step, introduce, require_parity, warn_of_precisions
+from pretrain.run.introduction import first_step, introduce, warn_of_precisions
 from pretrain.run.keeping import ended_before, leave, prepare_saves, save, save_last, sum_up, tell_saved
 from pretrain.run.microbatch import choose_microbatch
+from pretrain.run.parity import find_parity, require_parity
 from pretrain.run.ranks import RankWatch
 from pretrain.run.recording import log, record_of_step, recorder_of
 from pretrain.run.resume import (

@@ -54,10 +54,8 @@ from pretrain.precision.scope import Decision, decide
 from pretrain.precision.selection import make_backend
 from pretrain.precision.settings import ActivePrecision
 from pretrain.run import determinism
-from pretrain.run.parity import LeftOut, hold_to_parity
 from pretrain.verify import audit
 from pretrain.verify.kernels import Chosen, choose_kernels
-from pretrain.verify.parity import Parity
 
 # Linears whose operands are examined again at a statistics step, drawn anew each time. All of them would cost 0.8 % of a run of
 # 1.7 B parameters on an H200, these cost less than 0.1 % (benchmarks/results/h200_audit_cost.json).
@@ -92,7 +90,7 @@ class Assembly:
     active: ActivePrecision  # of the steps at present; `use` changes it
     precision: PrecisionContext  # which its products share
     stages: Mapping[str, Stage]  # by the precision's name
-    audit: dict[str, Any]  # what audit.json says; `check_parity` and `confirming_audit` add what they find
+    audit: dict[str, Any]  # what audit.json says; parity and `confirming_audit` add what they find
 
     def use(self, active: ActivePrecision) -> None:
         """Compute in `active`, one of the run's precisions, from here on, and let the audit speak of it."""
@@ -197,18 +195,6 @@ class Assembly:
             return None
         options = {"resumed_step": step, "main_process": main_process, "confirming": self.confirming_again}
         return PrecisionWatch(self.precision, self.active, every, folder, **options)
-
-    def check_parity(self, job: Job, accelerator: Accelerator, step: int) -> list[Parity | LeftOut]:
-        """Step 0 beside plain transformers in each precision of the run, or why not: a run that begins at a later `step` has
-        none. What comes of it goes into the audit, whatever it says."""
-        found = []
-        for stage in self.stages.values():
-            with self.using(stage.active):
-                of_stage = job.in_precision(stage.active)
-                found.append(hold_to_parity(of_stage, self.model, self.optimizer, accelerator, self.audit["compiled"], step))
-            stage.found["parity"] = {"source": "this run"} | found[-1].record()
-        self.use(self.active)
-        return found
 
     @contextmanager
     def confirming_audit(self, step: int) -> Iterator[None]:

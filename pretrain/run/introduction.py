@@ -13,26 +13,15 @@ from pretrain.plan.plan import render
 from pretrain.plan.preflight import Job
 from pretrain.plan.tokenizer import fingerprint_in_use
 from pretrain.run.assembly import IN_PARTS
-from pretrain.run.parity import LeftOut
 from pretrain.run.running import Run
 from pretrain.settings import config
 from pretrain.verify import audit, kernels
-from pretrain.verify.parity import Parity
 
 
 def warn_of_precisions(job: Job, console: Console) -> None:
     """Say what is done in place of a precision that the device lacks, of those that steps of the run compute in."""
     for notice in [active.notice for active in job.plan.in_use if active.notice]:
         console.warning(notice)
-
-
-def find_parity(run: Run) -> list[Parity | LeftOut]:
-    """Step 0 beside plain transformers, in each of the run's precisions, or why not; empty where it is not asked for, and where
-    the run resumes."""
-    comparisons = sum(4 if active.precision.quantized else 2 for active in run.job.plan.actives)
-    with run.waited.on("checks", "parity with plain transformers", "comparisons", total=comparisons):
-        due_now = run.job.recipe.parity != "off" and run.begins
-        return run.assembly.check_parity(run.job, run.accelerator, run.state.step) if due_now else []
 
 
 def introduce(run: Run, notes: list[str]) -> None:
@@ -71,14 +60,6 @@ def introduce(run: Run, notes: list[str]) -> None:
         run.folder.write_json(run.folder.environment, fingerprints | environment | run.past.record())
         run.folder.write_json(run.folder.audit, run.assembly.audit)
     run.trackers.start(settings)
-
-
-def require_parity(run: Run, parity: list[Parity | LeftOut]) -> None:
-    """Say what the comparisons have found; raises where a comparison failed."""
-    for active, found in zip(run.job.plan.actives, parity, strict=False):
-        if active in run.job.plan.in_use:
-            run.console.notice(f"{active.precision.name}: {found.summary()}" if run.job.plan.phases else found.summary())
-        found.require()
 
 
 def first_step(run: Run) -> AbstractContextManager[object]:

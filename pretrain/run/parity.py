@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from pretrain.model.distributed import describe_topology, largest_over_ranks
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.plan.preflight import Job
+from pretrain.run.running import Run
 from pretrain.verify.kept import KeptResult
 from pretrain.verify.parity import MICROBATCHES, PLAIN_BYTES, TOKENS, Parity, check_parity
 
@@ -39,14 +40,37 @@ class LeftOut:
         """Does nothing: parity that was left out cannot fail."""
 
 
-def hold_to_parity(
-    job: Job, model: PackedLanguageModel, optimizer: torch.optim.Optimizer, accelerator: Accelerator, compiled: str, step: int
-) -> Parity | LeftOut:
-    """The comparison, or why it was left out; the same on every rank. `compiled`: what the audit says of it. `step`: at which the
-    run begins, with another run's weights where it is not 0.
+def find_parity(run: Run) -> list[Parity | LeftOut]:
+    """Compares step 0 with plain transformers in each of the run's precisions, or says why not; the audit holds what came of it.
+    Empty where it is not asked for, and where the run resumes. Collective."""
+    if run.job.recipe.parity == "off" or not run.begins:
+        return []
+    assembly, found = run.assembly, []
+    comparisons = sum(4 if active.precision.quantized else 2 for active in run.job.plan.actives)
+    with run.waited.on("checks", "parity with plain transformers", "comparisons", total=comparisons):
+        for stage in assembly.stages.values():
+            with assembly.using(stage.active):
+                found.append(_in_one_precision(run, run.job.in_precision(stage.active)))
+            stage.found["parity"] = {"source": "this run"} | found[-1].record()
+        assembly.use(assembly.active)
+    return found
 
-    A branch has none: what is compared is code, which a run from step 0 shares.
+
+def require_parity(run: Run, parity: list[Parity | LeftOut]) -> None:
+    """Says what the comparisons have found; raises TrainingHalted where one failed."""
+    for active, found in zip(run.job.plan.actives, parity, strict=False):
+        if active in run.job.plan.in_use:
+            run.console.notice(f"{active.precision.name}: {found.summary()}" if run.job.plan.phases else found.summary())
+        found.require()
+
+
+def _in_one_precision(run: Run, job: Job) -> Parity | LeftOut:
+    """Returns the comparison in the precision of `job`, or why it was left out; the same on every rank.
+
+    A run that begins at a later step, with another run's weights, is not compared: what is compared is code, which a run from
+    step 0 shares.
     """
+    model, accelerator, compiled, step = run.assembly.model, run.accelerator, run.assembly.audit["compiled"], run.state.step
     setting, kept = job.recipe.parity, KeptResult(subject_of(job, accelerator, compiled))
     if compiled == "nothing":
         job = job.with_microbatch(math.gcd(job.plan.microbatch, MICROBATCH))
@@ -67,7 +91,7 @@ def hold_to_parity(
             return LeftOut(f"it would cost {share:.0%} of this short run; `parity=on` checks it all the same")
         if largest_over_ranks(accelerator, int(not _fits(model, accelerator.device))):
             return LeftOut(f"plain transformers in FP32 does not fit beside the run ({PLAIN_BYTES} bytes a parameter)")
-    found = compare_step_0(job, model, optimizer, accelerator)
+    found = compare_step_0(job, model, run.assembly.optimizer, accelerator)
     if accelerator.is_main_process and not found.failures and found.text.tells_all:
         kept.write(found.record())
     return found
