@@ -153,9 +153,10 @@ def launch(arguments: argparse.Namespace) -> int:
         refused_together(accelerator, lambda: RunFolder(job.run_dir, owner=main_process)) as folder,
         RankWatch(accelerator, job.recipe.train.rank_timeout, folder.checkpoints) as watch,
     ):
-        stopped_by = None
-        if not ended_before(job, accelerator, folder, console, waited, arguments):
-            begin = partial(build, job, accelerator, folder, console, watch, waited, arguments)
+        stopped_by, wanted, profiled = None, arguments.resume, arguments.profile
+        if not ended_before(job, accelerator, folder, console, waited, wanted=wanted, profiled=profiled):
+            options = {"wanted": wanted, "accept_changes": arguments.accept_changes, "profiled": profiled}
+            begin = partial(build, job, accelerator, folder, console, watch, waited, **options)
             stopped_by = carry_out(job, watch, begin)
     return ended(accelerator, stopped_by)
 
@@ -190,11 +191,16 @@ def build(
     console: Console,
     watch: RankWatch,
     waited: Waited,
-    arguments: argparse.Namespace,
+    *,
+    wanted: str,
+    accept_changes: bool,
+    profiled: bool,
 ) -> Run:
-    """The run before its first step, or its next: nothing but the steps is left to do. Collective."""
+    """Returns the run before its first step, or its next: nothing but the steps is left to do. Collective.
+
+    `wanted`: the checkpoint to go on from, or "auto". `profiled`: a step is to be recorded."""
     recipe, health = job.recipe, Health(job.recipe.health, job.precision_remedy)
-    job, checkpoints, source = way_on(job, folder, arguments.resume, arguments.accept_changes)
+    job, checkpoints, source = way_on(job, folder, wanted, accept_changes)
     warn_of_precisions(job, console)
     pack_stream(job, accelerator)
     assembly = assemble(job, accelerator, waited)
@@ -215,7 +221,7 @@ def build(
         job = job.with_microbatch(choose_microbatch(job, assembly, source.record if source else None, accelerator))
     main_process = accelerator.is_main_process
     if main_process:
-        put_other_steps_aside(job, source, state.step, arguments.resume)
+        put_other_steps_aside(job, source, state.step, wanted)
 
     run = Run(
         job=job,
@@ -230,7 +236,7 @@ def build(
         recorder=recorder_of(job, assembly, accelerator),
         trackers=resolve(recipe.log, run_dir=folder.path, resumed_step=state.step, main_process=main_process),
         precision_watch=assembly.precision_watch(recipe.log.fp8_statistics, folder.path, state.step, main_process),
-        profile=StepProfile.of(folder.path, accelerator, state) if arguments.profile else None,
+        profile=StepProfile.of(folder.path, accelerator, state) if profiled else None,
         console=console,
         watch=watch,
         waited=waited,

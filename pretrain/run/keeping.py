@@ -3,7 +3,6 @@ run that has ended without a checkpoint, when it is started again."""
 
 from __future__ import annotations
 
-import argparse
 import signal
 
 from accelerate import Accelerator
@@ -116,13 +115,22 @@ def sum_up(run: Run) -> RunRecord | None:
 
 
 def ended_before(
-    job: Job, accelerator: Accelerator, folder: RunFolder, console: Console, waited: Waited, arguments: argparse.Namespace
+    job: Job,
+    accelerator: Accelerator,
+    folder: RunFolder,
+    console: Console,
+    waited: Waited,
+    *,
+    wanted: str,
+    profiled: bool,
 ) -> bool:
-    """Whether the run has nothing left to do, and needs no model to say so: then it says where everything is. Collective."""
-    finished = nothing_left(job, arguments.resume) if accelerator.is_main_process else None
+    """Whether the run has nothing left to do, and needs no model to say so: then it says where everything is. Collective.
+
+    `wanted`: the checkpoint that the command names, or "auto". `profiled`: it asks for a step to be recorded."""
+    finished = nothing_left(job, wanted) if accelerator.is_main_process else None
     if not largest_over_ranks(accelerator, int(finished is not None)):
         return False
-    if arguments.profile:
+    if profiled:
         raise InputError(f"`--profile` records a step to come. {said_of_the_end(job)}")
     if finished:
         if not folder.loss_plot.exists():
