@@ -54,7 +54,6 @@ from pretrain.model.distributed import (
     largest_over_ranks,
     make_accelerator,
     refused_together,
-    require_same_on_all_ranks,
     same_on_all_ranks,
 )
 from pretrain.model.huggingface import decoder_layers, weights_fingerprint
@@ -77,11 +76,12 @@ from pretrain.run.parity import find_parity, require_parity
 from pretrain.run.ranks import RankWatch
 from pretrain.run.recording import log, record_of_step, recorder_of
 from pretrain.run.resume import (
+    ResumePoint,
     begin_stream,
     keep_findings,
     planned_resume,
     put_other_steps_aside,
-    restore,
+    take_up,
     under_its_own_name,
     way_on,
 )
@@ -199,7 +199,7 @@ def build(
     """Returns the run before its first step, or its next: nothing but the steps is left to do. Collective.
 
     `wanted`: the checkpoint to go on from, or "auto". `profiled`: a step is to be recorded."""
-    recipe, health = job.recipe, Health(job.recipe.health, job.precision_remedy)
+    health, main_process = Health(job.recipe.health, job.precision_remedy), accelerator.is_main_process
     job, checkpoints, source = way_on(job, folder, wanted, accept_changes)
     warn_of_precisions(job, console)
     pack_stream(job, accelerator)
@@ -208,21 +208,19 @@ def build(
     to_come = 1 if in_own_folder else job.plan.checkpoints_at_once  # the kept ones are on disk already
     check_space(folder.path, to_come * bytes_needed(assembly.tensors, assembly.state_tensors))
 
-    # The checkpoint's state. Newer checkpoints make way only when all ranks have read the same.
-    begin_stream(source, job)
     state, notes = TrainState(steps=job.plan.steps), []
     if source:
         with waited.on("start", "reading the checkpoint"):
-            state, notes = restore(source, checkpoints, job, assembly, health)
-        require_same_on_all_ranks(accelerator, assembly.tensors | assembly.state_tensors, f"all must read the same {source.path}")
-        checkpoints.set_aside_newer(state.step)
+            state, notes = take_up(source, checkpoints, job, assembly, health, accelerator)
         source = under_its_own_name(source, checkpoints)
+    else:
+        begin_stream(None, job)
     with waited.on("checks", "finding the microbatch"):
         job = job.with_microbatch(choose_microbatch(job, assembly, source.record if source else None, accelerator))
-    main_process = accelerator.is_main_process
     if main_process:
         put_other_steps_aside(job, source, state.step, wanted)
 
+    log_settings = job.recipe.log
     run = Run(
         job=job,
         assembly=assembly,
@@ -234,26 +232,34 @@ def build(
         health=health,
         checkpoints=checkpoints,
         recorder=recorder_of(job, assembly, accelerator),
-        trackers=resolve(recipe.log, run_dir=folder.path, resumed_step=state.step, main_process=main_process),
-        precision_watch=assembly.precision_watch(recipe.log.fp8_statistics, folder.path, state.step, main_process),
+        trackers=resolve(log_settings, run_dir=folder.path, resumed_step=state.step, main_process=main_process),
+        precision_watch=assembly.precision_watch(log_settings.fp8_statistics, folder.path, state.step, main_process),
         profile=StepProfile.of(folder.path, accelerator, state) if profiled else None,
         console=console,
         watch=watch,
         waited=waited,
-        past=source.past if source else Past(source_weights=weights_fingerprint(recipe.model)),
+        past=source.past if source else Past(source_weights=weights_fingerprint(job.recipe.model)),
     )
+    get_ready(run, source, notes)
+    return run
+
+
+def get_ready(run: Run, source: ResumePoint | None, notes: list[str]) -> None:
+    """Do what is left before the first step: the precision in force and parity are found, the run is introduced and watched.
+    Collective; raises TrainingHalted where parity failed."""
     if source:
         go_on_as_scheduled(run, source)
     if not run.begins:
-        keep_findings(source, assembly, run.job)
-    watch.attach(assembly.model, assembly.model.hf.get_output_embeddings())
+        keep_findings(source, run.assembly, run.job)
+    model = run.assembly.model
+    run.watch.attach(model, model.hf.get_output_embeddings())
     parity = find_parity(run)
     introduce(run, notes)
     run.best = best_so_far(run)
-    watch.note = (lambda event: run.trackers.log(event)) if main_process else None  # a rollback opens them anew
+    if run.accelerator.is_main_process:
+        run.watch.note = lambda event: run.trackers.log(event)  # a rollback opens them anew
     prepare_saves(run)
     require_parity(run, parity)
-    return run
 
 
 # ── Act 3: the training loop ──────────────────────────────────────────────────────────────────────────────────────────────────

@@ -39,7 +39,7 @@ from pretrain.metrics.run_folder import (
 from pretrain.metrics.run_record import RunRecord, read_finished, read_metrics
 from pretrain.metrics.tracked_run import TAKEN_BACK
 from pretrain.metrics.trackers import last_steps, read_kept
-from pretrain.model.distributed import local_part
+from pretrain.model.distributed import local_part, require_same_on_all_ranks
 from pretrain.model.huggingface import named_tensors
 from pretrain.optimizer.adamw import set_updates_done
 from pretrain.optimizer.adamw_update import Weights, convert_weight, describe_conversion
@@ -343,6 +343,23 @@ def begin_stream(source: ResumePoint | None, job: Job) -> None:
     if job.data.stream is not None:
         known = source is not None and not of_another_stream(source.record, job)
         job.data.stream.begin(source.record.get("stream", {}) if known else None)
+
+
+def take_up(
+    source: ResumePoint,
+    checkpoints: Checkpoints,
+    job: Job,
+    assembly: Assembly,
+    health: Health,
+    accelerator: Accelerator,
+) -> tuple[TrainState, list[str]]:
+    """Put the run's memory, its stream and its checkpoints into the state of `source`; returns what `restore` does. Newer
+    checkpoints make way only when all ranks have read the same. Collective."""
+    begin_stream(source, job)
+    state, notes = restore(source, checkpoints, job, assembly, health)
+    require_same_on_all_ranks(accelerator, assembly.tensors | assembly.state_tensors, f"all must read the same {source.path}")
+    checkpoints.set_aside_newer(state.step)
+    return state, notes
 
 
 def restore(

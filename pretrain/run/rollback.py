@@ -14,7 +14,7 @@ from pretrain.metrics.trackers import resolve
 from pretrain.model.distributed import local_part
 from pretrain.run.assembly import found_of_course
 from pretrain.run.evaluate import best_so_far
-from pretrain.run.resume import ResumePoint, begin_stream, restore
+from pretrain.run.resume import ResumePoint, take_up
 from pretrain.run.running import Run
 from pretrain.run.switching import go_on_as_scheduled
 from pretrain.settings import config
@@ -38,9 +38,7 @@ def roll_back(run: Run, reason: str) -> None:
         record = checkpoints.read_state(path)
     run.assembly.precision.forget()
     source = ResumePoint(path, record, [], begins=not checkpoints.owns(path))
-    begin_stream(source, run.job)
-    run.state, notes = restore(source, checkpoints, run.job, run.assembly, run.health)
-    checkpoints.set_aside_newer(run.state.step)
+    run.state, notes = take_up(source, checkpoints, run.job, run.assembly, run.health, run.accelerator)
     run.health.rollbacks = rollbacks
     run.state.left_out = judged.left_out + judged.step - run.state.step
     run.state.shift = judged.shift  # of what follows the judged step's packs, whatever the steps before the checkpoint had
