@@ -138,10 +138,12 @@ def launch(arguments: argparse.Namespace) -> int:
     for text in (*asked.notices, *job.notices):
         console.notice(text)
     if arguments.plan:
-        job, resumed = planned_resume(job, arguments.resume, arguments.accept_changes)
+        job, resumed, warnings = planned_resume(job, arguments.resume, arguments.accept_changes)
         warn_of_precisions(job, console)
         scaling = render_scaling(job.plan, cluster, asked.sharding, replicated=asked.replicas > 1) if cluster else None
         console.notice("\n".join(filter(None, [render(job.plan), scaling, resumed])))
+        for warning in warnings:
+            console.warning(warning)
         return 0
     if arguments.eval_only:
         warn_of_precisions(job, console)
@@ -254,7 +256,7 @@ def get_ready(run: Run, source: ResumePoint | None, notes: list[str]) -> None:
     model = run.assembly.model
     run.watch.attach(model, model.hf.get_output_embeddings())
     parity = find_parity(run)
-    introduce(run, notes)
+    introduce(run, notes, source.warnings if source else [])
     run.best = best_so_far(run)
     if run.accelerator.is_main_process:
         run.watch.note = lambda event: run.trackers.log(event)  # a rollback opens them anew

@@ -178,7 +178,7 @@ def precision_has_moved(record: Mapping[str, Any], job: Job) -> str | None:
         return None
     how = "goes on" if before == now else "begins anew"
     return (
-        f"WARNING  after step {step:,} the checkpoint's `precision` was to be {saved}; by the present schedule it is {now}, "
+        f"after step {step:,} the checkpoint's `precision` was to be {saved}; by the present schedule it is {now}, "
         f"which {how} there. An `until` that is a step number stays where it is when the horizon changes"
     )
 

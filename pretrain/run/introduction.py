@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -24,8 +25,8 @@ def warn_of_precisions(job: Job, console: Console) -> None:
         console.warning(notice)
 
 
-def introduce(run: Run, notes: list[str]) -> None:
-    """Say and write down what this run is, before its first step."""
+def introduce(run: Run, notes: Iterable[str], warnings: Iterable[str]) -> None:
+    """Say and write down what this run is, before its first step; `notes` and `warnings` are of what it goes on from."""
     run.console.notice(render(run.job.plan, brief=True))
     found, plan = run.assembly.audit, run.job.plan
     planned = plan.memory.parts(plan.expected_microbatch)
@@ -42,6 +43,8 @@ def introduce(run: Run, notes: list[str]) -> None:
         run.console.notice(f"the model was built {built}")
     for note in notes:
         run.console.notice(note)
+    for warning in warnings:
+        run.console.warning(warning)
     settings = config.resolved(run.job.recipe)
     if run.checkpoints.disks.leads and not run.accelerator.is_main_process:
         run.folder.write_yaml(run.folder.config, settings)  # which makes it a run's folder on this machine's disk

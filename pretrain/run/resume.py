@@ -76,6 +76,7 @@ class ResumePoint:
     notes: list[str]  # what differs between its recipe and the present one
     begins: bool = False  # it is that of `train.begin_with`: another training's is what was asked for
     past: Past = field(default_factory=Past)  # of the run that goes on from it
+    warnings: list[str] = field(default_factory=list)  # which differences the user should look at
 
 
 def find_resume_point(
@@ -116,9 +117,10 @@ def find_resume_point(
         raise InputError(f"{named}{path}: does not fit this run's model{because}: {'; '.join(misfits[:2])}{more}; {fits}")
     notes = [f"the recipe has changed: {each}" for each in changes if not (begins and each.startswith("train.begin_with:"))]
     moved = None if hint else rate_has_moved(record, job)
-    notes += filter(None, [precision_has_moved(record, job), *other_text(record, job), moved])
+    notes += filter(None, [*other_text(record, job), moved])
+    warnings = [*filter(None, [precision_has_moved(record, job), hint])]
     past = past_of(path, record, job, begins=begins, own=checkpoints.owns(path))
-    return ResumePoint(path, record, [*notes, f"WARNING  {hint}"] if hint else notes, begins, past)
+    return ResumePoint(path, record, notes, begins, past, warnings)
 
 
 def _to_resume(checkpoints: Checkpoints, wanted: str, *, look_only: bool) -> Path | None:
@@ -297,18 +299,18 @@ def look_for_resume_point(wanted: str, job: Job, accept_changes: bool) -> tuple[
     return checkpoints, find_resume_point(checkpoints, wanted, job, accept_changes, look_only=True)
 
 
-def planned_resume(job: Job, wanted: str, accept_changes: bool) -> tuple[Job, str | None]:
-    """Returns, for --plan, the job as it would go on, and a text about what it would go on from; None in place of the text where
-    it would begin. InputError where the run would refuse."""
+def planned_resume(job: Job, wanted: str, accept_changes: bool) -> tuple[Job, str | None, list[str]]:
+    """Returns, for --plan, the job as it would go on, a text about what it would go on from, None where it would begin, and
+    warnings. InputError where the run would refuse."""
     if job.data is None:  # packs that are not prepared belong to no checkpoint yet
-        return job, None
+        return job, None, []
     if nothing_left(job, wanted):
-        return job, said_of_the_end(job)
+        return job, said_of_the_end(job), []
     checkpoints, source = look_for_resume_point(wanted, job, accept_changes)
     require_a_way_on(source, checkpoints, job)
     if source is None:
-        return job, None
-    return going_on(job, source), "\n".join([f"would resume from {source.path}", *source.notes])
+        return job, None, []
+    return going_on(job, source), "\n".join([f"would resume from {source.path}", *source.notes]), source.warnings
 
 
 def way_on(job: Job, folder: RunFolder, wanted: str, accept_changes: bool) -> tuple[Job, Checkpoints, ResumePoint | None]:
