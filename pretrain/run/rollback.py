@@ -7,6 +7,7 @@ import math
 import torch
 
 from foundation.reading import load_object
+from foundation.units import plural
 from pretrain.checkpoint.state import TrainState
 from pretrain.metrics.health import StepDecision, TrainingHalted, some_of
 from pretrain.metrics.run_record import read_metrics
@@ -77,7 +78,7 @@ def roll_back(run: Run, reason: str) -> None:
     passed, limit = judged.step - run.state.step, run.health.settings.max_rollbacks
     run.console.warning(
         f"step {judged.step}: {reason}. Rollback {rollbacks} of {limit} at most: {notes[0]}; the packs of "
-        f"{passed} step{'' if passed == 1 else 's'} since are passed over"
+        f"{plural(passed, 'step')} since are passed over"
     )
 
 
