@@ -81,9 +81,9 @@ from pretrain.run.resume import (
     keep_findings,
     planned_resume,
     put_other_steps_aside,
+    renamed_source,
     take_up,
-    under_its_own_name,
-    way_on,
+    where_to_resume,
 )
 from pretrain.run.rollback import halted, judge_weights, roll_back
 from pretrain.run.running import Run
@@ -202,7 +202,7 @@ def build(
 
     `wanted`: the checkpoint to go on from, or "auto". `profiled`: a step is to be recorded."""
     health, main_process = Health(job.recipe.health, job.precision_remedy), accelerator.is_main_process
-    job, checkpoints, source = way_on(job, folder, wanted, accept_changes)
+    job, checkpoints, source = where_to_resume(job, folder, wanted, accept_changes)
     warn_of_precisions(job, console)
     pack_stream(job, accelerator)
     assembly = assemble(job, accelerator, waited)
@@ -214,7 +214,7 @@ def build(
     if source:
         with waited.on("start", "reading the checkpoint"):
             state, notes = take_up(source, checkpoints, job, assembly, health, accelerator)
-        source = under_its_own_name(source, checkpoints)
+        source = renamed_source(source, checkpoints)
     else:
         begin_stream(None, job)
     with waited.on("checks", "finding the microbatch"):

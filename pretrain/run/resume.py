@@ -150,7 +150,7 @@ def _to_begin_with(path: Path) -> str:
     )
 
 
-def require_a_way_on(source: ResumePoint | None, checkpoints: Checkpoints, job: Job) -> None:
+def require_steps_to_come(source: ResumePoint | None, checkpoints: Checkpoints, job: Job) -> None:
     """InputError where nothing can be trained from a checkpoint on: it has no place in this run's stream, and is none to begin
     with; it is from another folder and at the horizon already, so that the run would have no step of its own to tell of; or its
     steps were of other sizes, and the horizon counts tokens; or the run folder has a curve of its own that is not the
@@ -307,19 +307,21 @@ def planned_resume(job: Job, wanted: str, accept_changes: bool) -> tuple[Job, st
     if nothing_left(job, wanted):
         return job, said_of_the_end(job), []
     checkpoints, source = look_for_resume_point(wanted, job, accept_changes)
-    require_a_way_on(source, checkpoints, job)
+    require_steps_to_come(source, checkpoints, job)
     if source is None:
         return job, None, []
     return going_on(job, source), "\n".join([f"would resume from {source.path}", *source.notes]), source.warnings
 
 
-def way_on(job: Job, folder: RunFolder, wanted: str, accept_changes: bool) -> tuple[Job, Checkpoints, ResumePoint | None]:
+def where_to_resume(
+    job: Job, folder: RunFolder, wanted: str, accept_changes: bool
+) -> tuple[Job, Checkpoints, ResumePoint | None]:
     """The checkpoint from which the run goes on, among the checkpoints of its folder, and the job as it goes on from there.
-    Collective. InputError as `find_resume_point` and `require_a_way_on`."""
+    Collective. InputError as `find_resume_point` and `require_steps_to_come`."""
     disks, keep = find_disks(folder.path, folder.take), job.recipe.checkpoint.keep
     checkpoints = Checkpoints(folder.checkpoints, keep, disks=disks, before_decay=job.plan.before_decay)
     source = find_resume_point(checkpoints, wanted, job, accept_changes)
-    require_a_way_on(source, checkpoints, job)
+    require_steps_to_come(source, checkpoints, job)
     return going_on(job, source).with_chunk(chunk_of(job, source)), checkpoints, source
 
 
@@ -377,8 +379,8 @@ def restore(
     return state, [f"resumed from {source.path} at step {state.step}", *source.notes, *notes]
 
 
-def under_its_own_name(source: ResumePoint, checkpoints: Checkpoints) -> ResumePoint:
-    """`source`, from which the run goes on now. One of its own that was set aside is the one of its step again."""
+def renamed_source(source: ResumePoint, checkpoints: Checkpoints) -> ResumePoint:
+    """Returns `source`, from which the run goes on now; one of its own that was set aside gets its step's name back."""
     if source.begins or REPLACED not in source.path.name or not checkpoints.owns(source.path):
         return source
     return replace(source, path=checkpoints.take_back(source.path, source.record["progress"]["step"]))

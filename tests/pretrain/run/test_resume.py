@@ -14,7 +14,7 @@ from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.metrics.run_record import read_run
 from pretrain.metrics.trackers import cut_back, last_steps
 from pretrain.run.changes import extending_a_decayed_run, precisions_around
-from pretrain.run.resume import ResumePoint, keep_what_is_cut, under_its_own_name
+from pretrain.run.resume import ResumePoint, keep_what_is_cut, renamed_source
 from pretrain.settings.config import identity_of, load_recipe
 from pretrain.settings.recipe import Recipe
 from tests.pretrain.compare.made_runs import make_run
@@ -133,5 +133,5 @@ def test_metrics_longer_than_any_json_document_may_be_are_read_kept_and_cut(tmp_
 def test_only_a_checkpoint_of_its_own_that_a_run_resumes_gets_its_name_back(place, begins, name, tmp_path: Path):
     (tmp_path / place).mkdir(parents=True)
     source = ResumePoint(tmp_path / place, {"progress": {"step": 8}}, [], begins)
-    found = under_its_own_name(source, Checkpoints(tmp_path / "checkpoints", keep=3)).path
+    found = renamed_source(source, Checkpoints(tmp_path / "checkpoints", keep=3)).path
     assert found == (tmp_path / place).with_name(name) and found.exists()
