@@ -24,9 +24,9 @@ from foundation.errors import InputError
 from foundation.tables import UNKNOWN, on_screen
 from foundation.units import three_digits
 from pretrain.precision.registry import PRECISIONS
-from pretrain.run.examination import Examination, examine_fully
-from pretrain.run.processes import MARK, Bench, Finding, Process, told, wait_for_turn
-from pretrain.run.trial import FAILED, PASSED, TIMEOUT, Machine, Patient, check, describe, examine, machine, measure, plain
+from pretrain.run.examination import DoctorReport, examine_fully
+from pretrain.run.processes import MARK, Finding, Process, WorkerPool, told, wait_for_turn
+from pretrain.run.trial import FAILED, PASSED, TIMEOUT, DoctorSetup, Machine, check, describe, examine, machine, measure, plain
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Row:
 HEADER = ("precision", "computes on", "ms", "tokens/s", "agree", "off FP32", "why not on hardware")
 
 
-def row_of(patient: Patient, bench: Bench, name: str, process: Process | None, known: Machine) -> Row:
+def row_of(setup: DoctorSetup, pool: WorkerPool, name: str, process: Process | None, known: Machine) -> Row:
     """Returns the row of a precision: what it does on hardware where it works there, else emulated, else why it does not."""
     version = known["environment"]["packages"].get("transformer-engine")
     quantized = PRECISIONS[name].quantized
@@ -60,9 +60,9 @@ def row_of(patient: Patient, bench: Bench, name: str, process: Process | None, k
     row = Row(name, why=why or "")
     for way in ["emulation"] if why else ["transformer_engine", "emulation"] if quantized else ["torch"]:
         findings: list[Finding] = []
-        check(patient, name, way, process, full=False, found=findings.append)
+        check(setup, name, way, process, full=False, found=findings.append)
         if not any(finding["status"] == FAILED for finding in findings):
-            measure(bench, process, findings.append)
+            measure(pool, process, findings.append)
         failed = [finding for finding in findings if finding["status"] == FAILED]
         on = {"transformer_engine": f"hardware (TE {version})", "torch": f"torch {torch.__version__}"}.get(way, way)
         if not failed:
@@ -71,7 +71,7 @@ def row_of(patient: Patient, bench: Bench, name: str, process: Process | None, k
         row = Row(name, "nothing", "; ".join(filter(None, (row.why, f"{way} fails: {reason}"))), tuple(findings))
         if process and way == "transformer_engine":
             process.end()
-            process = bench.start()
+            process = pool.start()
     return row
 
 
@@ -103,28 +103,28 @@ def main(arguments: list[str]) -> int:
     if parsed.wait:
         return as_told()
     began = time.monotonic()
-    patient = Patient.of(parsed)
+    setup = DoctorSetup.of(parsed)
     precisions = list(dict.fromkeys(parsed.precisions or PRECISIONS))
-    with Bench(gpu=patient.device.type == "cuda") as bench:
+    with WorkerPool(gpu=setup.device.type == "cuda") as pool:
         processes: dict[str, Process | None] = dict.fromkeys(precisions)
-        if bench.gpu:  # this process must hold no memory there, and outlive what fails
-            describer, said = bench.start(), []
-            processes = {name: bench.start() for name in precisions}
+        if pool.gpu:  # this process must hold no memory there, and outlive what fails
+            describer, said = pool.start(), []
+            processes = {name: pool.start() for name in precisions}
             if ended := describer.tell(["--machine"], TIMEOUT, said.append):
                 raise InputError(f"this machine cannot even be described: its process {ended}")
             known: Machine = said[0]
         else:
             known = machine("cpu")
         if parsed.full:
-            return examine_fully(Examination.of(patient, known, parsed.out, began), patient, bench, processes)
+            return examine_fully(DoctorReport.of(setup, known, parsed.out, began), setup, pool, processes)
         rows: dict[str, Row] = {}
 
         def look(name: str) -> None:
-            rows[name] = row = row_of(patient, bench, name, processes[name], known)
+            rows[name] = row = row_of(setup, pool, name, processes[name], known)
             print(f"{time.monotonic() - began:4.0f} s  {name}: {row.on}", file=sys.stderr, flush=True)
 
-        bench.each(look, precisions)
-    print("\n".join(describe(patient, known)) + "\n")
+        pool.each(look, precisions)
+    print("\n".join(describe(setup, known)) + "\n")
     print(on_screen(HEADER, [rows[name].cells() for name in precisions], names=2))
     for name in precisions:
         for finding in rows[name].findings:
@@ -143,7 +143,9 @@ def as_told() -> int:
         sys.argv = ["train_accelerate.py", *parsed.train]
         return train()
     found = (
-        [machine("cuda")] if parsed.machine else examine(Patient.of(parsed), *parsed.only, full=parsed.full, wait=wait_for_turn)
+        [machine("cuda")]
+        if parsed.machine
+        else examine(DoctorSetup.of(parsed), *parsed.only, full=parsed.full, wait=wait_for_turn)
     )
     for finding in found:
         print(MARK + json.dumps(plain(finding)), flush=True)

@@ -29,15 +29,15 @@ from foundation.tables import markdown
 from packing.arrow import Pack, PackWriter
 from pretrain.metrics.run_record import read_metrics
 from pretrain.precision.registry import PRECISIONS
-from pretrain.run.processes import Bench, Finding, Process
+from pretrain.run.processes import Finding, Process, WorkerPool
 from pretrain.run.trial import (
     FAILED,
     NOT_HERE,
     PASSED,
     QWEN3_1_7B,
     SMALL,
+    DoctorSetup,
     Machine,
-    Patient,
     check,
     describe,
     in_a_line,
@@ -57,7 +57,7 @@ Start = Callable[[Sequence[str]], Callable[[float], str | None]]
 
 
 @dataclass
-class Examination:
+class DoctorReport:
     """What was found so far; `add` writes it to `out`."""
 
     out: Path
@@ -69,14 +69,14 @@ class Examination:
     _writing: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
-    def of(cls, patient: Patient, known: Machine, out: Path, began: float) -> Examination:
+    def of(cls, setup: DoctorSetup, known: Machine, out: Path, began: float) -> DoctorReport:
         """Begins the report on a machine that is `known`, with no findings yet. InputError where `out` has no folder."""
         if not out.resolve().parent.is_dir():
             raise InputError(f"--out {out}: there is no folder {out.parent}")
         command = shlex.join(["python", "-m", "pretrain", *sys.argv[1:]])
         head = {"command": command, "date": time.strftime("%Y-%m-%d %H:%M"), **known}
         commit = (known["environment"]["git"] or {}).get("commit", "unknown")
-        return cls(out, head, [*describe(patient, known), f"commit {commit}, {head['date']}", f"`{command}`"], began)
+        return cls(out, head, [*describe(setup, known), f"commit {commit}, {head['date']}", f"`{command}`"], began)
 
     def lacks(self, precision: str) -> str | None:
         """Returns what the device lacks for the precision; None where it lacks nothing."""
@@ -127,52 +127,52 @@ class Examination:
 
 
 def examine_fully(
-    examination: Examination,
-    patient: Patient,
-    bench: Bench,
+    report: DoctorReport,
+    setup: DoctorSetup,
+    pool: WorkerPool,
     processes: Mapping[str, Process | None],
     start: Start | None = None,
 ) -> int:
     """Examine each precision of `processes`, in the process that waits for that, or with None in this one; returns 1 where
     something failed, else 0. `start`: in place of the launcher in a process of its own."""
-    start = start or partial(in_process, bench)
+    start = start or partial(in_process, pool)
 
     with tempfile.TemporaryDirectory(prefix="doctor-", ignore_cleanup_errors=True) as kept:
         folder = Path(kept)
         write_packs(folder / "small", SMALL_LENGTH, SMALL["vocab_size"], packs=8 * SMALL_STEPS)
-        if bench.gpu:
+        if pool.gpu:
             write_packs(folder / "packs", LENGTH, QWEN3_1_7B["vocab_size"], packs=PACKS * TIMED_STEPS)
 
         def look(name: str) -> None:
-            found, process, lacks = partial(examination.add, name), processes[name], examination.lacks(name)
+            found, process, lacks = partial(report.add, name), processes[name], report.lacks(name)
             if lacks:
-                found({"part": "all" if bench.gpu else "hardware", "status": NOT_HERE, "said": lacks})
+                found({"part": "all" if pool.gpu else "hardware", "status": NOT_HERE, "said": lacks})
             if lacks and process:
                 process.end()
                 return
             backend = "torch" if not PRECISIONS[name].quantized else "emulation" if lacks else "transformer_engine"
             small = train_small(name, folder, start) if process else None  # imports meanwhile; on a CPU that would be in the way
-            check(patient, name, backend, process, full=True, found=found)
+            check(setup, name, backend, process, full=True, found=found)
             timed = PRECISIONS[name].compute_dtype == "bfloat16"
-            ten = ten_steps(name, folder, start) if timed and bench.gpu else None  # imports while the small model trains
+            ten = ten_steps(name, folder, start) if timed and pool.gpu else None  # imports while the small model trains
             for finding in small or train_small(name, folder, start):
                 found(finding)
-            measure(bench, process, found)
+            measure(pool, process, found)
             if ten:
-                with bench.alone():
+                with pool.alone():
                     found(tried("ten steps", ten))
             elif timed:
                 found({"part": "ten steps", "status": NOT_HERE, "said": "Qwen3-1.7B's shape needs a GPU"})
 
-        bench.each(look, processes)
-    examination.finish()
-    print(f"{examination.out}: {dict(examination.counts)} in {examination.seconds:.0f} s")
-    return int(examination.counts[FAILED] > 0)
+        pool.each(look, processes)
+    report.finish()
+    print(f"{report.out}: {dict(report.counts)} in {report.seconds:.0f} s")
+    return int(report.counts[FAILED] > 0)
 
 
-def in_process(bench: Bench, arguments: Sequence[str]) -> Callable[[float], str | None]:
+def in_process(pool: WorkerPool, arguments: Sequence[str]) -> Callable[[float], str | None]:
     """Starts the launcher in a process of its own; a `Start`."""
-    process = bench.start()
+    process = pool.start()
     return lambda seconds: process.tell(["--train", *arguments], seconds)
 
 

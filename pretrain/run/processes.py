@@ -115,8 +115,8 @@ class Process:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
 
-class Bench:
-    """The machine: who works on it at once, and who measures alone. Ends all of its processes at its own end."""
+class WorkerPool:
+    """The processes at work on this machine: who works at once, and who measures alone. At its end it ends all of them."""
 
     def __init__(self, *, gpu: bool) -> None:
         self.gpu = gpu
@@ -125,7 +125,7 @@ class Bench:
         self._starting = threading.Lock()
         self._processes: list[Process] | None = []  # None: it is over
 
-    def __enter__(self) -> Bench:
+    def __enter__(self) -> WorkerPool:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -31,7 +31,7 @@ from pretrain.precision.registry import PRECISIONS, UNQUANTIZED
 from pretrain.precision.scope import check_shapes
 from pretrain.precision.selection import missing_on
 from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
-from pretrain.run.processes import Bench, Finding, Process
+from pretrain.run.processes import Finding, Process, WorkerPool
 from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import LossSettings, ModelSettings
 from pretrain.verify.kernels import Verdict, choose, failures, relative_error, rounds_of
@@ -66,7 +66,7 @@ PASSED, FAILED, NOT_HERE = "passed", "failed", "not here"
 
 
 @dataclass(frozen=True)
-class Patient:
+class DoctorSetup:
     """What is examined: layers of this shape, on this device."""
 
     device: torch.device
@@ -76,7 +76,7 @@ class Patient:
     tokens: int  # of a timed forward and backward
 
     @classmethod
-    def of(cls, arguments: argparse.Namespace) -> Patient:
+    def of(cls, arguments: argparse.Namespace) -> DoctorSetup:
         """Returns what the command's arguments ask for. InputError for a recipe that cannot be read."""
         gpu = torch.cuda.is_available() and not arguments.cpu
         device = torch.device("cuda", 0) if gpu else torch.device("cpu")
@@ -123,7 +123,7 @@ class Patient:
 
 
 def examine(
-    patient: Patient, name: str, backend: str, *, full: bool, wait: Callable[[], None] = lambda: None
+    setup: DoctorSetup, name: str, backend: str, *, full: bool, wait: Callable[[], None] = lambda: None
 ) -> Iterator[Finding]:
     """What works of precision `name` on `backend` (torch, transformer_engine, emulation); every failure is a finding.
 
@@ -132,11 +132,11 @@ def examine(
     precision = PRECISIONS[name]
     active = ActivePrecision(name, precision, backend, LowPrecisionSettings().resolved(name))
     if full and backend == "transformer_engine":
-        yield from each_operand(active, patient.device)
+        yield from each_operand(active, setup.device)
     verdicts: list[Verdict] = []
     chosen, failure = None, None
     try:
-        run, choice = patient.situation(active)
+        run, choice = setup.situation(active)
         chosen = choose(run, choice, "auto", "auto", verdicts=verdicts)
     except (InputError, *failures()) as error:
         failure = in_a_line(error)
@@ -148,12 +148,12 @@ def examine(
         yield {"part": "kernels", "status": FAILED, "said": failure}
         return
     yield tried("against FP32", lambda: agreement(chosen.situation))
-    if backend == "emulation" and patient.device.type == "cuda":
+    if backend == "emulation" and setup.device.type == "cuda":
         return  # it has no speed of interest, and what it compiles takes minutes
-    if patient.device.type == "cuda":
+    if setup.device.type == "cuda":
         torch.cuda.empty_cache()
     wait()
-    yield tried("speed of a layer", lambda: speed(chosen.situation, patient.tokens))
+    yield tried("speed of a layer", lambda: speed(chosen.situation, setup.tokens))
 
 
 def tried(part: str, examine_part: Callable[[], Finding]) -> Finding:
@@ -243,7 +243,7 @@ def machine(device_type: str) -> Machine:
 
 
 def check(
-    patient: Patient,
+    setup: DoctorSetup,
     name: str,
     backend: str,
     process: Process | None,
@@ -253,31 +253,31 @@ def check(
 ) -> None:
     """Findings of one precision, of `process` up to where it waits to measure; without one, all of them, of this process."""
     if process is None:
-        for finding in examine(patient, name, backend, full=full):
+        for finding in examine(setup, name, backend, full=full):
             found(finding)
-    elif ended := process.tell([*patient.arguments, "--try", name, backend, *(["--full"] if full else [])], TIMEOUT, found):
+    elif ended := process.tell([*setup.arguments, "--try", name, backend, *(["--full"] if full else [])], TIMEOUT, found):
         found({"part": "process", "status": FAILED, "said": ended})
 
 
-def measure(bench: Bench, process: Process | None, found: Callable[[Finding], None]) -> None:
+def measure(pool: WorkerPool, process: Process | None, found: Callable[[Finding], None]) -> None:
     """The findings of a process that waits for its turn."""
     if process and process.waits:
-        with bench.alone():
+        with pool.alone():
             if ended := process.tell([], TIMEOUT, found):
                 found({"part": "process", "status": FAILED, "said": ended})
 
 
-def describe(patient: Patient, known: Machine) -> list[str]:
+def describe(setup: DoctorSetup, known: Machine) -> list[str]:
     """The machine and the layer, in two lines."""
     environment = known["environment"]
     packages = environment["packages"]
     library = f", Transformer Engine {packages['transformer-engine']}" if "transformer-engine" in packages else ""
-    device = ", ".join(dict.fromkeys(environment["gpus"])) if patient.device.type == "cuda" else "CPU"
+    device = ", ".join(dict.fromkeys(environment["gpus"])) if setup.device.type == "cuda" else "CPU"
     versions = f"torch {packages.get('torch')}, CUDA {environment['cuda']}{library}"
-    shape = Shape.of(patient.hf)
+    shape = Shape.of(setup.hf)
     heads = f"{shape.heads} query and {shape.kv_heads} KV heads of {shape.head_dim}"
-    layer = f"{type(patient.hf).__name__}, hidden {shape.hidden}, feed-forward {shape.feed_forward}, {heads}"
-    return [f"{device}; {versions}", f"one layer of {layer}; {patient.tokens:,} tokens in packs of {patient.length:,}"]
+    layer = f"{type(setup.hf).__name__}, hidden {shape.hidden}, feed-forward {shape.feed_forward}, {heads}"
+    return [f"{device}; {versions}", f"one layer of {layer}; {setup.tokens:,} tokens in packs of {setup.length:,}"]
 
 
 def plain(finding: Finding) -> Finding:

@@ -21,9 +21,9 @@ from pretrain import __main__ as commands
 from pretrain.precision.emulation import EmulatedProduct
 from pretrain.run import doctor, trial
 from pretrain.run.doctor import parse
-from pretrain.run.examination import Examination, audit_finding, examine_fully, parity_finding, resume_finding
-from pretrain.run.processes import Bench, Finding, Process
-from pretrain.run.trial import FAILED, NOT_HERE, PASSED, Patient, describe, machine, measure
+from pretrain.run.examination import DoctorReport, audit_finding, examine_fully, parity_finding, resume_finding
+from pretrain.run.processes import Finding, Process, WorkerPool
+from pretrain.run.trial import FAILED, NOT_HERE, PASSED, DoctorSetup, describe, machine, measure
 from tests.pretrain.verify.small_runs import build_run
 
 SOME = ["--cpu", "--tokens", "128"]
@@ -82,8 +82,8 @@ def test_a_process_of_its_own_is_told_to_examine_the_same(small_recipe: dict[str
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(small_recipe))
     for asked in (SOME, ["--cpu", "--recipe", str(path)]):
-        patient = Patient.of(parse(asked))
-        assert Patient.of(parse(patient.arguments)) == patient
+        setup = DoctorSetup.of(parse(asked))
+        assert DoctorSetup.of(parse(setup.arguments)) == setup
 
 
 @pytest.mark.parametrize(
@@ -180,16 +180,16 @@ def test_one_measures_at_a_time_and_the_dead_and_the_hanging_pass_the_turn_on(
 ) -> None:
     processes_run(MEASURES.replace("read go", f"read go\ncase $order in *broken*) {breaks};; esac"))
     names, said, checked = ["broken", *"abcdefg"], {}, []
-    with Bench(gpu=True) as bench:
+    with WorkerPool(gpu=True) as pool:
 
         def work(name: str) -> None:
-            process = bench.start()
+            process = pool.start()
             assert process.tell([name], 60) is None and process.waits
             checked.append(name)
-            with bench.alone():
+            with pool.alone():
                 said[name] = process.tell([], 0.3 if name == "broken" and "sleep" in breaks else 60)
 
-        bench.each(work, names)
+        pool.each(work, names)
     assert said == dict.fromkeys(names) | {"broken": ended} and sorted(checked) == sorted(names)
 
 
@@ -197,32 +197,32 @@ def test_one_measures_at_a_time_and_the_dead_and_the_hanging_pass_the_turn_on(
 def test_what_a_process_measures_is_found_and_so_is_its_death(dies: str, ended: str | None, processes_run: Callable) -> None:
     processes_run(f"read order; echo DOCTOR WAITS; read go; {FOUND}; {dies}")
     found: list[Finding] = []
-    with Bench(gpu=True) as bench:
-        process = bench.start()
-        trial.check(Patient.of(parse(SOME)), "fp32", "torch", process, full=False, found=found.append)
+    with WorkerPool(gpu=True) as pool:
+        process = pool.start()
+        trial.check(DoctorSetup.of(parse(SOME)), "fp32", "torch", process, full=False, found=found.append)
         assert found == [] and process.waits
-        bench.each(lambda _: measure(bench, process, found.append), ["fp32"])
+        pool.each(lambda _: measure(pool, process, found.append), ["fp32"])
     assert found[0] == {"part": "first"} and [each["said"] for each in found[1:]] == ([ended] if ended else [])
 
 
 def test_what_breaks_an_examination_off_ends_all_of_its_processes(processes_run: Callable) -> None:
     processes_run("exec sleep 600")
-    with pytest.raises(InputError, match="no place"), Bench(gpu=True) as bench:
-        others = [bench.start(), bench.start()]
+    with pytest.raises(InputError, match="no place"), WorkerPool(gpu=True) as pool:
+        others = [pool.start(), pool.start()]
 
         def work(name: str) -> None:
             if name == "fails":
                 raise InputError("no place")
             others[int(name)].tell([], 60, pytest.fail)
 
-        bench.each(work, ["0", "1", "fails"])
+        pool.each(work, ["0", "1", "fails"])
     assert all(each._process.wait() == -9 for each in others)
 
 
 def test_a_process_that_waits_trains_when_it_is_told_to(tmp_path: Path) -> None:
     """The whole way that a GPU takes too: imports, the order, the launcher, how it ended."""
-    with Bench(gpu=False) as bench:
-        said = bench.start().tell(["--train", str(tmp_path / "none.yaml")], 120)
+    with WorkerPool(gpu=False) as pool:
+        said = pool.start().tell(["--train", str(tmp_path / "none.yaml")], 120)
     assert said.startswith("ended with status 2: error: ") and "none.yaml" in said
 
 
@@ -235,10 +235,10 @@ def examine(tmp_path: Path) -> Callable[..., tuple[int, str, dict[str, list[Find
 
     def run(start: Callable[..., Any], *precisions: str) -> tuple[int, str, dict[str, list[Finding]]]:
         out = tmp_path / "doctor.md"
-        with Bench(gpu=False) as bench:
-            patient = Patient.of(parse(SOME))
-            examination = Examination.of(patient, machine("cpu"), out, time.monotonic())
-            status = examine_fully(examination, patient, bench, dict.fromkeys(precisions), start)
+        with WorkerPool(gpu=False) as pool:
+            setup = DoctorSetup.of(parse(SOME))
+            report = DoctorReport.of(setup, machine("cpu"), out, time.monotonic())
+            status = examine_fully(report, setup, pool, dict.fromkeys(precisions), start)
         text = out.read_text()
         return status, text, figures_of(text)["findings"]
 
@@ -300,7 +300,7 @@ def test_whatever_fails_the_file_has_what_was_found_before_it(examine: Callable,
 
 def test_a_file_that_cannot_be_written_is_one_message(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"--out .*: there is no folder"):
-        Examination.of(Patient.of(parse(SOME)), machine("cpu"), tmp_path / "none" / "doctor.md", 0.0)
+        DoctorReport.of(DoctorSetup.of(parse(SOME)), machine("cpu"), tmp_path / "none" / "doctor.md", 0.0)
     with pytest.raises(InputError, match=r"--out doctor\.md: is the file of --full; add that, or leave it out"):
         parse(["--out", "doctor.md"])
 
@@ -345,11 +345,11 @@ def test_the_librarys_version_is_in_its_row(processes_run: Callable) -> None:
     found = machine("cpu") | {"missing": {}}
     found["environment"]["packages"]["transformer-engine"] = "2.20.2"
     rows = []
-    with Bench(gpu=True) as bench:
-        bench.each(
-            lambda name: rows.append(doctor.row_of(Patient.of(parse(SOME)), bench, name, bench.start(), found)), ["current"]
+    with WorkerPool(gpu=True) as pool:
+        pool.each(
+            lambda name: rows.append(doctor.row_of(DoctorSetup.of(parse(SOME)), pool, name, pool.start(), found)), ["current"]
         )
-    assert rows[0].on == "hardware (TE 2.20.2)" and "Transformer Engine 2.20.2" in describe(Patient.of(parse(SOME)), found)[0]
+    assert rows[0].on == "hardware (TE 2.20.2)" and "Transformer Engine 2.20.2" in describe(DoctorSetup.of(parse(SOME)), found)[0]
 
 
 def test_parity_fails_where_the_audit_says_so_and_shows_both_sides(accelerator: Accelerator) -> None:
@@ -376,7 +376,7 @@ def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 
 def test_numbers_that_json_has_not_are_text_in_the_file(tmp_path: Path) -> None:
-    examination_ = Examination(tmp_path / "doctor.md", {}, [])
-    examination_.add("bf16", {"part": "a | b", "status": FAILED, "said": "one\ntwo | three", "errors": {"dq": float("nan")}})
-    text = examination_.out.read_text()
+    report = DoctorReport(tmp_path / "doctor.md", {}, [])
+    report.add("bf16", {"part": "a | b", "status": FAILED, "said": "one\ntwo | three", "errors": {"dq": float("nan")}})
+    text = report.out.read_text()
     assert figures_of(text)["findings"]["bf16"][0]["errors"] == {"dq": "NaN"} and "one two \\| three" in text
