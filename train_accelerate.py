@@ -171,7 +171,7 @@ def ended(accelerator: Accelerator, stopped_by: int | None = None) -> int:
 
 
 def carry_out(job: Job, watch: RankWatch, begin: Callable[[], Run]) -> int | None:
-    """Build the run and train it; returns the number of the signal that stopped it. Nothing of it is held by then."""
+    """Build the run and train it; returns the number of the signal that stopped it. Nothing refers to the run any more then."""
     with ending_stream(job):
         with explaining_memory(job), determinism.explaining():
             run = begin()

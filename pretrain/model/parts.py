@@ -118,7 +118,7 @@ class _Drawing:
 
     @contextmanager
     def giving_up(self) -> Iterator[None]:
-        """Within it, a module that becomes part of another has no memory for its weights any more."""
+        """Takes the memory of its weights, while entered, from each module that becomes part of another."""
         hook = register_module_module_registration_hook(lambda parent, name, module: self.give_up(module))
         try:
             yield
@@ -135,7 +135,7 @@ class _Drawing:
 
     @contextmanager
     def filling(self) -> Iterator[None]:
-        """Within it, transformers' initialisation of a module finds memory for the module's own parameters."""
+        """Gives a module, while entered, memory for its own parameters when transformers initialises it."""
         initialize = PreTrainedModel._initialize_weights
 
         def fill(model: PreTrainedModel, module: nn.Module, *options: Any, **others: Any) -> None:
