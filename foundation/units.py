@@ -54,8 +54,10 @@ def percent(share: float) -> str:
 
 def operations(value: float) -> str:
     """Floating-point operations to four digits: 10.58 GFLOP, 1.387 PFLOP."""
-    scale = min(6, int(math.log10(max(value, 1.0)) // 3))
-    return f"{value / 1000**scale:.4g} {('', 'k', 'M', 'G', 'T', 'P', 'E')[scale]}FLOP"
+    prefixes = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
+    rounded = float(f"{value:.4g}")  # first, so that 999,960 is 1 MFLOP and not 1000 kFLOP
+    scale = min(len(prefixes) - 1, int(math.log10(max(rounded, 1.0)) // 3))
+    return f"{rounded / 1000**scale:.4g} {prefixes[scale]}FLOP"
 
 
 def plural(number: int, noun: str) -> str:

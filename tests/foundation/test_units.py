@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foundation.units import count, duration, memory, three_digits
+from foundation.units import count, duration, memory, operations, three_digits
 
 
 @pytest.mark.parametrize(
@@ -40,6 +40,18 @@ def test_durations_have_the_two_units_that_matter(seconds, shown):
 @given(value=st.floats(1e-3, 999.4))
 def test_three_digits_are_within_half_a_unit_of_the_last(value):
     assert abs(float(three_digits(value)) - value) <= max(0.0005, value * 0.00501) and len(three_digits(value)) <= 5
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        *[(0, "0 FLOP"), (999.94, "999.9 FLOP"), (999.96, "1 kFLOP"), (999_940, "999.9 kFLOP"), (999_960, "1 MFLOP")],
+        *[(1.058e10, "10.58 GFLOP"), (9.9999e14, "1 PFLOP"), (1.387e15, "1.387 PFLOP"), (8.4e22, "84 ZFLOP")],
+    ],
+)
+def test_operations_have_four_digits_and_never_a_thousand_of_a_unit(value, shown):
+    assert operations(value) == shown
+    assert [operations(1000.0**scale).split()[0] for scale in range(9)] == ["1"] * 9
 
 
 def test_memory_changes_its_unit_below_a_gib():
