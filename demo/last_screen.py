@@ -9,6 +9,8 @@ from typing import Any
 
 from demo.command import shown
 from demo.parts import PYTHON, RECIPE, Demo, train_command
+from foundation.units import duration
+from pretrain.checkpoint.folders import step_folders
 
 
 def last_screen(demo: Demo, seconds: Mapping[str, float | None]) -> str:
@@ -19,7 +21,7 @@ def last_screen(demo: Demo, seconds: Mapping[str, float | None]) -> str:
             demo.sample.read_text(encoding="utf-8").strip(),
             _result(summary, demo.recipe.model.config["vocab_size"]),
             _section("Where everything is", _places(demo)),
-            "Time: " + ", ".join(f"{title.lower()} {_duration(taken)}" for title, taken in seconds.items()),
+            "Time: " + ", ".join(f"{title.lower()} {_took(taken)}" for title, taken in seconds.items()),
             _section("What to run next", _commands(demo)),
         ]
     )
@@ -39,7 +41,7 @@ def _places(demo: Demo) -> dict[str, str]:
         "loss curve": str(demo.run_dir / "loss.png"),
         "the model": f"{demo.model}  (a Hugging Face folder: AutoModelForCausalLM.from_pretrained loads it)",
         "every step": str(demo.run_dir / "metrics.jsonl"),
-        "checkpoint": str(max(demo.run_dir.glob("checkpoints/step-*"))),
+        "checkpoint": str(next(iter(step_folders(demo.run_dir / "checkpoints")), "none is kept")),
         "packs": f"{demo.packs}, with document lengths as {demo.packs / 'lengths.png'}",
     }
 
@@ -62,7 +64,5 @@ def _section(title: str, rows: Mapping[str, str]) -> str:
     return "\n".join([title, *(f"  {name:<16} {value}" for name, value in rows.items())])
 
 
-def _duration(seconds: float | None) -> str:
-    if seconds is None:
-        return "done before"
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds // 60:.0f} min {seconds % 60:.0f} s"
+def _took(seconds: float | None) -> str:
+    return "done before" if seconds is None else duration(seconds)
