@@ -5,12 +5,16 @@ It knows nothing of this repository: transformers loads the folder, so what work
 
 from __future__ import annotations
 
-import argparse
+import sys
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
+
+from foundation.command import CommandParser, number, run_command
+from foundation.errors import InputError
+from foundation.settings import MOST
 
 
 def load(folder: Path) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
@@ -30,16 +34,18 @@ def sample(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, prompt: s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m demo.sample", description="Continue a text with an exported model.")
+    parser = CommandParser(prog="python -m demo.sample", description="Continue a text with an exported model.")
     parser.add_argument("folder", type=Path, help="a Hugging Face folder, such as runs/smoke/final")
     parser.add_argument("prompt")
-    parser.add_argument("--tokens", type=int, default=100, help="at most this many new ones (default: 100)")
-    parser.add_argument("--seed", type=int, default=0, help="another seed, another text")
-    arguments = parser.parse_args()
+    parser.add_argument("--tokens", type=number(1, whole=True), default=100, help="at most this many new ones (default: 100)")
+    parser.add_argument("--seed", type=number(0, MOST, whole=True), default=0, help="another seed, another text")
+    arguments = parser.parse_intermixed_args()
     if not (arguments.folder / "config.json").is_file():
-        parser.error(f"{arguments.folder}: no Hugging Face folder (it has no config.json); a finished run has one as <run>/final")
+        raise InputError(
+            f"{arguments.folder}: no Hugging Face folder (it has no config.json); a finished run has one as <run>/final"
+        )
     print(sample(*load(arguments.folder), arguments.prompt, arguments.tokens, arguments.seed))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_command(main, on_ctrl_c="stopped by Ctrl-C"))

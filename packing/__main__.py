@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from foundation.command import run_command
+from foundation.command import CommandParser, number, run_command
 from foundation.errors import InputError, shown
 from foundation.settings import Settings, load_with_bases, origin_in, parse, place_of, value_from_text
 from packing.settings import DataSettings
@@ -66,37 +66,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status."""
 
     def run() -> None:
-        options = _parser().parse_args(arguments)
+        given = list(sys.argv[1:] if arguments is None else arguments)
+        options = _parser(given[:1]).parse_intermixed_args(given[1:])  # so that key=value and files may follow an option
         options.run(options)
 
     return run_command(run, on_ctrl_c="interrupted; the same command goes on from here")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m packing", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    commands = parser.add_subparsers(required=True, metavar="tokenizer | prepare | inspect | import")
+def _parser(name: Sequence[str]) -> CommandParser:
+    """The parser of the command called `name`, which is the first of the arguments if there is any."""
+    parser = CommandParser(prog="python -m packing", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = {"tokenizer": _tokenizer_parser, "prepare": _prepare_parser, "inspect": _inspect_parser, "import": _import_parser}
+    parser.add_argument("command", choices=made, metavar=" | ".join(made), help="COMMAND --help says more")
+    command = parser.parse_args(name).command
+    return made[command](f"{parser.prog} {command}")
 
-    tokenizer = commands.add_parser(
-        "tokenizer",
-        help="text to a tokenizer",
-        description="Learn a byte-level BPE tokenizer. Its end-of-text token, id 0, closes documents.",
-    )
+
+def _tokenizer_parser(prog: str) -> CommandParser:
+    text = "Learn a byte-level BPE tokenizer. Its end-of-text token, id 0, closes documents."
+    tokenizer = CommandParser(prog=prog, description=text)
     tokenizer.add_argument("data.source", metavar="SOURCE", help=_FLAGS["source"][1])
-    tokenizer.add_argument("--vocabulary", type=int, required=True, metavar="N", help="tokens to learn, all bytes included")
+    to_learn = "tokens to learn, all bytes included"
+    tokenizer.add_argument("--vocabulary", type=number(1, whole=True), required=True, metavar="N", help=to_learn)
     tokenizer.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     tokenizer.add_argument(
         "--special", action="append", default=[], metavar="TOKEN", help="one more, as <|im_start|>; repeatable"
     )
     most = "bytes of text to learn from, from the beginning (1000000000)"
-    tokenizer.add_argument("--most-bytes", type=int, default=10**9, metavar="N", help=most)
+    tokenizer.add_argument("--most-bytes", type=number(1, whole=True), default=10**9, metavar="N", help=most)
     _add_flags(tokenizer, ("format", "subset", "split", "revision", "streaming", "text", "on_bad_line"))
     tokenizer.set_defaults(run=_tokenizer)
+    return tokenizer
 
-    prepare = commands.add_parser(
-        "prepare",
-        help="text to packs",
+
+def _prepare_parser(prog: str) -> CommandParser:
+    prepare = CommandParser(
+        prog=prog,
         description="Tokenise text and pack it. Resumes where it stopped. A special token that a text spells out, such as a "
         "literal <|endoftext|>, becomes that token's id.",
     )
@@ -104,28 +109,33 @@ def _parser() -> argparse.ArgumentParser:
     prepare.add_argument("--out", dest="data.packs", metavar="FOLDER", help="where the packs go (data.packs)")
     _add_flags(prepare, _FLAGS)
     prepare.set_defaults(run=_prepare)
+    return prepare
 
-    inspect = commands.add_parser(
-        "inspect", help="what packs hold: counts, lengths, text", description="Show Arrow, MDS or token .bin packs."
-    )
-    inspect.add_argument("path", type=Path)
-    inspect.add_argument("--index", type=int, help="also show the text of this pack")
+
+def _inspect_parser(prog: str) -> CommandParser:
+    inspect = CommandParser(prog=prog, description="Show Arrow, MDS or token .bin packs.")
+    inspect.add_argument("--index", type=number(0, whole=True), help="also show the text of this pack")
     inspect.add_argument("--split", choices=("train", "held_out"), default="train", help="where --index counts (default: train)")
     inspect.add_argument("--verify", action="store_true", help="hash every file again, also those that were found intact before")
     inspect.set_defaults(run=_inspect)
+    return _of_packs(inspect)
 
-    convert = commands.add_parser(
-        "import", help="other packs to Arrow packs", description="Convert MDS or token .bin packs to Arrow packs."
-    )
-    convert.add_argument("path", type=Path)
+
+def _import_parser(prog: str) -> CommandParser:
+    convert = CommandParser(prog=prog, description="Convert MDS or token .bin packs to Arrow packs.")
     convert.add_argument("--out", type=Path, required=True)
     convert.set_defaults(run=_import)
+    return _of_packs(convert)
 
-    for command in (inspect, convert):
-        command.add_argument("--tokenizer", help="tokenizer.json, folder or hub name (default: the one with the packs)")
-        command.add_argument("--length", type=int, help="tokens of a pack: for token .bin, which does not say")
-        command.add_argument("--end-token", type=int, help="token .bin: the id that ends a document")
-    return parser
+
+def _of_packs(command: CommandParser) -> CommandParser:
+    """Adds to `command` what names packs that are there; returns it."""
+    command.add_argument("path", type=Path)
+    command.add_argument("--tokenizer", help="tokenizer.json, folder or hub name (default: the one with the packs)")
+    said = "tokens of a pack: for token .bin, which does not say"
+    command.add_argument("--length", type=number(1, whole=True), help=said)
+    command.add_argument("--end-token", type=number(0, whole=True), help="token .bin: the id that ends a document")
+    return command
 
 
 def _add_flags(command: argparse.ArgumentParser, names: Iterable[str]) -> None:

@@ -46,8 +46,6 @@ def make_tokenizer(
         raise InputError(f"--special: each is a text of its own, and {END_OF_TEXT} is there already")
     if unusable := next(filter(None, map(unusable_text, special)), None):
         raise InputError(f"--special: {unusable}; name a text")
-    if most_bytes < 1:
-        raise InputError(f"--most-bytes {most_bytes}: leaves nothing to learn from; ask for 1 or more")
     _make_unfinished(folder).rmdir()  # what hinders it is said before the text is read
     source = open_source(settings)
     say(f"reading {source.description}")

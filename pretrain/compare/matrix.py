@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from foundation.command import CommandParser, number
 from foundation.errors import InputError
 from foundation.signals import StopRequest
 from foundation.tables import markdown, or_dash
@@ -258,7 +259,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(len(runs))
         return 0
     if options.cell is not None:
-        if not 0 <= options.cell < len(runs):
+        if options.cell >= len(runs):
             raise InputError(f"command line: --cell {options.cell}: no such cell; they are counted from 0 to {len(runs) - 1}")
         runs = [runs[options.cell]]
     if options.dry_run:
@@ -300,19 +301,17 @@ def carry_out(matrix: Matrix, runs: Sequence[MatrixRun], *, single: bool) -> int
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m pretrain matrix", description="Run every cell of a comparison and report on it."
-    )
+    parser = CommandParser(prog="python -m pretrain matrix", description="Run every cell of a comparison and report on it.")
+    count = number(1, whole=True)
     parser.add_argument("matrix", type=Path, help="what is compared: a YAML file, see recipes/matrices/")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="over the recipe's settings, in every cell")
     parser.add_argument("--only", action="append", default=[], metavar="key=value", help="run these cells only; may be repeated")
-    parser.add_argument(
-        "--cell", type=int, metavar="N", help="run one cell alone, of those picked the N-th from 0, as an array of jobs does"
-    )
-    parser.add_argument("--at-once", type=int, metavar="N", help="cells side by side")
-    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs of this machine to spread the cells over")
-    parser.add_argument("--processes", type=int, metavar="N", help="processes of each cell")
-    parser.add_argument("--max-hours", type=float, metavar="H", help="after these, what is running saves and all stops")
+    alone = "run one cell alone, of those picked the N-th from 0, as an array of jobs does"
+    parser.add_argument("--cell", type=number(0, whole=True), metavar="N", help=alone)
+    parser.add_argument("--at-once", type=count, metavar="N", help="cells side by side")
+    parser.add_argument("--gpus", type=count, metavar="N", help="GPUs of this machine to spread the cells over")
+    parser.add_argument("--processes", type=count, metavar="N", help="processes of each cell")
+    parser.add_argument("--max-hours", type=number(), metavar="H", help="after these, what is running saves and all stops")
     parser.add_argument("--count", action="store_true", help="print the number of cells, and stop")
     parser.add_argument("--dry-run", action="store_true", help="print the command of each cell, and stop")
     parser.add_argument("--table", action="store_true", help="print the cells best first, as far as they are, and stop")

@@ -26,6 +26,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import Field
 
+from foundation.command import CommandParser, number
 from foundation.errors import InputError
 from foundation.files import save_file
 from foundation.settings import FilePath, PathText, PositiveCount, Settings, Share, load_yaml, parse
@@ -263,13 +264,13 @@ def report(search: Search) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns its exit status. Raises InputError for a mistake in what it was given."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m pretrain phases", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("phases", type=Path, help="what is tried, and in which order: a YAML file, see recipes/phases/")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="over the recipe's settings, in every cell")
-    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs of this machine to spread a phase's cells over")
-    parser.add_argument("--max-hours", type=float, metavar="H", help="after these, what is running saves and all stops")
+    parser.add_argument("--gpus", type=number(1, whole=True), metavar="N", help="GPUs of this machine for a phase's cells")
+    parser.add_argument("--max-hours", type=number(), metavar="H", help="after these, what is running saves and all stops")
     parser.add_argument("--dry-run", action="store_true", help="print the commands of all phases on the base, and stop")
     options = parser.parse_intermixed_args(arguments)
     changes = {key: value for key in ("gpus", "max_hours") if (value := getattr(options, key)) is not None}

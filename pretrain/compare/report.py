@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from foundation.command import CommandParser, number
 from foundation.errors import InputError, shown
 from foundation.files import save_file
 from foundation.progress import Progress, advance
@@ -281,7 +282,7 @@ def _show_page(options: argparse.Namespace) -> None:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options, checked, with what their files hold in the files' place; `page`: where it goes, None: nowhere."""
-    parser = argparse.ArgumentParser(prog="python -m pretrain report", description="Run folders side by side, or one alone.")
+    parser = CommandParser(prog="python -m pretrain report", description="Run folders side by side, or one alone.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder; several are compared")
     parser.add_argument("--baseline", type=Path, metavar="RUN", help="what the others are compared to (default: the first)")
     default = "loss.png in the run folder, or comparison.png beside several"
@@ -300,19 +301,19 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="a key, or section, that may differ: what is compared; repeatable",
     )
     parser.add_argument(
-        "--gate", type=float, metavar="NATS", help="exit with 1 if a run's loss ends further than this above the baseline's"
+        "--gate", type=number(0), metavar="NATS", help="exit with 1 if a run's loss ends further than this above the baseline's"
     )
     parser.add_argument(
         "--watch",
         nargs="?",
-        type=float,
+        type=number(1, DAY),
         const=10.0,
         metavar="SECONDS",
         help="follow running runs: write the page again and again",
     )
     parser.add_argument(
         "--margin",
-        type=float,
+        type=number(most=100),
         metavar="PERCENT",
         help=f"over seeds: of the baseline's loss, within which a difference counts as none (default: {100 * MARGIN:g})",
     )
@@ -342,16 +343,10 @@ def _check(options: argparse.Namespace) -> None:
         raise InputError("--watch writes a page again and again: add --out report.html")
     if options.watch is not None and options.markdown:
         raise InputError("--watch writes the page alone: leave --markdown out")
-    if options.watch is not None and not 1 <= options.watch <= DAY:
-        raise InputError(f"--watch {options.watch:g}: the seconds between two looks are 1 at least, and {DAY:,} at most")
     if options.watch is not None and (kept := [path for path in options.runs if path.is_file()]):
         raise InputError(f"--watch follows run folders; {kept[0]} is a file, which no run goes on writing")
     if options.published and not options.page:
         raise InputError("--published stands in the page alone: add --out report.html")
-    if options.margin is not None and not 0 < options.margin < 100:
-        raise InputError(f"--margin {options.margin:g}: per cent of the baseline's loss are wanted, above 0 and below 100")
-    if options.gate is not None and not options.gate >= 0:
-        raise InputError(f"--gate {options.gate:g}: nats a token are wanted, 0 or more")
     if options.gate is not None and len(options.runs) + bool(options.baseline) < 2 and not options.runs[0].is_file():
         raise InputError("--gate compares runs: name a baseline and at least one other")
 

@@ -28,7 +28,9 @@ def main(arguments: Sequence[str]) -> int:
         prog="python -m pretrain flops", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", metavar="MODEL", help="a recipe (.yaml), or what `model.source` takes")
-    parser.add_argument("--length", type=number(1), nargs="+", metavar="T", help="tokens of a sequence; default: the recipe's")
+    parser.add_argument(
+        "--length", type=number(1, whole=True), nargs="+", metavar="T", help="of a sequence, in tokens; default: the recipe's"
+    )
     parser.add_argument("--tokens", type=number(1), metavar="N", help="also the FLOPs of so many tokens, 82e9 say")
     parser.add_argument("--tokens-per-second", type=number(1), metavar="N", help="also TFLOP/s, and MFU with --device")
     parser.add_argument("--device", metavar="NAME", help='as drivers name it ("NVIDIA H200"): its BF16 peak is 100 %%')
@@ -61,8 +63,8 @@ def table(
     shape, known = flops.shape, peak(device, "bf16") if device else None
     if device and known is None:
         raise InputError(f"--device {device}: no BF16 peak of it is known; pretrain/metrics/peaks.py has those that are")
-    columns = [f"T = {int(length):,}" for length in lengths]
-    rows = {formula.key: [formula.per_token(flops, int(length)) for length in lengths] for formula in FORMULAS}
+    columns = [f"T = {length:,}" for length in lengths]
+    rows = {formula.key: [formula.per_token(flops, length) for length in lengths] for formula in FORMULAS}
     without = flops.parameters - flops.embedding_parameters
     lines = [
         f"{count(flops.parameters)} parameters, {count(without)} without embeddings; {shape.layers} layers, hidden "
@@ -82,7 +84,7 @@ def table(
         }
         of = f", of the {known:,g} TFLOP/s of {device} in BF16" if known else ""
         lines += _section(f"at {count(tokens_per_second)} tokens/s{of}", columns, shown)
-    ratios = [f"{attention_to_ffn_ratio(flops, int(length)):.2f}" for length in lengths]
+    ratios = [f"{attention_to_ffn_ratio(flops, length):.2f}" for length in lengths]
     lines += ["", f"attention_to_ffn_ratio (llm_TII v3): {', '.join(ratios)}"]
     lines += ["", *(f"{formula.key:<26}{formula.says}" for formula in FORMULAS)]
     if flops.uncounted:

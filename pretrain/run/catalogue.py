@@ -16,6 +16,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from foundation import units
+from foundation.command import CommandParser
 from foundation.errors import InputError
 from foundation.tables import markdown, on_screen, or_dash
 from pretrain.model.distributed import make_accelerator
@@ -208,7 +209,7 @@ def notes(recipes: Sequence[ListedRecipe]) -> list[str]:
 
 def main(arguments: list[str]) -> int:
     """Print the listing; returns 0. InputError for a file that is no recipe."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         "python -m pretrain recipes", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("paths", nargs="*", type=Path, metavar="RECIPE", help="files or folders; without: those of the checkout")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from foundation.command import CommandParser
 from foundation.errors import InputError
 from foundation.files import FileLock
 from foundation.reading import load_object, reason_of
@@ -40,7 +41,7 @@ from pretrain.settings.recipe import Recipe
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m pretrain export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("source", type=Path, metavar="RUN_OR_CHECKPOINT", help="a run folder, of which the newest, or a step-*")
@@ -51,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
         choices=["bf16", "fp32"],
         help="of the weights; default: as the run stores them. fp32 of bf16_exact: each weight joined with its remainder",
     )
-    asked = parser.parse_args(arguments)
+    asked = parser.parse_intermixed_args(arguments)
     if asked.out is None and not asked.best:
         raise InputError("python -m pretrain export RUN_OR_CHECKPOINT OUT: name OUT, the folder to make")
     source = best_checkpoint(asked.source) if asked.best else asked.source

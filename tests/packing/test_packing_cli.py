@@ -49,6 +49,12 @@ def test_prepare_takes_a_recipes_data_section_and_overrides(
     assert (settings["length"], settings["seed"]) == (64, 8)
 
 
+def test_a_key_may_follow_an_option_of_prepare(recipe: Path, tmp_path: Path) -> None:
+    assert main(["prepare", "--out", str(tmp_path / "other"), str(recipe), "--length", "64", "data.seed=3"]) == 0
+    settings = read_manifest(tmp_path / "other")["settings"]
+    assert (settings["length"], settings["seed"]) == (64, 3)
+
+
 def test_prepare_takes_the_data_section_of_a_recipe_that_builds_on_another(recipe: Path, tmp_path: Path) -> None:
     path = tmp_path / "built.yaml"
     path.write_text(yaml.safe_dump({"base": recipe.name, "data": {"length": 64}}))

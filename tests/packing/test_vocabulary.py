@@ -99,7 +99,7 @@ def test_the_command_learns_from_any_source_and_says_what_it_made(tmp_path: Path
         (["--vocabulary", "300", "--out", "."], "exists already and is never written over"),
         (["--vocabulary", "5000000000"], "16,777,216 tokens are the most that can be learnt"),
         (["--vocabulary", "300", "--special", "\udcff"], "--special: text that is not UTF-8"),
-        (["--vocabulary", "300", "--most-bytes", "0"], "leaves nothing to learn from"),
+        (["--vocabulary", "300", "--most-bytes", "0"], "argument --most-bytes: 0: a whole number of 1 or more is wanted"),
         (["--vocabulary", "300", "--out", "/dev/null/tokenizer"], "cannot be made: Not a directory; name another folder"),
     ],
 )

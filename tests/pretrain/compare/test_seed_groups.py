@@ -150,7 +150,7 @@ def test_speeds_and_the_margin_can_be_given(folders: list[Path], tmp_path: Path,
     ):
         (tmp_path / "speeds.yaml").write_text(content)
         assert main([*command, "--speedups", str(tmp_path / "speeds.yaml")]) == 2 and named in capsys.readouterr().err
-    assert main([*command, "--margin", "0"]) == 2 and "--margin 0" in capsys.readouterr().err
+    assert main([*command, "--margin", "0"]) == 2 and "--margin: 0: a number above 0" in capsys.readouterr().err
     alone = ["report", str(folders[0]), str(folders[3]), "--margin", "0.05", "--out", str(tmp_path / "c.png")]
     assert main(alone) == 2 and "--margin: is for a comparison over seeds" in capsys.readouterr().err
 
