@@ -158,10 +158,15 @@ def read_runs(paths: Sequence[Path], baseline: Path | None = None) -> list[RunRe
     return [first, *(run for run in found if run is not first)]
 
 
-def write(
-    paths: Sequence[Path],
+def write(paths: Sequence[Path], *, baseline: Path | None = None, **how: Any) -> str:
+    """Read the runs at `paths`, the `baseline` first, and do with them what `write_runs` does."""
+    return write_runs(read_runs(paths, baseline), paths[0], **how)
+
+
+def write_runs(
+    runs: Sequence[RunRecord],
+    named_first: Path,
     *,
-    baseline: Path | None = None,
     out: Path | None = None,
     tables_file: Path | None = None,
     page: Path | None = None,
@@ -172,15 +177,15 @@ def write(
 ) -> str:
     """Draw the runs into the PNG `out`, write the tables to the Markdown file `tables_file`, and return what to print.
 
-    `page`: where the page with everything goes. `vary`: keys that may differ, as they are what is compared. `margin` and
-    `speedups`: what a comparison over seeds takes.
+    Without `out`, the picture goes beside `named_first`, or into it where it is the only run. `page`: where the page with
+    everything goes. `vary`: keys that may differ, as they are what is compared. `margin` and `speedups`: what a comparison over
+    seeds takes.
 
-    Raises InputError where a run cannot be read, and where one cannot be compared fairly with the `baseline` (by default the
-    first), unless `leave_out_unfair` leaves it out, saying so.
+    Raises InputError where a run cannot be compared fairly with the first, which is the baseline, unless `leave_out_unfair`
+    leaves it out, saying so.
     """
-    runs = read_runs(paths, baseline)
-    beside = paths[0].with_suffix(".png") if paths[0].is_file() else paths[0].parent / "comparison.png"
-    out = out or (paths[0] / "loss.png" if len(runs) == 1 and paths[0].is_dir() else beside)
+    beside = named_first.with_suffix(".png") if named_first.is_file() else named_first.parent / "comparison.png"
+    out = out or (named_first / "loss.png" if len(runs) == 1 and named_first.is_dir() else beside)
     left_out: list[str] = []
     if leave_out_unfair:
         found = {run.path: describe_unfairness(runs[0], run, vary) for run in runs[1:]}
@@ -248,16 +253,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns its exit status. Raises InputError for a mistake in what it was given."""
     options = _parse(arguments)
     if options.watch is not None:
-        follow(options.runs, options.page, lambda every: _write_page(options, every)[0], options.watch)
+        comparison = follow(options.runs, options.page, lambda every: _write_page(options, every)[0], options.watch)
     elif options.page:
-        _show_page(options)
+        comparison = _show_page(options)
     else:
+        runs = read_runs(options.runs, options.baseline)
         files = {"out": options.out, "tables_file": options.markdown}
         of_seeds = {"margin": options.margin, "speedups": options.speedups}
-        print(write(options.runs, baseline=options.baseline, **files, vary=options.vary, **of_seeds))
+        print(write_runs(runs, options.runs[0], **files, vary=options.vary, **of_seeds))
+        comparison = None if options.gate is None else RunComparison.over(runs, options.gate)
     if options.gate is None:
         return 0
-    return _judge(RunComparison.over(read_runs(options.runs, options.baseline), options.gate))
+    if comparison is None:
+        raise InputError("--gate: nothing is compared yet; give the command again when every run has a step")
+    return _judge(comparison)
 
 
 def _write_page(options: argparse.Namespace, every: float | None = None) -> tuple[RunComparison, SeedComparison | None]:
@@ -270,14 +279,15 @@ def _write_page(options: argparse.Namespace, every: float | None = None) -> tupl
     return comparison, seeds
 
 
-def _show_page(options: argparse.Namespace) -> None:
-    """Write the page, print what it says, and write the tables where they are asked for."""
+def _show_page(options: argparse.Namespace) -> RunComparison:
+    """Write the page, print what it says, and write the tables where they are asked for; returns what stands in the page."""
     comparison, seeds = _write_page(options)
     runs, answer = [each.run for each in comparison.standings], f"{comparison.answer()} {comparison.why_no_speed()}".strip()
     shown = seeds.said() if seeds and seeds.others else [answer, *tables(runs, seeds, on_screen)]
     print("\n\n".join([*shown, f"Page: {options.page}"]))
     if options.markdown:
         save_file(options.markdown, "\n\n".join(tables(runs, seeds)).encode() + b"\n", in_new_folder=True)
+    return comparison
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -328,7 +338,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.page = options.out if options.out and options.out.suffix == ".html" else None
     _check(options)
     if options.out and options.out.suffix == ".md":
-        options.out, options.markdown = options.out.with_suffix(".png"), options.markdown or options.out
+        options.out, options.markdown = options.out.with_suffix(".png"), options.out
     options.published = read_published(options.published) if options.published else None
     options.margin = None if options.margin is None else options.margin / 100
     options.speedups = read_speedups(options.speedups) if options.speedups else None
@@ -339,6 +349,10 @@ def _check(options: argparse.Namespace) -> None:
     """InputError for options that do not go together, before anything is read or written."""
     if options.out and options.out.suffix not in (".html", ".png", ".md"):
         raise InputError(f"--out {options.out}: ends in none of .html, .png and .md, which say what to write")
+    if options.out and options.out.suffix == ".md" and options.markdown:
+        raise InputError(
+            f"--out {options.out} and --markdown {options.markdown}: both are for the tables; leave one of the two out"
+        )
     if options.watch is not None and not options.page:
         raise InputError("--watch writes a page again and again: add --out report.html")
     if options.watch is not None and options.markdown:

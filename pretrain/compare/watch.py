@@ -23,8 +23,9 @@ def follow(
     *,
     say: Callable[[str], None] = lambda text: print(text, flush=True),
     sleep: Callable[[float], None] = time.sleep,
-) -> None:
-    """Call `make` for `page` whenever a run has written more, until all have ended or Ctrl-C comes.
+) -> Any:
+    """Call `make` for `page` whenever a run has written more, until all have ended or Ctrl-C comes. Returns what its last call
+    returned, None where Ctrl-C came before there was a page.
 
     make: writes the page; with seconds, one that is read again by the browser, and with None its last. A run that has no step yet
     is waited for, which is said once. Any other InputError ends it.
@@ -59,8 +60,11 @@ def follow(
                 say(f"{time.strftime('%H:%M:%S')}  {at}: {page}")
     except KeyboardInterrupt:
         say("")
-    if figures:
-        say(f"{make(None).answer()}\n\nPage: {page}")
+    if not figures:
+        return None
+    last = make(None)
+    say(f"{last.answer()}\n\nPage: {page}")
+    return last
 
 
 def has_ended(folder: Path, figures: Mapping[str, Any]) -> bool:

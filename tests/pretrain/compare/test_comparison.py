@@ -20,6 +20,7 @@ from pretrain.compare.comparison import RunComparison, hours_to_horizon, machine
 from pretrain.compare.fairness import Gap, check_comparable, varied_keys, why_not_paired
 from pretrain.compare.page import render
 from pretrain.compare.report import OTHER_TEXT, tables
+from pretrain.metrics import run_record
 from pretrain.metrics.run_record import RunRecord, read_run
 from pretrain.precision.registry import PRECISIONS
 from pretrain.settings.config import load_recipe
@@ -317,6 +318,19 @@ def test_the_gate_fails_with_1_where_a_loss_ends_higher_and_passes_where_it_ends
     assert main([*command, str(base), str(diverged)]) == 1, "although the step in common is equal"
 
 
+@pytest.mark.parametrize("more", [["--out", "x.html"], ["--out", "x.png"], ["--out", "x.html", "--watch"]])
+def test_the_gate_judges_the_very_steps_that_the_page_shows(more, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    paths, read = [make_run(Path(name), noisy(3.0, 1)) for name in ("base", "same")], []
+    for path in paths:
+        (path / "summary.json").write_text(json.dumps({"steps": 400}))
+    whole_file = run_record._read
+    monkeypatch.setattr(run_record, "_read", lambda path, how: read.append(path.name) or whole_file(path, how))
+    assert main(["report", *map(str, paths), *more, "--gate", "0.01"]) == 0
+    assert capsys.readouterr().out.endswith("gate of 0.01 nats: passed\n")
+    assert read.count("metrics.jsonl") == (4 if "--watch" in more else 2), "watching, the page while runs go on and the last"
+
+
 def test_the_gate_says_which_run_is_shorter_and_whether_it_is_unfinished(tmp_path, capsys):
     base, short = (make_run(tmp_path / name, [2.0] * n, "train.steps=100") for name, n in (("base", 100), ("short", 70)))
     assert main(["report", str(base), str(short), "--gate", "0.01", "--out", str(tmp_path / "x.html")]) == 0
@@ -447,6 +461,7 @@ def test_a_key_to_vary_that_no_recipe_has_is_refused(tmp_path):
         (["--gate", "-1"], "0 or more"),
         (["--gate", "nan"], "0 or more"),
         (["--gate", "inf"], "0 or more"),
+        (["--out", "x.md", "--markdown", "y.md"], "leave one of the two out"),
         (["--gate", "0.01"], "at least one other"),
     ],
 )

@@ -205,7 +205,7 @@ def test_tables_fit_the_terminal_and_a_file_has_whole_ones(tmp_path, capsys, mon
     runs = [str(make_run(tmp_path / name, [4.0] * 100)) for name in ("a", "b")]
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")
-    for out in ("report.md", "report.html"):
+    for out in ("report.png", "report.html"):
         page = tmp_path / f"{out}.md"
         assert main(["report", *runs, "--out", str(tmp_path / out), "--markdown", str(page)]) == 0
         printed = capsys.readouterr().out
