@@ -38,13 +38,11 @@ def page_data(comparison: RunComparison) -> dict[str, Any]:
             advance(of="runs")
     axes = {"steps": True, "tokens": all(run["tokens"] is not None for run in runs)}
     axes["hours"] = all(run["hours"] is not None for run in runs)
-    matched = comparison.matched_loss
     return {
         "runs": runs,
         "axes": axes,
         "baseline": comparison.baseline.look.label,
         "tolerance": comparison.tolerance,
-        "matched": matched,
         "memoryOrder": memory_order(runs),
     }
 
@@ -77,7 +75,6 @@ def _run(standing: Standing, baseline: RunRecord) -> dict[str, Any]:
         "gap": gap and number(gap.mean),
         "half": gap and number(gap.half_width),
         "gapSteps": gap and gap.steps,
-        "heldOutGap": standing.held_out_gap,
         "memory": run.summary.get("memory_gib"),
         "reserved": number(reserved(run)),
         "memoryParts": memory_parts(run),
