@@ -34,7 +34,7 @@ _NOT_IDENTITY = (
     *("fp8_config.backend", "fp8_config.on_unsupported", "fp8_config.use_autocast_during_eval"),
     # How the packs came to be: what they hold has a fingerprint of its own.
     *("data.packs", "data.source", "data.format", "data.subset", "data.split", "data.streaming", "data.text", "data.tokenizer"),
-    *("data.sources", "data.validation", "data.revision"),
+    *("data.validation", "data.revision"),
     *("data.messages", "data.prompt", "data.response", "data.train_on", "data.chat_template"),
     *("data.input_ids", "data.labels", "data.document_lengths"),
     *("data.packing", "data.positions", "data.add_", "data.shuffle", "data.seed", "data.held_out"),
