@@ -16,6 +16,7 @@ from foundation.settings import parse
 from packing.arrow import ArrowPacks, Packs, PackWriter
 from packing.manifest import MANIFEST, REMEDY, Split, Statistics, read_manifest
 from packing.mds import MDSReader
+from packing.order import evenly
 from packing.parts import FIRST
 from packing.prepare import lock_of, summary
 from packing.settings import DataSettings
@@ -58,8 +59,8 @@ def describe(path: Path, splits: dict[Split, Packs]) -> Iterator[str]:
     known = [f"{key} {value}" for key, value in (first.tokenizer or {}).items() if value is not None]
     yield f"  tokenizer       {', '.join(known) or 'not recorded in this format'}"
     for split, packs in splits.items():
-        chosen = np.unique(np.linspace(0, len(packs) - 1, min(len(packs), _SAMPLED_PACKS)).astype(np.int64))
-        lengths, seen = np.concatenate([packs.lengths(int(index)) for index in chosen]), len(chosen)
+        chosen = evenly(len(packs), _SAMPLED_PACKS)
+        lengths, seen = np.concatenate([packs.lengths(index) for index in chosen]), len(chosen)
         yield f"  {split}"
         yield f"    packs         {len(packs):,}"
         yield f"    fingerprint   {packs.fingerprint}"
@@ -68,7 +69,7 @@ def describe(path: Path, splits: dict[Split, Packs]) -> Iterator[str]:
         numbers = length_statistics(lengths)
         spread = ", ".join(f"{name.replace('_', ' ')} {numbers[name]:,.0f}" for name in list(numbers)[:6])
         if first.trained(0) is not None:
-            share = sum(int(np.count_nonzero(packs.trained(int(index)))) for index in chosen) / max(int(lengths.sum()), 1)
+            share = sum(int(np.count_nonzero(packs.trained(index))) for index in chosen) / max(int(lengths.sum()), 1)
             yield f"    trained on    {share:.2%} of the tokens; the others are masked{sampled}"
         yield f"    documents     {len(lengths) / seen:,.1f} a pack; tokens each: {spread}{sampled}"
     recorded = Statistics.model_fields.keys() - {"trained_tokens", "held_out_tail"}  # which only some packs have

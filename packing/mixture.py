@@ -20,7 +20,7 @@ import numpy as np
 
 from foundation.errors import InputError
 from packing.arrow import ArrowPacks, Pack, Packs, checked_index
-from packing.order import packs_at, splitmix64
+from packing.order import evenly, packs_at, splitmix64
 
 _SAMPLED_PACKS = 1000
 _PARTS = 1 << 24  # shares are rounded to 1 / this; with it places of up to 2^39 packs fit 64 bits
@@ -169,5 +169,4 @@ def _tokens_per_pack(packs: Packs) -> float:
     """Real tokens in a pack, on average; of packs that do not record how many they hold, those of 1,000 spread over all."""
     if isinstance(packs, ArrowPacks):
         return packs.tokens / max(len(packs), 1)
-    chosen = np.unique(np.linspace(0, len(packs) - 1, min(len(packs), _SAMPLED_PACKS)).astype(np.int64))
-    return float(np.mean([int(packs.lengths(int(index)).sum()) for index in chosen]))
+    return float(np.mean([int(packs.lengths(index).sum()) for index in evenly(len(packs), _SAMPLED_PACKS)]))

@@ -20,6 +20,11 @@ _ROUNDS = 8
 _LEAST_BITS = 6
 
 
+def evenly(count: int, most: int) -> list[int]:
+    """Returns the indices of all of `count` packs or, where they are more, of `most` that are spread evenly over them."""
+    return np.unique(np.linspace(0, count - 1, min(count, most)).astype(int)).tolist()
+
+
 @dataclass(frozen=True)
 class PackOrder:
     """The endless stream of packs, cut into steps: epoch after epoch, each a permutation of all packs by (seed, epoch).

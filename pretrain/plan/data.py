@@ -14,6 +14,7 @@ from foundation.errors import InputError
 from foundation.units import plural
 from packing.batch import Microbatch, build_microbatch, count_valid_tokens, read_pack, sum_of_squares
 from packing.mixture import MixedPacks
+from packing.order import evenly
 from packing.packer import prepare_stream
 from packing.prepare import prepare
 from packing.settings import DataSettings
@@ -86,8 +87,7 @@ class Data:
         """Of a figure of a pack, the mean over what is trained on, sampled evenly from each source."""
         means = []
         for packs in self._parts:
-            sampled = range(0, len(packs), max(1, len(packs) // _SAMPLED_PACKS))
-            means.append(float(np.mean([figure(packs, index) for index in sampled])))
+            means.append(float(np.mean([figure(packs, index) for index in evenly(len(packs), _SAMPLED_PACKS)])))
         packs = self._looked_at
         return float(np.average(means, weights=packs.mixture().share_of_packs if isinstance(packs, MixedPacks) else None))
 
@@ -173,8 +173,7 @@ def check_positions(data: Data, config: PretrainedConfig) -> None:
 
 def _scanned(packs: Packs) -> list[int]:
     """Indices of all packs, or of the first and of so many, evenly chosen, that reading them takes no time to speak of."""
-    stride = -(-len(packs) // _SCANNED_PACKS)
-    return sorted({*range(min(len(packs), _SAMPLED_PACKS)), *range(0, len(packs), stride)})
+    return sorted({*range(min(len(packs), _SAMPLED_PACKS)), *evenly(len(packs), _SCANNED_PACKS)})
 
 
 def packs_evaluated(part: int, held_out: int, limit: int | None) -> int:
