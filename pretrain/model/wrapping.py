@@ -104,8 +104,6 @@ def wrap_layers(
     `cast_to`: the dtype of the working copies, None where the parameters are in the compute dtype already. A unit is an
     embedding, a decoder layer, or a module of its own such as the final norm; the LM head casts for itself.
     """
-    recompute = settings.gradient_checkpointing
-    every = {"none": None, "full": 1}[recompute] if isinstance(recompute, str) else recompute.every
     for unit in _units(packed.hf.base_model):
         if isinstance(unit, nn.Embedding):
             if cast_to is not None:
@@ -133,7 +131,7 @@ def wrap_layers(
             # layers.
             unit.forward = torch.compile(unit.forward, fullgraph=True, dynamic=False)
     for index, layer in enumerate(decoder_layers(packed.hf).values()):
-        if every is not None and index % every == 0:
+        if settings.recomputes(index):
             layer.forward = _recomputed_in_backward(layer, packed.context)
 
 

@@ -121,9 +121,8 @@ class MemoryEstimate:
         layers = layers or [compiled_layer(flops, products, recipe.weights, layouts)] * shape.layers
         if keeps_rotated:
             layers = [dataclasses.replace(layer, kept=layer.kept + layer.rotated) for layer in layers]
-        again = _recomputed(recipe, len(layers))
+        again = [recipe.model.recomputes(index) for index in range(len(layers))]
         kept = [layer.inputs if recomputed else layer.kept for layer, recomputed in zip(layers, again, strict=True)]
-        moments = recipe.optimizer.moments or ("bf16" if recipe.weights == "bf16" else "fp32")
         head = shape.vocabulary * shape.hidden
         quantized_head = layouts * head if _head_is_quantized(recipe, products) else 0
         logits = shape.vocabulary * _logit(recipe, products, layouts)
@@ -133,7 +132,7 @@ class MemoryEstimate:
             parameters=values * (4 if recipe.weights == "fp32" else 2),
             gathered_weights=shards.in_use,
             gradients=values * _BYTES[recipe.gradients_kept_in] + shards.sums,
-            moments=2 * values * _BYTES[moments],
+            moments=2 * values * _BYTES[recipe.moments_kept_in],
             remainders=2 * values if recipe.weights == "bf16_exact" else 0,
             working_copies=0 if devices.sharded else _working_copies(layers, again),  # what is gathered is in the compute dtype
             quantized_weights=sum(layer.quantized_weights for layer in layers) + quantized_head,
@@ -235,13 +234,6 @@ def _shards(flops: ModelFlops, computed: int, *, gathered: bool) -> _Shards:
     in_use = flops.parameters if gathered else 3 * group + head
     summed = flops.parameters if gathered else largest + (head if flops.tied else 0)
     return _Shards(computed * in_use, 4 * summed, 4 * largest)
-
-
-def _recomputed(recipe: Recipe, layers: int) -> list[bool]:
-    """Of each layer, whether backward computes it again."""
-    setting = recipe.model.gradient_checkpointing
-    every = {"none": layers + 1, "full": 1}[setting] if isinstance(setting, str) else setting.every
-    return [setting != "none" and index % every == 0 for index in range(layers)]
 
 
 def _backward(layers: Sequence[LayerMemory], kept: Sequence[int]) -> int:

@@ -106,6 +106,11 @@ class ModelSettings(Settings):
         """Where the weights come from; None: they are drawn."""
         return None if self.from_scratch else self.source
 
+    def recomputes(self, index: int) -> bool:
+        """Whether backward computes decoder layer `index`, from 0, again instead of keeping its activations."""
+        setting = self.gradient_checkpointing
+        return setting == "full" if isinstance(setting, str) else index % setting.every == 0
+
     @model_validator(mode="after")
     def _has_an_origin(self) -> ModelSettings:
         if self.from_scratch and self.source is None:
@@ -308,6 +313,11 @@ class Recipe(Settings):
         """The dtype in which the gradients of a step's microbatches add up on each process, and stay when ranks have been summed.
         Where shards are gathered once a step, microbatches add up in FP32 in any case, and the sum over ranks is kept in this."""
         return self.optimizer.gradients or ("bf16" if self.weights == "bf16" else "fp32")
+
+    @property
+    def moments_kept_in(self) -> Literal["fp32", "bf16"]:
+        """The dtype in which AdamW keeps its two moments."""
+        return self.optimizer.moments or ("bf16" if self.weights == "bf16" else "fp32")
 
     @property
     def without_effect(self) -> list[str]:

@@ -466,10 +466,8 @@ class Chosen:
 def situation_of(job: Job, accelerator: Accelerator) -> Situation:
     """Returns the situation in which this run's kernels are tried, as it was planned."""
     recipe, device = job.recipe, accelerator.device
-    bf16 = recipe.weights == "bf16"
     gradients = recipe.gradients_kept_in
     fused = not_fused_because(recipe.model.fused, job.active, device.type, job.compute_dtype) is None
-    moments = recipe.optimizer.moments or ("bf16" if bf16 else "fp32")
     return Situation(
         device=device,
         hf=job.shapes,
@@ -480,7 +478,7 @@ def situation_of(job: Job, accelerator: Accelerator) -> Situation:
         loss=recipe.loss,
         weights=recipe.weights,
         gradients=getattr(torch, WEIGHT_DTYPES[gradients]),
-        moments=getattr(torch, WEIGHT_DTYPES[moments]),
+        moments=getattr(torch, WEIGHT_DTYPES[recipe.moments_kept_in]),
         tokens=job.plan.expected_microbatch * recipe.data.length,  # `auto` is found later, with what is chosen here
     )
 
