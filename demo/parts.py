@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from demo.command import run, script
+from packing.prepare import usable_cores
 from pretrain.settings.config import run_dir_of
 from pretrain.settings.recipe import Recipe
 
@@ -130,5 +131,4 @@ def threads() -> str:
 
     accelerate's own default is the number of physical cores, which many virtual machines cannot tell.
     """
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return os.environ.get("OMP_NUM_THREADS", str(usable))
+    return os.environ.get("OMP_NUM_THREADS", str(usable_cores()))

@@ -219,7 +219,7 @@ def chat_template(given: str | None, tokenizer: str) -> str:
     if Path(tokenizer).exists():
         found = [path for name in (CHAT_TEMPLATE, "tokenizer_config.json") if (path := folder / name).is_file()]
     else:
-        found = _from_hub(tokenizer) if HUB_NAME.fullmatch(tokenizer) else []
+        found = _template_from_hub(tokenizer) if HUB_NAME.fullmatch(tokenizer) else []
     for file in found:
         if file.name == CHAT_TEMPLATE:
             return _read(file, "data.tokenizer")
@@ -242,7 +242,7 @@ def _read(path: Path, key: str) -> str:
         raise InputError(f"{key}: {path}: no chat template that can be read: {reason_of(error)}") from None
 
 
-def _from_hub(name: str) -> list[Path]:
+def _template_from_hub(name: str) -> list[Path]:
     """The files of a hub repository that may hold its chat template."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RemoteEntryNotFoundError

@@ -21,7 +21,7 @@ from packing.arrow import PackWriter
 from packing.chunks import CHUNK_BYTES, Chunk, read_chunk
 from packing.manifest import read_manifest
 from packing.parts import FIRST
-from packing.prepare import around, check_counts, content_settings, prepared_records, save_tokenizer
+from packing.prepare import around, check_counts, content_settings, copy_tokenizer, prepared_records
 from packing.settings import DataSettings
 from packing.sources import SourceUnreachable, open_source
 from packing.stream import PartStart, part_folder
@@ -214,7 +214,7 @@ class PartMaker(ExitStack):
             for split, most in (("train", SAMPLE), ("held_out", None)):
                 for _ in arranged.write(writer, split, self.tokenizer.padding, most) if split in arranged.layouts else ():
                     pass
-            save_tokenizer(writer.folder, self.settings, self.tokenizer)
+            copy_tokenizer(writer.folder, self.settings, self.tokenizer)
             packs = arranged.layouts["train"]
             rate = float((packs.stop - packs.start).sum()) / len(packs)
             self._finish(writer, {"stream": {"rate": rate, "fingerprint": fingerprint}})

@@ -301,13 +301,13 @@ def _write_packs(settings: DataSettings, tokenizer: TextTokenizer, log: TokenLog
             for count in arranged.write(writer, split, tokenizer.padding):
                 written += count
                 line.update(written, written / arranged.packs)
-        save_tokenizer(writer.folder, settings, tokenizer)
+        copy_tokenizer(writer.folder, settings, tokenizer)
         statistics = arranged.statistics() | {"source_bytes": log.key[SOURCE_FILES].get("bytes")}
         draw_lengths(log.lengths(), settings.length, writer.folder / "lengths.png")
         return writer.finish(settings=content_settings(settings), statistics=statistics, tokenizer=tokenizer.describe())
 
 
-def save_tokenizer(folder: Path, settings: DataSettings, tokenizer: TextTokenizer) -> None:
+def copy_tokenizer(folder: Path, settings: DataSettings, tokenizer: TextTokenizer) -> None:
     """Put the tokenizer into `folder`, of chats with the template that writes them."""
     tokenizer.save(folder / "tokenizer.json")
     if isinstance(records := prepared_records(settings, tokenizer), ChatColumns):

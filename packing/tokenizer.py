@@ -85,7 +85,7 @@ def load_tokenizer(name: str, revision: str | None = None) -> TextTokenizer:
             raise InputError(
                 f"data.tokenizer: {name}: no such file or folder; name a tokenizer.json, a folder with one, or a model on the hub"
             )
-        file, config = _from_hub(name, revision)
+        file, config = _tokenizer_from_hub(name, revision)
     try:
         text = str(read_regular(file), "utf-8")
         _check_json(text)
@@ -125,7 +125,7 @@ def _fingerprint_of(text: str) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def _from_hub(name: str, revision: str | None) -> tuple[Path, Path]:
+def _tokenizer_from_hub(name: str, revision: str | None) -> tuple[Path, Path]:
     """tokenizer.json and tokenizer_config.json of a hub model, from the local cache where they are in it.
 
     A repository may lack the second. One that cannot be reached is an InputError: ids must not depend on the network.
