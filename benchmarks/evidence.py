@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks.evidence_results import Results, baseline_of, check_named, key_of
 from foundation.errors import InputError
-from foundation.files import FileLock
+from foundation.locks import FileLock
 from foundation.signals import StopRequest
 from foundation.tables import markdown, or_dash
 from pretrain.compare.matrix import Outcome, run_all

@@ -16,8 +16,9 @@ from typing import Any
 
 from benchmarks.collect_runs import figures
 from foundation.errors import InputError
-from foundation.files import FileLock, replace_file
+from foundation.files import replace_file
 from foundation.integrity import hash_file
+from foundation.locks import FileLock
 from foundation.reading import load_object, reason_of
 from pretrain.checkpoint.folders import step_folders
 from pretrain.checkpoint.manifest import MANIFEST

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from foundation.errors import InputError
-from foundation.files import PROOF, FileLock, free_bytes, no_room, replace_file
+from foundation.files import PROOF, free_bytes, no_room, replace_file
+from foundation.locks import FileLock
 from foundation.progress import Progress, say
 from packing.arrow import DiskFull
 from packing.manifest import MANIFEST, read_manifest

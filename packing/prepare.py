@@ -17,7 +17,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from foundation.errors import InputError
-from foundation.files import FileLock, free_bytes, no_room, remove_own_folder, why_unwritable
+from foundation.files import free_bytes, no_room, remove_own_folder, why_unwritable
+from foundation.locks import FileLock
 from foundation.progress import Progress, say
 from foundation.units import plural
 from packing.arrow import IGNORE, PackWriter

@@ -17,7 +17,8 @@ from typing import Any
 import yaml
 
 from foundation.errors import InputError
-from foundation.files import PARTIAL, PROOF, FileLock, save_file, why_unwritable
+from foundation.files import PARTIAL, PROOF, save_file, why_unwritable
+from foundation.locks import FileLock
 from foundation.reading import reason_of
 from foundation.settings import load_yaml
 

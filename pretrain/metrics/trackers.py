@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from foundation.errors import InputError
-from foundation.files import in_place, replace_file, save_file
+from foundation.files import replace_file, save_file
+from foundation.locks import in_place
 from foundation.reading import load_object, parse_json, read_lines, reason_of
 from pretrain.metrics.run_folder import METRICS_FILE, TRACKERS_FILE
 from pretrain.metrics.services import check_installed, errors_of

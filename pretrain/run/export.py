@@ -19,7 +19,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from foundation.command import CommandParser
 from foundation.errors import InputError
-from foundation.files import FileLock
+from foundation.locks import FileLock
 from foundation.reading import load_object, reason_of
 from packing.store import open_packs
 from pretrain.checkpoint.folders import step_folder, step_folders, step_of

@@ -16,13 +16,14 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from foundation.errors import InputError
-from foundation.files import FileLock, free_bytes, remove_own_folder, replace_file, save_file
+from foundation.files import free_bytes, remove_own_folder, replace_file, save_file
 from foundation.integrity import STAMP, FileRecord, InnerName, check_files, find_damage, hash_file
+from foundation.locks import FileLock
 
 HOLD = """
 import sys
 from pathlib import Path
-from foundation.files import FileLock
+from foundation.locks import FileLock
 with FileLock(Path(sys.argv[1]), print):
     print("locked", flush=True)
     sys.stdin.readline()

@@ -15,7 +15,7 @@ import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from foundation.files import FileLock
+from foundation.locks import FileLock
 from packing.arrow import Pack, PackWriter
 from pretrain.__main__ import main
 from pretrain.checkpoint.folders import step_folder

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from foundation.errors import InputError
-from foundation.files import FileLock
+from foundation.locks import FileLock
 from packing.__main__ import main
 from packing.arrow import ArrowPacks, Pack, PackWriter
 from packing.inspection import open_splits
