@@ -59,8 +59,8 @@ from pretrain.model.distributed import (
 from pretrain.model.huggingface import decoder_layers, weights_fingerprint
 from pretrain.model.packed import forward_backward
 from pretrain.optimizer import adamw, schedule
-from pretrain.plan.plan import render
 from pretrain.plan.preflight import Job, planned_steps, prepare_job
+from pretrain.plan.rendering import render
 from pretrain.plan.scaling import cluster_asked, render_scaling
 from pretrain.run import determinism
 from pretrain.run.assembly import assemble

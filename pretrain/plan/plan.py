@@ -1,12 +1,11 @@
 """What a run will do, worked out before anything is loaded.
 
-Pure: from settings, shapes and counts to figures; `preflight` has checked them. The lower half renders what `--plan` prints.
+Pure: from settings, shapes and counts to figures; `preflight` has checked them, and `rendering` shows them.
 """
 
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,10 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from foundation import units
-from foundation.tables import screen_width
 from foundation.units import GIB, plural
 from packing.mixture import Mixture
-from pretrain.metrics.flop_formulas import FORMULAS
 from pretrain.metrics.flops import ModelFlops
 from pretrain.metrics.peaks import peak
 from pretrain.optimizer import schedule
@@ -28,7 +25,6 @@ from pretrain.precision.schedule import in_phases, label, label_of_course, last_
 from pretrain.precision.settings import ActivePrecision
 from pretrain.settings.recipe import LossSettings, Recipe
 
-WIDTH = 100  # of the rendered plan, or as many columns as a narrower terminal has
 SMALL_HIDDEN = 768  # up to which low precision was measured to gain less than at 2,048; nothing was measured between them
 SOME = 0.005  # a share worth a word
 ASSUMED_SHARES = (0.5, 0.3)  # of the peak, between which runs of dense models usually lie
@@ -382,149 +378,3 @@ class Plan:
             f"`weights: bf16` loses small updates: at a rate of {rate:g} a usual step moves no weight of magnitude {limit:.2g} "
             f"or more{said}; `weights: bf16_exact` keeps every update"
         )
-
-
-def render(plan: Plan, *, brief: bool = False) -> str:
-    """The plan as a user reads it, a few lines to a subject; `brief`: without the parts of FLOPs and memory. As wide as the
-    terminal, WIDTH columns at most."""
-    width = screen_width(WIDTH)
-    recipe, devices = plan.recipe, f"{plan.devices.count} x {plan.devices.name or 'device'}"
-    if plan.devices.replicas > 1:
-        devices += f" ({plan.devices.replicas} replicas of {plan.devices.shards} shards)"
-    if plan.devices.sharded:
-        devices += f", shards gathered {'once a step' if plan.devices.gathered else 'for each use'}"
-    compute = f"{plan.computes} compute, emulated" if plan.emulated else f"{plan.computes} compute"
-    title = f"{recipe.name}: {compute}, {recipe.weights} weights, {devices}"
-    subjects = {
-        "model": _model_lines(plan),
-        "step": [_step_line(plan)],
-        "horizon": _horizon_lines(plan),
-        "FLOPs": _flops_lines(plan)[: 1 if brief else None],
-        "time": [_time_line(plan)],
-        "memory": _memory_lines(plan)[: 1 if brief else None],
-    }
-    lines = [(name if i == 0 else "", text) for name, texts in subjects.items() for i, text in enumerate(texts)]
-    lines += [("warning: ", text) for text in plan.warnings]
-    return "\n".join([*textwrap.wrap(title, width), "─" * width, *(wrapped(name, text, width) for name, text in lines)])
-
-
-def wrapped(name: str, text: str, width: int) -> str:
-    """`text` in lines of at most `width` columns, `name` at the left of the first."""
-    return textwrap.fill(text, width, initial_indent=f"{name:<9}", subsequent_indent=" " * 9)
-
-
-def _model_lines(plan: Plan) -> list[str]:
-    flops, shape = plan.flops, plan.flops.shape
-    head = "head tied to the embedding" if flops.tied else "head of its own"
-    without = units.count(flops.parameters - flops.embedding_parameters)
-    heads = f"{shape.heads} heads of {shape.head_dim}"
-    groups = f" ({shape.kv_heads} for keys and values)" if shape.kv_heads != shape.heads else ""
-    return [
-        f"{units.count(flops.parameters)} parameters, {without} without embeddings, {head}",
-        f"{plan.model_type}: {shape.layers} layers, hidden {shape.hidden:,}, {heads}{groups}, vocabulary {shape.vocabulary:,}",
-        *_bf16_lines(plan),
-        *([plan.vocabulary] if plan.vocabulary else []),
-    ]
-
-
-def _bf16_lines(plan: Plan) -> list[str]:
-    """Where linears stay in BF16 by name, how many do not."""
-    kept = plan.active.settings.keep_bf16
-    if not plan.low_linears or not kept:
-        return []
-    low, linears = plan.low_linears
-    return [f"{low:,} of {plural(linears, 'linear')} in low precision; keep_bf16: {', '.join(kept)}"]
-
-
-def _phase_lines(plan: Plan) -> list[str]:
-    return [f"steps {first:,} to {last:,} in {name}" for first, last, name in plan.phases_in_use if plan.has_several]
-
-
-def _step_line(plan: Plan) -> str:
-    total = f"{plan.tokens_per_step:,} tokens = {plan.packs_per_step:,} packs of {plan.recipe.data.length:,}"
-    devices = plural(plan.devices.count, "device")
-    if plan.microbatch is None:
-        most = "" if plan.packs_per_step % plan.devices.count == 0 else "at most "
-        return f"{total} = {devices} x {most}{plural(plan.packs_per_rank, 'pack')}, microbatch: auto"
-    empty = f", {plural(plan.empty_places, 'place')} empty" if plan.empty_places else ""
-    return f"{total} = {devices} x {plural(plan.accumulation, 'microbatch')} x {plural(plan.microbatch, 'pack')}{empty}"
-
-
-def _horizon_lines(plan: Plan) -> list[str]:
-    tokens = f"{units.count(plan.total_tokens)} tokens"
-    if plan.trained_share is not None:
-        tokens += f" ({units.count(plan.total_tokens * plan.trained_share)} of them trained on)"
-    epochs = f" = {plan.epochs:.2f} epochs of {plural(plan.packs, 'pack')}" if plan.packs else ""
-    return [
-        f"{plural(plan.steps, 'step')} = {tokens}{epochs}",
-        *_phase_lines(plan),
-        *_source_lines(plan),
-        schedule.describe(plan.recipe.schedule, plan.recipe.optimizer, plan.steps, plan.tokens_per_step),
-    ]
-
-
-def _source_lines(plan: Plan) -> list[str]:
-    """Of each of several sources its share of the tokens, and how often the run goes through it; of a stream, on what disk."""
-    if stream := plan.recipe.data.stream:
-        window, weights = (
-            f"{units.count(stream.window)} tokens at a time",
-            [f"{each.weight:.0%}" for each in plan.recipe.data.sources or ()],
-        )
-        of = f", {' and '.join(weights)} from {len(weights)} sources" if weights else ""
-        return [f"packed as it comes{of}: {window}, {stream.disk_gb:g} GB on disk at most"]
-    if plan.mixture is None:
-        return []
-    shares, epochs = plan.mixture.shares(plan.total_packs), plan.mixture.epochs(plan.total_packs)
-    counts = dict(zip(plan.mixture.names, plan.mixture.counts, strict=True))
-    return [
-        f"{units.percent(shares[name])} of the tokens from {name}: {epochs[name]:.2f} epochs of {plural(count, 'pack')}"
-        for name, count in counts.items()
-    ]
-
-
-def _flops_lines(plan: Plan) -> list[str]:
-    total, length = plan.flops_per_token, plan.recipe.data.length
-    sizes = {"a token": total, "a step": total * plan.tokens_per_step, "in all": plan.total_flops}
-    parts = plan.flops.by_part(1, plan.mean_squared)
-    others = [formula.per_token(plan.flops, length) for formula in FORMULAS[1:]]
-    return [
-        ", ".join(f"{units.operations(value)} {unit}" for unit, value in sizes.items()),
-        ", ".join(f"{name} {units.percent(value / total)}" for name, value in parts.items()),
-        f"by other launchers' formulas {units.operations(min(others))} to {units.operations(max(others))} a token "
-        "(python -m pretrain flops)",
-    ]
-
-
-def _time_line(plan: Plan) -> str:
-    """At the stated speed; without one, at two utilisations between which runs of dense models usually lie."""
-    precision = plan.computes
-    if plan.tokens_per_second:
-        tflops = plan.tokens_per_second * plan.flops_per_token / units.TERA
-        share = f", {units.percent(tflops / plan.peak_tflops)} of the {precision} peak" if plan.peak_tflops else ""
-        speed = f"{plan.tokens_per_second:,.0f} tokens/s ({tflops:.4g} TFLOP/s{share})"
-        return f"{units.duration(plan.hours * 3600)} at {speed}"
-    if plan.peak_tflops:
-        fast, slow = (units.duration(plan.total_flops / (share * plan.peak_tflops * units.TERA)) for share in ASSUMED_SHARES)
-        speed = f"{ASSUMED_SPEED} of the {precision} peak, {plan.peak_tflops:,.4g} TFLOP/s"
-        return f"{fast} to {slow} at {speed}: assumed, not measured"
-    if plan.emulated:
-        return "not known: no speed is stated or measured yet; emulation takes up to three times as long as BF16"
-    return "not known: no speed is stated or measured yet, and no peak of this device is known"
-
-
-def _memory_lines(plan: Plan) -> list[str]:
-    size = plan.expected_microbatch
-    limit = f" of {units.memory(plan.devices.memory / GIB)}" if plan.devices.memory else ""
-    chosen = "" if plan.microbatch else "; auto finds what fits by trying"
-    parts = plan.memory.parts(size)
-    width = max(map(len, parts))
-    copies = units.memory(plan.bytes_copied / GIB)
-    saves = [f"host: {copies} a process for copies while a checkpoint is written"] if plan.recipe.checkpoint.every else []
-    spent = [f"loss in chunks of {plan.chunk:,} tokens"] if plan.chunk else []
-    spent += ["queries, keys and values kept for backward"] if plan.keeps_rotated else []
-    return [
-        f"about {units.memory(plan.memory.total(size) / GIB)}{limit} a device, {plural(size, 'pack')} a microbatch{chosen}",
-        *([f"by the memory that is there: {', '.join(spent)}"] if spent else []),
-        *(f"  {name:<{width}}  {units.memory(part / GIB):>9}" for name, part in parts.items()),
-        *saves,
-    ]

@@ -22,8 +22,9 @@ from foundation.errors import InputError
 from foundation.tables import screen_width
 from foundation.units import GIB, plural
 from pretrain.metrics.peaks import known_as
-from pretrain.plan.plan import ASSUMED_SHARES, ASSUMED_SPEED, WIDTH, Plan
+from pretrain.plan.plan import ASSUMED_SHARES, ASSUMED_SPEED, Plan
 from pretrain.plan.preflight import fits_gathered
+from pretrain.plan.rendering import WIDTH
 from pretrain.plan.spare import spend_spare_memory
 from pretrain.settings.launch_topology import Sharding
 

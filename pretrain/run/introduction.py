@@ -10,8 +10,8 @@ from pretrain.metrics.console import Console
 from pretrain.metrics.peaks import is_known
 from pretrain.metrics.run_folder import describe_environment
 from pretrain.model.distributed import describe_topology
-from pretrain.plan.plan import render
 from pretrain.plan.preflight import Job
+from pretrain.plan.rendering import render
 from pretrain.plan.tokenizer import fingerprint_in_use
 from pretrain.run.assembly import IN_PARTS
 from pretrain.run.running import Run

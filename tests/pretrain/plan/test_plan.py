@@ -13,8 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from foundation import units
 from foundation.units import GIB
 from pretrain.metrics.flops import ModelFlops
-from pretrain.plan.plan import ActivePhase, Devices, Plan, render
+from pretrain.plan.plan import ActivePhase, Devices, Plan
 from pretrain.plan.preflight import fits_gathered
+from pretrain.plan.rendering import render
 from pretrain.precision.selection import missing_on, select_precision
 from pretrain.precision.settings import LowPrecisionSettings
 from pretrain.settings.recipe import Recipe

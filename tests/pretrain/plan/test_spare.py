@@ -15,7 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pretrain.metrics.flops import ModelFlops
 from pretrain.model.fused import layers as choice
 from pretrain.plan.memory import layers_of
-from pretrain.plan.plan import Devices, Plan, render
+from pretrain.plan.plan import Devices, Plan
+from pretrain.plan.rendering import render
 from pretrain.plan.spare import KEPT_FREE, spend_spare_memory
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.settings import ActivePrecision
