@@ -125,7 +125,7 @@ def _text_of(docstring: ast.Expr) -> str:
 
 
 def _has_lines_to_itself(statement: ast.stmt, lines: list[str]) -> bool:
-    """Whether nothing but blanks stands before and after `statement`; `ast` counts columns in UTF-8 bytes."""
+    """Returns whether nothing but blanks stands before and after `statement`; `ast` counts columns in UTF-8 bytes."""
     before = lines[statement.lineno - 1].encode()[: statement.col_offset]
     after = lines[statement.end_lineno - 1].encode()[statement.end_col_offset :]
     return not before.strip() and not after.strip()

@@ -64,7 +64,7 @@ class Demo:
 
     @property
     def report(self) -> Path:
-        """Of the comparison; `matrix` writes it beside the runs."""
+        """The page of the comparison, which `matrix` writes beside its runs."""
         return Path("runs/demo/demo.html")
 
     def parts(self) -> list[Part]:
@@ -98,7 +98,7 @@ class Demo:
         run(train_command("cpu", RECIPE), {"OMP_NUM_THREADS": threads()})
 
     def is_trained(self) -> bool:
-        """Whether the run has reached its last step; a run that was stopped before may also have a summary."""
+        """Returns whether the run has reached its last step; a run that was stopped before may also have a summary."""
         summary = self.run_dir / "summary.json"
         return self.model.is_dir() and summary.is_file() and json.loads(summary.read_text())["steps"] >= self.recipe.train.steps
 

@@ -17,7 +17,7 @@ OURS = ("foundation", "packing", "pretrain")
 
 
 class CommandParser(argparse.ArgumentParser):
-    """One whose mistakes are an InputError, so that they are one message, without the usage."""
+    """A parser whose mistakes are an InputError, so that they are one message, without the usage."""
 
     remedy = "--help lists the options"
 
@@ -26,8 +26,8 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def number(least: float | None = None, most: float = math.inf, *, whole: bool = False) -> Callable[[str], float]:
-    """What argparse takes as `type`: reads a number, a `whole` one as an int, of `least` to `most`. `least` None: above 0. As
-    recipes do, a whole number may be written 1e3 or 8.0, as long as a float has all its digits."""
+    """Returns a function for argparse's `type`, which reads a number of `least` to `most`, a `whole` one as an int. `least` None:
+    above 0. As recipes do, it takes a whole number written as 1e3 or 8.0, as long as a float has all its digits."""
     if least is None:
         bounds = f"above 0 and of at most {most:g}" if math.isfinite(most) else "above 0"
     else:
@@ -48,7 +48,8 @@ def number(least: float | None = None, most: float = math.inf, *, whole: bool = 
 
 
 def _whole(text: str) -> float:
-    """The int that is written there; NaN for a number that is not whole, or that a float cannot hold to its last digit."""
+    """Returns the int that is written in `text`; NaN for a number that is not whole, or that a float cannot hold to its last
+    digit."""
     try:
         return int(text)
     except ValueError:
@@ -91,5 +92,5 @@ def run_command(command: Callable[[], int | None], *, on_ctrl_c: str) -> int:
 
 
 def _print_no_more() -> None:
-    """What is still to be written to stdout goes nowhere, so that the flush at the process's end does not fail once more."""
+    """Sends what is still to be written to stdout nowhere, so that the flush at the process's end does not fail once more."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -18,7 +18,7 @@ PROOF = "proof"  # `.proof.<rank>.partial`: the token by which processes prove t
 
 
 def cache_folder(part: str) -> Path:
-    """Where what can be made again is kept, by the XDG base directory specification, which wants an absolute path."""
+    """Returns the folder for what can be made again, by the XDG base directory specification, which wants an absolute path."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     with suppress(RuntimeError):  # no home folder
         return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "pretrain" / part
@@ -64,8 +64,8 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def save_file(path: Path, data: bytes, remedy: str = "name another file", *, in_new_folder: bool = False) -> None:
-    """As `replace_file`, with InputError in place of OSError: why it cannot be written, and what to do, which is `remedy` unless
-    there is no room. `in_new_folder`: make its folder where there is none."""
+    """Does what `replace_file` does, with InputError in place of OSError: it says why the file cannot be written, and what to do,
+    which is `remedy` unless there is no room. `in_new_folder`: make its folder where there is none."""
     try:
         if in_new_folder:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -86,10 +86,11 @@ def name_aside(path: Path) -> Path:
 
 
 def why_unwritable(folder: Path) -> str | None:
-    """Why nothing can be written into `folder`, or, where it is not there, why it cannot be made; None where it can.
+    """Returns why nothing can be written into `folder`, or, where it is not there, why it cannot be made; None where it can.
 
     A folder that is there is not touched. Where none is, rights do not tell enough: another is made in the nearest one above, and
-    removed at once."""
+    removed at once.
+    """
     there = folder.absolute()
     if there.is_dir():
         return None if os.access(there, os.W_OK | os.X_OK) else "no permission"
@@ -111,7 +112,8 @@ def free_bytes(path: Path) -> int:
 
 
 def no_room(error: BaseException | None) -> str | None:
-    """What is wrong and what to do, where `error` says that the disk, the user's quota on it, or a file may hold no more."""
+    """Returns what is wrong and what to do, where `error` says that the disk, the user's quota on it, or a file may hold no more;
+    else None."""
     if not isinstance(error, OSError):
         return None
     if error.errno == errno.EFBIG:

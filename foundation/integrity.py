@@ -60,7 +60,7 @@ def hash_of(content: Mapping[str, Any]) -> str:
 
 
 def hash_files(folder: Path, names: list[str], algorithms: list[str]) -> Digests:
-    """As `hash_file`, for several files at a time."""
+    """Does what `hash_file` does, for several files at a time."""
     with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as threads:
         return dict(zip(names, threads.map(lambda name: hash_file(folder / name, algorithms), names), strict=True))
 
@@ -99,7 +99,8 @@ def check_files(folder: Path, records: Iterable[FileRecord], remedy: str, *, tru
 
 
 def find_damage(folder: Path, records: Iterable[FileRecord], digests_of: Callable[..., Digests] = hash_files) -> list[str]:
-    """One line for each file that is not what was written; empty: all are intact. Without recorded hashes only sizes count.
+    """Returns one line for each file that is not what was written; none where all are intact. Without recorded hashes only sizes
+    count.
 
     Hashes are compared once all sizes are right; by default every byte is read. Raises InputError for an unreadable file.
     """
@@ -118,7 +119,7 @@ def find_damage(folder: Path, records: Iterable[FileRecord], digests_of: Callabl
 
 
 def wrong_sizes(folder: Path, records: Iterable[FileRecord]) -> list[str]:
-    """One line for each file that is missing, truncated or too long: what can be told without reading."""
+    """Returns one line for each file that is missing, truncated or too long, which can be told without reading."""
     wrong = []
     root = Path(os.path.realpath(folder))
     # The hub's cache keeps files in `blobs`, and links to them in `snapshots`.

@@ -30,7 +30,7 @@ def _open_lock(path: Path) -> TextIO:
 
 
 def in_place(file: TextIO, path: Path) -> bool:
-    """Whether the open `file` is still the one at `path`: nobody has deleted, moved or replaced it or its folder."""
+    """Returns whether the open `file` is still the one at `path`: nobody has deleted, moved or replaced it or its folder."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except OSError:
@@ -71,7 +71,7 @@ class FileLock:
         return in_place(self._file, self.path)
 
     def moved_to(self) -> Path | None:
-        """Where the file that we lock is now, as far as the system says it."""
+        """Returns where the file that we lock is now, as far as the system says it."""
         try:
             path = Path(os.readlink(f"/proc/self/fd/{self._file.fileno()}"))
         except OSError:

@@ -54,9 +54,9 @@ def above_bars(stream: TextIO | None = None) -> AbstractContextManager[None]:
 
 
 class Progress:
-    """One task; a context manager.
+    """Shows how far one task is, as a context manager.
 
-    `unit`: of what is counted. `already_done`: units that an earlier run has finished; they do not count towards this run's rate.
+    `unit`: what is counted. `already_done`: units that an earlier run has finished; they do not count towards this run's rate.
     `lines_every`: seconds between lines where there is no terminal, and anywhere a line at the end; None: no lines. `poll`: gives
     count and total where nobody tells them; it is asked from another thread.
     """
@@ -108,7 +108,7 @@ class Progress:
             self._print()
 
     def _draw(self) -> None:
-        """The bar's own thread: what is told may be minutes apart, and the time goes on."""
+        """Runs in the bar's own thread: what is told may be minutes apart, and the time goes on."""
         if self._ended.wait(SHOWN_AFTER):
             return
         try:

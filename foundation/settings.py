@@ -41,7 +41,7 @@ class Settings(BaseModel):
 
 
 def _number(value: object) -> object:
-    """To Python true is 1, and `learning_rate: true` would be a rate."""
+    """Raises ValueError for true and false: to Python true is 1, and `learning_rate: true` would be a rate."""
     if isinstance(value, bool):
         raise ValueError("a number is wanted, not true or false")
     return value
@@ -139,7 +139,7 @@ def _describe(cls: type[BaseModel], item: dict[str, Any]) -> tuple[str, str, str
 
 
 def first_mistake(error: ValidationError) -> str:
-    """What is wrong first in a file that a program has written, in a line: there, nobody corrects keys one by one."""
+    """Returns what is wrong first in a file that a program has written, in a line: there, nobody corrects keys one by one."""
     item = error.errors(include_url=False, include_context=False)[0]
     where = ".".join(str(part) for part in item["loc"])
     return f"`{shown(where)}`: {shown(item['msg'].removeprefix('Value error, '))}"
@@ -165,7 +165,7 @@ def _keys(cls: type[BaseModel], location: tuple[str | int, ...]) -> list[str]:
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
-    """What an annotation allows: the members of a union, of unions inside of it too, or itself."""
+    """Returns what an annotation allows: the members of a union, of unions inside of it too, or itself."""
     while typing.get_origin(annotation) is Annotated:
         annotation = typing.get_args(annotation)[0]
     if typing.get_origin(annotation) not in (types.UnionType, typing.Union):
@@ -214,8 +214,8 @@ def value_from_text(cls: type[BaseModel], key: str, text: str) -> Any:
 
 
 def place_of(values: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
-    """Where in nested `values` the dotted `key` of a command line is set: its section, made where it is not there, and its name
-    in it. InputError where something else than a section is in the way."""
+    """Returns where in nested `values` the dotted `key` of a command line is set: its section, made where it is not there, and
+    its name in it. Raises InputError where something else than a section is in the way."""
     *parents, name = key.split(".")
     for part in parents:
         if values.get(part) is None:  # not there, or said to be none
@@ -275,8 +275,8 @@ def load_with_bases(path: str | os.PathLike[str]) -> list[tuple[Path, dict[str, 
 def origin_in(
     chain: Sequence[tuple[Path, dict[str, Any]]], overridden: Collection[str], command_line: str = "command line"
 ) -> Callable[[str, str], str]:
-    """For `parse`: where a value was set, of what `load_with_bases` has found and the dotted keys that the command line sets. A
-    mistake of a whole section lies where those of its keys were set that its message names."""
+    """Returns a function that tells `parse` where a value was set, from what `load_with_bases` has found and the dotted keys that
+    the command line sets. A mistake of a whole section lies where those of its keys were set that its message names."""
 
     def origin(key: str, message: str) -> str:
         inside = [f"{key}.{name}" for name in re.findall(r"`([\w.]+)", message)]
@@ -293,7 +293,7 @@ def origin_in(
 
 
 def _says(own: Any, key: str) -> bool:
-    """Whether a file sets `key`, or something in it."""
+    """Returns whether a file sets `key`, or something in it."""
     for part in key.split("."):
         if not isinstance(own, dict) or part not in own:
             return False

@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser(name: Sequence[str]) -> CommandParser:
-    """The parser of the command called `name`, which is the first of the arguments if there is any."""
+    """Returns the parser of the command called `name`, which is the first of the arguments if there is any."""
     parser = CommandParser(prog="python -m packing", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made = {"tokenizer": _tokenizer_parser, "prepare": _prepare_parser, "inspect": _inspect_parser, "import": _import_parser}
     parser.add_argument("command", choices=made, metavar=" | ".join(made), help="COMMAND --help says more")
@@ -166,7 +166,7 @@ def _prepare(options: argparse.Namespace) -> None:
 
 
 def _data_settings(options: argparse.Namespace) -> DataSettings:
-    """Defaults < recipe file < key=value < flags."""
+    """Returns the settings of the data section: defaults, over them the recipe file, then key=value, then the flags."""
     files = [text for text in options.recipe if "=" not in text or os.path.isfile(text)]  # Path's raises for a long value
     if len(files) > 1:
         raise InputError(f"command line: one recipe at a time, not {' and '.join(files)}")
@@ -192,7 +192,7 @@ def _data_settings(options: argparse.Namespace) -> DataSettings:
 
 
 def _data_section(chain: Sequence[tuple[Path, dict[str, Any]]]) -> dict[str, Any]:
-    """What a recipe and those that it is based on say of their data."""
+    """Returns what a recipe and those that it is based on say of their data."""
     data = {}
     for path, own in chain:
         section = own.get("data") or {}

@@ -45,7 +45,7 @@ class Pack:
 
 
 class DiskFull(InputError):
-    """Packs were being written."""
+    """The disk was full while packs were being written."""
 
 
 class Packs(Protocol):
@@ -344,8 +344,8 @@ class ArrowPacks:
             raise InputError(f"{self.path}: holds documents of lengths that make no packs of {self.length} tokens; {REMEDY}")
 
     def _map(self, name: str) -> list[tuple[np.ndarray, ...]]:
-        """Of each record batch ids [rows, length], lengths, offsets [rows + 1], first positions and, with masks, their bits
-        [rows, bytes], as views of the file."""
+        """Returns for each record batch, as views of the file: ids [rows, length], lengths, offsets [rows + 1], first positions
+        and, with masks, their bits [rows, bytes]."""
         masked = self.manifest["version"] == MASKED_VERSION
         try:
             with pa.ipc.open_stream(pa.memory_map(str(self.path / name))) as stream:
@@ -366,7 +366,7 @@ class ArrowPacks:
 
 
 def _entry(path: Path) -> dict[str, Any]:
-    """What the manifest records of a finished file."""
+    """Returns what the manifest records of a finished file."""
     return {"name": path.name, "bytes": path.stat().st_size} | hash_file(path, ["sha256"])
 
 
@@ -375,13 +375,14 @@ def _records(files: list[dict[str, Any]], folder: str = "") -> list[FileRecord]:
 
 
 def _column(values: np.ndarray) -> pa.Array:
-    """These values, 1-dimensional, where they are. (`pa.array` gives the same, and imports pandas where it is installed.)"""
+    """Returns an array over the memory of `values`, which are 1-dimensional. (`pa.array` gives the same, and imports pandas where
+    it is installed.)"""
     values = np.ascontiguousarray(values)
     return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
 
 
 def _view(array: pa.Array, dtype: type) -> np.ndarray:
-    """The array's memory itself. (`to_numpy` gives the same, and imports pandas where it is installed.)"""
+    """Returns the array's own memory as numpy sees it. (`to_numpy` gives the same, and imports pandas where it is installed.)"""
     return np.frombuffer(array.buffers()[1], dtype, len(array), array.offset * array.type.bit_width // 8)
 
 

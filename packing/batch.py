@@ -155,7 +155,7 @@ class Prefetch(Generic[T]):
         return self
 
     def ready(self, seconds: float) -> bool:
-        """Whether `next` would return, or raise, at once; waits for that, so many seconds at most."""
+        """Returns whether `next` would return, or raise, at once; waits for that, so many seconds at most."""
         started = time.perf_counter()
         done = not self._pending or bool(wait(islice(self._pending, 1), seconds).done)
         self._waited_ms += (time.perf_counter() - started) * 1e3

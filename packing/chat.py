@@ -48,7 +48,7 @@ class Rendered:
 
 @dataclass(frozen=True)
 class ChatColumns:
-    """How a record becomes a chat: from a column of messages, or from two that are a prompt and its response."""
+    """Makes a chat of a record: from a column of messages, or from two that are a prompt and its response."""
 
     messages: str | None
     prompt: TextTemplate | None
@@ -64,7 +64,7 @@ class ChatColumns:
         return tuple(dict.fromkeys([*self.prompt.columns, *self.response.columns]))
 
     def written_by(self, template: str, tokens: Mapping[str, str]) -> ChatColumns:
-        """The same columns with a template. InputError where that is none."""
+        """Returns the same columns with a template. Raises InputError where `template` is none."""
         try:
             _compiled(template)
         except jinja2.TemplateError as error:
@@ -122,7 +122,8 @@ class ChatColumns:
         return text
 
     def _masked(self, chat: list[dict[str, Any]], answers: list[int]) -> Rendered:
-        """With the answers' places: those that the template marks, else whatever follows the prompt of each answer."""
+        """Returns the chat with the places of its answers: those that the template marks, else whatever follows the prompt of
+        each answer."""
         text = encodable(self._render(chat))
         if _BEGIN in text:
             text, spans = _without_marks(text)

@@ -36,7 +36,7 @@ Document = TypeVar("Document")
 
 
 class Records(Protocol[Document]):
-    """How a record becomes a document; a source asks it for its columns before any is read."""
+    """Makes a document of a record; a source asks it for its columns before any is read."""
 
     columns: tuple[str, ...]
 
@@ -70,7 +70,7 @@ class MissingColumn(BadRecord):
 
 @dataclass(frozen=True)
 class TextTemplate:
-    """How a record becomes a document: one column as it is, or a template such as "{title}\\n\\n{body}".
+    """Makes a document of a record: from one column as it is, or by a template such as "{title}\\n\\n{body}".
 
     In a template, null counts as no text and numbers are written out.
     """
@@ -125,7 +125,7 @@ class TextTemplate:
 
 
 def is_list_of(kind: pa.DataType, is_value: Callable[[pa.DataType], bool]) -> bool:
-    """Whether a column of this type holds lists, in any of Arrow's layouts, of such values; one of nulls alone may."""
+    """Returns whether a column of this type holds lists, in any of Arrow's layouts, of such values; one of nulls alone may."""
     lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list, pa.types.is_list_view)
     return pa.types.is_null(kind) or (any(is_of(kind) for is_of in lists) and is_value(kind.value_type))
 

@@ -48,7 +48,7 @@ class LengthStatistics(BaseModel):
 
 
 class Statistics(BaseModel):
-    """Of packs that `prepare` made; whoever imports packs knows only some of it."""
+    """The figures of packs that `prepare` made; whoever imports packs knows only some of them."""
 
     documents: Size = 0
     tokens: Size = 0

@@ -46,17 +46,18 @@ class Mixture:
 
     @property
     def share_of_packs(self) -> list[float]:
-        """Of each source, what its share of the tokens is in packs, which are not equally full; 1 together."""
+        """Each source's share of all packs, which sum to 1: its share of the tokens, divided by how full its packs are."""
         packs = [weight / tokens for weight, tokens in zip(self.weights, self.tokens_per_pack, strict=True)]
         return [each / sum(packs) for each in packs]
 
     def _rates(self) -> list[int]:
-        """Of the packs that no source before has taken, those that each takes, out of `_PARTS`; the last takes all."""
+        """Returns for each source how many packs, out of `_PARTS` that no source before it has taken, it takes; the last takes
+        all."""
         shares = self.share_of_packs
         return [round(_PARTS * each / sum(shares[number:])) for number, each in enumerate(shares)]
 
     def taken(self, places: np.ndarray | int) -> list[np.ndarray]:
-        """How many of the packs before each of `places` every source has given; int64, the shape of `places`."""
+        """Returns for each source how many of the packs before each of `places` it has given; int64, the shape of `places`."""
         left, found = np.asarray(places, np.int64), []
         for rate in self._rates():
             found.append(left * rate // _PARTS)
@@ -64,7 +65,7 @@ class Mixture:
         return found
 
     def epochs(self, place: int) -> dict[str, float]:
-        """How often each source has been gone through before `place`."""
+        """Returns how often each source has been gone through before `place`."""
         return {name: int(n) / count for name, n, count in zip(self.names, self.taken(place), self.counts, strict=True)}
 
     def shares(self, place: int) -> dict[str, float]:
@@ -75,7 +76,7 @@ class Mixture:
 
 @dataclass(frozen=True)
 class MixedOrder:
-    """As `PackOrder`, over the packs of all sources of a mixture, numbered one source after another."""
+    """Does what `PackOrder` does, for the packs of all sources of a mixture, numbered one source after another."""
 
     mixture: Mixture
     packs_per_step: int
@@ -166,7 +167,8 @@ class MixedPacks:
 
 
 def _tokens_per_pack(packs: Packs) -> float:
-    """Real tokens in a pack, on average; of packs that do not record how many they hold, those of 1,000 spread over all."""
+    """Returns how many real tokens a pack has on average; of packs that do not record how many they hold, by 1,000 spread over
+    all."""
     if isinstance(packs, ArrowPacks):
         return packs.tokens / max(len(packs), 1)
     return float(np.mean([int(packs.lengths(index).sum()) for index in evenly(len(packs), _SAMPLED_PACKS)]))

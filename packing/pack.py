@@ -140,7 +140,7 @@ def _checked(lengths: np.ndarray, length: int) -> np.ndarray:
 
 
 def _enumerate(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For counts of pieces, each piece's owner and its place within the owner: [2, 3] gives (0 0 1 1 1), (0 1 0 1 2)."""
+    """Returns, for counts of pieces, each piece's owner and its place within the owner: [2, 3] gives (0 0 1 1 1), (0 1 0 1 2)."""
     owner = np.repeat(np.arange(len(counts)), counts)
     return owner, np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]
 

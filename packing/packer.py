@@ -38,10 +38,12 @@ _OURS = {FIRST, f".{FIRST}.partial", ENDED, FAILED, ".lock"}
 
 
 def check_preparing(settings: DataSettings, *, elsewhere: bool = False) -> list[str]:
-    """For a plan. InputError where a run would refuse the data before it reads any text: packs that it would have to make, and
-    packs that are there and were made with other settings. Returns what is not checked, to be said.
+    """Checks for a plan what can be checked without packs; returns what cannot be, to be said. Raises InputError where a run
+    would refuse the data before it reads any text: for packs that it would have to make, and for packs that were made with other
+    settings.
 
-    `elsewhere`: they may be made on another machine. Text that is not on this one is then no error, and is not checked."""
+    `elsewhere`: they may be made on another machine. Text that is not on this one is then no error, and is not checked.
+    """
     notes = check_parts(settings, elsewhere=elsewhere)
     training = stream_parts(settings) if settings.stream else training_parts(settings) or {"": settings}
     for key, part in (by_key(training) | by_key(validation_parts(settings), "data.validation")).items():
@@ -133,12 +135,12 @@ def _too_small(settings: DataSettings, needed: float, why: str) -> str:
 
 
 def processes_of(settings: DataSettings) -> int:
-    """That tokenise while the run trains, for each source: by default half of the cores."""
+    """Returns how many processes tokenise each source while the run trains: by default half of the cores, shared out."""
     return max(1, (settings.processes or usable_cores() // 2) // max(1, len(settings.sources or ())))
 
 
 def bytes_below(folder: Path) -> int:
-    """Of all files below `folder`."""
+    """Returns the total size in bytes of all files below `folder`."""
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:
@@ -172,7 +174,7 @@ def remove_outdated(folder: Path, source: FileSource | DatasetSource) -> None:
 
 
 class SourceAhead:
-    """How far the parts of one source are made."""
+    """Knows how far the parts of one source are made."""
 
     def __init__(self, maker: PartMaker, weight: float) -> None:
         self.maker, self.folder, self.weight = maker, maker.folder, weight
@@ -240,7 +242,8 @@ class StreamPacker:
             remove_outdated(source.folder, source.maker.source)
 
     def needs(self, ranges: Mapping[str, tuple[int, int]]) -> None:
-        """As `packing.stream.Packing` says. InputError where what was made for it has been removed: the run would wait for it."""
+        """Takes note of what `packing.stream.Packing.needs` tells. Raises InputError where what was made for it has been removed:
+        the run would wait for it."""
         for name, needed in ranges.items():
             self.sources[name].needed = needed
             if lost := self.sources[name].lost():
@@ -290,7 +293,7 @@ class StreamPacker:
             raise InputError(_changed(source, f"of part {source.next.number} of the stream, {error}")) from None
 
     def _is_there(self, source: SourceAhead) -> bool:
-        """Whether the next part is there from before, with which it goes on; another one in its place is removed."""
+        """Returns whether the next part is there from before, with which it goes on; another one in its place is removed."""
         number = source.next.number
         path = part_folder(source.folder, number)
         if not path.exists():
@@ -380,7 +383,7 @@ class PackerProcess:
         self._tell("needs", dict(ranges))
 
     def _start(self) -> None:
-        """In a process group of its own, as Ctrl-C is for the run, which ends this."""
+        """Starts the process in a process group of its own, as Ctrl-C is for the run, which ends this one."""
         found = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH")]))
         self._process = subprocess.Popen(
             [sys.executable, "-c", "from packing.packer import serve; serve()"],
@@ -395,7 +398,7 @@ class PackerProcess:
             self._process.stdin.flush()
 
     def check(self) -> None:
-        """As `Packing.check`; what it says is left for the other processes, too."""
+        """Does what `Packing.check` does, and leaves what it says for the other processes, too."""
         status = self._process.poll() if self._process else None
         if status is None or (self._settings.packs / FAILED).exists():
             return
@@ -424,7 +427,7 @@ def _leave_failure(packs: Path, text: str) -> None:
 
 
 def serve() -> None:
-    """What the process does, until the other end of its stdin is closed."""
+    """Runs in the process that makes parts: does what its stdin says, until the other end of that is closed."""
     inbox: queue.SimpleQueue[tuple[str, dict[str, Any]]] = queue.SimpleQueue()
 
     def listen() -> None:

@@ -76,7 +76,7 @@ class PackedPart:
 
     @property
     def bytes(self) -> int:
-        """That its files take, and a little more."""
+        """The bytes that its files will take, and a few more."""
         return round(1.002 * self.arranged.bytes()) + _BESIDE
 
 
@@ -230,7 +230,7 @@ def content_of(settings: DataSettings) -> dict[str, Any]:
 
 
 def begin_alike(one: Chunk, other: Chunk) -> bool:
-    """Whether two chunks begin with the same record, as far as the shorter goes."""
+    """Returns whether two chunks begin with the same record, as far as the shorter goes."""
     if one.kind != other.kind:
         return False
     if one.kind == "table":

@@ -93,12 +93,12 @@ def said_of(key: str) -> Iterator[None]:
 
 
 def folder_of(part: DataSettings) -> Path:
-    """Where the packs of a part lie: of a stream, those that are kept."""
+    """Returns the folder with the packs of a part: of a stream, those that are kept of its beginning."""
     return part.packs / FIRST if part.stream else part.packs
 
 
 def is_there(folder: Path) -> bool:
-    """Whether packs are in `folder`, as far as names tell. An empty one is a place for packs to come."""
+    """Returns whether packs are in `folder`, as far as names tell. An empty one is a place for packs to come."""
     return folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))
 
 
@@ -184,7 +184,7 @@ def _source_of(part: DataSettings, key: str, absent: list[str] | None) -> FileSo
 
 
 def _shared(one: FileSource | DatasetSource, other: FileSource | DatasetSource) -> str | None:
-    """What both sources would read; None for nothing, as far as names tell."""
+    """Returns what both sources would read; None for nothing, as far as names tell."""
     if isinstance(one, FileSource) and isinstance(other, FileSource):
         mine = {(stat.st_dev, stat.st_ino) for stat in map(Path.stat, one.paths)}  # whatever links lead there
         both = [path for path in other.paths if ((stat := path.stat()).st_dev, stat.st_ino) in mine]
@@ -206,7 +206,7 @@ def _rows_of(source: DatasetSource) -> tuple[tuple[str, str], str]:
 
 
 def _overlap(one: str, other: str) -> bool:
-    """Whether two splits, such as `train[:5%]+test`, have rows in common for certain."""
+    """Returns whether two splits, such as `train[:5%]+test`, have rows in common for certain."""
     pairs = [(_SLICE.fullmatch(a.strip()), _SLICE.fullmatch(b.strip())) for a in one.split("+") for b in other.split("+")]
     return any(a and b and _slices_overlap(a, b) for a, b in pairs)
 

@@ -137,12 +137,12 @@ def _prepare_anew(settings: DataSettings, partial: Path, progress: bool) -> dict
 
 
 def prepared_already(settings: DataSettings) -> bool:
-    """Whether the folder holds packs of these settings. InputError if it holds others."""
+    """Returns whether the folder holds packs of these settings. Raises InputError if it holds others."""
     return holds_packs_of(settings, settings.packs, content_settings(settings))
 
 
 def holds_packs_of(settings: DataSettings, packs: Path, content: dict[str, Any]) -> bool:
-    """As `prepared_already`, for packs that record `content` as their settings."""
+    """Returns whether `packs` holds packs that record `content` as their settings. Raises InputError if it holds others."""
     if not is_there(packs):
         return False
     if not (packs / MANIFEST).is_file():
@@ -187,8 +187,8 @@ def _note_changed_source(settings: DataSettings, progress: bool) -> None:
 
 
 def recorded_settings(settings: DataSettings, recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """What a manifest has `recorded`, with the present `format` where the source is the same files of the same kind by either, as
-    JSON Lines are by `auto` and `jsonl`."""
+    """Returns what a manifest has `recorded`, with the present `format` where the source is the same files of the same kind by
+    either, as JSON Lines are by `auto` and `jsonl`."""
     found, own = dict(recorded), settings.format
     if found.get("format") == own:
         return found
@@ -279,7 +279,8 @@ def around(records: Records, settings: DataSettings, tokenizer: TextTokenizer) -
 
 
 def prepared_records(settings: DataSettings, tokenizer: TextTokenizer) -> Records:
-    """How records become documents, for chats with the template that writes them. InputError where there is none."""
+    """Returns what makes documents of records, for chats with the template that writes them. Raises InputError where there is
+    none."""
     records = records_of(settings, tokenizer.vocab_size)
     if not isinstance(records, ChatColumns):
         return records

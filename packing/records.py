@@ -28,7 +28,7 @@ class Ids:
 
 @dataclass(frozen=True)
 class TokenColumns:
-    """How a record that is tokenized becomes documents: its tokens as they are, with nothing put before or after them."""
+    """Makes documents of a record that is tokenized: its tokens as they are, with nothing put before or after them."""
 
     input_ids: str
     labels: str | None  # the tokens themselves, with `IGNORE` where there is no loss
@@ -93,8 +93,8 @@ def _numbers(record: dict[str, Any], column: str) -> np.ndarray:
 
 
 def records_of(settings: DataSettings, vocabulary: int | None = None) -> Records:
-    """How the records of `settings.source` become documents. Chats can be written after `ChatColumns.written_by`; tokens are held
-    against a tokenizer of `vocabulary` ids."""
+    """Returns what makes documents of the records of `settings.source`. Chats can be written after `ChatColumns.written_by`;
+    tokens are held against a tokenizer of `vocabulary` ids."""
     if settings.input_ids is not None:
         return TokenColumns(settings.input_ids, settings.labels, settings.document_lengths, vocabulary)
     if settings.messages is not None:

@@ -78,7 +78,7 @@ class SourceSettings(Settings):
         return None
 
     def changed(self, names: tuple[str, ...]) -> list[str]:
-        """Which of the settings `names` are not at their defaults."""
+        """Returns which of the settings `names` are not at their defaults."""
         return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
 
 
@@ -128,10 +128,10 @@ class StreamingSettings(Settings):
 
 
 class DataSettings(SourceSettings):
-    """Where tokens come from and how they are packed.
+    """Settings that say where tokens come from and how they are packed.
 
-    `packs` alone reads packs that exist (Arrow, MDS, token .bin). With `source` and `tokenizer` they are prepared into `packs`
-    on first use. `tokenizer` without `source` names the one that existing packs were made with, to read prompts and to export.
+    `packs` alone reads packs that exist (Arrow, MDS, token .bin). With `source` and `tokenizer` they are prepared into `packs` on
+    first use. `tokenizer` without `source` names the one that existing packs were made with, to read prompts and to export.
     """
 
     packs: FilePath  # folder of packs (Arrow, MDS) or token .bin file; where packs are prepared if `source` is set
@@ -165,7 +165,7 @@ class DataSettings(SourceSettings):
 
     @property
     def stream(self) -> StreamingSettings | None:
-        """How packs are made while the run trains; None: all before."""
+        """How packs are made while the run trains; None where all are made before."""
         return self.streaming if isinstance(self.streaming, StreamingSettings) else None
 
     @property
@@ -205,8 +205,8 @@ class DataSettings(SourceSettings):
         ]
 
     def in_full(self) -> dict[str, Any]:
-        """As plain values, with all that each source has: what it leaves open is written out as well, since a default that is
-        written is a value like any other when it is read. Read again, they make the same packs."""
+        """Returns the settings as plain values, with all that each source has: what it leaves open is written out as well, since
+        a default that is written is a value like any other when it is read. Read again, they make the same packs."""
 
         def whole(own: SourceSettings) -> dict[str, Any]:
             part, said = self.of(own), own.model_dump(mode="json")
@@ -274,7 +274,8 @@ class DataSettings(SourceSettings):
 
     @model_validator(mode="after")
     def _records_are_whole(self) -> DataSettings:
-        """After all else: what each source has is known only where they are what they should be."""
+        """Checks the keys that say what a record holds; last of all, as what each source has is known only where the other keys
+        are right."""
         parts = [(where, self.of(own)) for where, own in self._beside]
         for where, part in parts:
             if part.source == "":

@@ -340,7 +340,7 @@ class DatasetSource:
             raise (SourceUnreachable if streamed else InputError)(reason) from None
 
     def _loaded_chunks(self, data: datasets.Dataset, row: int, size: int) -> Iterator[Chunk]:
-        """From `row` on, with how much of all has been read."""
+        """Yields the chunks from `row` on, each with the share of all rows that is read with it."""
         total = len(data)
         if row >= total:
             return
@@ -351,9 +351,11 @@ class DatasetSource:
             row = done
 
     def _streamed_chunks(self, data: datasets.IterableDataset, begin: Place, size: int) -> Iterator[Chunk]:
-        """From `begin` on, each with the place after it: inside a batch, the state before it and what to leave out of it.
+        """Yields the chunks from `begin` on, each with the place after it: inside a batch, the state before that and what to
+        leave out of it.
 
-        Without a state all rows are read and those before `begin` left out here: states of `data.skip` fit no other dataset."""
+        Without a state all rows are read and those before `begin` left out here: states of `data.skip` fit no other dataset.
+        """
         row, state, data = begin.get("row", 0), begin.get("state"), data.with_format("arrow")
         done = 0  # rows before the next batch
         if state is not None:

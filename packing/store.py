@@ -49,7 +49,7 @@ def open_packs(settings: DataSettings, split: Split) -> Packs | None:
 
 
 def _held_out_of_stream(settings: DataSettings) -> Packs | None:
-    """What the first part of a stream, or of each of its sources, has set apart."""
+    """Returns what the first part of a stream, or of each of its sources, has set apart."""
     folders = {name: part.packs / FIRST for name, part in stream_parts(settings).items()}
     found = {name: ArrowPacks(path, "held_out") for name, path in folders.items() if "held_out" in read_manifest(path)["splits"]}
     if not found:
@@ -84,7 +84,7 @@ def with_own_held_out(settings: DataSettings) -> list[Path]:
 
 
 def _was_held_out(settings: DataSettings) -> bool:
-    """Whether the packs say that they were prepared with `settings.held_out`."""
+    """Returns whether the packs say that they were prepared with `settings.held_out`."""
     made = read_manifest(settings.packs)["settings"] if (settings.packs / MANIFEST).exists() else {}
     return made.get("held_out") == settings.held_out
 
@@ -149,7 +149,8 @@ class PartOfPacks:
 
 
 def _find_splits(path: Path, settings: DataSettings) -> dict[Split, partial[Packs]]:
-    """How to open each split that the data at `path` has of its own; InputError where there is none to train on."""
+    """Returns how to open each split that the data at `path` has of its own; raises InputError where there is none to train
+    on."""
     if not path.exists():
         raise InputError(f"{path}: no such file or folder (`data.packs`); {_MAKE}")
     if (path / MANIFEST).exists():

@@ -50,7 +50,7 @@ class StreamEnded(InputError):
 
 
 class PartStart(BaseModel):
-    """From where a part is made, and what was made before it."""
+    """Says from where in its source a part is made, and what was made before it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -65,7 +65,7 @@ class PartStart(BaseModel):
 
 
 class Position(BaseModel):
-    """Where a run is in one source: what a checkpoint remembers."""
+    """Says how far a run has read one source, which a checkpoint remembers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -94,7 +94,7 @@ class StreamedPart:
 
     @property
     def epoch(self) -> int:
-        """Of all of its documents: a source begins again with a part of its own."""
+        """The epoch that all of its documents belong to: a source begins again with a part of its own."""
         return self.after.epoch
 
 
@@ -239,7 +239,7 @@ class StreamedPacks:
 
     @property
     def samples(self) -> dict[str, ArrowPacks]:
-        """Of each source, packs of its beginning that stay on disk."""
+        """For each source, those packs of its beginning that stay on disk."""
         return {name: each.sample for name, each in self.sources.items()}
 
     def __len__(self) -> int:
@@ -326,7 +326,7 @@ class StreamedPacks:
         return {name: source.position for name, source in self.sources.items()}
 
     def record(self) -> dict[str, Any]:
-        """For a checkpoint, after `reads`."""
+        """Returns what a checkpoint keeps of the positions, after `reads`."""
         return {name: position.model_dump() for name, position in self._positions.items()}
 
     def reads(self, places: range) -> None:
@@ -350,7 +350,7 @@ class StreamedPacks:
 
 @dataclass(frozen=True)
 class StreamOrder:
-    """As `PackOrder`, over packs as they come. Which they are may have to be waited for."""
+    """Does what `PackOrder` does, for packs that are made meanwhile. `packs_of_step` may have to wait for them."""
 
     packs: StreamedPacks
     packs_per_step: int
@@ -393,7 +393,7 @@ class StreamOrder:
         return found
 
     def epoch_of(self, step: int) -> float:
-        """How often the text was gone through when `step` starts, whole times; of several sources, the least."""
+        """Returns how often the text was gone through when `step` starts, in whole times; of several sources, the least."""
         return float(min(part.epoch for part in self._reached(step).values()))
 
     def figures(self, step: int) -> dict[str, float]:
@@ -408,7 +408,7 @@ class StreamOrder:
         return found | {f"share/{name}": share for name, share in shares.items()}
 
     def _reached(self, step: int) -> dict[str, StreamedPart]:
-        """Of each source, the part of the last pack before `step`, or the first."""
+        """Returns for each source the part with its last pack before `step`, or its first part where there is no such pack."""
         taken = self.packs.mixture.taken(self.places_of_step(step).start)
         return {
             name: self.packs.part_of(name, max(int(place) - 1, 0)) for name, place in zip(self.packs.sources, taken, strict=True)

@@ -50,7 +50,7 @@ class TokenCounts:
     complete: bool = False  # the source's end is reached
 
     def with_chunk(self, result: Tokenized, masked: bool) -> TokenCounts:
-        """These and one more chunk."""
+        """Returns these counts with those of one more chunk added."""
         return TokenCounts(
             chunks=self.chunks + 1,
             documents=self.documents + len(result.lengths),
@@ -134,7 +134,7 @@ class TokenLog:
         return np.fromfile(self.folder / "lengths.bin", np.int64, self.counts.documents)
 
     def _sizes(self) -> dict[str, int]:
-        """Of each file of the log, the bytes that `progress.json` vouches for."""
+        """Returns how many bytes of each file of the log `progress.json` vouches for."""
         sizes = {"tokens.bin": self.counts.tokens * 4, "lengths.bin": self.counts.documents * 8}
         return sizes | ({"trained.bin": self.counts.tokens} if self.masked else {})
 

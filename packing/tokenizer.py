@@ -42,7 +42,7 @@ class TextTokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """One more than the largest id, added tokens included: the embeddings a model needs at least."""
+        """One more than the largest id, added tokens included: so many embeddings a model needs at least."""
         return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
     @property
@@ -64,7 +64,7 @@ class TextTokenizer:
         path.write_text(self.tokenizer.to_str(pretty=True), encoding="utf-8")
 
     def describe(self) -> dict[str, Any]:
-        """What packs record of their tokenizer."""
+        """Returns what packs record of their tokenizer."""
         ids = {f"{role}_id": self.special.get(role) for role in _ROLES}
         return {"name": self.name, "fingerprint": self.fingerprint, "vocab_size": self.vocab_size, **ids}
 

@@ -37,7 +37,7 @@ START = multiprocessing.get_context("spawn")
 
 @dataclass(frozen=True)
 class Tokenized:
-    """One chunk's documents as ids."""
+    """The documents of one chunk as ids."""
 
     tokens: np.ndarray  # [sum of lengths] uint32
     lengths: np.ndarray  # [documents] int64, BOS and EOS included
@@ -130,7 +130,7 @@ def _ctrl_c_waits() -> Iterator[None]:
 
 
 def _serve(pipe: Connection, file: str, records: Records, skip_bad: bool, head: list[int], tail: list[int]) -> None:
-    """What a worker does: it answers until the parent closes the pipe or dies."""
+    """Runs in a worker: answers until the parent closes the pipe or dies."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of a worker would compete with the other workers
     tokenizer = plain_tokenizer(file)
     with suppress(EOFError, ConnectionError):

@@ -63,7 +63,7 @@ class Arranged:
         return sum(map(len, self.layouts.values()))
 
     def bytes(self) -> int:
-        """What the packs take on disk, but for less than a thousandth."""
+        """Returns what the packs take on disk, but for less than a thousandth."""
         length, masks = self.settings.length, self.settings.masks
         return sum(
             4 * (len(layout) * length + len(layout.document)) + masks * len(layout) * length // 8
@@ -83,7 +83,7 @@ class Arranged:
             yield last - first
 
     def statistics(self) -> dict[str, Any]:
-        """What the manifest says of all of it."""
+        """Returns what the manifest says of all of it."""
         counts = self.log.counts
         return {
             "documents": counts.documents,

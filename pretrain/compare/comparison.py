@@ -109,7 +109,8 @@ class RunComparison:
         return [each for each in self.standings if each.gap is not None]
 
     def shorter_ends(self) -> list[str]:
-        """Of each pair with unlike numbers of steps, in words: which is the shorter, so that the comparison ends with it."""
+        """Returns for each pair with unlike numbers of steps a sentence that says which is shorter, so that the comparison ends
+        with it."""
         return shorter_ends({each.look.label: each.run for each in (self.baseline, *self.paired)})
 
     def over_the_gate(self) -> list[Standing]:
@@ -146,7 +147,8 @@ class RunComparison:
         )
 
     def _how_many_end_near(self) -> str:
-        """Of how many runs the whole interval is within the tolerance, and which others end above or below, or may do so."""
+        """Says for how many runs the whole interval is within the tolerance, and which others end above or below, or may do
+        so."""
         name, sound = self.baseline.look.label, self.paired
         if len(sound) == 1:
             return f"{sound[0].look.label} against {name}: {described_gap(sound[0])}."
@@ -176,7 +178,7 @@ class RunComparison:
         return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
     def _what_they_share(self, some: Sequence[Standing]) -> str:
-        """What sets `some` apart from all others: their weights or their precision; nothing where neither does."""
+        """Returns what sets `some` apart from all others: their weights or their precision; nothing where neither does."""
         others = [each for each in self.standings if each not in some]
         for what, value_of in (
             ("weights", lambda each: each.run.config.get("weights")),
@@ -189,7 +191,7 @@ class RunComparison:
         return ""
 
     def why_no_speed(self) -> str:
-        """What to add where speeds are not compared; empty where they are."""
+        """Returns what to add where speeds are not compared; empty where they are."""
         if len(self.standings) == 1 or any(each.speedup for each in self.standings):
             return ""
         if all(each.run.side_by_side for each in self.standings):
@@ -199,7 +201,7 @@ class RunComparison:
         return ""
 
     def _lowest(self) -> str:
-        """Of runs that are compared in other things than precision, or cannot be paired."""
+        """Says which run ends lowest, for runs that are compared in other things than precision, or that cannot be paired."""
         ended = [each for each in self.standings if each.loss is not None and not each.run.broken_off]
         known = sorted(ended, key=lambda each: each.loss)
         if not known:
@@ -218,8 +220,8 @@ class RunComparison:
 
 
 def shorter_ends(runs: Mapping[str, RunRecord]) -> list[str]:
-    """Of each run that has not as many steps as the first, in words: which of the two is the shorter, so that their comparison
-    ends with it. `runs`: paired, by what they are called."""
+    """Returns for each run that has not as many steps as the first a sentence that says which of the two is shorter, so that
+    their comparison ends with it. `runs`: paired, by what they are called."""
     (base, first), *others = runs.items()
     notes = []
     for name, run in others:
@@ -240,7 +242,7 @@ def named(standing: Standing) -> str:
 
 
 def described_gap(standing: Standing, *, held_out: bool = True) -> str:
-    """As "loss +0.0004 ± 0.0002 nats, held out +0.0002"; ± is half of the interval."""
+    """Returns the gap in words: "loss +0.0004 ± 0.0002 nats, held out +0.0002", where ± is half of the interval."""
     gap = standing.gap
     said = f"loss {' ± '.join(with_error(gap.mean, gap.half_width)) if gap.has_interval else signed(gap.mean)} nats"
     if not gap.has_interval:
@@ -304,8 +306,8 @@ def own_speed(run: RunRecord) -> float | None:
 
 
 def machine_of(run: RunRecord) -> str:
-    """What its speed depends on beside settings and versions: "2 × NVIDIA H200", and where there are no GPUs the cores. Empty
-    where that is not known."""
+    """Returns what a run's speed depends on beside settings and versions: "2 × NVIDIA H200", and where there are no GPUs the
+    cores. Empty where that is not known."""
     environment = run.environment
     if gpus := run.gpus:
         return f"{environment.get('accelerate', {}).get('processes', len(gpus))} × {' and '.join(dict.fromkeys(gpus))}"
@@ -314,14 +316,14 @@ def machine_of(run: RunRecord) -> str:
 
 
 def on_one_kind_of_machine(runs: Iterable[RunRecord]) -> bool:
-    """Whether speeds may be divided: else a machine's speed would pass for a precision's. Versions of software may differ, as
-    what they change may be what is compared."""
+    """Returns whether speeds may be divided: else a machine's speed would pass for a precision's. Versions of software may
+    differ, as what they change may be what is compared."""
     return len({machine_of(run) for run in runs}) == 1
 
 
 def other_machines(runs: Sequence[RunRecord]) -> str:
-    """What to say where speeds are not held against the first run's, which had another kind of machine; empty where all had
-    one."""
+    """Returns what to say where speeds are not held against the first run's, which had another kind of machine; empty where all
+    had one."""
     names: dict[str, list[str]] = {}
     for run in runs:
         names.setdefault(machine_of(run) or "a machine that is not known", []).append(run.name)
@@ -330,7 +332,8 @@ def other_machines(runs: Sequence[RunRecord]) -> str:
 
 
 def hours_to_horizon(run: RunRecord, speed: float | None) -> float | None:
-    """What the whole of its recipe takes at `speed`: of `train.steps`, `tokens` or `epochs`."""
+    """Returns the hours that the whole of a run's recipe, be it in `train.steps`, `tokens` or `epochs`, takes at `speed`
+    tokens/s."""
     train = run.config.get("train") or {}
     steps, tokens, epochs = (train.get(key) for key in ("steps", "tokens", "epochs"))
     if steps and run.tokens_per_step:

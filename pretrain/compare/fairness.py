@@ -37,7 +37,8 @@ _WHERE = ("backend", "on_unsupported")
 
 
 def training_of(run: RunRecord) -> dict[str, Any]:
-    """What must be equal for two runs to be compared: a training's identity but for what is compared, and the packs evaluated on.
+    """Returns what must be equal for two runs to be compared: a training's identity but for what is compared, and the packs
+    evaluated on.
 
     Raises InputError naming the run whose files do not say which data it was.
     """
@@ -52,8 +53,8 @@ def training_of(run: RunRecord) -> dict[str, Any]:
 
 
 def changed_settings(run: RunRecord, now: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """Of the settings that a resume has changed (`--accept-changes`), which values they had one after the other, as "42 to step
-    6, then 7"; `now`: the flat settings that the run has at present, by default those of its files."""
+    """Returns for each setting that a resume has changed (`--accept-changes`) the values that it had one after the other, as in
+    "42 to step 6, then 7"; `now`: the flat settings that the run has at present, by default those of its files."""
     now = _flat(run) if now is None else now
     before: dict[str, list[str]] = {}
     for change in run.past.changed:
@@ -98,7 +99,7 @@ def differing(first: RunRecord, second: RunRecord) -> dict[str, tuple[Any, Any]]
 
 
 def is_varied(key: str, vary: Sequence[str]) -> bool:
-    """Whether `vary` names `key`, or a section that it is in: `optimizer` names `optimizer.learning_rate`."""
+    """Returns whether `vary` names `key`, or a section that it is in: `optimizer` names `optimizer.learning_rate`."""
     return any(key == name or key.startswith(f"{name}.") for name in vary)
 
 
@@ -131,7 +132,8 @@ def check_comparable(runs: Sequence[RunRecord], vary: Sequence[str] = ()) -> Non
 
 
 def varied_keys(runs: Sequence[RunRecord]) -> list[str]:
-    """What some run is another training by than the first: the keys that a comparison of them is about, beside precision."""
+    """Returns the keys by which some run is another training than the first: what a comparison of them is about, beside
+    precision."""
     return list(dict.fromkeys(key for run in runs[1:] for key in differing(runs[0], run)))
 
 
@@ -142,7 +144,7 @@ def setting(run: RunRecord, key: str) -> Any:
 
 
 def why_not_paired(first: RunRecord, second: RunRecord) -> str | None:
-    """Why step n of one cannot be held against step n of the other; None where it can."""
+    """Returns why step n of one cannot be held against step n of the other; None where it can."""
     other_text = {key: both for key, both in differing(first, second).items() if key.startswith(SAME_TEXT)}
     if other_text:
         return f"their steps see other text: {in_words(other_text)}"
@@ -156,7 +158,8 @@ def why_not_paired(first: RunRecord, second: RunRecord) -> str | None:
 
 
 def why_no_end(first: RunRecord, second: RunRecord) -> str | None:
-    """Why one of the two has no end to be held against the other's, so that there is no gap; None where both came to one."""
+    """Returns why one of the two has no end to be held against the other's, so that there is no gap; None where both came to
+    one."""
     return next((f"{name} {run.broke_off}" for name, run in (("it", second), ("the baseline", first)) if run.broken_off), None)
 
 
@@ -170,8 +173,8 @@ def _passed_over(run: RunRecord, steps: np.ndarray) -> np.ndarray:
 
 
 def same_held_out(first: RunRecord, second: RunRecord) -> bool:
-    """Whether both were evaluated on the same packs, whatever they were trained on; of older runs, which say nothing of these, by
-    their settings and what they were trained on."""
+    """Returns whether both were evaluated on the same packs, whatever they were trained on; of older runs, which say nothing of
+    these, by their settings and what they were trained on."""
     if not all(setting(first, key) == setting(second, key) for key in ("data.mask_boundaries", "data.length", "evaluate.packs")):
         return False
     told = [run.environment.get("held_out_fingerprint") for run in (first, second)]
@@ -184,12 +187,12 @@ def same_held_out(first: RunRecord, second: RunRecord) -> bool:
 
 
 def of_one_text(runs: Sequence[RunRecord]) -> bool:
-    """Whether the held-out losses of all are of the same packs, so that they say which run is better."""
+    """Returns whether the held-out losses of all are of the same packs, so that they say which run is better."""
     return all(same_held_out(runs[0], run) for run in runs[1:])
 
 
 def same_packs(first: RunRecord, second: RunRecord) -> bool:
-    """Whether both were trained on the same packs."""
+    """Returns whether both were trained on the same packs."""
     return setting(first, "data.fingerprint") == setting(second, "data.fingerprint")
 
 
@@ -248,9 +251,9 @@ Place = Literal["within", "above", "below", "unknown"]
 
 @dataclass(frozen=True)
 class Gap:
-    """How far a run's loss ends from another's: the mean difference over the last common steps, in nats a token.
+    """Says how far a run's loss ends from another's: the mean difference over the last common steps, in nats a token.
 
-    `half_width`: of its interval at CONFIDENCE; NaN where there are fewer than FEWEST_STEPS steps. Every picture, page and
+    `half_width`: half of its interval at CONFIDENCE; NaN where there are fewer than FEWEST_STEPS steps. Every picture, page and
     sentence that says where a run ends has this figure, so that none contradicts another.
     """
 
@@ -260,7 +263,8 @@ class Gap:
 
     @classmethod
     def of(cls, differences: np.ndarray) -> Gap:
-        """Of the last fifth of `differences`, or of the last FEWEST_STEPS where these are more: fewer have no interval."""
+        """Returns the gap over the last fifth of `differences`, or over the last FEWEST_STEPS where these are more: fewer have no
+        interval."""
         last = differences[-max(len(last_fifth(differences)), min(FEWEST_STEPS, len(differences))) :]
         paired, batches = PairedDifference.of(last), len(last) // max(math.isqrt(len(last)), 1)
         wide = math.isnan(paired.standard_error)
@@ -272,12 +276,13 @@ class Gap:
 
     @property
     def ends(self) -> tuple[float, float]:
-        """Of its interval; both are the mean where it has none."""
+        """The two ends of its interval; both are the mean where it has none."""
         half = self.half_width if self.has_interval else 0.0
         return self.mean - half, self.mean + half
 
     def place(self, tolerance: float) -> Place:
-        """Where the whole interval lies: within ± `tolerance`, above or below that; unknown where it lies across an end of it."""
+        """Returns where the whole interval lies: within ± `tolerance`, above or below that; unknown where it lies across an end
+        of it."""
         low, high = self.ends
         if -tolerance <= low and high <= tolerance:
             return "within"
@@ -285,7 +290,7 @@ class Gap:
 
 
 def last_steps(gaps: Iterable[Gap]) -> str:
-    """Over which steps they are the means: "last 64 steps", or "last 20 to 64 steps" where they have not as many."""
+    """Says over which steps these are the means: "last 64 steps", or "last 20 to 64 steps" where they have not as many."""
     numbers = sorted({gap.steps for gap in gaps})
     return "last " + (f"{numbers[0]:,} to " if len(numbers) > 1 else "") + plural(numbers[-1], "step")
 

@@ -138,7 +138,7 @@ def plot_losses(runs: Sequence[RunRecord], path: Path) -> None:
 
 
 def picture_of_losses(runs: Sequence[RunRecord]) -> bytes:
-    """The same PNG, for who writes it together with other files."""
+    """Returns the PNG that `plot_losses` writes, for who writes it together with other files."""
     return _png(_figure_of_one(runs[0]) if len(runs) == 1 else _figure_of_several(runs))
 
 

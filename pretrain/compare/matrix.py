@@ -44,7 +44,7 @@ Status = Literal["finished", "finished before", "failed", "halted", "stopped", "
 
 @dataclass
 class Outcome:
-    """How a run of the matrix ended, this time."""
+    """Says how a run of the matrix ended, this time."""
 
     run: MatrixRun
     status: Status = "not started"

@@ -84,11 +84,12 @@ class StartedRun:
             os.killpg(self.group, number)
 
     def has_ended(self) -> bool:
-        """Whether nothing of the group runs. A launcher that was signalled ends without waiting for its trainer to save."""
+        """Returns whether nothing of the group runs. A launcher that was signalled ends without waiting for its trainer to
+        save."""
         return (self.process is None or self.process.poll() is not None) and not any(members(self.group))
 
     def exit_status(self) -> int | None:
-        """What the run has left, else its launcher's; None where neither is known."""
+        """Returns what the run has left, else its launcher's; None where neither is known."""
         left = take_status(self.run)
         return self.process.returncode if left is None and self.process else left
 
@@ -98,7 +99,7 @@ class StartedRun:
         return output.rstrip().splitlines()[-SHOWN_LOG_LINES:]
 
     def progress(self) -> str:
-        """How far it is, from the last line of its metrics."""
+        """Says how far it is, by the last line of its metrics."""
         try:
             steps = [record for record in read_metrics(self.run.run_dir) if is_step(record)]
         except InputError:  # not there yet
@@ -147,7 +148,7 @@ def least_busy(slots: int | None, running: Sequence[StartedRun]) -> int | None:
 
 
 def status_file(run: MatrixRun) -> Path:
-    """Where the run leaves its exit status, in place of which accelerate's launcher ends with its own."""
+    """Returns the file in which the run leaves its exit status, as accelerate's launcher ends with one of its own."""
     return run.log.with_suffix(".status").absolute()
 
 

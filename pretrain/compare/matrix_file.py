@@ -97,7 +97,7 @@ class MatrixRun:
         return {key: value for key, value in self.values.items() if key != "seed"}
 
     def value(self, key: str) -> str:
-        """What the run has for `key`, set by its cell or not, as a command line gives it."""
+        """Returns what the run has for `key`, set by its cell or not, as a command line gives it."""
         return _text(key, self.values[key] if key in self.values else flatten(resolved(self.recipe)).get(key))
 
     @property
@@ -106,18 +106,18 @@ class MatrixRun:
         return self.run_dir.with_name(f"{self.run_dir.name}.log")
 
     def is_finished(self) -> bool:
-        """Whether the run folder holds this very training, and it has reached its end."""
+        """Returns whether the run folder holds this very training, and it has reached its end."""
         return self.is_in_its_folder() and read_finished(self.run_dir) is not None
 
     def has_halted(self) -> bool:
-        """Whether the run folder holds this very training, and its health has stopped it."""
+        """Returns whether the run folder holds this very training, and its health has stopped it."""
         try:
             return "halted" in read_run(self.run_dir).summary and self.is_in_its_folder()
         except InputError:  # not begun, or damaged
             return False
 
     def is_in_its_folder(self) -> bool:
-        """Whether what the run folder holds is of this very training."""
+        """Returns whether what the run folder holds is of this very training."""
         try:
             return not self.unlike_in_its_folder()
         except InputError:  # damaged, or of another version: its launcher decides whether it can go on
@@ -136,15 +136,16 @@ class MatrixRun:
             )
 
     def why_not_of_its_folder(self) -> str:
-        """Why what the run folder holds is not this training, in words."""
+        """Returns why what the run folder holds is not this training, in words."""
         try:
             return f"{self.run_dir}: came to its end with other settings (now, and then): {in_words(self.unlike_in_its_folder())}"
         except InputError as error:  # damaged
             return str(error)
 
     def unlike_in_its_folder(self) -> dict[str, tuple[Any, Any]]:
-        """As `unlike`, of the run that the run folder holds. Where the packs are here, they decide whether the text is the same,
-        and not how it is named: a path may have moved, and a file may have changed. InputError where a file is damaged."""
+        """Returns what `unlike` does for the run that the run folder holds. Where the packs are here, they decide whether the
+        text is the same, and not how it is named: a path may have moved, and a file may have changed. Raises InputError where a
+        file is damaged."""
         config, environment = self.run_dir / "config.yaml", self.run_dir / "environment.json"
         found = parse(Recipe, load_yaml(config), str(config))
         differ = self.unlike(found)
@@ -246,8 +247,8 @@ def load_matrix(path: str | Path, overrides: Sequence[str] = (), **changes: Any)
 
 
 def _combinations(path: str | Path, settings: MatrixSettings) -> list[tuple[Values, Values]]:
-    """Of every cell the values that tell it from others, and its settings, with dotted keys: the axes crossed, then the cells
-    listed, then each group."""
+    """Returns for each cell, with dotted keys, the values that tell it from others, and its settings: first the axes crossed,
+    then the cells listed, then each group."""
     crossed = [values for values in _crossed(path, settings.axes) if values]
     for entry in map(flatten, settings.leave_out):
         kept = [values for values in crossed if not _matches(values, entry)]
@@ -259,7 +260,8 @@ def _combinations(path: str | Path, settings: MatrixSettings) -> list[tuple[Valu
 
 
 def _grouped(path: str | Path, groups: Sequence[MatrixGroup]) -> list[tuple[Values, Values]]:
-    """The same of the groups' cells. InputError where a cell sets an axis of its group, or is called as another one is."""
+    """Returns the same for the cells of the groups. Raises InputError where a cell sets an axis of its group, or is called as
+    another one is."""
     found, called = [], dict[str, Values]()
     for group in groups:
         crossed, cells = _crossed(path, group.axes), {name: _dotted(path, cell) for name, cell in group.cells.items()}
@@ -282,7 +284,7 @@ def _crossed(path: str | Path, axes: Axes) -> list[Values]:
 
 
 def _dotted(path: str | Path, values: Values) -> Values:
-    """What a cell sets, with dotted keys. InputError where it says a key twice, by itself and in its section."""
+    """Returns what a cell sets, with dotted keys. InputError where it says a key twice, by itself and in its section."""
     flat: Values = {}
     for key, value in values.items():
         inside = flatten({key: value})
@@ -388,14 +390,14 @@ def _measure_of(recipe: Recipe) -> Values:
 
 
 def _is_same(key: str, ours: Any, theirs: Any) -> bool:
-    """Whether two values of `key` are equal, or one path said in two ways."""
+    """Returns whether two values of `key` are equal, or one path said in two ways."""
     named = key in _PATHS and isinstance(ours, str) and isinstance(theirs, str)
     return ours == theirs or (named and os.path.abspath(ours) == os.path.abspath(theirs))
 
 
 def _fingerprints(data: DataSettings) -> dict[str, str]:
-    """Of the packs that a run on `data` reads, as its environment.json has them; empty where they are not all here, or those here
-    were made with other settings, and of a stream, whose packs come and go."""
+    """Returns the fingerprints of the packs that a run on `data` reads, by their keys in environment.json; none where packs are
+    not here or were made with other settings, and none of a stream, whose packs come and go."""
     if data.stream:
         return {}
     parts = [*(training_parts(data) or {"": data}).values(), *validation_parts(data).values()]

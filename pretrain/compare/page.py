@@ -109,7 +109,7 @@ def packed(content: bytes) -> str:
 
 
 def about(comparison: RunComparison) -> str:
-    """What was trained, on what, in one line."""
+    """Returns what was trained, on what, in one line."""
     run = comparison.baseline.run
     steps = {each.run.summary["steps"] for each in comparison.standings}
     each = plural(min(steps), "step") if len(steps) == 1 else f"{min(steps):,} to {plural(max(steps), 'step')}"

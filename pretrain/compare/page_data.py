@@ -94,7 +94,8 @@ def _run(standing: Standing, baseline: RunRecord) -> dict[str, Any]:
 
 
 def heat_maps(path: Path) -> dict[str, Any] | None:
-    """Of a run's quantization statistics: the layers, the steps, and of each measure and operand a row of values a layer.
+    """Returns what a run's quantization statistics show: the layers, the steps, and for each measure and operand a row of values
+    a layer.
 
     Scales and largest values are given as their binary logarithm. None where the run quantizes nothing, or wrote none.
     """

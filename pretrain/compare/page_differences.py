@@ -34,7 +34,7 @@ class KeyDifference:
 
 
 def audits(comparison: RunComparison) -> list[AuditShown]:
-    """What every run computed in, as its audit observed it: of one whose precision changes on the way, phase by phase."""
+    """Returns what every run computed in, as its audit observed it: of one whose precision changes on the way, phase by phase."""
     return [shown for each in comparison.standings if each.run.audit for shown in _audits(each)]
 
 
@@ -101,13 +101,13 @@ def _named(value: Any, *keys: str) -> str | None:
 
 
 def _kernel(tried: Any) -> str:
-    """What came of a kernel that was tried before the training; `tried` itself where it says that in a way of its own."""
+    """Returns what came of a kernel that was tried before the training; `tried` itself where it says that in a way of its own."""
     told = isinstance(tried, Mapping) and {"kernel", "said"} <= tried.keys()
     return f"{tried['kernel']}: {tried['said']}" if told else str(tried)
 
 
 def _parity(found: Any) -> str | None:
-    """Whether the run agreed with plain transformers, and when that was seen; or why it was not looked at."""
+    """Returns whether the run agreed with plain transformers, and when that was seen; or why it was not looked at."""
     if not isinstance(found, Mapping):
         return None
     if "left_out" in found:
@@ -119,7 +119,7 @@ def _parity(found: Any) -> str | None:
 
 
 def _products(products: list[Mapping[str, Any]]) -> list[tuple[str, int]]:
-    """What the linears compute, and how many of them do."""
+    """Returns what the linears compute, and how many of them do."""
     said: Counter[str] = Counter()
     for product in products:
         formats = "; ".join(f"{name} {operands}" for name, operands in (product.get("products") or {}).items())
@@ -129,7 +129,8 @@ def _products(products: list[Mapping[str, Any]]) -> list[tuple[str, int]]:
 
 
 def differences(comparison: RunComparison) -> dict[str, list[KeyDifference] | None]:
-    """By kind, the keys in which not all runs agree; None where runs in a result file have one environment kept for all."""
+    """Returns by kind the keys in which not all runs agree; None where runs in a result file have one environment kept for
+    all."""
     runs = {each.look.label: each.run for each in comparison.standings}
     settings = {label: flatten(run.config) for label, run in runs.items()}
     environments = {label: flatten(run.environment) for label, run in runs.items()}

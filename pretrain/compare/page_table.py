@@ -105,7 +105,7 @@ def _gap(each: Standing) -> TableCell:
 
 
 def _held_out_gap(each: Standing) -> TableCell:
-    """Of runs that are not paired, another seed's would pass for a precision's."""
+    """Returns the cell of the held-out gap; none for runs that are not paired, as another seed's would pass for a precision's."""
     if each.not_paired:
         return TableCell(UNKNOWN, beside="not paired")
     return _figure(lambda standing: standing.held_out_gap, signed)(each)

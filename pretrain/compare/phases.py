@@ -80,7 +80,7 @@ class Candidate:
 
     @classmethod
     def of(cls, phase: str, outcome: Outcome) -> Candidate:
-        """Of a run that has ended."""
+        """Judges a run that has ended."""
         run = outcome.run
         try:
             record = read_run(run.run_dir)
@@ -139,7 +139,7 @@ class Search:
 
     @property
     def names(self) -> list[str]:
-        """Of the chosen cells; two of them may be called alike."""
+        """The names of the chosen cells; two of them may be called alike."""
         return [run.name for run in self.chosen]
 
     def matrix(self, number: int, chosen: Values, file: Path, place: Path) -> Matrix:

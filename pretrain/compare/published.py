@@ -30,11 +30,11 @@ class Published:
 
     @property
     def colours(self) -> dict[str, str]:
-        """By precision, in the rows' order; the legend in page.html reads it."""
+        """The colour of each precision, in the rows' order; the legend in page.html reads it."""
         return {row["precision"]: colour_of(row["precision"]) for row in self.rows}
 
     def data(self) -> list[dict[str, Any]]:
-        """For the page's script."""
+        """Returns what the page's script draws of the rows."""
         weights = [*WEIGHT_DTYPES]
         return [
             {

@@ -69,7 +69,7 @@ SIDE_BY_SIDE = f"{UNKNOWN} under tok/s: the run shared its machine with others, 
 
 
 def summary_table(runs: Sequence[RunRecord], table: Table = markdown) -> str:
-    """One row a run. The loss is the mean of the last steps, since a single step's is mostly noise."""
+    """Returns a table with one row a run. The loss is the mean of the last steps, since a single step's is mostly noise."""
     variants, names = Variants(runs), names_of(runs)
     averaged = sorted({averaged_steps(run.summary) for run in runs})
     settings: dict[str, Callable[[RunRecord], str]] = {
@@ -101,7 +101,7 @@ def summary_table(runs: Sequence[RunRecord], table: Table = markdown) -> str:
 
 
 def names_of(runs: Sequence[RunRecord]) -> dict[Path, str]:
-    """What each run is called, by its path; no two share a name."""
+    """Returns what each run is called, by its path; no two share a name."""
     return dict(zip((run.path for run in runs), unique_names(runs), strict=True))
 
 
@@ -441,6 +441,7 @@ def _compared(run: RunRecord, baseline: RunRecord) -> str:
 
 
 def _in_order(names: Iterable[str], known: Iterable[str]) -> list[str]:
-    """In the registry's order; what is not in it (a fallback's name) after the entry that it begins with."""
+    """Returns `names` in the registry's order; what is not in it (a fallback's name) stands after the entry that it begins
+    with."""
     order = list(known)
     return sorted(names, key=lambda name: (next((i for i, k in enumerate(order) if name.split()[0] == k), len(order)), name))

@@ -98,7 +98,7 @@ def _seed(run: RunRecord) -> int:
 
 
 def _settings(run: RunRecord) -> dict[str, str]:
-    """What runs of one group share, as text: settings, data, and what computed the products."""
+    """Returns what runs of one group share, as text: settings, data, and what computed the products."""
     recipe = recipe_of(run)
     idle = _WITHIN if is_quantized(recipe.precision) else (*_WITHIN, "fp8_config.")
     flat = {key: as_text(value) for key, value in flatten(resolved(recipe)).items() if not key.startswith(idle)}
@@ -297,7 +297,7 @@ def verdicts_note(baseline: str, margin: float) -> str:
 
 
 def tokens_note(baseline: str, *, speeds: bool) -> str:
-    """What is meant by tokens and by equal time."""
+    """Returns what is meant by tokens and by equal time."""
     said = (
         f"Tokens: how many more or fewer {baseline} would have needed for that loss, by how fast its own held-out loss falls "
         "with the logarithm of the tokens before its rate decays. What is not annealed may fall at another rate than what is."
@@ -330,7 +330,7 @@ def _level(losses: Mapping[int, float]) -> str:
 
 
 def _why_left_out(run: RunRecord, loss: float | None, twin: RunRecord | None, *, held_out: bool) -> str | None:
-    """Why the end of a run does not count; None where it does. `twin`: the baseline's run of its seed."""
+    """Returns why the end of a run does not count; None where it does. `twin`: the baseline's run of its seed."""
     if run.is_unfinished:
         return "not finished"
     if loss is None or not math.isfinite(loss):
@@ -343,8 +343,8 @@ def _why_left_out(run: RunRecord, loss: float | None, twin: RunRecord | None, *,
 
 
 def _speedup(group: SeedGroup, base: SeedGroup) -> float | None:
-    """By median tokens/s of the runs, where each had its machine for itself and computed in hardware, all on one kind of
-    machine."""
+    """Returns the ratio of the runs' median tokens/s, where each had its machine for itself and computed in hardware, all on one
+    kind of machine; else None."""
     if not _on_one_kind_of_machine(group, base):
         return None
     ours, theirs = ([own_speed(run) for run in each.runs.values()] for each in (group, base))
@@ -356,8 +356,8 @@ def _on_one_kind_of_machine(*groups: SeedGroup) -> bool:
 
 
 def slope_of(base: Sequence[RunRecord]) -> TokenSlope | None:
-    """Of finished runs that differ in their seed alone; None too where their rate never stays where it is, and where they began
-    with trained weights, whose tokens are not in the count."""
+    """Returns the slope of finished runs that differ in their seed alone. None where it is not known, where their rate never
+    stays where it is, and where they began with trained weights, whose tokens are not in the count."""
     if not base or not base[0].tokens_per_step or recipe_of(base[0]).model.weights_source:
         return None
     schedule, tokens, steps = recipe_of(base[0]).schedule, base[0].tokens_per_step, base[0].summary["steps"]

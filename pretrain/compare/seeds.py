@@ -37,7 +37,7 @@ class SeedDifference:
 
     @classmethod
     def of(cls, losses: Mapping[int, float], baseline: Mapping[int, float]) -> SeedDifference | None:
-        """Over the seeds that both have; None where there are none. All losses are finite."""
+        """Returns the difference over the seeds that both have; None where there are none. All losses are finite."""
         seeds = sorted(losses.keys() & baseline.keys())
         if not seeds:
             return None
@@ -50,11 +50,11 @@ class SeedDifference:
 
     @property
     def root_mean_square(self) -> float:
-        """How far single differences lie from zero: of a repeated baseline, the floor below which nothing is seen."""
+        """The root mean square of the single differences: of a repeated baseline, the floor below which nothing is seen."""
         return root_mean_square(self.by_seed.values())
 
     def half_width(self, confidence: float = CONFIDENCE) -> float | None:
-        """Of the mean's interval over seeds, by Student's t; None for fewer than FEWEST_SEEDS."""
+        """Returns half of the mean's interval over seeds, by Student's t; None for fewer than FEWEST_SEEDS."""
         number = len(self.by_seed)
         if number < FEWEST_SEEDS:
             return None
@@ -74,10 +74,10 @@ class SeedDifference:
 
 @dataclass(frozen=True)
 class TokenSlope:
-    """How fast the baseline's held-out loss fell before its rate decayed: d loss / d ln tokens in nats, below zero.
+    """Says how fast the baseline's held-out loss fell before its rate decayed: d loss / d ln tokens in nats, below zero.
 
-    By least squares of the loss on the logarithm of the tokens, one slope for all seeds and a level for each. It is taken as it
-    is: intervals of what is computed with it leave out how well it is known itself.
+    It comes from least squares of the loss on the logarithm of the tokens, one slope for all seeds and a level for each. It is
+    taken as it is: intervals of what is computed with it leave out how well it is known itself.
     """
 
     nats: float
@@ -88,8 +88,9 @@ class TokenSlope:
     def before(
         cls, decay: float, curves: Sequence[tuple[Sequence[float], Sequence[float]]], warm: float = 0.0
     ) -> TokenSlope | None:
-        """Of `curves` of (tokens, losses), one a seed, from SLOPE_SHARE of the tokens `decay` up to these, but not before `warm`,
-        the tokens of the warm-up. None where no curve has FEWEST_EVALUATIONS there, or the loss did not fall."""
+        """Returns the slope of `curves` of (tokens, losses), one a seed, from SLOPE_SHARE of the tokens `decay` up to these, but
+        not before `warm`, the tokens of the warm-up. None where no curve has FEWEST_EVALUATIONS there, or the loss did not
+        fall."""
         at, losses, taken, begin = [], [], [], max(SLOPE_SHARE * decay, warm)
         for tokens, values in (map(np.asarray, curve) for curve in curves):
             chosen = (tokens >= begin) & (tokens <= decay) & np.isfinite(values.astype(float))

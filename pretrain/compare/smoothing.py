@@ -8,7 +8,8 @@ SMOOTHED_SHARE = 1 / 50  # of a run's steps in each mean
 
 
 def window_of(steps: int) -> int:
-    """How many of a run's steps go into each smoothed value: an odd number, so that as many lie before a step as after it."""
+    """Returns how many of a run's steps go into each smoothed value: an odd number, so that as many lie before a step as after
+    it."""
     return round(steps * SMOOTHED_SHARE) // 2 * 2 + 1
 
 

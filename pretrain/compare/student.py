@@ -19,7 +19,8 @@ def within(t: float, freedom: int) -> float:
 
 
 def t_quantile(freedom: int, confidence: float) -> float:
-    """What a variable with `freedom` degrees stays within with the probability `confidence`, below 1: 2.776 for 4 and 0.95."""
+    """Returns what a variable with `freedom` degrees stays within with the probability `confidence`, below 1: 2.776 for 4 and
+    0.95."""
     low, high = 0.0, 1.0
     while within(high, freedom) < confidence:
         low, high = high, 2 * high

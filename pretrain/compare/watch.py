@@ -68,8 +68,9 @@ def follow(
 
 
 def has_ended(folder: Path, figures: Mapping[str, Any]) -> bool:
-    """Whether its run, whose metrics come to `figures`, has halted, or has written its summary, the last thing it does, and no
-    step since. By what the files hold: the times of those that were copied say nothing. Of a killed run nobody can tell."""
+    """Returns whether the run in `folder`, whose metrics come to `figures`, has halted, or has written its summary, the last
+    thing it does, and no step since. What the files hold decides, as the times of those that were copied say nothing. Of a killed
+    run nobody can tell."""
     if "halted" in figures:
         return True
     written = RunFolder(folder, owner=False).summary

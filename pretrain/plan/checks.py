@@ -58,8 +58,9 @@ def microbatch_sizes(packs: int, devices: int) -> list[int]:
 
 
 def shares_out(packs: int, devices: int, microbatch: int | str) -> bool:
-    """Whether a step of so many packs can be computed in microbatches of this many, or `auto`, by so many devices that each have
-    one. Where the devices do not divide the packs, some places stay empty anyway: any size does, and the plan says how many."""
+    """Returns whether a step of so many packs can be computed in microbatches of so many, or `auto`, by so many devices that each
+    have at least one. Where the devices do not divide the packs, some places stay empty anyway: any size does, and the plan says
+    how many."""
     most = -(-packs // devices)
     return microbatch == "auto" or (microbatch <= most and (packs % devices != 0 or most % microbatch == 0))
 
@@ -71,7 +72,7 @@ def divisors_of(number: int) -> list[int]:
 
 
 def check_launch(recipe: Recipe, world_size: int | None) -> None:
-    """Of all checks of a launch those that need neither its device nor its model nor its data; `recipe`: with its precision
+    """Runs those checks of a launch that need neither its device nor its model nor its data; `recipe`: with its precision
     decided. `world_size`: None where only the launch itself will find it out."""
     uses = [use for _, use in phases_of(recipe.precision)]
     check_settings(recipe, uses[0], world_size)
@@ -82,8 +83,8 @@ def check_launch(recipe: Recipe, world_size: int | None) -> None:
 
 
 def check_settings(recipe: Recipe, precision: str, world_size: int | None) -> None:
-    """What needs nothing but the recipe, the effective `precision` and how many devices are to train: those of a launch, or those
-    that are planned for; None where that is not known."""
+    """Checks what needs nothing but the recipe, the effective `precision` and `world_size`: how many devices a launch has, or a
+    plan is for; None where that is not known. Raises InputError."""
     if recipe.weights != "fp32" and PRECISIONS[precision].compute_dtype == "float32":
         raise InputError(
             f"`weights: {recipe.weights}` and `precision: {precision}` contradict each other: BF16 weights compute in BF16; "
@@ -112,7 +113,8 @@ def check_settings(recipe: Recipe, precision: str, world_size: int | None) -> No
 
 
 def _check_updates(optimizer: OptimizerSettings) -> None:
-    """Whether updates can train at all. Not refused as settings are read: a run that had such is still exported and compared."""
+    """Raises InputError where no update can train at all. That is not refused as settings are read: a run that had such is still
+    exported and compared."""
     rate, decay, clip = optimizer.learning_rate, optimizer.weight_decay, optimizer.clip
     if rate * decay > 1:
         raise InputError(
@@ -126,7 +128,7 @@ def _check_updates(optimizer: OptimizerSettings) -> None:
 
 
 def _check_shares(recipe: Recipe, world_size: int) -> None:
-    """Whether a step's packs can be shared out over the devices, and a device's over its microbatches."""
+    """Raises InputError where a step's packs cannot be shared out over the devices, or a device's over its microbatches."""
     tokens, length = recipe.batch.tokens, recipe.data.length
     packs = tokens // length
     if packs < world_size:
@@ -145,7 +147,8 @@ def _check_shares(recipe: Recipe, world_size: int) -> None:
 
 
 def check_deterministic(recipe: Recipe, sizes: Sequence[int]) -> None:
-    """What a recipe may not leave open, or ask for, if its runs are to repeat bit for bit; `sizes`: of its microbatches."""
+    """Raises InputError for what a recipe may not leave open, or ask for, if its runs are to repeat bit for bit; `sizes`: of its
+    microbatches."""
     if recipe.batch.microbatch == "auto":
         raise InputError(
             "`batch.microbatch: auto` takes what fits into the memory that is free, and `deterministic: true` needs one cut for "
@@ -159,7 +162,8 @@ def check_deterministic(recipe: Recipe, sizes: Sequence[int]) -> None:
 
 
 def check_stream(recipe: Recipe) -> None:
-    """What a stream of packs has to have: a horizon that is known, and a disk that holds what a step reads."""
+    """Raises InputError for a stream of packs without what it has to have: a horizon that is known, and a disk that holds what a
+    step reads."""
     settings = recipe.data.stream
     if recipe.train.epochs is not None:
         raise InputError(
@@ -250,8 +254,8 @@ def check_experts(recipe: Recipe, model: PreTrainedModel) -> None:
 
 
 def check_fit(active: ActivePrecision, recipe: Recipe, layers: int | None = None) -> None:
-    """Whether a quantized precision can take the recipe's packs, loss, and a model of so many decoder `layers`, where they are
-    known. A single linear that does not fit stays in BF16; what is refused here would leave none."""
+    """Raises InputError where a quantized precision cannot take the recipe's packs, loss, or a model of so many decoder `layers`,
+    where they are known. A single linear that does not fit stays in BF16; what is refused here would leave none."""
     if not active.precision.quantized:
         return
     name, multiple, length = active.precision.name, active.precision.multiple_of, recipe.data.length

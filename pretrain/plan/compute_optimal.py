@@ -60,7 +60,7 @@ FITS = (HOFFMANN, BESIROGLU)
 
 
 def beyond_the_fits(parameters: float, tokens: float) -> Iterator[str]:
-    """What of a run lies outside the runs that were fitted, in words."""
+    """Says what of a run lies outside the runs that were fitted."""
     for what, value, (least, most) in (("parameters", parameters, PARAMETERS_SEEN), ("tokens", tokens, TOKENS_SEEN)):
         if not least <= value <= most:
             yield f"{what} {'below' if value < least else 'above'} the fitted runs' {least:.3g} to {most:.3g}"

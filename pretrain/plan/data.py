@@ -57,7 +57,7 @@ class Data:
         return self._mean(lambda packs, index: sum_of_squares(packs.lengths(index))) / self.train.length
 
     def trained_share(self, *, mask_boundaries: bool) -> float | None:
-        """Of the tokens of the packs, sampled evenly, the share that is a label; None where no mask says which are."""
+        """Returns which share of the packs' tokens, sampled evenly, is a label; None where no mask says which are."""
         if all(packs.trained(0) is None for packs in self._parts):
             return None
 
@@ -84,7 +84,7 @@ class Data:
         return MixedPacks(self.stream.path, samples, self.stream.weights) if len(samples) > 1 else next(iter(samples.values()))
 
     def _mean(self, figure: Callable[[Packs, int], int]) -> float:
-        """Of a figure of a pack, the mean over what is trained on, sampled evenly from each source."""
+        """Returns the mean of a figure of a pack over what is trained on, sampled evenly from each source."""
         means = []
         for packs in self._parts:
             means.append(float(np.mean([figure(packs, index) for index in evenly(len(packs), _SAMPLED_PACKS)])))
@@ -177,8 +177,8 @@ def _scanned(packs: Packs) -> list[int]:
 
 
 def packs_evaluated(part: int, held_out: int, limit: int | None) -> int:
-    """How many packs of a source, the first of its `part` of all `held_out` ones, an evaluation of `limit` packs takes: of each
-    source as large a part of its own. None: all."""
+    """Returns how many packs of a source, the first of its `part` of all `held_out` ones, an evaluation of `limit` packs takes:
+    from each source as large a part of its own. None: all."""
     return part if limit is None else min(part, max(1, round(limit * part / held_out)))
 
 

@@ -93,7 +93,7 @@ def table(
 
 
 def _share(share: float) -> str:
-    """Of a peak; two digits of what one decimal would call nothing."""
+    """Returns a share of a peak in per cent, with two digits where one decimal would show 0.0 %."""
     return percent(share) if share >= 0.001 else f"{100 * share:.2g} %"
 
 

@@ -177,8 +177,8 @@ class MemoryEstimate:
 def microbatch_candidates(
     sizes: Sequence[int], estimate: MemoryEstimate, device_memory: int | None, share: float = OPTIMISM
 ) -> list[int]:
-    """Those of `sizes` (packs at once, ascending) worth trying, largest first: of which `share` of the estimate fits into
-    `device_memory` (bytes; None: any), and always 1."""
+    """Returns those of `sizes` (packs at once, ascending) that are worth trying, largest first: 1, and those for which `share` of
+    the estimate fits into `device_memory` (bytes; None: any)."""
     limit = math.inf if device_memory is None else device_memory
     return [size for size in sizes[::-1] if size == 1 or share * estimate.total(size) <= limit]
 
@@ -274,8 +274,8 @@ def layers_of(
     attention: str,
     capability: tuple[int, int] | None = None,
 ) -> list[LayerMemory]:
-    """Of each decoder layer of `model`, on the meta device, in order: fused where a run with this packed `attention` would.
-    `capability`: as `Devices`."""
+    """Returns what each decoder layer of `model`, on the meta device, takes of memory, in order: fused where a run with this
+    packed `attention` would fuse it. `capability`: as `Devices` has it."""
     layers, dtype = decoder_layers(model), getattr(torch, active.precision.compute_dtype)
     # Fused layers normalise in a way of their own, so what the scope says of norms does not matter; to find it out takes weights.
     without_norms = dataclasses.replace(active, settings=active.settings.model_copy(update={"scope": "linear"}))

@@ -88,13 +88,13 @@ class Plan:
 
     @cached_property
     def timetable(self) -> dict[int, ActivePrecision]:
-        """By a number of steps done, what the steps from there on compute in; 0 is always among them. InputError where a phase
+        """What is computed in, by the number of steps done before; 0 is always among the keys. Raises InputError where a phase
         would have no step."""
         ends = last_steps([phase.until for phase in self.phases], self.steps)
         return dict(zip([0, *ends], [phase.active for phase in self.phases] or [self.active], strict=False))
 
     def active_after(self, steps: int) -> ActivePrecision:
-        """What the step computes in that follows `steps` steps; of a finished run, what the last one did."""
+        """Returns what the step computes in that follows `steps` steps; of a finished run, what the last one did."""
         return self.timetable[max(begin for begin in self.timetable if begin <= min(steps, self.steps - 1))]
 
     @property
@@ -115,15 +115,15 @@ class Plan:
 
     @cached_property
     def course(self) -> dict[int, str]:
-        """By first step, the precisions that the steps of this run folder compute in: those done as they ran, and those to come
-        as the schedule has them. A phase that was over before the folder's first step is not among them."""
+        """The precisions that the steps of this run folder compute in, by the first step of each: those done as they ran, and
+        those to come as the schedule has them. A phase that was over before the folder's first step is not among them."""
         done = self.done if self.ran else min(self.done, self.steps - 1)
         to_come = {max(first, done + 1): active.precision.name for first, end, active in self.spans if end > done}
         return in_phases(dict(self.ran) | to_come)
 
     @property
     def phases_in_use(self) -> list[tuple[int, int, str]]:
-        """The same as first step, last step and precision."""
+        """What `course` says, as first step, last step and precision."""
         ends = [first - 1 for first in self.course][1:]
         return list(zip(self.course, [*ends, max(self.steps, self.done)], self.course.values(), strict=True))
 
@@ -150,12 +150,12 @@ class Plan:
 
     @property
     def requested(self) -> str:
-        """The same of what was asked for, which the device may not have."""
+        """What products were asked to be computed in, for people; the device may not have it."""
         return label(self.recipe.precision) or self.active.requested
 
     @cached_property
     def memory(self) -> MemoryEstimate:
-        """Of the phase that takes most."""
+        """The memory of the phase that takes most."""
         known = {phase.active.precision.name: phase.layers for phase in self.phases}
         known = known or {self.active.precision.name: self.layers}
         recipe = self.recipe.model_copy(update={"loss": self.loss})
@@ -166,7 +166,8 @@ class Plan:
         return max(estimates, key=lambda estimate: estimate.total(self.microbatch or 1))
 
     def fairness(self, data_fingerprint: str) -> dict[str, Any]:
-        """What summary.json says of the text that a run was trained on; `pretrain.compare` tells by it what may be compared."""
+        """Returns what summary.json says of the text that a run was trained on; `pretrain.compare` tells by it what may be
+        compared."""
         return {"seed": self.recipe.seed, "tokens_per_step": self.tokens_per_step, "data_fingerprint": data_fingerprint}
 
     @property
@@ -204,7 +205,7 @@ class Plan:
 
     @property
     def total_tokens(self) -> int:
-        """Of the run from its first step to the horizon: what its steps took so far, and what those to come will."""
+        """The tokens of the run from its first step to the horizon: what its steps took so far, and what those to come will."""
         if self.done_tokens is None:
             return self.steps * self.tokens_per_step
         return self.done_tokens + max(self.steps - self.done, 0) * self.tokens_per_step
@@ -231,7 +232,7 @@ class Plan:
 
     @property
     def hours(self) -> float | None:
-        """At `tokens_per_second`; evaluation and checkpoints not included."""
+        """The hours that all tokens take at `tokens_per_second`; evaluation and checkpoints not included."""
         return self.total_tokens / self.tokens_per_second / 3600 if self.tokens_per_second else None
 
     @property
@@ -244,14 +245,15 @@ class Plan:
 
     @property
     def before_decay(self) -> int | None:
-        """After which step the rate falls for good, so that the last checkpoint up to there is one to prolong the run from; None
-        where there is no such step, as of a rate that falls all the way."""
+        """The step after which the rate falls for good, so that the last checkpoint up to there is one to prolong the run from;
+        None where there is no such step, as of a rate that falls all the way."""
         settings = self.recipe.schedule
         return schedule.decay_begins(settings, self.steps, self.tokens_per_step) if settings.kind == "wsd" else None
 
     @property
     def bytes_copied(self) -> int:
-        """Of host memory, in each process, while a checkpoint is written behind the training: its part of it."""
+        """The bytes of host memory that each process takes while a checkpoint is written behind the training: its part of the
+        checkpoint."""
         held = self.memory.parameters + self.memory.remainders + self.memory.moments
         return held * self.devices.shards // self.devices.count
 

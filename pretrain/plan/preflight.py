@@ -137,7 +137,7 @@ class Job:
         return BatchStream(packs, order, **self.batching(accelerator))
 
     def batching(self, accelerator: Accelerator) -> dict[str, Any]:
-        """How packs become batches on this rank, in training and in evaluation."""
+        """Returns how packs become batches on this rank, in training and in evaluation."""
         return {
             "microbatch": self.plan.microbatch,
             "rank": accelerator.process_index,
@@ -201,7 +201,8 @@ def prepare_job(
 
 
 def _check_surroundings(recipe: Recipe, accelerator: Accelerator) -> Path:
-    """The run folder. InputError where it is not this run's to use, and where its beginning or a tracker is not to be had."""
+    """Returns the run folder. Raises InputError where it is not this run's to use, and where its beginning or a tracker is not to
+    be had."""
     run_dir = config.run_dir_of(recipe)
     config.begin_of(recipe)
     check_ours(run_dir)
@@ -282,7 +283,7 @@ def _check_model(shapes: PreTrainedModel, recipe: Recipe, actives: Sequence[Acti
 
 
 def _count_low_linears(shapes: PreTrainedModel, actives: Sequence[ActivePrecision]) -> tuple[int, int] | None:
-    """How many linears compute in the first quantized precision, and of how many; None where nothing is quantized."""
+    """Returns how many linears compute in the first quantized precision, and of how many; None where nothing is quantized."""
     active = next((each for each in actives if each.precision.quantized), None)
     if active is None:
         return None
@@ -338,7 +339,7 @@ def _plan_of(
     vocabulary: str | None,
     tokens_per_second: float | None,
 ) -> Plan:
-    """What was found, in figures; memory is not yet spent on anything that the recipe leaves open."""
+    """Returns what was found, in figures; memory is not yet spent on anything that the recipe leaves open."""
     device_type, backend = accelerator.device.type, laid_out.attention.name
     on_hardware = any(active.backend == "transformer_engine" for active in precisions.each_once)
     capability = torch.cuda.get_device_capability() if on_hardware else None  # emulation takes the same on every device
@@ -382,8 +383,9 @@ def _check_horizon(plan: Plan) -> None:
 
 
 def fits_gathered(plan: Plan) -> bool:
-    """What `fsdp_reshard_after_forward: auto` means: whether a device has the memory to gather its shards once a step, with the
-    recipe's microbatch; where that is `auto`, with what fits when they are gathered for each use, or what fills a device well."""
+    """Returns what `fsdp_reshard_after_forward: auto` means: whether a device has the memory to gather its shards once a step,
+    with the recipe's microbatch; where that is `auto`, with what fits when they are gathered for each use, or what fills a device
+    well."""
     kept = replace(plan, devices=replace(plan.devices, gathered=True))
     enough = max(1, WELL_FILLED // plan.recipe.data.length)
     wanted = plan.microbatch or min(plan.expected_microbatch, enough)

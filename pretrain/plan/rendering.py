@@ -58,7 +58,7 @@ def _model_lines(plan: Plan) -> list[str]:
 
 
 def _bf16_lines(plan: Plan) -> list[str]:
-    """Where linears stay in BF16 by name, how many do not."""
+    """Says how many linears are in low precision, where some stay in BF16 by name."""
     kept = plan.active.settings.keep_bf16
     if not plan.low_linears or not kept:
         return []
@@ -94,7 +94,8 @@ def _horizon_lines(plan: Plan) -> list[str]:
 
 
 def _source_lines(plan: Plan) -> list[str]:
-    """Of each of several sources its share of the tokens, and how often the run goes through it; of a stream, on what disk."""
+    """Says for each of several sources its share of the tokens, and how often the run goes through it; for a stream, how much
+    disk it takes."""
     if stream := plan.recipe.data.stream:
         window = f"{units.count(stream.window)} tokens at a time"
         weights = [f"{each.weight:.0%}" for each in plan.recipe.data.sources or ()]
@@ -124,7 +125,8 @@ def _flops_lines(plan: Plan) -> list[str]:
 
 
 def _time_line(plan: Plan) -> str:
-    """At the stated speed; without one, at two utilisations between which runs of dense models usually lie."""
+    """Says how long the run takes at the stated speed; without one, at two utilisations between which runs of dense models
+    usually lie."""
     precision = plan.computes
     if plan.tokens_per_second:
         tflops = plan.tokens_per_second * plan.flops_per_token / units.TERA

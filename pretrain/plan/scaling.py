@@ -40,7 +40,7 @@ SUM_BYTES = 4  # gradients are exchanged in FP32 under every topology
 
 @dataclass(frozen=True)
 class Links:
-    """Of one GPU, in one direction: NVLink in GB/s, and its share of the machine's network in Gbit/s."""
+    """The links of one GPU, in one direction: NVLink in GB/s, and its share of the machine's network in Gbit/s."""
 
     nvlink: float
     network: float
@@ -101,7 +101,7 @@ class Scaled:
 
     @property
     def compute(self) -> float:
-        """Of the GPU that has most packs. Places that they leave empty are computed, too."""
+        """The seconds that the GPU with most packs computes. Places that they leave empty are computed, too."""
         return self.microbatches * self.plan.packs_at_once * self.plan.recipe.data.length / self.speed
 
     @property
@@ -109,7 +109,7 @@ class Scaled:
         return -(-self.plan.packs_per_rank // self.plan.packs_at_once)
 
     def exchanges(self) -> list[Exchange]:
-        """What hides behind backward, then what does behind forward, then the sums of replicas."""
+        """Returns what hides behind backward, then what does behind forward, then the sums of replicas."""
         devices, gpus, nodes = self.plan.devices, self.cluster.of_a_node, self.cluster.nodes
         values, once = self.plan.flops.parameters, not devices.sharded or devices.gathered
         # Once a step, gradients hide behind the backward of the last microbatch and gathered weights behind the forward of the
@@ -131,7 +131,7 @@ class Scaled:
 
     @property
     def of_nvlink(self) -> float:
-        """Of its bandwidth, what counts as reached."""
+        """The share of NVLink's bandwidth that counts as reached."""
         return OF_NVLINK_EACH if self.plan.devices.sharded and not self.plan.devices.gathered else OF_NVLINK_ONCE
 
     @property
@@ -148,7 +148,7 @@ class Scaled:
         return self.compute + self.inside + self.between(hidden=hidden)
 
     def efficiency(self, *, hidden: bool) -> float:
-        """Of as many times one GPU's speed."""
+        """Returns the speed as a share of as many times one GPU's."""
         return self.plan.tokens_per_step / (self.cluster.gpus * self.speed) / self.step(hidden=hidden)
 
     def on(self, gpus: int, nodes: int) -> Scaled:
@@ -164,7 +164,7 @@ class Scaled:
 
 
 def cluster_asked(arguments: argparse.Namespace) -> Cluster | None:
-    """What `--gpus`, `--nodes` and `--network-gbps` ask for; InputError where one of them has nothing to go with."""
+    """Returns what `--gpus`, `--nodes` and `--network-gbps` ask for; InputError where one of them has nothing to go with."""
     asked = {name: value for name in ("gpus", "nodes", "network_gbps") if (value := getattr(arguments, name)) is not None}
     if not asked:
         return None
@@ -187,7 +187,8 @@ def on_cluster(plan: Plan, cluster: Cluster, sharding: Sharding, *, replicated: 
 
 
 def links_of(device: str | None, network: float | None) -> tuple[Links, str | None]:
-    """Of the device that torch calls so, and the table's name for it; None where it is not in the table."""
+    """Returns the links of the device that torch calls so, and the table's name for it; None for the name where it is not in the
+    table."""
     known = known_as(device, LINKS)
     links = LINKS[known or ASSUMED]
     return replace(links, network=network or links.network), known
@@ -202,7 +203,8 @@ def speeds_of(plan: Plan) -> list[float]:
 
 
 def render_scaling(plan: Plan, cluster: Cluster, sharding: Sharding, *, replicated: bool) -> str:
-    """What `--plan --gpus` prints. `plan`: of this launch, which asked for `sharding`. InputError where no speed is known."""
+    """Returns what `--plan --gpus` prints. `plan`: of this launch, which asked for `sharding`. InputError where no speed is
+    known."""
     if not (speeds := speeds_of(plan)):
         raise InputError("--gpus: no speed is measured or assumed for this device; give one GPU's with --tokens-per-second")
     links, known = links_of(plan.devices.name, cluster.network)

@@ -42,7 +42,7 @@ def spend_spare_memory(plan: Plan) -> Plan:
 
 
 def _chunk(plan: Plan, packs: int) -> int | None:
-    """None: the usual one."""
+    """Returns the chunk of the loss for which there is room; None for the usual one."""
     tokens = min(LOGITS // plan.flops.shape.vocabulary, packs * plan.recipe.data.length)
     longer = 2 ** int(math.log2(max(tokens, 1)))
     if longer > USUAL_CHUNK and _has_room(replace(plan, chunk=longer), packs):

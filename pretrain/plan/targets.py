@@ -62,7 +62,7 @@ class Target:
         return f"{self.count} x {self.name}"
 
     def is_called(self, device: str) -> bool:
-        """Whether a driver's name is that of such a device."""
+        """Returns whether a driver's name is that of such a device."""
         return known_as(device, [self.name]) is not None
 
     @property
@@ -93,7 +93,7 @@ class Target:
         return whole if fits else on_cluster(here, Cluster(self.count), "auto", replicated=False)
 
     def _layers(self, job: Job, active: ActivePrecision) -> list[LayerMemory]:
-        """What each layer takes of memory: on Hopper and Blackwell as with Transformer Engine and cuDNN's attention or
+        """Returns what each layer takes of memory: on Hopper and Blackwell as with Transformer Engine and cuDNN's attention or
         FlashAttention-4, which keep the same; elsewhere as this machine's libraries have it."""
         recipe, settings = job.recipe, job.recipe.model
         if self.capability is None or active.precision.compute_dtype != "bfloat16":
@@ -104,7 +104,7 @@ class Target:
         return layers_of(job.shapes, recipe, active, "cuda", "packed_fa4" if in_one else "packed_varlen", self.capability)
 
     def obstacle(self, plan: Plan) -> str | None:
-        """Why `plan` cannot run on it or has no speed; None where it can."""
+        """Returns why `plan` cannot run on it or has no speed; None where it can."""
         for active in plan.actives:
             precision = PRECISIONS[active.requested]
             if precision.quantized and self.capability:
@@ -152,7 +152,8 @@ class MeasuredRun:
         return cls(run.name, device, topology.get("processes", 1), ran[0], statistics.median(known), len(known))
 
     def tflops_on(self, target: Target) -> float | None:
-        """What it would reach on each of `target`'s devices at the same share of their peak; None where a peak is not known."""
+        """Returns what it would reach on each of `target`'s devices at the same share of their peak; None where a peak is not
+        known."""
         column = PRECISIONS[self.precision].peak
         if target.is_called(self.device):
             return self.tflops
@@ -160,7 +161,7 @@ class MeasuredRun:
         return self.tflops * there / here if here and there else None
 
     def described(self, target: Target) -> str:
-        """By what a row of a table is reckoned."""
+        """Says by what a row of a table is reckoned."""
         column = PRECISIONS[self.precision].peak
         here, there = peak(self.device, column), peak(target.name, column)
         measured = f"run {self.name}: {self.devices} x {self.device}, measured over {plural(self.steps, 'step')}"
@@ -190,7 +191,8 @@ class Estimate:
         return tuple(self._tokens_per_second(each) for each in self.tflops)
 
     def _tokens_per_second(self, tflops: float) -> float:
-        """Over all devices; on several, with what exchanges inside the machine cost. On two or more, some may lack packs."""
+        """Returns tokens/s over all devices; on several, with what exchanges inside the machine cost. On two or more, some may
+        lack packs."""
         alone = tflops * TERA / self.plan.flops_per_token
         if self.target.count == 1 or self.with_exchanges:
             return alone * self.target.count
@@ -203,7 +205,8 @@ class Estimate:
         return tuple(self.plan.total_tokens / speed / 3600 for speed in self.tokens_per_second)
 
     def cost(self, prices: Mapping[str, float]) -> tuple[float, ...]:
-        """Of all hours on all devices; `prices`: of one device for an hour by name, "" for any; empty where none is given."""
+        """Returns what all hours on all devices cost; none where no price is given. `prices`: of one device for an hour, by name,
+        "" for any."""
         name = known_as(self.target.name, sorted(prices, key=len, reverse=True))  # H100 80GB before H100
         price = prices.get(name or "")
         return () if price is None else tuple(hours * price * self.target.count for hours in self.hours)
@@ -215,8 +218,8 @@ class Estimate:
 def estimates(
     job: Job, targets: Sequence[Target], runs: Sequence[MeasuredRun], shares: Sequence[float] = ()
 ) -> Iterator[Estimate]:
-    """Of each target at the stated `shares` of its peak, where none is stated at assumed ones, and then by each run that can
-    tell; last, the devices that a run was on and that are no target."""
+    """Yields the estimates for each target: first at the stated `shares` of its peak, or at assumed ones where none is stated,
+    then by each run that can tell; last, those for devices that a run was on and that are no target."""
     wanted, stated = job.plan.requested, sorted(shares or ASSUMED_SHARES)
     for target in targets:
         here = target.plan(job)
@@ -252,7 +255,7 @@ def _on_hardware(active: ActivePrecision) -> ActivePrecision:
 
 
 def left_out(job: Job, runs: Sequence[MeasuredRun], targets: Sequence[Target]) -> Iterator[str]:
-    """Which runs say nothing of which targets, and why."""
+    """Says which runs say nothing of which targets, and why."""
     wanted, able = job.plan.requested, [target for target in targets if target.obstacle(job.plan) is None]
     for run in runs:
         if run.precision != wanted:
@@ -262,5 +265,5 @@ def left_out(job: Job, runs: Sequence[MeasuredRun], targets: Sequence[Target]) -
 
 
 def span(values: Sequence[float], form: Callable[[float], str]) -> str:
-    """One figure, or the first to the last; a dash for none."""
+    """Writes one figure, or the first to the last; a dash for none."""
     return " to ".join(dict.fromkeys(form(value) for value in values)) or UNKNOWN

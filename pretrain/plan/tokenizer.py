@@ -31,10 +31,11 @@ ROLES = {"eos": "EOS", "bos": "BOS", "pad": "padding"}
 
 
 def known_tokenizer(settings: DataSettings, data: Data | None) -> dict[str, Any]:
-    """What is known of the tokenizer that the packs are made with: name, vocab_size, eos_id, bos_id, pad_id (None: it has none).
+    """Returns what is known of the tokenizer that the packs are made with: name, vocab_size, eos_id, bos_id, pad_id (None: it has
+    none).
 
-    By `data.tokenizer` where that is set, else by what the packs remember. Keys of which nothing is known are absent.
-    InputError where the packs were made with another tokenizer than `data.tokenizer`.
+    By `data.tokenizer` where that is set, else by what the packs remember. Keys of which nothing is known are absent. InputError
+    where the packs were made with another tokenizer than `data.tokenizer`.
     """
     if settings.tokenizer is None:
         return data.tokenizer if data else {}
@@ -48,10 +49,10 @@ def known_tokenizer(settings: DataSettings, data: Data | None) -> dict[str, Any]
 
 
 def without_absent_tokenizer(recipe: Recipe) -> tuple[Recipe, str | None]:
-    """For a plan before packs exist: `recipe` without a tokenizer that is not there yet and without the prompts that it would
-    read, and a line to say so; else as it is.
+    """Returns, for a plan before packs exist, `recipe` without a tokenizer that is not there yet and without the prompts that it
+    would read, and a line to say so; else `recipe` as it is, and None.
 
-    InputError where nothing but that tokenizer could say how large the vocabulary of the model is.
+    Raises InputError where nothing but that tokenizer could say how large the vocabulary of the model is.
     """
     data, model = recipe.data, recipe.model
     no_prompts = {"evaluate": recipe.evaluate.model_copy(update={"samples": ()})}
@@ -97,7 +98,8 @@ def with_tokens_of(tokenizer: Mapping[str, Any], settings: ModelSettings) -> tup
 
 
 def has_other_tokens(tokenizer: Mapping[str, Any], settings: ModelSettings) -> bool:
-    """Whether a model in the shape of a `source` is trained from scratch on the ids of another tokenizer than the source's."""
+    """Returns whether a model in the shape of a `source` is trained from scratch on the ids of another tokenizer than the
+    source's."""
     if not settings.from_scratch or "fingerprint" not in tokenizer:
         return False
     return fingerprint_of(settings.model_copy(update={"from_scratch": False})) != tokenizer["fingerprint"]
@@ -132,7 +134,8 @@ def check_tokenizer(data: DataSettings, model: ModelSettings, vocab_size: int) -
 
 
 def fingerprint_of(model: ModelSettings) -> str | None:
-    """Of the tokenizer that the weights of the model's folder or hub repository are for; None where there is none."""
+    """Returns the fingerprint of the tokenizer that the weights of the model's folder or hub repository are for; None where there
+    is none."""
     if model.weights_source is None:
         return None
     if Path(model.source).exists():
@@ -156,7 +159,7 @@ def load_tokenizer(
 
 
 def _template_of_chats(settings: DataSettings, data: Data | None) -> str | None:
-    """What chats are written with, where that is not the tokenizer's own; of several sources, the first that says so."""
+    """Returns what chats are written with, where that is not the tokenizer's own; of several sources, the first that says so."""
     named = (part.chat_template for part in list(training_parts(settings).values()) or [settings])
     if (given := next(filter(None, named), None)) is not None:
         return chat_template(given, str(settings.tokenizer))
@@ -191,7 +194,7 @@ def _load_tokenizer(
 
 
 def _places(settings: DataSettings, model: ModelSettings, data: Data | None) -> tuple[str | None, Path | None]:
-    """Where the tokenizer is looked for: first at the data's or the model's, then at the one that lies with the packs."""
+    """Returns where the tokenizer is looked for: first at the data's or the model's, then at the one that lies with the packs."""
     with_packs = data.beside("tokenizer.json") if data is not None else None
     if model.from_scratch and settings.tokenizer is None and with_packs is not None:
         return None, with_packs  # the source's weights, which meant its own ids, are not taken
@@ -199,7 +202,8 @@ def _places(settings: DataSettings, model: ModelSettings, data: Data | None) -> 
 
 
 def fingerprint_in_use(settings: DataSettings, model: ModelSettings, data: Data | None) -> str | None:
-    """Of the tokenizer that `load_tokenizer` finds; None where there is none, or one without a tokenizer.json."""
+    """Returns the fingerprint of the tokenizer that `load_tokenizer` finds; None where there is none, or one without a
+    tokenizer.json."""
     source, with_packs = _places(settings, model, data)
     for place, revision in ((source, model.revision if source == model.source else None), (with_packs, None)):
         if place is not None:
@@ -227,7 +231,7 @@ def _with_special_tokens(text: TextTokenizer, known: Mapping[str, Any]) -> PreTr
 
 
 def positions_of(config: PretrainedConfig) -> int | None:
-    """How many tokens the model can read at once; None where its configuration does not say."""
+    """Returns how many tokens the model can read at once; None where its configuration does not say."""
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 

@@ -101,7 +101,7 @@ class ListedRecipe:
 
     @property
     def memory(self) -> str:
-        """Of each device, with the microbatch that fits or that the recipe names, in packs."""
+        """The memory of each device, with the microbatch that fits or that the recipe names, in packs."""
         if self.estimate is None:
             return UNKNOWN
         plan = self.estimate.plan
@@ -109,7 +109,8 @@ class ListedRecipe:
 
     @property
     def time(self) -> str:
-        """Of all steps; of an epoch, whose tokens are not known before there are packs, of a billion tokens."""
+        """The time of all steps; where it is stated in epochs, whose tokens are not known before there are packs, that of a
+        billion tokens."""
         if self.estimate is None or self.estimate.plan.flops.parameters < LEAST:
             return UNKNOWN
         if self.recipe.train.epochs is not None:
@@ -196,7 +197,7 @@ def table(recipes: Sequence[ListedRecipe], made: Callable[..., str] = markdown) 
 
 
 def notes(recipes: Sequence[ListedRecipe]) -> list[str]:
-    """What the table does not say of its figures, a sentence or two each."""
+    """Returns what the table does not say of its figures, a sentence or two each."""
     slow, fast = sorted(ASSUMED_SHARES)
     small = units.count(LEAST)
     said = [

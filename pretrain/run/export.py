@@ -124,8 +124,8 @@ class SavedModel:
 
     @classmethod
     def open(cls, source: Path, dtype: Weights | None = None) -> SavedModel:
-        """Of a run folder, whose newest intact checkpoint it is, or of a checkpoint in one; None: as its weights are stored, of
-        exact ones the BF16. InputError where it is damaged, or of another model than its run's config.yaml and the
+        """Opens a run folder's newest intact checkpoint, or the checkpoint at `source`. `dtype` None: as its weights are stored,
+        exact ones as BF16. Raises InputError where it is damaged, or of another model than its run's config.yaml and the
         `model.source` that it names describe."""
         weights, run_dir = _intact(source, dtype)
         recipe = load_recipe(run_dir / "config.yaml")

@@ -63,7 +63,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def _over(values: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """What a file says over what it builds on: key by key of each section; a key's value, `model.config` say, as a whole."""
+    """Returns what a file says, put over what it builds on: key by key of each section, but a key's value, such as that of
+    `model.config`, as a whole."""
     values = {key: dict(value) if isinstance(value, dict) else value for key, value in values.items()}
     for group in ALTERNATIVES:
         section = group[0].partition(".")[0]
@@ -128,7 +129,8 @@ def resolved(recipe: Recipe) -> dict[str, Any]:
 
 
 def identity_of(recipe: Recipe, data_fingerprint: str) -> dict[str, Any]:
-    """What defines a training: flat settings without those that change where, how fast and how visibly it runs, and the data.
+    """Returns what defines a training: flat settings without those that change where, how fast and how visibly it runs, and the
+    data.
 
     Two runs of one identity see the same tokens in the same order under the same rule of learning. A checkpoint of another
     identity is not resumed unless the user insists.

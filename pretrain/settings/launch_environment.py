@@ -97,7 +97,8 @@ def _over(inherited: LowPrecisionSettings, own: LowPrecisionSettings) -> LowPrec
 
 
 def take_requested_precision(environ: MutableMapping[str, str]) -> tuple[Precision, LowPrecisionSettings]:
-    """What the launch environment asks for, with what its file sets, as far as that can be told; `environ` loses its variables.
+    """Returns what the launch environment asks for, with what its file sets, as far as that can be told; `environ` loses its
+    variables.
 
     Without `accelerate launch` nothing is named, and FP32 is what plain PyTorch would do. Variables of an `fp8_config` without
     `mixed_precision: fp8` are left over from elsewhere and ask for nothing. Raises InputError for what no recipe here stands for.

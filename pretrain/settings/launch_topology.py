@@ -62,7 +62,7 @@ def put_right(recipe: Recipe, environ: MutableMapping[str, str], *, has_gpu: boo
 
 
 def _settle_processes(environ: MutableMapping[str, str], has_gpu: bool, said: list[str]) -> int:
-    """How many processes train together."""
+    """Returns how many processes train together, and puts the variables right that say so."""
     world = _number(environ, "WORLD_SIZE")
     if "WORLD_SIZE" not in environ and {"ACCELERATE_DYNAMO_BACKEND", "MASTER_ADDR"} <= environ.keys():
         # accelerate sets MASTER_ADDR for several processes, also where it then starts only one; so may whoever called it.
@@ -197,7 +197,7 @@ def _first_known(environ: Mapping[str, str], *variables: str) -> str:
 
 
 def _inherited(environ: Mapping[str, str], *variables: str) -> bool:
-    """Whether the process that started this one had the same values; False where that cannot be seen."""
+    """Returns whether the process that started this one had the same values; False where that cannot be seen."""
     try:
         before = psutil.Process().parent().environ()
     except (psutil.Error, OSError, AttributeError):

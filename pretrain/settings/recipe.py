@@ -107,7 +107,7 @@ class ModelSettings(Settings):
         return None if self.from_scratch else self.source
 
     def recomputes(self, index: int) -> bool:
-        """Whether backward computes decoder layer `index`, from 0, again instead of keeping its activations."""
+        """Returns whether backward computes decoder layer `index`, from 0, again instead of keeping its activations."""
         setting = self.gradient_checkpointing
         return setting == "full" if isinstance(setting, str) else index % setting.every == 0
 
@@ -336,21 +336,21 @@ class Recipe(Settings):
 
 
 class Idle(NamedTuple):
-    """When a key has no effect, and why: the end of a sentence, with fields of `recipe`."""
+    """Says when a key has no effect, and why: the end of a sentence, with fields of `recipe`."""
 
     when: Callable[[Recipe], bool]
     why: str
 
 
 def _at(values: Mapping[str, Any], key: str) -> Any:
-    """What nested plain `values` have for the dotted `key`; None where a section, or `model.config`, has no such key."""
+    """Returns what nested plain `values` have for the dotted `key`; None where a section, or `model.config`, has no such key."""
     for part in key.split("."):
         values = (values or {}).get(part)
     return values
 
 
 def _is_set(recipe: Recipe, key: str) -> bool:
-    """Whether `key` has another value than its default. A key of `model.config` has none: the model's type decides."""
+    """Returns whether `key` has another value than its default. A key of `model.config` has none: the model's type decides."""
     section, name, *inside = key.split(".")
     settings = getattr(recipe, section)
     value = getattr(settings, name)
@@ -369,7 +369,8 @@ def _is_unquantized_by_chance(recipe: Recipe) -> bool:
 
 
 def _is_another_dtype(key: str) -> Callable[[Recipe], bool]:
-    """Of a key of `model.config`: whether it asks for weights in another dtype than they have. A copied config.json says one."""
+    """Returns a function that tells whether `key` of `model.config` asks for weights in another dtype than they have. A copied
+    config.json says one."""
 
     def asked(recipe: Recipe) -> bool:
         said = str((recipe.model.config or {}).get(key)).removeprefix("torch.")
