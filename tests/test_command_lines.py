@@ -26,9 +26,17 @@ def test_packing_without_a_command_that_there_is_names_those_that_there_are(argu
     assert said.startswith("error: command line: ") and "prepare" in said and said.count("\n") == 1
 
 
-def test_what_is_exported_to_may_follow_an_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert main(["export", str(tmp_path / "run"), "--dtype", "bf16", str(tmp_path / "out")]) == 2
-    assert "no checkpoint is there" in capsys.readouterr().err, "which is looked for when all arguments are read"
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["export", "nowhere", "--dtype", "bf16", "out"], "no checkpoint is there"),
+        (["sample", "nowhere", "--tokens", "5", "def"], "nowhere"),
+    ],
+)
+def test_what_has_no_name_may_follow_an_option(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]):
+    assert main(arguments) == 2
+    found = capsys.readouterr().err
+    assert said in found and "unrecognized" not in found, "all arguments are read before anything is looked for"
 
 
 @pytest.mark.parametrize(

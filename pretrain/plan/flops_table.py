@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--tokens", type=number(1), metavar="N", help="also the FLOPs of so many tokens, 82e9 say")
     parser.add_argument("--tokens-per-second", type=number(1), metavar="N", help="also TFLOP/s, and MFU with --device")
     parser.add_argument("--device", metavar="NAME", help='as drivers name it ("NVIDIA H200"): its BF16 peak is 100 %%')
-    asked = parser.parse_args(arguments)
+    asked = parser.parse_intermixed_args(arguments)
     flops, length = flops_of(asked.model)
     print(table(flops, asked.length or length, asked.tokens, asked.tokens_per_second, asked.device))
     return 0

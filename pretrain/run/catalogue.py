@@ -214,7 +214,7 @@ def main(arguments: list[str]) -> int:
         "python -m pretrain recipes", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("paths", nargs="*", type=Path, metavar="RECIPE", help="files or folders; without: those of the checkout")
-    asked = parser.parse_args(arguments).paths
+    asked = parser.parse_intermixed_args(arguments).paths
     if not asked and not FOLDER.is_dir():
         raise InputError(
             "RECIPE: none is given, and an installed copy has none: they lie in recipes/ of the checkout; name that "

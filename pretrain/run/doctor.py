@@ -88,7 +88,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--train", nargs="+", metavar="ARGUMENT", help=argparse.SUPPRESS)
     parser.add_argument("--machine", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--wait", action="store_true", help=argparse.SUPPRESS)
-    parsed = parser.parse_args(arguments)
+    parsed = parser.parse_intermixed_args(arguments)
     if unknown := [name for name in parsed.precisions or () if name not in PRECISIONS]:
         raise InputError(f"--precisions: no {', '.join(unknown)} among {', '.join(PRECISIONS)}")
     if parsed.out and not parsed.full:

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--top-p", type=number(most=1), default=0.95, help=likeliest)
     own = "default 42; each prompt has a seed of its own, made from it"
     parser.add_argument("--seed", type=number(0, MOST, whole=True), default=42, help=own)
-    asked = parser.parse_args(arguments)
+    asked = parser.parse_intermixed_args(arguments)
     for prompt in asked.prompts:
         if unusable := unusable_text(prompt):
             raise InputError(f"PROMPT {prompt!a}: {unusable}; write it in UTF-8")
