@@ -20,8 +20,6 @@ from ctypes import (
     c_int32,
     c_int64,
     c_size_t,
-    c_uint16,
-    c_uint32,
     c_uint64,
     c_void_p,
     sizeof,
@@ -46,18 +44,6 @@ _TRANSPOSE = {False: 0, True: 1}  # cublasOperation_t
 _DESC_TRANSPOSE_A, _DESC_TRANSPOSE_B, _DESC_SCALE_A, _DESC_SCALE_B, _DESC_FAST_ACCUMULATION = 3, 4, 17, 18, 25
 _DESC_SCALE_MODE_A, _DESC_SCALE_MODE_B = 31, 32
 _PREFERENCE_WORKSPACE_BYTES = 1  # cublasLtMatmulPreferenceAttributes_t
-# cublasLtMatmulAlgoConfigAttributes_t, with the type of each.
-_SETTINGS: dict[str, tuple[int, Any]] = {
-    "id": (0, c_int32),
-    "tile": (1, c_uint32),
-    "split_k": (2, c_int32),
-    "reduction": (3, c_uint32),
-    "swizzle": (4, c_uint32),
-    "custom": (5, c_uint32),
-    "stages": (6, c_uint32),
-    "inner_shape": (7, c_uint16),
-    "cluster": (8, c_uint16),
-}
 _FACTORS = {number: byref(c_float(number)) for number in (0.0, 1.0)}  # alpha and beta, read by the call itself
 
 
@@ -99,7 +85,6 @@ _SIGNATURES: dict[str, list[Any]] = {
     "cublasLtMatmulPreferenceSetAttribute": [c_void_p, c_int, *_VALUE],
     "cublasLtMatmulAlgoGetHeuristic": [c_void_p, c_void_p, *_LAYOUTS, c_void_p, c_int, POINTER(HeuristicResult), POINTER(c_int)],
     "cublasLtMatmulAlgoCheck": [c_void_p, c_void_p, *_LAYOUTS, POINTER(OpaqueAlgorithm), POINTER(HeuristicResult)],
-    "cublasLtMatmulAlgoConfigGetAttribute": [POINTER(OpaqueAlgorithm), c_int, *_VALUE, POINTER(c_size_t)],
     "cublasLtMatmul": [
         *(c_void_p, c_void_p),  # handle, operation
         *(c_void_p, c_void_p, c_void_p, c_void_p, c_void_p),  # alpha, A and its layout, B and its layout
@@ -114,11 +99,10 @@ KEY_BYTES = sizeof(OpaqueAlgorithm)
 
 @dataclass(frozen=True, eq=False)
 class Algorithm:
-    """One way to compute one product, the bytes of workspace that it needs, and who named it."""
+    """One way to compute one product, and the bytes of workspace that it needs."""
 
     opaque: OpaqueAlgorithm
     workspace: int
-    source: str
 
     @property
     def key(self) -> bytes:
@@ -161,16 +145,6 @@ class CublasLt:
     def require(self, name: str, *arguments: Any) -> None:
         if status := self.status(name, *arguments):
             raise CublasLtError(f"{name} of {self.path} returned status {status}")
-
-    def settings(self, algorithm: Algorithm) -> dict[str, int]:
-        """What distinguishes it, by name, in the numbers of cublasLt.h; without what it does not tell."""
-        found = {}
-        for name, (attribute, kind) in _SETTINGS.items():
-            value, written = kind(), c_size_t()
-            place = (algorithm.opaque, attribute, byref(value), sizeof(value), byref(written))
-            if self.status("cublasLtMatmulAlgoConfigGetAttribute", *place) == SUCCESS:
-                found[name] = int(value.value)
-        return found
 
     def matmul(
         self,
@@ -240,8 +214,8 @@ class Matmul:
         problem = (self.library.handle, self.operation, *self.layouts, self.preference)
         self.library.require("cublasLtMatmulAlgoGetHeuristic", *problem, count, results, byref(found))
         return [
-            Algorithm(OpaqueAlgorithm.from_buffer_copy(result.algorithm), result.workspace, f"heuristic {rank}")
-            for rank, result in enumerate(results[: found.value])
+            Algorithm(OpaqueAlgorithm.from_buffer_copy(result.algorithm), result.workspace)
+            for result in results[: found.value]
             if result.state == SUCCESS
         ]
 
@@ -253,7 +227,7 @@ class Matmul:
         status = self.library.status("cublasLtMatmulAlgoCheck", *problem, opaque, byref(result))
         if status != SUCCESS or result.state != SUCCESS or result.workspace > workspace:
             return None
-        return Algorithm(opaque, result.workspace, "restored")
+        return Algorithm(opaque, result.workspace)
 
     def run(
         self, a: Tensor, b: Tensor, c: Tensor, d: Tensor, beta: float, algorithm: Algorithm, workspace: Tensor, stream: int
