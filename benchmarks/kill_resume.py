@@ -218,8 +218,8 @@ def left_behind(run_dir: Path) -> dict[str, Any]:
 
 
 def phases(kills: int, rng: random.Random) -> list[str]:
-    """A quarter in the start-up, a quarter while saving, the rest among the steps, shuffled; a tenth, at least 2, exporting."""
-    exporting = max(2, kills // 10)
+    """A quarter in the start-up, a quarter while saving, the rest among the steps, shuffled; a tenth, 2 of a few, exporting."""
+    exporting = min(kills, max(2, kills // 10))
     others = ["start-up"] * (kills // 4) + ["saving"] * (kills // 4)
     others += ["steps"] * (kills - exporting - len(others))
     rng.shuffle(others)
