@@ -27,8 +27,8 @@ import yaml
 from accelerate import Accelerator
 from torch import nn
 
-from benchmarks.machine import LAUNCH, measured_on, write
-from benchmarks.training_speed import RECIPE, measure, run_to_its_end
+from benchmarks.machine import LAUNCH, measured_on, run_to_its_end, write
+from benchmarks.training_speed import RECIPE, measure
 from benchmarks.ways.task import Task
 from packing.batch import StepBatches
 from pretrain.metrics.recorder import memory_gib

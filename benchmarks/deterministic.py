@@ -31,9 +31,7 @@ from subprocess import TimeoutExpired
 from typing import Any
 
 from benchmarks import throughput_packs
-from benchmarks.kill_resume import ROOT, finish, start
-from benchmarks.machine import LAUNCH, measured_on, write
-from benchmarks.throughput_run import environment_from_elsewhere
+from benchmarks.machine import LAUNCH, ROOT, environment_from_elsewhere, finish, measured_on, start, write
 from pretrain.checkpoint.folders import step_folder
 from pretrain.checkpoint.manifest import read_manifest
 from pretrain.metrics.run_record import is_step, read_metrics

@@ -28,14 +28,13 @@ from typing import Any
 import yaml
 
 from benchmarks.kill_resume import LENGTH, MODELS, write_packs
-from benchmarks.machine import LAUNCH, measured_on, write
+from benchmarks.machine import LAUNCH, ROOT, measured_on, write
 from foundation.integrity import hash_of
 from packing.batch import BatchStream, StepBatches
 from pretrain.compare.figures import GREY, new_figure, save, style_panel
 from pretrain.metrics.run_folder import describe_environment
 from pretrain.metrics.run_record import read_metrics
 
-ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "equality_cpu.json"
 PACKS_PER_STEP = 16
 FIGURES = ("loss", "gradient_norm")
@@ -126,7 +125,7 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
     found = {
         case: {
             number if number in ("1", ORDER) else f"{topology}, {number}": curves
-            for topology, number, curves in fused(report, case)
+            for topology, number, curves in fused_curves(report, case)
         }
         for case in CASES
     }
@@ -152,7 +151,7 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
     save(figure, path)
 
 
-def fused(report: Mapping[str, Any], case: str) -> Iterator[tuple[str, str, Mapping[str, Sequence[float]]]]:
+def fused_curves(report: Mapping[str, Any], case: str) -> Iterator[tuple[str, str, Mapping[str, Sequence[float]]]]:
     """Topology, number of processes and curves of a case with fused layers."""
     for topology, each in report.items():
         for number, curves in each["results"].get(f"{case}, fused on", {}).get("curves", {}).items():

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import shlex
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.evidence_results import Results, baseline_of, check_named, key_of
+from benchmarks.machine import command
 from foundation.errors import InputError
 from foundation.locks import FileLock
 from foundation.signals import StopRequest
@@ -46,7 +46,7 @@ TIMED += ("schedule.kind=constant", "schedule.warmup=0")
 def main(arguments: Sequence[str] | None = None) -> int:
     began, options = time.monotonic(), parse_arguments(arguments)
     try:
-        return time_cells(options) if options.steps else collect(options, began, shown(arguments))
+        return time_cells(options) if options.steps else collect(options, began, command(arguments))
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -81,10 +81,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     if not (options.out or options.steps):
         parser.error("--out FILE is needed, to hold the results; or --steps N, to time each cell")
     return options
-
-
-def shown(arguments: Sequence[str] | None) -> str:
-    return shlex.join(["python", "-m", "benchmarks.evidence", *(sys.argv[1:] if arguments is None else arguments)])
 
 
 def matrix_of(options: argparse.Namespace, overrides: Sequence[str] = (), **changes: Any) -> Matrix:
@@ -128,7 +124,7 @@ def collect(options: argparse.Namespace, began: float, command: str) -> int:
             measuring.wait()
             failed = False
             print("hours are over; what is not measured yet will be, by the same command", file=sys.stderr)
-    return told(outcomes, chosen, Results(options.out), stop, failed=failed)
+    return report_outcome(outcomes, chosen, Results(options.out), stop, failed=failed)
 
 
 def that_can_begin(runs: Sequence[MatrixRun], results: Results) -> list[MatrixRun]:
@@ -174,7 +170,9 @@ def start_measuring(options: argparse.Namespace, matrix: Path, command: str, loc
     return subprocess.Popen(launched, stdin=subprocess.PIPE, **shared)
 
 
-def told(outcomes: Sequence[Outcome], chosen: Sequence[MatrixRun], results: Results, stop: StopRequest, *, failed: bool) -> int:
+def report_outcome(
+    outcomes: Sequence[Outcome], chosen: Sequence[MatrixRun], results: Results, stop: StopRequest, *, failed: bool
+) -> int:
     """Say what has come of it; returns the exit status."""
     for status in ("failed", "halted"):
         if names := [each.run.name for each in outcomes if each.status == status]:

@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ import numpy as np
 import psutil
 import yaml
 
-from benchmarks.machine import LAUNCH, measured_on, write
+from benchmarks.machine import LAUNCH, ROOT, finish, measured_on, start, write
 from foundation.integrity import find_damage
 from packing.arrow import Pack, PackWriter
 from pretrain.checkpoint.checkpoint import step_folders
@@ -40,7 +40,6 @@ from pretrain.checkpoint.manifest import read_manifest
 from pretrain.metrics.run_folder import describe_environment
 from pretrain.metrics.run_record import read_metrics
 
-ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "kill_resume.json"
 LENGTH, VOCABULARY, PACKS_PER_STEP, STEPS = 64, 97, 16, 240
 STEPS_A_KILL = 12  # at least, so that the run is not done before its last kill
@@ -120,19 +119,6 @@ def command_of(recipe: Path, run_dir: Path, processes: int) -> list[str]:
 
 
 # ── Killing ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def start(command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
-    """`command` in a process group of its own, so that launcher and training process can be killed in one go."""
-    with log.open("ab") as output:
-        return subprocess.Popen(
-            command,
-            cwd=ROOT,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env={**os.environ, **(environment or {})},
-        )
 
 
 def kill_in(
@@ -301,11 +287,6 @@ def prove(
         "equal": not found,
         "differences": found,
     }
-
-
-def finish(process: subprocess.Popen[bytes], log: Path) -> None:
-    if process.wait() != 0:
-        raise SystemExit(f"the launcher ended with status {process.returncode}; see {log}:\n{log.read_text()[-3000:]}")
 
 
 def main() -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import multiprocessing
 import os
 import queue
 import shlex
@@ -15,22 +14,20 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from benchmarks import throughput_packs
-from benchmarks.machine import processor
+from benchmarks.machine import environment_from_elsewhere, processor, run_to_its_end
 from benchmarks.training_speed import measure as measure_ours
-from benchmarks.training_speed import run_to_its_end
 from benchmarks.ways.entries import BASELINE, Entry
 from benchmarks.ways.judge import TOLERANCES, judge
 from foundation.ending import reason_in
 from foundation.errors import InputError
 from foundation.files import replace_file
-from pretrain.metrics.run_folder import describe_environment
 from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import Recipe
 
@@ -205,12 +202,6 @@ class Bench:
             self.out.parent.mkdir(parents=True, exist_ok=True)
             replace_file(self.out, json.dumps(self.result, indent=1).encode() + b"\n")
             print(line(self.result["ways"][entry.name]), flush=True)
-
-
-def environment_from_elsewhere() -> dict[str, Any]:
-    """Versions and devices, asked for in a process that ends: this one must hold no memory on a GPU that a way has to fit on."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(describe_environment, {}).result()
 
 
 def visible_device(number: int) -> str:

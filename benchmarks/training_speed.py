@@ -10,18 +10,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import shutil
-import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from benchmarks.machine import LAUNCH, measured_on, write
+from benchmarks.machine import LAUNCH, measured_on, run_to_its_end, write
 from pretrain.metrics.run_record import is_step, read_metrics
 
 RECIPE = Path("benchmarks/qwen3_1_7b.yaml")
@@ -91,20 +87,6 @@ def measure(
     else:
         result["output"] = output[-8000:]
     return result
-
-
-def run_to_its_end(command: list[str], timeout: float, environment: Mapping[str, str]) -> tuple[int | str, str]:
-    """Exit status, or "timeout", of a command and all that it has written; after `timeout` seconds it is killed."""
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", **environment}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
-    try:
-        output, _ = process.communicate(timeout=timeout)
-        return process.returncode, output
-    except subprocess.TimeoutExpired:
-        # Its training processes would outlive a killed launcher, and keep the device from the next variant.
-        for each in [*psutil.Process(process.pid).children(recursive=True), process]:
-            each.kill()
-        return "timeout", process.communicate()[0]
 
 
 def line(result: dict[str, Any]) -> str:

@@ -289,7 +289,7 @@ def test_a_run_that_keeps_no_model_is_refused_and_one_whose_model_is_gone_is_nam
     make_run(matrix.runs[0].run_dir, [3.0] * 4, fingerprint=None)
     (matrix.runs[0].run_dir / "config.yaml").write_text(yaml.safe_dump(resolved(matrix.runs[0].recipe)))
     (matrix.runs[0].run_dir / "summary.json").write_text(json.dumps({"steps": 4}))
-    assert evidence.told([], matrix.runs[:1], Results(tmp_path / "none.json"), stop, failed=False) == 1
+    assert evidence.report_outcome([], matrix.runs[:1], Results(tmp_path / "none.json"), stop, failed=False) == 1
     assert f"without a model in `final`: {matrix.runs[0].name}; remove" in capsys.readouterr().err
 
 
