@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.limits import mark
+from benchmarks.device_time import mark, phases_ms
 from benchmarks.machine import measured_on, write
 from benchmarks.short_documents import SHORTEST, pieces
 from demo.corpus import library_documents, standard_library
@@ -178,7 +177,7 @@ def measure(variant: Variant, heads: Heads, lengths: list[int], times: int) -> d
 
     try:
         with deterministic_algorithms(variant.deterministic), holding(flash, LONG=variant.parts_up_to):
-            forward, backward = timed(once, times)
+            forward, backward = phases_ms(once, times)
     except RuntimeError as error:  # out of memory, or no such kernel: as much a result as a time is
         torch.cuda.empty_cache()
         return {"slots": slots, "failed": str(error).strip().splitlines()[0]}
@@ -191,25 +190,6 @@ def measure(variant: Variant, heads: Heads, lengths: list[int], times: int) -> d
         "forward_tflops": 4 * product / forward / 1e9,
         "backward_tflops": 10 * product / backward / 1e9,
     }
-
-
-def timed(once: Callable[[], list[torch.cuda.Event]], times: int) -> tuple[float, float]:
-    """Median milliseconds between the marks of `once`, all of it queued before the device begins."""
-    for _ in range(3):
-        once()
-    cycles = 2**26
-    while True:
-        torch.cuda.synchronize()
-        torch.cuda._sleep(cycles)
-        awake = mark()
-        marks = [once() for _ in range(times)]
-        queued_in_time = not awake.query()
-        torch.cuda.synchronize()
-        if queued_in_time:
-            break
-        cycles *= 2
-    forward = statistics.median(begun.elapsed_time(attended) for begun, attended, _ in marks)
-    return forward, statistics.median(attended.elapsed_time(done) for _, attended, done in marks)
 
 
 @contextmanager

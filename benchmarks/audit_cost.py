@@ -13,8 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.device_time import elapsed
 from benchmarks.machine import measured_on, write
 from packing.arrow import Pack
 from packing.batch import build_microbatch
@@ -94,23 +93,10 @@ class Trained:
             self.microbatch()
 
 
-def seconds(function: Callable[[], None], device: torch.device) -> float:
-    """Of the clock on CUDA; on a CPU the processor's, which other programs do not stretch."""
-    if device.type == "cpu":
-        began = time.process_time()
-        function()
-        return time.process_time() - began
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    function()
-    torch.cuda.synchronize()
-    return time.perf_counter() - began
-
-
 def measure(precision: str, device: torch.device, rounds: int, microbatches: int) -> dict[str, float]:
     trained = Trained(precision, device)
     trained.audited()
-    pairs = [(seconds(trained.microbatch, device), seconds(trained.audited, device)) for _ in range(rounds)]
+    pairs = [(elapsed(trained.microbatch, device), elapsed(trained.audited, device)) for _ in range(rounds)]
     plain, audited = (statistics.median(each) for each in zip(*pairs, strict=True))
     added = audited - plain
     share = added / (STATISTICS_STEPS * microbatches * plain)

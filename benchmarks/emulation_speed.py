@@ -20,8 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.device_time import median_ms
 from benchmarks.machine import measured_on, write
-from benchmarks.optimizer_step import HIDDEN, INTERMEDIATE, KEY_VALUE, median_ms
+from benchmarks.optimizer_step import HIDDEN, INTERMEDIATE, KEY_VALUE
 from pretrain.precision.emulation import EmulationBackend
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings

@@ -36,7 +36,7 @@ from benchmarks.evidence_read import (
     training_loss,
 )
 from benchmarks.evidence_results import device_and_torch
-from benchmarks.throughput_report import check_place, put_between, wrapped
+from benchmarks.page import check_place, put_between, wrapped
 from foundation.errors import InputError
 from foundation.tables import UNKNOWN, markdown, or_dash
 from foundation.units import count, percent, plural

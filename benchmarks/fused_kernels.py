@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.device_time import median_ms
 from benchmarks.limits import COPIED
 from benchmarks.machine import measured_on, write
-from benchmarks.optimizer_step import median_ms
 from packing.batch import IGNORE
 from pretrain.metrics.profile import copy_bandwidth
 from pretrain.model.attention.heads import HeadNorms, Heads

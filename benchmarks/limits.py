@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +19,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.device_time import median_seconds
 from foundation.errors import InputError
 from foundation.units import TERA
 from pretrain.metrics.flops import ModelFlops
@@ -30,7 +29,6 @@ from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import Recipe
 
 BF16, FP32, E4M3, E5M2 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2
-WARM_UP, TIMES = 3, 10
 COPIED = 2**33  # bytes
 
 
@@ -140,32 +138,6 @@ def fp8_product(which: str, m: int, k: int, n: int, dtype: torch.dtype, device: 
     b = torch.randn(n, k, dtype=dtype, device=device).to(E4M3).t()
     one = torch.ones((), device=device)
     return lambda: torch._scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=dtype, use_fast_accum=True)
-
-
-def median_seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Of several runs after some to warm up, each timed by the device where it is a GPU."""
-    seconds = []
-    for turn in range(WARM_UP + TIMES):
-        if device.type == "cuda":
-            begin = mark()
-            run()
-            end = mark()
-            end.synchronize()
-            elapsed = begin.elapsed_time(end) / 1e3
-        else:
-            began = time.perf_counter()
-            run()
-            elapsed = time.perf_counter() - began
-        if turn >= WARM_UP:
-            seconds.append(elapsed)
-    return statistics.median(seconds)
-
-
-def mark() -> torch.cuda.Event:
-    """This moment, by the device's clock."""
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
 
 
 if __name__ == "__main__":

@@ -10,16 +10,14 @@ from the end of one to the end of the next, so what the host cannot hide counts.
 from __future__ import annotations
 
 import argparse
-import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from benchmarks.device_time import median_ms
 from benchmarks.limits import COPIED
 from benchmarks.machine import measured_on, write
 from pretrain.metrics.profile import copy_bandwidth
@@ -103,16 +101,6 @@ def shapes() -> list[torch.Size]:
     square, key_value, wide = (HIDDEN, HIDDEN), (KEY_VALUE, HIDDEN), (INTERMEDIATE, HIDDEN)
     layer = [square, key_value, key_value, square, wide, wide, wide[::-1], (HEAD,), (HEAD,), (HIDDEN,), (HIDDEN,)]
     return [torch.Size(shape) for shape in [(VOCABULARY, HIDDEN), *layer * LAYERS, (HIDDEN,)]]
-
-
-def median_ms(run: Callable[[], object], times: int) -> float:
-    """Median milliseconds from the end of one run to the end of the next, after two to warm up."""
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(times + 3)]
-    for mark in marks:
-        run()
-        mark.record()
-    torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) for a, b in pairwise(marks[2:]))
 
 
 def measure(variant: Variant, bandwidth: float, steps: int) -> dict[str, Any]:

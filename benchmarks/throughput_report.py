@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from benchmarks.page import check_place, put_between, wrapped
 from benchmarks.ways.judge import LOSES, RIGHT, UNKNOWN, WRONG
 from foundation.errors import InputError
-from foundation.files import replace_file
 from foundation.tables import markdown, or_dash
 from pretrain.compare.appearance import colour_of
 from pretrain.compare.figures import GREY, new_figure, save, style_panel
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 BEGIN, END = "<!-- throughput -->", "<!-- /throughput -->"
 FEWEST_PLACES = 3  # for bars in a panel
 REFERENCES = ("reference", "reference_bf16")  # ways whose better one the others are multiples of
-PAGE_WIDTH = 100
 COMMAND = "python -m benchmarks.throughput --report"
 Way = Mapping[str, Any]
 
@@ -38,23 +37,6 @@ def write(files: Sequence[Path], page: Path, picture: Path) -> None:
     tables = [section(result, os.path.relpath(file, page.parent)) for result, file in zip(results, files, strict=True)]
     made = f"`{COMMAND} {' '.join(map(str, files))}` makes this table and the picture."
     put_between(page, BEGIN, END, [*tables, image, wrapped(made)])
-
-
-def check_place(page: Path, begin: str, end: str) -> None:
-    """InputError where `page` has not one place between the markers."""
-    if not page.is_file() or page.read_text().count(begin) != 1 or page.read_text().count(end) != 1:
-        raise InputError(f"{page}: has no place for the table; put {begin} and {end}, each on a line, where it shall stand")
-
-
-def put_between(page: Path, begin: str, end: str, parts: Sequence[str]) -> None:
-    """Replace what stands between the markers."""
-    before, _, rest = page.read_text().partition(begin)
-    replace_file(page, (before + "\n\n".join([begin, *parts, end]) + rest.partition(end)[2]).encode())
-
-
-def wrapped(said: str, width: int = PAGE_WIDTH, indent: str = "") -> str:
-    """As lines of a page, all but the first after `indent`."""
-    return textwrap.fill(said, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def read(file: Path) -> dict[str, Any]:

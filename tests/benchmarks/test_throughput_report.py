@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.throughput_report import BEGIN, END, PAGE_WIDTH, write
+from benchmarks.page import PAGE_WIDTH
+from benchmarks.throughput_report import BEGIN, END, write
 from benchmarks.throughput_run import Settings, finish
 from benchmarks.ways.entries import MODELS
 from foundation.errors import InputError
