@@ -97,8 +97,14 @@ def ours(precision: str, arguments: argparse.Namespace) -> dict[str, Any]:
     low = "delayed" if precision == "fp8" else precision
     overrides = [f"precision={low}", "fp8_config.scope=linear+head"] if precision == "fp8" else [f"precision={low}"]
     folder = Path("runs") / "accelerate_fsdp2" / low
-    run = argparse.Namespace(recipe=arguments.recipe, config=CONFIG, timeout=arguments.timeout, processes=arguments.processes)
-    result = measure([UNTIED, f"train.steps={STEPS}", *overrides, *arguments.overrides], run, folder)
+    result = measure(
+        [UNTIED, f"train.steps={STEPS}", *overrides, *arguments.overrides],
+        recipe=arguments.recipe,
+        config=CONFIG,
+        timeout=arguments.timeout,
+        processes=arguments.processes,
+        folder=folder,
+    )
     if "summary" not in result:
         return result
     audit = json.loads((folder / "audit.json").read_text())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import os
@@ -146,8 +145,14 @@ class Bench:
 
     def _ours(self, entry: Entry, environment: Mapping[str, str], folder: Path) -> dict[str, Any]:
         settings = self.settings
-        launch = argparse.Namespace(recipe=settings.recipe, config=settings.configuration, timeout=settings.timeout)
-        run = measure_ours([*settings.overrides, *entry.overrides], launch, folder / "run", environment)
+        run = measure_ours(
+            [*settings.overrides, *entry.overrides],
+            recipe=settings.recipe,
+            config=settings.configuration,
+            timeout=settings.timeout,
+            folder=folder / "run",
+            environment=environment,
+        )
         run["command"] = run["command"].replace(str(folder / "run"), "runs/throughput")  # which is gone when the way has ended
         if run["status"] != 0 or "summary" not in run:
             said = run.get("output", "")

@@ -22,6 +22,7 @@ from pretrain.metrics.run_record import is_step, read_metrics
 
 RECIPE = Path("benchmarks/qwen3_1_7b.yaml")
 CONFIG = Path("accelerate_configs/bf16.yaml")
+SCRIPT = "train_accelerate.py"
 
 
 def main() -> None:
@@ -31,8 +32,9 @@ def main() -> None:
         "recipe": arguments.recipe.read_text(),
         "results": [],
     }
+    launch = {key: getattr(arguments, key) for key in ("recipe", "config", "timeout", "processes", "script")}
     for variant in arguments.variant:
-        report["results"].append(measure(variant.split(), arguments))
+        report["results"].append(measure(variant.split(), **launch))
         write(arguments.out, report)  # whole after each: the next may be interrupted
         print(line(report["results"][-1]), flush=True)
 
@@ -43,7 +45,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--recipe", type=Path, default=RECIPE)
     parser.add_argument("--config", type=Path, default=CONFIG)
     parser.add_argument("--processes", type=int, help="in place of the configuration's")
-    parser.add_argument("--script", default="train_accelerate.py", help="benchmarks/two_hosts.py: see there")
+    parser.add_argument("--script", default=SCRIPT, help="benchmarks/two_hosts.py: see there")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--timeout", type=float, default=240, help="seconds for one variant")
     return parser.parse_args()
@@ -51,29 +53,34 @@ def parse_arguments() -> argparse.Namespace:
 
 def measure(
     overrides: list[str],
-    arguments: argparse.Namespace,
+    *,
+    recipe: Path,
+    config: Path,
+    timeout: float,
+    processes: int | None = None,
+    script: str = SCRIPT,
     folder: Path | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Train one variant; its summary, step times and exit status.
 
-    `arguments`: recipe, config and timeout. `folder`: for the run, emptied first; else one below runs/speed. `environment`: added
-    to this process's own.
+    `config`: accelerate's. `timeout`: seconds. `processes`: in place of the configuration's. `folder`: for the run, emptied
+    first; else one below runs/speed. `environment`: added to this process's own.
     """
     folder = folder or Path("runs") / "speed" / "-".join(overrides).replace("/", "_")
     shutil.rmtree(folder, ignore_errors=True)
     command = [
         *LAUNCH,
         "--config_file",
-        str(arguments.config),
-        *(("--num_processes", str(arguments.processes)) if getattr(arguments, "processes", None) else ()),
-        getattr(arguments, "script", "train_accelerate.py"),
-        str(arguments.recipe),
+        str(config),
+        *(("--num_processes", str(processes)) if processes else ()),
+        script,
+        str(recipe),
         *overrides,
         f"run_dir={folder}",
     ]
     began = time.perf_counter()
-    status, output = run_to_its_end(command, arguments.timeout, environment or {})
+    status, output = run_to_its_end(command, timeout, environment or {})
     result: dict[str, Any] = {
         "variant": overrides,
         "command": shlex.join(["accelerate", *command[3:]]),
