@@ -25,7 +25,9 @@ from torch import Tensor
 
 from benchmarks.device_time import mark, phases_ms
 from benchmarks.machine import measured_on, write
-from benchmarks.short_documents import SHORTEST, pieces
+from benchmarks.short_documents import SHORTEST as FEWEST_CHARACTERS
+from benchmarks.short_documents import pieces
+from benchmarks.throughput_packs import LOG_DEVIATION, LOG_MEAN, SHORTEST
 from demo.corpus import library_documents, standard_library
 from foundation.attributes import holding
 from pretrain.model.attention import backends as attention
@@ -105,17 +107,17 @@ def packed(lengths: Iterable[int]) -> list[int]:
 
 
 def log_normal() -> Iterator[int]:
-    """Like the articles of a small wiki: a median of 110 tokens, a mean of 200."""
+    """Documents of the law of `benchmarks.throughput_packs`, in a draw of their own, which kept figures are of."""
     generator = torch.Generator().manual_seed(1)
     while True:
-        yield max(8, int(torch.empty(1).log_normal_(4.7, 1.1, generator=generator).item()))
+        yield max(SHORTEST, int(torch.empty(1).log_normal_(LOG_MEAN, LOG_DEVIATION, generator=generator).item()))
 
 
 def definitions() -> Iterator[int]:
     """The lengths of real text: functions and classes of Python's library, each on its own, in the order of its modules."""
     for document in library_documents(standard_library(), []):
         for text in pieces(document.text) if document.name.endswith(".py") else [document.text]:
-            yield max(SHORTEST, len(text)) // CHARACTERS_A_TOKEN
+            yield max(FEWEST_CHARACTERS, len(text)) // CHARACTERS_A_TOKEN
 
 
 # ── What attends ──────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -194,12 +194,7 @@ def drawn_packs(recipe: Recipe, steps: int) -> list[str]:
     """Settings that replace packs which are not there by packs of drawn tokens, made on first use; none where they are there."""
     if Path(recipe.data.packs).exists():
         return []
-    length, vocabulary = recipe.data.length, recipe.model.config["vocab_size"]
-    count = steps * recipe.batch.tokens // length
-    packs = ROOT / "packs" / f"zipf_{length}_{vocabulary}_{count}"
-    if not packs.exists():
-        throughput_packs.write(packs, length, vocabulary, count)
-    return ["data.source=null", "data.tokenizer=null", f"data.packs={packs}"]
+    return throughput_packs.make(ROOT / throughput_packs.folder_of(recipe, steps), recipe, steps)
 
 
 def main() -> int:

@@ -18,6 +18,7 @@ import numpy as np
 
 from packing.arrow import Pack, PackWriter
 from pretrain.settings.config import load_recipe
+from pretrain.settings.recipe import Recipe
 
 LOG_MEAN, LOG_DEVIATION, SHORTEST = 4.7, 1.1, 8  # of a document's length in tokens
 SPARED = 1936  # ids at the vocabulary's end that do not occur: special tokens, and rows that only round up its size
@@ -33,6 +34,28 @@ def main() -> None:
     arguments = parser.parse_args()
     recipe = load_recipe(arguments.recipe)
     write(arguments.out, recipe.data.length, recipe.model.config["vocab_size"], arguments.packs, whole=arguments.whole)
+
+
+def folder_of(recipe: Recipe, steps: int, *, whole: bool = False) -> Path:
+    """Where packs for `steps` steps of `recipe` lie; named after all that decides what is in them."""
+    kind = "whole" if whole else "zipf"
+    return Path("packs") / f"{kind}_{recipe.data.length}_{recipe.model.config['vocab_size']}_{_count(recipe, steps)}"
+
+
+def make(folder: Path, recipe: Recipe, steps: int, *, whole: bool = False) -> list[str]:
+    """The settings by which `recipe` trains `steps` steps on packs in `folder`, which are written if nothing is there."""
+    if not folder.exists():
+        write(folder, recipe.data.length, recipe.model.config["vocab_size"], _count(recipe, steps), whole=whole)
+    return settings_for(folder)
+
+
+def settings_for(folder: Path) -> list[str]:
+    """Over a recipe: the packs in `folder` in place of prepared text."""
+    return ["data.source=null", "data.tokenizer=null", f"data.packs={folder}"]
+
+
+def _count(recipe: Recipe, steps: int) -> int:
+    return steps * recipe.batch.tokens // recipe.data.length
 
 
 def write(folder: Path, length: int, vocabulary: int, count: int, *, whole: bool = False) -> None:

@@ -63,16 +63,12 @@ class Settings:
 
     @property
     def packs(self) -> Path:
-        """Named after all that decides what is in them."""
-        length, vocabulary = self.loaded.data.length, self.loaded.model.config["vocab_size"]
-        kind = "whole" if self.whole_documents else "zipf"
-        return Path("packs") / f"{kind}_{length}_{vocabulary}_{self.all_steps * self.loaded.batch.tokens // length}"
+        return throughput_packs.folder_of(self.loaded, self.all_steps, whole=self.whole_documents)
 
     @property
     def overrides(self) -> list[str]:
         """Over the recipe, for every way: these packs in place of prepared text, and as many steps as are measured."""
-        no_text = ["data.source=null", "data.tokenizer=null"]
-        return [*no_text, f"data.packs={self.packs}", f"train.steps={self.all_steps}"]
+        return [*throughput_packs.settings_for(self.packs), f"train.steps={self.all_steps}"]
 
     def record(self) -> dict[str, Any]:
         """What must be equal for figures to stand in one table."""
@@ -122,12 +118,9 @@ class Bench:
             list(pool.map(one, missing))
 
     def _make_packs(self) -> None:
-        folder, recipe = self.settings.packs, self.settings.loaded
-        if not folder.exists():
-            count = self.settings.all_steps * recipe.batch.tokens // recipe.data.length
-            vocabulary, whole = recipe.model.config["vocab_size"], self.settings.whole_documents
-            throughput_packs.write(folder, recipe.data.length, vocabulary, count, whole=whole)
-        manifest = json.loads((folder / "packs.json").read_text())
+        settings = self.settings
+        throughput_packs.make(settings.packs, settings.loaded, settings.all_steps, whole=settings.whole_documents)
+        manifest = json.loads((settings.packs / "packs.json").read_text())
         fingerprint = manifest["splits"]["train"]["fingerprint"]
         self.result["packs"] = manifest["settings"] | manifest["statistics"] | {"fingerprint": fingerprint}
 
