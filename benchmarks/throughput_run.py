@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import throughput_packs
+from benchmarks.evidence_results import device_and_torch
 from benchmarks.machine import environment_from_elsewhere, processor, run_to_its_end
 from benchmarks.training_speed import measure as measure_ours
 from benchmarks.ways.entries import BASELINE, Entry
@@ -91,6 +92,10 @@ class Bench:
         changed = [key for key, value in self.result["settings"].items() if before["settings"].get(key) != value]
         if changed:
             raise InputError(f"{self.out}: was measured with other settings ({', '.join(changed)}); name another --out")
+        if "environment" in before:
+            there, here = device_and_torch(before["environment"]), device_and_torch(environment_from_elsewhere())
+            if there != here:
+                raise InputError(f"{self.out}: was measured on {there}, and this is {here}; name another --out")
         self.result |= {key: before[key] for key in ("environment", "limits", "packs") if key in before}
         # What failed, for want of time or of a package, is tried again.
         self.result["ways"] = {name: way for name, way in before["ways"].items() if way["status"] == "ok"}

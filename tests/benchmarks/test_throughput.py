@@ -151,6 +151,19 @@ def test_what_was_measured_with_other_settings_is_not_continued(recipe: Path, tm
         Bench(replace(settings, steps=2), out, "", go_on=True)
 
 
+def test_what_was_measured_on_another_device_is_not_continued(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    environment = describe_environment({}) | {"gpus": []}
+    monkeypatch.setattr(throughput_run, "environment_from_elsewhere", lambda: environment)
+    out = tmp_path / "out.json"
+    settings = Settings("tiny", recipe, CPU, 1, 1, 1, timeout=600)
+    before = {"settings": settings.record(), "environment": environment, "ways": {"a": {"status": "ok"}}}
+    out.write_text(json.dumps(before))
+    assert Bench(settings, out, "", go_on=True).result["ways"] == {"a": {"status": "ok"}}
+    out.write_text(json.dumps(before | {"environment": environment | {"gpus": ["NVIDIA H200"]}}))
+    with pytest.raises(InputError, match=r"out\.json: was measured on NVIDIA H200, torch .*, and this is a CPU, .*another --out"):
+        Bench(settings, out, "", go_on=True)
+
+
 def test_the_whole_compiled_model_trains_what_the_eager_one_does(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     # Traced and differentiated as a whole as on a GPU, but not made into C++, which takes this compiler a minute.
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
