@@ -22,11 +22,13 @@ from torch import Tensor, nn
 
 from benchmarks.device_time import median_ms
 from benchmarks.machine import measured_on, write
-from benchmarks.optimizer_step import HIDDEN, INTERMEDIATE, KEY_VALUE
 from pretrain.precision.emulation import EmulationBackend
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
+from pretrain.run.trial import QWEN3_1_7B
 
+HIDDEN, INTERMEDIATE = QWEN3_1_7B["hidden_size"], QWEN3_1_7B["intermediate_size"]
+KEY_VALUE = QWEN3_1_7B["num_key_value_heads"] * QWEN3_1_7B["head_dim"]
 # name: (which input it takes, in_features, out_features). Linears that share an input keep it once for backward.
 LINEARS = {
     "q_proj": ("normed", HIDDEN, HIDDEN),

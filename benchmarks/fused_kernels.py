@@ -36,6 +36,7 @@ from pretrain.model.loss import softmax_kernel
 from pretrain.model.loss.softmax_kernel import quantized_softmax_gradient
 from pretrain.model.table_kernel import add_rows_
 from pretrain.precision.fp8_tile import TensorScaled
+from pretrain.run.trial import QWEN3_1_7B
 
 BF16 = torch.bfloat16
 TOKENS = 32_768  # of a microbatch: 8 packs of 4,096
@@ -107,8 +108,9 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 # ── The rotation of queries and keys ──────────────────────────────────────────────────────────────────────────────────────────
 
+HEADS_OF_QWEN3 = Heads(QWEN3_1_7B["num_attention_heads"], QWEN3_1_7B["num_key_value_heads"], QWEN3_1_7B["head_dim"])
 ROTATIONS = {
-    "Qwen3-1.7B": (Heads(query=16, kv=8, dim=128), True),
+    "Qwen3-1.7B": (HEADS_OF_QWEN3, True),
     "Llama-3.1-8B": (Heads(query=32, kv=8, dim=128), False),
     "Qwen2.5-0.5B": (Heads(query=14, kv=2, dim=64), False),
 }
@@ -217,7 +219,7 @@ def rotary_codes_tilings() -> Iterator[Case]:
 
 # ── The softmax of the chunked loss ───────────────────────────────────────────────────────────────────────────────────────────
 
-CHUNK, VOCABULARY = 4096, 151_936  # tokens whose logits exist at once, words of Qwen3
+CHUNK, VOCABULARY = 4096, QWEN3_1_7B["vocab_size"]  # tokens whose logits exist at once, words of Qwen3
 SOFTMAX_TILINGS = [
     softmax_kernel.SoftmaxTiling(block, warps) for block, warps in ((4096, 8), (8192, 8), (8192, 16), (16_384, 16))
 ]
@@ -276,7 +278,7 @@ def softmax_tilings() -> Iterator[Case]:
 
 # ── SwiGLU ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-WIDTH = 6144  # of the activated values, in Qwen3-1.7B
+WIDTH = QWEN3_1_7B["intermediate_size"]  # of the activated values, in Qwen3-1.7B
 # Rows, columns and warps of a tile, of 2,048 to 8,192 values; warps for the tiles of 128 x 128 that blocks need; and of SwiGLU's
 # gradient in blocks the rows of a block that a program takes, or the columns, and warps.
 ACTIVATION_TILES = [
@@ -383,7 +385,7 @@ def activation_tilings() -> Iterator[Case]:
 
 # ── RMSNorm ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-HIDDEN = {"Qwen3-1.7B": (32_768, 2048), "Llama-3.1-8B": (16_384, 4096), "Qwen2.5-14B": (8192, 5120)}
+HIDDEN = {"Qwen3-1.7B": (TOKENS, QWEN3_1_7B["hidden_size"]), "Llama-3.1-8B": (16_384, 4096), "Qwen2.5-14B": (8192, 5120)}
 # Rows, columns, warps and loads ahead: of the kernel that writes a transpose, and of the one that writes rows at most.
 NORM_TILINGS = [(16, 2048, 16), (16, 256, 4), (16, 512, 8), (16, 512, 8, 2), (16, 1024, 16), (32, 128, 8), (32, 256, 8)]
 NORM_TILINGS += [(32, 256, 8, 2), (32, 256, 8, 3), (32, 512, 16), (32, 512, 16, 2), (64, 128, 8), (64, 256, 16), (64, 256, 16, 2)]

@@ -21,11 +21,13 @@ from benchmarks.device_time import median_ms
 from benchmarks.limits import COPIED
 from benchmarks.machine import measured_on, write
 from pretrain.metrics.profile import copy_bandwidth
+from pretrain.model.huggingface import build_on_meta, load_config
 from pretrain.optimizer.adamw import ExactAdamW
 from pretrain.optimizer.adamw_kernel import FusedUpdate
+from pretrain.run.trial import QWEN3_1_7B
+from pretrain.settings.recipe import ModelSettings
 
 FP32, BF16 = torch.float32, torch.bfloat16
-HIDDEN, INTERMEDIATE, LAYERS, KEY_VALUE, HEAD, VOCABULARY = 2048, 6144, 28, 1024, 128, 151_936
 
 
 @dataclass(frozen=True)
@@ -97,10 +99,8 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def shapes() -> list[torch.Size]:
-    """Of every parameter of Qwen3-1.7B, its head tied."""
-    square, key_value, wide = (HIDDEN, HIDDEN), (KEY_VALUE, HIDDEN), (INTERMEDIATE, HIDDEN)
-    layer = [square, key_value, key_value, square, wide, wide, wide[::-1], (HEAD,), (HEAD,), (HIDDEN,), (HIDDEN,)]
-    return [torch.Size(shape) for shape in [(VOCABULARY, HIDDEN), *layer * LAYERS, (HIDDEN,)]]
+    """The shape of every parameter of Qwen3-1.7B, its head tied."""
+    return [parameter.shape for parameter in build_on_meta(load_config(ModelSettings(config=QWEN3_1_7B))).parameters()]
 
 
 def measure(variant: Variant, bandwidth: float, steps: int) -> dict[str, Any]:
