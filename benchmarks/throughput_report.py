@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 BEGIN, END = "<!-- throughput -->", "<!-- /throughput -->"
 FEWEST_PLACES = 3  # for bars in a panel
 REFERENCES = ("reference", "reference_bf16")  # ways whose better one the others are multiples of
+SAME_TRAINING = {RIGHT: "yes", WRONG: "no", LOSES: f"no: {LOSES}", UNKNOWN: UNKNOWN}  # in the table, by verdict
 COMMAND = "python -m benchmarks.throughput --report"
 Way = Mapping[str, Any]
 
@@ -66,7 +67,8 @@ def section(result: Mapping[str, Any], link: str) -> str:
             notes.append(wrapped(remark, indent="   "))
         rows.append(row(way, multiple_of, f" [{len(notes)}]" if remarks else ""))
     header = ["way", "precision", "weights", "tokens/s", "least to most", "x reference", "of the limit", "peak GiB", "first step"]
-    return "\n\n".join(filter(None, [introduction(result, link), markdown([*header, "trains"], rows, names=3), "\n".join(notes)]))
+    table = markdown([*header, "same training?"], rows, names=3)
+    return "\n\n".join(filter(None, [introduction(result, link), table, "\n".join(notes)]))
 
 
 def introduction(result: Mapping[str, Any], link: str) -> str:
@@ -75,10 +77,11 @@ def introduction(result: Mapping[str, Any], link: str) -> str:
     device, side_by_side = gpus[0] if gpus else result["environment"]["processor"], int(result["settings"]["gpus"])
     floors = {name: recipe["tokens"] / seconds for name, seconds in result["limits"].get("floors", {}).items()}
     torch_version, settings = result["environment"]["packages"]["torch"], result["settings"]
-    whole = ", each one document" if packs.get("whole_documents") else ""
+    documents = f"documents of {packs['sum_squared_lengths_per_token']:.0f} tokens on average by squared length (Σlen²/T)"
+    documents = "each one document" if packs.get("whole_documents") else documents
     parts = [
         f"**{recipe['name']}** on one {device}, torch {torch_version}: {recipe['tokens']:,} tokens a step,",
-        f"packs of {recipe['length']:,} tokens{whole}, Σlen²/T {packs['sum_squared_lengths_per_token']:.0f}; median of",
+        f"packs of {recipe['length']:,} tokens, {documents}; median of",
         f"{settings['steps']} steps after {settings['warm_up']} ([`{Path(link).name}`]({link})).",
     ]
     if floors:
@@ -131,7 +134,7 @@ def row(way: Way, multiple_of: float | None, note: str) -> list[str]:
         or_dash(way["share_of_limit"], lambda share: f"{100 * share:.1f} %"),
         f"{way['memory_gib']:.1f}",
         f"{way['first_step_seconds']:.1f} s",
-        way["verdict"] + note,
+        SAME_TRAINING[way["verdict"]] + note,
     ]
 
 

@@ -79,7 +79,7 @@ def test_the_fastest_stands_first_and_what_is_wrong_is_not_ranked(result: Path, 
     ]
     assert rows["**ours, delayed**", "bf16_exact"][3:7] == ["67,500", "67,500 to 67,500", "1.50", "60.0 %"]
     compiled = rows["Hugging Face, compiled", "fp32"]
-    assert compiled[5] == "–" and compiled[-1].startswith("wrong [")
+    assert compiled[5] == "–" and compiled[-1].startswith("no [") and rows["Hugging Face, eager", "fp32"][-1].startswith("yes [")
 
 
 def test_reasons_stand_below_the_table(result: Path, page: Path, tmp_path: Path):
