@@ -170,7 +170,7 @@ def step_as_documented(
 
 
 def watch(model: nn.Module) -> dict[str, tuple[str, bool]]:
-    """By linear: its class, and whether its last forward ran in FP8, as Transformer Engine's module says. Filled as it trains."""
+    """Return by linear its class, and whether its last forward ran in FP8 by Transformer Engine's flag. It fills as it trains."""
     found: dict[str, tuple[str, bool]] = {}
     for name, module in model.named_modules():
         if type(module).__name__ == "Linear" or isinstance(module, nn.Linear):

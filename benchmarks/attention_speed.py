@@ -95,7 +95,7 @@ def documents() -> dict[str, list[int]]:
 
 
 def packed(lengths: Iterable[int]) -> list[int]:
-    """As many of `lengths` as fill the packs, each cut where its pack ends."""
+    """Return as many of `lengths` as fill the packs, each cut where its pack ends."""
     found: list[int] = []
     room = PACK
     for length in lengths:
@@ -138,7 +138,7 @@ def variants() -> list[Variant]:
 
 
 def of_flash_attention_4() -> list[Variant]:
-    """As training takes it; and each backward for all documents: query heads apart, or all in one call."""
+    """The kernel is timed as training takes it, and with each backward for all documents: query heads apart, or in one call."""
     fa4 = partial(by_registry, attention.packed_fa4)
     return [
         Variant("fa4", fa4),
@@ -153,7 +153,7 @@ def by_registry(function: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tens
 
 
 def repeated(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """With a KV head for every query head: more to read, but dK and dV need no sum over the heads of a group in cuDNN."""
+    """Give every query head a KV head: that is more to read, but dK and dV need no sum over a group's heads in cuDNN."""
     k, v = (states.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for states in (k, v))
     return by_registry(attention.packed_cudnn, q, k, v, cu_seqlens)
 

@@ -150,7 +150,7 @@ def steps_of(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def figures(steps: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
-    """Of each step its number and FIGURES."""
+    """Return the number and FIGURES of each step."""
     return [[step["step"], *(step[key] for key in FIGURES)] for step in steps]
 
 
@@ -172,7 +172,7 @@ def differing(one: Sequence[Any], other: Sequence[Any]) -> str | None:
 
 
 def verdict(alone: Mapping[str, Any], killed: Mapping[str, Any]) -> dict[str, str]:
-    """Of two runs of one training, and of a resumed one; what differs first, where something does."""
+    """Judge two runs of one training, and a resumed one: EQUAL, or what differs first."""
     second = differing(alone["figures"], killed["before_the_kill"])
     resumed = differing(alone["figures"], killed["figures"])
     if not resumed and len(alone["figures"]) != len(killed["figures"]):
@@ -185,7 +185,7 @@ def verdict(alone: Mapping[str, Any], killed: Mapping[str, Any]) -> dict[str, st
 
 
 def cost(alone: Mapping[str, Any], free: Sequence[Mapping[str, Any]]) -> float:
-    """By which share the setting makes a step's speed smaller; of the free runs' mean, as they stand before and after it."""
+    """Return the share of a step's speed that the setting costs, of the mean of the free runs before and after it."""
     speeds = [run["tokens_per_second"]["median"] for run in free]
     return 1 - alone["tokens_per_second"]["median"] / statistics.fmean(speeds)
 

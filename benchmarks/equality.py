@@ -99,7 +99,7 @@ def apart(one: Mapping[str, Sequence[float]], other: Mapping[str, Sequence[float
 
 
 def compare(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """By case: the curves by number of processes, and how far each is from that of one."""
+    """Return by case the curves by number of processes, and how far each is from that of one."""
     runs = {"1": (1, False), ORDER: (1, True)} | {str(number): (number, False) for number in arguments.processes}
     packs, results = folder / "packs", {}
     recipe = write_recipe(folder, packs if packs.exists() else write_packs(packs))

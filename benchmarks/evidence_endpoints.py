@@ -93,9 +93,9 @@ class HeldOut:
 def last_words(
     documents: Sequence[np.ndarray], kinds: Sequence[int], names: Sequence[str], tokenizer: PreTrainedTokenizerBase | None
 ) -> dict[int, list[tuple[int, int]]]:
-    """Of documents of prose, the first token and the one after the last of words with which a sentence ends, at least CONTEXT
-    tokens from the document's begin: PASSAGES of them, or as many as there are. A word is letters after a blank. Empty where
-    there is no prose, or no tokenizer of bytes."""
+    """Find words of prose with which a sentence ends, at least CONTEXT tokens from the document's begin: PASSAGES of them, or as
+    many as there are. Returns by document the first token of each and the one after its last. A word is letters after a blank.
+    Empty where there is no prose, or no tokenizer of bytes."""
     if tokenizer is None or PROSE not in names:
         return {}
     tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
@@ -154,8 +154,8 @@ def batched(
 
 
 def logits_of(model: PreTrainedModel, batch: Batch) -> Iterator[tuple[slice, Tensor]]:
-    """Of the batch's targets, some at a time, the logits [targets, vocabulary] in FP32. Padding comes after all that is looked
-    at, and attention is causal, so no mask is needed."""
+    """Yield the logits [targets, vocabulary] of the batch's targets in FP32, some at a time. Padding comes after all that is
+    looked at, and attention is causal, so no mask is needed."""
     hidden = model.base_model(input_ids=batch.input_ids, use_cache=False).last_hidden_state.flatten(0, 1)[batch.at]
     head = model.get_output_embeddings().weight.float()
     for begin in range(0, len(hidden), _CHUNK):
@@ -243,7 +243,7 @@ class Measuring:
         self.compare_baselines()
 
     def attempt(self, what: str, measure: Callable[[], None]) -> None:
-        """Where it cannot be measured, or the file not be written, that is said, and all else is measured all the same."""
+        """Measure; say so where that cannot be done, or the file not be written: all else is measured all the same."""
         try:
             measure()
         except (InputError, OSError, RuntimeError) as error:

@@ -103,14 +103,14 @@ def points(scale: Scale, speeds: Speeds) -> list[EvidencePoint]:
 
 
 def floor_of(scale: Scale) -> tuple[float, str] | None:
-    """How far repeated baselines end apart, as the cells were begun, in per cent; and the scale's name."""
+    """Return how far repeated baselines end apart, as the cells were begun, in per cent; and the scale's name."""
     level = scale.mean(BASELINE, final_loss)
     floor = scale.floor(BRANCH_REPEAT if all(cell.endswith(BRANCH) for cell in scale.precisions) else REPEAT)
     return None if floor is None or not level else (100 * floor / level, scale.content["scale"])
 
 
 def said_of(scale: Scale) -> str:
-    """Of which size a scale is, and of how many seeds."""
+    """Say which size a scale has, and how many seeds."""
     content, seeds = scale.content, len(scale.values(BASELINE, final_loss))
     differences = filter(None, map(scale.difference, scale.precisions))
     fewer = "up to " if any(len(each.by_seed) < seeds for each in differences) else ""

@@ -79,7 +79,7 @@ def loss_before_decay(run: Mapping[str, Any]) -> float | None:
 
 
 def loss_of_kind(kind: str) -> Measure:
-    """As `final_loss`, of one kind of text."""
+    """Make a figure like `final_loss`, of one kind of text."""
     return lambda run: run["endpoints"]["final"].get(f"{_KIND}{kind}")
 
 
@@ -160,7 +160,7 @@ class ResultFile:
 
     @cached_property
     def kinds(self) -> list[str]:
-        """Of the held-out text, as the baseline's runs have them."""
+        """The kinds of held-out text that the baseline's runs were measured on."""
         finals = [self.content["runs"][name]["endpoints"]["final"] for name in self.cells[BASELINE].values()]
         found = max(finals, key=len)  # of a run that was halted there are none
         return [key.partition("/")[2] for key in found if key.startswith(_KIND)]
@@ -176,7 +176,7 @@ class ResultFile:
         return self.records[name].broken_off or loss is None or not math.isfinite(loss)
 
     def values(self, cell: str, measure: Measure) -> dict[int, float]:
-        """By seed, of the runs that came to their end and know the figure; empty for a cell that is not there."""
+        """Return the figure by seed, of the runs that came to their end and know it; empty for a cell that is not there."""
         found = {
             seed: measure(self.content["runs"][name])
             for seed, name in self.cells.get(cell, {}).items()
@@ -185,7 +185,7 @@ class ResultFile:
         return {seed: value for seed, value in found.items() if value is not None and math.isfinite(value)}
 
     def above_baseline(self, cell: str, measure: Measure) -> dict[int, float]:
-        """By seed, a figure minus the baseline's."""
+        """Return by seed a figure minus the baseline's."""
         ours, base = self.values(cell, measure), self.values(BASELINE, measure)
         return {seed: value - base[seed] for seed, value in ours.items() if seed in base}
 
@@ -224,8 +224,8 @@ class Scale:
                 raise InputError(f"{first[0]}: {where} are of one cell and differ in {told}; train one of them again")
 
     def unlike(self, cell: str) -> str | None:
-        """In what else than what it is about a cell was trained otherwise than the baseline, with both values, so that a
-        difference is no cost of a precision; None where in nothing."""
+        """Say which settings beside those that a cell is about differ from the baseline's, with both values, so that a difference
+        is no cost of a precision; None where none do."""
         about = ["seed", _BEGIN, *(["optimizer.learning_rate"] if cell in RATES else [])]
         return describe_unfairness(self.record(BASELINE), self.record(cell), about)
 
@@ -239,7 +239,7 @@ class Scale:
 
     @cached_property
     def cells(self) -> list[str]:
-        """In the files' order. The baseline of a second file is the first one's repeated."""
+        """The cells in the files' order. The baseline of a second file is the first one's repeated."""
         repeated = [REPEAT] if self._repeated(final_loss) else []
         return list(dict.fromkeys([cell for file in self.files for cell in file.cells] + repeated))
 
@@ -271,7 +271,7 @@ class Scale:
         return len(self._runs(cell))
 
     def record(self, cell: str) -> RunRecord:
-        """Of the cell's first seed."""
+        """The record of the cell's first seed."""
         file, name = self._runs(cell)[0]
         return file.records[name]
 
@@ -280,15 +280,15 @@ class Scale:
         return [name for file, name in self._runs(cell) if file.is_broken(name)]
 
     def every(self, cell: str, measure: Measure) -> list[float]:
-        """Of each run that came to its end."""
+        """Return the figure of each run that came to its end."""
         return [value for file in self.files for value in file.values(cell, measure).values()]
 
     def values(self, cell: str, measure: Measure) -> dict[int, float]:
-        """By seed, of the runs that came to their end and know the figure; empty for a cell that is not there."""
+        """Return the figure by seed, of the runs that came to their end and know it; empty for a cell that is not there."""
         return _means(file.values(cell, measure) for file in self.files)
 
     def mean(self, cell: str, measure: Measure) -> float | None:
-        """Over seeds. None too for a cell, other than the baseline, of which a run broke off: see `difference`."""
+        """Return the mean over seeds. None too for a cell but the baseline of which a run broke off: see `difference`."""
         if cell != BASELINE and self.broken_off(cell):
             return None
         values = self.values(cell, measure)
@@ -305,7 +305,7 @@ class Scale:
         return found and replace(found, baseline=statistics.fmean(level[seed] + theirs[seed] for seed in found.by_seed))
 
     def _above_baseline(self, cell: str, measure: Measure) -> dict[int, float]:
-        """By seed, a figure minus the baseline's of the same file."""
+        """Return by seed a figure minus the baseline's of the same file."""
         found = [file.above_baseline(cell, measure) for file in self.files]
         return _means([*found, *(self._repeated(measure) if cell == REPEAT else ())])
 
@@ -323,7 +323,7 @@ class Scale:
         return slope_of([file.records[name] for file, name in self._runs(BASELINE) if not file.is_broken(name)])
 
     def apart(self, repeat: str) -> list[float]:
-        """By how much baselines end apart from their twins, nats a token, a number for each pair; `repeat`: REPEAT or
+        """Return how far baselines end apart from their twins, nats a token, a number for each pair; `repeat`: REPEAT or
         BRANCH_REPEAT. Empty where one of those runs broke off."""
         if self.broken_off(repeat):
             return []
@@ -356,7 +356,7 @@ def read_scales(paths: Sequence[Path]) -> list[Scale]:
 
 
 def _means(found: Iterable[Mapping[int, float]]) -> dict[int, float]:
-    """By seed, the mean of what is `found` for it."""
+    """Return by seed the mean of what is `found` for it."""
     values: dict[int, list[float]] = {}
     for each in found:
         for seed, value in each.items():

@@ -147,7 +147,7 @@ def cell_row(scale: Scale, cell: str, speeds: Speeds) -> list[str]:
 
 
 def verdict(scale: Scale, cell: str, difference: SeedDifference | None) -> str:
-    """Of a tested cell whether it is equivalent; of others that they are estimates."""
+    """Say whether a tested cell is equivalent; other cells are estimates."""
     if difference is not None and scale.unlike(cell):
         return "other settings"
     if difference is None or len(difference.by_seed) < FEWEST_SEEDS or cell in TESTED:
@@ -156,7 +156,7 @@ def verdict(scale: Scale, cell: str, difference: SeedDifference | None) -> str:
 
 
 def seeds_of(scale: Scale, cell: str, difference: SeedDifference | None) -> str:
-    """How many a row is over; of a row without figures, how many there are."""
+    """Say how many seeds a row is over; or how many there are, where it has no figures."""
     return str(len(difference.by_seed) if difference else scale.number_of_runs(cell))
 
 

@@ -59,7 +59,7 @@ def baseline_of(matrix: Matrix, run: MatrixRun) -> MatrixRun | None:
 
 
 def trained_otherwise(run: MatrixRun, found: Recipe) -> str:
-    """In which settings a run of `found` is another than `run`, ours before its; empty where it is none."""
+    """Say in which settings a run of `found` is another than `run`, ours before its; empty where it is none."""
     ours, theirs = flatten(resolved(run.recipe)), flatten(resolved(found))
     keys = _MEASURED + (_MEASURED_IF_QUANTIZED if is_quantized(run.recipe.precision) else ())
     differ = run.unlike(found) | {key: (ours.get(key), theirs.get(key)) for key in keys if ours.get(key) != theirs.get(key)}
@@ -85,7 +85,7 @@ class Results:
                 raise InputError(f"{path}: `runs`, {key}: not as `benchmarks.evidence` makes it; {_REMEDY}") from None
 
     def locked(self) -> FileLock:
-        """For writing; InputError where another process does that, or it cannot be written."""
+        """Lock the file for writing; InputError where another process writes it, or it cannot be written."""
 
         def refuse(holder: str) -> None:
             raise InputError(f"{self.path}: is being written by {holder}; wait for it, or name another file")

@@ -102,7 +102,7 @@ def line(result: dict[str, Any]) -> str:
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """For one shape, as a training step has it."""
+    """Compile for one shape, as a training step has it."""
     return torch.compile(function, fullgraph=True, dynamic=False)
 
 
@@ -325,7 +325,8 @@ class SwiGLU:
 
 
 def activation() -> Iterator[Case]:
-    """Beside what LayerNormMLP calls: SwiGLU with a quantizer for both directions; the gradient in BF16, quantized afterwards.
+    """Our kernels stand beside what LayerNormMLP calls: SwiGLU with a quantizer for both directions; the gradient in BF16, which
+    is quantized afterwards.
 
     The bytes are those of a single pass. Current scaling reads its input twice.
     """
@@ -355,7 +356,7 @@ def scaled(dtype: torch.dtype, columns: int) -> TensorScaled:
 
 
 def activation_tilings() -> Iterator[Case]:
-    """By replacing the kernels' own tiles."""
+    """The kernels take these tiles in place of their own."""
     from pretrain.model.fused import activation_kernel as kernel
     from pretrain.model.fused.activation_kernel import Tile
     from pretrain.precision.fp8_tile import BlockScaled
@@ -411,14 +412,14 @@ class Norms:
         return tex.rmsnorm_fwd(self.x, self.weight, 1e-6, None, quantizer, tex.DType.kBFloat16, 0, False)
 
     def scaled(self, recipe: str) -> Any:
-        """Where the norm's codes go, in both layouts."""
+        """Allocate what the norm's codes go to, in both layouts."""
         from pretrain.model.fused.te_storage import allocate
 
         return allocate(quantizer_of(recipe), self.x.shape, self.x.device)[1]
 
 
 def norm() -> Iterator[Case]:
-    """Beside torch's sum, Transformer Engine's norm with a quantizer for both directions, and what that calls to transpose.
+    """Our kernel stands beside torch's sum, Transformer Engine's norm with a quantizer for both directions, and its transposes.
 
     The bytes are those of a single pass: current scaling and blocks read the sum a second time.
     """

@@ -99,7 +99,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def shapes() -> list[torch.Size]:
-    """The shape of every parameter of Qwen3-1.7B, its head tied."""
+    """Return the shape of every parameter of Qwen3-1.7B, its head tied."""
     return [parameter.shape for parameter in build_on_meta(load_config(ModelSettings(config=QWEN3_1_7B))).parameters()]
 
 

@@ -37,20 +37,20 @@ def main() -> None:
 
 
 def folder_of(recipe: Recipe, steps: int, *, whole: bool = False) -> Path:
-    """Where packs for `steps` steps of `recipe` lie; named after all that decides what is in them."""
+    """Return where packs for `steps` steps of `recipe` lie; named after all that decides what is in them."""
     kind = "whole" if whole else "zipf"
     return Path("packs") / f"{kind}_{recipe.data.length}_{recipe.model.config['vocab_size']}_{_count(recipe, steps)}"
 
 
 def make(folder: Path, recipe: Recipe, steps: int, *, whole: bool = False) -> list[str]:
-    """The settings by which `recipe` trains `steps` steps on packs in `folder`, which are written if nothing is there."""
+    """Write packs for `steps` steps of `recipe` in `folder` if nothing is there. Returns the settings that put them to use."""
     if not folder.exists():
         write(folder, recipe.data.length, recipe.model.config["vocab_size"], _count(recipe, steps), whole=whole)
     return settings_for(folder)
 
 
 def settings_for(folder: Path) -> list[str]:
-    """Over a recipe: the packs in `folder` in place of prepared text."""
+    """Return settings that put the packs in `folder` in place of a recipe's prepared text."""
     return ["data.source=null", "data.tokenizer=null", f"data.packs={folder}"]
 
 

@@ -57,7 +57,7 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def section(result: Mapping[str, Any], link: str) -> str:
-    """Where it was measured, the table of all ways, and what is to be said of some."""
+    """Say where it was measured; then come the table of all ways, and what is to be said of some."""
     rows, notes = [], []
     multiple_of = reference_speed(result)
     for way in ordered(result):

@@ -68,7 +68,7 @@ class Settings:
 
     @property
     def overrides(self) -> list[str]:
-        """Over the recipe, for every way: these packs in place of prepared text, and as many steps as are measured."""
+        """Return what every way changes in the recipe: these packs replace its text, and it trains the steps to be measured."""
         return [*throughput_packs.settings_for(self.packs), f"train.steps={self.all_steps}"]
 
     def record(self) -> dict[str, Any]:
@@ -172,7 +172,7 @@ class Bench:
         }
 
     def _other(self, entry: Entry, environment: Mapping[str, str], folder: Path) -> dict[str, Any]:
-        """With the recipe's microbatch, or the largest half, quarter, ... of it that fits: plain transformers hold all logits."""
+        """Train with the recipe's microbatch, or the largest half, quarter, ... that fits: plain transformers hold all logits."""
         settings, tried = self.settings, []
         microbatch = entry.packs or settings.loaded.batch.microbatch
         while True:

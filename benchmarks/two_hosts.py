@@ -18,7 +18,7 @@ SOCKETS = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo", "NCCL_SOCKET_NTHREA
 
 
 def play_two_hosts() -> None:
-    """Before NCCL begins in this rank."""
+    """Tell NCCL, before it begins in this rank, which half is its host."""
     rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     os.environ |= {**SOCKETS, "NCCL_IB_DISABLE": "1", "NCCL_HOSTID": f"half-{2 * rank // ranks}"}
 
