@@ -7,6 +7,7 @@ tests/launcher/test_cluster.py start all of it as a user does.
 
 from __future__ import annotations
 
+import argparse
 import os
 import runpy
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from tests.moments import fork_context
 
+ROOT = Path(__file__).resolve().parents[1]
 WORLD_SIZE = 2
 
 
@@ -62,7 +64,7 @@ def start_ranks(
 
 
 def start_agent(agent: Callable[..., None], arguments: Sequence[str], folder: Path, **variables: str) -> tuple[int, str, str]:
-    """Run `agent`, which is `accelerate_launch` or `torchrun`, with these `arguments`; returns what `start_ranks` does."""
+    """Run `agent`, one of the three below, with these `arguments`; returns what `start_ranks` does."""
     logs = folder / "agent.out", folder / "agent.err"
     for log in logs:
         log.write_text("")
@@ -78,6 +80,24 @@ def accelerate_launch(arguments: list[str]) -> None:
     parsed = launch_command_parser().parse_args(arguments)
     parsed.run_path, parsed.start_method = True, "fork"  # of torchrun, for which accelerate has no options
     launch_command(parsed)
+
+
+def accelerate_launch_alone(arguments: list[str]) -> None:
+    """`accelerate launch` of one process, which is this one: of its status accelerate tells as much, 0 or 1."""
+    from accelerate.commands import launch
+
+    def train_here(parsed: argparse.Namespace) -> None:
+        import train_accelerate
+
+        command, variables = launch.prepare_simple_launcher_cmd_env(parsed)
+        os.environ.update(variables)
+        sys.argv = command[1:]
+        if train_accelerate.main():
+            sys.exit(1)
+
+    os.chdir(ROOT)
+    launch.simple_launcher = train_here
+    launch.launch_command(launch.launch_command_parser().parse_args(arguments))
 
 
 def torchrun(arguments: list[str]) -> None:

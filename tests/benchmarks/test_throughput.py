@@ -6,6 +6,7 @@ import io
 import json
 import re
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping
 from contextlib import redirect_stdout
@@ -18,7 +19,8 @@ import pytest
 import torch
 import yaml
 
-from benchmarks import limits, throughput_packs, throughput_run
+from benchmarks import limits, throughput_packs, throughput_run, training_speed
+from benchmarks.machine import LAUNCH
 from benchmarks.throughput_run import Bench, Settings
 from benchmarks.ways import hf_compiled, hf_eager, worker
 from benchmarks.ways.entries import CPU, MODELS, Entry
@@ -27,6 +29,7 @@ from benchmarks.ways.task import Task
 from foundation.errors import InputError
 from pretrain.metrics.run_folder import describe_environment
 from pretrain.settings.config import load_recipe
+from tests.ranks import accelerate_launch_alone, start_agent
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = {entry.name: entry for entry in MODELS["tiny"].entries}
@@ -46,7 +49,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class BenchHere(Bench):
-    """One that starts our way in a process of its own, as always, and the others here: most of each would be torch's import."""
+    """One that starts our way in a forked process, and the others here: most of each would be torch's import."""
 
     _alone = threading.Lock()
 
@@ -60,6 +63,14 @@ class BenchHere(Bench):
         return json.loads(result) | {"command": " ".join(command)}
 
 
+def run_forked(command: list[str], timeout: float, environment: Mapping[str, str]) -> tuple[int, str]:
+    """What `run_to_its_end` does, of `accelerate launch` in one process."""
+    assert command[:4] == list(LAUNCH[:4])
+    with tempfile.TemporaryDirectory() as folder:
+        status, out, err = start_agent(accelerate_launch_alone, command[4:], Path(folder), **environment)
+    return status, out + err
+
+
 @pytest.fixture(scope="module")
 def measured(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The result file of one run over three ways, two at a time."""
@@ -68,6 +79,7 @@ def measured(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         patch.setattr(Settings, "packs", recipe.parent / "packs")
         # Asked for here, where torch is imported already and holds no GPU.
         patch.setattr(throughput_run, "environment_from_elsewhere", partial(describe_environment, {}))
+        patch.setattr(training_speed, "run_to_its_end", run_forked)
         for key, value in {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}.items():
             patch.setenv(key, value)
         settings = Settings("tiny", recipe, CPU, warm_up=2, steps=4, gpus=2, timeout=600)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shlex
@@ -25,6 +24,7 @@ from pretrain.compare import matrix_cell
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.run_record import read_metrics
 from tests.moments import fork_context
+from tests.ranks import accelerate_launch_alone
 
 ROOT = Path(__file__).parents[2]
 
@@ -90,25 +90,12 @@ def _run_cell(arguments: list[str], environment: dict[str, str], log: str) -> No
     os.setsid()
     for stream in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), stream)
-    os.chdir(ROOT)
     os.environ.clear()
     os.environ.update(environment)
     import torch
-    from accelerate.commands import launch
-
-    def train_here(parsed: argparse.Namespace) -> None:
-        """accelerate's `simple_launcher`, without the process that it would start; of its status it tells as much: 0 or 1."""
-        import train_accelerate
-
-        command, variables = launch.prepare_simple_launcher_cmd_env(parsed)
-        os.environ.update(variables)
-        sys.argv = command[1:]
-        if train_accelerate.main():
-            sys.exit(1)
 
     torch.set_num_threads(1)
-    launch.simple_launcher = train_here
-    launch.launch_command(launch.launch_command_parser().parse_args(arguments))
+    accelerate_launch_alone(arguments)
 
 
 @pytest.fixture
