@@ -10,9 +10,12 @@ from __future__ import annotations
 import argparse
 import os
 import runpy
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from tests.moments import fork_context
 
@@ -98,6 +101,41 @@ def accelerate_launch_alone(arguments: list[str]) -> None:
     os.chdir(ROOT)
     launch.simple_launcher = train_here
     launch.launch_command(launch.launch_command_parser().parse_args(arguments))
+
+
+class ForkedLaunch:
+    """What is needed of a `Popen` of `accelerate launch` of one process, which runs in a forked one: importing accelerate and the
+    launcher anew is nine tenths of a run of twelve steps."""
+
+    def __init__(
+        self, command: list[str], *, start_new_session: bool, env: dict[str, str], stdout: Any, stderr: int, cwd: Path = ROOT
+    ) -> None:
+        _, module, name, *arguments = command
+        assert (module, name) == ("-m", "accelerate.commands.launch") or arguments.pop(0) == "launch"
+        assert start_new_session and stderr == subprocess.STDOUT and cwd == ROOT
+        self._process = fork_context.Process(target=_launch_alone, args=(arguments, env, stdout.name), daemon=True)
+        self._process.start()
+        self.pid: int = self._process.pid
+        while self._process.is_alive() and os.getpgid(self.pid) != self.pid:  # as Popen, which returns with the session begun
+            time.sleep(0.01)
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        self._process.join(timeout)
+        return self._process.exitcode
+
+
+def _launch_alone(arguments: list[str], environment: dict[str, str], log: str) -> None:
+    os.setsid()
+    os.environ.clear()
+    _begin(environment, (Path(log),) * 2)
+    accelerate_launch_alone(arguments)
 
 
 def torchrun(arguments: list[str]) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import subprocess
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from benchmarks import throughput_packs
+from benchmarks import machine, throughput_packs
 from benchmarks.deterministic import EQUAL, Training, cost, verdict
 from tests.conftest import ROOT
+from tests.ranks import ForkedLaunch
 
 SAME = {"two runs": EQUAL, "killed and resumed": EQUAL}
 
@@ -59,8 +62,11 @@ def test_the_cost_is_taken_from_the_runs_before_and_after() -> None:
     assert cost(speeds[0], speeds[1:]) == pytest.approx(0.02)
 
 
-def test_a_kept_run_is_not_made_again_and_not_taken_for_that_of_another_command(tmp_path: Path) -> None:
-    """By the real launcher, on a CPU."""
+def test_a_kept_run_is_not_made_again_and_not_taken_for_that_of_another_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the real launcher, on a CPU, in a forked process."""
+    monkeypatch.setattr(machine, "subprocess", SimpleNamespace(Popen=ForkedLaunch, STDOUT=subprocess.STDOUT))
     throughput_packs.write(tmp_path / "packs", 128, 512, 8)
     recipe, config = ROOT / "benchmarks/tiny.yaml", ROOT / "accelerate_configs/cpu.yaml"
     settings = ["precision=fp32", "parity=off", f"data.packs={tmp_path / 'packs'}"]

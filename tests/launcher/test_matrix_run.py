@@ -23,8 +23,7 @@ from pretrain.checkpoint.checkpoint import step_folders, step_of
 from pretrain.compare import matrix_cell
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.run_record import read_metrics
-from tests.moments import fork_context
-from tests.ranks import accelerate_launch_alone
+from tests.ranks import ForkedLaunch
 
 ROOT = Path(__file__).parents[2]
 
@@ -65,45 +64,12 @@ def start(path: Path, *arguments: str, **variables: str) -> subprocess.Popen[str
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-class ForkedCell:
-    """What the matrix needs of a `Popen` of a cell's command, which runs in one process, forked from one that has imported
-    accelerate and the launcher: importing both anew is nine tenths of a cell of twelve steps."""
-
-    def __init__(self, command: list[str], *, start_new_session: bool, env: dict[str, str], stdout: Any, stderr: int) -> None:
-        assert command[:3] == [sys.executable, "-m", "accelerate.commands.launch"]
-        assert start_new_session and stderr == subprocess.STDOUT
-        self._process = fork_context.Process(target=_run_cell, args=(command[3:], env, stdout.name), daemon=True)
-        self._process.start()
-        self.pid: int = self._process.pid
-        while self._process.is_alive() and os.getpgid(self.pid) != self.pid:  # as Popen, which returns with the session begun
-            time.sleep(0.01)
-
-    @property
-    def returncode(self) -> int | None:
-        return self._process.exitcode
-
-    def poll(self) -> int | None:
-        return self._process.exitcode
-
-
-def _run_cell(arguments: list[str], environment: dict[str, str], log: str) -> None:
-    os.setsid()
-    for stream in (1, 2):
-        os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), stream)
-    os.environ.clear()
-    os.environ.update(environment)
-    import torch
-
-    torch.set_num_threads(1)
-    accelerate_launch_alone(arguments)
-
-
 @pytest.fixture
 def run_here(capfd, monkeypatch):
     """The command in this process, its cells in their own, which are forked: exit status and output."""
 
     def call(path, *arguments):
-        monkeypatch.setattr(matrix_cell, "subprocess", SimpleNamespace(Popen=ForkedCell, STDOUT=subprocess.STDOUT))
+        monkeypatch.setattr(matrix_cell, "subprocess", SimpleNamespace(Popen=ForkedLaunch, STDOUT=subprocess.STDOUT))
         monkeypatch.chdir(ROOT)
         for variable in [name for name in os.environ if name.startswith("ACCELERATE_")]:
             monkeypatch.delenv(variable)
