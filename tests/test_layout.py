@@ -166,6 +166,19 @@ def test_no_two_classes_share_a_name():
     assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
 
 
+def test_a_docstring_begins_with_what_is_done_or_returned():
+    """A reader who has only the first words must not have to look for what they are about."""
+    of_what = {"As", "By", "From", "Of", "That", "To", "Whose", "With"}
+    begins = []
+    for path in python_files(*PRODUCT):
+        documented = [node for node in nodes_of(path) if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+        begins += [
+            (relative(path), node.name, docstring.split()[0]) for node in documented if (docstring := ast.get_docstring(node))
+        ]
+    assert len(begins) > 1000
+    assert [each for each in begins if each[-1].rstrip(",:") in of_what] == []
+
+
 def test_users_start_only_the_launcher_packing_and_pretrain():
     paths = python_files("foundation", "packing", "pretrain")
     assert {relative(path) for path in paths if "__name__ ==" in path.read_text(encoding="utf-8")} == STARTED
