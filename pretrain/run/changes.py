@@ -14,11 +14,13 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field, PositiveInt, ValidationError
 
 from foundation.errors import InputError
+from foundation.reading import load_object
 from foundation.units import count, plural
 from pretrain.checkpoint.checkpoint import step_folders
 from pretrain.checkpoint.folders import step_of
 from pretrain.checkpoint.manifest import MANIFEST
-from pretrain.checkpoint.state import Change, Past, changed_keys
+from pretrain.checkpoint.saving import STATE
+from pretrain.checkpoint.state import Change, Past, changed_keys, check_record
 from pretrain.metrics.run_record import is_step, read_metrics
 from pretrain.optimizer import schedule
 from pretrain.plan.preflight import Job
@@ -103,14 +105,10 @@ def extending_a_decayed_run(path: Path, record: Mapping[str, Any], job: Job, *, 
     step, horizon = progress["step"], progress["steps"]
     if horizon >= job.plan.steps or step >= job.plan.steps:
         return None
-    found, rate = schedule_of(identity), identity.get("optimizer.learning_rate")
-    if found is None or rate is None:
+    decay, rate = decay_begun(record), identity.get("optimizer.learning_rate")
+    if decay is None or rate is None:
         return None
-    settings, tokens = found
-    decay = schedule.decay_begins(settings, horizon, tokens)
-    if decay is None or step <= decay:
-        return None
-    recipe = job.recipe
+    (settings, tokens), recipe = schedule_of(identity), job.recipe
     optimizer = recipe.optimizer.model_copy(update={"learning_rate": rate})
     last = schedule.learning_rate(step - 1, settings, optimizer, horizon, tokens)
     following = schedule.learning_rate(step, recipe.schedule, recipe.optimizer, job.plan.steps, recipe.batch.tokens)
@@ -120,11 +118,30 @@ def extending_a_decayed_run(path: Path, record: Mapping[str, Any], job: Job, *, 
     )
     if settings.kind != "wsd":
         return told + f"A {settings.kind} schedule falls all the way, so train anew with another `run_dir`"
-    earlier = [folder for folder in step_folders(path.parent) if step_of(folder) <= decay]
+    earlier = [folder for folder in step_folders(path.parent) if step_of(folder) <= decay and not _is_decayed(folder)]
     if not earlier:
         return told + "No checkpoint from before it is there; a smaller `checkpoint.every` would have saved one, which is kept"
     how = f"train.begin_with={earlier[0]}" if begins else f"--resume {earlier[0]} --accept-changes"
     return told + f"{earlier[0].name} is from before it; go on from there with {how}"
+
+
+def decay_begun(record: Mapping[str, Any]) -> int | None:
+    """The step after which the decay began that a checkpoint is from, by its own schedule and horizon; None: it is from none."""
+    if (found := schedule_of(record["identity"])) is None:
+        return None
+    settings, tokens = found
+    decay = schedule.decay_begins(settings, record["progress"]["steps"], tokens)
+    return decay if decay is not None and record["progress"]["step"] > decay else None
+
+
+def _is_decayed(folder: Path) -> bool:
+    """Whether the checkpoint in `folder` is from a decay, as one may be that a run was prolonged after; or cannot be read."""
+    try:
+        record = load_object(folder / STATE, "resume from another checkpoint")
+        check_record(record, folder)
+    except InputError:
+        return True
+    return decay_begun(record) is not None
 
 
 def schedule_of(identity: Mapping[str, Any]) -> tuple[ScheduleSettings, int] | None:

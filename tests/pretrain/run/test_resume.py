@@ -11,6 +11,8 @@ import pytest
 
 from foundation.reading import read_regular
 from pretrain.checkpoint.checkpoint import Checkpoints
+from pretrain.checkpoint.state import TrainState
+from pretrain.metrics.health import Health
 from pretrain.metrics.run_record import read_run
 from pretrain.metrics.trackers import cut_back, last_steps
 from pretrain.run.changes import extending_a_decayed_run, precisions_around
@@ -28,15 +30,22 @@ RECIPE = {
 }
 
 
-def told(folder: Path, step: int, to: int, kept: list[int], **schedule: Any) -> str | None:
-    """Of a run of 100 steps at `step` that is to go on `to` a later one, with the checkpoints `kept`."""
+def told(
+    folder: Path, step: int, to: int, kept: list[int], horizons: dict[int, int] | None = None, **schedule: Any
+) -> str | None:
+    """Of a run of 100 steps at `step` that is to go on `to` a later one, with the checkpoints `kept`; `horizons`: those of the
+    checkpoints that were saved before the run was prolonged to 100."""
     short, longer = (
         Recipe.model_validate(RECIPE | {"schedule": schedule, "train": {"steps": steps}, "precision": "fp32"})
         for steps in (100, to)
     )
+    identity, health = identity_of(short, "fingerprint"), Health(short.health).state_dict()
     for each in kept:
         (folder / f"step-{each:08d}").mkdir()
-    record = {"progress": {"step": step, "steps": 100}, "identity": identity_of(short, "fingerprint")}
+        state = TrainState(steps=(horizons or {}).get(each, 100), step=each).record(identity)
+        written = json.dumps(state | {"health": health, "microbatch": 1, "world_size": 1})
+        (folder / f"step-{each:08d}" / "state.json").write_text(written)
+    record = {"progress": {"step": step, "steps": 100}, "identity": identity}
     job = SimpleNamespace(recipe=longer, plan=SimpleNamespace(steps=to))
     return extending_a_decayed_run(folder / f"step-{step:08d}", record, job)
 
@@ -46,6 +55,13 @@ def test_the_newest_checkpoint_before_the_decay_is_named_with_how_to_go_on_from_
     assert "began after step 60" in hint
     assert "leap from 7.5e-05 to 0.00125" in hint  # 1 / 40 of the peak was left; of 120 steps the last 48 decay
     assert hint.endswith(f"--resume {tmp_path / 'step-00000060'} --accept-changes")
+
+
+def test_a_checkpoint_from_an_earlier_decay_is_none_to_go_on_from(tmp_path: Path) -> None:
+    hint = told(tmp_path, 100, 120, [20, 30, 40, 50, 100], dict.fromkeys((20, 30, 40, 50), 50), kind="wsd", warmup=2, decay=0.4)
+    assert "began after step 60" in hint and f"--resume {tmp_path / 'step-00000030'} " in hint
+    (tmp_path / "step-00000030" / "state.json").write_text("{")
+    assert f"--resume {tmp_path / 'step-00000020'} " in told(tmp_path, 100, 120, [], kind="wsd", warmup=2, decay=0.4)
 
 
 def test_where_none_is_kept_it_says_what_decides_that(tmp_path: Path) -> None:
