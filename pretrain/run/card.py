@@ -52,7 +52,7 @@ def model_card(run: RunRecord, hf: PreTrainedModel, *, tokenizer: bool) -> str:
         f"A `{hf.config.model_type}` language model of {parameters} parameters, trained on {count(figures['tokens'])} tokens in "
         f"{figures['steps']:,} steps.{held_out}",
         "## How to load it",
-        _loading(tokenizer),
+        _loading(tokenizer, "" if tokenizer else f"\n\nNo tokenizer lies beside it: {_not_beside(run)}."),
         "## How it was trained",
         "\n".join(["| | |", "| --- | --- |", *(f"| {key} | {cell(text)} |" for key, text in rows.items() if text)]),
         f"![Loss by step: training and, where packs were held out, held-out loss]({PICTURE})",
@@ -155,7 +155,17 @@ def _rows(run: RunRecord) -> dict[str, str]:
     }
 
 
-def _loading(tokenizer: bool) -> str:
+def _not_beside(run: RunRecord) -> str:
+    """Which tokenizer the run had that does not lie beside its model, where it had one."""
+    fingerprint, data, model = run.environment.get("tokenizer_fingerprint"), run.config["data"], run.config["model"]
+    if not (fingerprint or data.get("tokenizer")):
+        return "the run knew only token ids"
+    name = data.get("tokenizer") or model.get("source") or data["packs"]
+    known = f" (fingerprint {fingerprint[:12]})" if fingerprint else ""
+    return f"the run's, of `{name}`{known}, was not found when this was written, or another had taken its place"
+
+
+def _loading(tokenizer: bool, note: str) -> str:
     lines = ["from transformers import AutoModelForCausalLM" + (", AutoTokenizer" if tokenizer else ""), ""]
     lines += ['folder = "."  # where this file lies', 'model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")']
     if tokenizer:
@@ -164,5 +174,4 @@ def _loading(tokenizer: bool) -> str:
             'prompt = tokenizer("Once upon a time", return_tensors="pt", return_token_type_ids=False)',
             "print(tokenizer.decode(model.generate(**prompt, max_new_tokens=60, do_sample=True)[0]))",
         ]
-    note = "" if tokenizer else "\n\nNo tokenizer lies beside it: the run knew only token ids."
     return "```python\n" + "\n".join(lines) + "\n```" + note
