@@ -91,7 +91,7 @@ def export_checkpoint(source: Path, out: Path, dtype: Weights | None) -> str:
     """
     _require_new(out)
     saved = SavedModel.open(source, dtype)
-    tokenizer, without = tokenizer_of(saved.recipe, saved.run_dir)
+    tokenizer, why_not = tokenizer_of(saved.recipe, saved.run_dir)
 
     def refuse(holder: str) -> None:
         raise InputError(f"{out}: is being exported to by {holder}; name another folder")
@@ -104,6 +104,10 @@ def export_checkpoint(source: Path, out: Path, dtype: Weights | None) -> str:
         _require_new(out)
         model.export(saved.hf, saved.read, tokenizer, out, _card_of(saved, tokenizer is not None))
     joined = ", each joined with its remainder" if saved.weights.remainders and saved.to == "fp32" else ""
+    without = ""
+    if tokenizer is None:
+        packs = saved.recipe.data.packs
+        without = f"; WITHOUT a tokenizer: {why_not}" if why_not else f"; without a tokenizer: none lies with {packs}"
     return f"{saved.weights.folder} is exported to {out}: weights in {saved.to}{joined}{without}"
 
 
@@ -187,17 +191,22 @@ def _shapes(recipe: Recipe, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def tokenizer_of(recipe: Recipe, run_dir: Path) -> tuple[PreTrainedTokenizerBase | None, str]:
-    """The tokenizer that the run in `run_dir` was trained with; or None, and why in words for the user."""
-    written = RunFolder(run_dir, owner=False).environment
+    """The tokenizer that the run in `run_dir` was trained with; or None, and why in words for the user, which are none where the
+    run knew only token ids."""
+    written, named, known = RunFolder(run_dir, owner=False).environment, recipe.data.tokenizer, None
     try:
+        if written.exists():  # runs of older versions do not say which theirs was
+            known = load_object(written, "start the run again to write it").get("tokenizer_fingerprint")
         data = Data(open_packs(recipe.data, "train"), None) if recipe.data.packs.exists() else None  # opened, never prepared
         tokenizer = load_tokenizer(recipe.data, recipe.model, data, needed=False)
-        if tokenizer is not None and written.exists():  # runs of older versions do not say which theirs was
-            known = load_object(written, "start the run again to write it").get("tokenizer_fingerprint")
+        if tokenizer is not None:
             check_same_tokenizer(recipe.data, recipe.model, data, known)
     except InputError as error:
-        return None, f"; WITHOUT a tokenizer: {error}"
-    return tokenizer, "" if tokenizer is not None else f"; without a tokenizer: none lies with {recipe.data.packs}"
+        if named is None or Path(named).exists():
+            return None, str(error)
+        return None, f"`data.tokenizer: {named}` is not in {Path.cwd()}, from where it was looked for, nor found on the hub"
+    gone = known is not None and tokenizer is None
+    return tokenizer, f"{recipe.data.packs.absolute()}, with which it lay, does not hold it any more" if gone else ""
 
 
 def _card_of(saved: SavedModel, tokenizer: bool) -> dict[str, bytes]:

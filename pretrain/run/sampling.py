@@ -63,15 +63,23 @@ def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     saved = SavedModel.open(folder)
     tokenizer, why = tokenizer_of(saved.recipe, saved.run_dir)
     if tokenizer is None:
-        raise InputError(f"{folder}: its prompts cannot be read{why}; set `data.tokenizer` in {saved.run_dir / 'config.yaml'}")
+        final, remedy = saved.run_dir / "final", f"set `data.tokenizer` in {saved.run_dir / 'config.yaml'}"
+        if _has_tokenizer(final):
+            remedy = f"{final} holds the run's tokenizer: sample from there, or {remedy} to {final.resolve()}"
+        why = why or f"no tokenizer lies with {saved.recipe.data.packs}"
+        raise InputError(f"{folder}: its prompts cannot be read: {why}; {remedy}")
     tensors = {name: saved.read(name) for name in saved.weights.names()}
     hf = type(saved.hf).from_pretrained(None, config=saved.hf.config, state_dict=tensors, dtype=saved.hf.dtype)
     hf.generation_config = saved.hf.generation_config
     return hf, tokenizer
 
 
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in TOKENIZER_FILES)
+
+
 def _exported(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):  # of none, transformers makes one that knows no word
+    if not _has_tokenizer(folder):  # of none, transformers makes one that knows no word
         raise InputError(
             f"{folder}: holds a model without a tokenizer, so prompts cannot be read; put its tokenizer's files there"
         )

@@ -154,11 +154,37 @@ def test_a_tokenizer_that_has_replaced_the_runs_is_not_exported_nor_sampled_with
         said = capsys.readouterr().out
         assert f"; WITHOUT a tokenizer: {named} (" in said and not (out / "tokenizer.json").exists()
         assert f") is not the one it was trained with ({recorded[:12]}); put that one back" in said
+        card = (out / "README.md").read_text()
+        assert f"No tokenizer lies beside it: the run's, of `{named}` (fingerprint {recorded[:12]}), was not found" in card
         assert main(["sample", str(run), "one"]) == 2
-        assert f"its prompts cannot be read; WITHOUT a tokenizer: {named} (" in capsys.readouterr().err
+        refused = capsys.readouterr().err
+        assert f"its prompts cannot be read: {named} (" in refused
+        assert f"{run / 'final'} holds the run's tokenizer: sample from there, or set `data.tokenizer` in" in refused
         shutil.rmtree(packs, ignore_errors=True)
 
     write_tokenizer(named, "one two three")
     assert main(["export", str(run), str(tmp_path / "same")]) == 0 and "a tokenizer" not in capsys.readouterr().out
     assert load_tokenizer(str(tmp_path / "same")).fingerprint == recorded
     assert main(["sample", str(run), "one", "--tokens", "2"]) == 0
+
+
+def test_from_another_folder_a_tokenizer_that_is_not_there_is_said_with_the_folder(
+    small_recipe: dict[str, Any], train_here: Callable, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    Path("text.jsonl").write_text('{"text": "one two three two one three"}\n' * 200)
+    write_tokenizer(tmp_path / "named", "one two three")
+    small_recipe["data"] = {"source": "text.jsonl", "tokenizer": "named", "packs": "packs", "length": 32, "processes": 1}
+    run = train_here(recipe=small_recipe | {"train": {"steps": 2}, "evaluate": {"every": None}}).run_dir
+
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    not_there = f": `data.tokenizer: named` is not in {elsewhere}, from where it was looked for, nor found on the hub"
+    assert main(["sample", str(run), "one"]) == 2
+    refused = capsys.readouterr().err
+    assert f"its prompts cannot be read{not_there}; {run / 'final'} holds the run's tokenizer" in refused
+    assert main(["export", str(run), "out"]) == 0 and f"; WITHOUT a tokenizer{not_there}" in capsys.readouterr().out
+    assert "of `named` (fingerprint" in Path("out/README.md").read_text()
+    assert main(["sample", str(run / "final"), "one", "--tokens", "2"]) == 0
