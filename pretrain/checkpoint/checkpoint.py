@@ -119,7 +119,7 @@ class Checkpoints:
     # ── Saving ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def save(self, step: int, model: Tensors, optimizer: Tensors, state: Mapping[str, Any], *, spared: int | None = None) -> Path:
-        """Write checkpoint `step`, then prune; returns its path. A step just saved or loaded is not written again.
+        """Write checkpoint `step`, then prune; returns its path. One just saved or loaded is not written again.
 
         `spared`: the step of a checkpoint that is not pruned, however old it is.
 
@@ -129,8 +129,7 @@ class Checkpoints:
         """
         self._begin(step, model, optimizer, state, spared, copied=False)
         self.wait()
-        if not self.disks.are_one:  # now that every disk has it
-            self._prune(self.current, spared)
+        self._prune(self.current, spared)  # now that every disk has it, and where it was there already
         return self.current
 
     def begin(

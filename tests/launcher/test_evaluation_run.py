@@ -74,6 +74,14 @@ def test_the_best_checkpoint_is_kept_found_again_after_a_kill_and_exported(
     assert main(["export", str(alone.run_dir)]) == 2 and "name OUT" in capsys.readouterr().err
 
 
+def test_the_best_until_the_last_evaluation_finds_a_better_one_is_not_kept(train_here: Callable, small_recipe: dict[str, Any]):
+    schedule = {"kind": "constant", "warmup": 0}
+    recipe = small_recipe | {"schedule": schedule, "train": {"steps": 12}, "evaluate": {"every": 4}}
+    run = train_here("checkpoint={best: true, keep: 1, every: 5}", recipe=recipe)
+    assert run.status == 0, run.output
+    assert min(evaluations(run).items(), key=lambda each: each[1])[0] == 12 and kept(run.run_dir) == [12]
+
+
 def test_a_checkpoints_card_says_after_which_step_its_held_out_loss_was_measured(
     train_here: Callable, small_recipe: dict[str, Any], tmp_path: Path
 ):

@@ -215,6 +215,14 @@ def test_a_checkpoint_moved_elsewhere_behind_a_link_is_kept_and_does_not_end_the
     assert names(folder) == ["step-00000004"] and (elsewhere / "manifest.json").exists()
 
 
+def test_a_step_saved_again_to_be_spared_itself_lets_the_one_spared_before_it_go(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    save(checkpoints, 10)
+    for spared, left in ((10, ["step-00000010", "step-00000020"]), (20, ["step-00000020"])):
+        checkpoints.save(20, *tensors_of(20, 40), {"step": 20}, spared=spared)
+        assert names(tmp_path) == left
+
+
 def test_the_last_checkpoint_before_the_decay_is_kept_however_old_it_becomes(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=1, before_decay=25)
     for step in (10, 20, 30, 40):
