@@ -85,7 +85,7 @@ from pretrain.run.resume import (
     take_up,
     where_to_resume,
 )
-from pretrain.run.rollback import halted, judge_weights, roll_back
+from pretrain.run.rollback import halted, judge_weights, oldest_checkpoint, roll_back
 from pretrain.run.running import Run
 from pretrain.run.streaming import ending_stream, pack_stream, reading_stream, tell_stream, wait_for_packs
 from pretrain.run.switching import follow_the_schedule, go_on_as_scheduled
@@ -382,7 +382,8 @@ def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDeci
     # Update, unless the figures say that it would do harm.
     labelled = batches.valid_tokens > 0
     can_go_back = run.checkpoints.latest is not None
-    decision = run.health.check(state.step + 1, loss, gradient_norm, can_go_back=can_go_back, labelled=labelled)
+    way_back = {"can_go_back": can_go_back, "oldest": partial(oldest_checkpoint, run)}
+    decision = run.health.check(state.step + 1, loss, gradient_norm, labelled=labelled, **way_back)
     if decision.proceed:
         optimizer.step(update, clip_coefficient=clip_coefficient)
     elif decision.action == "skip":

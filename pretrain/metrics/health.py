@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -84,21 +84,29 @@ class Health:
         return "skip" in (self.settings.on_nan, self.settings.on_spike)
 
     def check(
-        self, step: int, loss: float, gradient_norm: float, *, can_go_back: bool = False, labelled: bool = True
+        self,
+        step: int,
+        loss: float,
+        gradient_norm: float,
+        *,
+        can_go_back: bool = False,
+        oldest: Callable[[], int] = int,
+        labelled: bool = True,
     ) -> StepDecision:
         """Check a step's mean `loss` (nats per token) and the norm of its whole gradient. Of a step that is not `labelled`, the
         loss of 0 tells nothing of what is usual.
 
         It stops where the settings say so, after CONSECUTIVE_SKIPS skipped steps in a row, and where it should go back but has
-        done so `max_rollbacks` times or there is no checkpoint to go to (`can_go_back`).
+        done so `max_rollbacks` times or there is no checkpoint to go to (`can_go_back`). `oldest`: asked then for the step of the
+        oldest checkpoint, which helps only where it is from before the weights at fault.
         """
         figures = {"loss": loss, "gradient norm": gradient_norm}
         broken = [f"the {name} is {value}" for name, value in figures.items() if not math.isfinite(value)]
         if broken:
-            return self._decide(step, "on_nan", " and ".join(broken), can_go_back)
+            return self._decide(step, "on_nan", " and ".join(broken), can_go_back, oldest)
         reason = self._spike(loss) if labelled and self.settings.on_spike != "ignore" else None
         if reason and self.settings.on_spike != "warn":
-            return self._decide(step, "on_spike", reason, can_go_back)
+            return self._decide(step, "on_spike", reason, can_go_back, oldest)
         self._consecutive_skips = 0
         if labelled:
             self._losses.append(loss)
@@ -153,7 +161,9 @@ class Health:
             "more packs a step (`batch.tokens`)"
         )
 
-    def _decide(self, step: int, key: Literal["on_nan", "on_spike"], reason: str, can_go_back: bool) -> StepDecision:
+    def _decide(
+        self, step: int, key: Literal["on_nan", "on_spike"], reason: str, can_go_back: bool, oldest: Callable[[], int]
+    ) -> StepDecision:
         wanted, no_way_back = getattr(self.settings, key), self._no_way_back(can_go_back)
         if wanted == "skip" and self._consecutive_skips < CONSECUTIVE_SKIPS:
             self.skipped_steps += 1
@@ -166,8 +176,10 @@ class Health:
             reason += f", and the {CONSECUTIVE_SKIPS} steps before it were skipped for the like without effect"
         elif wanted == "rollback":
             reason += no_way_back
-        untouched = f"The weights are those of step {step - 1 - self._consecutive_skips}, and nothing is saved after it"
-        return StepDecision("stop", f"{reason}. {untouched}", self._remedy(key, wanted, can_go_back))
+        updated = step - 1 - self._consecutive_skips
+        untouched = f"The weights are those of step {updated}, and nothing is saved after it"
+        earlier = can_go_back and oldest() < updated
+        return StepDecision("stop", f"{reason}. {untouched}", self._remedy(key, wanted, can_go_back, earlier))
 
     def _no_way_back(self, can_go_back: bool) -> str:
         """The end of a sentence that says why not; empty where there is one."""
@@ -176,9 +188,9 @@ class Health:
             return f", and the run has gone back {limit} times already (`health.max_rollbacks`)"
         return "" if can_go_back else ", and there is no checkpoint yet to go back to (`checkpoint.every`)"
 
-    def _remedy(self, key: str, wanted: str, can_go_back: bool) -> str:
+    def _remedy(self, key: str, wanted: str, can_go_back: bool, earlier: bool) -> str:
         if key == "on_nan":
-            again = "resume from an earlier checkpoint" if can_go_back else "start again"
+            again = "resume from an earlier checkpoint" if earlier else "start again"
             remedy = f"Lower `optimizer.learning_rate` or lengthen `schedule.warmup`, and {again}"
         else:
             remedy = "If the text at this step is as it should be, lower `optimizer.learning_rate` or `optimizer.clip`"

@@ -71,6 +71,15 @@ def test_too_many_skips_in_a_row_halt_even_where_skipping_is_allowed():
     assert decision.action == "stop" and "weights are those of step 0" in decision.reason
 
 
+def test_where_no_checkpoint_is_from_before_the_weights_at_fault_the_remedy_is_to_start_again():
+    watched = health(on_nan="skip")
+    for step in range(2, 12):
+        assert watched.check(step, math.nan, 1.0, can_go_back=True).action == "skip"
+    stop = watched.check(12, math.nan, 1.0, can_go_back=True, oldest=lambda: 5)
+    assert "The weights are those of step 1" in stop.reason and "and start again" in stop.remedy
+    assert "resume from an earlier" in watched.check(12, math.nan, 1.0, can_go_back=True, oldest=lambda: 0).remedy
+
+
 @pytest.mark.parametrize("key", ["on_nan", "on_spike"])
 def test_a_rollback_is_wanted_so_often_only_and_only_with_a_checkpoint(key):
     losses = noisy(2, 40, 0.1)
