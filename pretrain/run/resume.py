@@ -47,7 +47,7 @@ from pretrain.plan.preflight import Job
 from pretrain.precision.linear import PREFIX
 from pretrain.precision.registry import WEIGHT_DTYPES
 from pretrain.precision.settings import ActivePrecision
-from pretrain.run.assembly import Assembly
+from pretrain.run.assembly import REHEARSALS, Assembly
 from pretrain.run.changes import (
     extending_a_decayed_run,
     of_another_stream,
@@ -450,8 +450,8 @@ def scales_to_load(path: Path, wanted: Mapping[str, Tensor]) -> tuple[dict[str, 
     notes = []
     if len(fits) < len(wanted):
         notes.append(
-            f"{len(wanted) - len(fits)} of {len(wanted)} tensors of delayed scaling are not in the checkpoint and begin with "
-            "packs under its weights"
+            f"{len(wanted) - len(fits)} of {len(wanted)} tensors of delayed scaling are not in the checkpoint: its histories "
+            f"of amax are empty, and passes over {REHEARSALS} packs, under the weights from which its steps go on, fill them"
         )
     if rest:
         notes.append(f"{len(rest)} tensors of delayed scaling in the checkpoint have no place in this run")
