@@ -22,10 +22,18 @@ from functools import partial
 from typing import Any
 
 from foundation.ending import Ending
+from foundation.errors import InputError, permissions_named
+from pretrain.run.command_line import leave_status, parse_arguments, say_once
+from pretrain.run.variables import check_variables
 
 if __name__ == "__main__":  # importing takes seconds; until the loop can save, Ctrl-C just ends the process, without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     ending = Ending()
+    try:
+        check_variables(os.environ)
+    except InputError as error:
+        say_once(f"error: {error}")
+        ending.exit(leave_status(2))
     gc.disable()  # imports leave no garbage; looking for it while millions of objects come in took a fifth of their time
     # torch reads this when it first uses a GPU. By default its allocator keeps pieces that fit nothing else: of Llama-3.1-8B in
     # shards, 67.9 GiB beside the 67.2 GiB in use. What the user sets goes first, under either of its names.
@@ -35,7 +43,6 @@ if __name__ == "__main__":  # importing takes seconds; until the loop can save, 
 import torch
 from accelerate import Accelerator
 
-from foundation.errors import InputError, permissions_named
 from foundation.signals import StopRequest
 from packing.batch import Prefetch, StepBatches
 from packing.stream import StreamEnded
@@ -64,7 +71,6 @@ from pretrain.plan.rendering import render
 from pretrain.plan.scaling import cluster_asked, render_scaling
 from pretrain.run import determinism
 from pretrain.run.assembly import assemble
-from pretrain.run.command_line import leave_status, parse_arguments, say_once
 from pretrain.run.eval_only import evaluate_only, require_weights
 from pretrain.run.evaluate import best_so_far, evaluate, evaluate_once, is_best
 from pretrain.run.export import export_trained

@@ -76,7 +76,8 @@ def say_once(text: str) -> None:
     meanwhile. If not, the error is theirs alone, and after the wait they print it.
     """
     tell_torchrun(text)
-    if os.environ.get("LOCAL_RANK", "0") != "0":
+    local_rank = os.environ.get("LOCAL_RANK", "0")
+    if local_rank.isdecimal() and local_rank != "0":
         time.sleep(OTHERS_WAIT)
         text = f"rank {os.environ.get('RANK')}: {text}"
     print(text, file=sys.stderr)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -214,6 +217,26 @@ def test_several_processes_of_which_accelerate_starts_one_are_refused(refusal, l
 def test_a_variable_that_accelerate_does_not_take_is_one_message(refusal, monkeypatch):
     monkeypatch.setenv("ACCELERATE_DEBUG_MODE", "many")
     assert re.search(r"^accelerate configuration: accelerate does not take it: (?i:.*many)", refusal("--plan"))
+
+
+@pytest.mark.parametrize(
+    ("variable", "says"),
+    [
+        ("LOCAL_RANK=", "is no whole number"),
+        ("MASTER_PORT=many", "is no whole number"),
+        ("ACCELERATE_USE_CPU=", "is neither true nor false"),
+        ("ACCELERATE_DEBUG_MODE=", "is neither true nor false"),
+        ("ACCELERATE_MIXED_PRECISION=", "is none of no, bf16, fp16, fp8"),
+        ("ACCELERATE_LOG_LEVEL=", "is none of critical, "),
+    ],
+)
+def test_a_variable_that_accelerate_or_torch_cannot_use_is_named_before_they_are_imported(variable: str, says: str):
+    name, _, value = variable.partition("=")
+    command = [sys.executable, "train_accelerate.py", "my.yaml"]
+    ended = subprocess.run(command, env=os.environ | {name: value}, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2 and ended.stderr.count("\n") == 1
+    assert ended.stderr.startswith(f"error: environment: {variable} {says}")
+    assert ended.stderr.endswith("; correct it, or unset it\n")
 
 
 def test_a_number_of_processes_that_is_none_is_one_message(refusal, monkeypatch):
