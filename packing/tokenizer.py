@@ -142,7 +142,8 @@ def _tokenizer_from_hub(name: str, revision: str | None) -> tuple[Path, Path]:
         if wanted == "tokenizer_config.json" and isinstance(error, RemoteEntryNotFoundError):
             return file, file.parent / wanted
         raise InputError(
-            f"data.tokenizer: {name}: no such file or folder, and no {wanted} from the hub: {one_line(error)}; {_REMEDY}"
+            f"data.tokenizer: {name}: no such file or folder in {Path.cwd()}, and no {wanted} from the hub: {one_line(error)}; "
+            f"{_REMEDY}"
         ) from None
 
 
