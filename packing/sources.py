@@ -401,9 +401,14 @@ class DatasetSource:
 
 
 def _check_columns(where: str, schema: pa.Schema, records: Records) -> None:
-    """InputError where a table lacks a column, or one cannot hold what is wanted."""
-    if problem := records.missing(schema.names) or records.mistyped(schema):
+    """InputError where a table lacks a column or has it several times, or where one cannot hold what is wanted."""
+    if problem := records.missing(schema.names) or _repeated(schema.names, records) or records.mistyped(schema):
         raise InputError(f"{where}: {problem}")
+
+
+def _repeated(names: list[str], records: Records) -> str | None:
+    often = ((name, names.count(name)) for name in records.columns)
+    return next((f"column `{name}` is there {n} times; write it once" for name, n in often if n > 1), None)
 
 
 def _table_chunks(

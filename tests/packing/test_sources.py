@@ -174,6 +174,15 @@ def test_a_column_of_numbers_is_no_text(tmp_path: Path, documents: list[str]) ->
         read(write_as("parquet", documents, tmp_path), text="id")
 
 
+def test_a_named_column_that_a_table_has_twice_is_refused(tmp_path: Path) -> None:
+    table = pa.table([["a"], [1], [2]], names=["text", "id", "id"])
+    pq.write_table(table, tmp_path / "twice.parquet")
+    assert read(tmp_path / "twice.parquet").documents == ["a"]
+    for text in ("id", "{id} {text}"):
+        with pytest.raises(InputError, match=r"twice\.parquet: column `id` is there 2 times; write it once"):
+            read(tmp_path / "twice.parquet", text=text)
+
+
 def test_an_absent_split_is_named_with_those_there_are(tmp_path: Path) -> None:
     datasets.DatasetDict({"a": datasets.Dataset.from_dict({"text": ["x"]})}).save_to_disk(tmp_path / "d")
     with pytest.raises(InputError, match=r"no split `train`; it has: a"):
