@@ -107,7 +107,9 @@ class TextTemplate:
         of_text = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_null)
         if any(is_of(kind) for is_of in of_text):
             return None
-        return f"column `{self.columns[0]}` holds {kind}, not text; the columns are: {', '.join(schema.names)}"
+        there = ", ".join(schema.names)
+        remedy = f"Set {self.key} to one of text, or write this one as text"
+        return f"column `{self.columns[0]}` holds {kind}, not text; the columns are: {there}. {remedy}"
 
     def fill(self, record: dict[str, Any]) -> str:
         """The text that `record` holds, "" for none. Raises BadRecord."""
@@ -195,7 +197,9 @@ def _of_line(line: bytes, records: Records[Document]) -> Document:
     except UnicodeDecodeError as error:
         raise BadRecord(f"not UTF-8 ({error.reason} at byte {error.start + 1} of the line)") from None
     except json.JSONDecodeError as error:
-        raise BadRecord(f"not valid JSON: {error.msg} at character {error.pos + 1}; correct the line") from None
+        what = f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
+        remedy = "each line is to be one whole record; a .json file may also be a list of them"
+        raise BadRecord(f"the line is not valid JSON: {what}; {remedy}") from None
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets without end
         raise BadRecord(f"not JSON that can be read: {error}") from None
     if not isinstance(record, dict):

@@ -135,7 +135,7 @@ def test_a_template_that_cannot_be_filled_is_refused(template: str) -> None:
 
 
 BAD_LINES = {
-    '{"text": "cut': "not valid JSON",
+    '{"text": "cut': "the line is not valid JSON: Unterminated string starting at character 10; each line is to be one whole",
     "[1, 2]": "an object",
     '{"text": 3}': "holds int, not text",
     '{"other": "x"}': "no column `text`; the columns are: other",
@@ -170,7 +170,7 @@ def test_an_absent_column_is_named_with_those_there_are(kind: str, documents: li
 
 
 def test_a_column_of_numbers_is_no_text(tmp_path: Path, documents: list[str]) -> None:
-    with pytest.raises(InputError, match=r"column `id` holds int64, not text"):
+    with pytest.raises(InputError, match=r"column `id` holds int64, not text; .* Set data\.text to one of text, or write"):
         read(write_as("parquet", documents, tmp_path), text="id")
 
 
