@@ -302,7 +302,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="FILE",
         help=f"a page with everything (.html), the curves (.png) or tables and curves (.md) (default: {default})",
     )
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables there too")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables there too (.md)")
     parser.add_argument(
         "--vary",
         action="append",
@@ -349,6 +349,8 @@ def _check(options: argparse.Namespace) -> None:
     """InputError for options that do not go together, before anything is read or written."""
     if options.out and options.out.suffix not in (".html", ".png", ".md"):
         raise InputError(f"--out {options.out}: ends in none of .html, .png and .md, which say what to write")
+    if options.markdown and options.markdown.suffix != ".md":
+        raise InputError(f"--markdown {options.markdown}: the tables are written as .md; end its name so")
     if options.out and options.out.suffix == ".md" and options.markdown:
         raise InputError(
             f"--out {options.out} and --markdown {options.markdown}: both are for the tables; leave one of the two out"

@@ -462,6 +462,7 @@ def test_a_key_to_vary_that_no_recipe_has_is_refused(tmp_path):
         (["--gate", "nan"], "0 or more"),
         (["--gate", "inf"], "0 or more"),
         (["--out", "x.md", "--markdown", "y.md"], "leave one of the two out"),
+        (["--markdown", "metrics.jsonl"], "--markdown metrics.jsonl: the tables are written as .md"),
         (["--gate", "0.01"], "at least one other"),
     ],
 )

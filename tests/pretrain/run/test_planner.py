@@ -157,6 +157,7 @@ def test_sizes_are_measured_and_drawn(plan, tmp_path):
         ("--measure", "--sizes", "1,x"): "--sizes: x: a whole number of 1",
         ("--measure", "--out", "/proc/none/sizes.png"): "--out /proc/none/sizes.png: cannot be written there",
         ("--measure", "--out", "/tmp"): "--out /tmp: is a folder",
+        ("--measure", "--out", "my.yaml"): "--out my.yaml: the picture is written as .png",
         ("--run", "/no/such"): "/no/such: there is no such run folder",
         ("train.epochs=2", "data.packs=/no/such"): "`train.epochs` counts its packs",
         ("train.step=2",): "unknown key `train.step`",
