@@ -267,7 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"# {run.name}{' (finished)' if run.is_finished() else ''}\n{shlex.join(command_of(matrix, run))}")
         return 0
     if options.table:
-        print(Ranking(matrix).table())
+        print(Ranking(matrix, runs).table())
         return 0
     require_beginnings(matrix, runs, cells)
     return carry_out(matrix, runs, single=options.cell is not None)

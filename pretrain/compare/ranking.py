@@ -21,10 +21,11 @@ OTHER_TEXT = "The cells were evaluated on different text, so their held-out loss
 class Ranking:
     """The table of a matrix, made again whenever a cell has ended; what a finished cell has written is read once.
 
-    `by_speed`: the fastest first, where that is what is looked for."""
+    `runs`: of these cells alone. `by_speed`: the fastest first, where that is what is looked for."""
 
-    def __init__(self, matrix: Matrix, *, by_speed: bool = False) -> None:
+    def __init__(self, matrix: Matrix, runs: Sequence[MatrixRun] | None = None, *, by_speed: bool = False) -> None:
         self._matrix = matrix
+        self._runs = matrix.runs if runs is None else runs
         self._by_speed = by_speed
         self._finished: dict[str, RunRecord] = {}
 
@@ -32,7 +33,7 @@ class Ranking:
         """Markdown: finished cells from the lowest held-out loss to the highest, then those without one by the mean of their last
         training losses, then those that are not finished; the `best` first ones only, or all. A folder that holds another
         training, of other settings, is named in its place."""
-        written = [(run, record) for run in self._matrix.runs if (record := self._read(run)) is not None]
+        written = [(run, record) for run in self._runs if (record := self._read(run)) is not None]
         found = [(run, record) for run, record in written if run.name in self._finished or run.is_in_its_folder()]
         shown = {run.name for run, _ in found}
         strange = [run for run, _ in written if run.name not in shown]
@@ -47,10 +48,10 @@ class Ranking:
             [str(number), *(run.value(key) for key in varied), *self._figures(run, record)]
             for number, (run, record) in enumerate(found[:best], start=1)
         ]
-        left = len(self._matrix.runs) - len(written)
+        left = len(self._runs) - len(written)
         notes = [
             f"{len(found) - len(rows)} more" if len(rows) < len(found) else "",
-            f"{left} of {len(self._matrix.runs)} cells have not begun" if left and best is None else "",
+            f"{left} of {len(self._runs)} cells have not begun" if left and best is None else "",
             others,
             "" if of_one_text([record for _, record in found if "held_out_loss" in record.summary]) else OTHER_TEXT,
         ]

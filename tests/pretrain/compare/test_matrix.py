@@ -287,6 +287,16 @@ def test_cells_are_best_first_by_held_out_loss_with_every_key_that_was_varied(ma
     assert len(rows(ranking.table(best=2))) == 2 and "3 more" in ranking.table(best=2)
 
 
+def test_a_table_of_chosen_cells_has_these_alone(matrix, tmp_path, capsys):
+    found = matrix({"seed": [1, 2], "weights": ["fp32", "bf16"]})
+    for cell in found.runs[:3]:
+        leave_behind(cell, 2.0, held_out=2.0)
+    for options, cells in ((["--only", "weights=bf16"], [["1", "bf16"]]), (["--cell", "0"], [["1", "fp32"]])):
+        assert main(["matrix", str(tmp_path / "m.yaml"), "--table", *options]) == 0
+        out = capsys.readouterr().out
+        assert [row[1:3] for row in rows(out)] == cells and ("1 of 2 cells have not begun" in out) == ("--only" in options)
+
+
 def test_figures_of_another_training_in_a_cells_folder_are_not_shown_as_the_cells(matrix, tmp_path, capsys):
     found = matrix({"seed": [1, 2]})
     for cell in found.runs:
