@@ -9,9 +9,9 @@ from typing import Any
 
 from foundation.errors import InputError
 from foundation.tables import markdown, or_dash
-from foundation.units import count
 from pretrain.compare.fairness import in_words, of_one_text
 from pretrain.compare.matrix_file import Matrix, MatrixRun
+from pretrain.compare.report import EMULATED, speed_of
 from pretrain.metrics.run_record import LOSS_KEY, RunRecord, averaged_steps, read_run
 
 BEST = 10  # cells that are shown while others still run
@@ -53,6 +53,7 @@ class Ranking:
             f"{len(found) - len(rows)} more" if len(rows) < len(found) else "",
             f"{left} of {len(self._runs)} cells have not begun" if left and best is None else "",
             others,
+            EMULATED if any(record.emulated for _, record in found[:best]) else "",
             "" if of_one_text([record for _, record in found if "held_out_loss" in record.summary]) else OTHER_TEXT,
         ]
         return "\n\n".join(filter(None, [markdown(header, rows, names=1 + len(varied)), *notes]))
@@ -86,7 +87,7 @@ class Ranking:
             written("held_out_loss", lambda loss: f"{loss:.4f}{record.when_evaluated}"),
             written(LOSS_KEY, "{:.4f}".format),
             f"{figures['steps']}{done}",
-            or_dash(None) if record.side_by_side else written("tokens_per_second", count),
+            speed_of(record),
         ]
 
 

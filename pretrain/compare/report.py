@@ -87,7 +87,7 @@ def summary_table(runs: Sequence[RunRecord], table: Table = markdown) -> str:
         f"loss, last {' or '.join(map(str, averaged))}": _figure(LOSS_KEY, "{:.4f}".format),
         "held-out": lambda run: _figure("held_out_loss", lambda loss: f"{loss:.4f}{run.when_evaluated}")(run),
         "perplexity": _figure("held_out_perplexity", "{:.4g}".format),
-        "tok/s": _speed,
+        "tok/s": speed_of,
         "MFU": _of_hardware("mfu_bf16_peak", percent),
         "memory": _figure("memory_gib", memory),
         "frozen": _figure("frozen_updates", lambda share: f"{share * 100:.2g} %"),
@@ -412,7 +412,8 @@ def _figure(key: str, form: Callable[[Any], str]) -> Callable[[RunRecord], str]:
     return lambda run: or_dash(run.summary.get(key), form)
 
 
-def _speed(run: RunRecord) -> str:
+def speed_of(run: RunRecord) -> str:
+    """Tokens/s, marked where they are not the hardware's; a dash where the run shared its machine."""
     speed = None if run.side_by_side else run.summary.get("tokens_per_second")
     return or_dash(speed, count) + (" (emulated)" if run.emulated and speed is not None else "")
 

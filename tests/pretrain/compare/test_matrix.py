@@ -26,6 +26,7 @@ from pretrain.compare.matrix import Hours, next_of, require_beginnings, run_all,
 from pretrain.compare.matrix_cell import StartedRun, command_of, environment_on, least_busy, mark, status_file
 from pretrain.compare.matrix_file import Matrix, MatrixRun, load_matrix
 from pretrain.compare.ranking import OTHER_TEXT, Ranking
+from pretrain.compare.report import EMULATED
 from pretrain.settings.config import resolved
 
 ROOT = Path(__file__).parents[3]
@@ -335,14 +336,29 @@ def test_where_the_report_cannot_be_written_the_cells_are_ranked_all_the_same(ma
     assert f"error: {tmp_path / 'runs' / 'm.png'}: cannot be written" in err and "| 2 | 2 " in out.partition("Best first:")[2]
 
 
+def run_at(cell: MatrixRun, speed: float | None) -> None:
+    """The files of a finished run of `cell` that was so fast, in tokens/s."""
+    leave_behind(cell, 2.0)
+    lines = [json.loads(line) for line in (cell.run_dir / "metrics.jsonl").read_text().splitlines()]
+    with_speed = [line | ({"tokens_per_second": speed} if speed else {}) for line in lines]
+    (cell.run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in with_speed))
+
+
 def test_where_speed_is_looked_for_the_fastest_cell_comes_first(matrix):
     found = matrix({"seed": [1, 2, 3]})
     for cell, speed in zip(found.runs, (30.0, None, 90.0), strict=True):
-        leave_behind(cell, 2.0)
-        lines = [json.loads(line) for line in (cell.run_dir / "metrics.jsonl").read_text().splitlines()]
-        with_speed = [line | ({"tokens_per_second": speed} if speed else {}) for line in lines]
-        (cell.run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in with_speed))
+        run_at(cell, speed)
     assert [row[1] for row in rows(Ranking(found, by_speed=True).table())] == ["3", "1", "2"]
+
+
+def test_an_emulated_speed_is_marked_in_the_table_of_cells(matrix):
+    found = matrix({"seed": [1, 2]})
+    run_at(found.runs[0], 30.0)
+    assert EMULATED not in Ranking(found).table()
+    run_at(found.runs[1], 90.0)
+    (found.runs[1].run_dir / "audit.json").write_text(json.dumps({"backend": "emulation"}))
+    table = Ranking(found).table()
+    assert [row[-1] for row in rows(table)] == ["30", "90 (emulated)"] and EMULATED in table
 
 
 def test_the_report_is_over_the_finished_cells_against_the_baseline(matrix):
