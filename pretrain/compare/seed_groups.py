@@ -17,7 +17,7 @@ from foundation.units import count, plural
 from pretrain.compare.appearance import as_text
 from pretrain.compare.comparison import on_one_kind_of_machine, own_speed, signed, unsigned
 from pretrain.compare.fairness import CONFIDENCE, changed_settings, recipe_of, same_held_out, same_packs
-from pretrain.compare.seeds import EQUIVALENCE, FEWEST_SEEDS, MARGIN, SeedDifference, TokenSlope
+from pretrain.compare.seeds import EQUIVALENCE, FEWEST_EVALUATIONS, FEWEST_SEEDS, MARGIN, SeedDifference, TokenSlope
 from pretrain.metrics.run_record import LAST_STEPS, LOSS_KEY, RunRecord
 from pretrain.optimizer.schedule import decay_begins, warmup_steps
 from pretrain.precision.schedule import is_quantized
@@ -27,6 +27,7 @@ from pretrain.settings.config import flatten, resolved
 # lie, whose fingerprint says what they hold.
 _WITHIN = ("seed", "name", "run_dir", "log.", "checkpoint.", "health.", "parity", "batch.microbatch")
 _WITHIN += ("train.max_hours", "train.rank_timeout", "evaluate.samples", "data.packs", "data.source", "data.tokenizer")
+_CONSTANT_KINDS = ("wsd", "constant")  # schedules of which a part has one rate
 _SEED_IN_A_NAME = re.compile(r"(?:^|[-_.,])seed[=_-]?\d+(?=$|[-_.,])")
 
 
@@ -245,8 +246,7 @@ class SeedComparison:
         elif self.held_out:
             notes.append(
                 f"No tokens are told for a difference: they follow from how fast {base}'s held-out loss falls at a constant "
-                "learning rate. So it has to be evaluated several times in the second half of the tokens before the rate decays "
-                "(settings schedule.kind: wsd and evaluate.every)."
+                f"learning rate, and {_why_no_slope(next(iter(self.baseline.group.runs.values())))}."
             )
         for each in self.results:
             if each.group.repeats and each.difference:
@@ -355,13 +355,26 @@ def _on_one_kind_of_machine(*groups: SeedGroup) -> bool:
     return on_one_kind_of_machine(run for group in groups for run in group.runs.values())
 
 
+def _why_no_slope(run: RunRecord) -> str:
+    """Returns why there is no slope of runs that differ from `run` in their seed alone."""
+    recipe = recipe_of(run)
+    if source := recipe.model.weights_source:
+        return f"its weights are those of {source}, trained on tokens that are not in its count"
+    if recipe.schedule.kind not in _CONSTANT_KINDS:
+        return f"its rate never stays constant (setting schedule.kind: {recipe.schedule.kind}; wsd and constant have such a part)"
+    return (
+        f"in the second half of the tokens before its rate decays there are no {FEWEST_EVALUATIONS} evaluations by which it "
+        "falls (setting evaluate.every)"
+    )
+
+
 def slope_of(base: Sequence[RunRecord]) -> TokenSlope | None:
     """Returns the slope of finished runs that differ in their seed alone. None where it is not known, where their rate never
     stays where it is, and where they began with trained weights, whose tokens are not in the count."""
     if not base or not base[0].tokens_per_step or recipe_of(base[0]).model.weights_source:
         return None
     schedule, tokens, steps = recipe_of(base[0]).schedule, base[0].tokens_per_step, base[0].summary["steps"]
-    if schedule.kind not in ("wsd", "constant"):
+    if schedule.kind not in _CONSTANT_KINDS:
         return None
     begins, warm = decay_begins(schedule, steps, tokens), warmup_steps(schedule, tokens)
     curves = [(np.asarray(at) * tokens, losses) for at, losses in (run.held_out_curve() for run in base)]

@@ -220,6 +220,24 @@ def test_without_held_out_loss_the_last_training_losses_are_compared(tmp_path: P
     assert left_out == {"trained on other text than the baseline's run of the seed": ["other"]}
 
 
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        (("schedule.kind=cosine",), "its rate never stays constant (setting schedule.kind: cosine;"),
+        (("model={source: SOURCE}",), "its weights are those of SOURCE, trained on tokens that are not in its count."),
+        (("schedule.warmup=75",), "there are no 3 evaluations by which it falls (setting evaluate.every)."),
+    ],
+)
+def test_why_no_tokens_are_told_is_said(settings: tuple[str, ...], why: str, tmp_path: Path):
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "config.json").write_text('{"model_type": "qwen3", "hidden_size": 32}')
+    settings = tuple(text.replace("SOURCE", str(tmp_path / "source")) for text in settings)
+    runs = [read_run(seeded(tmp_path / f"c-seed{seed}", seed, 0.0, *settings)) for seed in (1, 2)]
+    runs.append(read_run(seeded(tmp_path / "d-seed1", 1, 0.1, "precision=delayed", *settings)))
+    [note] = [note for note in SeedComparison.over(runs).notes() if note.startswith("No tokens are told")]
+    assert why.replace("SOURCE", str(tmp_path / "source")) in note
+
+
 def test_a_cosine_has_no_rate_to_stay_at_so_no_tokens_are_told(tmp_path: Path):
     settings = ("schedule.kind=cosine", "schedule.warmup=100")  # evaluated often while the rate rises
     runs = [read_run(seeded(tmp_path / f"c-seed{seed}", seed, 0.0, *settings)) for seed in (1, 2)]
