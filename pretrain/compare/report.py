@@ -145,13 +145,17 @@ def read_runs(paths: Sequence[Path], baseline: Path | None = None) -> list[RunRe
     `baseline`: one of the folders, another one, or the name of a run among these.
     """
     found: list[RunRecord] = []
-    with Progress("reading", "runs", total=len(set(paths)), lines_every=None):
-        for path in dict.fromkeys(paths):
+    named: dict[str, Path] = {}  # each once, where it is a link too
+    for path in paths:
+        named.setdefault(os.path.realpath(path), path)
+    with Progress("reading", "runs", total=len(named), lines_every=None):
+        for path in named.values():
             found += read_kept(path) if path.is_file() else [read_run(path)]
             advance(of="runs")
     if baseline is None:
         return found
-    same = [run for run in found if run.path == baseline or (not baseline.is_dir() and run.name == str(baseline))]
+    named_so, there = not baseline.is_dir(), os.path.realpath(baseline)
+    same = [run for run in found if os.path.realpath(run.path) == there or (named_so and run.name == str(baseline))]
     if len(same) > 1:
         raise InputError(f"--baseline {baseline}: several runs are called that; give the path of one")
     first = same[0] if same else read_run(baseline)

@@ -361,9 +361,12 @@ def test_a_run_that_was_halted_fails_the_gate_and_a_run_beside_itself_passes_non
         "two steps of a baseline are no end to be held against"
     )
     assert "the baseline halted came to no end" in capsys.readouterr().err
-    for alone in ([str(base), f"{base}/"], [str(base), "--baseline", str(base)]):
+    link = tmp_path / "link"
+    link.symlink_to(base)
+    for alone in ([str(base), f"{base}/"], [str(base), "--baseline", str(base)], [str(base), str(link)]):
         assert main(["report", *alone, "--gate", "0.01"]) == 2
         assert "compared with nothing" in capsys.readouterr().err
+    assert main(["report", str(base), "--baseline", str(link), "--gate", "0.01"]) == 2
 
 
 def note(path: Path, **keys: object) -> None:
