@@ -11,7 +11,7 @@ from foundation.errors import InputError
 from foundation.tables import markdown, or_dash
 from pretrain.compare.fairness import in_words, of_one_text
 from pretrain.compare.matrix_file import Matrix, MatrixRun
-from pretrain.compare.report import EMULATED, speed_of
+from pretrain.compare.report import EMULATED, mean_loss, speed_of
 from pretrain.metrics.run_record import LOSS_KEY, RunRecord, averaged_steps, read_run
 
 BEST = 10  # cells that are shown while others still run
@@ -85,7 +85,7 @@ class Ranking:
 
         return [
             written("held_out_loss", lambda loss: f"{loss:.4f}{record.when_evaluated}"),
-            written(LOSS_KEY, "{:.4f}".format),
+            mean_loss(record),
             f"{figures['steps']}{done}",
             speed_of(record),
         ]

@@ -48,7 +48,7 @@ from pretrain.compare.seed_figure import plot_seeds
 from pretrain.compare.seed_groups import SeedComparison, grouped
 from pretrain.compare.seeds import MARGIN
 from pretrain.compare.watch import follow
-from pretrain.metrics.run_record import LOSS_KEY, RunRecord, averaged_steps, read_run
+from pretrain.metrics.run_record import LAST_STEPS, LOSS_KEY, RunRecord, averaged_steps, read_run
 from pretrain.precision.registry import PRECISIONS, WEIGHT_DTYPES
 
 Table = Callable[..., str]  # as `markdown`, which files have; `on_screen` fits what is printed to the terminal
@@ -84,7 +84,7 @@ def summary_table(runs: Sequence[RunRecord], table: Table = markdown) -> str:
     columns = settings | {
         "steps": lambda run: str(run.summary["steps"]) + (", halted" if "halted" in run.summary else ""),
         "tokens": _figure("tokens", count),
-        f"loss, last {' or '.join(map(str, averaged))}": _figure(LOSS_KEY, "{:.4f}".format),
+        f"loss, last {' or '.join(map(str, averaged))}": mean_loss,
         "held-out": lambda run: _figure("held_out_loss", lambda loss: f"{loss:.4f}{run.when_evaluated}")(run),
         "perplexity": _figure("held_out_perplexity", "{:.4g}".format),
         "tok/s": speed_of,
@@ -414,6 +414,13 @@ def _judge(comparison: RunComparison) -> int:
 
 def _figure(key: str, form: Callable[[Any], str]) -> Callable[[RunRecord], str]:
     return lambda run: or_dash(run.summary.get(key), form)
+
+
+def mean_loss(run: RunRecord) -> str:
+    """The mean of its last training losses; where a run that began with another's checkpoint has too few, with the first."""
+    first = run.summary.get("first_step", 1)
+    late = f" (from step {first:,})" if first > max(1, run.summary["steps"] - LAST_STEPS + 1) else ""
+    return _figure(LOSS_KEY, lambda loss: f"{loss:.4f}{late}")(run)
 
 
 def speed_of(run: RunRecord) -> str:

@@ -245,6 +245,17 @@ def test_the_loss_column_says_over_how_many_steps_it_is_the_mean(tmp_path):
     assert "loss, last 12 or 50" in rows(summary_table([short, long]))["long"]
 
 
+def test_a_branch_whose_mean_leaves_out_steps_that_the_other_has_says_so(tmp_path):
+    losses = {"trunk": [3.0] * 40, "branch": [3.0] * 40, "long_branch": [3.0] * 70}
+    for name, each in losses.items():
+        make_run(tmp_path / name, each)
+        metrics = tmp_path / name / "metrics.jsonl"
+        lines = metrics.read_text().splitlines(keepends=True)
+        metrics.write_text("".join(lines[10 * (name != "trunk") :]))
+    [header, _rule, *table] = cells(summary_table([read_run(tmp_path / name) for name in losses]))
+    assert [row[header.index("loss, last 30 or 40 or 50")] for row in table] == ["3.0000", "3.0000 (from step 11)", "3.0000"]
+
+
 def test_a_speed_that_is_not_the_hardwares_is_marked_and_one_that_was_shared_is_not_shown(tmp_path):
     emulated = trained(tmp_path / "emulated", (3.0, 2.0), "precision=nvfp4", audit={"backend": "emulation"})
     shared = trained(tmp_path / "shared", (3.0, 2.0), side_by_side=True)
