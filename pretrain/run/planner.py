@@ -252,8 +252,8 @@ def _fits(plan: Plan, flops: float | None) -> Iterator[str]:
     lines, divided = [], [fit.best_for_compute(budget) for fit in FITS]
     guess, losses = math.log(plan.flops.shape.vocabulary), [fit.loss(parameters, tokens) for fit in FITS]
     for fit, loss, best in zip(FITS, losses, divided, strict=True):
-        line = [fit.name, UNKNOWN if loss > guess else f"{loss:.3f}", units.count(fit.best_tokens(parameters))]
-        lines.append([*line, *map(units.count, best), f"{fit.loss(*best):.3f}"])
+        ours, least = (UNKNOWN if found > guess else f"{found:.3f}" for found in (loss, fit.loss(*best)))
+        lines.append([fit.name, ours, units.count(fit.best_tokens(parameters)), *map(units.count, best), least])
     yield on_screen(header, lines, names=1)
     notes = [f"the last three columns: for {budget:.4g} FLOP, {'as stated' if flops else f'this recipe by 6 x {sizes}'}"]
     for fit in FITS:
