@@ -203,15 +203,16 @@ class RunComparison:
     def _lowest(self) -> str:
         """Says which run ends lowest, for runs that are compared in other things than precision, or that cannot be paired."""
         ended = [each for each in self.standings if each.loss is not None and not each.run.broken_off]
-        known = sorted(ended, key=lambda each: each.loss)
+        known = sorted((each for each in ended if math.isfinite(each.loss)), key=lambda each: each.loss)
         if not known:
             return "No run has come to a loss that counts."
         what = "held-out loss" if self.by_held_out else "training loss"
         best = known[0]
-        said = f"Lowest {what}: {named(best)} with {best.loss:.4f}"
-        if best.gap is not None and best.run.summary["steps"] == self.baseline.run.summary["steps"]:
+        *others, last = [named(each) for each in known if each.loss - best.loss < NOTHING]
+        said = f"Lowest {what}: " + (f"{', '.join(others)} and {last}, equal," if others else last) + f" with {best.loss:.4f}"
+        if not others and best.gap is not None and best.run.summary["steps"] == self.baseline.run.summary["steps"]:
             said += f"; training {described_gap(best, held_out=False)} against {self.baseline.look.label}"
-        elif known[1:]:
+        elif not others and known[1:]:
             said += f"; next is {named(known[1])}, {signed(known[1].loss - best.loss)}"
         broken = self.baseline.run.broken_off
         unpaired = [each for each in self.standings if each.not_paired and not (broken or each.run.broken_off)]

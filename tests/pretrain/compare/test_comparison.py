@@ -389,6 +389,13 @@ def test_a_run_that_was_broken_off_is_on_no_front_and_never_the_lowest(tmp_path)
     assert answer.endswith("The loss of lost ends as no number. cut was halted at step 1.")
 
 
+def test_runs_with_the_same_lowest_loss_are_said_to_be_equal(tmp_path):
+    runs = [trained(tmp_path / name, noisy(3.0, 1)) for name in ("a", "b")]
+    runs.append(trained(tmp_path / "c", noisy(2.9, 2)))
+    assert RunComparison.over(runs).answer() == "Lowest held-out loss: a, b and c, equal, with 2.4000."
+    assert RunComparison.over(runs[:2]).answer() == "Lowest held-out loss: a and b, equal, with 2.4000."
+
+
 def test_losses_of_different_text_rank_no_run_and_have_no_front(tmp_path):
     other = trained(tmp_path / "other", LEVEL, fingerprint="cd34")
     text = ("data.source=y.jsonl", "data.tokenizer=t", "data.length=8", "data.held_out=0")
