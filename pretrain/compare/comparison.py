@@ -25,8 +25,10 @@ from pretrain.compare.fairness import (
 )
 from pretrain.compare.smoothing import moving_mean
 from pretrain.metrics.run_record import LAST_STEPS, LOSS_KEY, RunRecord, averaged_steps
+from pretrain.precision.schedule import phases_of
 
 TOLERANCE = 0.01  # nats a token that a run may end above its baseline and still count as equal, unless `--gate` says otherwise
+OF_WHOLE_TENSORS = ("delayed", "current", "nvfp4")  # precisions with a scale for all values of a microbatch's tensor
 FEW = 3  # runs, which a sentence names
 
 
@@ -330,6 +332,20 @@ def other_machines(runs: Sequence[RunRecord]) -> str:
         names.setdefault(machine_of(run) or "a machine that is not known", []).append(run.name)
     told = "; ".join(f"{', '.join(found)} on {machine}" for machine, found in names.items())
     return f"Speeds are compared on one kind of machine alone, that of {runs[0].name}: {told}." if len(names) > 1 else ""
+
+
+def other_splits(runs: Sequence[RunRecord]) -> str:
+    """Returns what to say where runs whose scales are of whole tensors split a step in several ways; empty where all that are
+    known split it alike."""
+    ways: dict[tuple[int, int], list[str]] = {}
+    for run in runs:
+        packs = (run.audit.get("memory") or {}).get("microbatch", (run.config.get("batch") or {}).get("microbatch"))
+        processes = (run.environment.get("accelerate") or {}).get("processes", 1)
+        if isinstance(packs, int) and any(use in OF_WHOLE_TENSORS for _, use in phases_of(run.config.get("precision"))):
+            ways.setdefault((packs, processes), []).append(run.name)
+    told = (f"{', '.join(names)} ({plural(packs, 'pack')} x {plural(ranks, 'rank')})" for (packs, ranks), names in ways.items())
+    said = "Scales of whole tensors are a microbatch's, so losses depend a little on how a step is split into these"
+    return f"{said}: {'; '.join(told)}." if len(ways) > 1 else ""
 
 
 def hours_to_horizon(run: RunRecord, speed: float | None) -> float | None:

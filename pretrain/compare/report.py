@@ -22,7 +22,7 @@ from foundation.settings import load_yaml
 from foundation.tables import UNKNOWN, markdown, on_screen, or_dash
 from foundation.units import count, memory, percent, plural, three_digits
 from pretrain.compare.appearance import as_text, unique_names
-from pretrain.compare.comparison import TOLERANCE, RunComparison, other_machines, shorter_ends, signed, with_error
+from pretrain.compare.comparison import TOLERANCE, RunComparison, other_machines, other_splits, shorter_ends, signed, with_error
 from pretrain.compare.fairness import (
     FEWEST_STEPS,
     LAST_SHARE,
@@ -240,7 +240,7 @@ def tables(runs: Sequence[RunRecord], seeds: SeedComparison | None = None, table
     notes = {ERRORS: len(paired) > 1, NO_ERROR: any(TOO_FEW in part for part in parts)}
     notes |= {EMULATED: any(run.emulated for run in runs), SIDE_BY_SIDE: any(run.side_by_side for run in runs)}
     notes |= {OTHER_TEXT: not of_one_text([run for run in runs if "held_out_loss" in run.summary])}
-    notes |= {note: True for note in [other_machines(runs)] if note}
+    notes |= {note: True for note in [other_machines(runs), other_splits(runs)] if note}
     ended = {names[run.path]: run for run in paired if run is runs[0] or not run.broken_off}
     ends = shorter_ends(ended) if ended else []
     notes |= {f"{end}. The first table has each run's own end.": True for end in ends}

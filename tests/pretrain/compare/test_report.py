@@ -256,6 +256,21 @@ def test_a_branch_whose_mean_leaves_out_steps_that_the_other_has_says_so(tmp_pat
     assert [row[header.index("loss, last 30 or 40 or 50")] for row in table] == ["3.0000", "3.0000 (from step 11)", "3.0000"]
 
 
+def test_runs_with_scales_of_whole_tensors_that_split_a_step_in_other_ways_are_named(tmp_path):
+    said = "are a microbatch's, so losses depend a little on how a step is split into these"
+    for precision, noted in (("delayed", True), ("nvfp4", True), ("mxfp8", False), ("bf16", False)):
+        runs = [
+            trained(tmp_path / f"{precision}-{packs}", (3.0, 2.0), f"precision={precision}", f"batch.microbatch={packs}")
+            for packs in (1, 4)
+        ]
+        ways = f"{said}: {precision}-1 (1 pack x 1 rank); {precision}-4 (4 packs x 1 rank)."
+        assert (ways in "\n".join(tables(runs))) == noted and said not in "\n".join(tables(runs[:1]))
+    searched = {"backend": "torch", "memory": {"microbatch": 4, "planned": {}, "held": {}}}
+    auto = trained(tmp_path / "auto", (3.0, 2.0), "precision=nvfp4", audit=searched)
+    assert said not in "\n".join(tables([auto, read_run(tmp_path / "nvfp4-4")]))
+    assert "auto (4 packs x 1 rank)" in "\n".join(tables([auto, read_run(tmp_path / "nvfp4-1")]))
+
+
 def test_a_speed_that_is_not_the_hardwares_is_marked_and_one_that_was_shared_is_not_shown(tmp_path):
     emulated = trained(tmp_path / "emulated", (3.0, 2.0), "precision=nvfp4", audit={"backend": "emulation"})
     shared = trained(tmp_path / "shared", (3.0, 2.0), side_by_side=True)
