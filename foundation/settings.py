@@ -112,6 +112,10 @@ def parse(cls: type[S], values: dict[str, Any], origin: str | Callable[[str, str
         raise InputError("\n".join(line + ", or ".join(filter(None, offered)) for line, offered in lines.items())) from None
 
 
+_A_MAPPING = "Input should be a mapping of keys to values"
+_IN_PLACE_OF_CLASSES = {"path_type": "Input should be a path, as text", "model_type": _A_MAPPING, "dict_type": _A_MAPPING}
+
+
 def _describe(cls: type[BaseModel], item: dict[str, Any]) -> tuple[str, str, str]:
     """The dotted key of one pydantic error, what is wrong, and what would be accepted (each member of a union has its own)."""
     path = _keys(cls, item["loc"])
@@ -128,13 +132,12 @@ def _describe(cls: type[BaseModel], item: dict[str, Any]) -> tuple[str, str, str
     message = item["msg"].removeprefix("Value error, ")
     if item["type"] == "value_error":
         return key, f"`{key}`: {message}" if key else message, ""
-    if item["type"] == "path_type":  # whose own text names a class
-        message = "Input should be a path, as text"
+    message = _IN_PLACE_OF_CLASSES.get(item["type"], message)
     message = message.partition(", unable to parse")[0].replace("a valid tuple", "a valid list")  # as YAML calls it
     _, should, after = message.partition(" should ")  # as in "Input should be ...", "String should match pattern ..."
     message = re.sub(r" after validation, not \d+$", "", after if should else message)
     verb = "" if should and not message.startswith("be ") else "be "
-    got = "a mapping" if isinstance(item["input"], dict) else shown(item["input"], repr)
+    got = "a mapping" if isinstance(item["input"], dict) else "null" if item["input"] is None else shown(item["input"], repr)
     return key, f"`{key}` is {got}; it should {verb}", message.removeprefix("be ")
 
 
