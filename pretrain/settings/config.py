@@ -1,7 +1,8 @@
 """A recipe from its file and the command line: defaults < the `base` that it names < recipe file < `key=value` overrides.
 
-Overrides are dotted paths with YAML values: `weights=bf16 optimizer.learning_rate=1e-4 train.tokens=2e9`. A key that excludes
-others in the recipe (steps, tokens or epochs, say) replaces them when it stands on the command line.
+Overrides are dotted paths with YAML values: `weights=bf16 optimizer.learning_rate=1e-4 train.tokens=2e9`. Of a key that is given
+twice the last value counts: a matrix puts a cell's settings behind its own. A key that excludes others in the recipe (steps,
+tokens or epochs, say) replaces them when it stands on the command line.
 """
 
 from __future__ import annotations

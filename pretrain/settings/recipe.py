@@ -161,7 +161,7 @@ class OptimizerSettings(Settings):
     @field_validator("clip", mode="before")
     @classmethod
     def _not_clipping_has_a_word(cls, value: Any) -> Any:
-        if isinstance(value, float) and math.isinf(value):
+        if not isinstance(value, bool) and value in (0, math.inf, -math.inf):
             raise ValueError(f"{value} is no norm to clip at; for no clipping set it to null")
         return value
 
