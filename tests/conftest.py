@@ -15,7 +15,10 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from multiprocessing.forkserver import ensure_running
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -78,8 +81,14 @@ VOCABULARY = 61
 def forked_tokenizers() -> Iterator[None]:
     """Processes that tokenise are forked, where it is this process that starts them: they spend nine tenths of their time in
     importing. Those of commands and runs in processes of their own are spawned."""
+
+    def forked(**what: Any) -> BaseProcess:
+        # While one starts, SIGINT is blocked. What all are forked from must not begin then: every launcher would have it blocked.
+        ensure_running()
+        return fork_context.Process(**what)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(workers, "START", fork_context)
+        patch.setattr(workers, "START", SimpleNamespace(Process=forked))
         yield
 
 

@@ -25,10 +25,10 @@ from pretrain.compare.fairness import (
 )
 from pretrain.compare.smoothing import moving_mean
 from pretrain.metrics.run_record import LAST_STEPS, LOSS_KEY, RunRecord, averaged_steps
+from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.schedule import phases_of
 
 TOLERANCE = 0.01  # nats a token that a run may end above its baseline and still count as equal, unless `--gate` says otherwise
-OF_WHOLE_TENSORS = ("delayed", "current", "nvfp4")  # precisions with a scale for all values of a microbatch's tensor
 FEW = 3  # runs, which a sentence names
 
 
@@ -341,7 +341,8 @@ def other_splits(runs: Sequence[RunRecord]) -> str:
     for run in runs:
         packs = (run.audit.get("memory") or {}).get("microbatch", (run.config.get("batch") or {}).get("microbatch"))
         processes = (run.environment.get("accelerate") or {}).get("processes", 1)
-        if isinstance(packs, int) and any(use in OF_WHOLE_TENSORS for _, use in phases_of(run.config.get("precision"))):
+        precisions = (PRECISIONS.get(use) for _, use in phases_of(run.config.get("precision")))  # a later version may have others
+        if isinstance(packs, int) and any(each and each.quantized and each.tensor_scaled for each in precisions):
             ways.setdefault((packs, processes), []).append(run.name)
     told = (f"{', '.join(names)} ({plural(packs, 'pack')} x {plural(ranks, 'rank')})" for (packs, ranks), names in ways.items())
     said = "Scales of whole tensors are a microbatch's, so losses depend a little on how a step is split into these"
