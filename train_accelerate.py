@@ -24,7 +24,7 @@ from typing import Any
 from foundation.ending import Ending
 from foundation.errors import InputError, permissions_named
 from pretrain.run.command_line import leave_status, parse_arguments, say_once
-from pretrain.run.variables import check_variables
+from pretrain.settings.launch_variables import check_variables
 
 if __name__ == "__main__":  # importing takes seconds; until the loop can save, Ctrl-C just ends the process, without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)

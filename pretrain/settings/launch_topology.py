@@ -13,6 +13,7 @@ from typing import Literal
 import psutil
 
 from foundation.errors import InputError
+from pretrain.settings.launch_variables import FALSE, TRUE, unusable
 from pretrain.settings.recipe import Recipe
 
 _ORIGIN = "accelerate configuration"
@@ -162,7 +163,7 @@ def _asked_sharding(environ: Mapping[str, str]) -> Sharding:
         reshards = _STRATEGIES[_first_known(environ, "FSDP_RESHARD_AFTER_FORWARD", "FSDP_SHARDING_STRATEGY")]
         return "none" if reshards is None else "each" if reshards else "once"
     asked = environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower()
-    return "auto" if asked == "auto" else "once" if asked in ("false", "0", "no", "n", "f", "off") else "each"
+    return "auto" if asked == "auto" else "once" if asked in FALSE else "each"
 
 
 def _mesh(environ: Mapping[str, str], world: int) -> tuple[int, int]:
@@ -206,11 +207,11 @@ def _inherited(environ: Mapping[str, str], *variables: str) -> bool:
 
 
 def _is_true(environ: Mapping[str, str], variable: str) -> bool:
-    return environ.get(variable, "false").lower() in ("true", "1", "yes", "y", "t", "on")
+    return environ.get(variable, "false").lower() in TRUE
 
 
 def _number(environ: Mapping[str, str], variable: str) -> int:
     text = environ.get(variable, "1")
     if not text.isdecimal():
-        raise InputError(f"environment: {variable}={text} is no whole number; correct it, or unset it")
+        raise unusable(environ, variable, "is no whole number")
     return int(text)

@@ -14,7 +14,7 @@ _TRUTH = (
     *(f"ACCELERATE_{name}" for name in ("USE_CPU", "DEBUG_MODE", "CPU_AFFINITY", "USE_FSDP")),
     *(f"ACCELERATE_DYNAMO_{name}" for name in _DYNAMO),
 )
-_TRUTHS = {*("true", "1", "yes", "y", "t", "on"), *("false", "0", "no", "n", "f", "off")}
+TRUE, FALSE = ("true", "1", "yes", "y", "t", "on"), ("false", "0", "no", "n", "f", "off")  # as accelerate reads them
 _PRECISIONS = ("no", "bf16", "fp16", "fp8")  # what `accelerate launch` lets through
 
 
@@ -24,16 +24,17 @@ def check_variables(environ: Mapping[str, str]) -> None:
         try:
             int(environ[name])
         except ValueError:
-            raise _unusable(environ, name, "is no whole number") from None
+            raise unusable(environ, name, "is no whole number") from None
     for name in filter(environ.__contains__, _TRUTH):
-        if environ[name].lower() not in _TRUTHS:
-            raise _unusable(environ, name, "is neither true nor false")
+        if environ[name].lower() not in TRUE + FALSE:
+            raise unusable(environ, name, "is neither true nor false")
     if environ.get(name := "ACCELERATE_MIXED_PRECISION", "no").lower() not in _PRECISIONS:
-        raise _unusable(environ, name, f"is none of {', '.join(_PRECISIONS)}")
+        raise unusable(environ, name, f"is none of {', '.join(_PRECISIONS)}")
     level = environ.get(name := "ACCELERATE_LOG_LEVEL", "INFO").upper()
     if level not in (levels := logging.getLevelNamesMapping()):
-        raise _unusable(environ, name, f"is none of {', '.join(levels).lower()}")
+        raise unusable(environ, name, f"is none of {', '.join(levels).lower()}")
 
 
-def _unusable(environ: Mapping[str, str], name: str, what: str) -> InputError:
+def unusable(environ: Mapping[str, str], name: str, what: str) -> InputError:
+    """The error for a variable whose value is what `what` says of it: "is no whole number", say."""
     return InputError(f"environment: {name}={environ[name]} {what}; correct it, or unset it")
