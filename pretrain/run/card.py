@@ -52,7 +52,8 @@ def model_card(run: RunRecord, hf: PreTrainedModel, *, tokenizer: bool) -> str:
         f"A `{hf.config.model_type}` language model of {parameters} parameters, trained on {count(figures['tokens'])} tokens in "
         f"{figures['steps']:,} steps.{held_out}",
         "## How to load it",
-        _loading(tokenizer, "" if tokenizer else f"\n\nNo tokenizer lies beside it: {_not_beside(run)}."),
+        _loading(tokenizer),
+        *([] if tokenizer else [f"No tokenizer lies beside it: {_not_beside(run)}."]),
         "## How it was trained",
         "\n".join(["| | |", "| --- | --- |", *(f"| {key} | {cell(text)} |" for key, text in rows.items() if text)]),
         f"![Loss by step: training and, where packs were held out, held-out loss]({PICTURE})",
@@ -165,7 +166,7 @@ def _not_beside(run: RunRecord) -> str:
     return f"the run's, of `{name}`{known}, was not found when this was written, or another had taken its place"
 
 
-def _loading(tokenizer: bool, note: str) -> str:
+def _loading(tokenizer: bool) -> str:
     lines = ["from transformers import AutoModelForCausalLM" + (", AutoTokenizer" if tokenizer else ""), ""]
     lines += ['folder = "."  # where this file lies', 'model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")']
     if tokenizer:
@@ -174,4 +175,4 @@ def _loading(tokenizer: bool, note: str) -> str:
             'prompt = tokenizer("Once upon a time", return_tensors="pt", return_token_type_ids=False)',
             "print(tokenizer.decode(model.generate(**prompt, max_new_tokens=60, do_sample=True)[0]))",
         ]
-    return "```python\n" + "\n".join(lines) + "\n```" + note
+    return "```python\n" + "\n".join(lines) + "\n```"

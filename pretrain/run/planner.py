@@ -77,10 +77,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _check_out(path: Path) -> None:
     """InputError where the picture could not be written in the end, or would be written over a file of another kind."""
-    if path.suffix.lower() != ".png" and not path.is_dir():
-        raise InputError(f"--out {path}: the picture is written as .png; end its name so")
     if path.is_dir():
         raise InputError(f"--out {path}: is a folder; name a file in it, as in {path / 'sizes.png'}")
+    if path.suffix.lower() != ".png":
+        raise InputError(f"--out {path}: the picture is written as .png; end its name so")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
