@@ -90,7 +90,7 @@ class Health:
         gradient_norm: float,
         *,
         can_go_back: bool = False,
-        oldest: Callable[[], int] = int,
+        oldest: Callable[[], int] = lambda: 0,
         labelled: bool = True,
     ) -> StepDecision:
         """Check a step's mean `loss` (nats per token) and the norm of its whole gradient. Of a step that is not `labelled`, the

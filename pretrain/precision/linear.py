@@ -47,7 +47,7 @@ def adding_up(operand: Tensor, seen: Callable[[Tensor], None] = lambda gradient:
     alone, main = operand.view_as(operand), getattr(operand, "main_grad", None)
     own = before = None
     if main is not None:
-        before = main.float().clone()  # kept, as FSDP2 may have freed `main` when the gradient comes
+        before = main.to(torch.float32, copy=True)  # kept, as FSDP2 may have freed `main` when the gradient comes
         own = alone.main_grad = before.clone()
 
     def add(delivered: Tensor | None) -> Tensor | None:
