@@ -40,6 +40,7 @@ from pretrain.model.loss.chunk import softmax_gradient_
 from pretrain.model.loss.head import cut_cross_entropy
 from pretrain.optimizer.adamw_update import Hyperparameters, ParameterTensors, convert_weight, split, update_parameter
 from pretrain.plan.preflight import Job
+from pretrain.plan.remedies import is_out_of_memory
 from pretrain.precision import products
 from pretrain.precision.quantizers.block import BLOCK
 from pretrain.precision.registry import WEIGHT_DTYPES
@@ -140,7 +141,8 @@ class Verdict:
 
 
 def try_kernel(kernel: Kernel, situation: Situation) -> Verdict:
-    """Compute the case of `kernel` both ways. Whatever it raises is a verdict too, as a kernel that fails here is not used."""
+    """Compute the case of `kernel` both ways. Whatever it raises is a verdict too, as a kernel that fails here is not used. Only
+    memory that is full says nothing of the kernel, and is raised on."""
     began = time.perf_counter()
     errors: dict[str, float] = {}
     allowed: dict[str, float] = {}
@@ -151,6 +153,8 @@ def try_kernel(kernel: Kernel, situation: Situation) -> Verdict:
             for name, ours, plain, limit in kernel.case(situation):
                 errors[name], allowed[name] = relative_error(ours, plain), limit
     except failures() as error:
+        if is_out_of_memory(error):
+            raise
         failure = one_line(error, named=True)
     named = f"attention {situation.attention}" if kernel.name == "attention" else kernel.name
     return Verdict(named, kernel.plain, errors, allowed, time.perf_counter() - began, failure)

@@ -179,6 +179,17 @@ def test_a_kernel_that_raises_has_its_reason_in_the_verdict(monkeypatch: pytest.
     assert not verdict.agrees and str(verdict) == "fails here: RuntimeError: no kernel image is available"
 
 
+def test_memory_that_is_full_speaks_against_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another kernel in its place would be a silent fallback, and other bits than those of the run that is resumed."""
+
+    def raises(*_: Any, **options: Any) -> Tensor:
+        raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+
+    monkeypatch.setattr(attention, "varlen_attn", raises)
+    with pytest.raises(RuntimeError, match="ALLOC_FAILED"):
+        try_kernel(TABLE["attention"], situation(backend="packed_varlen"))
+
+
 @pytest.mark.parametrize("direction", ["rotate", "rotate_backward"])
 def test_a_wrong_rotation_is_found(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run = situation("bf16", fused=True)
