@@ -99,7 +99,7 @@ def prepare(
     plugin.mixed_precision_policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    if in_parts := any(parameter.is_meta for parameter in model.parameters()):
+    if any(parameter.is_meta for parameter in model.parameters()):
         # accelerate finds an optimizer's parameters again by their address, which these have none of.
         names = {parameter: name for name, parameter in model.named_parameters()}
         model = fsdp2_prepare_model(accelerator, model)
@@ -110,11 +110,12 @@ def prepare(
             group["params"] = [shards[names[parameter]] for parameter in group["params"]]
     else:
         model, wrapped = accelerator.prepare(model, optimizer)
+        optimizer = wrapped.optimizer
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # a plain sum, or it would be one of values times a factor
-    return model, optimizer if in_parts else wrapped.optimizer
+    return model, optimizer
 
 
 def sharded_like(tensor: Tensor, parameter: Tensor) -> Tensor:

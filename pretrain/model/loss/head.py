@@ -247,11 +247,14 @@ def chunked_loss(
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias)):
         return ChunkedLoss.apply(hidden, weight, bias, labels, chunk, low_precision, penalty)
     losses = _losses_of(labels, penalty)
-    multiply = low_precision.multiply if low_precision else lambda *operands: F.linear(*operands[:-1])
     working = in_dtype(hidden.dtype, weight, bias)
     of_logits = penalty.losses if penalty else token_losses
     for rows in chunks(len(hidden), chunk, low_precision=low_precision is not None):
-        losses[:, rows] = of_logits(multiply(hidden[rows], *working, rows.start > 0), labels[rows])
+        if low_precision:
+            logits = low_precision.multiply(hidden[rows], *working, rows.start > 0)
+        else:
+            logits = F.linear(hidden[rows], *working)
+        losses[:, rows] = of_logits(logits, labels[rows])
     return _sums(losses, penalty)
 
 
