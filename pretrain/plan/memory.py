@@ -292,7 +292,7 @@ def layers_of(
             found.append(compiled)
             continue
         parts = parts_of(layer)
-        stacks = (parts.qkv, parts.output, parts.below, parts.above)
+        stacks = (parts.qkv, parts.output, parts.gate_up, parts.down)
         of_stacks = [active.precision if f"{name}.{next(iter(stack))}" in low else left_out for stack in stacks]
         found.append(fused_layer(parts, of_stacks, recipe, device_type, attention, layouts))
     return found
@@ -305,7 +305,7 @@ def fused_layer(
     `attention`: queries, keys and values; the attention's output; gate and up; down. `layouts`: held of a quantized operand that
     enters two products."""
     number = of_stacks[0].number_bytes
-    stacks = [StackedWeight(list(each.values())) for each in (parts.qkv, parts.output, parts.below, parts.above)]
+    stacks = [StackedWeight(list(each.values())) for each in (parts.qkv, parts.output, parts.gate_up, parts.down)]
     qkv, output, below, above = stacks
     weights = [sum(weight.numel() for weight in stack.weights) for stack in stacks]
     operands = [precision.operand_bytes if precision.quantized else number for precision in of_stacks]

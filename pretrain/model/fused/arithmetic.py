@@ -275,10 +275,10 @@ class Arithmetic:
         return _activated(hidden, kind), None
 
     def activate_backward(
-        self, d_activated: Tensor, hidden: Tensor, kind: Activation, kept: Operand, below: StackedProduct, above: StackedProduct
+        self, d_activated: Tensor, hidden: Tensor, kind: Activation, kept: Operand, gate_up: StackedProduct, down: StackedProduct
     ) -> tuple[Operand, Operand, list[Tensor]]:
-        """The gradient of `hidden` as the output gradient of `below`, the activated values as the weight gradient of `above`
-        takes them, and the gradients of the biases of `below`."""
+        """The gradient of `hidden` as the output gradient of `gate_up`, the activated values as the weight gradient of `down`
+        takes them, and the gradients of the biases of `gate_up`."""
         if kind != "swiglu":
             d_hidden = torch.ops.aten.gelu_backward(d_activated, hidden, approximate=APPROXIMATIONS[kind])
             activated = _activated(hidden, kind)
@@ -290,7 +290,7 @@ class Arithmetic:
             d_gate = dy * up * (sigmoid + silu * (1 - sigmoid))
             d_hidden = torch.cat([d_gate, dy * silu], dim=-1).to(hidden.dtype)
             activated = (silu * up).to(hidden.dtype)
-        return d_hidden, activated, below.weights.bias_gradients(d_hidden)
+        return d_hidden, activated, gate_up.weights.bias_gradients(d_hidden)
 
     def rotate_backward(
         self,

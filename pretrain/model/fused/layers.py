@@ -115,9 +115,9 @@ class Parts:
     head_norms: tuple[nn.Module, ...]  # of queries and keys, or none
     output: Mapping[str, nn.Module]
     mlp_norm: Norm
-    below: Mapping[str, nn.Module]  # gate and up, or one
+    gate_up: Mapping[str, nn.Module]  # gate and up, or one
     activation: Activation
-    above: Mapping[str, nn.Module]
+    down: Mapping[str, nn.Module]
     heads: Heads
     rotary: bool
 
@@ -137,7 +137,7 @@ def assess_layer(name: str, layer: nn.Module, decisions: Mapping[str, Decision])
 def _torn_apart(name: str, layer: nn.Module, low: frozenset[str]) -> str | None:
     """Which linears are one product when `layer` is fused and would compute in different precisions; None where none would."""
     parts = parts_of(layer)
-    for stack in (parts.qkv, parts.output, parts.below, parts.above):
+    for stack in (parts.qkv, parts.output, parts.gate_up, parts.down):
         if len({f"{name}.{member}" in low for member in stack}) > 1:
             members = ", ".join(member.rpartition(".")[2] for member in stack)
             return f"{members} are one product when fused, and would compute in different precisions"
@@ -174,9 +174,9 @@ def parts_of(layer: nn.Module) -> Parts:
             head_norms=(),
             output={"attn.c_proj": attention.c_proj},
             mlp_norm=Norm(layer.ln_2, "layer", layer.ln_2.eps),
-            below={"mlp.c_fc": mlp.c_fc},
+            gate_up={"mlp.c_fc": mlp.c_fc},
             activation=_UNGATED[attention.config.activation_function],
-            above={"mlp.c_proj": mlp.c_proj},
+            down={"mlp.c_proj": mlp.c_proj},
             heads=Heads(attention.num_heads, attention.num_heads, attention.head_dim),
             rotary=False,
         )
@@ -190,9 +190,9 @@ def parts_of(layer: nn.Module) -> Parts:
         head_norms=(attention.q_norm, attention.k_norm) if normed else (),
         output={"self_attn.o_proj": attention.o_proj},
         mlp_norm=Norm(second, "rms", second.variance_epsilon),
-        below={f"mlp.{name}": getattr(mlp, name) for name in ("gate_proj", "up_proj")},
+        gate_up={f"mlp.{name}": getattr(mlp, name) for name in ("gate_proj", "up_proj")},
         activation=_GATED[config.hidden_act],
-        above={"mlp.down_proj": mlp.down_proj},
+        down={"mlp.down_proj": mlp.down_proj},
         heads=Heads(config.num_attention_heads, config.num_key_value_heads, attention.head_dim),
         rotary=True,
     )
@@ -276,13 +276,13 @@ class FusedLayer:
 
         self.qkv = make(parts.qkv, "self_attn.qkv_proj")
         self.output = make(parts.output, "")
-        self.below = make(parts.below, "mlp.gate_up_proj")
-        self.above = make(parts.above, "")
-        self.above.reads_from = self.below
+        self.gate_up = make(parts.gate_up, "mlp.gate_up_proj")
+        self.down = make(parts.down, "")
+        self.down.reads_from = self.gate_up
 
     @property
     def products(self) -> tuple[StackedProduct, ...]:
-        return self.qkv, self.output, self.below, self.above
+        return self.qkv, self.output, self.gate_up, self.down
 
     @torch.compiler.disable
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -294,8 +294,8 @@ class FusedLayer:
         arithmetic.differentiable = torch.is_grad_enabled()  # inside of an autograd.Function nobody could tell
         attended, x = self._attend(x, **kwargs)
         attended, added = OutputProduct.apply(arithmetic, self.output, attended, x, *self.output.weights.parameters)
-        pieces = (arithmetic, parts.mlp_norm, self.below, parts.activation, self.above)
-        parameters = (*parts.mlp_norm.parameters, *self.below.weights.parameters, *self.above.weights.parameters)
+        pieces = (arithmetic, parts.mlp_norm, self.gate_up, parts.activation, self.down)
+        parameters = (*parts.mlp_norm.parameters, *self.gate_up.weights.parameters, *self.down.weights.parameters)
         return NormMLPAdd.apply(*pieces, attended, None if added else x, *parameters)[None]
 
     def _attend(
@@ -462,7 +462,7 @@ class OutputProduct(torch.autograd.Function):
 
 
 class NormMLPAdd(torch.autograd.Function):
-    """x, residual [tokens, hidden] -> s + activation(norm(s) below^T + b) above^T + c, with s = x + residual; without a residual
+    """x, residual [tokens, hidden] -> s + activation(norm(s) gate_up^T + b) down^T + c, with s = x + residual; without a residual
     s is x.
 
     The sum is written over x: `OutputProduct` saves what it multiplies and not what it gives, which nobody else reads."""
@@ -472,20 +472,20 @@ class NormMLPAdd(torch.autograd.Function):
         ctx: FunctionCtx,
         arithmetic: Arithmetic,
         norm: Norm,
-        below: StackedProduct,
+        gate_up: StackedProduct,
         activation: Activation,
-        above: StackedProduct,
+        down: StackedProduct,
         x: Tensor,
         residual: Tensor | None,
         *parameters: Tensor,
     ) -> Tensor:
-        below.begin(x)
-        normed, statistics = arithmetic.norm(x, norm, below, residual)
-        hidden = below.forward(normed)
-        above.begin(hidden)
-        activated, kept = arithmetic.activate(hidden, activation, above)
-        y = above.forward(activated, x)
-        ctx.pieces = (arithmetic, norm, below, activation, above)
+        gate_up.begin(x)
+        normed, statistics = arithmetic.norm(x, norm, gate_up, residual)
+        hidden = gate_up.forward(normed)
+        down.begin(hidden)
+        activated, kept = arithmetic.activate(hidden, activation, down)
+        y = down.forward(activated, x)
+        ctx.pieces = (arithmetic, norm, gate_up, activation, down)
         ctx.adds = residual is not None
         arithmetic.save(ctx, x, normed, hidden, kept, *statistics)
         return y
@@ -493,19 +493,19 @@ class NormMLPAdd(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, dy: Tensor) -> Gradients:
-        arithmetic, norm, below, activation, above = ctx.pieces
+        arithmetic, norm, gate_up, activation, down = ctx.pieces
         x, normed, hidden, kept, *statistics = arithmetic.saved(ctx)
-        above_bias = above.weights.bias_gradients(dy)
-        quantized = above.gradient_operand(dy)
-        d_activated = above.input_gradient(quantized)
-        d_hidden, activated, below_bias = arithmetic.activate_backward(d_activated, hidden, activation, kept, below, above)
+        down_bias = down.weights.bias_gradients(dy)
+        quantized = down.gradient_operand(dy)
+        d_activated = down.input_gradient(quantized)
+        d_hidden, activated, gate_up_bias = arithmetic.activate_backward(d_activated, hidden, activation, kept, gate_up, down)
         del d_activated, hidden, kept
-        above_weights = above.weight_gradients(quantized, activated)
+        down_weights = down.weight_gradients(quantized, activated)
         del quantized, activated
-        d_normed = below.input_gradient(d_hidden)
-        below_weights = below.weight_gradients(d_hidden, normed)
+        d_normed = gate_up.input_gradient(d_hidden)
+        gate_up_weights = gate_up.weight_gradients(d_hidden, normed)
         dx, norm_gradients = arithmetic.norm_backward(d_normed, x, statistics, norm, residual=dy)
-        of_parameters = (*norm_gradients, *below_weights, *below_bias, *above_weights, *above_bias)
+        of_parameters = (*norm_gradients, *gate_up_weights, *gate_up_bias, *down_weights, *down_bias)
         return *(None,) * 5, dx, dx if ctx.adds else None, *of_parameters
 
 

@@ -233,18 +233,18 @@ class TransformerEngineArithmetic(Arithmetic):
         hidden: Tensor,
         kind: Activation,
         kept: Operand,
-        below: TEStackedProduct,
-        above: TEStackedProduct,
+        gate_up: TEStackedProduct,
+        down: TEStackedProduct,
     ) -> tuple[Operand, Operand, list[Tensor]]:
         if kind != "swiglu":
             d_hidden = torch.ops.aten.gelu_backward(d_activated, hidden, approximate=APPROXIMATIONS[kind])
-            return below.gradient_operand(d_hidden), kept, below.weights.bias_gradients(d_hidden)
+            return gate_up.gradient_operand(d_hidden), kept, gate_up.weights.bias_gradients(d_hidden)
         biases = []
-        if below.watched or below.weights.biases:  # who looks at the gradient, or sums it, wants it unquantized
+        if gate_up.watched or gate_up.weights.biases:  # who looks at the gradient, or sums it, wants it unquantized
             in_bf16 = tex.dswiglu(d_activated, hidden, None)
-            below.show("grad_output", in_bf16)
-            biases = below.weights.bias_gradients(in_bf16)
-        quantizers = below.gradient_quantizer(), above.input_quantizer()
+            gate_up.show("grad_output", in_bf16)
+            biases = gate_up.weights.bias_gradients(in_bf16)
+        quantizers = gate_up.gradient_quantizer(), down.input_quantizer()
         return *swiglu_backward(d_activated, hidden, quantizers[0], kept, quantizers[1]), biases
 
     def rotate_backward(

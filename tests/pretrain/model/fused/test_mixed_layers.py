@@ -93,8 +93,8 @@ class RoundingArithmetic(Arithmetic):
 
     def activate_backward(self, *given: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
         d_hidden, activated, biases = super().activate_backward(*given)
-        below, above = given[-2:]
-        return below.gradient_operand(d_hidden), above.operand(activated), biases
+        gate_up, down = given[-2:]
+        return gate_up.gradient_operand(d_hidden), down.operand(activated), biases
 
 
 def assembled(architecture: str, patterns: Sequence[str], *, fused: bool) -> PackedLanguageModel:
