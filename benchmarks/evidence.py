@@ -35,6 +35,7 @@ from pretrain.compare.matrix_file import CELL, Matrix, MatrixRun, load_matrix
 from pretrain.compare.ranking import Ranking
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.run_record import read_run
+from pretrain.settings.config import layered
 
 RESERVE = 40.0  # seconds of the hours in which runs save and what has ended is measured
 LEAST = 20.0  # seconds that training gets, however few hours there are
@@ -83,11 +84,12 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def matrix_of(options: argparse.Namespace, overrides: Sequence[str] = (), **changes: Any) -> Matrix:
+def matrix_of(options: argparse.Namespace, overrides: Sequence[str] | None = None, **changes: Any) -> Matrix:
+    """`overrides`: in place of those of the command line."""
     path = options.matrix or Path("recipes/matrices") / f"evidence_{options.scale}.yaml"
     changes = {"gpus": options.gpus, "at_once": options.at_once, **changes}
     given = {key: value for key, value in changes.items() if value is not None}
-    matrix = load_matrix(path, [*options.overrides, *overrides], **given)
+    matrix = load_matrix(path, options.overrides if overrides is None else overrides, **given)
     check_named(matrix)
     return matrix
 
@@ -195,7 +197,7 @@ def time_cells(options: argparse.Namespace) -> int:
     """Train a few steps of each cell, one seed of each, and say how long a whole run would take."""
     whole = {key_of(run): run for run in matrix_of(options).runs}
     place = f"runs/evidence_timing/{options.scale}/{{cell}}"
-    overrides = (*TIMED, f"train.steps={options.steps}", f"log.every={options.steps}")
+    overrides = layered([*options.overrides, *TIMED, f"train.steps={options.steps}", f"log.every={options.steps}"])
     matrix = matrix_of(options, overrides, run_dir=place)
     # A branch takes as long as the same cell from scratch, and its checkpoint is not here.
     timed = [run for run in matrix.only(options.only) if run.begin is None]

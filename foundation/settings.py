@@ -7,7 +7,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -214,6 +214,20 @@ def value_from_text(cls: type[BaseModel], key: str, text: str) -> Any:
         return parse_yaml(text)
     except yaml.YAMLError as error:
         raise InputError(f"command line: the value of `{key}={shown(text)}` is not valid YAML: {one_line(error)}") from None
+
+
+V = TypeVar("V")
+
+
+def given_once(given: Iterable[tuple[str, V]]) -> dict[str, V]:
+    """Returns by key what a command line sets. Raises InputError for a key that it sets twice."""
+    found: dict[str, V] = {}
+    for key, value in given:
+        if key in found:
+            both = f"{shown(found[key])} and as {shown(value)}"
+            raise InputError(f"command line: `{key}` is given twice, as {both}; leave one of the two out")
+        found[key] = value
+    return found
 
 
 def place_of(values: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:

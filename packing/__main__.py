@@ -20,7 +20,7 @@ from typing import Any
 
 from foundation.command import CommandParser, number, run_command
 from foundation.errors import InputError, shown
-from foundation.settings import Settings, load_with_bases, origin_in, parse, place_of, value_from_text
+from foundation.settings import Settings, given_once, load_with_bases, origin_in, parse, place_of, value_from_text
 from packing.settings import DataSettings
 
 
@@ -166,14 +166,14 @@ def _prepare(options: argparse.Namespace) -> None:
 
 
 def _data_settings(options: argparse.Namespace) -> DataSettings:
-    """Returns the settings of the data section: defaults, over them the recipe file, then key=value, then the flags."""
+    """Returns the settings of the data section: defaults, over them the recipe file, then key=value and the flags."""
     files = [text for text in options.recipe if "=" not in text or os.path.isfile(text)]  # Path's raises for a long value
     if len(files) > 1:
         raise InputError(f"command line: one recipe at a time, not {' and '.join(files)}")
     chain = load_with_bases(files[0]) if files else []
     data = _data_section(chain)
-    given = dict(text.split("=", 1) for text in options.recipe if text not in files)
-    given |= {key: value for key, value in vars(options).items() if key.startswith("data.") and value is not None}
+    flags = [(key, value) for key, value in vars(options).items() if key.startswith("data.") and value is not None]
+    given = given_once([*(text.split("=", 1) for text in options.recipe if text not in files), *flags])
     for key, value in given.items():
         section, _, inside = key.partition(".")
         if section != "data" or not inside:

@@ -12,7 +12,7 @@ import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from multiprocessing.forkserver import ensure_running
@@ -258,6 +258,12 @@ def write_recipe(recipe: dict[str, Any], folder: Path) -> Path:
 def yaml_of(values: dict[str, Any]) -> str:
     """As `yaml.safe_dump`, in a fifth of its time where there is libyaml."""
     return yaml.dump(values, Dumper=getattr(yaml, "CSafeDumper", yaml.SafeDumper))
+
+
+def over(settings: Iterable[str], *later: str) -> list[str]:
+    """`settings` (key=value) without those that `later` arguments of the launcher set too, then these: it takes each key once."""
+    keys = {text.partition("=")[0] for text in later if "=" in text}
+    return [*(text for text in settings if text.partition("=")[0] not in keys), *later]
 
 
 def run_dir_of(recipe: dict[str, Any], arguments: tuple[str, ...]) -> Path:

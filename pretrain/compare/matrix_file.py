@@ -31,7 +31,17 @@ from pretrain.compare.fairness import in_words
 from pretrain.metrics.run_record import read_finished, read_run
 from pretrain.plan.checks import check_launch
 from pretrain.precision.schedule import in_a_path, is_quantized
-from pretrain.settings.config import ALTERNATIVES, begin_of, filled_in, flatten, identity_of, load_recipe, resolved
+from pretrain.settings.config import (
+    begin_of,
+    filled_in,
+    flatten,
+    identity_of,
+    layered,
+    load_recipe,
+    parse_overrides,
+    require_one_of_each,
+    resolved,
+)
 from pretrain.settings.launch_environment import with_precision
 from pretrain.settings.recipe import Recipe
 
@@ -233,15 +243,14 @@ def load_matrix(path: str | Path, overrides: Sequence[str] = (), **changes: Any)
     """
     settings = parse(MatrixSettings, load_yaml(path) | changes, lambda key, _: "command line" if key in changes else str(path))
     launch = _launch_file(path, settings)
+    given = parse_overrides(overrides)
     common = [*_as_overrides(flatten(settings.overrides)), *overrides]
     _check_common(path, settings, common)
     runs = [_make_run(path, settings, *found, common, launch) for found in _combinations(path, settings)]
     if not runs:
         raise InputError(f"{path}: describes no cell; set `axes`, or list `cells`")
     _check_distinct(path, runs)
-    if idle := [
-        key for key in (text.partition("=")[0].strip() for text in overrides) if all(key in run.settings for run in runs)
-    ]:
+    if idle := [key for key in given if all(key in run.settings for run in runs)]:
         raise InputError(f"command line: `{idle[0]}` is set by every cell of {path} itself, so it changes nothing; leave it out")
     return Matrix(Path(path), settings, tuple(runs), _find_baseline(path, settings.baseline, runs), launch)
 
@@ -305,17 +314,13 @@ def _make_run(
     name = _name_of(values)
     if "run_dir" in own:
         raise InputError(f"{path}, cell {name}: `run_dir` is set for all cells at once, as a key of the matrix")
-    for group in ALTERNATIVES:
-        if len(both := [key for key in group if own.get(key) is not None]) > 1:
-            raise InputError(
-                f"{path}, cell {name}: sets `{both[0]}` and `{both[1]}`, of which a run has one; leave the other out"
-            )
+    require_one_of_each(own, f"{path}, cell {name}")
     try:
         run_dir = filled_in(settings.run_dir, {"matrix": settings.name, "cell": name})
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
-    overrides = (*common, *_as_overrides(own), f"run_dir={run_dir}")
     try:
+        overrides = layered([*common, *_as_overrides(own), f"run_dir={run_dir}"])
         recipe = with_precision(load_recipe(settings.recipe, overrides), dict(launch.environment))
         begin_of(recipe)
         check_launch(recipe, launch.processes if launch.knows_processes else None)

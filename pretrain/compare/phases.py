@@ -39,7 +39,7 @@ from pretrain.compare.matrix_file import Axes, Matrix, MatrixRun, Values, load_m
 from pretrain.compare.ranking import Ranking
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.run_record import WARM_UP_STEPS, RunRecord, is_rollback, is_unlabelled, read_run
-from pretrain.settings.config import filled_in, flatten
+from pretrain.settings.config import filled_in, flatten, parse_overrides
 
 LEAST_STEPS = 3  # after those that warm up, for a median that means something
 
@@ -250,9 +250,8 @@ def report(search: Search) -> str:
     if search.best is None:
         return "\n".join(lines)
     command = ["accelerate", "launch", "--config_file", str(search.settings.accelerate), "train_accelerate.py"]
-    last = {text.partition("=")[0]: text for text in search.best.run.overrides}  # of each key the cell's, over what it stands on
-    given = [text for key, text in last.items() if key in search.values]
-    given += [text for text in search.overrides if text not in given]
+    asked = {*search.values, *parse_overrides(search.overrides)}
+    given = [text for text in search.best.run.overrides if text.partition("=")[0].strip() in asked]
     lines += [
         f"Fastest and stable: {' + '.join(search.names)}, {count(search.best.tokens_per_second)} tokens/s. To train with it, "
         f"without the `overrides` of {search.path}:",

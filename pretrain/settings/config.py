@@ -1,8 +1,7 @@
 """A recipe from its file and the command line: defaults < the `base` that it names < recipe file < `key=value` overrides.
 
-Overrides are dotted paths with YAML values: `weights=bf16 optimizer.learning_rate=1e-4 train.tokens=2e9`. Of a key that is given
-twice the last value counts: a matrix puts a cell's settings behind its own. A key that excludes others in the recipe (steps,
-tokens or epochs, say) replaces them when it stands on the command line.
+Overrides are dotted paths with YAML values: `weights=bf16 optimizer.learning_rate=1e-4 train.tokens=2e9`. Each key is given once.
+A key that excludes others in the recipe (steps, tokens or epochs, say) replaces them when it stands on the command line.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from foundation.errors import InputError, shown
-from foundation.settings import load_with_bases, origin_in, parse, place_of, value_from_text
+from foundation.settings import given_once, load_with_bases, origin_in, parse, place_of, value_from_text
 from pretrain.precision import schedule
 from pretrain.settings.recipe import Recipe
 
@@ -57,10 +56,42 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     values: dict[str, Any] = {}
     for _, own in chain:
         values = _over(values, copy.deepcopy(own))  # the command line changes what comes of it, and not what a file says
-    overridden = [_parse_override(text) for text in overrides]
-    for key, value in overridden:
+    overridden = parse_overrides(overrides)
+    for key, value in overridden.items():
         _set(values, key, value)
-    return parse(Recipe, values, origin_in(chain, [key for key, _ in overridden], f"command line, over {path}"))
+    return parse(Recipe, values, origin_in(chain, overridden, f"command line, over {path}"))
+
+
+def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """Returns by key what `overrides` set. InputError where one is not of their form, or two set one key, or keys of which a
+    recipe has one."""
+    given = given_once(map(_split_override, overrides))
+    values = {key: value_from_text(Recipe, key, text) for key, text in given.items()}
+    require_one_of_each(values, "command line")
+    return values
+
+
+def require_one_of_each(values: Mapping[str, Any], origin: str) -> None:
+    """InputError, which begins with `origin`, where `values` set two keys of which a recipe has one."""
+    for group in ALTERNATIVES:
+        if len(both := [key for key in group if values.get(key) is not None]) > 1:
+            raise InputError(f"{origin}: sets `{both[0]}` and `{both[1]}`, of which a run has one; leave the other out")
+
+
+def layered(overrides: Sequence[str]) -> tuple[str, ...]:
+    """Returns `overrides` without those that later ones replace."""
+    kept: dict[str, str] = {}
+    for text in overrides:
+        key, value = _split_override(text)
+        for replaced in _replaced_by(key, value_from_text(Recipe, key, value)):
+            kept.pop(replaced, None)
+        kept[key] = text
+    return tuple(kept.values())
+
+
+def _replaced_by(key: str, value: Any) -> tuple[str, ...]:
+    """Returns the keys that have no value of before any more where `key` is set to `value`, itself among them."""
+    return next((group for group in ALTERNATIVES if key in group and value is not None), (key,))
 
 
 def _over(values: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
@@ -153,20 +184,18 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _parse_override(text: str) -> tuple[str, Any]:
+def _split_override(text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise InputError(
             f"command line: {text!r} is not of the form key=value, as in weights=bf16 or optimizer.learning_rate=1e-4"
         )
-    return key.strip(), value_from_text(Recipe, key.strip(), value)
+    return key.strip(), value
 
 
 def _set(values: dict[str, Any], key: str, value: Any) -> None:
-    for group in ALTERNATIVES:
-        if key in group and value is not None:
-            for section, _, name in (other.rpartition(".") for other in group):
-                if isinstance(there := values.get(section), dict):
-                    there.pop(name, None)
+    for section, _, name in (replaced.rpartition(".") for replaced in _replaced_by(key, value)):
+        if isinstance(there := values.get(section), dict):
+            there.pop(name, None)
     place, last = place_of(values, key)
     place[last] = copy.deepcopy(value)

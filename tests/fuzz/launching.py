@@ -117,8 +117,8 @@ class Launches:
 
     def run_arguments(self, spec: Spec, folder: Path) -> None:
         path = folder / "recipe.yaml"
-        path.write_text(self.text)
-        self.plan(path, f"run_dir={folder / 'run'}", *spec["arguments"], **spec.get("environment", {}))
+        path.write_text(yaml.safe_dump(self.recipe | {"run_dir": str(folder / "run")}))
+        self.plan(path, *spec["arguments"], **spec.get("environment", {}))
 
     def draw_key(self, rng: random.Random) -> Spec:
         return {"key": rng.choice(keys_of_a_recipe()), "value": rng.choice(VALUES)}

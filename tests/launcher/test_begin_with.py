@@ -17,7 +17,7 @@ from pretrain.compare.fairness import why_not_paired
 from pretrain.metrics.health import Health, StepDecision
 from pretrain.metrics.run_record import read_metrics, read_run
 from pretrain.run.export import best_checkpoint
-from tests.conftest import Finished
+from tests.conftest import Finished, over
 
 BEGIN = "runs-{seed}/first/checkpoints/step-00000004"
 
@@ -244,7 +244,7 @@ def test_rollbacks_of_the_other_run_are_none_of_its_own(
     assert second.status == 3 and "step 10: the loss is nan. Rollback 1 of 1" in second.output, second.output
     assert "step 11: the loss is nan, and the run has gone back 1 times already" in second.output
     assert read_run(second.run_dir).summary["rollbacks"] == 1
-    again = train_here(*begins, "health.on_nan=stop", "checkpoint.every=2")
+    again = train_here(*over(begins, "health.on_nan=stop", "checkpoint.every=2"))
     assert again.status == 0 and "rollbacks" not in read_run(second.run_dir).summary, "the step that asked for it is gone"
     assert why_not_paired(read_run(first.run_dir), read_run(second.run_dir)) is None, "both have passed over the same packs"
 

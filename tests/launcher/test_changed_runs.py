@@ -56,7 +56,7 @@ def test_settings_that_a_resume_has_changed_are_told_and_make_a_comparison_unfai
 
     # It belongs to the checkpoints: a resume elsewhere without a further change knows it too.
     more = started(
-        "more", *changes, "--resume", str(mixed / "checkpoints" / "step-00000005"), "train.steps=6", "--accept-changes"
+        "more", *changes[:-1], "--resume", str(mixed / "checkpoints" / "step-00000005"), "train.steps=6", "--accept-changes"
     )
     assert past(more)["changed"][0] == past(mixed)["changed"][0]
     assert not past(plain)

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import over
+
 SHORT = ("train.steps=6", "checkpoint.at_end=false", "evaluate.every=null", "parity=off")
 
 
@@ -38,10 +40,10 @@ def test_a_finished_run_without_a_checkpoint_is_not_trained_over_by_any_recipe(t
     run = train_here(*SHORT, "checkpoint.every=null")
     before = contents(run.run_dir)
     for change in ("checkpoint.at_end=true", "train.steps=7", "optimizer.learning_rate=0.02"):
-        refused = train_here(*SHORT, "checkpoint.every=null", change).refusal
+        refused = train_here(*over(SHORT, "checkpoint.every=null", change)).refusal
         assert f"{run.run_dir / 'summary.json'}: is the summary of a finished run" in refused
         assert contents(run.run_dir) == before
-    assert "is the summary of a finished run" in train_here(*SHORT, "train.steps=7", "--plan").refusal
+    assert "is the summary of a finished run" in train_here(*over(SHORT, "train.steps=7", "--plan")).refusal
 
 
 def test_what_another_training_left_that_came_to_no_checkpoint_is_set_aside(train_here: Callable) -> None:
@@ -52,11 +54,11 @@ def test_what_another_training_left_that_came_to_no_checkpoint_is_set_aside(trai
     assert again.status == 0 and not list(run.run_dir.glob("*.replaced-*")), "the same training, whose steps are the same again"
     (run.run_dir / "summary.json").unlink()
     written = metrics.read_bytes()
-    other = train_here(*SHORT, "checkpoint.every=4", "train.steps=7", "schedule.warmup=0")
+    other = train_here(*over(SHORT, "checkpoint.every=4", "train.steps=7", "schedule.warmup=0"))
     assert other.status == 0 and f"{metrics} was set aside as metrics.jsonl.replaced-1" in other.err
     assert metrics.with_name("metrics.jsonl.replaced-1").read_bytes() == written
     assert len(other.losses()) == 7 and other.losses() != [line["loss"] for line in records if "loss" in line]
-    exported = train_here(*SHORT, "train.steps=7", "schedule.warmup=0", "checkpoint.at_end=true")
+    exported = train_here(*over(SHORT, "train.steps=7", "schedule.warmup=0", "checkpoint.at_end=true"))
     assert exported.status == 0 and "at step 4" in exported.out, exported.output
     assert (run.run_dir / "final").is_dir() and exported.losses() == other.losses()
 

@@ -18,7 +18,7 @@ from pretrain.compare.comparison import RunComparison
 from pretrain.compare.page_differences import audits
 from pretrain.metrics.run_record import read_run
 from pretrain.settings.config import load_recipe
-from tests.conftest import PACK_LENGTH, VOCABULARY
+from tests.conftest import PACK_LENGTH, VOCABULARY, over
 
 ROOT = Path(__file__).parents[2]
 
@@ -215,7 +215,7 @@ def test_a_branch_is_said_not_to_be_held_unless_the_same_code_was(launch: Callab
         said = "parity left out: it is checked at step 0 only, and this run begins with the weights of step 2; to check the same"
         assert line.startswith(said) and "`parity=on`, `train.steps=1` and another `run_dir`" in line
         assert parity_of(run_dir) == {"source": "this run", "left_out": line.removeprefix("parity left out: ")}
-    launch("alone", *changed, "parity=on", "train.steps=1")  # which is what the line tells to do
+    launch("alone", *over(changed, "parity=on", "train.steps=1"))  # which is what the line tells to do
     said, run_dir = launch("third", *begins, "parity=on")
     assert "parity left out: the same code has passed on this device before" in said
     assert parity_of(run_dir)["source"].startswith("kept from ") and parity_of(run_dir)["failures"] == []

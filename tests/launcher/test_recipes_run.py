@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 
 from packing.__main__ import main as packing
 from pretrain.__main__ import main as pretrain
-from tests.conftest import ROOT
+from tests.conftest import ROOT, over
 
 LINES = [
     f"{word}: count {n} and {n + 1}, then {n * 7 % 97} and {n * 5 % 89}." for n in range(150) for word in ("ROMEO", "JULIET")
@@ -56,7 +56,9 @@ def trained(launcher_here: Callable[..., tuple[int, str, str]], here: Path, tmp_
     def run(name: str, config: dict[str, int], *overrides: str, steps: str = "train.steps=4") -> list[dict[str, Any]]:
         sizes = [f"model.config.{key}={value}" for key, value in config.items()]
         places = [f"data.packs={tmp_path / 'packs'}", f"run_dir={tmp_path / 'run'}", f"data.tokenizer={here / 'tokenizer'}"]
-        status, out, err = launcher_here(str(ROOT / f"recipes/{name}.yaml"), *EVERYWHERE, steps, *sizes, *places, *overrides)
+        status, out, err = launcher_here(
+            str(ROOT / f"recipes/{name}.yaml"), *over([*EVERYWHERE, steps, *sizes, *places], *overrides)
+        )
         assert status == 0, out + err
         return [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
 

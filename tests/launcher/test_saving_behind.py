@@ -12,6 +12,7 @@ import pytest
 from benchmarks.kill_resume import left_behind, write_packs, write_recipe
 from pretrain.checkpoint.folders import step_folders, step_of
 from pretrain.metrics.run_record import read_metrics
+from tests.conftest import over
 from tests.moments import LauncherProcess, Moment
 
 NAMING = Moment("os.rename", r"/step-00000008$")  # the thread waits there, with everything written
@@ -30,7 +31,7 @@ def started(recipe: Path, tmp_path: Path) -> Callable[..., LauncherProcess]:
     settings = ["train.steps=24", "evaluate.every=100", "checkpoint.every=8", f"run_dir={tmp_path / 'run'}"]
 
     def start(moment: Moment, *arguments: str) -> LauncherProcess:
-        process = LauncherProcess([str(recipe), *settings, *arguments], tmp_path / "log", moment)
+        process = LauncherProcess([str(recipe), *over(settings, *arguments)], tmp_path / "log", moment)
         process.wait_until_it_waits()
         return process
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tests.conftest import write_recipe
+from tests.conftest import over, write_recipe
 from tests.moments import LauncherProcess
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "runs", "into", "the", "green", "wood"]
@@ -104,7 +104,7 @@ def test_a_run_begins_with_a_checkpoint_of_another_text_or_of_other_steps(
     first = start_here(recipe, folder, *changes, f"run_dir={folder}/first", f"data.packs={folder}/first-packs")
     assert first.status == 0, first.output
     begins = [*changes, f"train.begin_with={folder}/first/checkpoints/step-00000015", f"data.packs={folder}/first-packs"]
-    wider = start_here(recipe, folder, *begins, "batch.tokens=512", "train.steps=18", f"run_dir={folder}/wider")
+    wider = start_here(recipe, folder, *over(begins, "batch.tokens=512", "train.steps=18"), f"run_dir={folder}/wider")
     assert wider.status == 0 and "the checkpoint's ended, after 120 packs" in wider.output, wider.output
     # Its first two steps read the packs of which the other's next four did, so they end in the same part.
     places = [{record["step"]: record["packed_tokens"] for record in run.records() if "loss" in record} for run in (first, wider)]

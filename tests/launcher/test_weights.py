@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pretrain.optimizer.adamw_update import join
+from tests.conftest import over
 
 # A rate at which most updates are smaller than half a unit in a BF16 weight's last place.
 SLOW = ["precision=bf16", "optimizer.learning_rate=2e-5", "schedule.kind=constant", "schedule.warmup=0", "evaluate.every=6"]
@@ -35,7 +36,7 @@ def masters(run_dir: Path) -> dict[str, torch.Tensor]:
 @pytest.fixture
 def runs(train_here: Callable, tmp_path: Path) -> Callable:
     def run(weights: str, *arguments: str, run_dir: str | None = None):
-        finished = train_here(*SLOW, f"weights={weights}", f"run_dir={tmp_path / (run_dir or weights)}", *arguments)
+        finished = train_here(*over(SLOW, f"weights={weights}", f"run_dir={tmp_path / (run_dir or weights)}", *arguments))
         assert finished.status == 0, finished.output
         return finished
 

@@ -109,6 +109,8 @@ def test_flags_say_what_a_recipe_says(recipe: Path, tmp_path: Path) -> None:
             ["lr=1/missing.yaml"],
             "lr: prepare takes the keys of data only, as in data.length=1024 or data.seed=7, and no file is called lr",
         ),
+        (["data.seed=8", "data.seed=9"], "command line: `data.seed` is given twice, as 8 and as 9; leave one of the two out"),
+        (["data.length=64", "--length", "32"], "command line: `data.length` is given twice, as 64 and as 32; leave one of"),
         (["seed=8"], "seed: prepare takes the keys of data only, as in data.length=1024 or data.seed=7"),
         (["other.yaml"], "one recipe at a time"),
     ],

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.metrics.run_record import RunRecord, read_run
-from pretrain.settings.config import load_recipe, resolved
+from pretrain.settings.config import layered, load_recipe, resolved
 from tests.conftest import yaml_of
 
 RECIPE = {
@@ -43,7 +43,7 @@ def make_run(
     (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     recipe = path.parent / "recipe.yaml"
     recipe.write_text(yaml_of(RECIPE))
-    (path / "config.yaml").write_text(yaml_of(resolved(load_recipe(recipe, settings))))
+    (path / "config.yaml").write_text(yaml_of(resolved(load_recipe(recipe, layered(settings)))))
     (path / "environment.json").write_text(json.dumps({"data_fingerprint": fingerprint} if fingerprint else {}))
     (path / "audit.json").write_text(json.dumps(audit or {"backend": "torch"}))
     if side_by_side:

@@ -20,7 +20,7 @@ from packing.prepare import prepare
 from packing.settings import DataSettings
 from packing.store import open_packs
 from pretrain.compare.matrix_file import Matrix, MatrixRun, load_matrix
-from pretrain.settings.config import identity_of, load_recipe, resolved
+from pretrain.settings.config import identity_of, layered, load_recipe, resolved
 
 ROOT = Path(__file__).parents[3]
 CPU = str(ROOT / "accelerate_configs" / "cpu.yaml")
@@ -38,7 +38,7 @@ def matrix(small_recipe: dict[str, Any], tmp_path: Path) -> Callable[..., Matrix
         values |= {"run_dir": f"{tmp_path}/runs/{{cell}}"} | keys
         path = tmp_path / "m.yaml"
         path.write_text(yaml.safe_dump({key: value for key, value in values.items() if value is not None}))
-        return load_matrix(path, overrides)
+        return load_matrix(path, layered(overrides))
 
     return load
 
@@ -69,12 +69,15 @@ def test_the_weight_of_a_penalty_is_an_axis_whose_cells_are_trainings_of_their_o
 
 def test_overrides_come_from_the_matrix_then_the_command_line_then_the_cell(matrix, tmp_path):
     cell = matrix("train.steps=7", overrides={"optimizer": {"clip": None}, "train.steps": 5}, axes={"seed": [3]}).runs[0]
-    assert cell.overrides == (
-        *("optimizer.clip=null", "train.steps=5", "train.steps=7"),
-        *("seed=3", f"run_dir={tmp_path}/runs/seed=3"),
-    )
+    assert cell.overrides == ("optimizer.clip=null", "train.steps=7", "seed=3", f"run_dir={tmp_path}/runs/seed=3")
     assert cell.recipe.optimizer.clip is None and cell.recipe.optimizer.learning_rate == 0.01
     assert cell.recipe.train.steps == 7 and cell.recipe.seed == 3
+    with pytest.raises(
+        InputError, match=r"^command line: `train\.steps` is given twice, as 5 and as 7; leave one of the two out$"
+    ):
+        load_matrix(tmp_path / "m.yaml", ["train.steps=5", "train.steps=7"])
+    horizon = matrix(overrides={"train.steps": 5}, axes={"train.tokens": [512]}).runs[0]
+    assert horizon.overrides == ("train.tokens=512", f"run_dir={tmp_path}/runs/tokens=512")
 
 
 def test_the_launcher_reads_a_runs_command_line_back_to_the_recipe_that_was_checked(matrix):

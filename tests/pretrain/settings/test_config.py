@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from foundation.errors import InputError
 from packing.parts import training_parts, validation_parts
-from pretrain.settings.config import flatten, identity_of, load_recipe, resolved, run_dir_of
+from pretrain.settings.config import flatten, identity_of, layered, load_recipe, resolved, run_dir_of
 from pretrain.settings.recipe import Recipe
 
 SMALLEST = {"name": "small", "model": {"source": "somewhere"}, "data": {"packs": "packs"}, "train": {"steps": 10}}
@@ -312,6 +313,25 @@ def test_several_mistakes_are_all_named_at_once(tmp_path: Path) -> None:
     with pytest.raises(InputError) as error:
         load_recipe(write(tmp_path, {"nam": "x", "model": {"sauce": "m"}, "data": {"packs": "p"}}))
     assert len(str(error.value).splitlines()) >= 4
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["seed=5", "weights=bf16", "seed=6"], "`seed` is given twice, as 5 and as 6; leave one of the two out"),
+        (["name=a", "name =a"], "`name` is given twice, as a and as a; leave one of the two out"),
+        (["train.steps=5", "train.tokens=1e6"], "sets `train.steps` and `train.tokens`, of which a run has one; leave the other"),
+    ],
+)
+def test_a_key_that_a_command_line_gives_twice_is_refused(overrides: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=f"^command line: {re.escape(message)}"):
+        load_recipe(write(tmp_path, SMALLEST), overrides)
+
+
+def test_of_settings_in_layers_those_go_that_later_ones_replace() -> None:
+    shared = ["train.steps=5", "seed=5", "weights=bf16"]
+    found = layered([*shared, "seed=6", "train.tokens=1e6", "train.steps=null"])
+    assert found == ("weights=bf16", "seed=6", "train.tokens=1e6", "train.steps=null")
 
 
 def test_unreadable_and_twice_keyed_files_are_refused(tmp_path: Path) -> None:

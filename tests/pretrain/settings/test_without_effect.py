@@ -10,7 +10,7 @@ import yaml
 from transformers import LlamaConfig
 
 from pretrain.compare.matrix_file import load_matrix
-from pretrain.settings.config import load_recipe, resolved
+from pretrain.settings.config import layered, load_recipe, resolved
 from pretrain.settings.launch_environment import with_precision
 from pretrain.settings.recipe import WITHOUT_EFFECT, Recipe
 
@@ -54,7 +54,7 @@ def found(tmp_path: Path, settings: list[str], values: dict[str, Any] = SMALLEST
     """What is said of a recipe with `settings`, launched by an accelerate configuration of that precision."""
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(values))
-    return with_precision(load_recipe(path, settings), {"ACCELERATE_MIXED_PRECISION": mixed_precision}).without_effect
+    return with_precision(load_recipe(path, layered(settings)), {"ACCELERATE_MIXED_PRECISION": mixed_precision}).without_effect
 
 
 def key_of(setting: str) -> str:
