@@ -22,7 +22,7 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,10 +94,10 @@ class Checkpoints:
         *,
         disks: Disks | None = None,
         part_bytes: int = PART_BYTES,
-        before_decay: int | None = None,
+        before_decay: Callable[[Sequence[Path]], Path | None] = lambda _: None,
     ) -> None:
-        """`keep`: the newest so many are kept, and the newest that is not after step `before_decay`, from which a run can be
-        prolonged."""
+        """`keep`: the newest so many are kept, and the one among them all, newest first, that `before_decay` returns, from which
+        a run can be prolonged."""
         self.folder = folder
         self.keep = keep
         self.before_decay = before_decay
@@ -309,9 +309,8 @@ class Checkpoints:
         if self.disks.leads and newest is not None and newest.parent == self.folder:
             steps = [path for path in step_folders(self.folder) if step_of(path) <= step_of(newest)]
             intact = [path for path in steps if path not in self.damaged and looks_complete(path)]
-            early = [step for step in map(step_of, intact) if self.before_decay is not None and step <= self.before_decay]
-            kept = {spared, *early[:1]}
-            remove(self.folder, [path for path in intact[self.keep :] if step_of(path) not in kept])
+            early = self.before_decay(intact)
+            remove(self.folder, [path for path in intact[self.keep :] if path != early and step_of(path) != spared])
 
     def set_aside_newer(self, step: int) -> list[Path]:
         """Rename every checkpoint after `step` to `<name>.replaced-<n>`, for a run that goes back and continues from `step`.

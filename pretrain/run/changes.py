@@ -6,7 +6,7 @@ Everything is told from the checkpoint's `state.json` (`record`) and the present
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any
@@ -118,11 +118,18 @@ def extending_a_decayed_run(path: Path, record: Mapping[str, Any], job: Job, *, 
     )
     if settings.kind != "wsd":
         return told + f"A {settings.kind} schedule falls all the way, so train anew with another `run_dir`"
-    earlier = [folder for folder in step_folders(path.parent) if step_of(folder) <= decay and not _is_decayed(folder)]
-    if not earlier:
+    earlier = last_before(decay, step_folders(path.parent))
+    if earlier is None:
         return told + "No checkpoint from before it is there; a smaller `checkpoint.every` would have saved one, which is kept"
-    how = f"train.begin_with={earlier[0]}" if begins else f"--resume {earlier[0]} --accept-changes"
-    return told + f"{earlier[0].name} is from before it; go on from there with {how}"
+    how = f"train.begin_with={earlier}" if begins else f"--resume {earlier} --accept-changes"
+    return told + f"{earlier.name} is from before it; go on from there with {how}"
+
+
+def last_before(decay: int | None, folders: Iterable[Path]) -> Path | None:
+    """The first of checkpoint `folders`, newest first, that a run can be prolonged from whose decay begins after step `decay`:
+    one from before it, and from no earlier decay."""
+    before = (folder for folder in folders if decay is not None and step_of(folder) <= decay)
+    return next((folder for folder in before if not _is_decayed(folder)), None)
 
 
 def decay_begun(record: Mapping[str, Any]) -> int | None:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ from pretrain.precision.settings import ActivePrecision
 from pretrain.run.assembly import REHEARSALS, Assembly
 from pretrain.run.changes import (
     extending_a_decayed_run,
+    last_before,
     of_another_stream,
     other_text,
     past_of,
@@ -319,7 +321,8 @@ def where_to_resume(
     """The checkpoint from which the run goes on, among the checkpoints of its folder, and the job as it goes on from there.
     Collective. InputError as `find_resume_point` and `require_steps_to_come`."""
     disks, keep = find_disks(folder.path, folder.take), job.recipe.checkpoint.keep
-    checkpoints = Checkpoints(folder.checkpoints, keep, disks=disks, before_decay=job.plan.before_decay)
+    before_decay = partial(last_before, job.plan.before_decay)
+    checkpoints = Checkpoints(folder.checkpoints, keep, disks=disks, before_decay=before_decay)
     source = find_resume_point(checkpoints, wanted, job, accept_changes)
     require_steps_to_come(source, checkpoints, job)
     return going_on(job, source).with_chunk(chunk_of(job, source)), checkpoints, source

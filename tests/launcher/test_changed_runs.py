@@ -98,6 +98,17 @@ def test_a_longer_horizon_that_no_step_has_felt_is_no_change(started: Callable[.
     ]
 
 
+def test_a_prolonged_run_keeps_the_checkpoint_that_a_longer_one_is_told_to_go_on_from(
+    start: Callable[..., Finished], started: Callable[..., Path]
+) -> None:
+    wsd = "schedule={kind: wsd, decay: 0.5}"
+    run = started("run", wsd)
+    started("run", wsd, "train.steps=6", "checkpoint.keep=1", "--accept-changes")
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-00000002", "step-00000006"]
+    longer = start("run", wsd, "train.steps=8", "--accept-changes", "--plan").output
+    assert f"go on from there with --resume {run}/checkpoints/step-00000002 --accept-changes" in longer
+
+
 def test_branches_of_checkpoints_that_lay_in_one_place_are_told_apart(started: Callable[..., Path]) -> None:
     base = started("base")
     begins = [f"train.begin_with={base}/checkpoints/step-00000002"]

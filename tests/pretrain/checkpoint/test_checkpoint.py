@@ -11,6 +11,7 @@ import shutil
 import signal
 import sys
 import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,6 +22,7 @@ from safetensors.torch import load_file
 
 from foundation.errors import InputError
 from pretrain.checkpoint.checkpoint import Checkpoints, bytes_needed, check_space
+from pretrain.checkpoint.folders import step_of
 from pretrain.checkpoint.manifest import read_manifest
 
 
@@ -224,11 +226,14 @@ def test_a_step_saved_again_to_be_spared_itself_lets_the_one_spared_before_it_go
 
 
 def test_the_last_checkpoint_before_the_decay_is_kept_however_old_it_becomes(tmp_path):
-    checkpoints = Checkpoints(tmp_path, keep=1, before_decay=25)
+    def up_to(last: int) -> Callable[[Sequence[Path]], Path | None]:
+        return lambda folders: next(folder for folder in folders if step_of(folder) <= last)
+
+    checkpoints = Checkpoints(tmp_path, keep=1, before_decay=up_to(25))
     for step in (10, 20, 30, 40):
         save(checkpoints, step)
     assert names(tmp_path) == ["step-00000020", "step-00000040"]
-    save(Checkpoints(tmp_path, keep=1, before_decay=45), 50)  # the run was prolonged, so its decay begins later
+    save(Checkpoints(tmp_path, keep=1, before_decay=up_to(45)), 50)  # the run was prolonged, so its decay begins later
     assert names(tmp_path) == ["step-00000040", "step-00000050"]
 
 
