@@ -387,9 +387,8 @@ def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDeci
 
     # Update, unless the figures say that it would do harm.
     labelled = batches.valid_tokens > 0
-    can_go_back = run.checkpoints.latest is not None
-    way_back = {"can_go_back": can_go_back, "oldest": partial(oldest_checkpoint, run)}
-    decision = run.health.check(state.step + 1, loss, gradient_norm, labelled=labelled, **way_back)
+    oldest = partial(oldest_checkpoint, run) if run.checkpoints.latest else None
+    decision = run.health.check(state.step + 1, loss, gradient_norm, oldest=oldest, labelled=labelled)
     if decision.proceed:
         optimizer.step(update, clip_coefficient=clip_coefficient)
     elif decision.action == "skip":

@@ -84,29 +84,22 @@ class Health:
         return "skip" in (self.settings.on_nan, self.settings.on_spike)
 
     def check(
-        self,
-        step: int,
-        loss: float,
-        gradient_norm: float,
-        *,
-        can_go_back: bool = False,
-        oldest: Callable[[], int] = lambda: 0,
-        labelled: bool = True,
+        self, step: int, loss: float, gradient_norm: float, *, oldest: Callable[[], int] | None = None, labelled: bool = True
     ) -> StepDecision:
         """Check a step's mean `loss` (nats per token) and the norm of its whole gradient. Of a step that is not `labelled`, the
         loss of 0 tells nothing of what is usual.
 
         It stops where the settings say so, after CONSECUTIVE_SKIPS skipped steps in a row, and where it should go back but has
-        done so `max_rollbacks` times or there is no checkpoint to go to (`can_go_back`). `oldest`: asked then for the step of the
-        oldest checkpoint, which helps only where it is from before the weights at fault.
+        done so `max_rollbacks` times or there is no checkpoint to go to. `oldest`: where there is one, asked then for the step of
+        the oldest, which helps only where it is from before the weights at fault.
         """
         figures = {"loss": loss, "gradient norm": gradient_norm}
         broken = [f"the {name} is {value}" for name, value in figures.items() if not math.isfinite(value)]
         if broken:
-            return self._decide(step, "on_nan", " and ".join(broken), can_go_back, oldest)
+            return self._decide(step, "on_nan", " and ".join(broken), oldest)
         reason = self._spike(loss) if labelled and self.settings.on_spike != "ignore" else None
         if reason and self.settings.on_spike != "warn":
-            return self._decide(step, "on_spike", reason, can_go_back, oldest)
+            return self._decide(step, "on_spike", reason, oldest)
         self._consecutive_skips = 0
         if labelled:
             self._losses.append(loss)
@@ -162,9 +155,10 @@ class Health:
         )
 
     def _decide(
-        self, step: int, key: Literal["on_nan", "on_spike"], reason: str, can_go_back: bool, oldest: Callable[[], int]
+        self, step: int, key: Literal["on_nan", "on_spike"], reason: str, oldest: Callable[[], int] | None
     ) -> StepDecision:
-        wanted, no_way_back = getattr(self.settings, key), self._no_way_back(can_go_back)
+        wanted, can_go_back = getattr(self.settings, key), oldest is not None
+        no_way_back = self._no_way_back(can_go_back)
         if wanted == "skip" and self._consecutive_skips < CONSECUTIVE_SKIPS:
             self.skipped_steps += 1
             self._consecutive_skips += 1
@@ -178,7 +172,7 @@ class Health:
             reason += no_way_back
         updated = step - 1 - self._consecutive_skips
         untouched = f"The weights are those of step {updated}, and nothing is saved after it"
-        earlier = can_go_back and oldest() < updated
+        earlier = oldest is not None and oldest() < updated
         return StepDecision("stop", f"{reason}. {untouched}", self._remedy(key, wanted, can_go_back, earlier))
 
     def _no_way_back(self, can_go_back: bool) -> str:

@@ -37,7 +37,7 @@ def noisy(level: float, steps: int, noise: float, seed: int = 0) -> np.ndarray:
 
 @pytest.mark.parametrize(("loss", "norm", "said"), [(math.nan, 1.0, "loss is nan"), (2.0, math.inf, "gradient norm is inf")])
 def test_a_figure_that_is_not_finite_stops_the_run_and_says_what_to_change(loss, norm, said):
-    decision = health().check(812, loss, norm, can_go_back=True)
+    decision = health().check(812, loss, norm, oldest=lambda: 0)
     assert decision.action == "stop" and said in decision.reason and "weights are those of step 811" in decision.reason
     assert "optimizer.learning_rate" in decision.remedy and "health.on_nan" in decision.remedy
     assert "resume from an earlier checkpoint" in decision.remedy and "`rollback` goes back" in decision.remedy
@@ -74,10 +74,10 @@ def test_too_many_skips_in_a_row_halt_even_where_skipping_is_allowed():
 def test_where_no_checkpoint_is_from_before_the_weights_at_fault_the_remedy_is_to_start_again():
     watched = health(on_nan="skip")
     for step in range(2, 12):
-        assert watched.check(step, math.nan, 1.0, can_go_back=True).action == "skip"
-    stop = watched.check(12, math.nan, 1.0, can_go_back=True, oldest=lambda: 5)
+        assert watched.check(step, math.nan, 1.0, oldest=lambda: 0).action == "skip"
+    stop = watched.check(12, math.nan, 1.0, oldest=lambda: 5)
     assert "The weights are those of step 1" in stop.reason and "and start again" in stop.remedy
-    assert "resume from an earlier" in watched.check(12, math.nan, 1.0, can_go_back=True, oldest=lambda: 0).remedy
+    assert "resume from an earlier" in watched.check(12, math.nan, 1.0, oldest=lambda: 0).remedy
 
 
 @pytest.mark.parametrize("key", ["on_nan", "on_spike"])
@@ -87,11 +87,11 @@ def test_a_rollback_is_wanted_so_often_only_and_only_with_a_checkpoint(key):
     bad = math.nan if key == "on_nan" else 9.0
     assert "no checkpoint yet" in watched.check(41, bad, 1.0).reason
     for done in range(2):
-        decision = watched.check(41, bad, 1.0, can_go_back=True)
+        decision = watched.check(41, bad, 1.0, oldest=lambda: 0)
         assert decision.action == "rollback"
         watched.load_state_dict(json.loads(json.dumps(watched.state_dict())))
         watched.rollbacks = done + 1
-    stop = watched.check(41, bad, 1.0, can_go_back=True)
+    stop = watched.check(41, bad, 1.0, oldest=lambda: 0)
     assert stop.action == "stop" and "2 times already" in stop.reason and "max_rollbacks" in stop.reason
 
 
