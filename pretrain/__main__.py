@@ -80,7 +80,7 @@ def imported(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ValueError:
-        check_variables(os.environ)  # one of them ends the import of accelerate, which does not name it
+        check_variables(os.environ)  # some end the import of accelerate, which does not name them
         raise
     finally:
         if collects:

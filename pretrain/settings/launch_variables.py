@@ -1,5 +1,5 @@
 """The environment variables that accelerate and torch read, looked at before they are imported: of a value that they cannot use,
-accelerate names no variable, and one of them ends its import."""
+accelerate names no variable, and some end its import."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from foundation.errors import InputError
 _WHOLE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 _DYNAMO = ("USE_FULLGRAPH", "USE_DYNAMIC", "USE_REGIONAL_COMPILATION")
 _TRUTH = (
-    *(f"ACCELERATE_{name}" for name in ("USE_CPU", "DEBUG_MODE", "CPU_AFFINITY", "USE_FSDP")),
+    *(f"ACCELERATE_{name}" for name in ("USE_CPU", "DEBUG_MODE", "CPU_AFFINITY", "USE_FSDP", "USE_MEGATRON_LM", "ENABLE_RICH")),
+    "USE_TORCH_XLA",
     *(f"ACCELERATE_DYNAMO_{name}" for name in _DYNAMO),
 )
 TRUE, FALSE = ("true", "1", "yes", "y", "t", "on"), ("false", "0", "no", "n", "f", "off")  # as accelerate reads them
