@@ -100,6 +100,8 @@ def _refuse_unused_settings(settings: DataSettings, source: FileSource) -> None:
                 if name in ("text", "messages", "prompt", "input_ids")
                 else "only Hugging Face datasets have that"
             )
+            if name == "streaming":
+                why += "; a mapping, as {disk_gb: 20}, has the packs of any source made while a run trains"
             raise InputError(
                 f"data.{name}: {settings.source} is read as {source.kind}: {why}; leave it out, or set data.format to what it is"
             )

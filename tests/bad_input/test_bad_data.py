@@ -232,7 +232,7 @@ def test_a_plan_comes_before_packs_and_tokenizer_and_says_what_is_unknown(launch
         (["data.source=/no/such"], r"^data.source: /no/such: no such file or folder"),
         (["data.format=text", "data.text=body"], r"^data.text: .*text.jsonl is read as text: a text file is one document"),
         (["data.subset=en", "data.split=test"], r"^data.subset: .*: only Hugging Face datasets have that"),
-        (["data.streaming=true"], r"^data.streaming: .*: only Hugging Face datasets have that"),
+        (["data.streaming=true"], r"^data.streaming: .*: only Hugging Face datasets have that; a mapping, as \{disk_gb: 20\}"),
         (["data.validation.text={text}", "data.held_out=0"], r"^data.validation: .*text.jsonl is also trained on"),
         (["data.prompt=p", "data.response=r"], r"^data.chat_template: the tokenizer .* has no chat template"),
         (["data.add_bos=true"], r"^data.add_bos is true, but the tokenizer .* names no BOS token"),
