@@ -10,8 +10,9 @@ from contextlib import ExitStack
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from foundation.attributes import holding
 from foundation.progress import advance
 from packing.arrow import Packs
 from packing.batch import Microbatch, evaluation_batches
@@ -163,7 +164,8 @@ def sample(
     """How the model continues `prompt`, by at most `tokens` tokens and as many as it has positions for.
 
     Drawn from the likeliest tokens that have probability `top_p` together, after all were raised to 1 / `temperature`; at a
-    temperature of 0, or near it, always the likeliest one. InputError where the prompt leaves no position free.
+    temperature of 0, or near it, always the likeliest one. Of how a published model wants to generate, only the tokens that end a
+    text count. InputError where the prompt leaves no position free.
 
     Runs uncompiled, with transformers' own attention: generation has a cache and one growing document, not packs. Every training
     step seeds its own random numbers, so seeding here does not change them. On a GPU a sample need not repeat, whatever
@@ -172,18 +174,19 @@ def sample(
     encoded = encoded_prompt(tokenizer, prompt, hf.config).to(hf.device)
     positions = positions_of(hf.config)
     tokens = min(tokens, positions - encoded["input_ids"].shape[1]) if positions else tokens
-    drawn = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
-    likeliest = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    drawn = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0} if temperature > COLDEST else {}
+    alone = GenerationConfig(
+        max_new_tokens=tokens,
+        eos_token_id=hf.generation_config.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+        **drawn,
+    )
     with ExitStack() as restored, torch.compiler.set_stance("force_eager"), any_order():
         restored.callback(hf.train, hf.training)
         restored.callback(hf.set_attn_implementation, hf.config._attn_implementation)
         hf.eval()
         hf.set_attn_implementation("sdpa")
         torch.manual_seed(seed)
-        output = hf.generate(
-            **encoded,
-            max_new_tokens=tokens,
-            **(drawn if temperature > COLDEST else likeliest),
-            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
-        )
+        restored.enter_context(holding(hf, generation_config=alone))  # as an argument it would be completed by the model's own
+        output = hf.generate(**encoded)
     return tokenizer.decode(output[0, encoded["input_ids"].shape[1] :], skip_special_tokens=True)

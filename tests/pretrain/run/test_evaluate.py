@@ -10,7 +10,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from foundation.errors import InputError
 from packing.arrow import Pack, Packs
@@ -192,6 +192,27 @@ def test_a_temperature_of_zero_takes_the_likeliest_token_whatever_the_seed(
     hf = build_model().hf
     cold = [sample(hf, tokenizer, "w1 w2", tokens=8, seed=seed, temperature=heat) for seed, heat in ((1, 0.0), (2, 1e-6))]
     assert cold[0] == cold[1] == sample(hf, tokenizer, "w1 w2", tokens=8, seed=3, temperature=1.0, top_p=1e-6)
+
+
+def test_of_how_a_published_model_wants_to_generate_only_its_end_tokens_count(
+    tokenizer: PreTrainedTokenizerFast, build_model: Callable, plain_copy: Callable
+) -> None:
+    packed = build_model()
+    plain, ids = plain_copy(packed), tokenizer("w1 w2", return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        for _ in range(12):
+            ids = torch.cat([ids, plain(ids).logits[:, -1:].argmax(-1)], dim=1)
+    likeliest = ids[0, 2:].tolist()
+    theirs = {"repetition_penalty": 50.0, "num_beams": 4, "no_repeat_ngram_size": 1, "suppress_tokens": [likeliest[1]]}
+    wanted = packed.hf.generation_config = GenerationConfig(**theirs, do_sample=True, top_k=1, min_new_tokens=8, max_length=99)
+    cold = {"tokens": 12, "seed": 0, "temperature": 0.0}
+    assert sample(packed.hf, tokenizer, "w1 w2", **cold) == tokenizer.decode(likeliest, skip_special_tokens=True)
+    assert packed.hf.generation_config is wanted, "an export still has it"
+
+    wanted.eos_token_id, warm = [60, likeliest[8]], {"tokens": 12, "temperature": 1.0, "top_p": 1.0}
+    until = likeliest[: likeliest.index(likeliest[8]) + 1]
+    assert sample(packed.hf, tokenizer, "w1 w2", **cold) == tokenizer.decode(until, skip_special_tokens=True)
+    assert len({sample(packed.hf, tokenizer, "w1 w2", seed=seed, **warm) for seed in range(8)}) > 1, "their top_k is 1"
 
 
 def test_a_continuation_ends_with_the_models_positions_and_a_prompt_without_room_is_refused(
