@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from accelerate import Accelerator
@@ -13,6 +13,7 @@ from foundation.errors import InputError
 from pretrain.checkpoint.state import check_same_source
 from pretrain.metrics.console import Console
 from pretrain.plan.preflight import Job
+from pretrain.precision.settings import ActivePrecision
 from pretrain.run.assembly import Assembly, assemble
 from pretrain.run.evaluate import held_out_figures
 from pretrain.run.resume import complete_histories, load_weights, look_for_resume_point, scales_to_load
@@ -62,7 +63,8 @@ def evaluate_only(job: Job, accelerator: Accelerator, console: Console, wanted: 
     console.notice(f"held-out loss of {what}")
     for name, evaluating in _precisions(job, assembly, accelerator):
         with evaluating:
-            if source and (note := complete_histories(source, assembly, job, accelerator)):
+            reads_histories = source and assembly.precision.evaluates_low
+            if reads_histories and (note := complete_histories(source, assembly, job, accelerator)):
                 console.notice(note)
             figures = held_out_figures(job, assembly.model, accelerator)
         penalty = f"   penalty {figures['held_out_penalty']:.6f}" if "held_out_penalty" in figures else ""
@@ -72,20 +74,21 @@ def evaluate_only(job: Job, accelerator: Accelerator, console: Console, wanted: 
         )
 
 
-def _precisions(job: Job, assembly: Assembly, accelerator: Accelerator) -> Iterator[tuple[str, AbstractContextManager[object]]]:
-    """The recipe's, or those of its schedule, and BF16, with what to evaluate in."""
-    context, name = assembly.precision, job.precision.name
-    if context.backends:
-        for stage in assembly.stages.values():
-            if stage.backend is not None:
-                low = ExitStack()
-                low.enter_context(assembly.using(stage.active))
-                low.enter_context(context.preserving_state())
-                low.enter_context(holding(context, evaluates_low=True))
-                yield stage.active.precision.name, low
-        yield "bf16", holding(context, evaluates_low=False)
-    elif job.compute_dtype == torch.float32:
-        yield name, nullcontext()
-        yield "bf16", torch.autocast(accelerator.device.type, torch.bfloat16)
-    else:
-        yield name, nullcontext()
+def _precisions(job: Job, assembly: Assembly, accelerator: Accelerator) -> list[tuple[str, AbstractContextManager[None]]]:
+    """The recipe's, or those of its schedule, and BF16, with what to enter for an evaluation in it."""
+    if assembly.precision.backends:
+        low = [stage.active for stage in assembly.stages.values() if stage.backend is not None]
+        turns = [(active.precision.name, _evaluating_in(active, assembly)) for active in low]
+        return [*turns, ("bf16", holding(assembly.precision, evaluates_low=False))]
+    plain = (job.precision.name, nullcontext())
+    if job.compute_dtype == torch.float32:
+        return [plain, ("bf16", torch.autocast(accelerator.device.type, torch.bfloat16))]
+    return [plain]
+
+
+@contextmanager
+def _evaluating_in(active: ActivePrecision, assembly: Assembly) -> Iterator[None]:
+    """While entered, evaluations compute in `active`, a low precision."""
+    context = assembly.precision
+    with assembly.using(active), context.preserving_state(), holding(context, evaluates_low=True):
+        yield

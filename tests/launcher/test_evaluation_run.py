@@ -141,6 +141,14 @@ def test_eval_only_in_a_precision_that_the_checkpoint_was_not_trained_in(train_h
     assert found["delayed"] == pytest.approx(found["bf16"], abs=0.005) and found["bf16"] < 0.2, "random weights' make it 3"
 
 
+def test_eval_only_begins_histories_anew_for_the_turn_that_reads_them_alone(train_here: Callable):
+    low = ["precision=delayed", "fp8_config.on_unsupported=emulate", "parity=off", "evaluate.every=null", "train.steps=2"]
+    assert train_here(*low).status == 0
+    said = train_here(*low, "--eval-only", "fp8_config.fp8_format=E4M3")
+    assert list(said_of(said)) == ["delayed", "bf16"], said.output
+    assert said.out.count("tensors of delayed scaling begin with packs under the checkpoint's weights") == 1
+
+
 def test_eval_only_without_a_checkpoint_or_a_source_of_weights_is_refused(train_here: Callable, tmp_path: Path):
     """A mistyped `run_dir`, whose random weights would have a loss, too."""
     refused = train_here("--eval-only", f"run_dir={tmp_path}/mistyped", f"data.packs={tmp_path}/not_prepared")
