@@ -115,8 +115,9 @@ class Sizes:
         return (None if None in memory else Line.through(packs, memory)), seconds
 
     def extrapolated(self) -> Iterator[Size]:
-        """Doublings of the largest size that was measured, by the lines, as far as they fit, up to all packs of a step."""
-        if not self.lines:
+        """Doublings of the largest size that was measured, by the lines, as far as they fit, up to all packs of a step. None
+        where the seconds do not grow, as those of larger sizes would become negative."""
+        if not self.lines or self.lines[1].each <= 0:
             return
         memory, seconds = self.lines
         last = self.measured[-1]
@@ -270,12 +271,13 @@ def _notes(sizes: Sizes) -> Iterator[str]:
     steps = f"whole steps of {plural(sizes.packs, 'pack')} or more"
     yield f"memory: the most that {held}; tokens/s: of {steps}, with an update of {update}"
     if sizes.lines:
-        memory, seconds = sizes.lines
-        if memory:
-            each = f"{units.memory(memory.at_none / GIB)} + {units.memory(memory.each / GIB)} a pack"
-            yield f"memory is {each}: {memory.reliability()}"
-        begins = "" if seconds.at_none <= 0 else f"{units.duration(seconds.at_none)} + "
-        yield f"time is {begins}{units.duration(seconds.each)} a pack: {seconds.reliability()}"
+        shown = ("memory", lambda amount: units.memory(amount / GIB)), ("time", units.duration)
+        for (what, said), line in zip(shown, sizes.lines, strict=True):
+            if line and line.each > 0:
+                begins = "" if line.at_none <= 0 else f"{said(line.at_none)} + "
+                yield f"{what} is {begins}{said(line.each)} a pack: {line.reliability()}"
+            elif line:
+                yield f"{what} does not grow with the packs, as far as was measured"
     if most := sizes.largest_that_fits():
         of_a_step = f"; a step has {sizes.packs}" if most > sizes.packs else ""
         yield f"by that line, the {units.memory(sizes.limit / GIB)} that may be used here hold {plural(most, 'pack')}{of_a_step}"

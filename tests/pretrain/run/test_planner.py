@@ -136,7 +136,7 @@ def test_a_microbatch_is_held_to_the_devices_that_are_planned_for(plan):
 
 def test_sizes_are_measured_and_drawn(plan, tmp_path):
     picture = tmp_path / "pictures" / "sizes.png"
-    status, out, err = plan("precision=fp32", "--measure", "--sizes", "1,4", "--out", str(picture))
+    status, out, err = plan("precision=fp32", "batch.tokens=2048", "--measure", "--sizes", "1,32", "--out", str(picture))
     assert status == 0 and picture.stat().st_size > 1000 and err.count(" a microbatch\n") == 2
     table = out[out.index("Memory and speed over microbatch sizes, measured on CPU in fp32") :]
     assert len(re.findall(r"\| +measured \|", table)) == 2 and len(re.findall(r"\| extrapolated \|", table)) >= 1

@@ -59,6 +59,16 @@ def test_no_size_is_extrapolated_that_a_step_has_not_the_packs_for(packs: int, b
     assert any(note.endswith(said) for note in described(found)[2])
 
 
+@pytest.mark.parametrize("seconds", [(0.46, 0.3, 0.26, 0.06), (0.5, 0.4), (1.0, 2.0, 0.5)])
+def test_nothing_is_extrapolated_where_larger_microbatches_take_no_longer(seconds: tuple[float, ...], tmp_path: Path):
+    found = measured(*seconds, limit=50 * 10**9, packs=1000)
+    assert list(found.extrapolated()) == []
+    _, rows, notes = described(found)
+    assert [row[-1] for row in rows] == ["measured"] * len(seconds)
+    assert "time does not grow with the packs, as far as was measured" in notes and not any("-" in note for note in notes)
+    draw(found, tmp_path / "sizes.png", "small")
+
+
 def test_without_a_figure_of_memory_there_is_a_table_all_the_same(tmp_path: Path):
     found = measured(1.0, 2.0, 4.0, memory=None, limit=10**9, packs=32)
     assert found.largest_that_fits() is None and len(list(found.extrapolated())) == 3
