@@ -270,8 +270,9 @@ def _fits(plan: Plan, flops: float | None) -> Iterator[str]:
 
 def measured(job: Job, accelerator: Accelerator, options: argparse.Namespace) -> Iterator[str]:
     """The trial on this machine as a table, its picture written."""
-    sizes = options.sizes or job.plan.microbatch_sizes
-    if sizes[-1] * job.recipe.data.length > MOST_TOKENS:
+    most = max(MOST_TOKENS // job.recipe.data.length, 1)  # packs
+    sizes = options.sizes or [size for size in job.plan.microbatch_sizes if size <= most]
+    if sizes[-1] > most:
         raise InputError(f"--sizes {sizes[-1]}: more than {MOST_TOKENS:,} tokens at once are not tried; give fewer packs")
     found = measure(job, accelerator, sizes, lambda text: print(text, file=sys.stderr, flush=True))
     if not found.measured:

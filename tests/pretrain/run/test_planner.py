@@ -143,6 +143,14 @@ def test_sizes_are_measured_and_drawn(plan, tmp_path):
     assert "a line through two sizes, whose error cannot be told" in table
 
 
+def test_sizes_that_nobody_names_are_those_of_as_many_tokens_as_are_tried(plan, monkeypatch):
+    monkeypatch.setattr(planner, "MOST_TOKENS", 64)
+    status, out, err = plan("precision=fp32", "--measure")
+    assert status == 0 and re.findall(r"\| +(\d+) +\|.*\| +measured \|", out) == ["1", "2"], "of 1, 2, 4 and 8 packs of 32 tokens"
+    status, _, err = plan("precision=fp32", "--measure", "--sizes", "1,4")
+    assert status == 2 and "--sizes 4: more than 64 tokens at once are not tried; give fewer packs" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     {
