@@ -130,7 +130,7 @@ class Assembly:
     def _rehearse(self, job: Job, accelerator: Accelerator) -> None:
         stage = self.stages[self.active.precision.name]
         job = job.in_precision(self.active)
-        # Histories must not hang on what was drawn before, which is not the same in a run that is resumed here: dropout shows.
+        # Histories must not depend on what was drawn before, which is not the same in a run that is resumed here: dropout shows.
         seed_step(job.recipe.seed, 0, accelerator.process_index)
         stage.found["products"] = rehearse(job, accelerator, self.model, self.optimizer, stage.decisions)
         stage.found.pop("confirmed_in_step", None)
@@ -198,7 +198,8 @@ class Assembly:
 
     @contextmanager
     def confirming_audit(self, step: int) -> Iterator[None]:
-        """Watches `step`, the first of this process; raises InputError where its low-precision products are not the audit's."""
+        """Watches `step`, the first of this process or of a phase; raises InputError where its low-precision products are not the
+        audit's."""
         if self.precision.backend is None:
             yield
             return

@@ -18,7 +18,7 @@ from pretrain.verify.parity import MICROBATCHES, PLAIN_BYTES, TOKENS, Parity, ch
 
 SMALL_SHARE = 0.01  # of what a run computes, that a check may cost under `auto`
 # What the check costs, in tokens trained: each packed pass by its tokens (two of them, with a microbatch before each, and the
-# draws of noise), and plain FP32 and BF16 over a document at a time as ten times as much.
+# draws of noise), and plain FP32 and BF16 over a document at a time as twelve times as much.
 PACKED_PASSES, PLAIN_TOKENS = 5, 12
 MICROBATCH = 2  # packs laid end to end, where a smaller shape than training's costs no compilation
 
