@@ -89,7 +89,8 @@ def build_in_parts(
     if settings.weights_source is not None:
         try:
             built = _read(settings, config, part, kept, device, backend)
-        except (OSError, ValueError, LookupError, RuntimeError, SafetensorError) as error:  # `build` says it, if it fails too
+        except (OSError, ValueError, LookupError, RuntimeError, SafetensorError) as error:
+            # If `build` fails as well, it reports the error.
             raise NotInParts(f"its weights cannot be read by rows: {error}") from None
     else:
         torch.manual_seed(seed)

@@ -81,7 +81,7 @@ def _digest(text: str) -> str:
 def _precision(run: RunRecord) -> str:
     """What was asked for, and ran; and what the products computed in, of several precisions in each."""
     asked, found = run.precision, run.audited
-    if 0 < len(run.phases) < len(run.audit.get("phases") or {}):  # of a checkpoint before its run's end
+    if 0 < len(run.phases) < len(run.audit.get("phases") or {}):  # the checkpoint is from before its run's end
         asked = f"{label(run.config.get('precision'))} (ran {label_of_course(run.phases)})"
     alone = next(iter(found.values())) if len(found) == 1 else run.audit
     several = ", ".join(f"{each.get('computes', '')} ({name})" for name, each in found.items()) if len(found) > 1 else ""

@@ -188,7 +188,7 @@ def precisions_around(record: Mapping[str, Any]) -> tuple[str | None, str | None
     try:
         steps = (max(progress["step"], 1), progress["step"] + 1)
         before, after = (_until_step(setting, progress["steps"], step) for step in steps)
-    except (InputError, TypeError):  # of a version with other rules
+    except (InputError, TypeError):  # the checkpoint is of a version with other rules
         return None, None
     return before[-1][1], after[-1][1]
 
@@ -293,7 +293,7 @@ def _same_precisions(record: Mapping[str, Any], job: Job) -> bool:
     try:
         saved = _until_step(record["identity"].get("precision"), progress["steps"], progress["step"])
         return saved == _until_step(job.identity["precision"], job.plan.steps, progress["step"])
-    except (InputError, TypeError):  # of a version with other rules
+    except (InputError, TypeError):  # the checkpoint is of a version with other rules
         return False
 
 

@@ -66,7 +66,7 @@ def leave(run: Run, asked: int, steps: Prefetch[StepBatches]) -> int:
     lost = prepare_rescue(run, asked, steps) if asked in (FOLDER_GONE, METRICS_GONE, PACKS_FAILED) else None
     if not (decision := judge_weights(run)).proceed:
         raise halted(run, decision)
-    if run.state.step:  # a run may wait for the packs of its first
+    if run.state.step:  # at 0 it still waits for the packs of its first step
         save(run)
     if lost:
         raise lost
@@ -106,7 +106,7 @@ def sum_up(run: Run) -> RunRecord | None:
             f"{run.folder.metrics}: holds no step of this run any more, of which a summary could be written; the model of "
             f"its last checkpoint is exported by: python -m pretrain export {run.folder.path}"
         )
-    # Anew: what an earlier end has left there is of the recipe as it was then.
+    # Written again: what an earlier end left there describes the recipe as it was then.
     run.folder.write_json(run.folder.summary, run.job.plan.fairness(run.job.data.train.fingerprint) | figures)
     finished = read_run(run.folder.path, metrics)
     plot_losses([finished], run.folder.loss_plot)

@@ -92,7 +92,7 @@ class Beat:
     seconds: float  # for which it has been there
     usual: float = 0.0  # seconds of the longest of its recent steps
     own_ms: float | None = None  # a step's time in which it waits for no other rank, median
-    data_ms: float = 0.0  # of them waiting for data
+    data_ms: float = 0.0  # the part of these in which it waits for data
     frame: str = ""  # where in this project its main thread is, once that has not moved for long
     waits: bool = False  # in a collective, as far as the frame tells
     compiles: bool = False
@@ -158,7 +158,7 @@ class RankWatch:
         self._in_step = False
         self._steps = 0  # of this process
         self._took: deque[float] = deque(maxlen=USUAL_STEPS)  # seconds of its recent steps
-        self._own: deque[tuple[float, float]] = deque(maxlen=LAG_STEPS)  # ms of its own, and of these waiting for data
+        self._own: deque[tuple[float, float]] = deque(maxlen=LAG_STEPS)  # a step's own ms; how many it waits for data
         self._own_time = OwnTime(accelerator.device)
         self._lags: list[dict[str, Any]] = []  # found, and not said yet
         self._asked = False  # the main thread wants to know soon why its collective has failed
@@ -369,7 +369,7 @@ class RankWatch:
     def _is_gone(self, rank: int) -> bool:
         """Whether the rank was a process of this machine and is none any more."""
         process = self._processes.get(rank, False)
-        if process is False:  # of another machine
+        if process is False:  # it runs on another machine
             return False
         try:
             return process is None or not process.is_running() or process.status() == psutil.STATUS_ZOMBIE

@@ -107,7 +107,7 @@ def find_resume_point(
     except InputError as error:
         raise InputError(f"{named}{error}; {remedy}") from None
     hint = extending_a_decayed_run(path, record, job, begins=begins)
-    try:  # of one to begin with, another training is what is asked for
+    try:  # who begins with a checkpoint asks for another training
         changes = check_same_training(record, job.identity, path, accept_changes or begins)
     except InputError as error:
         raise InputError("\n".join(filter(None, [str(error), hint]))) from None
@@ -209,7 +209,7 @@ def _is_this(config: dict[str, Any], fingerprint: str | None, source: Mapping[st
     """Whether a run of `config`, on data of this `fingerprint`, with a `model.source` that said `source`, is this training."""
     try:
         recipe = parse(Recipe, config, str(job.run_dir / "config.yaml"))
-    except InputError:  # of another version
+    except InputError:  # another version wrote it
         return False
     ours = identity_of(job.recipe, job.data.train.fingerprint) | job.source_config
     return not changed_keys(identity_of(recipe, fingerprint or "") | source, ours)
@@ -259,7 +259,7 @@ def keep_what_is_cut(job: Job, step: int) -> None:
     had = max(last_steps(metrics).values(), default=0) if (metrics := job.run_dir / METRICS_FILE).exists() else 0
     given = read_kept(kept_in) if (kept_in := job.run_dir / TRACKERS_FILE).exists() else {}
     for name, entry in given.items():
-        # Of one that did not end well, `seen` is what it has at least.
+        # Where a tracker did not end cleanly, `seen` is a lower bound.
         beyond = max(entry["seen"].values(), default=0) > step or (had > step and not entry["complete"])
         if name in job.recipe.log.trackers and name not in TAKEN_BACK and beyond:
             _log.warning(
@@ -435,7 +435,7 @@ def load_weights(
     kept = moments | scales | (remainders if saved == "bf16_exact" else {})
     notes = checkpoints.load(source.path, assembly.tensors | stored, kept)
     for name, parameter in parameters.items():
-        # Of BF16 alone the stored weight is kept: the master would round to its neighbour where it lies just between two.
+        # Plain BF16 keeps the stored weight: the master would round to its neighbour where it lies just between two.
         remainder = local_part(remainders[f"remainder/{name}"]) if saved == "bf16_exact" and mode == "fp32" else None
         master, _ = convert_weight(local_part(stored.pop(name)), remainder, "fp32")
         assembly.optimizer.set_master(parameter, master)

@@ -43,7 +43,7 @@ def roll_back(run: Run, reason: str) -> None:
     run.state, notes = take_up(source, checkpoints, run.job, run.assembly, run.health, run.accelerator)
     run.health.rollbacks = rollbacks
     run.state.left_out = judged.left_out + judged.step - run.state.step
-    run.state.shift = judged.shift  # of what follows the judged step's packs, whatever the steps before the checkpoint had
+    run.state.shift = judged.shift  # the text goes on after the judged step's packs, whatever shift the checkpoint had
 
     # What is trained anew is in the precisions of the present schedule, whatever those steps were in before a resume.
     ran = {first: name for first, name in run.job.plan.course.items() if first <= run.state.step}

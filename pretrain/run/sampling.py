@@ -79,7 +79,7 @@ def _has_tokenizer(folder: Path) -> bool:
 
 
 def _exported(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    if not _has_tokenizer(folder):  # of none, transformers makes one that knows no word
+    if not _has_tokenizer(folder):  # transformers would make one that knows no word
         raise InputError(
             f"{folder}: holds a model without a tokenizer, so prompts cannot be read; put its tokenizer's files there"
         )

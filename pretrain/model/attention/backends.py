@@ -39,13 +39,13 @@ Setting = Literal["auto", "cudnn", "varlen", "flash_attn", "documents", "sdpa"]
 # FlashAttention has two packages, 4 and 2: `flash_attn` to a user. For names with "flash" transformers loads kernels of its own.
 Kind = Literal["fa4", "cudnn", "varlen", "fa2", "documents", "sdpa"]
 FASTEST_FIRST: tuple[Kind, ...] = get_args(Kind)
-# Of a whole step of Qwen3-1.7B on an H200 (benchmarks/results/h200_attention_in_steps.json), or of attention alone.
+# Speed-ups of a whole step of Qwen3-1.7B on an H200 (benchmarks/results/h200_attention_in_steps.json), or of attention alone.
 _FASTER: dict[Kind, str] = {
     "fa4": ": steps are 1.5 % shorter than with cudnn on an H200",
     "cudnn": ": 0.71 of varlen's time on an H200",
     "documents": ", on a CPU",
 }
-MIN_MEASURED_HEAD_DIM = 64  # of what benchmarks/attention_speed.py measures; below, nobody has looked which is faster
+MIN_MEASURED_HEAD_DIM = 64  # the smallest that benchmarks/attention_speed.py measures; below, nobody has looked which is faster
 DROPOUTS = ("attention_dropout", "attn_pdrop")  # of attention's probabilities, as configurations call them
 MAX_FLASH_HEAD_DIM = 256
 # torch 2.13 wants to be told that there are fewer KV heads than query heads, 2.11 takes them as they come and has no such flag.

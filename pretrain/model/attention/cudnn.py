@@ -4,7 +4,7 @@ Of TE, only the two calls below its DotProductAttention are used. That module ch
 each compiled layer in pieces. `cudnn_forward` and `cudnn_backward` are for autograd functions that do more than attend;
 `cudnn_attention` is both as one differentiable operator, which torch.compile leaves whole.
 
-What is to know about the kernels:
+Notes on the kernels:
 
 * Offsets may end in empty slots. TE rounds their number up to a power of two (32 to 512, then to multiples of 512), and each of
   these numbers is planned for once.

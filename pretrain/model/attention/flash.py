@@ -1,7 +1,7 @@
 """Packed attention by FlashAttention-4, the package `flash-attn-4`: a wheel, whose kernels are compiled where they run.
 
 `flash_forward` and `flash_backward_in_parts` are for autograd functions that do more than attend; `flash_attention` is both as
-one differentiable operator, which torch.compile leaves whole. What is to know about the kernels:
+one differentiable operator, which torch.compile leaves whole. Notes on the kernels:
 
 * A head shape and dtype are compiled once, for some ten seconds. The numbers of tokens and of documents are not part of it. What
   was compiled is kept on disk, in `$XDG_CACHE_HOME/pretrain/flash_attn_4` unless FLASH_ATTENTION_CUTE_DSL_CACHE_DIR says another
