@@ -129,7 +129,7 @@ def held_out_loss(model: PackedLanguageModel, batches: Iterable[Microbatch], acc
     """
     head = model.hf.get_output_embeddings()
     head.take_parts()  # of what was forwarded before
-    total = torch.zeros(2, dtype=torch.float32 if accelerator.device.type == "mps" else torch.float64, device=accelerator.device)
+    total = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
     with ExitStack() as restored:
         restored.callback(model.train, model.training)
         model.eval()
