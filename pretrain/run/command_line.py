@@ -24,8 +24,6 @@ class LauncherParser(CommandParser):
 def parse_arguments(description: str | None) -> argparse.Namespace:
     """`description`: what the launcher is, for --help. Raises InputError for an option that there is not."""
     parser = LauncherParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    if "--list-recipes" in sys.argv[1:]:
-        raise InputError("command line: --list-recipes is a command of its own: python -m pretrain recipes")
     parser.add_argument("recipe", type=Path, help="what is trained: a YAML file, see recipes/")
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="over the recipe's settings: weights=bf16 train.steps=9"

@@ -76,7 +76,6 @@ SETTINGS = {
     "run_dir=runs/" + 20 * "{data.packs}": r"too long for a folder's name",
     "--optimizer.learnin_rate=3": r"command line, .*: unknown key `optimizer.learnin_rate`; did you mean ",
     "--seed 3": r"command line: unrecognized arguments: --seed 3; a setting is key=value or --key=value, and --help lists",
-    "--list-recipes": r"command line: --list-recipes is a command of its own: python -m pretrain recipes",
     "--gpus=0": r"command line: argument --gpus: 0: a whole number of 1 or more is wanted; a setting is",
     "--plan --gpus=1.5": r"argument --gpus: 1.5: a whole number of 1 or more is wanted",
     "--plan --gpus=8 --network-gbps=inf": r"argument --network-gbps: inf: a finite number above 0 is wanted",
