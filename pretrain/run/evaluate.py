@@ -10,6 +10,7 @@ from contextlib import ExitStack
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from foundation.attributes import holding
@@ -70,17 +71,12 @@ def _draw_samples(run: Run) -> None:
 def held_out_figures(job: Job, model: PackedLanguageModel, accelerator: Accelerator) -> dict[str, float]:
     """`held_out_loss` of the held-out packs that the recipe evaluates on; of several sources, each by as large a part of its
     packs, also that of each as `held_out_loss/NAME`. Collective."""
-    found = {}
+    sums = {}
     for name, (packs, most) in evaluated_parts(job).items():
         with evaluation_batches(packs, limit=most, **job.batching(accelerator)) as batches:
-            found[name] = held_out_loss(model, batches, accelerator)
-    if len(found) == 1:
-        return next(iter(found.values()))
-    tokens = sum(figures["held_out_tokens"] for figures in found.values())
-    means = {key: sum(each[key] * each["held_out_tokens"] for each in found.values()) / max(tokens, 1) for key in found[name]}
-    perplexity = math.exp(min(means["held_out_loss"], 700.0))
-    by_source = {f"held_out_loss/{name}": figures["held_out_loss"] for name, figures in found.items()}
-    return means | {"held_out_perplexity": perplexity, "held_out_tokens": tokens} | by_source
+            sums[name] = held_out_sums(model, batches, accelerator)
+    by_source = {f"held_out_loss/{name}": figures_of(found)["held_out_loss"] for name, found in sums.items()}
+    return figures_of(sum(sums.values())) | (by_source if len(sums) > 1 else {})
 
 
 def evaluated_parts(job: Job) -> dict[str, tuple[Packs, int]]:
@@ -122,14 +118,12 @@ def was_evaluated(run: Run) -> bool:
 
 
 @torch.no_grad()
-def held_out_loss(model: PackedLanguageModel, batches: Iterable[Microbatch], accelerator: Accelerator) -> dict[str, float]:
-    """Evaluates on `batches`, this rank's share of the held-out packs, of which every rank must pass equally many. Returns
-    `held_out_loss`, the mean in nats over the `held_out_tokens` valid labels of all ranks, and `held_out_perplexity`; where the
-    loss has a penalty also `held_out_penalty`, which is no part of the two.
-    """
+def held_out_sums(model: PackedLanguageModel, batches: Iterable[Microbatch], accelerator: Accelerator) -> Tensor:
+    """Evaluates on `batches`, this rank's share of held-out packs, of which every rank must pass equally many. Returns sums over
+    all ranks, FP64: the cross-entropy in nats, the valid labels, and where the loss has a penalty also that."""
     head = model.hf.get_output_embeddings()
-    head.take_parts()  # of what was forwarded before
-    total = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
+    head.take_parts()  # those of earlier forwards do not count
+    total = torch.zeros(3 if head.settings.penalty else 2, dtype=torch.float64, device=accelerator.device)
     with ExitStack() as restored:
         restored.callback(model.train, model.training)
         model.eval()
@@ -137,12 +131,19 @@ def held_out_loss(model: PackedLanguageModel, batches: Iterable[Microbatch], acc
             total[0] += model(**inputs_of(batch, accelerator.device))
             total[1] += batch.valid_tokens
             advance(of="microbatches")
-    loss_sum, tokens = accelerator.reduce(total, reduction="sum").tolist()
+    if (parts := head.take_parts()) is not None:
+        total[2] = parts[1]
+    return accelerator.reduce(total, reduction="sum")
+
+
+def figures_of(sums: Tensor) -> dict[str, float]:
+    """`held_out_loss`, the mean in nats over the `held_out_tokens`, `held_out_perplexity`, and of a penalty `held_out_penalty`,
+    which is no part of the two."""
+    loss_sum, tokens, *penalty = sums.tolist()
     loss = loss_sum / max(tokens, 1)
     perplexity = math.exp(min(loss, 700.0))  # a larger one would overflow
     figures = {"held_out_loss": loss, "held_out_perplexity": perplexity, "held_out_tokens": int(tokens)}
-    parts = model.mean_parts(accelerator, int(tokens))
-    return figures if parts is None else figures | {"held_out_penalty": parts[1].item()}
+    return figures | {"held_out_penalty": penalty[0] / max(tokens, 1)} if penalty else figures
 
 
 def seed_of_prompt(seed: int, number: int) -> int:

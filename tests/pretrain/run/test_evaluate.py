@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +20,9 @@ from packing.mixture import MixedPacks
 from packing.settings import DataSettings
 from packing.store import open_packs
 from pretrain.run import evaluate as evaluation
-from pretrain.run.evaluate import evaluation_turns, held_out_figures, held_out_loss, sample
+from pretrain.run.evaluate import evaluation_turns, figures_of, held_out_figures, held_out_sums, sample
 from pretrain.run.running import BestEvaluation
+from pretrain.settings.recipe import LossSettings
 
 
 @pytest.fixture(scope="session")
@@ -39,8 +41,18 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def evaluate(packed: torch.nn.Module, packs: Packs, accelerator: Accelerator, microbatch: int, **options: int) -> SimpleNamespace:
     options = {"rank": 0, "world_size": 1} | options
     batches = evaluation_batches(packs, microbatch=microbatch, mask_boundaries=True, **options)
-    figures = held_out_loss(packed, batches, accelerator)
+    figures = figures_of(held_out_sums(packed, batches, accelerator))
     return SimpleNamespace(**{key.removeprefix("held_out_"): value for key, value in figures.items()})
+
+
+def job_of(packs: Packs, limit: int | None) -> SimpleNamespace:
+    """What an evaluation asks of a job, in microbatches of 3."""
+    return SimpleNamespace(
+        data=SimpleNamespace(held_out=packs),
+        recipe=SimpleNamespace(evaluate=SimpleNamespace(packs=limit)),
+        plan=SimpleNamespace(microbatch=3),
+        batching=lambda accelerator: {"microbatch": 3, "rank": 0, "world_size": 1, "mask_boundaries": True},
+    )
 
 
 def all_packs(packs: Packs) -> list[Pack]:
@@ -99,16 +111,33 @@ def test_a_bar_has_as_many_turns_as_the_evaluation_of_all_sources(
 ) -> None:
     names = [f"source{number}" for number in range(sources)]  # of 10 packs each, in microbatches of 3
     packs = MixedPacks(held_out.path, dict.fromkeys(names, held_out), dict.fromkeys(names, 1.0)) if sources > 1 else held_out
-    job = SimpleNamespace(
-        data=SimpleNamespace(held_out=packs),
-        recipe=SimpleNamespace(evaluate=SimpleNamespace(packs=limit)),
-        plan=SimpleNamespace(microbatch=3),
-        batching=lambda accelerator: {"microbatch": 3, "rank": 0, "world_size": 1, "mask_boundaries": True},
-    )
+    job = job_of(packs, limit)
     counted: list[str] = []
     monkeypatch.setattr(evaluation, "advance", lambda of: counted.append(of))
     held_out_figures(job, build_model(), accelerator)
     assert evaluation_turns(SimpleNamespace(job=job, accelerator=accelerator)) == len(counted) == turns
+
+
+@pytest.mark.parametrize("penalty", [None, "non_max_sum"])
+def test_the_figures_of_several_sources_are_those_of_all_their_tokens(
+    penalty: str | None, small_packs: Path, held_out: Packs, accelerator: Accelerator, build_model: Callable
+) -> None:
+    parts = {"a": held_out, "b": open_packs(DataSettings(packs=small_packs, length=32), "train")}
+    packed = build_model()
+    packed.hf.get_output_embeddings().settings = LossSettings(chunk=16, penalty=penalty, penalty_weight=penalty and 0.1)
+
+    def figures(packs: Packs) -> dict[str, float]:
+        return held_out_figures(job_of(packs, None), packed, accelerator)
+
+    mixed, each = figures(MixedPacks(held_out.path, parts, dict.fromkeys(parts, 1.0))), {n: figures(p) for n, p in parts.items()}
+    tokens = sum(found["held_out_tokens"] for found in each.values())
+    assert mixed["held_out_tokens"] == tokens > each["b"]["held_out_tokens"] > each["a"]["held_out_tokens"]
+    assert [mixed[f"held_out_loss/{name}"] for name in parts] == [found["held_out_loss"] for found in each.values()]
+    for key in ("held_out_loss", "held_out_penalty") if penalty else ("held_out_loss",):
+        mean = sum(found[key] * found["held_out_tokens"] for found in each.values()) / tokens
+        assert mixed[key] == pytest.approx(mean, rel=1e-12)
+    assert mixed["held_out_perplexity"] == pytest.approx(math.exp(mixed["held_out_loss"]), rel=1e-12)
+    assert ("held_out_penalty" in mixed) == bool(penalty)
 
 
 def test_dropout_is_off_and_back_on_afterwards(held_out: Packs, accelerator: Accelerator, build_model: Callable) -> None:
