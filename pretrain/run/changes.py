@@ -263,15 +263,13 @@ def felt_changes(record: Mapping[str, Any], job: Job) -> dict[str, Any]:
     if not was:
         return {}
     same_rates, same_precisions = _same_rates(record, job), _same_precisions(record, job)
-
-    def is_felt(key: str) -> bool:
-        if key in HORIZON:
-            return not (same_rates and (same_precisions or "precision" in was))
-        if key.startswith("fp8_config."):
-            return not ("precision" in was and None in (was[key], current.get(key)))
-        return not (same_rates if key.startswith("schedule.") else same_precisions and key == "precision")
-
-    return {key: old for key, old in was.items() if is_felt(key)}
+    unfelt = {"precision"} if same_precisions else set()
+    if same_rates:
+        unfelt |= {key for key in was if key.startswith("schedule.")}
+        unfelt |= HORIZON if same_precisions or "precision" in was else set()
+    if "precision" in was:
+        unfelt |= {key for key, old in was.items() if key.startswith("fp8_config.") and None in (old, current.get(key))}
+    return {key: old for key, old in was.items() if key not in unfelt}
 
 
 def _same_rates(record: Mapping[str, Any], job: Job) -> bool:
