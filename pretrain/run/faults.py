@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import IntEnum
 from pathlib import Path
 
 import psutil
@@ -18,8 +19,11 @@ from pretrain.plan.preflight import Job
 from pretrain.plan.remedies import is_out_of_memory, out_of_memory
 from pretrain.run.running import Run
 
-# Beside the numbers of signals, which ranks agree on in one exchange; the largest that any rank knows of counts.
-FOLDER_GONE, METRICS_GONE, SAVE_FAILED, TIME_IS_UP, PACKS_FAILED = 1000, 999, 998, 997, 996
+
+class Stop(IntEnum):
+    """Why ranks leave, where it is no signal. Above all numbers of signals: ranks agree on the largest."""
+
+    PACKS_FAILED, TIME_IS_UP, SAVE_FAILED, METRICS_GONE, FOLDER_GONE = range(996, 1001)
 
 
 @contextmanager
@@ -35,20 +39,20 @@ def explaining_memory(job: Job, run: Run | None = None) -> Iterator[None]:
 
 
 def fault_of(run: Run, steps: Prefetch[StepBatches]) -> int:
-    """FOLDER_GONE or METRICS_GONE where somebody has taken away what this run writes into, SAVE_FAILED where the checkpoint being
-    written cannot be, PACKS_FAILED where no more packs come of a stream or those of the next of `steps` cannot be read, else 0;
-    also 0 before this run's first step, when nothing can be lost. A rank knows only of the files that it writes and the packs
-    that it reads itself; every rank knows that no more packs come."""
+    """FOLDER_GONE or METRICS_GONE of `Stop` where somebody has taken away what this run writes into, SAVE_FAILED where the
+    checkpoint being written cannot be, PACKS_FAILED where no more packs come of a stream or those of the next of `steps` cannot
+    be read, else 0; also 0 before this run's first step, when nothing can be lost. A rank knows only of the files that it writes
+    and the packs that it reads itself; every rank knows that no more packs come."""
     if run.state.step == run.resumed_step:
         return 0
     if not run.folder.in_place:
-        return FOLDER_GONE
+        return Stop.FOLDER_GONE
     if not run.trackers.in_place:
-        return METRICS_GONE
+        return Stop.METRICS_GONE
     if run.checkpoints.failed:
-        return SAVE_FAILED
+        return Stop.SAVE_FAILED
     stream = run.job.data.stream
-    return PACKS_FAILED if (stream is not None and stream.failure) or unread(steps) else 0
+    return Stop.PACKS_FAILED if (stream is not None and stream.failure) or unread(steps) else 0
 
 
 def unread(steps: Prefetch[StepBatches]) -> BaseException | None:
@@ -58,11 +62,11 @@ def unread(steps: Prefetch[StepBatches]) -> BaseException | None:
 
 
 def time_is_up(run: Run) -> int:
-    """TIME_IS_UP where this process is older than `train.max_hours`, else 0."""
+    """Stop.TIME_IS_UP where this process is older than `train.max_hours`, else 0."""
     limit = run.job.recipe.train.max_hours
     if limit is None:
         return 0
-    return TIME_IS_UP if time.time() - psutil.Process().create_time() > 3600 * limit else 0
+    return Stop.TIME_IS_UP if time.time() - psutil.Process().create_time() > 3600 * limit else 0
 
 
 def prepare_rescue(run: Run, what: int, steps: Prefetch[StepBatches]) -> BaseException:
@@ -72,14 +76,14 @@ def prepare_rescue(run: Run, what: int, steps: Prefetch[StepBatches]) -> BaseExc
     the same name may be somebody else's.
     """
     step = run.state.step
-    if what == PACKS_FAILED:
+    if what == Stop.PACKS_FAILED:
         stream, error = run.job.data.stream, unread(steps)
         said = (stream.failure if stream else None) or error or "another process or machine has no more packs, and says why"
         if error is None or isinstance(error, InputError):
             return InputError(f"{said}. Step {step} is saved")
         error.add_note(f"Step {step} is saved")
         return error
-    if what == METRICS_GONE:
+    if what == Stop.METRICS_GONE:
         return InputError(
             f"{run.folder.metrics}: was deleted or replaced while the run was going on, and its lines up to step {step} are gone "
             "with it. The step is saved: start the same command again to go on; the metrics begin after it"

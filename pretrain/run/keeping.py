@@ -17,7 +17,7 @@ from pretrain.metrics.run_record import RunRecord, last_screen, read_metrics, re
 from pretrain.metrics.waited import Waited
 from pretrain.model.distributed import largest_over_ranks
 from pretrain.plan.preflight import Job
-from pretrain.run.faults import FOLDER_GONE, METRICS_GONE, PACKS_FAILED, SAVE_FAILED, TIME_IS_UP, prepare_rescue
+from pretrain.run.faults import Stop, prepare_rescue
 from pretrain.run.resume import nothing_left, said_of_the_end
 from pretrain.run.rollback import halted, judge_weights
 from pretrain.run.running import Run
@@ -60,10 +60,10 @@ def tell_saved(run: Run) -> None:
 def leave(run: Run, asked: int, steps: Prefetch[StepBatches]) -> int:
     """Save, as a signal or what has gone wrong asks for; returns the number of the signal to end by, or raises what was lost.
     `steps`: those that would have come next."""
-    if asked == SAVE_FAILED:
+    if asked == Stop.SAVE_FAILED:
         with run.watch.busy("saving"), run.waited.on("saves", "saving"):
             run.checkpoints.wait()  # which raises what has failed
-    lost = prepare_rescue(run, asked, steps) if asked in (FOLDER_GONE, METRICS_GONE, PACKS_FAILED) else None
+    lost = prepare_rescue(run, asked, steps) if asked in (Stop.FOLDER_GONE, Stop.METRICS_GONE, Stop.PACKS_FAILED) else None
     if not (decision := judge_weights(run)).proceed:
         raise halted(run, decision)
     if run.state.step:  # at 0 it still waits for the packs of its first step
@@ -71,9 +71,9 @@ def leave(run: Run, asked: int, steps: Prefetch[StepBatches]) -> int:
     if lost:
         raise lost
     hours, step = run.job.recipe.train.max_hours, run.state.step
-    why = f"`train.max_hours: {hours:g}`" if asked == TIME_IS_UP else signal.Signals(asked).name
+    why = f"`train.max_hours: {hours:g}`" if asked == Stop.TIME_IS_UP else signal.Signals(asked).name
     run.console.notice(f"stopped by {why} after step {step}; start the run again to go on from here")
-    return signal.SIGUSR1 if asked == TIME_IS_UP else asked  # a scheduler's warning, given to itself
+    return signal.SIGUSR1 if asked == Stop.TIME_IS_UP else asked  # a scheduler's warning, given to itself
 
 
 # ── The end ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
