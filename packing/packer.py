@@ -156,8 +156,9 @@ def _remove(part: Path) -> None:
 
 
 def remove_outdated(folder: Path, source: FileSource | DatasetSource) -> None:
-    """Remove the parts in `folder` that were made while the files of `source` had other sizes or dates. A run must not read them:
-    it would go on in a text that is no more, and wait for a part behind it that nobody makes."""
+    """Remove the parts in `folder` that were made while the files of `source` had other sizes or dates, or of a saved dataset
+    with another fingerprint. A run must not read them: it would go on in a text that is no more, and wait for a part behind it
+    that nobody makes."""
     identity, removed = json.loads(json.dumps(source.identity)), False
     for path in (path for path in folder.glob("part-*") if PART.fullmatch(path.name)):
         made_of = None
@@ -168,7 +169,7 @@ def remove_outdated(folder: Path, source: FileSource | DatasetSource) -> None:
             removed = True
     if removed:
         say(
-            f"{source.description}: sizes or dates of its files have changed since parts of {folder} were made; they are packed "
+            f"{source.description}: it, or a date of its files, has changed since parts of {folder} were made; they are packed "
             "again, that of the checkpoint too, to see whether its text has changed"
         )
 

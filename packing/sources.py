@@ -321,7 +321,13 @@ class DatasetSource:
 
     @property
     def identity(self) -> dict[str, Any]:
-        return self.place | {"fingerprint": None if self.settings.streaming else self._data._fingerprint}
+        """A dataset that comes over a network has no fingerprint; a saved one has, however `streaming` is set."""
+        return self.place | {"fingerprint": None if self.settings.streaming and not self.is_saved else self._data._fingerprint}
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether `save_to_disk` wrote it."""
+        return any((Path(self.name) / name).is_file() for name in ("dataset_dict.json", "state.json"))
 
     def chunks(self, begin: Place | None = None, size: int | None = None) -> Iterator[Chunk]:
         """`begin` of a streamed dataset: the dataset's own state before a batch of rows, and how many of these to leave out. One
@@ -380,10 +386,9 @@ class DatasetSource:
     def _data(self) -> datasets.Dataset | datasets.IterableDataset:
         import datasets
 
-        settings, folder = self.settings, Path(self.name)
-        saved = (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
+        settings = self.settings
         try:
-            if saved:
+            if self.is_saved:
                 data = datasets.load_from_disk(self.name)
             else:
                 chosen = {"split": settings.split, "revision": settings.revision, "streaming": bool(settings.streaming)}

@@ -6,10 +6,12 @@ import multiprocessing
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import datasets
@@ -190,6 +192,35 @@ def test_a_changed_source_starts_over_and_what_was_tokenised_is_moved_aside(
     assert f"so this starts over; what was tokenised before is in {aside}" in capsys.readouterr().err
     assert contents(aside) == before
     assert read_manifest(settings.packs)["statistics"]["documents"] == 2
+
+
+def test_a_saved_dataset_that_is_replaced_is_not_mixed_with_the_one_before(
+    settings: DataSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`streaming: true` changes nothing in that it lies here."""
+    saved = tmp_path / "saved"
+    settings = settings.model_copy(update={"source": str(saved), "streaming": True})
+
+    def save(word: str) -> None:
+        shutil.rmtree(saved, ignore_errors=True)
+        datasets.Dataset.from_dict({"text": [f"{word} {number}" for number in range(500)]}).save_to_disk(saved)
+
+    def cut_short(source: sources.DatasetSource) -> Iterator[Chunk]:
+        yield from islice(read(source), 40)
+        raise InputError("stopped here")
+
+    read = sources.DatasetSource.chunks
+    monkeypatch.setattr(sources, "_ROWS", 10)
+    save("old")
+    with monkeypatch.context() as patch, pytest.raises(InputError, match="stopped here"):
+        patch.setattr(sources.DatasetSource, "chunks", cut_short)
+        prepare(settings, progress=False)
+    assert settings.packs.with_name("packs.partial").exists()
+    save("new")
+    prepare(settings, progress=False)
+    decode = Tokenizer.from_file(settings.tokenizer).decode
+    text = " ".join(map(decode, read_documents(settings)))
+    assert text.count("new") > 400 and "old" not in text
 
 
 def test_files_that_change_while_they_are_read_give_no_packs(

@@ -279,6 +279,20 @@ def test_parts_of_files_that_have_changed_are_gone_before_a_run_reads_them(value
     assert not part_folders(data.packs)
 
 
+def test_parts_of_a_saved_dataset_are_gone_once_another_is_in_its_place(values: dict[str, Any], tmp_path: Path) -> None:
+    def save(word: str) -> None:
+        shutil.rmtree(tmp_path / "saved", ignore_errors=True)
+        datasets.Dataset.from_dict({"text": [f"{word} {number}" for number in range(300)]}).save_to_disk(tmp_path / "saved")
+
+    save("old")
+    data = streamed(values | {"source": str(tmp_path / "saved")}, tmp_path / "packs")
+    PackerProcess(data).close()
+    assert part_folders(data.packs)
+    save("new")
+    PackerProcess(data).close()
+    assert not part_folders(data.packs)
+
+
 def test_parts_that_somebody_removes_end_the_run_in_place_of_a_wait_without_end(values: dict[str, Any], tmp_path: Path) -> None:
     data = streamed(values, tmp_path / "packs", repeat=True)
     with PackingHere(data) as packing:
