@@ -61,7 +61,9 @@ def open_source(settings: DataSettings) -> FileSource | DatasetSource:
     path = Path(settings.source or "")
     saved = (path / "dataset_dict.json").is_file() or ((path / "dataset_info.json").is_file() and (path / "state.json").is_file())
     if settings.format == "dataset" or (settings.format == "auto" and saved):
-        return DatasetSource(settings, records)
+        source = DatasetSource(settings, records)
+        _refuse_unused_settings(settings, source)
+        return source
     if path.is_symlink() and not path.exists():  # not to be looked for among the datasets of that name
         raise SourceAbsent(f"data.source: {path}: is a dead link; correct it, or name the text itself")
     if path.exists():
@@ -88,23 +90,21 @@ def _suffix(path: Path) -> set[str]:
     return {name.suffix.lower()}
 
 
-def _refuse_unused_settings(settings: DataSettings, source: FileSource) -> None:
-    """InputError for a setting that files do not use: someone who sets `split` must not get all of them."""
-    unused = {"subset": None, "split": "train", "revision": None, "streaming": False}
-    if source.kind == "text":
-        unused |= {"text": "text", "messages": None, "prompt": None, "input_ids": None}
-    for name, default in unused.items():
-        if getattr(settings, name) != default and not (name == "streaming" and settings.stream):
-            why = (
-                "a text file is one document, without columns"
-                if name in ("text", "messages", "prompt", "input_ids")
-                else "only Hugging Face datasets have that"
-            )
+def _refuse_unused_settings(settings: DataSettings, source: FileSource | DatasetSource) -> None:
+    """InputError for a setting that files, or a saved dataset, do not use: someone who sets `split` must not get all of them."""
+    unused, columns = ["subset", "split", "revision", "streaming"], []
+    kind, why, remedy = "a saved dataset", "it was saved without any", "leave it out"
+    if isinstance(source, DatasetSource):  # one that is not saved has all of them
+        unused = ["subset", "revision", *(() if source.has_splits else ("split",))] if source.is_saved else []
+    else:
+        kind, why, remedy = source.kind, "only Hugging Face datasets have that", "leave it out, or set data.format to what it is"
+        columns = ["text", "messages", "prompt", "input_ids"] if kind == "text" else []
+    for name in settings.changed((*unused, *columns)):
+        if not (name == "streaming" and settings.stream):
+            why = "a text file is one document, without columns" if name in columns else why
             if name == "streaming":
                 why += "; a mapping, as {disk_gb: 20}, has the packs of any source made while a run trains"
-            raise InputError(
-                f"data.{name}: {settings.source} is read as {source.kind}: {why}; leave it out, or set data.format to what it is"
-            )
+            raise InputError(f"data.{name}: {settings.source} is read as {kind}: {why}; {remedy}")
 
 
 def _kind_of_file(path: Path, wanted: str) -> str:
@@ -327,7 +327,12 @@ class DatasetSource:
     @property
     def is_saved(self) -> bool:
         """Whether `save_to_disk` wrote it."""
-        return any((Path(self.name) / name).is_file() for name in ("dataset_dict.json", "state.json"))
+        return self.has_splits or (Path(self.name) / "state.json").is_file()
+
+    @property
+    def has_splits(self) -> bool:
+        """Whether `save_to_disk` wrote several splits, which `data.split` chooses from."""
+        return (Path(self.name) / "dataset_dict.json").is_file()
 
     def chunks(self, begin: Place | None = None, size: int | None = None) -> Iterator[Chunk]:
         """`begin` of a streamed dataset: the dataset's own state before a batch of rows, and how many of these to leave out. One

@@ -226,6 +226,20 @@ def test_a_setting_that_files_do_not_have_is_refused(setting: dict, tmp_path: Pa
         read(tmp_path, **setting)
 
 
+def test_a_setting_that_a_saved_dataset_does_not_have_is_refused(tmp_path: Path) -> None:
+    one = datasets.Dataset.from_dict({"text": ["x", "y", "z"]})
+    one.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": one, "test": one.select([2])}).save_to_disk(tmp_path / "splits")
+    both = [{"subset": "en"}, {"revision": "v2"}]
+    for name, settings in (("one", [*both, {"split": "test"}, {"split": "train[:2]"}]), ("splits", both)):
+        for setting in settings:
+            wanted = rf"data\.{next(iter(setting))}: .*{name} is read as a saved dataset: it was saved without any; leave it out"
+            with pytest.raises(InputError, match=wanted):
+                read(tmp_path / name, **setting)
+    assert read(tmp_path / "one", streaming=True).documents == ["x", "y", "z"]
+    assert read(tmp_path / "splits", split="test").documents == ["z"]
+
+
 LINE_TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=30)
 
 
