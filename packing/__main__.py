@@ -204,8 +204,7 @@ def _data_section(chain: Sequence[tuple[Path, dict[str, Any]]]) -> dict[str, Any
 
 def _inspect(options: argparse.Namespace) -> None:
     from packing.inspection import decoded, describe, describe_stream, open_splits
-    from packing.manifest import MANIFEST
-    from packing.parts import FIRST
+    from packing.manifest import FIRST, MANIFEST
 
     kept = [*options.path.glob(f"{FIRST}/{MANIFEST}"), *options.path.glob(f"*/{FIRST}/{MANIFEST}")]
     if streams := sorted(each.parents[1] for each in kept):

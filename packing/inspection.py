@@ -14,10 +14,9 @@ from foundation.progress import Progress
 from foundation.reading import load_object
 from foundation.settings import parse
 from packing.arrow import ArrowPacks, Packs, PackWriter
-from packing.manifest import MANIFEST, REMEDY, Split, Statistics, read_manifest
+from packing.manifest import FIRST, MANIFEST, REMEDY, Split, Statistics, read_manifest
 from packing.mds import MDSReader
 from packing.order import evenly
-from packing.parts import FIRST
 from packing.prepare import lock_of, summary
 from packing.settings import DataSettings
 from packing.statistics import draw_lengths, length_statistics

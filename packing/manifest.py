@@ -15,6 +15,7 @@ from foundation.settings import first_mistake
 Split = Literal["train", "held_out"]
 
 MANIFEST = "packs.json"
+FIRST = "first"  # in the folder of a stream: packs that are kept, to look at and to evaluate on
 VERSION = 1
 MASKED_VERSION = 2  # packs with a column more, `trained`: programs that do not know it would train on every token
 MOST_LENGTH = 2**31 - 1  # tokens of a pack: Arrow counts the values of a fixed list in 32 bits

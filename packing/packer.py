@@ -26,9 +26,9 @@ from foundation.files import PROOF, free_bytes, no_room, replace_file
 from foundation.locks import FileLock
 from foundation.progress import Progress, say
 from packing.arrow import DiskFull
-from packing.manifest import MANIFEST, read_manifest
+from packing.manifest import FIRST, MANIFEST, read_manifest
 from packing.part_maker import SAMPLE, PackedPart, PartMaker, content_of
-from packing.parts import FIRST, by_key, check_parts, folder_of, is_there, said_of, stream_parts, training_parts, validation_parts
+from packing.parts import by_key, check_parts, folder_of, is_there, said_of, stream_parts, training_parts, validation_parts
 from packing.prepare import check_first_records, check_part, content_settings, holds_packs_of, lock_of, prepare_part, usable_cores
 from packing.settings import DataSettings
 from packing.sources import DatasetSource, FileSource, SourceUnreachable, open_source

@@ -19,8 +19,7 @@ from foundation.errors import InputError
 from foundation.progress import say
 from packing.arrow import PackWriter
 from packing.chunks import CHUNK_BYTES, Chunk, read_chunk
-from packing.manifest import read_manifest
-from packing.parts import FIRST
+from packing.manifest import FIRST, read_manifest
 from packing.prepare import around, check_counts, content_settings, copy_tokenizer, prepared_records
 from packing.settings import DataSettings
 from packing.sources import SourceUnreachable, open_source

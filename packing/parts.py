@@ -10,12 +10,11 @@ from itertools import product
 from pathlib import Path
 
 from foundation.errors import InputError
-from packing.manifest import MANIFEST
+from packing.manifest import FIRST, MANIFEST
 from packing.settings import SOURCE_NAME, DataSettings, SourceSettings, WeightedSource
 from packing.sources import DatasetSource, FileSource, SourceAbsent, open_source
 
 VALIDATION = "validation"
-FIRST = "first"  # in the folder of a stream: packs that are kept, to look at and to evaluate on
 _SLICE = re.compile(r"(?P<name>[^\[\]()]+)(?P<slice>\[(?P<begin>-?\d+%?)?:(?P<end>-?\d+%?)?\](\(\w+\))?)?")  # of `datasets`
 
 

@@ -24,8 +24,10 @@ import pyarrow as pa
 from foundation.errors import InputError
 from foundation.reading import one_line, parse_json, reason_of
 from packing.chunks import CHUNK_BYTES, Chunk, Records, open_stream
+from packing.manifest import FIRST, MANIFEST
 from packing.records import records_of
 from packing.settings import HUB_NAME, DataSettings
+from packing.token_log import OWN
 
 if TYPE_CHECKING:
     import datasets
@@ -126,7 +128,7 @@ def _kind_of_file(path: Path, wanted: str) -> str:
 
 
 def _open_folder(folder: Path, settings: DataSettings, records: Records) -> FileSource:
-    """All files below `folder` of one kind, in order of their relative paths, without hidden files and the packs being prepared.
+    """All files below `folder` of one kind, in order of their relative paths, without hidden files and without packs.
 
     Data files come before text, since many data sets carry a README. Where two kinds are possible, `data.format` has to name one.
     """
@@ -158,13 +160,16 @@ def _open_folder(folder: Path, settings: DataSettings, records: Records) -> File
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
-    """Every file below `folder` that is not hidden. InputError for what would be left out silently otherwise: dead links, links
-    to folders (which may lead in a circle), pipes, and folders that cannot be read."""
+    """Every file below `folder` that is not hidden, and not in a folder of packs. InputError for what would be left out silently
+    otherwise: dead links, links to folders (which may lead in a circle), pipes, and folders that cannot be read."""
 
     def refuse(error: OSError) -> None:
         raise InputError(f"data.source: {error.filename}: cannot be read: {reason_of(error)}") from None
 
     for parent, folders, names in os.walk(folder, onerror=refuse):
+        if Path(parent) != folder and _is_ours(Path(parent), [*folders, *names]):
+            folders.clear()
+            continue
         folders[:] = [name for name in folders if not name.startswith(".") and name != "__pycache__"]
         for path in (Path(parent, name) for name in [*folders, *names] if not name.startswith(".")):
             if path.is_file():
@@ -172,6 +177,13 @@ def _files_below(folder: Path) -> Iterator[Path]:
             elif path.is_symlink() or not path.is_dir():
                 what = "a link to a folder" if path.is_dir() else "a dead link" if path.is_symlink() else "no file"
                 raise InputError(f"data.source: {path}: is {what}; put the text itself there, or take it away")
+
+
+def _is_ours(folder: Path, names: list[str]) -> bool:
+    """Whether a folder with `names` in it holds packs, parts of a stream, or tokens on their way to packs: those of another part
+    of `data` may lie in the source of this one."""
+    tokens = ".partial" in folder.suffixes and all(map(OWN.fullmatch, names))
+    return tokens or MANIFEST in names or os.path.isfile(folder / FIRST / MANIFEST)
 
 
 def _listed(path: Path) -> list[str | int]:

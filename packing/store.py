@@ -10,11 +10,11 @@ import numpy as np
 
 from foundation.errors import InputError
 from packing.arrow import ArrowPacks, Pack, Packs, checked_index
-from packing.manifest import MANIFEST, Split, read_manifest
+from packing.manifest import FIRST, MANIFEST, Split, read_manifest
 from packing.mds import INDEX, MDSPacks, read_index
 from packing.mixture import MixedPacks
 from packing.order import splitmix64
-from packing.parts import FIRST, stream_parts, training_parts, validation_part
+from packing.parts import stream_parts, training_parts, validation_part
 from packing.settings import DataSettings
 from packing.stream import StreamedPacks
 from packing.token_bin import TokenBin

@@ -33,10 +33,10 @@ from foundation.integrity import Size
 from foundation.reading import load_object
 from foundation.settings import first_mistake
 from packing.arrow import ArrowPacks, Pack, Packs
-from packing.manifest import MANIFEST, REMEDY
+from packing.manifest import FIRST, MANIFEST, REMEDY
 from packing.mixture import MixedOrder, MixedPacks, Mixture
 from packing.order import PackOrder, permute, splitmix64
-from packing.parts import FIRST, stream_parts
+from packing.parts import stream_parts
 from packing.settings import DataSettings
 
 ENDED, FAILED = "ended.json", "failed.json"

@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from foundation.errors import InputError
-from packing.manifest import read_manifest
-from packing.parts import FIRST, check_parts, stream_parts, training_parts, unprepared, validation_parts
+from packing.manifest import FIRST, read_manifest
+from packing.packer import prepare_stream
+from packing.parts import check_parts, stream_parts, training_parts, unprepared, validation_parts
 from packing.prepare import content_settings, prepare
 from packing.settings import DataSettings, SourceSettings
+from packing.sources import open_source
 from packing.store import open_packs
 
 KINDS = {
@@ -301,3 +303,25 @@ def test_a_stream_is_prepared_once_its_first_part_is_there(tmp_path: Path) -> No
     assert unprepared(settings), "an empty folder is a place for packs, and holds none"
     (settings.packs / FIRST / "packs.json").touch()
     assert unprepared(settings) == {}
+
+
+@pytest.mark.parametrize("streaming", [False, {"window": 500, "disk_gb": 0.01}])
+def test_a_folder_of_text_may_hold_the_packs_of_every_part(streaming: Any, tokenizer_file: Path, tmp_path: Path) -> None:
+    """What is prepared of one source, or to validate on, lies in another source by the time that this is listed."""
+    texts = [tmp_path / "mine" / f"{number}.txt" for number in range(5)]
+    for path in (*texts, tmp_path / "other.txt", tmp_path / "new.txt"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"{path.name} " * 300)
+    sources = [{"source": str(tmp_path / name), "weight": 0.5} for name in ("other.txt", "mine")]
+    common = {"tokenizer": str(tokenizer_file), "length": 64, "processes": 1, "validation": {"source": str(tmp_path / "new.txt")}}
+    data = DataSettings(**common, packs=tmp_path / "mine" / "packs", sources=sources, streaming=streaming)
+    half = data.packs.with_name("packs-validation.partial")  # of a run that was killed
+    half.mkdir(parents=True)
+    (half / "tokenizer.json").write_text("{}")
+    (prepare_stream if streaming else prepare)(data, progress=False)
+    assert {path.name for path in texts[0].parent.iterdir()} > {"packs", "packs-validation"}
+    assert not unprepared(data)
+    assert open_source(training_parts(data)["mine"]).paths == texts
+    (texts[0].parent / "more.partial").mkdir()
+    (texts[0].parent / "more.partial" / "text.txt").write_text("not ours")
+    assert len(open_source(training_parts(data)["mine"]).paths) == 6
