@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -67,7 +68,7 @@ def describe(path: Path, splits: dict[Split, Packs]) -> Iterator[str]:
         yield f"    fill          {lengths.sum() / (seen * packs.length):.2%}{sampled}"
         numbers = length_statistics(lengths)
         spread = ", ".join(f"{name.replace('_', ' ')} {numbers[name]:,.0f}" for name in list(numbers)[:6])
-        if first.trained(0) is not None:
+        if packs.trained(0) is not None:
             share = sum(int(np.count_nonzero(packs.trained(index))) for index in chosen) / max(int(lengths.sum()), 1)
             yield f"    trained on    {share:.2%} of the tokens; the others are masked{sampled}"
         yield f"    documents     {len(lengths) / seen:,.1f} a pack; tokens each: {spread}{sampled}"
@@ -162,7 +163,7 @@ def import_packs(path: Path, out: Path, *, length: int | None, end_token: int | 
     first, total = next(iter(splits.values())), sum(map(len, splits.values()))
     width = first.length
     lengths: list[np.ndarray] = []
-    masked, trained = first.trained(0) is not None, 0
+    masked, trained = any(packs.trained(0) is not None for packs in splits.values()), 0
     with lock_of(out, progress=True), PackWriter(out, width) as writer, Progress("importing", "packs", shown=True) as line:
         for split, packs in splits.items():
             for index in range(len(packs)):
@@ -172,6 +173,8 @@ def import_packs(path: Path, out: Path, *, length: int | None, end_token: int | 
                         f"{path}: pack {index} holds id {int(pack.input_ids.max()):,}, and {tokenizer} has "
                         f"{known.vocab_size:,} ids; name the tokenizer the packs were made with"
                     )
+                if masked and pack.trained is None:  # a split beside one with labels
+                    pack = replace(pack, trained=np.arange(width) < pack.lengths.sum())
                 writer.add(split, pack)
                 lengths.append(pack.lengths)
                 trained += 0 if pack.trained is None else int(np.count_nonzero(pack.trained))

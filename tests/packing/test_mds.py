@@ -283,15 +283,17 @@ def test_opening_packs_of_no_tokens_names_the_columns_there_are():
         MDSPacks([FIXTURES / "encodings"], FIXTURES / "encodings", LENGTH)
 
 
-def write_labelled(folder: Path, labels: np.ndarray) -> Path:
-    """One sample of 8 tokens with labels, in raw MDS."""
-    folder.mkdir()
+def write_labelled(folder: Path, labels: np.ndarray | None) -> Path:
+    """One sample of 8 tokens with labels, if any, in raw MDS."""
+    folder.mkdir(parents=True)
+    count = 1 if labels is None else 2  # of columns
     tokens = np.arange(8, dtype="<u4")
-    sample = tokens.tobytes() + labels.astype("<i4").tobytes()
+    sample = tokens.tobytes() + (b"" if labels is None else labels.astype("<i4").tobytes())
     table = np.array([1, 12, 12 + len(sample)], "<u4").tobytes()
     (folder / "shard.00000.mds").write_bytes(table + sample)
     encodings = ["ndarray:uint32:8", "ndarray:int32:8"]
-    columns = {"column_names": ["input_ids", "labels"], "column_encodings": encodings, "column_sizes": [32, 32]}
+    layout = {"column_names": ["input_ids", "labels"], "column_encodings": encodings, "column_sizes": [32, 32]}
+    columns = {key: values[:count] for key, values in layout.items()}
     raw = {"basename": "shard.00000.mds", "bytes": len(table + sample), "hashes": {}}
     shard = {"version": 2, "format": "mds", "compression": None, "samples": 1, "raw_data": raw, "zip_data": None} | columns
     (folder / "index.json").write_text(json.dumps({"version": 2, "shards": [shard]}))
@@ -308,6 +310,19 @@ def test_labels_are_the_mask_of_packs_and_an_import_keeps_them(tmp_path: Path, c
     assert imported.trained(0).tolist() == (labels >= 0).tolist()
     assert main(["import", str(FIXTURES / "reference"), "--out", str(tmp_path / "all")]) == 0
     assert "every token: nothing there says otherwise" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("labelled", ["train", "val"])
+def test_labels_in_one_split_alone_leave_the_other_wholly_trained_on(labelled: str, tmp_path: Path, capsys: Any):
+    for name in ("train", "val"):
+        write_labelled(tmp_path / "mds" / name, np.array([-100] * 6 + [6, 7]) if name == labelled else None)
+    assert main(["inspect", str(tmp_path / "mds")]) == 0
+    assert capsys.readouterr().out.count("trained on") == 1
+    assert main(["import", str(tmp_path / "mds"), "--out", str(tmp_path / "arrow")]) == 0
+    assert "trained on    10 tokens, by its labels" in capsys.readouterr().out
+    settings = DataSettings(packs=tmp_path / "arrow", length=8)
+    found = {name: open_packs(settings, split).trained(0).sum() for name, split in (("train", "train"), ("val", "held_out"))}
+    assert found == {"train": 8, "val": 8} | {labelled: 2}
 
 
 def test_labels_that_are_shifted_are_refused(tmp_path: Path):
