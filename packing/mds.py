@@ -310,10 +310,10 @@ def documents(width: int, mask: np.ndarray | None, positions: np.ndarray | None,
     `mask` is either a list of document lengths, as the reference writes it, or an ordinary mask: ones, then zeros for padding.
     Without lengths, a document begins wherever `positions` do not count on by one; without positions, a pack is one document.
     """
-    if positions is not None and (len(positions) != width or positions.min() < 0):
+    if positions is not None and len(positions) != width:
         raise InputError(f"{where}: position_ids holds {len(positions)} positions for {width} tokens; write the packs again")
-    if positions is not None and positions.max() >= 2**31:
-        raise InputError(f"{where}: position_ids holds {positions.max()}, which is no position; write the packs again")
+    if positions is not None and (strange := [p for p in (positions.min(), positions.max()) if not 0 <= p < 2**31]):
+        raise InputError(f"{where}: position_ids holds {strange[0]}, which is no position; write the packs again")
     first_position = 0 if positions is None else int(positions[0])
     real = width
     if mask is not None and len(mask) == width and mask.max() <= 1:

@@ -278,6 +278,14 @@ def test_lengths_that_do_not_fill_the_pack_are_refused(mask):
         documents(8, np.array(mask, np.int64), None, "here")
 
 
+@pytest.mark.parametrize(
+    ("positions", "says"), [([-1, 0, 1, 2], "-1, which"), ([0, 1, 2**31, 3], "2147483648, which"), ([0, 1], "2 positions for 4")]
+)
+def test_positions_that_are_none_are_named(positions, says):
+    with pytest.raises(InputError, match=f"here: position_ids holds {says}"):
+        documents(4, None, np.array(positions), "here")
+
+
 def test_opening_packs_of_no_tokens_names_the_columns_there_are():
     with pytest.raises(InputError, match=r"an_int.*packs need one named input_ids"):
         MDSPacks([FIXTURES / "encodings"], FIXTURES / "encodings", LENGTH)
