@@ -66,7 +66,7 @@ class Arranged:
         """Returns what the packs take on disk, but for less than a thousandth."""
         length, masks = self.settings.length, self.settings.masks
         return sum(
-            4 * (len(layout) * length + len(layout.document)) + masks * len(layout) * length // 8
+            4 * (len(layout) * (length + 2) + len(layout.document)) + masks * len(layout) * -(-length // 8)
             for layout in self.layouts.values()
         )
 

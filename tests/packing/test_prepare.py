@@ -23,15 +23,18 @@ from tokenizers import Tokenizer, normalizers
 from foundation.errors import InputError
 from packing import prepare as prepare_module
 from packing import sources, token_log
+from packing.arrow import PackWriter
 from packing.chunks import Chunk, TextTemplate
 from packing.manifest import read_manifest
+from packing.part_maker import PackedPart, PartTokens
 from packing.prepare import prepare
 from packing.settings import DataSettings
 from packing.sources import FileSource
 from packing.store import open_packs
+from packing.stream import PartStart
 from packing.tokenizer import load_tokenizer
-from packing.workers import TokenizerWorkers
-from packing.writing import split_documents
+from packing.workers import Tokenized, TokenizerWorkers
+from packing.writing import Arranged, split_documents
 
 
 @pytest.fixture(scope="session")
@@ -269,6 +272,24 @@ def test_a_mistyped_setting_does_not_cost_what_was_tokenised(
     assert contents(tokenised) == before
     prepare(settings, progress=False)
     assert not tokenised.exists()
+
+
+@pytest.mark.parametrize("trained", [None, np.ones(400_000, bool)], ids=["all trained on", "masked"])
+@pytest.mark.parametrize("length", [20, 1024])
+def test_what_packs_take_on_disk_is_known_before_they_are_written(
+    length: int, trained: np.ndarray | None, settings: DataSettings, tmp_path: Path
+) -> None:
+    settings = settings.model_copy(update={"length": length, "input_ids": "a", "labels": None if trained is None else "b"})
+    log = PartTokens(settings.masks)
+    log.append(Tokenized(np.zeros(400_000, np.uint32), np.full(10_000, 40), trained, 0, None, 0, None))
+    arranged = Arranged.of(log, settings)
+    with PackWriter(tmp_path / "packs", length) as writer:
+        for _ in arranged.write(writer, "train", 0):
+            pass
+        writer.finish(settings={}, statistics={}, tokenizer=None)
+    taken = sum(path.stat().st_size for path in (tmp_path / "packs").rglob("*.arrow"))
+    assert arranged.bytes() <= taken < arranged.bytes() * 1.001 + 2000  # schema and record batches
+    assert taken < PackedPart(PartStart(), 0, {}, arranged).bytes
 
 
 def test_tokens_that_are_not_all_there_are_refused(settings: DataSettings, tokenised: Path) -> None:
