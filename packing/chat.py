@@ -154,11 +154,14 @@ def _says(message: dict[str, Any]) -> bool:
 
 
 def _messages(value: Any, column: str) -> list[dict[str, Any]]:
-    """The messages of a record, without keys that are null: tables give every message the keys of all."""
+    """The messages of a record, without keys that are null: tables give every message the keys of all. A content of no parts is
+    no text: a template that writes what it finds would write `[]`."""
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         raise BadRecord(f"column `{column}` holds {type(value).__name__}, not a list of messages")
     chat = [{key: item for key, item in message.items() if item is not None} for message in value]
     for number, message in enumerate(chat, 1):
+        if message.get("content") in ([], {}):
+            message["content"] = ""
         if not isinstance(message.get("role"), str):
             keys = ", ".join(map(str, message)) or "no keys"
             raise BadRecord(f"message {number} of column `{column}` has {keys}; a message has a `role` and a `content`")

@@ -242,6 +242,15 @@ def test_a_template_that_takes_content_in_parts_writes_their_text() -> None:
     assert rendered.text == "xy" and rendered.answers == ((1, 2),)
 
 
+@pytest.mark.parametrize("template", ["{% for m in messages %}{{ m.content }}{{ m.tool_calls }}{% endfor %}", TAKES_PARTS])
+def test_a_content_of_no_parts_is_no_text(template: str) -> None:
+    chat = [{"role": "user", "content": "x = []"}, {"role": "assistant", "content": [], "tool_calls": [{"name": "run"}]}]
+    chat.append({"role": "assistant", "content": "y"})
+    columns = ChatColumns("m", None, None, train_on="all").written_by(template, {})
+    said = columns.fill({"m": chat}).text
+    assert said == ("x = []y" if template is TAKES_PARTS else "x = [][{'name': 'run'}]y")
+
+
 @pytest.mark.parametrize(
     ("record", "values", "message"),
     [
