@@ -15,16 +15,18 @@ import shutil
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from foundation.errors import InputError
+from foundation.errors import InputError, permissions_named
 from foundation.files import PROOF, free_bytes, no_room, replace_file
 from foundation.locks import FileLock
 from foundation.progress import Progress, say
+from foundation.reading import one_line
 from packing.arrow import DiskFull
 from packing.manifest import FIRST, MANIFEST, read_manifest
 from packing.part_maker import SAMPLE, PackedPart, PartMaker, content_of
@@ -403,10 +405,12 @@ class PackerProcess:
         status = self._process.poll() if self._process else None
         if status is None or (self._settings.packs / FAILED).exists():
             return
-        cause = f"signal {-status}" if status < 0 else f"status {status}"
+        cause, remedy = f"signal {-status}", "if memory ran out, set a smaller data.processes or data.streaming.window"
+        if status >= 0:  # and could not leave what it has to say
+            cause, remedy = f"status {status}", "it has printed why: mend that"
         text = (
-            f"{self._settings.packs}: the process that makes the packs of the stream has ended with {cause}; if memory ran out, "
-            "set a smaller data.processes or data.streaming.window, and start the same command again"
+            f"{self._settings.packs}: the process that makes the packs of the stream has ended with {cause}; {remedy}, and start "
+            "the same command again"
         )
         _leave_failure(self._settings.packs, text)
         raise InputError(text)
@@ -422,9 +426,11 @@ class PackerProcess:
 
 
 def _leave_failure(packs: Path, text: str) -> None:
-    with suppress(OSError):
+    try:
         packs.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
         replace_file(packs / FAILED, json.dumps({"error": text}).encode())
+    except OSError:
+        print(text, file=sys.stderr)
 
 
 def serve() -> None:
@@ -439,7 +445,7 @@ def serve() -> None:
     threading.Thread(target=listen, daemon=True).start()
     settings = DataSettings.model_validate(inbox.get()[1])
     try:
-        with ExitStack() as stack:
+        with permissions_named(), ExitStack() as stack:
             makers = {name: PartMaker(part, processes_of(settings)) for name, part in stream_parts(settings).items()}
             for maker in makers.values():
                 stack.enter_context(maker)
@@ -456,8 +462,12 @@ def serve() -> None:
                 busy = packer.step()
     except InputError as error:
         _leave_failure(settings.packs, str(error))
-    except OSError as error:
-        if not (full := no_room(error)):
-            raise
-        _leave_failure(settings.packs, f"{settings.packs}: {full} or lower data.streaming.disk_gb")
-    os._exit(0)  # at once: the thread that reads stdin holds a lock of it, over which the interpreter's own end stumbles
+    finally:
+        error = sys.exception()
+        if full := no_room(error):
+            _leave_failure(settings.packs, f"{settings.packs}: {full} or lower data.streaming.disk_gb")
+        elif error is not None:
+            traceback.print_exception(error)
+            ended = f"the process that makes the packs of the stream has ended with {one_line(error, named=True)}"
+            _leave_failure(settings.packs, f"{settings.packs}: {ended}; mend that, and start the same command again")
+        os._exit(0)  # at once: the thread that reads stdin holds a lock of it, over which the interpreter's own end stumbles

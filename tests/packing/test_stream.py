@@ -486,6 +486,19 @@ def test_packs_come_from_a_process_of_their_own_whose_end_is_told(values: dict[s
         packing.close()
 
 
+def test_an_error_of_the_process_that_packs_is_named_to_the_run(values: dict[str, Any], tmp_path: Path) -> None:
+    data = streamed(values, tmp_path / "packs")
+    packing = PackerProcess(data)
+    try:
+        (data.packs / "part-00000009").write_text("a file where a folder is to be")
+        packs = packed_by(packing, data)
+        with pytest.raises(InputError, match=r"has ended with NotADirectoryError: .*part-00000009.*; mend that, and start"):
+            order_of(packs, STEP, 3).packs_of_step(10**4)
+        assert packing._process.wait() == 0
+    finally:
+        packing.close()
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
