@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,6 +21,7 @@ MOST_YAML_BYTES = 2**20
 MOST_YAML_VALUES = 100_000  # aliases counted as often as they are used
 MOST_JSON_BYTES = 2**28
 MOST_DEPTH = 64  # of collections within each other
+_NO_BLANK = re.compile(r"""([^:]+):([^'"].*)""", re.DOTALL)  # a key and its value in braces; what is quoted needs the blank
 MOST_DIGITS = 400  # of a number; Python needs quadratic time for them, and refuses to print thousands
 
 
@@ -139,7 +141,17 @@ class _Loader(yaml.SafeLoader):
         what = f"`{node.value}` is a number of base {base} to YAML; write it as a plain number, or as text in quotes"
         raise yaml.constructor.ConstructorError(None, None, what, node.start_mark)
 
+    def _with_blank(self, key: yaml.Node, value: yaml.Node) -> tuple[yaml.Node, yaml.Node]:
+        """`{window:5}`, as one types it on a command line, is to YAML a key without a value; here it is `{window: 5}`."""
+        bare = key.tag.endswith(":str") and key.style is None and value.tag.endswith(":null") and value.value == ""
+        if not (bare and (typed := _NO_BLANK.fullmatch(key.value))):
+            return key, value
+        marks = key.start_mark, key.end_mark
+        return tuple(yaml.ScalarNode(self.resolve(yaml.ScalarNode, text, (True, False)), text, *marks) for text in typed.groups())
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        if node.flow_style:
+            node.value = [self._with_blank(*pair) for pair in node.value]
         seen: set[object] = set()
         for key_node, _ in node.value:
             if key_node.tag == "tag:yaml.org,2002:merge":

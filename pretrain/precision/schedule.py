@@ -42,17 +42,10 @@ class PrecisionPhase(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _colons_need_no_blank(cls, values: Any) -> Any:
-        """`{until:0.8,use:nvfp4}`, as one types it on a command line, is to YAML a mapping of two keys without values."""
+    def _has_keys(cls, values: Any) -> Any:
         if not isinstance(values, Mapping | cls):
             raise ValueError(f"{values!r} is no phase; write it as {{until: 0.8, use: nvfp4}}, the last one as {{use: bf16}}")
-        if isinstance(values, cls):
-            return values
-        pairs = [
-            (*key.split(":", 1),) if isinstance(key, str) and ":" in key and value is None else (key, value)
-            for key, value in values.items()
-        ]
-        return dict(pairs)
+        return values
 
 
 def _in_order(phases: tuple[PrecisionPhase, ...]) -> tuple[PrecisionPhase, ...]:

@@ -49,6 +49,26 @@ def test_numbers_that_mean_the_same_to_everybody_are_read():
     assert parse_yaml("[0, 00, 007, -7, +1_000, 0x10, 0b11, 1.5, .5, 1e-3, 1.0e-3]")[:8] == [0, 0, 7, -7, 1000, 16, 3, 1.5]
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("{window:5}", {"window": 5}),
+        ("[{until:0.8,use: nvfp4}, {use:bf16,until:null}]", [{"until": 0.8, "use": "nvfp4"}, {"use": "bf16", "until": None}]),
+        ("{a: {source:s3://x/y.jsonl,weight:1}}", {"a": {"source": "s3://x/y.jsonl", "weight": 1}}),
+        ("a: {b:true}", {"a": {"b": True}}),
+        ("{http://x: 1, 'a:b', \"c:d\": '', e: f:g}", {"http://x": 1, "a:b": None, "c:d": "", "e": "f:g"}),
+        ('{a:"b"}', {'a:"b"': None}),
+        ("[http://x, a:b, '12:30', C:\\x]", ["http://x", "a:b", "12:30", "C:\\x"]),
+    ],
+)
+def test_in_braces_a_colon_needs_no_blank_and_elsewhere_it_is_a_part_of_text(text: str, value: object):
+    assert parse_yaml(text) == value
+    with pytest.raises(yaml.YAMLError, match="key `a` stands twice"):
+        parse_yaml("{a:1,a:2}")
+    with pytest.raises(yaml.YAMLError, match="`12:30` is a number of base 60"):
+        parse_yaml("{at:12:30}")
+
+
 def test_yaml_with_aliases_that_stand_for_little_is_read():
     assert parse_yaml("a: &a [1, 2]\nb: {c: *a, d: *a}\n") == {"a": [1, 2], "b": {"c": [1, 2], "d": [1, 2]}}
 

@@ -53,9 +53,9 @@ def test_names_are_what_they_were(loaded: Any) -> None:
     ("text", "said"),
     [
         ("[{until:0.8,use:nvfp5},{use:bf16}]", "`precision.0.use`: unknown precision 'nvfp5'; did you mean 'nvfp4'?"),
-        ("[{until:1.5,use:nvfp4},{use:bf16}]", "`precision.0.until`: '1.5' is neither a share of the steps"),
-        ("[{until:0,use:nvfp4},{use:bf16}]", "`precision.0.until`: '0' is neither a share"),
-        ("[{until:true,use:nvfp4},{use:bf16}]", "`precision.0.until`: 'true' is neither a share"),
+        ("[{until:1.5,use:nvfp4},{use:bf16}]", "`precision.0.until`: 1.5 is neither a share of the steps"),
+        ("[{until:0,use:nvfp4},{use:bf16}]", "`precision.0.until`: 0 is neither a share"),
+        ("[{until:true,use:nvfp4},{use:bf16}]", "`precision.0.until`: a number is wanted, not true or false"),
         ("[{until:half,use:nvfp4},{use:bf16}]", "`precision.0.until`: 'half' is neither a share"),
         ("[{until:0.5,use:nvfp4}]", "`precision`: a schedule has two phases or more; write `precision: nvfp4`"),
         ("[]", "`precision`: a schedule has two phases or more"),
