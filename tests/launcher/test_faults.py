@@ -49,7 +49,7 @@ def fail_to_compile(*arguments: Any, **options: Any) -> None:
         ("pretrain.run.assembly.ExactAdamW.materialise", run_out, "before the first step was done"),
         ("train_accelerate.forward_backward", run_out, "before the first step was done"),
         ("train_accelerate.forward_backward", fail_to_compile, "before the first step was done"),
-        ("pretrain.run.evaluate.held_out_loss", run_out, "after step 5"),
+        ("pretrain.run.evaluate.held_out_sums", run_out, "after step 5"),
     ],
 )
 def test_memory_that_runs_out_is_one_message_with_the_settings_that_take_less(
