@@ -47,7 +47,7 @@ from foundation.signals import StopRequest
 from packing.batch import Prefetch, StepBatches
 from packing.stream import StreamEnded
 from pretrain.checkpoint.checkpoint import bytes_needed, check_space
-from pretrain.checkpoint.state import Past, TrainState, seed_step
+from pretrain.checkpoint.state import TrainState, seed_step
 from pretrain.metrics.console import Console
 from pretrain.metrics.gradient_statistics import gradient_statistics
 from pretrain.metrics.health import Health, StepDecision, TrainingHalted, frozen_names_due
@@ -63,7 +63,7 @@ from pretrain.model.distributed import (
     refused_together,
     same_on_all_ranks,
 )
-from pretrain.model.huggingface import decoder_layers, weights_fingerprint
+from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import forward_backward
 from pretrain.optimizer import adamw, schedule
 from pretrain.plan.preflight import Job, planned_steps, prepare_job
@@ -85,6 +85,7 @@ from pretrain.run.resume import (
     ResumePoint,
     begin_stream,
     keep_findings,
+    new_past,
     planned_resume,
     put_other_steps_aside,
     renamed_source,
@@ -246,7 +247,7 @@ def build(
         console=console,
         watch=watch,
         waited=waited,
-        past=source.past if source else Past(source_weights=weights_fingerprint(job.recipe.model)),
+        past=source.past if source else new_past(job, accelerator),
     )
     get_ready(run, source, notes)
     return run

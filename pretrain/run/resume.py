@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
 from foundation.errors import InputError
@@ -40,8 +41,8 @@ from pretrain.metrics.run_folder import (
 from pretrain.metrics.run_record import RunRecord, read_finished, read_metrics
 from pretrain.metrics.tracked_run import TAKEN_BACK
 from pretrain.metrics.trackers import last_steps, read_kept
-from pretrain.model.distributed import local_part, require_same_on_all_ranks
-from pretrain.model.huggingface import named_tensors
+from pretrain.model.distributed import local_part, refused_together, require_same_on_all_ranks
+from pretrain.model.huggingface import named_tensors, weights_fingerprint
 from pretrain.optimizer.adamw import set_updates_done
 from pretrain.optimizer.adamw_update import Weights, convert_weight, describe_conversion
 from pretrain.plan.preflight import Job
@@ -342,6 +343,14 @@ def chunk_of(job: Job, source: ResumePoint | None) -> int:
     if job.recipe.loss.chunk == "auto" and source:
         return source.record.get("loss_chunk", USUAL_CHUNK)
     return job.plan.loss.tokens_at_once
+
+
+def new_past(job: Job, accelerator: Accelerator) -> Past:
+    """What a run that begins here keeps: the hash of the weights in the folder of `model.source`, which only the main process
+    reads, as all ranks have begun with the same. Collective; InputError on all of them where a file cannot be read."""
+    main, settings = accelerator.is_main_process, job.recipe.model
+    found = refused_together(accelerator, lambda: weights_fingerprint(settings) if main else None)
+    return Past(source_weights=broadcast_object_list([found])[0])
 
 
 def begin_stream(source: ResumePoint | None, job: Job) -> None:
