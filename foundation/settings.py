@@ -105,8 +105,10 @@ def parse(cls: type[S], values: dict[str, Any], origin: str | Callable[[str, str
         return cls.model_validate(values)
     except ValidationError as error:
         lines: dict[str, dict[str, None]] = {}
-        for item in error.errors(include_url=False):
-            key, what, offered = _describe(cls, item)
+        described = [_describe(cls, item) for item in error.errors(include_url=False)]
+        for key, what, offered in described:
+            if any(inside.startswith(f"{key}.") for inside, _, _ in described):  # another member of a union got further
+                continue
             line = f"{origin if isinstance(origin, str) else origin(key, what)}: {what}"
             lines.setdefault(line, {})[offered] = None
         raise InputError("\n".join(line + ", or ".join(filter(None, offered)) for line, offered in lines.items())) from None
@@ -133,7 +135,7 @@ def _describe(cls: type[BaseModel], item: dict[str, Any]) -> tuple[str, str, str
     if item["type"] == "value_error":
         return key, f"`{key}`: {message}" if key else message, ""
     message = _IN_PLACE_OF_CLASSES.get(item["type"], message)
-    message = message.partition(", unable to parse")[0].replace("a valid tuple", "a valid list")  # as YAML calls it
+    message = message.partition(", unable to ")[0].replace("a valid tuple", "a valid list")  # as YAML calls it
     _, should, after = message.partition(" should ")  # as in "Input should be ...", "String should match pattern ..."
     message = re.sub(r" after validation, not \d+$", "", after if should else message)
     verb = "" if should and not message.startswith("be ") else "be "

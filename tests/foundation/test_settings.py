@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -21,12 +22,18 @@ from foundation.settings import (
 )
 
 
+class Every(Settings):
+    layers: Count
+
+
 class Example(Settings):
     rate: float = 1.0
     bound: float | None = None
     shares: tuple[Share, Share] = (0.0, 0.5)
     either: bool | float = False
     steps: Count | None = None
+    recompute: Literal["none", "full"] | Every = "none"
+    switch: bool | Every = False
     name: str | None = None
     folder: FilePath = Path("here")
     source: PathText = "there"
@@ -39,6 +46,24 @@ def test_true_and_false_are_no_numbers(values: dict) -> None:
         InputError, match=rf"^file: `{next(iter(values))}(\.0)?`: a (whole )?number is wanted, not true or false$"
     ):
         parse(Example, values, "file")
+
+
+@pytest.mark.parametrize(
+    ("values", "lines"),
+    [
+        ({"recompute": {"layers": -1}}, ["`recompute.layers` is -1; it should be greater than or equal to 0"]),
+        ({"recompute": {}}, ["`recompute.layers` is required and missing"]),
+        ({"switch": {"layers": 1, "layer": 1}}, ["unknown key `switch.layer`; did you mean `switch.layers`?"]),
+        ({"recompute": 5}, ["`recompute` is 5; it should be 'none' or 'full', or a mapping of keys to values"]),
+        ({"switch": "x"}, ["`switch` is 'x'; it should be a valid boolean, or a mapping of keys to values"]),
+        ({"switch": {}, "rate": "x"}, ["`rate` is 'x'; it should be a valid number", "`switch.layers` is required and missing"]),
+    ],
+    ids=str,
+)
+def test_where_one_member_of_a_union_got_further_the_others_say_nothing(values: dict, lines: list[str]) -> None:
+    with pytest.raises(InputError) as error:
+        parse(Example, values, "file")
+    assert str(error.value).splitlines() == [f"file: {line}" for line in lines]
 
 
 def test_a_field_that_takes_true_and_numbers_takes_both() -> None:
