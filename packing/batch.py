@@ -42,9 +42,7 @@ class Microbatch:
     labels: Tensor  # [1, T] int64, already shifted: labels[i] is input_ids[i + 1] or IGNORE
     cu_seqlens: Tensor  # [bucket] int32: 0, the end of each document, then T up to the bucket's size
     max_seqlen: int  # the pack length, which bounds every document; constant, since every other value would recompile
-    documents: int  # real ones: a pack's padding has offsets of its own in cu_seqlens but is not counted
     valid_tokens: int  # labels that are not IGNORE
-    sum_squared_lengths: int  # of real documents, for the FLOPs of attention; attention over padding is not useful work
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,8 @@ class StepBatches:
     microbatches: list[Microbatch]  # of this rank
     tokens: int  # over all ranks, padding included: packs * length
     valid_tokens: int  # over all ranks; the loss is divided by this, never by a microbatch's count
-    sum_squared_lengths: int  # over all ranks
+    # Over all ranks, of real documents, for the FLOPs of attention; attention over padding is not useful work.
+    sum_squared_lengths: int
     packs: int  # over all ranks
     epoch: float  # epochs consumed once this step is done
     # Of several sources, epochs and share of each once it is done; of a stream, where it is.
@@ -102,9 +101,7 @@ def build_microbatch(packs: Sequence[Pack], *, mask_boundaries: bool, pin_memory
         labels=_tensor(labels[None], pin_memory),
         cu_seqlens=_tensor(offsets, pin_memory),
         max_seqlen=length,
-        documents=sum(len(pack.lengths) for pack in packs),
         valid_tokens=int(np.count_nonzero(labels != IGNORE)),
-        sum_squared_lengths=sum(sum_of_squares(pack.lengths) for pack in packs),
     )
 
 

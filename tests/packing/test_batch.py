@@ -26,6 +26,7 @@ from packing.batch import (
     build_microbatch,
     count_valid_tokens,
     evaluation_batches,
+    sum_of_squares,
 )
 from packing.order import PackOrder
 from packing.pack import best_fit, materialise
@@ -149,9 +150,7 @@ def test_a_microbatch_is_what_a_plain_loop_derives(packs, mask_boundaries):
     assert batch.cu_seqlens.dtype == torch.int32
     assert len(offsets) % 16 == 0 and len(offsets) - (len(ends) + 1) < 16
     assert batch.max_seqlen == len(packs[0].input_ids)
-    assert batch.documents == sum(len(pack.lengths) for pack in packs)
     assert batch.valid_tokens == sum(label != IGNORE for label in labels)
-    assert batch.sum_squared_lengths == sum(size**2 for pack in packs for size in pack.lengths.tolist())
 
 
 @settings(deadline=None)
@@ -176,8 +175,7 @@ def test_labels_cross_documents_without_the_mask_but_never_packs_nor_into_paddin
 
 
 def test_squared_lengths_do_not_overflow_32_bits():
-    pack = Pack(np.zeros(100_000, np.uint32), np.array([100_000], np.int32))
-    assert build_microbatch([pack], mask_boundaries=True).sum_squared_lengths == 10**10
+    assert sum_of_squares(np.array([100_000, 3], np.int32)) == 10**10 + 9
 
 
 # ---- steps ----
@@ -189,6 +187,7 @@ def test_all_world_and_microbatch_sizes_cover_the_same_packs_with_the_same_total
     reference = stream(packs, per_step=16, microbatch=1, mask_boundaries=mask_boundaries)
     for number in (0, 1, 5):
         expected = Counter(reference.order.packs_of_step(number).tolist())
+        squares = sum(size**2 for index in expected.elements() for size in packs.packs[index].lengths.tolist())
         for world_size in (1, 2, 4, 8):
             for microbatch in (1, 2, 16 // world_size):
                 packs.reads.clear()
@@ -209,7 +208,7 @@ def test_all_world_and_microbatch_sizes_cover_the_same_packs_with_the_same_total
                 for step in steps:
                     assert step.packs == 16 and step.tokens == 16 * LENGTH
                     assert step.valid_tokens == sum(part.valid_tokens for part in parts)
-                    assert step.sum_squared_lengths == sum(part.sum_squared_lengths for part in parts)
+                    assert step.sum_squared_lengths == squares
                     assert step.epoch == 16 * (number + 1) / len(packs)
 
 
@@ -313,7 +312,7 @@ def test_packs_that_do_not_divide_are_spread_and_blank_ones_fill_the_rest(world_
     ranks = [stream(packs, microbatch=microbatch, rank=rank, world_size=world_size).step(3) for rank in range(world_size)]
     assert {len(step.microbatches) for step in ranks} == {-(-8 // (world_size * microbatch))}
     assert all(batch.input_ids.shape[1] == microbatch * LENGTH for step in ranks for batch in step.microbatches)
-    assert all(step.microbatches[0].documents for step in ranks)
+    assert all(step.microbatches[0].input_ids.any() for step in ranks)
     rows = [batch.input_ids.reshape(-1, LENGTH) for step in ranks for batch in step.microbatches]
     held = sorted(tuple(row.tolist()) for each in rows for row in each if row.any())
     assert held == sorted(tuple(packs[i].input_ids.tolist()) for i in PackOrder(24, 8, seed=11).packs_of_step(3))
@@ -357,13 +356,12 @@ def test_evaluation_sees_each_pack_once_with_equally_many_microbatches_on_every_
             assert {part.input_ids.shape for part in parts} == {(1, microbatch * LENGTH)}
             assert sorted(token for part in parts for token in part.input_ids[0].tolist() if token) == once
             assert sum(part.valid_tokens for part in parts) == valid
-            assert sum(part.documents for part in parts) == sum(len(pack.lengths) for pack in packs.packs[:seen])
 
 
 def test_blank_packs_make_up_a_rank_without_data_all_masked_and_covered_by_offsets():
     packs = packs_of_text(count=1)
     (part,) = evaluation_batches(packs, microbatch=2, rank=1, world_size=2, mask_boundaries=False)
-    assert part.valid_tokens == 0 and (part.labels == IGNORE).all() and part.documents == 0 and part.sum_squared_lengths == 0
+    assert part.valid_tokens == 0 and (part.labels == IGNORE).all()
     assert part.cu_seqlens[:3].tolist() == [0, LENGTH, 2 * LENGTH]
     assert part.position_ids.tolist() == [[*range(LENGTH), *range(LENGTH)]]
 

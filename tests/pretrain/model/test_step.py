@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from packing.arrow import Pack
-from packing.batch import StepBatches, build_microbatch
+from packing.batch import StepBatches, build_microbatch, sum_of_squares
 from pretrain.model.distributed import largest_over_ranks
 from pretrain.model.packed import forward_backward
 
@@ -27,7 +27,7 @@ def step_of(packs: Sequence[Pack], splits: Sequence[int]) -> StepBatches:
         microbatches=microbatches,
         tokens=LENGTH * len(packs),
         valid_tokens=sum(each.valid_tokens for each in microbatches),
-        sum_squared_lengths=sum(each.sum_squared_lengths for each in microbatches),
+        sum_squared_lengths=sum(sum_of_squares(each.lengths) for each in packs),
         packs=len(packs),
         epoch=1.0,
     )

@@ -13,7 +13,7 @@ from transformers import GPT2Config, LlamaConfig, PreTrainedTokenizerFast
 
 from foundation.errors import InputError
 from packing.arrow import Pack, PackWriter
-from packing.batch import IGNORE, evaluation_batches
+from packing.batch import IGNORE, build_microbatch, evaluation_batches
 from packing.settings import DataSettings
 from pretrain.plan.data import Data, check_labels, check_positions, check_tokens, open_data, packs_evaluated
 from pretrain.plan.tokenizer import check_tokenizer, fingerprint_of, load_tokenizer
@@ -96,12 +96,11 @@ def test_the_share_that_is_trained_on_counts_labels_as_training_does(mask_bounda
 def test_a_trial_has_the_documents_of_the_first_packs_in_turns_and_tokens_that_any_model_has(data: Data) -> None:
     count = len(data.train) + 2
     trial = data.trial_batch(count)
-    lengths = [data.train[index % len(data.train)].lengths for index in range(count)]
+    packs = [data.train[index % len(data.train)] for index in range(count)]
     assert trial.input_ids.shape == (1, 16 * count)
     assert not trial.input_ids.any()
     assert set(trial.labels.flatten().tolist()) == {0, IGNORE}
-    assert trial.documents == sum(map(len, lengths))
-    assert trial.sum_squared_lengths == sum(int(n) ** 2 for each in lengths for n in each)
+    assert (trial.cu_seqlens == build_microbatch(packs, mask_boundaries=True).cu_seqlens).all()
     real = next(iter(evaluation_batches(data.train, microbatch=1, rank=0, world_size=1, mask_boundaries=True)))
     assert (data.trial_batch(1).cu_seqlens == real.cu_seqlens).all()
 

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 from packing.arrow import Pack
-from packing.batch import StepBatches, build_microbatch
+from packing.batch import StepBatches, build_microbatch, sum_of_squares
 from pretrain.model import huggingface as model
 from pretrain.model.distributed import prepare
 from pretrain.model.fused.layers import choose_arithmetic
@@ -175,6 +175,6 @@ def step_of(packs: Sequence[Pack], packs_a_microbatch: int, rank: int = 0, ranks
     """One process's part of a step."""
     groups = [packs[at : at + packs_a_microbatch] for at in range(0, len(packs), packs_a_microbatch)]
     microbatches = [build_microbatch(group, mask_boundaries=True) for group in groups]
-    squares = sum(each.sum_squared_lengths for each in microbatches)
+    squares = sum(sum_of_squares(each.lengths) for each in packs)
     valid_tokens = sum(each.valid_tokens for each in microbatches)
     return StepBatches(microbatches[rank::ranks], LENGTH * len(packs), valid_tokens, squares, len(packs), 1.0)
