@@ -212,10 +212,6 @@ class BatchStream:
     def __post_init__(self) -> None:
         if self.order.packs_count != len(self.packs):
             raise ValueError(f"the order is over {self.order.packs_count} packs, but {self.packs.path} holds {len(self.packs)}")
-        if not 0 <= self.rank < self.world_size:
-            raise ValueError(f"rank {self.rank} of {self.world_size} processes")
-        if self.microbatch < 1:
-            raise ValueError(f"microbatches of {self.microbatch} packs")
         if self.order.packs_per_step < self.world_size:
             raise InputError(
                 f"`batch.tokens`: a step of {self.order.packs_per_step} packs does not reach {self.world_size} processes; choose "

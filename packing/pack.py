@@ -53,9 +53,9 @@ def truncate(lengths: np.ndarray, length: int, positions: Positions) -> Layout:
 
     The rest of a cut document opens the next pack; its positions restart at 0, or continue. Empty documents take no place.
 
-    lengths: [documents] integers >= 0. Raises ValueError for a negative length or a pack length below 1.
+    lengths: [documents] integers >= 0. Raises ValueError for a negative one.
     """
-    lengths = _checked(lengths, length)
+    lengths = _checked(lengths)
     ends = np.cumsum(lengths)
     begins = ends - lengths
     first_pack = begins // length
@@ -77,7 +77,7 @@ def best_fit(lengths: np.ndarray, length: int, positions: Positions) -> Layout:
 
     lengths: as for `truncate`.
     """
-    lengths = _checked(lengths, length)
+    lengths = _checked(lengths)
     pieces = -(-lengths // length)
     document, nth = _enumerate(pieces)
     start = nth * length
@@ -130,10 +130,8 @@ def materialise(
     )
 
 
-def _checked(lengths: np.ndarray, length: int) -> np.ndarray:
+def _checked(lengths: np.ndarray) -> np.ndarray:
     lengths = np.asarray(lengths, dtype=np.int64)
-    if length < 1:
-        raise ValueError(f"a pack holds at least 1 token, not {length}")
     if len(lengths) and lengths.min() < 0:
         raise ValueError(f"document {int(lengths.argmin())} has a negative length")
     return lengths
