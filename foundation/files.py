@@ -79,9 +79,10 @@ def save_file(path: Path, data: bytes, remedy: str = "name another file", *, in_
 REPLACED = ".replaced-"  # in the name of what was set aside
 
 
-def name_aside(path: Path) -> Path:
-    """The first of `<name>.replaced-1`, `<name>.replaced-2`, ... beside `path` that is not taken, a dangling link included."""
-    names = (path.with_name(f"{path.name}{REPLACED}{number}") for number in itertools.count(1))
+def name_aside(path: Path, why: str = REPLACED) -> Path:
+    """The first of `<name>.replaced-1`, `<name>.replaced-2`, ... beside `path` that is not taken, not by a dangling link either.
+    `why`: what stands between the name and the number."""
+    names = (path.with_name(f"{path.name}{why}{number}") for number in itertools.count(1))
     return next(aside for aside in names if not aside.exists() and not aside.is_symlink())
 
 

@@ -7,7 +7,6 @@ log is opened again, so a kill or a power cut loses seconds.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
@@ -22,7 +21,7 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from foundation.errors import InputError
-from foundation.files import remove_own_folder, replace_file
+from foundation.files import name_aside, remove_own_folder, replace_file
 from foundation.integrity import Size
 from foundation.reading import load_object
 from foundation.settings import first_mistake
@@ -90,8 +89,7 @@ class TokenLog:
         else:
             self._check(made_with)
             if made_with.get(SOURCE_FILES) != key.get(SOURCE_FILES):
-                names = (folder.with_name(f"{folder.name}.{number}") for number in itertools.count(1))
-                self.moved_to = folder.rename(next(path for path in names if not path.exists()))
+                self.moved_to = folder.rename(name_aside(folder, "."))
                 self.counts = TokenCounts()
         folder.mkdir(parents=True, exist_ok=True)
 

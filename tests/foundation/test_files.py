@@ -16,7 +16,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from foundation.errors import InputError
-from foundation.files import free_bytes, remove_own_folder, replace_file, save_file
+from foundation.files import free_bytes, name_aside, remove_own_folder, replace_file, save_file
 from foundation.integrity import STAMP, FileRecord, InnerName, check_files, find_damage, hash_file
 from foundation.locks import FileLock
 
@@ -28,6 +28,12 @@ with FileLock(Path(sys.argv[1]), print):
     print("locked", flush=True)
     sys.stdin.readline()
 """
+
+
+def test_what_is_set_aside_gets_the_first_name_that_is_free(tmp_path: Path) -> None:
+    (tmp_path / "a.1").mkdir()
+    (tmp_path / "a.2").symlink_to("nowhere")
+    assert [path.name for path in (name_aside(tmp_path / "a", "."), name_aside(tmp_path / "a"))] == ["a.3", "a.replaced-1"]
 
 
 def hold(path: Path) -> subprocess.Popen[str]:
