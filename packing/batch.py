@@ -57,7 +57,6 @@ class StepBatches:
     valid_tokens: int  # over all ranks; the loss is divided by this, never by a microbatch's count
     # Over all ranks, of real documents, for the FLOPs of attention; attention over padding is not useful work.
     sum_squared_lengths: int
-    packs: int  # over all ranks
     epoch: float  # epochs consumed once this step is done
     # Of several sources, epochs and share of each once it is done; of a stream, where it is.
     sources: dict[str, float] = field(default_factory=dict)
@@ -235,7 +234,6 @@ class BatchStream:
                 for index, each in zip(indices, lengths, strict=True)
             ),
             sum_squared_lengths=sum(squares),
-            packs=len(indices),
             epoch=self.order.epoch_of(number + 1),
             sources={} if isinstance(self.order, PackOrder) else self.order.figures(number + 1),
         )

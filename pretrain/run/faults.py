@@ -12,6 +12,7 @@ import psutil
 from accelerate.utils import broadcast_object_list
 
 from foundation.errors import InputError
+from foundation.files import name_aside
 from packing.batch import Prefetch, StepBatches
 from packing.stream import StreamEnded
 from pretrain.checkpoint.checkpoint import Checkpoints, step_folder
@@ -89,7 +90,7 @@ def prepare_rescue(run: Run, what: int, steps: Prefetch[StepBatches]) -> BaseExc
             "with it. The step is saved: start the same command again to go on; the metrics begin after it"
         )
     run.checkpoints.settle()  # what was being written went with the folder
-    path, moved = broadcast_object_list([str(_free_name_beside(run.folder.path)), run.folder.moved_to()])
+    path, moved = broadcast_object_list([str(name_aside(run.folder.path, ".rescued-")), run.folder.moved_to()])
     run.checkpoints = Checkpoints(Path(path) / "checkpoints", run.checkpoints.keep, disks=run.checkpoints.disks)
     saved = step_folder(run.checkpoints.folder, step)
     where, folder = ("renamed", moved) if moved else ("deleted or replaced", run.folder.path)
@@ -98,10 +99,3 @@ def prepare_rescue(run: Run, what: int, steps: Prefetch[StepBatches]) -> BaseExc
         f"{run.folder.path}: the run folder was {where} while the run was going on. {left}; nothing was written to it since. "
         f"Step {step} is saved as {saved}: to go on, start again with run_dir={folder} --resume {saved}"
     )
-
-
-def _free_name_beside(path: Path) -> Path:
-    number = 1
-    while (rescued := path.with_name(f"{path.name}.rescued-{number}")).exists():
-        number += 1
-    return rescued

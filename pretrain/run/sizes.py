@@ -218,7 +218,7 @@ def try_size(assembly: Assembly, accelerator: Accelerator, job: Job, packs: int)
 def _timed_step(assembly: Assembly, accelerator: Accelerator, batch: Microbatch, job: Job) -> tuple[float, float]:
     """Seconds of forward and backward of all microbatches, and of the update."""
     valid = max(batch.valid_tokens * MICROBATCHES, 1)
-    batches = StepBatches([batch] * MICROBATCHES, valid, valid, 0, 0, 0.0)
+    batches = StepBatches([batch] * MICROBATCHES, valid, valid, 0, 0.0)
     began = _now(accelerator.device)
     forward_backward(assembly.model, batches, accelerator)
     between = _now(accelerator.device)

@@ -206,7 +206,7 @@ def test_all_world_and_microbatch_sizes_cover_the_same_packs_with_the_same_total
                 parts = [part for step in steps for part in step.microbatches]
                 assert {part.input_ids.shape for part in parts} == {(1, microbatch * LENGTH)}
                 for step in steps:
-                    assert step.packs == 16 and step.tokens == 16 * LENGTH
+                    assert step.tokens == 16 * LENGTH
                     assert step.valid_tokens == sum(part.valid_tokens for part in parts)
                     assert step.sum_squared_lengths == squares
                     assert step.epoch == 16 * (number + 1) / len(packs)

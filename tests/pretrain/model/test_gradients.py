@@ -242,7 +242,7 @@ def step_of(random_packs: Callable, microbatches: int, seed: int) -> StepBatches
     packs = random_packs([[5, 11], [16]] * microbatches, LENGTH, seed)
     built = [build_microbatch(packs[2 * i : 2 * i + 2], mask_boundaries=True) for i in range(microbatches)]
     valid = sum(each.valid_tokens for each in built)
-    return StepBatches(built, LENGTH * len(packs), valid, 0, len(packs), 1.0)
+    return StepBatches(built, LENGTH * len(packs), valid, 0, 1.0)
 
 
 def leave_ties(adamw: ExactAdamW, model: nn.Module) -> None:

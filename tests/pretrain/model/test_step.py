@@ -28,7 +28,6 @@ def step_of(packs: Sequence[Pack], splits: Sequence[int]) -> StepBatches:
         tokens=LENGTH * len(packs),
         valid_tokens=sum(each.valid_tokens for each in microbatches),
         sum_squared_lengths=sum(sum_of_squares(each.lengths) for each in packs),
-        packs=len(packs),
         epoch=1.0,
     )
 

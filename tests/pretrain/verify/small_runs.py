@@ -177,4 +177,4 @@ def step_of(packs: Sequence[Pack], packs_a_microbatch: int, rank: int = 0, ranks
     microbatches = [build_microbatch(group, mask_boundaries=True) for group in groups]
     squares = sum(sum_of_squares(each.lengths) for each in packs)
     valid_tokens = sum(each.valid_tokens for each in microbatches)
-    return StepBatches(microbatches[rank::ranks], LENGTH * len(packs), valid_tokens, squares, len(packs), 1.0)
+    return StepBatches(microbatches[rank::ranks], LENGTH * len(packs), valid_tokens, squares, 1.0)
