@@ -22,7 +22,7 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,13 +94,12 @@ class Checkpoints:
         *,
         disks: Disks | None = None,
         part_bytes: int = PART_BYTES,
-        before_decay: Callable[[Sequence[Path]], Path | None] = lambda _: None,
     ) -> None:
-        """`keep`: the newest so many are kept, and the one among them all, newest first, that `before_decay` returns, from which
-        a run can be prolonged."""
+        """`keep`: the newest so many are kept, and those among them all, newest first, that `early` returns, from which a run can
+        be prolonged."""
         self.folder = folder
         self.keep = keep
-        self.before_decay = before_decay
+        self.early: Callable[[Sequence[Path]], Collection[Path | None]] = lambda _: ()
         self.part_bytes = part_bytes
         self.rank = torch.distributed.get_rank() if in_a_group() else 0
         self.world_size = torch.distributed.get_world_size() if in_a_group() else 1
@@ -301,16 +300,16 @@ class Checkpoints:
     # ── Which are kept, and which is the newest ───────────────────────────────────────────────────────────────────────────────
 
     def _prune(self, newest: Path | None, spared: int | None = None) -> None:
-        """Remove all but the `keep` newest checkpoints, that of step `spared` and the last before the decay, when `newest` is
-        what was saved last; not collective.
+        """Remove all but the `keep` newest checkpoints, that of step `spared` and the `early` ones, when `newest` is what was
+        saved last; not collective.
 
         Damaged checkpoints, and newer ones, are neither removed nor counted. Does nothing before a run's first save.
         """
         if self.disks.leads and newest is not None and newest.parent == self.folder:
             steps = [path for path in step_folders(self.folder) if step_of(path) <= step_of(newest)]
             intact = [path for path in steps if path not in self.damaged and looks_complete(path)]
-            early = self.before_decay(intact)
-            remove(self.folder, [path for path in intact[self.keep :] if path != early and step_of(path) != spared])
+            early = self.early(intact)
+            remove(self.folder, [path for path in intact[self.keep :] if path not in early and step_of(path) != spared])
 
     def set_aside_newer(self, step: int) -> list[Path]:
         """Rename every checkpoint after `step` to `<name>.replaced-<n>`, for a run that goes back and continues from `step`.

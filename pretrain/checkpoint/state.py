@@ -86,6 +86,7 @@ class Past(BaseModel):
     begin_with: str | None = None  # SHA-256 of the manifest of another run's checkpoint with which the run began
     source_weights: str | None = None  # hash of the weights files in the folder of `model.source` with which the run began
     left_out: Size = 0  # steps' packs that rollbacks had passed over before this folder's first step
+    left_decay: Size | None = None  # the step after which a decay began that the run was last prolonged in
 
     def back_at(self, step: int) -> Past:
         """Returns the past of a run that has gone back to `step`: what it trains from there is as its recipe says now."""

@@ -103,9 +103,7 @@ def extending_a_decayed_run(path: Path, record: Mapping[str, Any], job: Job, *, 
     by how much, and which checkpoint is from before. None for any other checkpoint."""
     identity, progress = record["identity"], record["progress"]
     step, horizon = progress["step"], progress["steps"]
-    if horizon >= job.plan.steps or step >= job.plan.steps:
-        return None
-    decay, rate = decay_begun(record), identity.get("optimizer.learning_rate")
+    decay, rate = _decay_left(record, job), identity.get("optimizer.learning_rate")
     if decay is None or rate is None:
         return None
     (settings, tokens), recipe = schedule_of(identity), job.recipe
@@ -139,6 +137,12 @@ def decay_begun(record: Mapping[str, Any]) -> int | None:
     settings, tokens = found
     decay = schedule.decay_begins(settings, record["progress"]["steps"], tokens)
     return decay if decay is not None and record["progress"]["step"] > decay else None
+
+
+def _decay_left(record: Mapping[str, Any], job: Job) -> int | None:
+    """What `decay_begun` returns of a checkpoint from which the run goes on beyond the horizon that it had; else None."""
+    progress, steps = record["progress"], job.plan.steps
+    return decay_begun(record) if max(progress["step"], progress["steps"]) < steps else None
 
 
 def _is_decayed(folder: Path) -> bool:
@@ -249,7 +253,10 @@ def past_of(path: Path, record: Mapping[str, Any], job: Job, *, begins: bool, ow
         return Past(begin_with=sha256(manifest.read_bytes()).hexdigest() if manifest.is_file() else None, left_out=left_out)
     was = felt_changes(record, job)
     change = [Change(step=progress["step"], was=was)] if was else []
-    return past.model_copy(update={"changed": [*past.changed, *change], "left_out": left_out})
+    left = {"left_out": left_out}
+    if was and (decay := _decay_left(record, job)) is not None:
+        left["left_decay"] = decay
+    return past.model_copy(update={"changed": [*past.changed, *change], **left})
 
 
 def felt_changes(record: Mapping[str, Any], job: Job) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -322,10 +321,11 @@ def where_to_resume(
     """The checkpoint from which the run goes on, among the checkpoints of its folder, and the job as it goes on from there.
     Collective. InputError as `find_resume_point` and `require_steps_to_come`."""
     disks, keep = find_disks(folder.path, folder.take), job.recipe.checkpoint.keep
-    before_decay = partial(last_before, job.plan.before_decay)
-    checkpoints = Checkpoints(folder.checkpoints, keep, disks=disks, before_decay=before_decay)
+    checkpoints = Checkpoints(folder.checkpoints, keep, disks=disks)
     source = find_resume_point(checkpoints, wanted, job, accept_changes)
     require_steps_to_come(source, checkpoints, job)
+    decays = (job.plan.before_decay, source.past.left_decay if source else None)
+    checkpoints.early = lambda folders: {last_before(decay, folders) for decay in decays}
     return going_on(job, source).with_chunk(chunk_of(job, source)), checkpoints, source
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from foundation.errors import InputError
+from pretrain.checkpoint.folders import step_of
 from pretrain.compare.fairness import check_comparable, describe_unfairness, setting
 from pretrain.compare.report import write
 from pretrain.metrics.run_record import read_run
@@ -105,8 +106,15 @@ def test_a_prolonged_run_keeps_the_checkpoint_that_a_longer_one_is_told_to_go_on
     run = started("run", wsd)
     started("run", wsd, "train.steps=6", "checkpoint.keep=1", "--accept-changes")
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-00000002", "step-00000006"]
-    longer = start("run", wsd, "train.steps=8", "--accept-changes", "--plan").output
-    assert f"go on from there with --resume {run}/checkpoints/step-00000002 --accept-changes" in longer
+    advice = f"go on from there with --resume {run}/checkpoints/step-00000002 --accept-changes"
+    assert advice in start("run", wsd, "train.steps=8", "--accept-changes", "--plan").output
+
+    longer = [wsd, "train.steps=16", "checkpoint.keep=1", "--accept-changes"]
+    assert advice in start("run", *longer).output
+    for _ in range(2):
+        assert sorted(step_of(path) for path in (run / "checkpoints").iterdir()) == [2, 8, 16], "though 8 is from no decay itself"
+        shutil.rmtree(run / "checkpoints" / "step-00000016")
+        started("run", *longer)
 
 
 def test_branches_of_checkpoints_that_lay_in_one_place_are_told_apart(started: Callable[..., Path]) -> None:

@@ -11,7 +11,6 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -226,15 +225,19 @@ def test_a_step_saved_again_to_be_spared_itself_lets_the_one_spared_before_it_go
 
 
 def test_the_last_checkpoint_before_the_decay_is_kept_however_old_it_becomes(tmp_path):
-    def up_to(last: int) -> Callable[[Sequence[Path]], Path | None]:
-        return lambda folders: next(folder for folder in folders if step_of(folder) <= last)
+    def keeping(*steps: int) -> Checkpoints:
+        checkpoints = Checkpoints(tmp_path, keep=1)
+        checkpoints.early = lambda folders: {next(each for each in folders if step_of(each) <= last) for last in steps}
+        return checkpoints
 
-    checkpoints = Checkpoints(tmp_path, keep=1, before_decay=up_to(25))
+    checkpoints = keeping(25)
     for step in (10, 20, 30, 40):
         save(checkpoints, step)
     assert names(tmp_path) == ["step-00000020", "step-00000040"]
-    save(Checkpoints(tmp_path, keep=1, before_decay=up_to(45)), 50)  # the run was prolonged, so its decay begins later
-    assert names(tmp_path) == ["step-00000040", "step-00000050"]
+    save(keeping(25, 45), 50)  # the run was prolonged, so its decay begins later
+    assert names(tmp_path) == ["step-00000020", "step-00000040", "step-00000050"]
+    save(keeping(45), 60)
+    assert names(tmp_path) == ["step-00000040", "step-00000060"]
 
 
 def test_a_resume_clears_what_dead_writers_left_before_it_trains(tmp_path):
