@@ -7,11 +7,13 @@ import difflib
 import hashlib
 import inspect
 import json
+import logging
 import os
 import pickle
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -68,6 +70,7 @@ _NOT_OF_THE_MODEL = {"_name_or_path", "_commit_hash", "auto_map", "dtype", "torc
 _NOT_OF_THE_MODEL |= {"attn_implementation", "_attn_implementation"}
 _NOT_OF_THE_MODEL |= {"use_cache", "return_dict", "output_attentions", "output_hidden_states", *attention.DROPOUTS}
 _NOT_OF_THE_MODEL |= {"architectures", "id2label", "label2id", "problem_type"}
+_log = logging.getLogger(__name__)
 
 
 def load_config(settings: ModelSettings) -> PretrainedConfig:
@@ -329,14 +332,12 @@ def export(
     tokenizer: Any | None,
     folder: Path,
     beside: Mapping[str, bytes] = MappingProxyType({}),
-    *,
-    keep_previous: bool = False,
 ) -> None:
     """Write a folder that AutoModelForCausalLM (and AutoTokenizer, with `tokenizer`) loads; it appears whole or not at all.
 
     `read` gives the tensors of `named_tensors(hf)` by name, whole and in the dtype that they have there, on any device; `hf` may
     be on the meta device. They are read as they are written, at most EXPORTED_BYTES at a time. `beside`: further files by name.
-    What was exported to `folder` before is replaced; where more lies in it, or with `keep_previous`, it is kept whole as
+    What was exported to `folder` before is replaced; where more lies in it, or a file has changed since, it is kept whole as
     `<name>.replaced-<n>`. InputError, before anything is written, where the hidden folders beside it that this needs are somebody
     else's.
     """
@@ -352,10 +353,12 @@ def export(
         for name, content in beside.items():
             (writing / name).write_bytes(content)
         mode = (writing / "config.json").stat().st_mode & 0o777  # as the umask has it; safetensors ignores that for its files
+        now = time.time_ns()
         for file in filter(Path.is_file, writing.rglob("*")):
             file.chmod(mode)
+            os.utime(file, ns=(now, now))  # one time for all, by which `_is_untouched` goes
         fsync_tree(writing)
-        _put_in_place(writing, folder, previous, keep_previous=keep_previous)
+        _put_in_place(writing, folder, previous)
     except _OF_WRONG_VALUES as error:  # whatever it is: what was trained is saved, and a traceback would not say so
         shutil.rmtree(writing, ignore_errors=True)
         raise InputError(
@@ -363,25 +366,29 @@ def export(
         ) from None
 
 
-def _put_in_place(writing: Path, folder: Path, previous: Path, *, keep_previous: bool) -> None:
+def _put_in_place(writing: Path, folder: Path, previous: Path) -> None:
     """Rename `writing`, which is complete, to `folder`; what is there goes, or is kept under another name."""
     kept, exported = False, {file.name for file in writing.iterdir()}
     if folder.exists() or folder.is_symlink():
         lying_there = set(os.listdir(folder)) if folder.is_dir() else {folder.name}
-        if (
-            keep_previous
-            or folder.is_symlink()
-            or any(name not in exported and not _OF_WEIGHTS.fullmatch(name) for name in lying_there)
-        ):
-            previous, kept = name_aside(folder), True
-        else:
+        ours = all(name in exported or _OF_WEIGHTS.fullmatch(name) for name in lying_there)
+        if ours and not folder.is_symlink() and _is_untouched(folder):
             (folder / _UNFINISHED).touch()
+        else:
+            previous, kept = name_aside(folder), True
+            _log.warning("%s holds what no export has written, and is kept as %s", folder, previous.name)
         os.replace(folder, previous)
     os.replace(writing, folder)
     (folder / _UNFINISHED).unlink()
     fsync(folder.parent)
     if not kept:
         shutil.rmtree(previous, ignore_errors=True)
+
+
+def _is_untouched(folder: Path) -> bool:
+    """Whether the files in `folder` are as an export has left them: it gives all of them one time of change."""
+    files = (path for path in folder.rglob("*") if path.name != _UNFINISHED and (path.is_symlink() or not path.is_dir()))
+    return len({path.lstat().st_mtime_ns for path in files}) <= 1
 
 
 def check_export(hf: PreTrainedModel, tokenizer: Any | None) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +18,6 @@ from pretrain.metrics.run_record import LOSS_KEY, RunRecord, averaged_steps, sum
 from pretrain.precision.schedule import label, label_of_course
 
 CARD, PICTURE = "README.md", "loss.png"
-_SEAL = re.compile(r"\n<!-- made by the run that trained this model; text above: ([0-9a-f]{16}) -->\n\Z")
 
 
 def until(run: RunRecord, step: int) -> RunRecord:
@@ -61,21 +58,7 @@ def model_card(run: RunRecord, hf: PreTrainedModel, *, tokenizer: bool) -> str:
         "Every setting of the run:",
         "```yaml\n" + yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=120) + "```",
     ]
-    text = "\n\n".join(parts) + "\n"
-    return f"{text}\n<!-- made by the run that trained this model; text above: {_digest(text)} -->\n"
-
-
-def edited(folder: Path) -> bool:
-    """Whether a README.md lies in `folder` that is not as a run has made it: somebody's own, which nothing may write over."""
-    if not (folder / CARD).exists():
-        return False
-    text = (folder / CARD).read_bytes().decode("utf-8", "replace")
-    seal = _SEAL.search(text)
-    return seal is None or seal[1] != _digest(text[: seal.start()])
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return "\n\n".join(parts) + "\n"
 
 
 def _precision(run: RunRecord) -> str:

@@ -34,7 +34,7 @@ from pretrain.optimizer.adamw_update import Weights
 from pretrain.plan.data import Data
 from pretrain.plan.tokenizer import check_same_tokenizer, load_tokenizer
 from pretrain.precision.registry import WEIGHT_DTYPES
-from pretrain.run.card import CARD, PICTURE, edited, model_card, until
+from pretrain.run.card import CARD, PICTURE, model_card, until
 from pretrain.run.running import BestEvaluation, Run
 from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import Recipe
@@ -235,7 +235,7 @@ def export_trained(run: Run, record: RunRecord | None) -> None:
     tokenizer, final = run.job.tokenizer, run.folder.final
     card = model_card(record, hf, tokenizer=tokenizer is not None).encode()
     beside = {CARD: card, PICTURE: run.folder.loss_plot.read_bytes()}
-    model.export(hf, read, tokenizer, final, beside, keep_previous=edited(final))
+    model.export(hf, read, tokenizer, final, beside)
 
 
 def _reader(weights: SavedWeights, hf: PreTrainedModel, to: Weights) -> Callable[[str], Tensor]:

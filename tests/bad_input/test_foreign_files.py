@@ -114,6 +114,9 @@ def test_an_export_keeps_what_somebody_has_put_beside_the_model(tiny_model, tmp_
         assert not (final / "thesis.tex").exists()
         assert (tmp_path / f"final.replaced-{number}" / "thesis.tex").read_text() == f"year {number}"
         assert (tmp_path / f"final.replaced-{number}" / "model.safetensors").is_file()
+    (final / "config.json").write_text((final / "config.json").read_text() + " ")
+    export(tiny_model, tiny_model.state_dict().__getitem__, None, final)
+    assert (tmp_path / "final.replaced-3" / "config.json").read_text().endswith(" "), "a file of ours that somebody has changed"
 
 
 @pytest.mark.parametrize("name", [".final.writing", ".final.previous"])

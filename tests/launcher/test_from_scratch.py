@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from pretrain.__main__ import main
 from pretrain.metrics.run_record import read_run
-from pretrain.run.card import edited, model_card
+from pretrain.run.card import model_card
 
 PAD, EOS = "<|pad|>", "<|end|>"  # ids 0 and 1: not what any architecture has by default
 TEXTS = ["one two three", "four five six", "seven eight nine"]
@@ -191,13 +191,21 @@ def test_the_cards_own_code_loads_the_model_and_continues_a_text(trained, monkey
     assert capsys.readouterr().out.startswith("Once upon a time")
 
 
-def test_a_card_that_somebody_has_edited_is_kept(trained, start_here, recipe, tmp_path):
+def test_an_exported_model_that_somebody_has_changed_is_kept(trained, start_here, recipe, tmp_path):
     run = shutil.copytree(trained.run_dir, tmp_path / "run")
     (run / "final" / "README.md").write_text((run / "final" / "README.md").read_text().replace("# scratch", "# My model"))
     again = start_here(recipe | {"run_dir": str(run)}, tmp_path)
-    assert again.status == 0, again.output
+    assert again.status == 0 and f"{run / 'final'} holds what no export has written, and is kept as final.replaced-1" in again.err
     assert "# My model" in (run / "final.replaced-1" / "README.md").read_text()
-    assert not edited(run / "final"), "the run's own is written over the next time"
+    assert "# scratch" in (run / "final" / "README.md").read_text()
+    changed = AutoModelForCausalLM.from_pretrained(run / "final")
+    changed.lm_head.weight.data.zero_()
+    changed.save_pretrained(run / "final")
+    assert start_here(recipe | {"run_dir": str(run)}, tmp_path).status == 0
+    kept = [AutoModelForCausalLM.from_pretrained(run / name) for name in ("final.replaced-2", "final")]
+    assert [bool(model.lm_head.weight.any()) for model in kept] == [False, True], "weights that somebody has changed"
+    assert start_here(recipe | {"run_dir": str(run)}, tmp_path).status == 0
+    assert not (run / "final.replaced-3").exists(), "the run's own is written over"
 
 
 # Of a model, the architecture and the tokenizer only
