@@ -12,7 +12,7 @@ from pathlib import Path
 from foundation.errors import InputError
 from foundation.files import fsync, name_aside
 from foundation.integrity import wrong_sizes
-from pretrain.checkpoint.manifest import read_manifest
+from pretrain.checkpoint.manifest import is_manifest, read_manifest
 
 PARTIAL_STEP, REMOVED_STEP = ".partial-", ".removed-"
 _STEP = re.compile(r"step-\d{8,}")
@@ -81,13 +81,26 @@ def set_aside(path: Path) -> Path:
 
 def remove(parent: Path, folders: list[Path]) -> None:
     """Delete `folders` and what dead writers and deleters left in `parent`. A failure is logged: it costs only space, and
-    does not keep the others. Of a link the link alone goes: whoever made it may want what it leads to."""
+    does not keep the others. What others have put into a folder is set aside. Of a link the link alone goes: whoever made it may
+    want what it leads to."""
     for folder in folders:
-        # Renamed first, so that an interrupted deletion leaves nothing that looks like a checkpoint.
-        _attempt(lambda path: os.rename(path, path.with_name(f"{REMOVED_STEP}{path.name}")), folder)
+        _attempt(_begin_removal, folder)
     for prefix in (REMOVED_STEP, PARTIAL_STEP):
         for leftover in parent.glob(f"{prefix}step-*"):
             _attempt(os.unlink if leftover.is_symlink() else shutil.rmtree, leftover)
+
+
+def _begin_removal(folder: Path) -> None:
+    if not folder.is_symlink():
+        ours = {file.name for file in read_manifest(folder).files}
+        if others := [path for path in folder.iterdir() if path.name not in ours and not is_manifest(path.name)]:
+            aside = name_aside(folder)
+            aside.mkdir()
+            for path in others:
+                path.rename(aside / path.name)
+            _log.warning("%s is none of the run's: it is kept in %s, as the checkpoint goes", others[0], aside.name)
+    # Renamed first, so that an interrupted deletion leaves nothing that looks like a checkpoint.
+    os.rename(folder, folder.with_name(f"{REMOVED_STEP}{folder.name}"))
 
 
 def _attempt(work: Callable[[Path], object], path: Path) -> None:

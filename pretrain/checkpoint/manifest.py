@@ -96,10 +96,14 @@ _FILES = TypeAdapter(dict[InnerName, HashedFile])
 _MANIFEST = TypeAdapter(Manifest)
 
 
+def is_manifest(name: str) -> bool:
+    return _NAME.fullmatch(name) is not None
+
+
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of the checkpoint at `folder`, or of all disks whose files are there; InputError where there is none, or one
     that cannot be trusted."""
-    names = sorted(path.name for path in folder.glob("manifest*.json") if _NAME.fullmatch(path.name))
+    names = sorted(path.name for path in folder.glob("manifest*.json") if is_manifest(path.name))
     return _merged(folder, [_read(folder, name) for name in names or [MANIFEST]])
 
 

@@ -240,6 +240,17 @@ def test_the_last_checkpoint_before_the_decay_is_kept_however_old_it_becomes(tmp
     assert names(tmp_path) == ["step-00000040", "step-00000060"]
 
 
+def test_files_that_others_have_put_into_a_checkpoint_outlive_it(tmp_path, caplog):
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    mine = save(checkpoints, 1) / "my_eval.json"
+    mine.write_text("my results")
+    newest = save(checkpoints, 2)
+    kept = tmp_path / "step-00000001.replaced-1"
+    assert names(tmp_path) == [kept.name, newest.name] and names(kept) == ["my_eval.json"]
+    assert (kept / mine.name).read_text() == "my results" and f"is none of the run's: it is kept in {kept.name}" in caplog.text
+    assert Checkpoints(tmp_path, keep=1).newest() == newest, "what is kept is taken for no checkpoint"
+
+
 def test_a_resume_clears_what_dead_writers_left_before_it_trains(tmp_path):
     kept = save(Checkpoints(tmp_path, keep=2), 1)
     (tmp_path / ".partial-step-00000002").mkdir()
