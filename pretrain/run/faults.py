@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
 
-import psutil
 from accelerate.utils import broadcast_object_list
 
 from foundation.errors import InputError
@@ -63,11 +61,11 @@ def unread(steps: Prefetch[StepBatches]) -> BaseException | None:
 
 
 def time_is_up(run: Run) -> int:
-    """Stop.TIME_IS_UP where this process is older than `train.max_hours`, else 0."""
+    """Stop.TIME_IS_UP where the command is older than `train.max_hours`, however the system's clock is set meanwhile; else 0."""
     limit = run.job.recipe.train.max_hours
     if limit is None:
         return 0
-    return Stop.TIME_IS_UP if time.time() - psutil.Process().create_time() > 3600 * limit else 0
+    return Stop.TIME_IS_UP if sum(run.waited.seconds().values()) > 3600 * limit else 0
 
 
 def prepare_rescue(run: Run, what: int, steps: Prefetch[StepBatches]) -> BaseException:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,16 @@ def after_step(number: int, monkeypatch: pytest.MonkeyPatch, happens: Callable[[
             happens()
 
     monkeypatch.setattr(train_accelerate, "log", log_and_more)
+
+
+# ── Time ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_hours_are_over_however_the_clock_is_set_meanwhile(train_here: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.time
+    after_step(1, monkeypatch, lambda: monkeypatch.setattr(time, "time", lambda: now() - 86_400))
+    run = train_here("train.max_hours=1e-9")
+    assert run.status == 128 + signal.SIGUSR1 and "stopped by `train.max_hours: 1e-09` after step 1" in run.out, run.output
 
 
 # ── Memory ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
