@@ -42,8 +42,8 @@ def evaluate(run: Run) -> None:
 
 
 def evaluate_once(run: Run) -> None:
-    """Evaluates, unless the present step's evaluation is in metrics.jsonl already."""
-    if not largest_over_ranks(run.accelerator, int(was_evaluated(run))):
+    """Evaluates, unless the run has ended before, or the present step's evaluation is in metrics.jsonl already."""
+    if not run.ended and not largest_over_ranks(run.accelerator, int(was_evaluated(run))):
         evaluate(run)
 
 

@@ -6,10 +6,12 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from pretrain.checkpoint.state import differences
 from pretrain.metrics.console import Console
 from pretrain.metrics.peaks import is_known
 from pretrain.metrics.run_folder import describe_environment
-from pretrain.model.distributed import describe_topology
+from pretrain.metrics.run_record import read_finished
+from pretrain.model.distributed import describe_topology, largest_over_ranks
 from pretrain.plan.preflight import Job
 from pretrain.plan.rendering import render
 from pretrain.plan.tokenizer import fingerprint_in_use
@@ -23,6 +25,25 @@ def warn_of_precisions(job: Job, console: Console) -> None:
     """Say what is done in place of a precision that the device lacks, of those that steps of the run compute in."""
     for notice in [active.notice for active in job.plan.in_use if active.notice]:
         console.warning(notice)
+
+
+# What may be another in a start of a run that has ended, and would have evaluated it otherwise.
+HOW_EVALUATED = (
+    "data.held_out",
+    "data.validation",
+    "evaluate.packs",
+    "fp8_config.use_autocast_during_eval",
+    "held_out_fingerprint",
+)
+
+
+def has_ended(run: Run) -> bool:
+    """Whether an earlier start has trained and evaluated all of the run, and this one may only export it again. Collective."""
+    found = read_finished(run.folder.path) if run.accelerator.is_main_process and run.state.finished and not run.begins else None
+    ended = found is not None and found.summary["steps"] == run.state.step
+    if ended and run.job.data.held_out is not None:
+        ended = run.state.step in found.held_out_curve()[0]
+    return bool(largest_over_ranks(run.accelerator, int(ended)))
 
 
 def introduce(run: Run, notes: Iterable[str], warnings: Iterable[str]) -> None:
@@ -45,24 +66,51 @@ def introduce(run: Run, notes: Iterable[str], warnings: Iterable[str]) -> None:
         run.console.notice(note)
     for warning in warnings:
         run.console.warning(warning)
-    settings = config.resolved(run.job.recipe)
-    if run.checkpoints.disks.leads and not run.accelerator.is_main_process:
-        run.folder.write_yaml(run.folder.config, settings)  # which makes it a run's folder on this machine's disk
     if not run.checkpoints.disks.are_one:
         run.console.notice(run.checkpoints.disks.describe())
+    settings = _keep_records(run) if run.ended else _write_records(run)
+    run.trackers.start(settings)
+
+
+def _write_records(run: Run) -> dict[str, Any]:
+    """Write config.yaml, environment.json and audit.json as of this start; returns the settings."""
+    settings = config.resolved(run.job.recipe)
+    if run.accelerator.is_main_process or run.checkpoints.disks.leads:  # which makes it a run's folder on that machine's disk
+        run.folder.write_yaml(run.folder.config, settings)
     if run.accelerator.is_main_process:
         environment = describe_environment(describe_topology(run.accelerator))
-        run.folder.write_yaml(run.folder.config, settings)
-        fingerprints: dict[str, Any] = {"data_fingerprint": run.job.data.train.fingerprint}
-        if run.job.source_config:
-            fingerprints["source_config"] = dict(run.job.source_config)
-        if run.job.data.held_out is not None:
-            fingerprints["held_out_fingerprint"] = run.job.data.held_out.fingerprint
-        if tokenizer := fingerprint_in_use(run.job.recipe.data, run.job.recipe.model, run.job.data):
-            fingerprints["tokenizer_fingerprint"] = tokenizer
-        run.folder.write_json(run.folder.environment, fingerprints | environment | run.past.record())
+        run.folder.write_json(run.folder.environment, _fingerprints(run.job) | environment | run.past.record())
         run.folder.write_json(run.folder.audit, run.assembly.audit)
-    run.trackers.start(settings)
+    return settings
+
+
+def _fingerprints(job: Job) -> dict[str, Any]:
+    """What environment.json says of the text, of the tokenizer and of `model.source`."""
+    found: dict[str, Any] = {"data_fingerprint": job.data.train.fingerprint}
+    if job.source_config:
+        found["source_config"] = dict(job.source_config)
+    if job.data.held_out is not None:
+        found["held_out_fingerprint"] = job.data.held_out.fingerprint
+    if tokenizer := fingerprint_in_use(job.recipe.data, job.recipe.model, job.data):
+        found["tokenizer_fingerprint"] = tokenizer
+    return found
+
+
+def _keep_records(run: Run) -> dict[str, Any]:
+    """Leave what describes a run that has ended as it is, and say so where it would now be evaluated otherwise; returns its
+    settings."""
+    if not run.accelerator.is_main_process:
+        return {}
+    ended = read_finished(run.folder.path)
+    now = config.flatten(config.resolved(run.job.recipe)) | _fingerprints(run.job)
+    then = {"held_out_fingerprint": now.get("held_out_fingerprint")} | config.flatten(ended.config) | ended.environment
+    others = differences(*({key: all_of[key] for key in all_of if key.startswith(HOW_EVALUATED)} for all_of in (then, now)))
+    if others:
+        run.console.notice(
+            f"{run.folder.path}: the run has finished and stays as it was evaluated ({'; '.join(others)}); `--eval-only` "
+            "evaluates its model with the present values"
+        )
+    return ended.config
 
 
 def first_step(run: Run) -> AbstractContextManager[object]:

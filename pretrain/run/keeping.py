@@ -106,8 +106,8 @@ def sum_up(run: Run) -> RunRecord | None:
             f"{run.folder.metrics}: holds no step of this run any more, of which a summary could be written; the model of "
             f"its last checkpoint is exported by: python -m pretrain export {run.folder.path}"
         )
-    # Written again: what an earlier end left there describes the recipe as it was then.
-    run.folder.write_json(run.folder.summary, run.job.plan.fairness(run.job.data.train.fingerprint) | figures)
+    if not run.ended:  # else written again: what an earlier end left there describes the recipe as it was then
+        run.folder.write_json(run.folder.summary, run.job.plan.fairness(run.job.data.train.fingerprint) | figures)
     finished = read_run(run.folder.path, metrics)
     plot_losses([finished], run.folder.loss_plot)
     run.trackers.picture(run.folder.loss_plot, run.state.step)
