@@ -26,7 +26,7 @@ from pretrain.checkpoint.folders import set_aside
 from pretrain.checkpoint.manifest import NOT_HERE, TensorEntry, read_manifest
 from pretrain.checkpoint.state import Past, TrainState, changed_keys, check_record, check_same_training, differences
 from pretrain.metrics.health import Health
-from pretrain.metrics.recorded import RecordedAudit
+from pretrain.metrics.recorded import RecordedAudit, RecordedEnvironment
 from pretrain.metrics.run_folder import (
     AUDIT_FILE,
     METRICS_FILE,
@@ -45,6 +45,7 @@ from pretrain.model.huggingface import named_tensors, weights_fingerprint
 from pretrain.optimizer.adamw import set_updates_done
 from pretrain.optimizer.adamw_update import Weights, convert_weight, describe_conversion
 from pretrain.plan.preflight import Job
+from pretrain.plan.tokenizer import check_same_tokenizer
 from pretrain.precision.linear import PREFIX
 from pretrain.precision.registry import WEIGHT_DTYPES
 from pretrain.precision.settings import ActivePrecision
@@ -192,6 +193,24 @@ def require_steps_to_come(source: ResumePoint | None, checkpoints: Checkpoints, 
         raise InputError(f"{named}{source.path}: is from step {step:,}, and {horizon}: nothing is left; set a longer one")
 
 
+def require_its_tokenizer(source: ResumePoint | None, job: Job) -> None:
+    """InputError where the run that goes on was trained with another tokenizer than there is now: packs of mere token ids fit
+    any, and `final/` would get the wrong one."""
+    if source is None or source.begins:
+        return
+    trained_with = None
+    with suppress(OSError, ValueError):  # no record, or a damaged one
+        written = load_json(RunFolder(source.path.absolute().parent.parent, owner=False).environment)
+        trained_with = RecordedEnvironment.model_validate(written).tokenizer_fingerprint
+    try:
+        check_same_tokenizer(job.recipe.data, job.recipe.model, job.data, trained_with)
+    except InputError as error:
+        raise InputError(
+            f"{source.path}: its tokenizer is another now: {error}, or set another `run_dir`, with `train.begin_with` to go on "
+            "from this checkpoint"
+        ) from None
+
+
 def _end_of_a_run(job: Job) -> str | None:
     """What the run folder has of the end of a run, whatever its recipe was, as the beginning of a message."""
     ends = {"final": "is the model", SUMMARY_FILE: "is the summary"}
@@ -310,6 +329,7 @@ def planned_resume(job: Job, wanted: str, accept_changes: bool) -> tuple[Job, st
         return job, said_of_the_end(job), []
     checkpoints, source = look_for_resume_point(wanted, job, accept_changes)
     require_steps_to_come(source, checkpoints, job)
+    require_its_tokenizer(source, job)
     if source is None:
         return job, None, []
     return going_on(job, source), "\n".join([f"would resume from {source.path}", *source.notes]), source.warnings
@@ -324,6 +344,7 @@ def where_to_resume(
     checkpoints = Checkpoints(folder.checkpoints, keep, disks=disks)
     source = find_resume_point(checkpoints, wanted, job, accept_changes)
     require_steps_to_come(source, checkpoints, job)
+    require_its_tokenizer(source, job)
     decays = (job.plan.before_decay, source.past.left_decay if source else None)
     checkpoints.early = lambda folders: {last_before(decay, folders) for decay in decays}
     return going_on(job, source).with_chunk(chunk_of(job, source)), checkpoints, source

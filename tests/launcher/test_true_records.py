@@ -14,7 +14,8 @@ from packing.arrow import Pack, PackWriter
 from packing.settings import DataSettings
 from packing.store import open_packs
 from tests.bad_input.conftest import contents
-from tests.conftest import PACK_LENGTH, VOCABULARY
+from tests.bad_input.test_bad_data import write_tokenizer
+from tests.conftest import PACK_LENGTH, VOCABULARY, over
 
 QUICK = ("train.steps=4", "evaluate.every=2", "checkpoint.every=2", "parity=off")
 
@@ -61,3 +62,19 @@ def test_a_finished_run_that_was_never_evaluated_is_once_there_is_text(train_her
     again = train_here(*QUICK)
     assert again.status == 0 and "held-out loss" in again.out and "stays as it was evaluated" not in again.out
     assert environment_of(again)["held_out_fingerprint"] and again.records()[-1]["event"] == "evaluation"
+
+
+@pytest.mark.parametrize("more", [(), ("train.steps=6", "--accept-changes")])
+def test_packs_of_token_ids_do_not_let_a_run_go_on_with_another_tokenizer(
+    more: tuple[str, ...], train_here: Callable, tmp_path: Path
+) -> None:
+    named, other = (write_tokenizer(tmp_path / name, words).parent for name, words in (("named", "a b c"), ("other", "c b a")))
+    run = train_here(*QUICK, f"data.tokenizer={named}")
+    assert run.status == 0 and environment_of(run)["tokenizer_fingerprint"], run.output
+    before = contents(run.run_dir)
+    for start in ((f"data.tokenizer={other}",), (f"data.tokenizer={other}", "--plan"), ("--accept-changes",)):
+        refused = train_here(*over(QUICK, *more, *start))
+        assert refused.status == 2 and contents(run.run_dir) == before, refused.output
+        assert "step-00000004: its tokenizer is another now: " in refused.err and "put that one back" in refused.err
+    same = train_here(*over(QUICK, *more, f"data.tokenizer={named}"))
+    assert same.status == 0, same.output
