@@ -86,8 +86,8 @@ def best_checkpoint(run_dir: Path) -> Path:
 def export_checkpoint(source: Path, out: Path, dtype: Weights | None) -> str:
     """Write the model at `source`, a run folder or a checkpoint in one, to the new folder `out`; returns what was done.
 
-    InputError, before anything is written, where `out` exists or is being exported to, and where the checkpoint is damaged or not
-    all there.
+    InputError, before anything is written, where `out` exists, is being exported to or lies among checkpoints, and where the
+    checkpoint is damaged or not all there.
     """
     _require_new(out)
     saved = SavedModel.open(source, dtype)
@@ -114,6 +114,8 @@ def export_checkpoint(source: Path, out: Path, dtype: Weights | None) -> str:
 def _require_new(out: Path) -> None:
     if out.exists() or out.is_symlink():
         raise InputError(f"{out}: exists, and is not written over; name a folder that does not exist")
+    if any(out.parent.glob("step-*/manifest*.json")):
+        raise InputError(f"{out}: {out.parent} is for a run's checkpoints, and an export is none; name a folder elsewhere")
 
 
 @dataclass(frozen=True)

@@ -122,6 +122,9 @@ def test_what_exists_is_not_written_over_and_damage_is_named_with_its_file(exact
     (tmp_path / "out").mkdir()
     status, said = export(capsys, exact, tmp_path / "out")
     assert status == 2 and f"{tmp_path / 'out'}: exists" in said
+    among = exact / "checkpoints" / "step-00000099"
+    status, said = export(capsys, exact, among)
+    assert status == 2 and f"{among}: {among.parent} is for a run's checkpoints" in said and not among.exists()
     (tmp_path / "file").write_text("")
     status, said = export(capsys, exact, tmp_path / "file" / "out")
     assert status == 2 and f"{tmp_path / 'file'} cannot be made" in said
