@@ -432,10 +432,11 @@ def _matches(values: Values, entry: Values) -> bool:
 
 
 def _name_of(values: Values) -> str:
-    """A folder's name that says what the run is: `delayed-bf16`, `mxfp8-fp32-linear+head`, `bf16-learning_rate=0.0001`."""
-    parts = []
+    """A folder's name that says what the run is: `delayed-bf16`, `mxfp8-fp32-linear+head`, `bf16-learning_rate=0.0001`. A
+    key stands there whole where another ends alike: `loss.kind=cce-schedule.kind=cosine`."""
+    parts, short = [], {key: key.rpartition(".")[-1] for key in values}
     for key, value in values.items():
-        last = key.rpartition(".")[-1]
+        last = short[key] if [*short.values()].count(short[key]) == 1 else key
         value = in_a_path(value) if key == "precision" and isinstance(value, list) else value
         text = value if isinstance(value, str) else _text(key, value)
         parts.append(text if last in _WITHOUT_KEY else f"{last}={text}")

@@ -60,6 +60,11 @@ def test_cells_are_the_product_of_the_axes_less_those_left_out_and_then_those_li
     assert found.baseline is found.runs[0]
 
 
+def test_keys_that_end_alike_are_told_apart_in_a_cells_name(matrix):
+    found = matrix(axes={"loss.kind": ["reference"], "optimizer.learning_rate": [0.001], "schedule.kind": ["cosine"]})
+    assert names(found) == ["loss.kind=reference-learning_rate=0.001-schedule.kind=cosine"]
+
+
 def test_the_weight_of_a_penalty_is_an_axis_whose_cells_are_trainings_of_their_own(matrix):
     found = matrix(overrides={"loss.penalty": "neg_entropy"}, axes={"loss.penalty_weight": [0, 0.01]})
     assert [run.recipe.loss.penalty_weight for run in found.runs] == [0, 0.01] and len(set(names(found))) == 2
