@@ -19,7 +19,7 @@ from foundation.settings import parse
 from foundation.units import plural
 from pretrain.checkpoint.state import changed_keys
 from pretrain.compare.student import t_quantile
-from pretrain.metrics.run_record import RunRecord, is_rollback
+from pretrain.metrics.run_record import HELD_OUT_PACKS, RunRecord, is_rollback, same_measure
 from pretrain.precision.schedule import is_quantized, label
 from pretrain.settings.config import SOURCE, flatten, identity_of, resolved
 from pretrain.settings.recipe import Recipe
@@ -173,13 +173,17 @@ def _passed_over(run: RunRecord, steps: np.ndarray) -> np.ndarray:
 
 
 def same_held_out(first: RunRecord, second: RunRecord) -> bool:
-    """Returns whether both were evaluated on the same packs, whatever they were trained on; of older runs, which say nothing of
-    these, by their settings and what they were trained on."""
-    if not all(setting(first, key) == setting(second, key) for key in ("data.mask_boundaries", "data.length", "evaluate.packs")):
+    """Returns whether both were evaluated on the same packs, whatever they were trained on, by what the last evaluation of each
+    says; of older runs by their environment, or their settings and what they were trained on."""
+    last = [(run.evaluations or [{}])[-1] for run in (first, second)]
+    told_packs = all("held_out_packs" in each for each in last)
+    keys = ("data.mask_boundaries", "data.length", *(() if told_packs else ("evaluate.packs",)))
+    if not all(setting(first, key) == setting(second, key) for key in keys) or not same_measure(*last, HELD_OUT_PACKS):
         return False
-    told = [run.environment.get("held_out_fingerprint") for run in (first, second)]
+    of_environment = [run.environment.get("held_out_fingerprint") for run in (first, second)]
+    told = [each.get("held_out_fingerprint", known) for each, known in zip(last, of_environment, strict=True)]
     if all(told):
-        return told[0] == told[1]
+        return str(told[0])[:16] == str(told[1])[:16]
     if not same_packs(first, second) or setting(first, "data.held_out") != setting(second, "data.held_out"):
         return False
     ours, theirs = (resolved(recipe_of(run))["data"]["validation"] for run in (first, second))  # which older runs left to be told

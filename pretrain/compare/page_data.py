@@ -20,7 +20,7 @@ from pretrain.compare.comparison import RunComparison, Standing
 from pretrain.compare.fairness import loss_differences
 from pretrain.compare.smoothing import window_of
 from pretrain.metrics.run_folder import PROFILE_FILE, STATISTICS_FILE
-from pretrain.metrics.run_record import RunRecord, is_evaluation
+from pretrain.metrics.run_record import RunRecord
 
 # The page's panels of single curves: their ids there, and the keys of the metrics that they show.
 CURVES = {"loss": "loss", "norm": "gradient_norm", "rate": "learning_rate", "frozen": "frozen_updates"}
@@ -50,7 +50,7 @@ def page_data(comparison: RunComparison) -> dict[str, Any]:
 def _run(standing: Standing, baseline: RunRecord) -> dict[str, Any]:
     run, look = standing.run, standing.look
     steps = run.steps
-    evaluations = [record for record in run.metrics if is_evaluation(record)]
+    evaluations = run.evaluations
     numbers = [record["step"] for record in steps]
     places = {step: place for place, step in enumerate(numbers)}
     differing_steps, minus = loss_differences(baseline, run) if standing.gap else (np.array([]), np.array([]))

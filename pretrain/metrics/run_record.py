@@ -28,6 +28,9 @@ LOSS_KEY = f"loss_last_{LAST_STEPS}"  # of that mean in a summary
 _SPEEDS = ("tokens_per_second", "samples_per_second", "step_ms", "tflops")
 MEDIANS = (*_SPEEDS, "mfu_bf16_peak", "mfu_nanogpt", "mfu_recipe_peak", "frozen_updates")
 
+HELD_OUT_PACKS = ("held_out_fingerprint", "held_out_packs")  # in an evaluation's line: which packs it is of, and how many
+MEASURE = (*HELD_OUT_PACKS, "held_out_tokens", "held_out_precision")  # evaluations that differ in one say nothing of each other
+
 Content = TypeVar("Content")
 Record = Mapping[str, Any]  # a line of metrics.jsonl: a step, or an event: an evaluation or a rollback
 
@@ -53,9 +56,15 @@ class RunRecord:
         """(steps int64, values float64) of a key of the steps; NaN, a gap in a line, where the value is not known."""
         return _curve(self.steps, key)
 
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The evaluations on the same held-out packs as the last one: a resume may have taken others."""
+        found = [record for record in self.metrics if is_evaluation(record)]
+        return [record for record in found if same_measure(record, found[-1], HELD_OUT_PACKS)]
+
     def held_out_curve(self) -> tuple[np.ndarray, np.ndarray]:
         """(steps int64, held-out losses float64) of the evaluations."""
-        return _curve([record for record in self.metrics if is_evaluation(record)], "held_out_loss")
+        return _curve(self.evaluations, "held_out_loss")
 
     @property
     def evaluated_before(self) -> int | None:
@@ -183,6 +192,11 @@ def is_unlabelled(step: Record) -> bool:
 
 def is_evaluation(record: Record) -> bool:
     return record.get("event") == "evaluation"
+
+
+def same_measure(first: Record, second: Record, keys: Sequence[str] = MEASURE) -> bool:
+    """Whether two evaluations are of the same, as far as both say: older versions wrote `held_out_tokens` alone."""
+    return all(first[key] == second[key] for key in keys if key in first and key in second)
 
 
 def own_evaluations(records: Iterable[Record]) -> Iterable[Record]:

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -20,12 +21,13 @@ from packing.batch import Microbatch, evaluation_batches
 from packing.mixture import MixedPacks
 from pretrain.checkpoint.folders import step_folder
 from pretrain.checkpoint.state import step_seed
-from pretrain.metrics.run_record import is_evaluation, own_evaluations, read_metrics
+from pretrain.metrics.run_record import is_evaluation, own_evaluations, read_metrics, same_measure
 from pretrain.model.distributed import gathered, largest_over_ranks
 from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.plan.data import packs_evaluated
 from pretrain.plan.preflight import Job
 from pretrain.plan.tokenizer import encoded_prompt, positions_of
+from pretrain.precision.registry import UNQUANTIZED
 from pretrain.run.determinism import any_order
 from pretrain.run.running import BestEvaluation, Run
 
@@ -50,10 +52,23 @@ def evaluate_once(run: Run) -> None:
 def _evaluate_held_out(run: Run) -> None:
     began = time.perf_counter()
     figures = held_out_figures(run.job, run.assembly.model, run.accelerator)
-    record = {"step": run.state.step, "event": "evaluation", **figures}
+    record = {"step": run.state.step, "event": "evaluation", **figures, **measure_of(run)}
     run.trackers.log(record)
     run.console.evaluation(record, time.perf_counter() - began)
     run.best = broadcast_object_list([BestEvaluation.after(record, run.best)])[0]  # the main process's
+
+
+def measure_of(run: Run) -> dict[str, Any]:
+    """What the line of an evaluation says that it is of; nothing where no packs are held out."""
+    job = run.job
+    if job.data.held_out is None:
+        return {}
+    as_trained = run.assembly.precision.evaluates_low or not job.precision.quantized
+    return {
+        "held_out_fingerprint": job.data.held_out.fingerprint[:16],
+        "held_out_packs": sum(most for _, most in evaluated_parts(job).values()),
+        "held_out_precision": (job.precision if as_trained else UNQUANTIZED[job.precision.compute_dtype]).name,
+    }
 
 
 def _draw_samples(run: Run) -> None:
@@ -87,13 +102,18 @@ def evaluated_parts(job: Job) -> dict[str, tuple[Packs, int]]:
 
 
 def best_so_far(run: Run) -> BestEvaluation | None:
-    """The best evaluation in metrics.jsonl whose checkpoint still exists. The file holds none after the present step.
-    Collective."""
+    """The best evaluation in metrics.jsonl whose checkpoint still exists, where evaluations to come are of the same. The file
+    holds none after the present step. Collective."""
     best = None
     if run.accelerator.is_main_process and run.job.recipe.checkpoint.best:
         for record in own_evaluations(read_metrics(run.folder.path)):
             if step_folder(run.folder.checkpoints, record["step"]).exists():
                 best = BestEvaluation.after(record, best)
+    if best and not same_measure(best.measure, measure_of(run)):
+        if not run.state.finished:
+            told = "on other packs, or in another precision, than those to come"
+            run.console.notice(f"the best evaluation so far, after step {best.step}, is {told}: the best begins anew")
+        best = None
     return broadcast_object_list([best])[0]
 
 
@@ -111,10 +131,12 @@ def evaluation_turns(run: Run) -> int | None:
 
 
 def was_evaluated(run: Run) -> bool:
-    """Whether the present step's held-out loss stands in metrics.jsonl already; what the main process says counts."""
+    """Whether the present step's held-out loss stands in metrics.jsonl already, of what would be evaluated now; what the main
+    process says counts."""
     if not run.accelerator.is_main_process:
         return False
-    return any(is_evaluation(record) and record["step"] == run.state.step for record in read_metrics(run.folder.path))
+    here = [each for each in read_metrics(run.folder.path) if is_evaluation(each) and each["step"] == run.state.step]
+    return any(same_measure(each, measure_of(run)) for each in here)
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from pretrain.metrics.precision_health import PrecisionWatch
 from pretrain.metrics.profile import StepProfile
 from pretrain.metrics.recorder import Recorder
 from pretrain.metrics.run_folder import RunFolder
+from pretrain.metrics.run_record import MEASURE, same_measure
 from pretrain.metrics.trackers import Trackers
 from pretrain.metrics.waited import Waited
 from pretrain.plan.preflight import Job
@@ -26,21 +27,21 @@ from pretrain.run.ranks import RankWatch
 
 @dataclass(frozen=True)
 class BestEvaluation:
-    """The evaluation with the lowest held-out loss, among those over as many tokens as the newest."""
+    """The evaluation with the lowest held-out loss, among those of the same measure as the newest."""
 
     step: int
     loss: float
-    tokens: int
+    measure: Mapping[str, Any]
 
     @classmethod
     def after(cls, record: Mapping[str, Any], before: BestEvaluation | None) -> BestEvaluation | None:
         """Returns the best once `record`, an evaluation's object, follows those that `before` is the best of. The first of equal
         ones stays, and one whose loss is not finite does not count."""
-        loss, tokens = record["held_out_loss"], record["held_out_tokens"]
+        loss = record["held_out_loss"]
         if loss is None or not math.isfinite(loss):
             return before
-        better = before is None or before.tokens != tokens or loss < before.loss
-        return cls(record["step"], loss, tokens) if better else before
+        better = before is None or not same_measure(before.measure, record) or loss < before.loss
+        return cls(record["step"], loss, {key: record[key] for key in MEASURE if key in record}) if better else before
 
 
 @dataclass

@@ -13,6 +13,10 @@ import pytest
 from packing.arrow import Pack, PackWriter
 from packing.settings import DataSettings
 from packing.store import open_packs
+from pretrain.__main__ import main
+from pretrain.compare.comparison import held_out_difference
+from pretrain.compare.fairness import same_held_out
+from pretrain.metrics.run_record import MEASURE, read_run
 from tests.bad_input.conftest import contents
 from tests.bad_input.test_bad_data import write_tokenizer
 from tests.conftest import PACK_LENGTH, VOCABULARY, over
@@ -78,3 +82,55 @@ def test_packs_of_token_ids_do_not_let_a_run_go_on_with_another_tokenizer(
         assert "step-00000004: its tokenizer is another now: " in refused.err and "put that one back" in refused.err
     same = train_here(*over(QUICK, *more, f"data.tokenizer={named}"))
     assert same.status == 0, same.output
+
+
+LONGER = ("train.steps=8", "schedule.kind=constant", "checkpoint.best=true", "checkpoint.keep=1", "--accept-changes")
+
+
+def test_a_resume_on_other_held_out_text_begins_the_best_anew(
+    train_here: Callable, other_text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changed, other = tmp_path / "changed", tmp_path / "other"
+    first = train_here(*over(QUICK, "schedule.kind=constant", "checkpoint.best=true", f"run_dir={changed}"))
+    assert first.status == 0, first.output
+    second = train_here(*over(QUICK, *LONGER, other_text, f"run_dir={changed}"))
+    alone = train_here(*over(QUICK, *LONGER, other_text, f"run_dir={other}"))
+    assert second.status == alone.status == 0, second.output + alone.output
+    assert "the best evaluation so far, after step 4, is on other packs" in second.out and "begins anew" not in alone.out
+    lines = [line for line in second.records() if line.get("event") == "evaluation"]
+    fingerprints = [line["held_out_fingerprint"] for line in lines]
+    assert len(set(fingerprints[:2])) == len(set(fingerprints[2:])) == 1 and fingerprints[1] != fingerprints[2]
+    assert environment_of(second)["held_out_fingerprint"].startswith(fingerprints[2])
+    assert {(line["held_out_packs"], line["held_out_precision"]) for line in lines} == {(10, "fp32")}
+    losses = {line["step"]: line["held_out_loss"] for line in lines}
+    assert losses[4] < min(losses[6], losses[8]), "what was evaluated on the text before has the lowest"
+    assert main(["export", str(changed), str(tmp_path / "out"), "--best"]) == 0
+    best = min((6, 8), key=losses.get)
+    assert f"step-0000000{best} is exported" in capsys.readouterr().out
+
+    runs = [read_run(folder) for folder in (other, changed)]
+    assert runs[1].held_out_curve()[0].tolist() == [6, 8] and runs[0].held_out_curve()[0].tolist() == [2, 4, 6, 8]
+    assert same_held_out(*runs) and held_out_difference(*runs) == losses[8] - runs[0].summary["held_out_loss"]
+
+
+def test_what_an_evaluation_says_of_itself_is_believed_and_of_older_runs_the_environment(
+    train_here: Callable, other_text: str, tmp_path: Path
+) -> None:
+    ours, theirs = (train_here(*QUICK, f"run_dir={tmp_path / name}", *more) for name, more in (("a", ()), ("b", [other_text])))
+    told = environment_of(theirs)["held_out_fingerprint"]
+    (ours.run_dir / "environment.json").write_text(json.dumps(environment_of(ours) | {"held_out_fingerprint": told}))
+    assert not same_held_out(*(read_run(run.run_dir) for run in (ours, theirs)))
+    for run in (ours, theirs):  # as of a version that wrote of an evaluation how many tokens it was over, and no more
+        lines = [
+            {key: line[key] for key in line.keys() - {*MEASURE} | {"held_out_tokens"} & line.keys()} for line in run.records()
+        ]
+        (run.run_dir / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert same_held_out(*(read_run(run.run_dir) for run in (ours, theirs)))
+    assert train_here(*QUICK, f"run_dir={ours.run_dir}").status == 0 and len(read_run(ours.run_dir).evaluations) == 2
+
+
+def test_an_evaluation_says_what_it_computed_in(train_here: Callable, low_precision_recipe: dict[str, Any]) -> None:
+    for setting, named in (("false", "bf16"), ("true", "current")):
+        quick = ("train.steps=2", "parity=off", f"fp8_config.use_autocast_during_eval={setting}", f"name={named}")
+        run = train_here(*quick, f"run_dir={low_precision_recipe['run_dir']}-{named}", recipe=low_precision_recipe)
+        assert run.status == 0 and run.records()[-1]["held_out_precision"] == named, run.output
