@@ -9,6 +9,7 @@ Everything is computed in one order, so bits repeat with the same number of thre
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
@@ -31,11 +32,10 @@ def attend_by_document(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scal
 def _forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Returns the output [T, H, D] and, for backward, the logarithms of the softmax's sums [H, T], FP32."""
     output, log_sums = torch.empty_like(q, memory_format=torch.contiguous_format), room_for_log_sums(q)
-    for document in _documents(cu_seqlens):
-        states = (_as_batch(each, document) for each in (q, k, v))
-        found, sums = _KERNEL(*states, 0.0, True, scale=scale)
-        output[document] = found[0].transpose(0, 1)
-        log_sums[:, document] = sums[0]
+    for *states, into, sums in _by_document(cu_seqlens, q, k, v, output, log_sums=log_sums):
+        found = _KERNEL(*states, 0.0, True, scale=scale)
+        into.copy_(found[0])
+        sums.copy_(found[1])
     return output, log_sums
 
 
@@ -44,21 +44,18 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv [T, H, D], contiguous."""
     gradients = tuple(torch.empty_like(each, memory_format=torch.contiguous_format) for each in (q, k, v))
-    for document in _documents(cu_seqlens):
-        tensors = (_as_batch(each, document) for each in (d_output, q, k, v, output))
-        found = _KERNEL_BACKWARD(*tensors, log_sums[None, :, document].contiguous(), 0.0, True, scale=scale)
-        for whole, part in zip(gradients, found, strict=True):
-            whole[document] = part[0].transpose(0, 1)
+    for *states, dq, dk, dv, sums in _by_document(cu_seqlens, d_output, q, k, v, output, *gradients, log_sums=log_sums):
+        found = _KERNEL_BACKWARD(*states, sums.contiguous(), 0.0, True, scale=scale)
+        for into, part in zip((dq, dk, dv), found, strict=True):
+            into.copy_(part)
     return gradients
 
 
-def _documents(cu_seqlens: Tensor) -> list[slice]:
-    return [slice(begin, end) for begin, end in pairwise(cu_seqlens.tolist()) if end > begin]
-
-
-def _as_batch(states: Tensor, document: slice) -> Tensor:
-    """[T, H, D] -> the document's [1, H, tokens, D], a view."""
-    return states[document].transpose(0, 1)[None]
+def _by_document(cu_seqlens: Tensor, *states: Tensor, log_sums: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """For each document, views: [1, H, tokens, D] of every [T, H, D], and [1, H, tokens] of `log_sums` [H, T]."""
+    lengths = [end - begin for begin, end in pairwise(cu_seqlens.tolist()) if end > begin]
+    batches = (each.transpose(0, 1)[None].split_with_sizes(lengths, 2) for each in states)
+    return zip(*batches, log_sums[None].split_with_sizes(lengths, 2), strict=True)
 
 
 _attend = differentiable("attend_by_document", _forward, _backward, lambda q: (room_for_log_sums(q),))
