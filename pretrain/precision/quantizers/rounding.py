@@ -14,7 +14,9 @@ from torch import Tensor
 
 from pretrain.precision.quantizers.grid import Grid
 
-FP32_EXPONENT_BIAS, FP32_MANTISSA_BITS = 127, 23
+FP32_MANTISSA_BITS = 23
+FP32_EXPONENT = 0xFF << FP32_MANTISSA_BITS
+TWICE_THE_BIAS = 2 * 127 << FP32_MANTISSA_BITS  # less the bits of a power of two: those of its reciprocal
 
 
 def round_to_grid(x: Tensor, grid: Grid) -> Tensor:
@@ -43,14 +45,10 @@ def round_stochastically(x: Tensor, grid: Grid, uniform: Tensor) -> Tensor:
 def _in_quanta(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
     """Saturated x, the distance of the grid's values around each x, and its reciprocal: powers of two, so both multiply exactly.
 
-    The reciprocal is spelled out as bits because compilers for GPUs turn an FP32 division into an approximate one.
+    Both are read off the bits of x, whose exponent alone is a power of two; compilers for GPUs turn an FP32 division into an
+    approximate one. For NaN they are infinite.
     """
     x = x.float().clamp(-grid.maximum, grid.maximum)
-    exponent = ((x.view(torch.int32) >> FP32_MANTISSA_BITS) & 0xFF) - FP32_EXPONENT_BIAS
-    quantum_exponent = exponent.clamp(min=grid.min_exponent) - grid.mantissa_bits
-    return x, power_of_two(quantum_exponent), power_of_two(-quantum_exponent)
-
-
-def power_of_two(exponent: Tensor) -> Tensor:
-    """2 ** exponent, int32 from -126 to 127 to FP32, without a rounding: torch.exp2 need not be exact on every device."""
-    return ((exponent + FP32_EXPONENT_BIAS) << FP32_MANTISSA_BITS).view(torch.float32)
+    power = (x.view(torch.int32) & FP32_EXPONENT).view(torch.float32)
+    quantum = power.clamp(min=2.0**grid.min_exponent) * 2.0**-grid.mantissa_bits
+    return x, quantum, (TWICE_THE_BIAS - quantum.view(torch.int32)).view(torch.float32)

@@ -21,7 +21,7 @@ AmaxAlgorithm = Literal["max", "most_recent"]
 
 def absolute_maximum(x: Tensor, dim: int | tuple[int, ...] = (), keepdim: bool = False) -> Tensor:
     """The amax over `dim`, or of all of x: FP32. NaN does not count, as TE's kernels take their maxima by fmaxf."""
-    return x.abs().masked_fill(x.isnan(), 0).amax(dim, keepdim).float()
+    return x.abs().nan_to_num(0.0, torch.inf).amax(dim, keepdim).float()
 
 
 def scale_from_amax(amax: Tensor, maximum: float, *, power_of_two: bool = False, overflow: float = FP32_MAX) -> Tensor:
