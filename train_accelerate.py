@@ -75,7 +75,7 @@ from pretrain.run.eval_only import evaluate_only, require_weights
 from pretrain.run.evaluate import best_so_far, evaluate, evaluate_once, is_best
 from pretrain.run.export import export_trained
 from pretrain.run.faults import explaining_memory, fault_of, time_is_up
-from pretrain.run.introduction import first_step, has_ended, introduce, warn_of_precisions
+from pretrain.run.introduction import environment_of_start, first_step, has_ended, introduce, warn_of_precisions
 from pretrain.run.keeping import ended_before, leave, prepare_saves, save, save_last, sum_up, tell_saved
 from pretrain.run.microbatch import choose_microbatch
 from pretrain.run.parity import find_parity, require_parity
@@ -262,7 +262,9 @@ def get_ready(run: Run, source: ResumePoint | None, notes: list[str]) -> None:
         keep_findings(source, run.assembly, run.job)
     model = run.assembly.model
     run.watch.attach(model, model.hf.get_output_embeddings())
-    parity, run.ended = find_parity(run), has_ended(run)
+    parity, run.ended, run.environment = find_parity(run), has_ended(run), environment_of_start(run)
+    if not run.begins:
+        run.past = run.past.going_on(source.record, run.environment)
     introduce(run, notes, source.warnings if source else [])
     run.best = best_so_far(run)
     if run.accelerator.is_main_process:

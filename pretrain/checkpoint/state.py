@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, Field, FiniteFloat, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, field_validator
 
 from foundation.errors import InputError
 from foundation.integrity import Size
@@ -79,10 +79,34 @@ class Change(BaseModel):
     was: dict[str, Any]
 
 
+class ComputedOn(BaseModel):
+    """What computes steps, and by which code, under keys of environment.json."""
+
+    model_config = ConfigDict(strict=True)
+    gpus: list[str]
+    cpu_cores: int | None
+    system: str
+    git: dict[str, Any] | None
+    accelerate: dict[str, Any]
+
+    @classmethod
+    def of(cls, environment: Mapping[str, Any]) -> ComputedOn:
+        """Returns what `environment` says of it, the content of environment.json."""
+        return cls(**{key: environment[key] for key in cls.model_fields})
+
+
+class EarlierStart(BaseModel):
+    """Says that steps up to `until` were computed on another machine than later ones, or by other code."""
+
+    until: Size
+    on: ComputedOn
+
+
 class Past(BaseModel):
     """What a run has trained otherwise than its recipe says now. It stands in each checkpoint and in environment.json."""
 
     changed: list[Change] = []  # in order
+    machines: list[EarlierStart] = []  # in order; the steps after the last are of the machine that environment.json describes
     begin_with: str | None = None  # SHA-256 of the manifest of another run's checkpoint with which the run began
     source_weights: str | None = None  # hash of the weights files in the folder of `model.source` with which the run began
     left_out: Size = 0  # steps' packs that rollbacks had passed over before this folder's first step
@@ -97,7 +121,14 @@ class Past(BaseModel):
             if was := {key: value for key, value in change.was.items() if told.get(key, 0) < end}:
                 changed.append(Change(step=end, was=was))
                 told |= dict.fromkeys(was, end)
-        return self.model_copy(update={"changed": changed})
+        machines = [each.model_copy(update={"until": min(each.until, step)}) for each in self.machines]
+        return self.model_copy(update={"changed": changed, "machines": machines})
+
+    def going_on(self, record: Mapping[str, Any], environment: Mapping[str, Any]) -> Past:
+        """Returns the past of a run that goes on from the checkpoint of this `record` in `environment`."""
+        if (told := record.get("computed_on")) is None or (was := ComputedOn(**told)) == ComputedOn.of(environment):
+            return self
+        return self.model_copy(update={"machines": [*self.machines, EarlierStart(until=record["progress"]["step"], on=was)]})
 
     def record(self) -> dict[str, Any]:
         """Returns it for JSON, under `past`; nothing where all was as it is now."""
@@ -126,6 +157,7 @@ class SavedRecord(BaseModel):
     microbatch: Annotated[int, Field(gt=0)]
     loss_chunk: Annotated[int, Field(gt=0)] | None = None  # older versions did not say
     world_size: Annotated[int, Field(gt=0)]
+    computed_on: ComputedOn | None = None  # older versions did not say
     past: Past = Past()
 
     @field_validator("progress")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +25,7 @@ from pretrain.compare.fairness import (
     why_not_paired,
 )
 from pretrain.compare.smoothing import moving_mean
-from pretrain.metrics.run_record import LAST_STEPS, LOSS_KEY, RunRecord, averaged_steps
+from pretrain.metrics.run_record import LAST_STEPS, LOSS_KEY, RunRecord, averaged_steps, gpus_of
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.schedule import phases_of
 
@@ -309,19 +310,25 @@ def own_speed(run: RunRecord) -> float | None:
 
 
 def machine_of(run: RunRecord) -> str:
-    """Returns what a run's speed depends on beside settings and versions: "2 × NVIDIA H200", and where there are no GPUs the
-    cores. Empty where that is not known."""
-    environment = run.environment
-    if gpus := run.gpus:
-        return f"{environment.get('accelerate', {}).get('processes', len(gpus))} × {' and '.join(dict.fromkeys(gpus))}"
-    cores = environment.get("cpu_cores")
-    return ", ".join(filter(None, [f"{cores} CPU cores" if cores else "", environment.get("system")]))
+    """Returns what a run's speed depends on beside settings and versions, as `kind_of_machine` does. Of a run whose timed steps
+    were on several kinds, all of them: "2 × NVIDIA H200, then 1 × NVIDIA H200"."""
+    return ", then ".join(dict.fromkeys(map(kind_of_machine, run.timed_on)))
+
+
+def kind_of_machine(environment: Mapping[str, Any]) -> str:
+    """Returns "2 × NVIDIA H200", and where there are no GPUs the cores, with the processes where they are several. Empty where
+    that is not known."""
+    processes = environment.get("accelerate", {}).get("processes")
+    if gpus := gpus_of(environment):
+        return f"{processes or len(gpus)} × {' and '.join(dict.fromkeys(gpus))}"
+    cores, several = environment.get("cpu_cores"), "" if processes in (None, 1) else f"{processes} processes"
+    return ", ".join(filter(None, [several, f"{cores} CPU cores" if cores else "", environment.get("system")]))
 
 
 def on_one_kind_of_machine(runs: Iterable[RunRecord]) -> bool:
-    """Returns whether speeds may be divided: else a machine's speed would pass for a precision's. Versions of software may
-    differ, as what they change may be what is compared."""
-    return len({machine_of(run) for run in runs}) == 1
+    """Returns whether speeds may be divided, as all timed steps of all runs were on one kind: else a machine's speed would pass
+    for a precision's. Versions of software may differ, as what they change may be what is compared."""
+    return len({kind_of_machine(environment) for run in runs for environment in run.timed_on}) == 1
 
 
 def other_machines(runs: Sequence[RunRecord]) -> str:
@@ -331,7 +338,10 @@ def other_machines(runs: Sequence[RunRecord]) -> str:
     for run in runs:
         names.setdefault(machine_of(run) or "a machine that is not known", []).append(run.name)
     told = "; ".join(f"{', '.join(found)} on {machine}" for machine, found in names.items())
-    return f"Speeds are compared on one kind of machine alone, that of {runs[0].name}: {told}." if len(names) > 1 else ""
+    if on_one_kind_of_machine(runs):
+        return ""
+    baseline = f"that of {runs[0].name}" if on_one_kind_of_machine(runs[:1]) else f"and {runs[0].name} has had several"
+    return f"Speeds are compared on one kind of machine alone, {baseline}: {told}."
 
 
 def other_splits(runs: Sequence[RunRecord]) -> str:

@@ -97,6 +97,22 @@ class RunRecord:
         return Past.model_validate(self.environment.get("past", {}))
 
     @property
+    def starts(self) -> dict[int, dict[str, Any]]:
+        """The environment of each start that trained some of its steps, by the first of these; of starts alike only the first."""
+        at, machines = [step["step"] for step in self.steps], self.past.machines
+        firsts = [*at[:1], *(start.until + 1 for start in machines)]
+        environments = [*(self.environment | start.on.model_dump() for start in machines), self.environment]
+        return {first: found for first, found in zip(firsts, environments, strict=False) if first <= at[-1]}
+
+    @property
+    def timed_on(self) -> list[dict[str, Any]]:
+        """The environments that its median speed is of, in order."""
+        starts, steps = self.starts, self.steps
+        timed = (steps[WARM_UP_STEPS:] or steps or [{"step": 0}])[0]["step"]
+        ends = [*starts][1:]
+        return [found for end, found in itertools.zip_longest(ends, starts.values()) if end is None or end > timed]
+
+    @property
     def gpus(self) -> list[str]:
         return gpus_of(self.environment)
 

@@ -14,7 +14,7 @@ from foundation.tables import cell
 from foundation.units import count, duration, percent
 from packing.settings import HUB_NAME
 from pretrain.compare.fairness import changes_in_words
-from pretrain.metrics.run_record import LOSS_KEY, RunRecord, averaged_steps, summary
+from pretrain.metrics.run_record import LOSS_KEY, RunRecord, averaged_steps, gpus_of, summary
 from pretrain.precision.schedule import label, label_of_course
 
 CARD, PICTURE = "README.md", "loss.png"
@@ -113,12 +113,12 @@ def _rows(run: RunRecord) -> dict[str, str]:
     if "held_out_loss" in figures:
         held_out = f"{figures['held_out_loss']:.4f} nats a token, perplexity {figures['held_out_perplexity']:.4g}"
         held_out += "" if run.evaluated_before is None else f", after {run.evaluated_before:,} of these steps"
-    accelerate = made_by.get("accelerate") or {}
-    device = next(iter(run.gpus), None) or accelerate.get("device", "")
+    starts = run.starts.values()
+    devices = ", then ".join(dict.fromkeys(map(_devices, starts)))
     packages = made_by.get("packages") or {}
     named = [each for each in ("torch", "transformers", "transformer-engine") if each in packages]
     versions = ", ".join(f"{each} {packages[each]}" for each in named)
-    commit = (made_by.get("git") or {}).get("commit")
+    commits = dict.fromkeys(str(commit)[:12] for each in starts if (commit := (each.get("git") or {}).get("commit")))
     return {
         "data": _data(data),
         "data fingerprint": (run.data_fingerprint or "")[:16],
@@ -134,9 +134,15 @@ def _rows(run: RunRecord) -> dict[str, str]:
         "schedule": f"{schedule['kind']}, warmup {warmup}",
         "seed": str(recipe["seed"]),
         "changed on the way": changes_in_words(run),
-        "computed on": f"{accelerate.get('processes', 1)} x {device}, {duration(figures['hours'] * 3600)} inside of steps",
-        "software": versions + (f", launcher commit {commit[:12]}" if commit else ""),
+        "computed on": f"{devices}, {duration(figures['hours'] * 3600)} inside of steps",
+        "software": versions + (f", launcher commit {', then '.join(commits)}" if commits else ""),
     }
+
+
+def _devices(environment: Mapping[str, Any]) -> str:
+    """What a start of the run was computed on: "2 x cpu"."""
+    accelerate = environment.get("accelerate") or {}
+    return f"{accelerate.get('processes', 1)} x {next(iter(gpus_of(environment)), None) or accelerate.get('device', '')}"
 
 
 def _not_beside(run: RunRecord) -> str:

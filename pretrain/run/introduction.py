@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from accelerate.utils import broadcast_object_list
+
 from pretrain.checkpoint.state import differences
 from pretrain.metrics.console import Console
 from pretrain.metrics.peaks import is_known
@@ -46,6 +48,12 @@ def has_ended(run: Run) -> bool:
     return bool(largest_over_ranks(run.accelerator, int(ended)))
 
 
+def environment_of_start(run: Run) -> dict[str, Any]:
+    """What this start's steps are computed on, and by which versions; of several machines the main process's. Collective."""
+    found = describe_environment(describe_topology(run.accelerator)) if run.accelerator.is_main_process else None
+    return broadcast_object_list([found])[0]
+
+
 def introduce(run: Run, notes: Iterable[str], warnings: Iterable[str]) -> None:
     """Say and write down what this run is, before its first step; `notes` and `warnings` are of what it goes on from."""
     run.console.notice(render(run.job.plan, brief=True))
@@ -78,8 +86,7 @@ def _write_records(run: Run) -> dict[str, Any]:
     if run.accelerator.is_main_process or run.checkpoints.disks.leads:  # which makes it a run's folder on that machine's disk
         run.folder.write_yaml(run.folder.config, settings)
     if run.accelerator.is_main_process:
-        environment = describe_environment(describe_topology(run.accelerator))
-        run.folder.write_json(run.folder.environment, _fingerprints(run.job) | environment | run.past.record())
+        run.folder.write_json(run.folder.environment, _fingerprints(run.job) | run.environment | run.past.record())
         run.folder.write_json(run.folder.audit, run.assembly.audit)
     return settings
 

@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from foundation.errors import InputError
 from foundation.signals import StopRequest
 from packing.batch import Prefetch, StepBatches
+from pretrain.checkpoint.state import ComputedOn
 from pretrain.compare.figures import plot_losses
 from pretrain.metrics.console import Console
 from pretrain.metrics.run_folder import RunFolder
@@ -40,6 +41,7 @@ def save(run: Run, *, behind: bool = False) -> None:
         "microbatch": run.job.plan.microbatch,
         "loss_chunk": run.job.plan.loss.tokens_at_once,
         "world_size": run.accelerator.num_processes,
+        **({"computed_on": ComputedOn.of(run.environment).model_dump()} if run.environment else {}),
         **run.past.record(),
         **({"stream": run.job.data.stream.record()} if run.job.data.stream else {}),
     }

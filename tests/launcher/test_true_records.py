@@ -10,18 +10,27 @@ from typing import Any
 import numpy as np
 import pytest
 
+from foundation.errors import InputError
 from packing.arrow import Pack, PackWriter
 from packing.settings import DataSettings
 from packing.store import open_packs
 from pretrain.__main__ import main
-from pretrain.compare.comparison import held_out_difference
+from pretrain.compare.comparison import (
+    RunComparison,
+    held_out_difference,
+    machine_of,
+    on_one_kind_of_machine,
+    other_machines,
+)
 from pretrain.compare.fairness import same_held_out
 from pretrain.metrics.run_record import MEASURE, read_run
+from pretrain.plan.targets import MeasuredRun
 from tests.bad_input.conftest import contents
 from tests.bad_input.test_bad_data import write_tokenizer
 from tests.conftest import PACK_LENGTH, VOCABULARY, over
 
 QUICK = ("train.steps=4", "evaluate.every=2", "checkpoint.every=2", "parity=off")
+DDP = ["--config_file", "accelerate_configs/ddp.yaml", "--mixed_precision", "no"]
 
 
 @pytest.fixture(scope="session")
@@ -134,3 +143,43 @@ def test_an_evaluation_says_what_it_computed_in(train_here: Callable, low_precis
         quick = ("train.steps=2", "parity=off", f"fp8_config.use_autocast_during_eval={setting}", f"name={named}")
         run = train_here(*quick, f"run_dir={low_precision_recipe['run_dir']}-{named}", recipe=low_precision_recipe)
         assert run.status == 0 and run.records()[-1]["held_out_precision"] == named, run.output
+
+
+def test_a_runs_machines_are_those_that_trained_its_steps(
+    train_here: Callable, train_as_ranks: Callable, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quick = over(QUICK, "schedule.kind=constant")
+    both = train_as_ranks(*quick, launch=DDP)
+    assert both.status == 0, both.output
+    card = both.run_dir / "final" / "README.md"
+    again = train_here(*quick)  # one process, which trains nothing
+    assert again.status == 0 and "| computed on | 2 x cpu, " in card.read_text(), again.output
+    assert machine_of(read_run(both.run_dir)).startswith("2 processes, ")
+
+    longer = train_here(*over(quick, "train.steps=8"), "--accept-changes")
+    assert longer.status == 0 and "| computed on | 2 x cpu, then 1 x cpu, " in card.read_text(), longer.output
+    run, alone = read_run(both.run_dir), train_here(*over(quick, "train.steps=8", f"run_dir={tmp_path / 'alone'}"))
+    assert [*run.starts] == [1, 5] and [found["accelerate"]["processes"] for found in run.timed_on] == [2, 1]
+    assert main(["export", str(both.run_dir / "checkpoints" / "step-00000004"), str(tmp_path / "out")]) == 0
+    assert "| computed on | 2 x cpu, " in (tmp_path / "out" / "README.md").read_text()
+    comparison = RunComparison.over([read_run(alone.run_dir), run])
+    assert comparison.standings[1].speed and comparison.standings[1].speedup is None and not comparison.standings[1].on_front
+    capsys.readouterr()
+    assert main(["report", str(alone.run_dir), str(both.run_dir), "--out", str(tmp_path / "report.md")]) == 0
+    assert f"alone on {machine_of(comparison.baseline.run)}; run on 2 processes, " in (tmp_path / "report.md").read_text()
+    backwards = RunComparison.over([run, comparison.baseline.run])
+    assert backwards.standings[1].speedup is None and "and run has had several" in other_machines([run])
+    with pytest.raises(InputError, match="it was computed on 2 x CPU, then 1 x CPU, so its speed is that of none of them"):
+        MeasuredRun.of(run)
+
+
+def test_where_all_timed_steps_are_of_one_machine_their_speed_is_taken(train_here: Callable, train_as_ranks: Callable) -> None:
+    first = train_as_ranks(*over(QUICK, "train.steps=2", "schedule.kind=constant"), launch=DDP)
+    second = train_here(*over(QUICK, "train.steps=6", "schedule.kind=constant"), "--accept-changes")
+    assert first.status == second.status == 0, first.output + second.output
+    run = read_run(second.run_dir)
+    assert [*run.starts] == [1, 3] and [found["accelerate"]["processes"] for found in run.timed_on] == [1]
+    assert on_one_kind_of_machine([run]) and "processes" not in machine_of(run)
+    older = {key: value for key, value in run.environment.items() if key != "past"}
+    (run.path / "environment.json").write_text(json.dumps(older))
+    assert read_run(run.path).starts == {1: older}
