@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils.logging import disable_progress_bar
+from typing import TYPE_CHECKING
 
 from foundation.command import CommandParser, number, run_command
 from foundation.errors import InputError
 from foundation.settings import MOST
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 
 def load(folder: Path) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
     """The tokenizer and the model, in FP32 on the CPU, of a Hugging Face folder."""
+    import torch  # slow to import, as transformers is: what is wrong with the command line is said at once
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
+
     disable_progress_bar()  # a small model is there at once, and a bar would stand in a log
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return AutoTokenizer.from_pretrained(folder), model.eval()
@@ -26,6 +30,8 @@ def load(folder: Path) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
 
 def sample(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, prompt: str, tokens: int, seed: int = 0) -> str:
     """`prompt` and up to `tokens` tokens more, drawn at temperature 0.7 from the 50 likeliest; the same seed, the same text."""
+    import torch
+
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
     torch.manual_seed(seed)
     with torch.inference_mode():

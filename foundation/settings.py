@@ -8,6 +8,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -36,8 +37,13 @@ class Settings(BaseModel):
     @classmethod
     def _numbers_are_said_as_numbers(cls, value: Any, info: ValidationInfo) -> Any:
         """Counts have such a rule of their own. Where a field takes true and false beside a number, both are meant."""
-        members = _members(cls.model_fields[info.field_name].annotation)
-        return _number(value) if float in members and bool not in members else value
+        return _number(value) if info.field_name in _numbers_of(cls) else value
+
+
+@cache
+def _numbers_of(cls: type[BaseModel]) -> frozenset[str]:
+    members = {name: _members(field.annotation) for name, field in cls.model_fields.items()}
+    return frozenset(name for name, allowed in members.items() if float in allowed and bool not in allowed)
 
 
 def _number(value: object) -> object:

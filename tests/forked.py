@@ -11,7 +11,7 @@ import gc
 import importlib
 import sys
 
-IMPORTED_LATE = ("torch.distributed.fsdp", "pretrain.metrics.trackers")
+IMPORTED_LATE = ("torch.distributed.fsdp", "pretrain.metrics.trackers", "numpy.ctypeslib", "numpy.ma")
 MODELS = tuple(f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "qwen3"))
 
 gc.disable()
@@ -20,6 +20,11 @@ for module in ("train_accelerate", *MODELS, *IMPORTED_LATE):
 sys.modules["pretrain.run.command_line"].OTHERS_WAIT = 0.3  # most have no launcher that could end them meanwhile
 # Keeps what it compiles for all models, a thousand patterns: each export would do so anew.
 sys.modules["transformers.conversion_mapping"].get_checkpoint_conversion_mapping("qwen3")
+# As are the versions of packages and the hash of the code.
+folders, kept = sys.modules["pretrain.metrics.run_folder"], sys.modules["pretrain.verify.kept"]
+for package in (*folders.PACKAGES, *folders.OPTIONAL_PACKAGES):
+    folders.version_of(package)
+kept.versions(), kept.code_hash()
 gc.freeze()
 gc.enable()
 atexit.register(gc.unfreeze)  # or Triton's library reports as leaked what it holds; forked processes end without

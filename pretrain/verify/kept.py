@@ -7,7 +7,6 @@ as if it were not there; what cannot be written is not kept. Failures are never 
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import os
 import re
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 
 from foundation.files import cache_folder, replace_file
+from pretrain.metrics.run_folder import version_of
 
 VERSION = 2
 _ROOT = Path(__file__).resolve().parents[2]
@@ -65,11 +65,7 @@ def code_hash() -> str:
 
 def versions() -> dict[str, str]:
     """Returns the versions of those libraries that compute and are installed."""
-    found = {}
-    for name in _LIBRARIES:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+    return {name: version for name in _LIBRARIES if (version := version_of(name))}
 
 
 def surroundings() -> dict[str, Any]:

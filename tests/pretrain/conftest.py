@@ -45,6 +45,16 @@ def accelerator() -> Iterator[Accelerator]:
 
 
 @pytest.fixture
+def cpp_compiler() -> Iterator[None]:
+    """torch.compile for a CPU takes the vector instructions that the processor states, without compiling a program with each to
+    try it, and starts no processes to compile in: both take longer than what a test compiles."""
+    from torch._inductor import config
+
+    with config.patch({"compile_threads": 1, "cpp.vec_isa_ok": True}):
+        yield
+
+
+@pytest.fixture
 def build_model() -> Callable[..., PackedLanguageModel]:
     def build(
         kind: str = "qwen3",

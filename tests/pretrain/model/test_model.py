@@ -157,6 +157,8 @@ def test_working_copies_compute_what_a_bf16_model_computes_with_gradients_in_fp3
         assert error <= (2**-8 if "embed" in name else 0), name
 
 
+@pytest.mark.long
+@pytest.mark.usefixtures("cpp_compiler")
 @torch.no_grad()  # compiling the backward pass, which nothing here runs, would take the C++ compiler as long again
 def test_compiled_layers_agree_and_do_not_recompile_when_the_number_of_documents_changes() -> None:
     torch._dynamo.reset()

@@ -120,6 +120,7 @@ def test_an_outlier_costs_precision_in_its_own_block_only():
     assert error[0, 1:128].max() > 0.9 and error[0, 128:].max() < 2**-4 and error[1].max() < 2**-4
 
 
+@pytest.mark.usefixtures("cpp_compiler")
 def test_compiled_quantizers_have_the_same_bits(many_values: Tensor, assert_same_bits: Callable):
     x = many_values[:200, :300]
 

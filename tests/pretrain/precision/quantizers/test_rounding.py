@@ -116,6 +116,7 @@ def test_stochastic_rounding_takes_a_neighbour_and_the_nearest_is_one_of_them(gr
     assert round_to_grid(torch.tensor(x), grid).item() in neighbours
 
 
+@pytest.mark.usefixtures("cpp_compiler")
 def test_compiled_rounding_has_the_same_bits(all_bf16: Tensor, assert_same_bits: Callable, grid: Grid = E2M1):
     x = torch.cat([all_bf16.float(), torch.randn(10_000, generator=torch.Generator().manual_seed(2))])
     uniform = torch.rand(x.shape, generator=torch.Generator().manual_seed(3))
