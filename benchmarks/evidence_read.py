@@ -50,7 +50,11 @@ CONTROLS = {
     f"mxfp8_down{BRANCH}": f"mxfp8{BRANCH}",
 }
 # Cells that answer which precision to train in, and that change one thing of another such cell.
-VARIANTS = {f"nvfp4_kept{BRANCH}": f"nvfp4{BRANCH}", f"nvfp4_then_bf16{BRANCH}": f"nvfp4{BRANCH}"}
+VARIANTS = {
+    f"nvfp4_kept{BRANCH}": f"nvfp4{BRANCH}",
+    f"nvfp4_then_bf16{BRANCH}": f"nvfp4{BRANCH}",
+    f"delayed_kept{BRANCH}": f"delayed{BRANCH}",
+}
 # Cells of other learning rates, and what each is held against.
 RATES = {
     "lr_low_bf16": BASELINE,

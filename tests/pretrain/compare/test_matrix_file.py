@@ -267,7 +267,10 @@ def test_the_shipped_matrices_load(path: Path, monkeypatch: pytest.MonkeyPatch):
         "seeds": {"seed": 1, "precision": "bf16"},
         "penalty_weight": {"loss.penalty_weight": 0.0},
         "penalty_weight_fineweb_edu": {"loss.penalty_weight": 0.0},
-        **{f"evidence_{scale}": {"cell": "bf16", "seed": 1} for scale in ("14m", "35m", "35m_once", "111m", "continued")},
+        **{
+            f"evidence_{scale}": {"cell": "bf16", "seed": 1}
+            for scale in ("14m", "14m_lr2", "35m", "35m_once", "111m", "continued")
+        },
     }
     assert load_matrix(path).baseline.values == plainest.get(path.stem, {"precision": "bf16", "weights": "fp32"})
 
