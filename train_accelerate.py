@@ -364,13 +364,13 @@ def is_confirming(run: Run, steps: int) -> bool:
 
 def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDecision]:
     """One optimizer step; returns its part of the metrics, and what its health has decided."""
-    recipe, state, optimizer, precision = run.job.recipe, run.state, run.assembly.optimizer, run.assembly.precision
+    recipe, state, optimizer, context = run.job.recipe, run.state, run.assembly.optimizer, run.assembly.context
     follow_the_schedule(run)
     learning_rate = schedule.learning_rate(state.step, recipe.schedule, recipe.optimizer, state.steps, recipe.batch.tokens)
     adamw.set_learning_rate(optimizer, learning_rate)
     seed_step(recipe.seed, state.step, run.accelerator.process_index)
     if run.health.may_skip:
-        precision.keep_state()
+        context.keep_state()
 
     # Forward and backward over all microbatches.
     watching = run.precision_watch.watching(state.step + 1) if run.precision_watch else None
@@ -395,7 +395,7 @@ def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDeci
     if decision.proceed:
         optimizer.step(update, clip_coefficient=clip_coefficient)
     elif decision.action == "skip":
-        precision.go_back()
+        context.go_back()
     adamw.clear_gradients(optimizer, run.assembly.model)  # queued before what waits for the update
     frozen_updates = adamw.frozen_share(optimizer, run.accelerator) if decision.proceed else 0.0
     most_frozen = {}

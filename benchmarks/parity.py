@@ -36,7 +36,7 @@ def main() -> None:
         raise SystemExit("benchmarks.parity: set `batch.microbatch`, which a run would search for")
     assembly = assemble(job, accelerator)
     step = job.batches(accelerator).step(0)
-    with assembly.precision.preserving_state():
+    with assembly.context.preserving_state():
         forward_backward(assembly.model, replace(step, microbatches=step.microbatches[:2]), accelerator)
     clear_gradients(assembly.optimizer, assembly.model)
     if assembly.audit["compiled"] == "nothing":

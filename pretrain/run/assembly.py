@@ -88,14 +88,14 @@ class Assembly:
     model: PackedLanguageModel  # as it maps packed batches to losses, sharded where the topology does
     optimizer: ExactAdamW
     active: ActivePrecision  # of the steps at present; `use` changes it
-    precision: PrecisionContext  # which its products share
+    context: PrecisionContext  # which its products share
     stages: Mapping[str, Stage]  # by the precision's name
     audit: dict[str, Any]  # what audit.json says; parity and `confirming_audit` add what they find
 
     def use(self, active: ActivePrecision) -> None:
         """Compute in `active`, one of the run's precisions, from here on, and let the audit speak of it."""
         stage = self.stages[active.precision.name]
-        self.active, self.precision.backend = active, stage.backend
+        self.active, self.context.backend = active, stage.backend
         self.audit.pop("confirmed_in_step", None)
         self.audit.pop("parity", None)
         self.audit |= stage.found
@@ -114,18 +114,18 @@ class Assembly:
         """Go over to `active` between two steps: from here on as if the model had been assembled in it. What the precision before
         had kept is forgotten, the histories of this one begin with the weights as they are, and what runs is audited anew.
         Collective; InputError where a product does not run as it should."""
-        self.precision.forget()
+        self.context.forget()
         self.use(active)
         self._rehearse(job, accelerator)
 
     def begin_histories(self, kept: Iterable[str], job: Job, accelerator: Accelerator) -> None:
         """Let the histories of the precision at present begin with the weights as they are, but for those `kept`, and audit it
         anew. Collective, as `begin` is."""
-        values = {name: self.precision.state()[name].clone() for name in kept}
-        self.precision.backend.reset()
+        values = {name: self.context.state()[name].clone() for name in kept}
+        self.context.backend.reset()
         self._rehearse(job, accelerator)
         for name, value in values.items():
-            self.precision.state()[name].copy_(value)
+            self.context.state()[name].copy_(value)
 
     def _rehearse(self, job: Job, accelerator: Accelerator) -> None:
         stage = self.stages[self.active.precision.name]
@@ -147,7 +147,7 @@ class Assembly:
     @property
     def state_tensors(self) -> dict[str, Tensor]:
         """All that a checkpoint holds beside the model: the optimizer's, and history and scales of delayed scaling."""
-        return self.optimizer_tensors | self.precision.saved_state()
+        return self.optimizer_tensors | self.context.saved_state()
 
     def low_precision_products(self, device_name: str) -> LowPrecisionProducts | None:
         """What runs on the device's FP8 or FP4 units; None where nothing does, or where their peak is not known."""
@@ -191,16 +191,16 @@ class Assembly:
 
     def precision_watch(self, every: int | None, folder: Path, step: int, main_process: bool) -> PrecisionWatch | None:
         """Statistics of the low-precision operands every so many steps, None where there are none or none are wanted."""
-        if not self.precision.backends or every is None:
+        if not self.context.backends or every is None:
             return None
         options = {"resumed_step": step, "main_process": main_process, "confirming": self.confirming_again}
-        return PrecisionWatch(self.precision, self.active, every, folder, **options)
+        return PrecisionWatch(self.context, self.active, every, folder, **options)
 
     @contextmanager
     def confirming_audit(self, step: int) -> Iterator[None]:
         """Watches `step`, the first of this process or of a phase; raises InputError where its low-precision products are not the
         audit's."""
-        if self.precision.backend is None:
+        if self.context.backend is None:
             yield
             return
         with audit.confirming(self.model, self.active, self.audit["products"], step):
@@ -213,7 +213,7 @@ class Assembly:
         products are not the audit's any more, or a history of delayed scaling was not kept."""
         with (
             audit.confirming(self.model, self.active, self.audit["products"], step, most=EXAMINED_AGAIN),
-            audit.confirming_histories(self.precision, self.active),
+            audit.confirming_histories(self.context, self.active),
         ):
             yield
 

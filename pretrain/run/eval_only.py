@@ -55,7 +55,7 @@ def evaluate_only(job: Job, accelerator: Accelerator, console: Console, wanted: 
     if source is None:
         what = f"{job.recipe.model.weights_source}, untrained by this run"
     else:
-        scales, _ = scales_to_load(source.path, assembly.precision.saved_state())
+        scales, _ = scales_to_load(source.path, assembly.context.saved_state())
         for note in load_weights(source, checkpoints, job.recipe.weights, assembly, scales):
             console.notice(note)
         what = str(source.path)
@@ -63,7 +63,7 @@ def evaluate_only(job: Job, accelerator: Accelerator, console: Console, wanted: 
     console.notice(f"held-out loss of {what}")
     for name, evaluating in _precisions(job, assembly, accelerator):
         with evaluating:
-            reads_histories = source and assembly.precision.evaluates_low
+            reads_histories = source and assembly.context.evaluates_low
             if reads_histories and (note := complete_histories(source, assembly, job, accelerator)):
                 console.notice(note)
             figures = held_out_figures(job, assembly.model, accelerator)
@@ -76,10 +76,10 @@ def evaluate_only(job: Job, accelerator: Accelerator, console: Console, wanted: 
 
 def _precisions(job: Job, assembly: Assembly, accelerator: Accelerator) -> list[tuple[str, AbstractContextManager[None]]]:
     """The recipe's, or those of its schedule, and BF16, with what to enter for an evaluation in it."""
-    if assembly.precision.backends:
+    if assembly.context.backends:
         low = [stage.active for stage in assembly.stages.values() if stage.backend is not None]
         turns = [(active.precision.name, _evaluating_in(active, assembly)) for active in low]
-        return [*turns, ("bf16", holding(assembly.precision, evaluates_low=False))]
+        return [*turns, ("bf16", holding(assembly.context, evaluates_low=False))]
     plain = (job.precision.name, nullcontext())
     if job.compute_dtype == torch.float32:
         return [plain, ("bf16", torch.autocast(accelerator.device.type, torch.bfloat16))]
@@ -89,6 +89,6 @@ def _precisions(job: Job, assembly: Assembly, accelerator: Accelerator) -> list[
 @contextmanager
 def _evaluating_in(active: ActivePrecision, assembly: Assembly) -> Iterator[None]:
     """While entered, evaluations compute in `active`, a low precision."""
-    context = assembly.precision
+    context = assembly.context
     with assembly.using(active), context.preserving_state(), holding(context, evaluates_low=True):
         yield

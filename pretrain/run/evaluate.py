@@ -63,7 +63,7 @@ def measure_of(run: Run) -> dict[str, Any]:
     job = run.job
     if job.data.held_out is None:
         return {}
-    as_trained = run.assembly.precision.evaluates_low or not job.precision.quantized
+    as_trained = run.assembly.context.evaluates_low or not job.precision.quantized
     return {
         "held_out_fingerprint": job.data.held_out.fingerprint[:16],
         "held_out_packs": sum(most for _, most in evaluated_parts(job).values()),

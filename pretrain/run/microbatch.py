@@ -37,7 +37,7 @@ def choose_microbatch(job: Job, assembly: Assembly, resumed: Mapping[str, Any] |
     To keep the microbatch keeps the order of all sums, so the resumed run repeats the uninterrupted one bit for bit.
     """
     fitting = []
-    with assembly.precision.preserving_state():
+    with assembly.context.preserving_state():
         for active in job.plan.actives:
             with assembly.using(active):
                 fitting.append(_of_one_precision(job.in_precision(active), assembly.model, resumed, accelerator))

@@ -405,7 +405,7 @@ def restore(
     """Copy the checkpoint's weights, moments and counters back; returns the state, and notes about it for the user."""
     state = TrainState.from_record(source.record, job.plan.steps, source.path)
     state.shift = shift_of(source.record, job)
-    scales, scale_notes = scales_to_load(source.path, assembly.precision.saved_state())
+    scales, scale_notes = scales_to_load(source.path, assembly.context.saved_state())
     notes = scale_notes + load_weights(source, checkpoints, job.recipe.weights, assembly, scales)
     set_updates_done(assembly.optimizer, state.step - state.skipped_steps)
     health.load_state_dict(source.record["health"], anew=source.begins)
@@ -498,7 +498,7 @@ def complete_histories(source: ResumePoint, assembly: Assembly, job: Job, accele
 
     Returns what to tell the user of those of no use; None where there are none.
     """
-    live = assembly.precision.state()
+    live = assembly.context.state()
     if not live:
         return None
     fits = _fitting(_histories_in(source.path), live)

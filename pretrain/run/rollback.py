@@ -38,7 +38,7 @@ def roll_back(run: Run, reason: str) -> None:
     if TrainState.from_record(record, judged.steps, path).left_out != judged.left_out:
         path = checkpoints.newest(before=record["progress"]["step"]) or path
         record = checkpoints.read_state(path)
-    run.assembly.precision.forget()
+    run.assembly.context.forget()
     source = ResumePoint(path, record, [], begins=not checkpoints.owns(path))
     run.state, notes = take_up(source, checkpoints, run.job, run.assembly, run.health, run.accelerator)
     run.health.rollbacks = rollbacks
