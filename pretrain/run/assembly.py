@@ -71,7 +71,7 @@ SEEN_UNQUANTIZED, SEEN_ON_CPU = 512, 128
 
 
 @dataclass(frozen=True)
-class Stage:
+class AssembledPrecision:
     """What a model has of one of the precisions that it computes in, one after the other."""
 
     active: ActivePrecision
@@ -89,16 +89,16 @@ class Assembly:
     optimizer: ExactAdamW
     active: ActivePrecision  # of the steps at present; `use` changes it
     context: PrecisionContext  # which its products share
-    stages: Mapping[str, Stage]  # by the precision's name
+    precisions: Mapping[str, AssembledPrecision]  # that it computes in, by name
     audit: dict[str, Any]  # what audit.json says; parity and `confirming_audit` add what they find
 
     def use(self, active: ActivePrecision) -> None:
         """Compute in `active`, one of the run's precisions, from here on, and let the audit speak of it."""
-        stage = self.stages[active.precision.name]
-        self.active, self.context.backend = active, stage.backend
+        assembled = self.precisions[active.precision.name]
+        self.active, self.context.backend = active, assembled.backend
         self.audit.pop("confirmed_in_step", None)
         self.audit.pop("parity", None)
-        self.audit |= stage.found
+        self.audit |= assembled.found
 
     @contextmanager
     def using(self, active: ActivePrecision) -> Iterator[None]:
@@ -128,12 +128,12 @@ class Assembly:
             self.context.state()[name].copy_(value)
 
     def _rehearse(self, job: Job, accelerator: Accelerator) -> None:
-        stage = self.stages[self.active.precision.name]
+        assembled = self.precisions[self.active.precision.name]
         job = job.in_precision(self.active)
         # Histories must not depend on what was drawn before, which is not the same in a run that is resumed here: dropout shows.
         seed_step(job.recipe.seed, 0, accelerator.process_index)
-        stage.found["products"] = rehearse(job, accelerator, self.model, self.optimizer, stage.decisions)
-        stage.found.pop("confirmed_in_step", None)
+        assembled.found["products"] = rehearse(job, accelerator, self.model, self.optimizer, assembled.decisions)
+        assembled.found.pop("confirmed_in_step", None)
         self.use(self.active)
 
     @property
@@ -205,7 +205,7 @@ class Assembly:
             return
         with audit.confirming(self.model, self.active, self.audit["products"], step):
             yield
-        self.audit["confirmed_in_step"] = self.stages[self.active.precision.name].found["confirmed_in_step"] = step
+        self.audit["confirmed_in_step"] = self.precisions[self.active.precision.name].found["confirmed_in_step"] = step
 
     @contextmanager
     def confirming_again(self, step: int) -> Iterator[None]:
@@ -236,32 +236,32 @@ def assemble(job: Job, accelerator: Accelerator, waited: Waited | None = None) -
     )
     packed = PackedLanguageModel(hf, kernels.attention.name, plan.loss, context)
     layers = model.decoder_layers(hf)
-    stages = {}
+    precisions = {}
     for each in plan.actives:
         decisions = decide(hf, list(layers.values()), each) if each.precision.quantized else {}
-        stages[each.precision.name] = Stage(each, backends[each.precision.name], decisions, {})
+        precisions[each.precision.name] = AssembledPrecision(each, backends[each.precision.name], decisions, {})
 
-    fused, what_is_fused = _fuse(job, layers, stages, kernels.not_fused, context, device.type)
+    fused, what_is_fused = _fuse(job, layers, precisions, kernels.not_fused, context, device.type)
     packed.fused = fused
-    for stage in stages.values():
-        with holding(context, backend=stage.backend):
-            convert(hf, stage.decisions, context, fused)
+    for each in precisions.values():
+        with holding(context, backend=each.backend):
+            convert(hf, each.decisions, context, fused)
     # FSDP2 gathers parameters in the compute dtype: its working copies are made by the gathering.
     cast_to = job.compute_dtype if job.compute_dtype != job.weight_dtype and not accelerator.is_fsdp2 else None
     compiled = recipe.model.compile == "layer" or (recipe.model.compile == "auto" and device.type == "cuda")
     wrap_layers(packed, recipe.model, cast_to=cast_to, compile_layers=compiled)
 
     packed, adamw = _put_on_devices(job, accelerator, built, packed, by_kernel=kernels.optimizer)
-    for stage in stages.values():
+    for each in precisions.values():
         with (
-            holding(context, backend=stage.backend),
+            holding(context, backend=each.backend),
             waited.on("checks", "looking at what runs", "packs", total=REHEARSALS if context.state() else 1),
         ):
-            products = rehearse(job.in_precision(stage.active), accelerator, packed, adamw, stage.decisions)
-            stage.found.update(_found_in(stage, hf, products))
+            products = rehearse(job.in_precision(each.active), accelerator, packed, adamw, each.decisions)
+            each.found.update(_found_in(each, hf, products))
     how = {"fused": what_is_fused, "built": built.how, "compiled": what_is_compiled(compiled, context, fused)}
-    around = _found_around(job, stages, kernels, how, device.type)
-    return Assembly(hf, packed, adamw, job.active, context, stages, stages[job.precision.name].found | around)
+    around = _found_around(job, precisions, kernels, how, device.type)
+    return Assembly(hf, packed, adamw, job.active, context, precisions, precisions[job.precision.name].found | around)
 
 
 @dataclass(frozen=True)
@@ -293,7 +293,7 @@ def _build(job: Job, accelerator: Accelerator, attention: str) -> _Built:
 def _fuse(
     job: Job,
     layers: Mapping[str, nn.Module],
-    stages: Mapping[str, Stage],
+    precisions: Mapping[str, AssembledPrecision],
     why_not: str | None,
     context: PrecisionContext,
     device_type: str,
@@ -308,7 +308,7 @@ def _fuse(
         if arithmetic is None:
             return None, why_not
     arithmetic.keeps_rotated = job.plan.keeps_rotated
-    fused = fuse(layers, {stage.backend: stage.decisions for stage in stages.values()}, arithmetic)
+    fused = fuse(layers, {each.backend: each.decisions for each in precisions.values()}, arithmetic)
     return fused if fused.layers else None, fused.describe()
 
 
@@ -361,9 +361,9 @@ def _give_values(built: _Built, adamw: ExactAdamW, *, exact: bool) -> None:
             local_part(parameter).copy_(values)
 
 
-def _found_in(stage: Stage, hf: PreTrainedModel, products: list[audit.Entry]) -> dict[str, Any]:
+def _found_in(assembled: AssembledPrecision, hf: PreTrainedModel, products: list[audit.Entry]) -> dict[str, Any]:
     """What the audit says of one precision, while the model computes in it."""
-    active, backend = stage.active, stage.backend
+    active, backend = assembled.active, assembled.backend
     return {
         "precision": active.requested,
         "effective": active.precision.name,
@@ -378,7 +378,7 @@ def _found_in(stage: Stage, hf: PreTrainedModel, products: list[audit.Entry]) ->
 
 
 def _found_around(
-    job: Job, stages: Mapping[str, Stage], kernels: Chosen, how: Mapping[str, str | None], device_type: str
+    job: Job, precisions: Mapping[str, AssembledPrecision], kernels: Chosen, how: Mapping[str, str | None], device_type: str
 ) -> dict[str, Any]:
     """What the audit says beside that: of the whole run, `how` the model was put together among it."""
     recipe, plan = job.recipe, job.plan
@@ -393,7 +393,7 @@ def _found_around(
     if (algorithms := describe_algorithms()) is not None:
         found["algorithms"] = algorithms
     if course := found_of_course(plan):
-        found |= course | {"precisions": {n: s.found for n, s in stages.items()}}
+        found |= course | {"precisions": {name: each.found for name, each in precisions.items()}}
     return found
 
 

@@ -77,7 +77,7 @@ def evaluate_only(job: Job, accelerator: Accelerator, console: Console, wanted: 
 def _precisions(job: Job, assembly: Assembly, accelerator: Accelerator) -> list[tuple[str, AbstractContextManager[None]]]:
     """The recipe's, or those of its schedule, and BF16, with what to enter for an evaluation in it."""
     if assembly.context.backends:
-        low = [stage.active for stage in assembly.stages.values() if stage.backend is not None]
+        low = [each.active for each in assembly.precisions.values() if each.backend is not None]
         turns = [(active.precision.name, _evaluating_in(active, assembly)) for active in low]
         return [*turns, ("bf16", holding(assembly.context, evaluates_low=False))]
     plain = (job.precision.name, nullcontext())

@@ -48,10 +48,10 @@ def find_parity(run: Run) -> list[Parity | LeftOut]:
     assembly, found = run.assembly, []
     comparisons = sum(4 if active.precision.quantized else 2 for active in run.job.plan.actives)
     with run.waited.on("checks", "parity with plain transformers", "comparisons", total=comparisons):
-        for stage in assembly.stages.values():
-            with assembly.using(stage.active):
-                found.append(_in_one_precision(run, run.job.in_precision(stage.active)))
-            stage.found["parity"] = {"source": "this run"} | found[-1].record()
+        for each in assembly.precisions.values():
+            with assembly.using(each.active):
+                found.append(_in_one_precision(run, run.job.in_precision(each.active)))
+            each.found["parity"] = {"source": "this run"} | found[-1].record()
         assembly.use(assembly.active)
     return found
 

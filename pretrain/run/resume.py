@@ -430,20 +430,20 @@ def keep_findings(source: ResumePoint, assembly: Assembly, job: Job) -> None:
         found = load_json(written)
         earlier = RecordedAudit.model_validate(found)
         of_precision = found["precisions"] if earlier.precisions else {earlier.effective or "": found}
-    for name, stage in assembly.stages.items():
+    for name, each in assembly.precisions.items():
         known = of_precision.get(name, {})
         if isinstance(parity := known.get("parity"), dict):
             when = f"before the run's first step; its start from step {step:,} did not look again"
-            stage.found["parity"] = parity | {"when": when}
+            each.found["parity"] = parity | {"when": when}
         elif job.recipe.parity != "off":
             why = f"it is checked before a run's first step only, and {written} has no record of that for {name}"
-            stage.found["parity"] = {"source": "this run", "left_out": why}
+            each.found["parity"] = {"source": "this run", "left_out": why}
         confirmed = known.get("confirmed_in_step")
         if name != coming and isinstance(confirmed, int) and confirmed <= step:
-            stage.found["confirmed_in_step"] = confirmed
-    of_a_stage = {key for stage in assembly.stages.values() for key in stage.found} | {"confirmed_in_step"}
-    for name in set(job.plan.course.values()) & of_precision.keys() - assembly.stages.keys():
-        own = {key: value for key, value in of_precision[name].items() if key in of_a_stage}
+            each.found["confirmed_in_step"] = confirmed
+    of_each = {key for each in assembly.precisions.values() for key in each.found} | {"confirmed_in_step"}
+    for name in set(job.plan.course.values()) & of_precision.keys() - assembly.precisions.keys():
+        own = {key: value for key, value in of_precision[name].items() if key in of_each}
         assembly.audit["precisions"][name] = own
     assembly.use(assembly.active)
 
