@@ -359,7 +359,7 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int |
 
 def is_confirming(run: Run, steps: int) -> bool:
     """Whether the step that follows `steps` is the first of this process or of a phase: its products are held to the audit."""
-    return steps == run.resumed_step or steps in run.job.plan.timetable
+    return steps == run.resumed_step or run.job.plan.begins_phase(steps)
 
 
 def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDecision]:

@@ -87,26 +87,25 @@ class Plan:
         return steps_of(self.recipe.train, self.tokens_per_step, self.packs or 0, self.recipe.data.length)
 
     @cached_property
-    def timetable(self) -> dict[int, ActivePrecision]:
-        """What is computed in, by the number of steps done before; 0 is always among the keys. Raises InputError where a phase
-        would have no step."""
-        ends = last_steps([phase.until for phase in self.phases], self.steps)
-        return dict(zip([0, *ends], [phase.active for phase in self.phases] or [self.active], strict=False))
+    def spans(self) -> list[tuple[int, int, ActivePrecision]]:
+        """The first and the last step of each phase, counted from 1, and what it computes in; all steps where there are no
+        phases. Raises InputError where a phase would have no step."""
+        ends = last_steps([phase.until for phase in self.phases], self.steps) or [self.steps]
+        actives = [phase.active for phase in self.phases] or [self.active]
+        return [(before + 1, end, active) for before, end, active in zip([0, *ends], ends, actives, strict=False)]
 
     def active_after(self, steps: int) -> ActivePrecision:
         """Returns what the step computes in that follows `steps` steps; of a finished run, what the last one did."""
-        return self.timetable[max(begin for begin in self.timetable if begin <= min(steps, self.steps - 1))]
+        return next(active for _, end, active in self.spans if min(steps + 1, self.steps) <= end)
 
-    @property
-    def spans(self) -> list[tuple[int, int, ActivePrecision]]:
-        """The timetable as the first and the last step of each of its parts, counted from 1."""
-        ends = [*self.timetable, self.steps][1:]
-        return [(begin + 1, end, active) for (begin, active), end in zip(self.timetable.items(), ends, strict=True)]
+    def begins_phase(self, steps: int) -> bool:
+        """Whether the step that follows `steps` steps is the first of all or of a phase."""
+        return any(first == steps + 1 for first, *_ in self.spans)
 
     @property
     def actives(self) -> list[ActivePrecision]:
         """Every precision that the run is put together for, once."""
-        return list({active.precision.name: active for active in self.timetable.values()}.values())
+        return list({active.precision.name: active for *_, active in self.spans}.values())
 
     def after(self, done: int, ran: Mapping[int, str], tokens: int | None = None) -> Plan:
         """The plan of a run that goes on after `done` steps, which took so many `tokens`, and of which its folder's own computed
@@ -331,7 +330,7 @@ class Plan:
                 continue
             why = f"its first step is {own:,}" if end < own else f"its steps up to {self.done:,} computed in something else"
             found.append(
-                f"`precision`: phase {number} of {len(self.timetable)}, {name} to step {end:,}, never runs in this run: {why}. "
+                f"`precision`: phase {number} of {len(self.spans)}, {name} to step {end:,}, never runs in this run: {why}. "
                 "It is put together and checked all the same; leave it out, or go on from an earlier checkpoint"
             )
         return found

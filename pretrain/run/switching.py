@@ -16,10 +16,9 @@ from pretrain.verify.audit import in_short
 def follow_the_schedule(run: Run) -> None:
     """Goes over to the precision of the next step, if that is the first of a phase. Call it between two steps, before random
     numbers are drawn for the next. Collective."""
-    step, timetable = run.state.step, run.job.plan.timetable
-    if step == 0 or step not in timetable:
-        return
-    begin(run, timetable[step], run.assembly.active.precision.name)
+    plan, step = run.job.plan, run.state.step
+    if step > 0 and plan.begins_phase(step):
+        begin(run, plan.active_after(step), run.assembly.active.precision.name)
 
 
 def go_on_as_scheduled(run: Run, source: ResumePoint) -> None:
@@ -32,7 +31,7 @@ def go_on_as_scheduled(run: Run, source: ResumePoint) -> None:
         active = plan.active_after(max(step - 1, 0))
         run.assembly.use(active)
         look_after(run, active, first_step=1)
-    if before not in (None, coming.precision.name) and step not in plan.timetable:
+    if before not in (None, coming.precision.name) and not plan.begins_phase(step):
         begin(run, coming, before)
         return
     with run.watch.busy("looking at what runs"):
