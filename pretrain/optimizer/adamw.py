@@ -68,10 +68,9 @@ class ExactAdamW(torch.optim.Optimizer):
         self.exact = exact
         self.moments = moments
         self.by_kernel = True  # on a GPU; false where the kernel was found to be wrong there
-        self._frozen: list[Tensor] = []
-        self._frozen_by_weight: dict[int, Tensor] = {}  # by the weight's address, of those that torch has updated
-        self._launched: list[FusedLaunch] = []  # they know it of the others
-        self._updated = 0
+        self._updated = 0  # values, in the last step
+        self._launched: list[FusedLaunch] = []  # in it; they have counted which of these updates were lost
+        self._counted_by_torch: dict[int, Tensor] = {}  # the same of each weight that torch has updated, by its address
 
     def materialise(self) -> None:
         """Allocate all state now: what does not fit fails at the start, and a checkpoint has a place to load into."""
@@ -118,16 +117,14 @@ class ExactAdamW(torch.optim.Optimizer):
         all gradients once more, and the rounding of clipped BF16 gradients.
         """
         prepared = prepared or self.prepare()
-        self._frozen, self._frozen_by_weight, self._launched, self._updated = [], {}, [], 0
+        self._updated, self._launched, self._counted_by_torch = 0, [], {}
         for hyper, parameters, launches in prepared.updates:
             if launches is not None:
-                self._frozen += self._fused.launch(launches, hyper, clip_coefficient)
+                self._fused.launch(launches, hyper, clip_coefficient)
                 self._launched += launches
             else:
-                counts = [update_parameter(each, hyper, clip_coefficient) for each in parameters]
-                self._frozen += counts
-                addresses = (each.weight.data_ptr() for each in parameters)
-                self._frozen_by_weight.update(zip(addresses, counts, strict=True))
+                counts = {each.weight.data_ptr(): update_parameter(each, hyper, clip_coefficient) for each in parameters}
+                self._counted_by_torch |= counts
             self._updated += sum(each.weight.numel() for each in parameters)
         if prepared.counts:  # last, as a device computes by now
             torch._foreach_add_(prepared.counts, 1)
@@ -172,15 +169,16 @@ class ExactAdamW(torch.optim.Optimizer):
         Lost means that the update was not zero and the stored weight (in mode bf16_exact: the master) is what it was before. An
         update is zero where the learning rate is, or where neither its first moment nor its decay moves the weight.
         """
-        if not self._frozen:
+        counts = [*(launch.frozen for launch in self._launched), *self._counted_by_torch.values()]
+        if not counts:
             return torch.zeros(2, dtype=torch.int64)
-        frozen = torch.stack([counts.sum(dtype=torch.int64) for counts in self._frozen]).sum()
+        frozen = torch.stack([each.sum(dtype=torch.int64) for each in counts]).sum()
         return torch.stack([frozen, torch.full_like(frozen, self._updated)])
 
     def frozen_by_weight(self) -> dict[int, Tensor]:
         """Returns this process's count of lost updates in the last step of each weight, by the address of its local part."""
         of_launches = (launch.frozen_by_weight().items() for launch in self._launched)
-        return self._frozen_by_weight | dict(chain.from_iterable(of_launches))
+        return self._counted_by_torch | dict(chain.from_iterable(of_launches))
 
 
 def _tensors_of(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor]) -> ParameterTensors:
