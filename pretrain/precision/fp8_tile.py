@@ -1,4 +1,4 @@
-"""What a Triton kernel does with a tile of values that it has just computed: quantize it to FP8 and store it.
+"""What Triton kernels do with a tile of values beside computing it: load it, quantize it to FP8, store it.
 
 Hopper's FP8 products read both operands along the inner dimension. So a tensor [M, K] that one product reads by rows and another
 by columns exists twice: as it is, and as its transpose [K, M]. A kernel that holds a tile in registers writes both.
@@ -154,6 +154,12 @@ def store_block_scaled(
 def fp8_codes(values, scale, fp8: tl.constexpr):
     """The bytes of `values` x `scale` (FP32, broadcast) in `fp8`, rounded to nearest even and saturated (cvt.rn.satfinite)."""
     return (values * scale).to(fp8).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def load_rows(tensor, i, j, K):
+    """The values [BM, BN] of `tensor` [M, K] at the rows i [BM] and columns j [BN], as FP32."""
+    return tl.load(tensor + i.to(tl.int64)[:, None] * K + j[None, :]).to(tl.float32)
 
 
 @triton.jit

@@ -21,6 +21,7 @@ from pretrain.precision.fp8_tile import (
     BlockScaled,
     TensorScaled,
     exponential,
+    load_rows,
     pairs,
     record_amax,
     store_block_scaled,
@@ -48,11 +49,6 @@ FORWARD, BACKWARD = Tile(32, 128, 4), Tile(32, 128, 8)
 NARROW = Tile(64, 64, 4)  # for both, where F is no multiple of 128
 FORWARD_BLOCKS = Tile(32, 128, 4)  # 128 columns share a scale
 BACKWARD_BLOCKS = Tile(32, 32, 4)  # and 128 rows in the transpose: a program takes so many of a block's rows, or columns
-
-
-@triton.jit
-def _load(tensor, i, j, width):
-    return tl.load(tensor + i.to(tl.int64)[:, None] * width + j[None, :]).to(tl.float32)
 
 
 @triton.jit
@@ -102,9 +98,9 @@ def _differentiate(d_activated, gate, up):
 @triton.jit
 def _gradients(d_activated, hidden, i, j, F):
     """The gradients of gate and up at the rows i and columns j, and the activated values, FP32 rounded to BF16."""
-    gate, up = _load(hidden, i, j, 2 * F), _load(hidden, i, j + F, 2 * F)
+    gate, up = load_rows(hidden, i, j, 2 * F), load_rows(hidden, i, j + F, 2 * F)
     activated = _through_bf16(_activate(gate, up))
-    d_gate, d_up = _differentiate(_load(d_activated, i, j, F), gate, up)
+    d_gate, d_up = _differentiate(load_rows(d_activated, i, j, F), gate, up)
     return _through_bf16(d_gate), _through_bf16(d_up), activated
 
 
@@ -117,11 +113,11 @@ def _swiglu_amax(d_activated, hidden, amax, F, height: tl.constexpr, width: tl.c
     """The first pass of current scaling: the amax of the gradient, or without `d_activated` of the activated values."""
     i = tl.program_id(0) * height + tl.arange(0, height)
     j = tl.program_id(1) * width + tl.arange(0, width)
-    gate, up = _load(hidden, i, j, 2 * F), _load(hidden, i, j + F, 2 * F)
+    gate, up = load_rows(hidden, i, j, 2 * F), load_rows(hidden, i, j + F, 2 * F)
     if d_activated is None:
         record_amax(amax, _activate(gate, up))
     else:
-        d_gate, d_up = _differentiate(_load(d_activated, i, j, F), gate, up)
+        d_gate, d_up = _differentiate(load_rows(d_activated, i, j, F), gate, up)
         record_amax(amax, tl.maximum(tl.abs(d_gate), tl.abs(d_up)))
 
 
@@ -142,7 +138,7 @@ def _swiglu_forward(
 ):
     i = tl.program_id(0) * height + tl.arange(0, height)
     j = tl.program_id(1) * width + tl.arange(0, width)
-    activated = _through_bf16(_activate(_load(hidden, i, j, 2 * F), _load(hidden, i, j + F, 2 * F)))
+    activated = _through_bf16(_activate(load_rows(hidden, i, j, 2 * F), load_rows(hidden, i, j + F, 2 * F)))
     if scale is not None and amax is not None:
         record_amax(amax, activated)
     value = tensor_scale(scale, amax, used, scale_inv, epsilon, power_of_two, fp8)
@@ -189,7 +185,7 @@ def _swiglu_forward_blocks(
 ):
     row, column = tl.program_id(0) * height, tl.program_id(1) * BLOCK
     i, j = row + tl.arange(0, height), column + tl.arange(0, BLOCK)
-    activated = _through_bf16(_activate(_load(hidden, i, j, 2 * F), _load(hidden, i, j + F, 2 * F)))
+    activated = _through_bf16(_activate(load_rows(hidden, i, j, 2 * F), load_rows(hidden, i, j + F, 2 * F)))
     store_block_scaled(activated, rows, rows_scale_inv, None, None, row, column, T, F, epsilon, power_of_two, fp8)
 
 
@@ -329,7 +325,7 @@ def _gradients_of_two_rows(d_activated, hidden, F):
 def _swiglu_forward_bf16(hidden, activated, F, height: tl.constexpr, width: tl.constexpr):
     i = tl.program_id(0) * height + tl.arange(0, height)
     j = tl.program_id(1) * width + tl.arange(0, width)
-    values = _activate(_load(hidden, i, j, 2 * F), _load(hidden, i, j + F, 2 * F))
+    values = _activate(load_rows(hidden, i, j, 2 * F), load_rows(hidden, i, j + F, 2 * F))
     store_rows(values.to(tl.bfloat16), activated, i, j, F)
 
 
@@ -337,8 +333,8 @@ def _swiglu_forward_bf16(hidden, activated, F, height: tl.constexpr, width: tl.c
 def _swiglu_backward_bf16(d_activated, hidden, d_hidden, activated, F, height: tl.constexpr, width: tl.constexpr):
     i = tl.program_id(0) * height + tl.arange(0, height)
     j = tl.program_id(1) * width + tl.arange(0, width)
-    gate, up = _load(hidden, i, j, 2 * F), _load(hidden, i, j + F, 2 * F)
-    d_gate, d_up = _differentiate(_load(d_activated, i, j, F), gate, up)
+    gate, up = load_rows(hidden, i, j, 2 * F), load_rows(hidden, i, j + F, 2 * F)
+    d_gate, d_up = _differentiate(load_rows(d_activated, i, j, F), gate, up)
     store_rows(d_gate.to(tl.bfloat16), d_hidden, i, j, 2 * F)
     store_rows(d_up.to(tl.bfloat16), d_hidden, i, j + F, 2 * F)
     store_rows(_activate(gate, up).to(tl.bfloat16), activated, i, j, F)

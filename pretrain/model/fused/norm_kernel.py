@@ -37,6 +37,7 @@ from pretrain.precision.fp8_tile import (
     TYPES,
     BlockScaled,
     TensorScaled,
+    load_rows,
     record_amax,
     store_block_scaled,
     store_rows,
@@ -82,11 +83,6 @@ def _add(x, residual, at):
         values = through_bf16(values + tl.load(residual + at, eviction_policy="evict_first").to(tl.float32))
         tl.store(x + at, values.to(tl.bfloat16))
     return values
-
-
-@triton.jit
-def _load(x, i, j, width):
-    return tl.load(x + i.to(tl.int64)[:, None] * width + j[None, :]).to(tl.float32)
 
 
 @triton.jit
@@ -139,7 +135,7 @@ def _rms_norm(
         largest = tl.zeros([height, step // VECTOR], tl.float32)
         for start in tl.range(0, width, step, num_stages=stages):
             j = start + tl.arange(0, step)
-            values = _normalise(kept if step == width else _load(x, i, j, width), weight, factor, j)
+            values = _normalise(kept if step == width else load_rows(x, i, j, width), weight, factor, j)
             if fp8 is not None:
                 store_tensor_scaled(values, to_codes, rows, columns, i, j, tokens, width, fp8)
             else:
@@ -170,7 +166,7 @@ def _quantize(
     step: tl.constexpr,
 ):
     i, j = tl.program_id(0) * height + tl.arange(0, height), tl.program_id(1) * step + tl.arange(0, step)
-    values = through_bf16(_normalise(_load(x, i, j, width), weight, tl.load(rstd + i), j))
+    values = through_bf16(_normalise(load_rows(x, i, j, width), weight, tl.load(rstd + i), j))
     scale = tensor_scale(None, amax, None, scale_inv, epsilon, power_of_two, fp8)
     store_tensor_scaled(values, scale, rows, columns, i, j, tokens, width, fp8)
 
@@ -193,7 +189,7 @@ def _quantize_blocks(
 ):
     row, column = tl.program_id(0) * height, tl.program_id(1) * BLOCK
     i, j = row + tl.arange(0, height), column + tl.arange(0, BLOCK)
-    values = through_bf16(_normalise(_load(x, i, j, width), weight, tl.load(rstd + i), j))
+    values = through_bf16(_normalise(load_rows(x, i, j, width), weight, tl.load(rstd + i), j))
     store_block_scaled(
         values, rows, rows_scale_inv, columns, columns_scale_inv, row, column, tokens, width, epsilon, power_of_two, fp8
     )

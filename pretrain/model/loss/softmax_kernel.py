@@ -28,6 +28,7 @@ from pretrain.precision.fp8_tile import (
     TYPES,
     exponential,
     fp8_codes,
+    load_rows,
     record_amax,
     scale_from_amax,
     store_columns,
@@ -219,7 +220,7 @@ def _softmax_quantized_gradient(
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(scale_inv, inverse(used, False))
     label = tl.load(labels + token)[:, None]
-    scores = tl.load(logits + token.to(tl.int64)[:, None] * vocabulary + word[None, :]).to(tl.float32)
+    scores = load_rows(logits, token, word, vocabulary)
     maximum, reciprocal = tl.load(maxima + token)[:, None], tl.load(reciprocals + token)[:, None]
     gradient = score_gradient(scores, maximum, reciprocal, tl.where(word[None, :] == label, 1.0, 0.0))
     gradient = tl.where(label == ignore, 0.0, gradient).to(logits.dtype.element_ty).to(tl.float32)
