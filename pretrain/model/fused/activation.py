@@ -20,14 +20,16 @@ from pretrain.model.fused.te_storage import block_scaled, scaling_of, tensor_sca
 from pretrain.precision.fp8_tile import BlockScaled
 
 Activated = Any  # a Tensor, or what a quantizer of Transformer Engine makes
+Kept = Any  # the activated values; of those that backward makes again the one scale, FP32 [1], or None where there is none
 
 
-def swiglu(hidden: Tensor, quantizer: Any | None, *, made_again: bool = True) -> tuple[Activated, Activated | None]:
-    """hidden [T, 2 F] BF16, gate then up, each F wide -> silu(gate) * up [T, F], and what `swiglu_backward` is to be given of it.
+def swiglu(hidden: Tensor, quantizer: Any | None, *, made_again: bool = True) -> tuple[Activated, Kept]:
+    """hidden [T, 2 F] BF16, gate then up, each F wide -> silu(gate) * up [T, F], in BF16 without a quantizer; and what
+    `swiglu_backward` is to be given as `kept`.
 
-    With a quantizer for FP8, and whole tiles, the result has rowwise data alone, and what is kept is its scale, FP32 [1], or
-    None: its usages are not asked. Every other quantizer makes what its usages say, and the result is kept: NVFP4's transpose is
-    not one of the same numbers. Without a quantizer the result is BF16; where tiles are whole, nothing is kept of it either.
+    Where tiles are whole, and the quantizer is none or one for FP8, backward makes the activated values again. Then those of a
+    quantizer have rowwise data alone here, whatever its usages are. Elsewhere they have what the usages say, and are kept:
+    NVFP4's transpose is not one of the same numbers.
 
     `made_again`: whether backward quantizes the gradient of `hidden` where this quantizes; else what is quantized here is kept,
     since no kernel writes a gradient in BF16 and quantized values together.
@@ -35,14 +37,13 @@ def swiglu(hidden: Tensor, quantizer: Any | None, *, made_again: bool = True) ->
     if quantizer is not None and not made_again:
         activated = quantizer(tex.swiglu(hidden, None))
         return activated, activated
-    scaled = scaling_of(quantizer)
     if not _takes(hidden, quantizer):
         activated = tex.swiglu(hidden, quantizer)
         return activated, activated
     if quantizer is None:
         return tex.swiglu(hidden, None), None
     shape = len(hidden), hidden.shape[1] // 2
-    if scaled is BlockScaled:
+    if scaling_of(quantizer) is BlockScaled:
         activated, written = block_scaled(quantizer, shape, hidden.device, rows=True, columns=False)
         kernel.forward_blocks(hidden, written)
         return activated, None
@@ -52,7 +53,7 @@ def swiglu(hidden: Tensor, quantizer: Any | None, *, made_again: bool = True) ->
 
 
 def swiglu_backward(
-    d_activated: Tensor, hidden: Tensor, gradient_quantizer: Any | None, kept: Activated | None, activated_quantizer: Any | None
+    d_activated: Tensor, hidden: Tensor, gradient_quantizer: Any | None, kept: Kept, activated_quantizer: Any | None
 ) -> tuple[Activated, Activated]:
     """The gradient of `hidden` [T, 2 F] as its product's backward takes it (what the usages of `gradient_quantizer` say), and the
     activated values [T, F] as the next product's weight gradient takes them: columnwise, quantized with forward's scale.
@@ -60,18 +61,18 @@ def swiglu_backward(
     `d_activated` [T, F] and `hidden` are BF16; `kept` is what forward returned. Either of the two products may be in BF16, and
     have no quantizer. TypeError for two quantizers of different kinds.
     """
+    d_activated = d_activated.contiguous()
     if activated_quantizer is not None and gradient_quantizer is None:  # forward was told, and has kept the activated values
-        return tex.dswiglu(d_activated.contiguous(), hidden, None), kept
+        return tex.dswiglu(d_activated, hidden, None), kept
     if activated_quantizer is None and gradient_quantizer is not None:
         if kept is not None:
-            return gradient_quantizer(tex.dswiglu(d_activated.contiguous(), hidden, None)), kept
-        d_hidden, activated = kernel.backward_bf16(d_activated.contiguous(), hidden)
+            return gradient_quantizer(tex.dswiglu(d_activated, hidden, None)), kept
+        d_hidden, activated = kernel.backward_bf16(d_activated, hidden)
         return gradient_quantizer(d_hidden), activated
     scaled = scaling_of(activated_quantizer)
     if type(gradient_quantizer) is not type(activated_quantizer) or scaled is not scaling_of(gradient_quantizer):
         raise TypeError(f"{activated_quantizer} quantized the activated values, which does not go with {gradient_quantizer}")
-    d_activated = d_activated.contiguous()
-    if not _takes(hidden, gradient_quantizer):
+    if not _takes(hidden, gradient_quantizer):  # nor did forward's: the activated values are kept
         return tex.dswiglu(d_activated, hidden, gradient_quantizer), kept
     if gradient_quantizer is None:
         return kernel.backward_bf16(d_activated, hidden)
@@ -89,6 +90,6 @@ def swiglu_backward(
 
 
 def _takes(hidden: Tensor, quantizer: Any | None) -> bool:
-    """Whether our kernels serve: for no quantizer or one for FP8, and whole tiles."""
+    """Whether backward makes the activated values again: for no quantizer or one for FP8, and whole tiles."""
     scaled = scaling_of(quantizer)
     return (quantizer is None or scaled is not None) and kernel.divides(hidden, scaled)
