@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pretrain.precision.fp8_tile import INTERPRETED
+
 ROWS, COLUMNS, WARPS = 64, 128, 4
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
@@ -35,7 +36,7 @@ def _add_rows(
     row = tl.load(order + place, mask=place < n, other=0)
     here = (place < n)[:, None] & (column < width)[None, :]
     values = tl.load(gradient + row[:, None] * width + column[None, :], mask=here, other=0)
-    if _INTERPRETED:  # which multiplies the bits of BF16
+    if INTERPRETED:  # which multiplies the bits of BF16
         values = values.to(tl.float32)
     sums = tl.dot((word[:, None] == word[None, :]).to(values.dtype), values)
     before = tl.load(words + place - 1, mask=(place > 0) & (place < n), other=-1)

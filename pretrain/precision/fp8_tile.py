@@ -21,7 +21,7 @@ FP32_MAX = tl.constexpr(3.4028234663852886e38)
 BF16_MAX = tl.constexpr(3.3895313892515355e38)
 _INFINITY = tl.constexpr(float("inf"))
 _LOG2_E = tl.constexpr(1.4426950408889634)
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 TYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
 
@@ -179,7 +179,7 @@ def store_columns(codes, columns, i, j, M):
 def _computed_once(codes):
     """`codes`, hidden from the compiler, which would compute them anew in the transpose's layout: Triton 3.6 does, and on an H200
     every fourth column then held something else (benchmarks/results/h200_triton_transpose.json)."""
-    if _INTERPRETED:
+    if INTERPRETED:
         return codes
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [codes], dtype=tl.uint8, is_pure=False, pack=4)
 
@@ -194,7 +194,7 @@ def through_bf16(values):
 def exponential(x):
     """e^x by the GPU's own instruction. The relative error is 2^-22 or so, and 2^-24 more for each unit of x, as tl.exp's is.
     Below 1e-38 the result is zero: tl.exp's care for such numbers takes more than twice the instructions."""
-    if _INTERPRETED:
+    if INTERPRETED:
         return tl.exp(x)
     return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=r,r", [x * _LOG2_E], dtype=tl.float32, is_pure=True, pack=1)
 
@@ -225,7 +225,7 @@ def reciprocal(scale, power_of_two: tl.constexpr):
 @triton.jit
 def pairs(first, second):
     """Words (int32) of two FP32 values rounded to BF16, the `first` in the lower half. Computed once: see `_computed_once`."""
-    if _INTERPRETED:
+    if INTERPRETED:
         upper = second.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) << 16
         return upper | first.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.int32)
     return tl.inline_asm_elementwise(
@@ -298,14 +298,14 @@ def within(tensor, row, column, K, i, j):
 @triton.jit
 def _largest_pairs(words, axis: tl.constexpr):
     """Returns the amax of either half along `axis`. A maximum passes NaN over, unless there is nothing else."""
-    if _INTERPRETED:
+    if INTERPRETED:
         return pairs(tl.max(tl.abs(firsts(words)), axis), tl.max(tl.abs(seconds(words)), axis))
     return tl.reduce(words & 0x7FFF7FFF, axis, _larger_pairs)
 
 
 @triton.jit
 def _larger_pairs(a, b):
-    if _INTERPRETED:
+    if INTERPRETED:
         return pairs(tl.maximum(firsts(a), firsts(b)), tl.maximum(seconds(a), seconds(b)))
     return tl.inline_asm_elementwise("max.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
 
@@ -313,7 +313,7 @@ def _larger_pairs(a, b):
 @triton.jit
 def _codes_of_four(words, words_below, scale, fp8: tl.constexpr):
     """Words of the `fp8_codes` of four rows, the first in the lowest byte."""
-    if _INTERPRETED:
+    if INTERPRETED:
         lower = _bytes(firsts(words), scale, fp8) | _bytes(seconds(words), scale, fp8) << 8
         return lower | _bytes(firsts(words_below), scale, fp8) << 16 | _bytes(seconds(words_below), scale, fp8) << 24
     convert: tl.constexpr = "cvt.rn.satfinite." + ("e4m3x2" if fp8 == tl.float8e4nv else "e5m2x2") + ".f32 "

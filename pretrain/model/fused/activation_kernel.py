@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pretrain.precision.fp8_tile import (
     BLOCK,
+    INTERPRETED,
     TYPES,
     BlockScaled,
     TensorScaled,
@@ -32,8 +33,6 @@ from pretrain.precision.fp8_tile import (
     through_bf16,
     within,
 )
-
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 class Tile(NamedTuple):
@@ -55,7 +54,7 @@ BACKWARD_BLOCKS = Tile(32, 32, 4)  # and 128 rows in the transpose: a program ta
 def _sigmoid(x):
     """Computes the sigmoid by the GPU's own exponential and reciprocal. Where x is ordinary they are off by a few units in FP32's
     last place: that decides one rounding to FP8 in some hundred thousand. Below x = -87 the result is zero."""
-    if _INTERPRETED:
+    if INTERPRETED:
         return 1 / (1 + tl.exp(-x))
     return tl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=r,r", [1 + exponential(-x)], dtype=tl.float32, is_pure=True, pack=1
@@ -69,7 +68,7 @@ def _through_bf16(values):
     Left to the compiler, they are rounded one by one, by an instruction of a quarter of the others' rate, and are transposed in a
     way that takes twice the registers: the kernel of the gradient then takes 1.5 times as long. Other kernels have lost by this,
     as the compiler then computed a tile twice (docs/log.md)."""
-    if _INTERPRETED:
+    if INTERPRETED:
         return through_bf16(values)
     return tl.inline_asm_elementwise(
         "{.reg .b32 both; cvt.rn.bf16x2.f32 both, $3, $2; shl.b32 $0, both, 16; and.b32 $1, both, 0xffff0000;}",
