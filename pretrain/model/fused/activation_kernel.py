@@ -62,7 +62,7 @@ def _sigmoid(x):
 
 
 @triton.jit
-def _through_bf16(values):
+def _through_bf16_by_twos(values):
     """`through_bf16`, two values at a time: the same numbers.
 
     Left to the compiler, they are rounded one by one, by an instruction of a quarter of the others' rate, and are transposed in a
@@ -98,9 +98,9 @@ def _differentiate(d_activated, gate, up):
 def _gradients(d_activated, hidden, i, j, F):
     """The gradients of gate and up at the rows i and columns j, and the activated values, FP32 rounded to BF16."""
     gate, up = load_rows(hidden, i, j, 2 * F), load_rows(hidden, i, j + F, 2 * F)
-    activated = _through_bf16(_activate(gate, up))
+    activated = _through_bf16_by_twos(_activate(gate, up))
     d_gate, d_up = _differentiate(load_rows(d_activated, i, j, F), gate, up)
-    return _through_bf16(d_gate), _through_bf16(d_up), activated
+    return _through_bf16_by_twos(d_gate), _through_bf16_by_twos(d_up), activated
 
 
 # ── Kernels ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -137,7 +137,7 @@ def _swiglu_forward(
 ):
     i = tl.program_id(0) * height + tl.arange(0, height)
     j = tl.program_id(1) * width + tl.arange(0, width)
-    activated = _through_bf16(_activate(load_rows(hidden, i, j, 2 * F), load_rows(hidden, i, j + F, 2 * F)))
+    activated = _through_bf16_by_twos(_activate(load_rows(hidden, i, j, 2 * F), load_rows(hidden, i, j + F, 2 * F)))
     if scale is not None and amax is not None:
         record_amax(amax, activated)
     value = tensor_scale(scale, amax, used, scale_inv, epsilon, power_of_two, fp8)
@@ -184,7 +184,7 @@ def _swiglu_forward_blocks(
 ):
     row, column = tl.program_id(0) * height, tl.program_id(1) * BLOCK
     i, j = row + tl.arange(0, height), column + tl.arange(0, BLOCK)
-    activated = _through_bf16(_activate(load_rows(hidden, i, j, 2 * F), load_rows(hidden, i, j + F, 2 * F)))
+    activated = _through_bf16_by_twos(_activate(load_rows(hidden, i, j, 2 * F), load_rows(hidden, i, j + F, 2 * F)))
     store_block_scaled(activated, rows, rows_scale_inv, None, None, row, column, T, F, epsilon, power_of_two, fp8)
 
 
