@@ -271,7 +271,7 @@ class Arithmetic:
 
     def activate(self, hidden: Tensor, kind: Activation, product: StackedProduct) -> tuple[Operand, Operand | None]:
         """hidden [tokens, 2 x width: gate, then up] (swiglu) or [tokens, width] as the input of `product`, and what
-        `activate_backward` is to be given of that."""
+        `activate_backward` is to be given as `kept`."""
         return _activated(hidden, kind), None
 
     def activate_backward(

@@ -312,7 +312,7 @@ class FusedLayer:
         parts, arithmetic = self.parts, self._arithmetic
         attention, heads, head_norms = parts.attention, parts.heads, [norm.weight for norm in parts.head_norms]
         parameters = (*parts.attention_norm.parameters, *head_norms, *self.qkv.weights.parameters)
-        name, eps = attention.config._attn_implementation, parts.head_norms[0].variance_epsilon if head_norms else 0.0
+        name, eps = attention.config._attn_implementation, (parts.head_norms[0].variance_epsilon if head_norms else 0.0)
         angles = [table.flatten(0, -2) for table in position_embeddings] if parts.rotary else []
         if parts.rotary and name in ROTATED_ATTENTION:
             documents = Documents(cu_seqlens, max_seqlen, attention.scaling)

@@ -218,12 +218,12 @@ class TransformerEngineArithmetic(Arithmetic):
         dx, *gradients = backward(dy, x, *statistics, weight, 0, False)
         return dx if residual is None else dx.add_(residual), gradients[: len(norm.parameters)]
 
-    def activate(self, hidden: Tensor, kind: Activation, product: TEStackedProduct) -> tuple[Operand, Operand]:
+    def activate(self, hidden: Tensor, kind: Activation, product: TEStackedProduct) -> tuple[Operand, Operand | None]:
         if kind == "swiglu":
             if product.watched:
                 product.show("input", tex.swiglu(hidden, None))
-            again = product.reads_from is None or product.reads_from.low_precision == product.low_precision
-            return swiglu(hidden, product.input_quantizer(), made_again=again)
+            made_again = product.reads_from is None or product.reads_from.low_precision == product.low_precision
+            return swiglu(hidden, product.input_quantizer(), made_again=made_again)
         activated = product.operand(F.gelu(hidden, approximate=APPROXIMATIONS[kind]))
         return activated, activated
 
@@ -244,8 +244,7 @@ class TransformerEngineArithmetic(Arithmetic):
             in_bf16 = tex.dswiglu(d_activated, hidden, None)
             gate_up.show("grad_output", in_bf16)
             biases = gate_up.weights.bias_gradients(in_bf16)
-        quantizers = gate_up.gradient_quantizer(), down.input_quantizer()
-        return *swiglu_backward(d_activated, hidden, quantizers[0], kept, quantizers[1]), biases
+        return *swiglu_backward(d_activated, hidden, gate_up.gradient_quantizer(), kept, down.input_quantizer()), biases
 
     def rotate_backward(
         self,

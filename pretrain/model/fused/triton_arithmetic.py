@@ -82,14 +82,14 @@ class TritonArithmetic(Arithmetic):
         return activated, activated
 
     def activate_backward(
-        self, d_activated: Tensor, hidden: Tensor, kind: Activation, kept: Operand, below: StackedProduct, above: StackedProduct
+        self, d_activated: Tensor, hidden: Tensor, kind: Activation, kept: Operand, gate_up: StackedProduct, down: StackedProduct
     ) -> tuple[Operand, Operand, list[Tensor]]:
         if kind == "swiglu":
             d_hidden, activated = activation_kernel.backward_bf16(d_activated, hidden)
         else:
             d_hidden = torch.ops.aten.gelu_backward(d_activated, hidden, approximate=APPROXIMATIONS[kind])
             activated = kept
-        return d_hidden, activated, below.weights.bias_gradients(d_hidden)
+        return d_hidden, activated, gate_up.weights.bias_gradients(d_hidden)
 
 
 def _contiguous(residual: Tensor | None) -> Tensor | None:
