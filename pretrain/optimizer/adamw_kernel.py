@@ -24,7 +24,7 @@ from pretrain.optimizer.adamw_update import Hyperparameters, ParameterTensors
 
 _ALIGNMENT = 16  # bytes a thread loads at once; also the count of values that a tensor must have a multiple of
 
-_Kind = tuple[torch.dtype, torch.dtype, torch.dtype, bool, bool]
+_Kind = tuple[torch.dtype, torch.dtype, torch.dtype, bool, bool]  # of weight, gradient, moments; has remainders; is aligned
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
@@ -124,7 +124,7 @@ class FusedLaunch:
 
 @dataclass
 class FusedUpdate:
-    """Updates many parameters in one launch for each combination of dtypes. Called once for each parameter group and step."""
+    """Updates the parameters of a group, once a step, in one launch for each combination of dtypes."""
 
     block: int = 1024  # values a program takes; with 4 warps 8 a thread, 16 bytes of BF16
     warps: int = 4
