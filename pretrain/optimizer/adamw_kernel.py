@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pretrain.optimizer.adamw_update import Hyperparameters, ParameterTensors
 
-_ALIGNMENT = 16  # bytes a thread loads at once; also the count of values that a tensor must have a multiple of
+_ALIGNMENT = tl.constexpr(16)  # bytes a thread loads at once; also the count of values that a tensor must have a multiple of
 
 _Kind = tuple[torch.dtype, torch.dtype, torch.dtype, bool, bool]  # of weight, gradient, moments; has remainders; is aligned
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
@@ -33,7 +33,7 @@ def _pointers(row, column: tl.constexpr, dtype: tl.constexpr, at, aligned: tl.co
     """Returns pointers to the values `at` of the tensor in `column` of a table row; address 0 stands for no tensor and is never
     read."""
     pointers = tl.load(row + column).to(tl.pointer_type(dtype)) + at
-    return tl.multiple_of(pointers, 16) if aligned else pointers
+    return tl.multiple_of(pointers, _ALIGNMENT) if aligned else pointers
 
 
 @triton.jit
@@ -65,7 +65,7 @@ def _adamw(
     at = tl.load(blocks + 2 * program + 1).to(tl.int64) * block + tl.arange(0, block)
     inside = at < tl.load(row + 5)
     if aligned:  # neighbours are inside or outside together, so that they may be loaded together
-        inside = tl.max_constancy(inside, 16)
+        inside = tl.max_constancy(inside, _ALIGNMENT)
 
     weight_at = _pointers(row, 0, weight_type, at, aligned)
     remainder_at = _pointers(row, 1, tl.int16, at, aligned)
@@ -214,6 +214,6 @@ def _row(parameter: ParameterTensors) -> tuple[int, ...]:
 
 def _kind_of(parameter: ParameterTensors, row: tuple[int, ...]) -> _Kind:
     """What a launch is compiled for. Tensors that FSDP cut at odd places are read value by value, others 16 bytes at a time."""
-    aligned = all(number % _ALIGNMENT == 0 for number in row)
+    aligned = all(number % _ALIGNMENT.value == 0 for number in row)
     dtypes = (parameter.weight.dtype, parameter.gradient.dtype, parameter.exp_avg.dtype)
     return (*dtypes, parameter.remainder is not None, aligned)
