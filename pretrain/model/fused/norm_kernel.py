@@ -47,7 +47,7 @@ from pretrain.precision.fp8_tile import (
 )
 
 VECTOR = tl.constexpr(8)  # BF16 values in 16 bytes
-LEAST_ROWS, LEAST_COLUMNS = 16, 64  # of a tile, the rows of one of codes: smaller ones would be slower than what they replace
+LEAST_ROWS, LEAST_COLUMNS = 16, 64  # of a tile, the rows where it has codes: smaller ones would be slower than what they replace
 CACHED = 1 << 18  # bytes of x that one program may leave in the cache meanwhile: more rows would then be read anew from memory
 
 

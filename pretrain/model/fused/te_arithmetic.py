@@ -82,17 +82,16 @@ class TEStackedProduct(StackedProduct):
 
     def forward(self, x: Operand, residual: Tensor | None = None) -> Tensor:
         weight = self._weight(refresh=self._arithmetic.context.first_microbatch or not self._arithmetic.differentiable)
-        bias, inside = self.weights.bias(torch.bfloat16), None if self.results_watched else residual
-        y = None
+        y, bias, added = None, self.weights.bias(torch.bfloat16), (None if self.results_watched else residual)
         if bias is None:
             fast = self.low_precision and not split_accumulator(self._arithmetic.context.backend.te_recipe, "fprop")
-            y = products.multiply(weight, x, fast_accumulation=fast, residual=inside)
+            y = products.multiply(weight, x, fast_accumulation=fast, residual=added)
         if y is None:
-            y, inside = self._multiply("fprop", weight, x, layout="TN", bias=bias), None
+            y, added = self._multiply("fprop", weight, x, layout="TN", bias=bias), None
         self.show_result("forward", y, bias)
         if self.low_precision:
             self.holder.end_forward()
-        return y if residual is inside else y.add_(residual)  # where the product has not
+        return y if added is residual else y.add_(residual)  # where the product has not
 
     def gradient_quantizer(self) -> Any | None:
         """Returns the quantizer of this product's output gradient, None in BF16."""
