@@ -73,10 +73,10 @@ from pretrain.run import determinism
 from pretrain.run.assembly import assemble
 from pretrain.run.eval_only import evaluate_only, require_weights
 from pretrain.run.evaluate import best_so_far, evaluate, evaluate_once, is_best
-from pretrain.run.export import export_trained
+from pretrain.run.export import export_trained, is_exported
 from pretrain.run.faults import explaining_memory, fault_of, time_is_up
 from pretrain.run.introduction import environment_of_start, first_step, has_ended, introduce, warn_of_precisions
-from pretrain.run.keeping import ended_before, leave, prepare_saves, save, save_last, sum_up, tell_saved
+from pretrain.run.keeping import conclude, ended_before, leave, prepare_saves, save, save_last, sum_up, tell_saved
 from pretrain.run.microbatch import choose_microbatch
 from pretrain.run.parity import find_parity, require_parity
 from pretrain.run.ranks import RankWatch
@@ -429,12 +429,13 @@ def finish(run: Run) -> int | None:
     if is_best(run) and run.state.step > run.resumed_step:
         save(run)  # where `at_end` has not
     finished = sum_up(run)
-    if run.job.recipe.checkpoint.at_end:
+    if run.job.recipe.checkpoint.at_end and not is_exported(run):
         with run.waited.on("saves", "writing final/", "tensors", total=len(run.assembly.tensors)):
             export_trained(run, finished)
     if finished:
         run.console.panel(*last_screen(finished, run.folder, run.waited.describe()))
     return None
+        conclude(run, finished)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from foundation.command import CommandParser
 from foundation.errors import InputError
 from foundation.locks import FileLock
 from foundation.reading import load_object, reason_of
+from foundation.settings import load_yaml
 from packing.store import open_packs
 from pretrain.checkpoint.folders import step_folder, step_folders, step_of
 from pretrain.checkpoint.state import check_same_source
@@ -29,7 +30,7 @@ from pretrain.compare.figures import picture_of_losses
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.run_record import RunRecord, own_evaluations, read_metrics, read_run
 from pretrain.model import huggingface as model
-from pretrain.model.distributed import full_state_dict
+from pretrain.model.distributed import full_state_dict, largest_over_ranks
 from pretrain.optimizer.adamw_update import Weights
 from pretrain.plan.data import Data
 from pretrain.plan.tokenizer import check_same_tokenizer, load_tokenizer
@@ -238,6 +239,15 @@ def export_trained(run: Run, record: RunRecord | None) -> None:
     card = model_card(record, hf, tokenizer=tokenizer is not None).encode()
     beside = {CARD: card, PICTURE: run.folder.loss_plot.read_bytes()}
     model.export(hf, read, tokenizer, final, beside)
+
+
+def is_exported(run: Run) -> bool:
+    """Whether `final/` is of this very end of the run already, by an earlier start that reached it: it stays as it is then,
+    whatever this start would store weights as. Collective."""
+    there = False
+    if run.accelerator.is_main_process and run.ended and run.folder.final.is_dir():
+        there = bool(load_yaml(run.folder.config).get("checkpoint", {}).get("at_end"))
+    return bool(largest_over_ranks(run.accelerator, int(there)))
 
 
 def _reader(weights: SavedWeights, hf: PreTrainedModel, to: Weights) -> Callable[[str], Tensor]:

@@ -36,6 +36,7 @@ HOW_EVALUATED = (
     "evaluate.packs",
     "fp8_config.use_autocast_during_eval",
     "held_out_fingerprint",
+    "weights",
 )
 
 
@@ -86,6 +87,8 @@ def _write_records(run: Run) -> dict[str, Any]:
     if run.accelerator.is_main_process or run.checkpoints.disks.leads:  # which makes it a run's folder on that machine's disk
         run.folder.write_yaml(run.folder.config, settings)
     if run.accelerator.is_main_process:
+        if not run.state.finished:  # steps are to come: an earlier end is none any more
+            run.folder.summary.unlink(missing_ok=True)
         run.folder.write_json(run.folder.environment, _fingerprints(run.job) | run.environment | run.past.record())
         run.folder.write_json(run.folder.audit, run.assembly.audit)
     return settings

@@ -4,6 +4,7 @@ run that has ended without a checkpoint, when it is started again."""
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 
 from accelerate import Accelerator
 
@@ -97,8 +98,8 @@ def save_last(run: Run) -> int | None:
 
 
 def sum_up(run: Run) -> RunRecord | None:
-    """Write summary.json and draw the curves; returns what the run folder holds then. None but on the main process. InputError
-    where metrics.jsonl has no step any more."""
+    """Draw the curves; returns what the run folder holds, with the summary that `conclude` writes. None but on the main process.
+    InputError where metrics.jsonl has no step any more."""
     if not run.accelerator.is_main_process:
         return None
     metrics = read_metrics(run.folder.path)
@@ -108,12 +109,21 @@ def sum_up(run: Run) -> RunRecord | None:
             f"{run.folder.metrics}: holds no step of this run any more, of which a summary could be written; the model of "
             f"its last checkpoint is exported by: python -m pretrain export {run.folder.path}"
         )
-    if not run.ended:  # else written again: what an earlier end left there describes the recipe as it was then
-        run.folder.write_json(run.folder.summary, run.job.plan.fairness(run.job.data.train.fingerprint) | figures)
+    if not run.ended:  # what lies there is of an earlier end, or damaged
+        run.folder.summary.unlink(missing_ok=True)
     finished = read_run(run.folder.path, metrics)
-    plot_losses([finished], run.folder.loss_plot)
+    if not run.ended:  # else the summary describes the recipe as it was then
+        finished = replace(finished, summary=run.job.plan.fairness(run.job.data.train.fingerprint) | figures)
+    if not (run.ended and run.folder.loss_plot.exists()):
+        plot_losses([finished], run.folder.loss_plot)
     run.trackers.picture(run.folder.loss_plot, run.state.step)
     return finished
+
+
+def conclude(run: Run, finished: RunRecord) -> None:
+    """Write the summary, the last thing that a run does: who finds it of the last step finds all else."""
+    if not run.ended:
+        run.folder.write_json(run.folder.summary, finished.summary)
 
 
 def ended_before(

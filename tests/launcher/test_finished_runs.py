@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,42 @@ def test_another_trainings_evaluation_before_its_first_step_is_set_aside(train_h
     assert other.status == 0 and first["step"] == own["step"] == 0 and first["held_out_loss"] != own["held_out_loss"]
     assert {path.name for path in run.run_dir.glob("*.replaced-1")} == {"metrics.jsonl.replaced-1", "tensorboard.replaced-1"}
     assert "seed: 5" in next((run.run_dir / "tensorboard").rglob("hparams.yml")).read_text()
+
+
+@pytest.mark.parametrize("then", ["fp32", "bf16"])
+def test_a_finished_run_keeps_its_model_whatever_weights_are_asked_for_next(then: str, train_here: Callable) -> None:
+    asked = ("train.steps=4", "parity=off", "precision=bf16")
+    run = train_here(*asked, "weights=bf16_exact")
+    before = contents(run.run_dir)
+    again = train_here(*asked, f"weights={then}", "--accept-changes")
+    assert again.status == 0 and f'weights: saved "bf16_exact", now "{then}"' in again.out, again.output
+    assert "the run has finished and stays as it was" in again.out and contents(run.run_dir) == before
+    shutil.rmtree(run.run_dir / "final")
+    assert train_here(*asked, "weights=bf16_exact").status == 0 and contents(run.run_dir) == before
+
+
+def test_a_run_sent_back_and_killed_in_its_export_exports_the_model_that_it_has_trained(train_here: Callable) -> None:
+    asked = ("train.steps=4", "parity=off", "checkpoint.every=2")
+    run = train_here(*asked)
+    final, summary = run.run_dir / "final", run.run_dir / "summary.json"
+    first, aside = contents(final), run.run_dir.with_name("aside")
+    shutil.copytree(final, aside)
+    back = ("optimizer.learning_rate=0.02", "--accept-changes")
+    assert train_here(*asked, *back, "--resume", str(run.run_dir / "checkpoints" / "step-00000002")).status == 0
+    trained = contents(final)
+    assert trained["model.safetensors"] != first["model.safetensors"]
+    shutil.rmtree(final)
+    aside.rename(final)
+    summary.unlink()  # which is written last
+    assert train_here(*asked, *back).status == 0 and contents(final) == trained and summary.exists()
+
+
+def test_an_earlier_summary_goes_when_steps_are_trained_again(train_here: Callable) -> None:
+    asked = ("train.steps=4", "parity=off", "checkpoint.every=2")
+    run = train_here(*asked)
+    back = ("--resume", str(run.run_dir / "checkpoints" / "step-00000002"), "train.max_hours=1e-9")
+    stopped = train_here(*asked, *back)
+    assert "stopped by `train.max_hours" in stopped.out and not (run.run_dir / "summary.json").exists(), stopped.output
 
 
 def test_a_checkpoint_that_is_named_sends_a_finished_run_back(train_here: Callable) -> None:

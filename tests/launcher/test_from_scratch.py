@@ -194,6 +194,9 @@ def test_the_cards_own_code_loads_the_model_and_continues_a_text(trained, monkey
 def test_an_exported_model_that_somebody_has_changed_is_kept(trained, start_here, recipe, tmp_path):
     run = shutil.copytree(trained.run_dir, tmp_path / "run")
     (run / "final" / "README.md").write_text((run / "final" / "README.md").read_text().replace("# scratch", "# My model"))
+    assert start_here(recipe | {"run_dir": str(run)}, tmp_path).status == 0
+    assert "# My model" in (run / "final" / "README.md").read_text(), "a run that has ended leaves it as it is"
+    (run / "summary.json").unlink()  # as if it had been killed before its end
     again = start_here(recipe | {"run_dir": str(run)}, tmp_path)
     assert again.status == 0 and f"{run / 'final'} holds what no export has written, and is kept as final.replaced-1" in again.err
     assert "# My model" in (run / "final.replaced-1" / "README.md").read_text()
@@ -201,9 +204,11 @@ def test_an_exported_model_that_somebody_has_changed_is_kept(trained, start_here
     changed = AutoModelForCausalLM.from_pretrained(run / "final")
     changed.lm_head.weight.data.zero_()
     changed.save_pretrained(run / "final")
+    (run / "summary.json").unlink()
     assert start_here(recipe | {"run_dir": str(run)}, tmp_path).status == 0
     kept = [AutoModelForCausalLM.from_pretrained(run / name) for name in ("final.replaced-2", "final")]
     assert [bool(model.lm_head.weight.any()) for model in kept] == [False, True], "weights that somebody has changed"
+    (run / "summary.json").unlink()
     assert start_here(recipe | {"run_dir": str(run)}, tmp_path).status == 0
     assert not (run / "final.replaced-3").exists(), "the run's own is written over"
 
