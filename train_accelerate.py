@@ -215,6 +215,8 @@ def build(
     assembly = assemble(job, accelerator, waited)
     in_own_folder = source is not None and checkpoints.owns(source.path)
     to_come = 1 if in_own_folder else job.plan.checkpoints_at_once  # the kept ones are on disk already
+    if in_own_folder and source.record["progress"]["step"] >= job.plan.steps:
+        to_come = 0  # no step is to come
     check_space(folder.path, to_come * bytes_needed(assembly.tensors, assembly.state_tensors))
 
     state, notes = TrainState(steps=job.plan.steps), []
@@ -433,9 +435,9 @@ def finish(run: Run) -> int | None:
         with run.waited.on("saves", "writing final/", "tensors", total=len(run.assembly.tensors)):
             export_trained(run, finished)
     if finished:
+        conclude(run, finished)
         run.console.panel(*last_screen(finished, run.folder, run.waited.describe()))
     return None
-        conclude(run, finished)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TextIO
 
+from foundation.files import no_room
+
 _HOLDER = re.compile(r"(process \d+ on \S*\n?)?")  # what a lock file holds
 
 
@@ -62,8 +64,11 @@ class FileLock:
                         break
             stack.pop_all()
         self._file.truncate(0)
-        self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        self._file.flush()
+        try:
+            os.write(self._file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        except OSError as error:
+            if not no_room(error):  # the lock is held, and on a full disk does not say by whom
+                raise
 
     @property
     def in_place(self) -> bool:

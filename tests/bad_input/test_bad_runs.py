@@ -20,6 +20,7 @@ from packing.arrow import Pack, PackWriter
 from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.trackers import JsonlTracker, cut_back
+from tests.bad_input.conftest import contents
 from tests.moments import LauncherProcess, Moment
 
 
@@ -170,3 +171,14 @@ def test_a_disk_that_fills_up_leaves_the_last_checkpoint_from_which_the_same_com
     status, printed, said = launcher_here(str(path))
     assert status == 0 and f"resumed from {saved}" in printed, said
     assert (run_dir / "checkpoints" / f"step-{steps:08d}").is_dir() and (run_dir / "final" / "model.safetensors").is_file()
+
+
+def test_a_finished_run_is_started_again_on_a_full_disk(small_disk, small_recipe, tmp_path, launcher_here):
+    path, run_dir = tmp_path / "recipe.yaml", small_disk / "run"
+    path.write_text(yaml.safe_dump(small_recipe | {"run_dir": str(run_dir), "checkpoint": {"keep": 1}, "parity": "off"}))
+    assert launcher_here(str(path))[0] == 0
+    before = contents(run_dir)
+    fill(small_disk / "ballast")
+    status, printed, said = launcher_here(str(path))
+    assert status == 0 and "run: done" in printed and said == "", said
+    assert contents(run_dir) == before
