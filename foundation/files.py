@@ -76,6 +76,24 @@ def save_file(path: Path, data: bytes, remedy: str = "name another file", *, in_
         raise InputError(f"{path}: cannot be written: {error.strerror}; {remedy}") from None
 
 
+WRITTEN_BY = "written by python -m pretrain"  # in each picture, page and table that a command writes where it is told to
+_OF_A_PAGE = b'getItem("report-theme")'  # which every page of the report has
+
+
+def check_replaceable(path: Path, named: str = "--out") -> None:
+    """InputError where writing `path`, which the option `named` asks for, would lose a file that no command here has written. An
+    empty one holds nothing to lose."""
+    try:
+        content = path.read_bytes() if path.is_file() else b""
+    except OSError as error:
+        raise InputError(f"{named} {path}: is there and cannot be read: {error.strerror}; name another file") from None
+    if content and WRITTEN_BY.encode() not in content and _OF_A_PAGE not in content:
+        raise InputError(
+            f"{named} {path}: is there, by its content was not written by this command, and is not written over; name another "
+            "file, or move it away"
+        )
+
+
 REPLACED = ".replaced-"  # in the name of what was set aside
 
 

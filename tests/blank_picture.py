@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from foundation.files import WRITTEN_BY
 from pretrain.compare.figures import save_file
 from pretrain.metrics.run_record import RunRecord
 
@@ -21,7 +22,7 @@ ONE_PIXEL = b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4n
 
 
 def plot_losses(runs: Sequence[RunRecord], path: Path) -> None:
-    save_file(path, ONE_PIXEL, in_new_folder=True)
+    save_file(path, ONE_PIXEL + WRITTEN_BY.encode(), in_new_folder=True)
 
 
 def draw_lengths(lengths: np.ndarray, pack_length: int, path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from foundation.files import save_file
+from foundation.files import WRITTEN_BY, save_file
 from foundation.units import count, memory
 from pretrain.compare.appearance import DASHES, colour_of, looks_of
 from pretrain.compare.comparison import signed
@@ -70,7 +70,7 @@ def _drawn(figure: Figure) -> tuple[bytes, set[int]]:
     picture, lacking = io.BytesIO(), set()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        figure.savefig(picture, format="png")
+        figure.savefig(picture, format="png", metadata={"Software": WRITTEN_BY})
     for warning in caught:
         if glyph := re.match(r"Glyph (\d+) .*missing from", str(warning.message)):
             lacking.add(int(glyph[1]))

@@ -16,7 +16,7 @@ import numpy as np
 
 from foundation.command import CommandParser, number
 from foundation.errors import InputError, shown
-from foundation.files import save_file
+from foundation.files import WRITTEN_BY, check_replaceable, save_file
 from foundation.progress import Progress, advance
 from foundation.settings import load_yaml
 from foundation.tables import UNKNOWN, markdown, on_screen, or_dash
@@ -63,6 +63,7 @@ NO_ERROR = (
     "look small."
 )
 EMULATED = "(emulated): computed in software; the speed says nothing of hardware that has the precision."
+MARK = f"<!-- {WRITTEN_BY} -->"  # at the end of tables in a file
 EACH_RUN = "--markdown FILE has the figures of each run, too."
 OTHER_TEXT = "Held-out losses are of different text, so they do not say which run is better."
 SIDE_BY_SIDE = f"{UNKNOWN} under tok/s: the run shared its machine with others, so its speed is not its own."
@@ -189,7 +190,11 @@ def write_runs(
     leaves it out, saying so.
     """
     beside = named_first.with_suffix(".png") if named_first.is_file() else named_first.parent / "comparison.png"
-    out = out or (named_first / "loss.png" if len(runs) == 1 and named_first.is_dir() else beside)
+    if out is None and len(runs) == 1 and named_first.is_dir():
+        out = named_first / "loss.png"
+    elif out is None:
+        check_replaceable(beside, "without --out,")
+    out = out or beside
     left_out: list[str] = []
     if leave_out_unfair:
         found = {run.path: describe_unfairness(runs[0], run, vary) for run in runs[1:]}
@@ -203,7 +208,7 @@ def write_runs(
         plot_losses(runs, out)
     if tables_file is not None:
         drawn = f"![{'differences over seeds' if brief else 'curves'}]({os.path.relpath(out, tables_file.parent)})"
-        save_file(tables_file, "\n\n".join([*tables(runs, seeds), *left_out, drawn]).encode() + b"\n", in_new_folder=True)
+        save_file(tables_file, "\n\n".join([*tables(runs, seeds), *left_out, drawn, MARK]).encode() + b"\n", in_new_folder=True)
     if page is not None:
         save_file(page, render(RunComparison.over(runs), seeds=seeds), in_new_folder=True)
     places = {"Differences" if brief else "Curves": out, "Tables": tables_file, "Everything": page}
@@ -290,7 +295,7 @@ def _show_page(options: argparse.Namespace) -> RunComparison:
     shown = seeds.said() if seeds and seeds.others else [answer, *tables(runs, seeds, on_screen)]
     print("\n\n".join([*shown, f"Page: {options.page}"]))
     if options.markdown:
-        save_file(options.markdown, "\n\n".join(tables(runs, seeds)).encode() + b"\n", in_new_folder=True)
+        save_file(options.markdown, "\n\n".join([*tables(runs, seeds), MARK]).encode() + b"\n", in_new_folder=True)
     return comparison
 
 
@@ -359,6 +364,11 @@ def _check(options: argparse.Namespace) -> None:
         raise InputError(
             f"--out {options.out} and --markdown {options.markdown}: both are for the tables; leave one of the two out"
         )
+    for option, path in (("--out", options.out), ("--markdown", options.markdown)):
+        if path:
+            check_replaceable(path, option)
+    if options.out and options.out.suffix == ".md":
+        check_replaceable(options.out.with_suffix(".png"))
     if options.watch is not None and not options.page:
         raise InputError("--watch writes a page again and again: add --out report.html")
     if options.watch is not None and options.markdown:

@@ -11,6 +11,7 @@ import math
 from pathlib import Path
 
 from foundation.errors import InputError
+from foundation.files import WRITTEN_BY, check_replaceable
 from pretrain.settings.recipe import OptimizerSettings, ScheduleSettings
 
 _MOST_POINTS = 10_000  # that a drawing has; it is 1,200 pixels wide
@@ -77,10 +78,11 @@ def preview(
     """Draw the rate of every step (of 10,000 where there are more) to `path_png`; returns the schedule in a line, and its rate
     where phases begin and end.
 
-    Raises InputError as `check` does, and where the PNG cannot be written.
+    Raises InputError as `check` does, and where the PNG cannot be written or another file lies there.
     """
     if path_png.suffix.lower() != ".png":
         raise InputError(f"{path_png}: the schedule is drawn as a PNG; give the file a name that ends in .png")
+    check_replaceable(path_png, "--preview-schedule")
     check(settings, total_steps, tokens_per_step)
     points = min(total_steps, _MOST_POINTS)
     steps = [1 + point * (total_steps - 1) // max(points - 1, 1) for point in range(points)]
@@ -128,4 +130,4 @@ def _draw(steps: list[int], rates: list[float], title: str, tokens_per_step: int
     tokens.set_xlabel("tokens")
     tokens.xaxis.set_major_formatter(EngFormatter(sep=""))
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, metadata={"Software": WRITTEN_BY})

@@ -21,6 +21,7 @@ import torch
 
 from foundation.command import CommandParser, number
 from foundation.errors import InputError
+from foundation.files import check_replaceable
 from foundation.tables import UNKNOWN, on_screen
 from foundation.units import three_digits
 from pretrain.precision.registry import PRECISIONS
@@ -94,6 +95,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if parsed.out and not parsed.full:
         raise InputError(f"--out {parsed.out}: is the file of --full; add that, or leave it out")
     parsed.out = parsed.out or Path("doctor.md")
+    if parsed.full:
+        check_replaceable(parsed.out)
     return parsed
 
 

@@ -26,6 +26,7 @@ from accelerate import Accelerator
 from foundation import units
 from foundation.command import CommandParser, number
 from foundation.errors import InputError
+from foundation.files import check_replaceable
 from foundation.tables import UNKNOWN, on_screen, or_dash, screen_width
 from foundation.units import GIB, plural
 from pretrain.metrics.peaks import known_as
@@ -76,11 +77,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _check_out(path: Path) -> None:
-    """InputError where the picture could not be written in the end, or would be written over a file of another kind."""
+    """InputError where the picture could not be written in the end, or would be written over another file."""
     if path.is_dir():
         raise InputError(f"--out {path}: is a folder; name a file in it, as in {path / 'sizes.png'}")
     if path.suffix.lower() != ".png":
         raise InputError(f"--out {path}: the picture is written as .png; end its name so")
+    check_replaceable(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -1,0 +1,75 @@
+"""Files that a command is told to write: its own are written anew, and nobody else's are written over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
+
+from foundation.errors import InputError
+from pretrain.__main__ import main
+from pretrain.optimizer.schedule import preview
+from pretrain.run.doctor import parse
+from pretrain.settings.recipe import OptimizerSettings, ScheduleSettings
+from tests.pretrain.compare.made_runs import make_run
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[str]:
+    return [str(make_run(tmp_path / "runs" / name)) for name in ("one", "two")]
+
+
+def write_notes(path: Path) -> bytes:
+    """A file of the user's at `path`, of the kind that its name says; returns its content."""
+    if path.suffix == ".png":
+        Figure().savefig(path)
+    else:
+        path.write_text("<html><title>my report</title></html>" if path.suffix == ".html" else "# What I think of the report\n")
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("option", "name", "lost"),
+    [
+        ("--out", "notes.html", "notes.html"),
+        ("--out", "notes.png", "notes.png"),
+        ("--out", "notes.md", "notes.md"),
+        ("--out", "notes.md", "notes.png"),  # the picture in it
+        ("--markdown", "notes.md", "notes.md"),
+        ("without --out,", "", "runs/comparison.png"),
+    ],
+)
+def test_a_report_is_written_over_itself_and_over_no_other_file(
+    option: str, name: str, lost: str, runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs, asked = tmp_path / lost, ["report", *runs, *([option, str(tmp_path / name)] if name else [])]
+    content = write_notes(theirs)
+    assert main(asked) == 2 and theirs.read_bytes() == content
+    said = capsys.readouterr().err
+    assert f"error: {option.removesuffix(',')}" in said and f"{theirs}: is there, by its content was not written by" in said
+    theirs.write_bytes(b"")  # as `mktemp` makes it
+    for _ in range(2):
+        assert main(asked) == 0, capsys.readouterr().err
+    assert theirs.stat().st_size > 0
+
+
+def test_a_page_of_an_older_version_is_written_anew(runs: list[str], tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    page.write_text('<script>const kept = localStorage.getItem("report-theme");</script>')
+    assert main(["report", *runs, "--out", str(page)]) == 0 and page.stat().st_size > 10_000
+
+
+def test_other_outputs_are_written_over_nobodys_file_either(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    notes, picture = tmp_path / "notes.md", tmp_path / "picture.png"
+    contents = [write_notes(path) for path in (notes, picture)]
+    with pytest.raises(InputError, match=r"--out .*notes.md: is there, .* not written over; name another file"):
+        parse(["--full", "--out", str(notes)])
+    assert main(["plan", "my.yaml", "--measure", "--out", str(picture)]) == 2
+    assert f"--out {picture}: is there" in capsys.readouterr().err
+    schedule = (ScheduleSettings(), OptimizerSettings(), 1000, 4096)
+    with pytest.raises(InputError, match=r"--preview-schedule .*picture.png: is there"):
+        preview(*schedule, picture)
+    assert [path.read_bytes() for path in (notes, picture)] == contents
+    for _ in range(2):
+        assert preview(*schedule, tmp_path / "rate.png")
