@@ -8,6 +8,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Sequence
+from decimal import Decimal
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -57,15 +58,23 @@ MOST = 2**63 - 1  # of a count: what fits into 64 bits with a sign, which tensor
 
 
 def _count(value: object) -> object:
-    """The whole number that `364e6` or `3.64e+8` is: YAML reads the first as text and the second as a float."""
+    """The whole number that `364e6` or `3.64e+8` is: YAML reads the first as text and the second as a float. Every digit counts:
+    in the text of a number all are there, and of a float so large that some may be lost ValueError asks for them."""
     if isinstance(value, bool):
         raise ValueError("a whole number is wanted, not true or false")
     if isinstance(value, str):
+        text = value.replace("_", "")
         try:
-            value = float(value.replace("_", ""))
+            number = float(text)
         except ValueError:
             return value
+        if not 2**53 <= abs(number) <= 2**63:
+            value = number
+        elif (exact := Decimal(text)) == int(exact):
+            value = int(exact)
     if isinstance(value, float) and value.is_integer():
+        if 2**53 <= abs(value) <= MOST:
+            raise ValueError(f"so large a number loses digits with a point or an exponent; write all of them, as {int(value)}")
         value = int(value)
     if isinstance(value, int) and value > MOST:
         raise ValueError(f"too large; the most that a count can be is {MOST}")

@@ -110,3 +110,27 @@ def test_a_base_may_lie_in_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_
     (tmp_path / "home/base.yaml").write_text("name: base\n")
     (tmp_path / "own.yaml").write_text("base: ~/base.yaml\n")
     assert [path.name for path, _ in load_with_bases(tmp_path / "own.yaml")] == ["base.yaml", "own.yaml"]
+
+
+@pytest.mark.parametrize(
+    "text", ["9007199254740993", "9007199254740993.0", "9_007_199_254_740_993", str(2**63 - 1), "123456789e10"]
+)
+def test_every_digit_of_a_large_count_in_quotes_is_kept(text: str) -> None:
+    digits = {"123456789e10": 1234567890000000000}.get(text) or int(text.removesuffix(".0"))
+    assert parse(Example, {"steps": text}, "here").steps == digits
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (9007199254740993.0, "so large a number loses digits .* write all of them, as 9007199254740992$"),
+        ("9007199254740993.5", "`steps` is '9007199254740993.5'; it should be a valid integer"),
+        (str(2**63), f"too large; the most that a count can be is {2**63 - 1}"),
+        ("1e999999999", "`steps` is inf; it should be a finite number"),
+        ("1e400", "`steps` is inf; it should be a finite number"),
+        (1e300, "too large; the most that a count can be is"),
+    ],
+)
+def test_a_count_whose_digits_are_lost_or_too_many_is_refused(value: object, says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        parse(Example, {"steps": value}, "here")
