@@ -21,6 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from foundation.errors import InputError
 from foundation.reading import one_line
+from pretrain.settings.launch_variables import unusable
 
 M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
@@ -33,6 +34,7 @@ def make_accelerator(replicas: int = 1) -> Accelerator:
     `replicas`: under FSDP2, so many times the parameters are held, each time sharded over the processes of one replica (HSDP).
     InputError where several processes were launched but do not form a group: accelerate would train that many copies.
     """
+    _check_device()
     by_memory = os.environ.get(_RESHARD, "").lower() == "auto"
     if by_memory:
         os.environ[_RESHARD] = "true"  # accelerate knows no third value
@@ -53,6 +55,22 @@ def make_accelerator(replicas: int = 1) -> Accelerator:
     if accelerator.is_fsdp2 and by_memory:
         accelerator.state.fsdp_plugin.reshard_after_forward = None
     return accelerator
+
+
+def _check_device() -> None:
+    """InputError where the device that ACCELERATE_TORCH_DEVICE names is none, or none to train on that this machine has."""
+    name = "ACCELERATE_TORCH_DEVICE"
+    if name not in os.environ:
+        return
+    found = torch.accelerator.current_accelerator(check_available=True)
+    try:
+        device = torch.device(os.environ[name])
+        there = {"cpu": 1} | ({found.type: torch.accelerator.device_count()} if found else {})
+        known = (device.index or 0) < there.get(device.type, 0)
+    except RuntimeError:
+        known = False
+    if not known:
+        raise unusable(os.environ, name, "is no device of this machine")
 
 
 def end_processes(accelerator: Accelerator) -> None:

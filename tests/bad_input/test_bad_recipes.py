@@ -241,6 +241,13 @@ def test_a_variable_that_accelerate_or_torch_cannot_use_is_named_before_they_are
     assert ended.stderr.endswith("; correct it, or unset it\n")
 
 
+@pytest.mark.parametrize("device", ["x", "", "meta", "cpu:1", "cuda:99"])
+def test_a_device_that_is_none_or_not_here_is_one_message(device: str, refusal, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", device)
+    said = f"environment: ACCELERATE_TORCH_DEVICE={device} is no device of this machine; correct it, or unset it"
+    assert refusal("--plan") == said
+
+
 def test_a_number_of_processes_that_is_none_is_one_message(refusal, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "many")
     assert refusal("--plan") == "environment: WORLD_SIZE=many is no whole number; correct it, or unset it"

@@ -61,6 +61,7 @@ VARIABLES = {
     "ACCELERATE_USE_CPU": ("true", "x", ""),
     "ACCELERATE_USE_PARALLELISM_CONFIG": ("true",),
     "ACCELERATE_DEBUG_MODE": ("true", "x"),
+    "ACCELERATE_TORCH_DEVICE": ("cpu", "cuda:99", "meta", "x", ""),
     "WORLD_SIZE": ("x", "-1", "0", ""),
     "MASTER_ADDR": ("127.0.0.1", ""),
 }
