@@ -368,14 +368,15 @@ class Plan:
         )
 
     def _frozen_weights(self) -> str:
-        """BF16 has 8 significant bits: in [2^e, 2^(e+1)) half its spacing is 2^(e-8). AdamW moves a weight by about the rate."""
+        """BF16 has 8 significant bits: half its spacing is 2^(e-8) from 2^e up to 2^(e+1), and half of that just below 2^e. AdamW
+        moves a weight by about the rate."""
         rate, spread = self.recipe.optimizer.learning_rate, self.weight_spread
         limit = 2.0 ** math.ceil(math.log2(rate) + 8)
-        what = ["norms, which begin at 1, stay as they are"] if limit <= 1 else []
+        what = ["norms, which begin at 1, stay as they are"] if limit < 1 else []
         if spread and (share := math.erfc(limit / (spread * math.sqrt(2)))) >= SOME:
             what.append(f"so do {units.percent(share)} of the values of a matrix with a standard deviation of {spread:g}")
         said = f": {', and '.join(what)}" if what else ""
         return (
-            f"`weights: bf16` loses small updates: at a rate of {rate:g} a usual step moves no weight of magnitude {limit:.2g} "
-            f"or more{said}; `weights: bf16_exact` keeps every update"
+            f"`weights: bf16` loses small updates: at a rate of {rate:g} a usual step moves no weight beyond {limit:.2g} in "
+            f"magnitude{said}; `weights: bf16_exact` keeps every update"
         )

@@ -174,6 +174,14 @@ def test_bf16_weights_come_with_the_share_of_the_model_that_a_rate_does_not_move
     assert "of a matrix" not in plan(qwen3, fast, weight_spread=0.02).warnings[0]
 
 
+@pytest.mark.parametrize("rate", [1e-3, 1.9e-3, 2e-3, 3e-3, 3.9e-3, 4e-3])
+def test_norms_are_said_to_stay_at_one_where_no_step_of_the_rate_moves_them(qwen3: PreTrainedModel, rate: float) -> None:
+    one = torch.ones((), dtype=torch.bfloat16)
+    stays = all(one + step == one for step in (rate, -rate))
+    (warning,) = plan(qwen3, recipe(weights="bf16", optimizer={"learning_rate": rate})).warnings
+    assert ("norms, which begin at 1, stay as they are" in warning) == stays
+
+
 @pytest.mark.parametrize(
     ("precision", "fp8_format", "said"),
     [("mxfp8", "HYBRID", ["Megatron-Bridge#638", "emulated"]), ("mxfp8", "E4M3", ["emulated"]), ("bf16", None, [])],
