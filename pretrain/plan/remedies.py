@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from foundation import units
 from foundation.reading import one_line
 from foundation.units import GIB
+from pretrain.plan.memory import LayerMemory
 from pretrain.plan.plan import Plan
 
 # Libraries that allocate by themselves, and torch on a host, raise errors of other classes.
@@ -65,8 +66,9 @@ def _changes(plan: Plan) -> Iterator[tuple[str, Plan]]:
     if plan.active.precision.compute_dtype != "float32":
         weights = {"fp32": ("bf16_exact", "bf16"), "bf16_exact": ("bf16",), "bf16": ()}[recipe.weights]
         for mode in weights:
-            layers = plan.layers and [replace(layer, working_copies=0) for layer in plan.layers]
-            yield f"weights={mode}", replace(plan, recipe=plan.recipe.model_copy(update={"weights": mode}), layers=layers)
+            phases = [replace(phase, layers=_without_copies(phase.layers)) for phase in plan.phases]
+            changed = {"recipe": plan.recipe.model_copy(update={"weights": mode}), "phases": phases}
+            yield f"weights={mode}", replace(plan, **changed, layers=_without_copies(plan.layers))
     yield "optimizer.moments=bf16", _with(plan, "optimizer", moments="bf16")
     if not devices.sharded:
         yield "optimizer.gradients=bf16", _with(plan, "optimizer", gradients="bf16")
@@ -78,6 +80,10 @@ def _changes(plan: Plan) -> Iterator[tuple[str, Plan]]:
         yield "accelerate_configs/zero.yaml", replace(plan, devices=replace(devices, sharded=True, gathered=True))
     if devices.count > 1 and (devices.gathered or not devices.sharded):
         yield "accelerate_configs/fsdp2.yaml", replace(plan, devices=replace(devices, sharded=True, gathered=False))
+
+
+def _without_copies(layers: Sequence[LayerMemory] | None) -> list[LayerMemory] | None:
+    return layers and [replace(layer, working_copies=0) for layer in layers]
 
 
 def _with(plan: Plan, section: str, **values: Any) -> Plan:

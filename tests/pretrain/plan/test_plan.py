@@ -13,8 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from foundation import units
 from foundation.units import GIB
 from pretrain.metrics.flops import ModelFlops
+from pretrain.plan.memory import layers_of
 from pretrain.plan.plan import ActivePhase, Devices, Plan
 from pretrain.plan.preflight import fits_gathered
+from pretrain.plan.remedies import takes_less
 from pretrain.plan.rendering import render
 from pretrain.precision.selection import missing_on, select_precision
 from pretrain.precision.settings import LowPrecisionSettings
@@ -55,6 +57,19 @@ def test_the_workspace_of_searched_products_is_counted_where_products_are_search
     in_fp32 = replace(plan(qwen3, devices=gpu), active=select_precision("fp32", LowPrecisionSettings(), missing_on("cpu")))
     for other in (repeated, in_fp32, plan(qwen3, devices=Devices(name="CPU"))):
         assert part not in other.memory.parts(1)
+
+
+def test_what_takes_less_in_a_schedule_is_what_takes_less_in_its_largest_phase(qwen3: PreTrainedModel) -> None:
+    def of(*names: str) -> Plan:
+        emulated = LowPrecisionSettings(on_unsupported="emulate")
+        changed, actives = recipe(weights="fp32"), [select_precision(name, emulated, missing_on("cpu")) for name in names]
+        layers = [layers_of(qwen3, changed, active, "cuda", "packed_cudnn") for active in actives]
+        phases = [ActivePhase(None, *each) for each in zip(actives, layers, strict=True)]
+        return replace(plan(qwen3, changed), active=actives[0], layers=layers[0], phases=phases if len(names) > 1 else [])
+
+    scheduled, *single = (dict(takes_less(each)) for each in (of("nvfp4", "bf16"), of("nvfp4"), of("bf16")))
+    for mode in ("weights=bf16_exact", "weights=bf16"):
+        assert scheduled[mode] == max(each[mode] for each in single)
 
 
 def test_the_course_of_a_plan_is_what_ran_and_what_is_to_come(qwen3: PreTrainedModel) -> None:
