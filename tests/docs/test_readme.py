@@ -214,6 +214,21 @@ def test_the_tables_of_a_scale_are_those_of_its_files(size: str, monkeypatch: py
     assert len(files) == len(set(files)) == sum(map(len, FILES_OF.values()))
 
 
+def test_the_faults_that_are_counted_are_those_of_the_tables():
+    counted, page = ((ROOT / f"docs/{name}.md").read_text() for name in ("precision", "faults"))
+    found = []
+    for table in re.findall(r"<!-- faults[^>]*begin -->(.*?)<!-- faults", page, re.DOTALL):
+        _, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("|"))
+        *faults, (_, healthy, *_) = rows
+        found.append((len(faults), sum(cell != "–" for _, *cells in faults for cell in cells), int(healthy.split(" of ")[0])))
+    (faults, cases, healthy), (on_gpu, cases_on_gpu, healthy_on_gpu) = found
+    said = (
+        f"it makes {faults} faults in up to eight precisions, {cases} cases; on an H200 {on_gpu} in five, {cases_on_gpu} cases.",
+        f"{healthy} and {healthy_on_gpu} small runs in which nothing is broken pass.",
+    )
+    assert all(each in " ".join(counted.split()) for each in said)
+
+
 def table_after(heading: str) -> list[list[str]]:
     """The cells of the first table behind a heading of docs/evidence.md, without its own two lines, with ASCII signs."""
     text = (ROOT / "docs/evidence.md").read_text().replace("\u2212", "-").partition(f"\n{heading}\n")[2]
