@@ -339,8 +339,8 @@ class Plan:
         """Returns why it is emulated, or gains less over BF16 than with a large model; nothing where neither is so."""
         if active.backend == "emulation":
             return [
-                f"`{active.precision.name}` is emulated on this device: it shows the losses of the format and saves no time "
-                "(a step took 1.3 to 1.8 times BF16's on an H200, benchmarks/results/h200_emulated.json)"
+                f"`{active.precision.name}` is emulated on this device: it shows the losses of the format and saves no time (a "
+                "step took 1.3 to 1.8 times BF16's on an H200, both without fused layers: benchmarks/results/h200_emulated.json)"
             ]
         if active.precision.quantized and self.flops.shape.hidden <= SMALL_HIDDEN:
             return [

@@ -138,7 +138,7 @@ def _time_line(plan: Plan) -> str:
         speed = f"{ASSUMED_SPEED} of the {precision} peak, {plan.peak_tflops:,.4g} TFLOP/s"
         return f"{fast} to {slow} at {speed}: assumed, not measured"
     if plan.emulated:
-        return "not known: no speed is stated or measured yet; emulation takes up to three times as long as BF16"
+        return "not known: no speed is stated or measured yet, and a peak says nothing of emulation"
     return "not known: no speed is stated or measured yet, and no peak of this device is known"
 
 

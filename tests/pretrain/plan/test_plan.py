@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +24,8 @@ from pretrain.precision.selection import missing_on, select_precision
 from pretrain.precision.settings import LowPrecisionSettings
 from pretrain.settings.recipe import Recipe
 from tests.pretrain.plan.plan_recipe import recipe
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +61,16 @@ def test_the_workspace_of_searched_products_is_counted_where_products_are_search
     in_fp32 = replace(plan(qwen3, devices=gpu), active=select_precision("fp32", LowPrecisionSettings(), missing_on("cpu")))
     for other in (repeated, in_fp32, plan(qwen3, devices=Devices(name="CPU"))):
         assert part not in other.memory.parts(1)
+
+
+def test_what_emulation_is_said_to_cost_is_what_was_measured(qwen3: PreTrainedModel) -> None:
+    active = select_precision("nvfp4", LowPrecisionSettings(on_unsupported="emulate"), missing_on("cpu"))
+    (warning,) = replace(plan(qwen3), active=active).warnings
+    bf16, emulated = (
+        json.loads((ROOT / f"benchmarks/results/h200_{name}.json").read_text())["results"] for name in ("bf16", "emulated")
+    )
+    times = sorted(run["summary"]["step_ms"] / bf16[0]["summary"]["step_ms"] for run in emulated)
+    assert f"a step took {times[0]:.1f} to {times[-1]:.1f} times BF16's" in warning
 
 
 def test_what_takes_less_in_a_schedule_is_what_takes_less_in_its_largest_phase(qwen3: PreTrainedModel) -> None:
