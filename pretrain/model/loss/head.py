@@ -255,6 +255,7 @@ def chunked_loss(
         else:
             logits = F.linear(hidden[rows], *working)
         losses[:, rows] = of_logits(logits, labels[rows])
+        del logits  # or they would stand beside those of the next chunk
     return _sums(losses, penalty)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -194,6 +196,30 @@ def test_no_operation_ever_makes_more_than_one_chunk_of_logits(grad: bool) -> No
         if grad:
             value.backward()
     assert seen.elements == 32 * 1000
+
+
+class ProductsAlive(TorchDispatchMode):
+    """The most results of products, of so many elements, that were there at a time."""
+
+    def __init__(self, elements: int) -> None:
+        super().__init__()
+        self.elements, self.most, self._seen = elements, 0, []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default) and result.numel() == self.elements:
+            self._seen.append(weakref.ref(result))
+            self.most = max(self.most, sum(one() is not None for one in self._seen))
+        return result
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_chunk_of_logits_is_gone_when_the_next_is_made(grad: bool) -> None:
+    states, linear, labels = problem(512, 8, 1000, 0.1)
+    head = LossHead.replacing(linear, LossSettings(chunk=32))
+    with ProductsAlive(32 * 1000) as seen, torch.set_grad_enabled(grad):
+        head(states, labels)
+    assert seen.most == 1
 
 
 @given(tokens=st.integers(1, 10_000), chunk=st.integers(1, 5_000))
