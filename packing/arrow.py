@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import os
 import re
 import shutil
 from bisect import bisect_right
@@ -92,8 +93,9 @@ def as_token_ids(values: np.ndarray, where: str) -> np.ndarray:
 class PackWriter:
     """Writes a folder of packs that is either complete or absent.
 
-    Everything goes to a hidden `folder` beside `path`, which `finish` completes, flushes and renames to `path`. Leaving the
-    `with` block without `finish` removes it. Further files in `folder` travel with the packs. One writer a path at a time.
+    Everything goes to a hidden `folder` beside `path`, or where a link there leads to, which `finish` completes, flushes and
+    renames to it. Leaving the `with` block without `finish` removes it. Further files in `folder` travel with the packs. One
+    writer a path at a time.
 
     Raises InputError if `path` exists and is not an empty folder, if the hidden one is not ours or cannot be made, and on leaving
     the block if the disk was full.
@@ -104,7 +106,8 @@ class PackWriter:
         self.length = length
         if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
             raise InputError(f"{self.path}: exists already and is never written over; name another folder or move it away")
-        self.folder = self.path.absolute().parent / f".{self.path.name}.partial"
+        self._place = Path(os.path.realpath(path))  # what a link leads to, which is no folder of packs yet
+        self.folder = self._place.with_name(f".{self._place.name}.partial")
         remove_own_folder(self.folder, _OWN)  # what a killed writer left; nothing there was ever complete
         try:
             self.folder.mkdir(parents=True)
@@ -188,8 +191,8 @@ class PackWriter:
         fsync_tree(self.folder)
         shards = [record for name, part in splits.items() for record in _records(part["files"], f"{name}/")]
         stamp_as_verified(self.folder, shards)
-        self.folder.rename(self.path.absolute())
-        fsync(self.path.absolute().parent)
+        self.folder.rename(self._place)
+        fsync(self._place.parent)
         return manifest
 
 

@@ -190,6 +190,17 @@ def test_packs_are_never_written_over(tmp_path):
     assert len(ArrowPacks(tmp_path / "empty")) == 1
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_packs_go_where_a_link_leads_to_that_is_empty_or_not_there(tmp_path, there):
+    big, link = tmp_path / "big disk" / "packs", tmp_path / "packs"
+    if there:
+        big.mkdir(parents=True)
+    link.symlink_to(big)
+    write(link, some_packs(3))
+    assert link.is_symlink() and len(ArrowPacks(link, "train")) == 3
+    assert sorted(os.listdir(tmp_path)) == ["big disk", "packs"] and os.listdir(big.parent) == ["packs"]
+
+
 def test_writing_no_training_pack_is_an_input_error(tmp_path):
     with pytest.raises(InputError, match="no training pack"):
         write(tmp_path / "packs", [], some_packs(1))
