@@ -188,6 +188,11 @@ class Search:
                         refused = refused or error
                 else:
                     raise refused
+        least = WARM_UP_STEPS + LEAST_STEPS
+        for run in (run for matrix in found for run in matrix.runs):
+            if (steps := run.recipe.train.steps) is not None and steps < least:
+                few = f"of {plural(steps, 'step')} no speed can be told; set `train.steps` to {least} or more"
+                raise InputError(f"{self.path}: {run.name}: {few}")
         return found
 
     def _hours_left(self) -> float | None:

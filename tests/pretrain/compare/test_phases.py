@@ -44,6 +44,15 @@ def test_chosen_cells_of_two_phases_that_are_called_alike_both_count(phases_file
     assert search.next_matrix(3).runs[0].recipe.log.every == 2
 
 
+def test_cells_too_short_to_be_timed_are_refused_before_the_first_is_run(phases_file, capsys):
+    path = phases_file(LOSS, {"name": "short", "axes": {"train.steps": [12, 4]}})
+    for asked in ([], ["--dry-run"]):
+        assert main(["phases", str(path), *asked]) == 2
+        said = f"error: {path}: steps=4: of 4 steps no speed can be told; set `train.steps` to 5 or more\n"
+        assert capsys.readouterr().err == said
+    assert not (path.parent / "tune").exists()
+
+
 def test_every_path_of_a_search_may_lie_in_the_home_folder(phases_file, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "cpu.yaml").write_text((ROOT / "accelerate_configs" / "cpu.yaml").read_text())
