@@ -81,8 +81,10 @@ _OF_A_PAGE = b'getItem("report-theme")'  # which every page of the report has
 
 
 def check_replaceable(path: Path, named: str = "--out") -> None:
-    """InputError where writing `path`, which the option `named` asks for, would lose a file that no command here has written. An
-    empty one holds nothing to lose."""
+    """InputError where `path`, which the option `named` asks for, cannot be written, or is a file that no command here has
+    written. An empty one holds nothing to lose."""
+    if reason := why_unwritable(path.parent):
+        raise InputError(f"{named} {path}: cannot be written there: {reason}; name another file")
     try:
         content = path.read_bytes() if path.is_file() else b""
     except OSError as error:
@@ -112,7 +114,7 @@ def why_unwritable(folder: Path) -> str | None:
     """
     there = folder.absolute()
     if there.is_dir():
-        return None if os.access(there, os.W_OK | os.X_OK) else "no permission"
+        return None if os.access(there, os.W_OK | os.X_OK) else "no permission, or a read-only disk"
     while not os.path.lexists(there):
         there = there.parent
     try:

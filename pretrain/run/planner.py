@@ -83,10 +83,6 @@ def _check_out(path: Path) -> None:
     if path.suffix.lower() != ".png":
         raise InputError(f"--out {path}: the picture is written as .png; end its name so")
     check_replaceable(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"--out {path}: cannot be written there: {error.strerror}; name another file") from None
 
 
 def prices_of(texts: Sequence[str]) -> dict[str, float]:

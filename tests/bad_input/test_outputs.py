@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -73,3 +76,27 @@ def test_other_outputs_are_written_over_nobodys_file_either(tmp_path: Path, caps
     assert [path.read_bytes() for path in (notes, picture)] == contents
     for _ in range(2):
         assert preview(*schedule, tmp_path / "rate.png")
+
+
+@pytest.fixture
+def read_only(tmp_path: Path) -> Iterator[Path]:
+    """A folder on a read-only disk."""
+    (path := tmp_path / "read only").mkdir()
+    if shutil.which("mount") is None or subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", path]).returncode:
+        pytest.skip("mounting a file system needs root")
+    yield path
+    subprocess.run(["umount", path], check=True)
+
+
+def test_what_cannot_be_written_in_the_end_is_refused_before_any_work(
+    read_only: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for asked in (
+        ["report", "no such run", "--out", f"{read_only}/page.html"],
+        ["report", "no such run", "--markdown", f"{read_only}/tables.md"],
+        ["plan", "my.yaml", "--measure", "--out", f"{read_only}/sizes.png"],
+        ["doctor", "--full", "--out", f"{read_only}/doctor.md"],
+    ):
+        assert main(asked) == 2
+        said = f"error: {' '.join(asked[-2:])}: cannot be written there: no permission, or a read-only disk; name another file\n"
+        assert capsys.readouterr().err == said
