@@ -204,6 +204,8 @@ def _check_surroundings(recipe: Recipe, accelerator: Accelerator) -> Path:
     """Returns the run folder. Raises InputError where it is not this run's to use, and where its beginning or a tracker is not to
     be had."""
     run_dir = config.run_dir_of(recipe)
+    if run_dir.resolve() == recipe.data.packs.resolve():
+        raise InputError(f"`run_dir` and `data.packs` are both {run_dir}: a run and packs want a folder each; change one of them")
     config.begin_of(recipe)
     check_ours(run_dir)
     resolve(recipe.log, run_dir=run_dir, main_process=accelerator.is_main_process)

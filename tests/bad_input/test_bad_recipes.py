@@ -248,6 +248,15 @@ def test_a_device_that_is_none_or_not_here_is_one_message(device: str, refusal, 
     assert refusal("--plan") == said
 
 
+@pytest.mark.parametrize("asked", [(), ("--plan",)])
+def test_a_run_and_its_packs_do_not_share_a_folder(asked: tuple[str, ...], refusal, tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "one")
+    for packs in ("one", "link"):
+        said = refusal(f"run_dir={tmp_path}/one", f"data.packs={tmp_path}/{packs}", *asked)
+        assert said.startswith(f"`run_dir` and `data.packs` are both {tmp_path}/one: ") and "change one of them" in said
+    assert not (tmp_path / "one").exists()
+
+
 def test_a_number_of_processes_that_is_none_is_one_message(refusal, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "many")
     assert refusal("--plan") == "environment: WORLD_SIZE=many is no whole number; correct it, or unset it"
