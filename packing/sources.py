@@ -128,7 +128,7 @@ def _kind_of_file(path: Path, wanted: str) -> str:
 
 
 def _open_folder(folder: Path, settings: DataSettings, records: Records) -> FileSource:
-    """All files below `folder` of one kind, in order of their relative paths, without hidden files and without packs.
+    """All files below `folder` of one kind, in order of their relative paths, without hidden files, packs and runs.
 
     Data files come before text, since many data sets carry a README. Where two kinds are possible, `data.format` has to name one.
     """
@@ -160,8 +160,8 @@ def _open_folder(folder: Path, settings: DataSettings, records: Records) -> File
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
-    """Every file below `folder` that is not hidden, and not in a folder of packs. InputError for what would be left out silently
-    otherwise: dead links, links to folders (which may lead in a circle), pipes, and folders that cannot be read."""
+    """Every file below `folder` that is not hidden, and not in a folder of packs or of a run. InputError for what would be left
+    out silently otherwise: dead links, links to folders (which may lead in a circle), pipes, and folders that cannot be read."""
 
     def refuse(error: OSError) -> None:
         raise InputError(f"data.source: {error.filename}: cannot be read: {reason_of(error)}") from None
@@ -179,11 +179,14 @@ def _files_below(folder: Path) -> Iterator[Path]:
                 raise InputError(f"data.source: {path}: is {what}; put the text itself there, or take it away")
 
 
+_OF_A_RUN = {"config.yaml", "environment.json", "metrics.jsonl"}
+
+
 def _is_ours(folder: Path, names: list[str]) -> bool:
     """Whether a folder with `names` in it holds packs, parts of a stream, or tokens on their way to packs: those of another part
-    of `data` may lie in the source of this one."""
+    of `data` may lie in the source of this one. Or a run, whose metrics would be taken for text."""
     tokens = ".partial" in folder.suffixes and all(map(OWN.fullmatch, names))
-    return tokens or MANIFEST in names or os.path.isfile(folder / FIRST / MANIFEST)
+    return tokens or MANIFEST in names or os.path.isfile(folder / FIRST / MANIFEST) or _OF_A_RUN.issubset(names)
 
 
 def _listed(path: Path) -> list[str | int]:

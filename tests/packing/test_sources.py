@@ -18,6 +18,7 @@ from packing import chunks, sources
 from packing.chunks import Texts, TextTemplate, read_chunk
 from packing.settings import DataSettings
 from packing.sources import open_source
+from tests.pretrain.compare.made_runs import make_run
 
 
 def read(source: str | Path, **settings: object) -> Texts:
@@ -95,6 +96,14 @@ def test_a_folder_may_hold_the_packs_that_are_made_of_it(tmp_path: Path) -> None
         (tmp_path / name / "tokenizer.json").write_text("{}")
     options = DataSettings(packs=tmp_path / "packs", source=str(tmp_path), tokenizer="unused")
     assert open_source(options).paths == [tmp_path / "a.txt"]
+
+
+def test_a_run_that_lies_in_a_folder_of_text_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one")
+    (final := make_run(tmp_path / "runs" / "mine") / "final").mkdir()
+    (final / "merges.txt").write_text("o n")
+    (tmp_path / "runs" / "recipe.yaml").unlink()
+    assert read(tmp_path).documents == ["one"]
 
 
 def test_a_folder_of_source_code_gives_a_document_for_each_file(tmp_path: Path) -> None:
