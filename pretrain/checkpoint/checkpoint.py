@@ -188,11 +188,12 @@ class Checkpoints:
         if self._reserving is not None:
             self._reserving.result()
             self._reserving = None
-        if not self._staging.holds(bytes_staged(files)) and not room_for(bytes_staged(files)):
+        needed = bytes_staged(files)
+        if not self._staging.holds(needed) and not (room_for(needed) and self._staging.reserve(needed, gpu_of(files))):
             if self.disks.leads and not self._told_of_no_room:
                 _log.warning(
                     "host memory has no room for copies of %s a process, so training stops while a checkpoint is written",
-                    memory(bytes_staged(files) / GIB),
+                    memory(needed / GIB),
                 )
             self._told_of_no_room = True
             return files, True

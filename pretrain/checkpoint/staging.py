@@ -41,17 +41,22 @@ class Staging:
     def __init__(self) -> None:
         self._memory: Tensor | None = None
 
-    def reserve(self, needed: int, device: torch.device | None) -> None:
+    def reserve(self, needed: int, device: torch.device | None) -> bool:
         """Take `needed` bytes, for tensors of that GPU if it is given, ahead of the first copy; from any thread, while nobody
-        copies."""
+        copies. Returns whether they are there: a limit of the process (`ulimit -v`) may leave it less than is free."""
         if self.holds(needed):
-            return
+            return True
         self._memory = None  # gives it back first
-        if device is None:
-            self._memory = torch.zeros(needed, dtype=torch.uint8)  # written to, so that the pages are there
-        else:
-            with torch.cuda.device(device):  # threads start on device 0: pinning there would open a context on another rank's
-                self._memory = _pinned(needed)
+        try:
+            if device is None:
+                self._memory = torch.zeros(needed, dtype=torch.uint8)  # written to, so that the pages are there
+            else:
+                with torch.cuda.device(device):  # threads start on device 0: pinning there opens a context on another rank's
+                    self._memory = _pinned(needed)
+        except RuntimeError as error:
+            if "can't allocate memory" not in str(error):
+                raise
+        return self.holds(needed)
 
     def holds(self, needed: int) -> bool:
         """Whether a copy of `needed` bytes takes no memory more."""
