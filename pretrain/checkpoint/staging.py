@@ -7,10 +7,10 @@ import os
 import weakref
 from collections.abc import Mapping
 
-import psutil
 import torch
 from torch import Tensor
 
+from foundation.memory import free_memory
 from foundation.units import GIB, memory
 
 ALIGNMENT = 64  # bytes; a view in any dtype needs its width at most
@@ -26,7 +26,7 @@ def bytes_staged(files: Files) -> int:
 
 def room_for(needed: int) -> bool:
     """Whether every process of this machine may take `needed` bytes of its memory."""
-    return needed * int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= SHARE * psutil.virtual_memory().available
+    return needed * int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= SHARE * free_memory()
 
 
 def gpu_of(files: Files) -> torch.device | None:

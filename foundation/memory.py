@@ -1,0 +1,37 @@
+"""The host memory that a process may still take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+# Of both versions of control groups: a group's limit, what it uses, and what of that is files that nobody reads any more.
+_FILES = {
+    "": ("memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+
+
+def free_memory(root: Path = Path("/")) -> int:
+    """Bytes that are free on this machine, or that a control group of this process leaves, where these are fewer. SLURM, Docker
+    and Kubernetes limit a job so, and kill what takes more. `root`: of the file system that says how much."""
+    return min([psutil.virtual_memory().available, *_left_in_groups(root)])
+
+
+def _left_in_groups(root: Path) -> Iterator[int]:
+    with suppress(OSError):  # no Linux
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controller, name = line.split(":", 2)
+            if controller in _FILES:
+                group = Path(name.lstrip("/"))
+                for each in (group, *group.parents):  # the groups around it hold it, too; a container sees the last as its own
+                    yield from _left_in(root / "sys/fs/cgroup" / controller / each, *_FILES[controller])
+
+
+def _left_in(group: Path, limit: str, used: str, unread: str) -> Iterator[int]:
+    with suppress(OSError, ValueError):  # not seen from here, or without a limit
+        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        yield int((group / limit).read_text()) - int((group / used).read_text()) + int(statistics[unread])
