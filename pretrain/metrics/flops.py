@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from foundation.errors import InputError
 from foundation.units import TERA
 
 # Types whose count a test holds to torch's own, so that no start takes half a second for it.
@@ -75,7 +76,20 @@ class Shape:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Shape:
-        config = model.config.get_text_config()
+        """InputError where the configuration lacks one of the sizes, or has one for each layer."""
+        try:
+            shape = cls._in(model.config.get_text_config())
+            reason = next(
+                (f"`{name}` is said for each layer" for name, size in vars(shape).items() if not isinstance(size, int)), None
+            )
+        except (AttributeError, ValueError, RuntimeError) as error:
+            reason = str(error).partition(". ")[0]
+        if reason:
+            raise InputError(f"model: {type(model).__name__} is not of equal layers with attention: {reason}; name another")
+        return shape
+
+    @classmethod
+    def _in(cls, config: PretrainedConfig) -> Shape:
         heads, hidden = config.num_attention_heads, config.hidden_size
         one_head = getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False)
         of_keys = 1 if one_head else next(_known(config, "num_key_value_heads", "num_kv_heads"), heads)

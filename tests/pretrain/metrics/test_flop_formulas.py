@@ -110,6 +110,16 @@ def test_the_command_shows_utilisations_of_a_device_that_it_knows(counts: dict[s
         table(counts["Qwen3-1.7B"], [4096], device="Tesla V100-SXM2-16GB")
 
 
+@pytest.mark.parametrize(
+    ("model_type", "said"),
+    [("mamba", "has no attribute 'num_attention_heads'"), ("gemma3n_text", "`feed_forward`"), ("gemma4_text", "per-layer")],
+)
+def test_a_model_without_equal_layers_of_attention_is_refused_in_a_line(model_type: str, said: str, tmp_path: Path) -> None:
+    AutoConfig.for_model(model_type).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=f"is not of equal layers with attention: .*{said}"):
+        main([str(tmp_path)])
+
+
 def test_a_vocabulary_that_a_recipe_leaves_open_is_its_tokenizers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Tokenizer(models.WordLevel({f"w{i}": i for i in range(300)}, unk_token="w0")).save(str(tmp_path / "tokenizer.json"))
     config = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
