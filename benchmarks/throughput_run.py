@@ -19,6 +19,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from benchmarks import throughput_packs
 from benchmarks.evidence_results import device_and_torch
 from benchmarks.machine import environment_from_elsewhere, processor, run_to_its_end
@@ -28,7 +30,7 @@ from benchmarks.ways.judge import TOLERANCES, judge
 from foundation.ending import reason_in
 from foundation.errors import InputError
 from foundation.files import replace_file
-from pretrain.settings.config import load_recipe
+from pretrain.settings.config import load_recipe, resolved
 from pretrain.settings.recipe import Recipe
 
 SAID = 4000  # characters of a failed way's output that are kept
@@ -74,7 +76,10 @@ class Settings:
     def record(self) -> dict[str, Any]:
         """What must be equal for figures to stand in one table."""
         own = {key: str(value) for key, value in dataclasses.asdict(self).items() if key != "timeout"}
-        return own | {"recipe_text": self.recipe.read_text(), "packs": str(self.packs)}
+        text = self.recipe.read_text()
+        if "base" in yaml.safe_load(text):  # which may change: all that comes of both
+            text = yaml.safe_dump(resolved(self.loaded), sort_keys=False)
+        return own | {"recipe_text": text, "packs": str(self.packs)}
 
 
 class Bench:

@@ -73,6 +73,18 @@ def test_readme_has_the_speeds_of_the_result_files():
         assert len(shown) >= 4 and set(shown) <= speeds
 
 
+def test_the_speeds_of_an_h100_are_those_of_its_file():
+    ways = json.loads((ROOT / "benchmarks/results/h100_throughput.json").read_text())["ways"]
+    by_way = {name: f"{way['tokens_per_second']['median']:,.0f}" for name, way in ways.items()}
+    said = f"makes {by_way['delayed_exact_head']} by the first, and {by_way['bf16_exact']} in BF16"
+    assert said in README
+    rows = (ROOT / "docs/performance.md").read_text().partition("## On an H100")[2].partition("## ")[0]
+    for name, way in ways.items():
+        share, peak = f"{100 * way['share_of_limit']:.1f} %", f"{way['memory_gib']:.1f}"
+        over = way["tokens_per_second"]["median"] / ways["hf_eager"]["tokens_per_second"]["median"]
+        assert f"| {by_way[name]} | {over:.3g} | {share} | {peak} |" in rows
+
+
 def test_the_losses_of_the_comparison_are_those_of_the_result_file():
     runs = json.loads((ROOT / "benchmarks/results/h200_comparison.json").read_text())["runs"]
     losses = {name: run["losses"] for name, run in runs.items()}
@@ -127,6 +139,7 @@ FILES_OF = {
         "14m_emulated_3",
         "14m_nvfp4",
     ],
+    "14m_lr2": ["14m_lr2"],
     "35m": ["35m"],
     "35m_once": ["35m_once", "35m_once_2", "35m_once_3", "35m_once_begun", "35m_once_4", "35m_once_5"],
     "111m": ["111m"],
@@ -249,6 +262,19 @@ def hundreds_of(size: str) -> list[list[float]]:
             gaps = [ours - theirs for ours, theirs in zip(run["losses"], whole[begin:], strict=True)]
             rows.append([statistics.mean(gaps[part]) for part in parts])
     return rows
+
+
+def test_what_twice_the_rate_costs_is_what_the_files_say():
+    for row, *cells in table_after("### Twice the rate"):
+        cell, measure = row.split(", ")
+        for size, said in zip(("14m", "14m_lr2"), cells, strict=True):
+            found = scale_of(size).difference(
+                f"{cell.split()[0].lower()}_branch", training_loss if measure == "training loss" else final_loss
+            )
+            assert said == f"{found.mean:.4f} ± {found.half_width():.4f}", (row, size)
+    once, twice = (scale_of(size).values("bf16", final_loss) for size in ("14m", "14m_lr2"))
+    higher = sorted(f"{twice[seed] - once[seed]:.3f}" for seed in twice)
+    assert f"three seeds end {higher[0]} to {higher[-1]} higher" in (ROOT / "docs/evidence.md").read_text()
 
 
 def test_what_text_that_is_seen_again_does_is_what_the_files_say():
