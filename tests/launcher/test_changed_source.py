@@ -171,7 +171,7 @@ def test_a_tokenizer_that_has_replaced_the_runs_is_not_exported_nor_sampled_with
 def test_from_another_folder_a_tokenizer_that_is_not_there_is_said_with_the_folder(
     small_recipe: dict[str, Any], train_here: Callable, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
     Path("text.jsonl").write_text('{"text": "one two three two one three"}\n' * 200)
     write_tokenizer(tmp_path / "named", "one two three")
