@@ -30,7 +30,7 @@ from pretrain.precision.settings import ActivePrecision
 LEAST = 50_000_000  # parameters, of a model whose speed a share of the peak can describe
 USUAL = ("H100", "H200", "B200", "8xB200")
 # GiB of one device, as CUDA reports them; the GB of data sheets (80, 141, 180) are 6 % fewer bytes. H200: as seen here. H100 SXM
-# of 80 GB and B200 were not seen here: the "total capacity" in torch's messages, as others have reported it.
+# of 80 GB and B200: the "total capacity" in torch's messages, as others have reported it.
 MEMORY = {"H100": 79.1, "H200": 139.8, "B200": 178.4}
 SOLD_WITH = {"H100": 80, "H200": 141, "B200": 180}  # those GB: a name that says others is of a device with another memory
 IN_ONE_HEADS = range(MIN_MEASURED_HEAD_DIM, 129)  # head sizes for which attention is one node with the rotation there
