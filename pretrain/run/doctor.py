@@ -95,7 +95,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if parsed.out and not parsed.full:
         raise InputError(f"--out {parsed.out}: is the file of --full; add that, or leave it out")
     parsed.out = parsed.out or Path("doctor.md")
-    if parsed.full:
+    if parsed.full and not parsed.only:
         check_replaceable(parsed.out)
     return parsed
 

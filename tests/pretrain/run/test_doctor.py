@@ -86,6 +86,12 @@ def test_a_process_of_its_own_is_told_to_examine_the_same(small_recipe: dict[str
         assert DoctorSetup.of(parse(setup.arguments)) == setup
 
 
+def test_a_process_that_tries_a_precision_has_no_word_on_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "doctor.md").write_text("# Of an older version\n")
+    monkeypatch.chdir(tmp_path)
+    assert parse(["--tokens", "256", "--try", "bf16", "torch", "--full"]).full
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
