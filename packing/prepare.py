@@ -291,7 +291,7 @@ def prepared_records(settings: DataSettings, tokenizer: TextTokenizer) -> Record
 def _write_packs(settings: DataSettings, tokenizer: TextTokenizer, log: TokenLog, progress: bool) -> dict[str, Any]:
     """Lay out the packs of both splits and write them; returns the manifest."""
     arranged = Arranged.of(log, settings, one_file=log.key[SOURCE_FILES].get("kind") == "text")
-    free = free_bytes(settings.packs.absolute().parent)
+    free = free_bytes(Path(os.path.realpath(settings.packs)))
     if (needed := arranged.bytes()) > free:
         raise InputError(
             f"{settings.packs}: the packs need {needed / 1e9:,.2f} GB and the disk has {free / 1e9:,.2f} GB; what is tokenised "

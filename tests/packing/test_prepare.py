@@ -274,6 +274,12 @@ def test_a_mistyped_setting_does_not_cost_what_was_tokenised(
     assert not tokenised.exists()
 
 
+def test_packs_behind_a_link_need_room_where_it_leads_to(settings: DataSettings) -> None:
+    settings.packs.symlink_to("/proc/not/there")  # a file system without room
+    with pytest.raises(InputError, match=r"the packs need 0\.00 GB and the disk has 0\.00 GB; what is tokenised is kept"):
+        prepare(settings, progress=False)
+
+
 @pytest.mark.parametrize("trained", [None, np.ones(400_000, bool)], ids=["all trained on", "masked"])
 @pytest.mark.parametrize("length", [20, 1024])
 def test_what_packs_take_on_disk_is_known_before_they_are_written(
