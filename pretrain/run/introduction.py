@@ -84,11 +84,11 @@ def introduce(run: Run, notes: Iterable[str], warnings: Iterable[str]) -> None:
 def _write_records(run: Run) -> dict[str, Any]:
     """Write config.yaml, environment.json and audit.json as of this start; returns the settings."""
     settings = config.resolved(run.job.recipe)
+    if run.accelerator.is_main_process and not run.state.finished:  # steps are to come: an earlier end is none any more
+        run.folder.summary.unlink(missing_ok=True)  # first: it does not describe the other records
     if run.accelerator.is_main_process or run.checkpoints.disks.leads:  # which makes it a run's folder on that machine's disk
         run.folder.write_yaml(run.folder.config, settings)
     if run.accelerator.is_main_process:
-        if not run.state.finished:  # steps are to come: an earlier end is none any more
-            run.folder.summary.unlink(missing_ok=True)
         run.folder.write_json(run.folder.environment, _fingerprints(run.job) | run.environment | run.past.record())
         run.folder.write_json(run.folder.audit, run.assembly.audit)
     return settings

@@ -5,11 +5,14 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from signal import SIGKILL
 from typing import Any
 
 import pytest
 
+from pretrain.metrics.run_record import read_finished
 from tests.conftest import over
+from tests.moments import LauncherProcess, Moment
 
 SHORT = ("train.steps=6", "checkpoint.at_end=false", "evaluate.every=null", "parity=off")
 
@@ -106,6 +109,19 @@ def test_a_run_sent_back_and_killed_in_its_export_exports_the_model_that_it_has_
     aside.rename(final)
     summary.unlink()  # which is written last
     assert train_here(*asked, *back).status == 0 and contents(final) == trained and summary.exists()
+
+
+@pytest.mark.parametrize(("event", "what"), [("os.rename", r"\.config\.yaml")])
+def test_a_run_sent_back_and_killed_is_no_end_and_goes_on(event: str, what: str, train_here: Callable, tmp_path: Path) -> None:
+    asked = ("train.steps=4", "parity=off", "checkpoint.every=2")
+    run = train_here(*asked)
+    back = (*asked, "optimizer.learning_rate=0.02", "--accept-changes")
+    there = ("--resume", str(run.run_dir / "checkpoints" / "step-00000002"))
+    process = LauncherProcess([str(tmp_path / "recipe.yaml"), *back, *there], tmp_path / "log", Moment(event, what, SIGKILL))
+    assert process.end() == -SIGKILL and read_finished(run.run_dir) is None
+    again = train_here(*back)
+    assert again.status == 0, again.output
+    assert read_finished(run.run_dir) is not None and not list(run.run_dir.glob(".final.*"))
 
 
 def test_an_earlier_summary_goes_when_steps_are_trained_again(train_here: Callable) -> None:
