@@ -15,7 +15,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -360,7 +360,8 @@ def export(
         fsync_tree(writing)
         _put_in_place(writing, folder, previous)
     except _OF_WRONG_VALUES as error:  # whatever it is: what was trained is saved, and a traceback would not say so
-        shutil.rmtree(writing, ignore_errors=True)
+        with suppress(OSError):
+            _remove_unfinished(writing)
         raise InputError(
             f"{folder}: the trained model cannot be written: {_reason(error)}. The checkpoints hold it; mend this and run again"
         ) from None
@@ -382,7 +383,8 @@ def _put_in_place(writing: Path, folder: Path, previous: Path) -> None:
     (folder / _UNFINISHED).unlink()
     fsync(folder.parent)
     if not kept:
-        shutil.rmtree(previous, ignore_errors=True)
+        with suppress(OSError):
+            _remove_unfinished(previous)
 
 
 def _is_untouched(folder: Path) -> bool:

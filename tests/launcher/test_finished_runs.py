@@ -111,7 +111,9 @@ def test_a_run_sent_back_and_killed_in_its_export_exports_the_model_that_it_has_
     assert train_here(*asked, *back).status == 0 and contents(final) == trained and summary.exists()
 
 
-@pytest.mark.parametrize(("event", "what"), [("os.rename", r"\.config\.yaml")])
+@pytest.mark.parametrize(
+    ("event", "what"), [("os.rename", r"\.config\.yaml"), ("os.remove", r"\.final\.previous/model\.safetensors")]
+)
 def test_a_run_sent_back_and_killed_is_no_end_and_goes_on(event: str, what: str, train_here: Callable, tmp_path: Path) -> None:
     asked = ("train.steps=4", "parity=off", "checkpoint.every=2")
     run = train_here(*asked)
