@@ -85,8 +85,10 @@ def check_replaceable(path: Path, named: str = "--out") -> None:
     written. An empty one holds nothing to lose."""
     if reason := why_unwritable(path.parent):
         raise InputError(f"{named} {path}: cannot be written there: {reason}; name another file")
+    if path.exists() and not path.is_file():
+        raise InputError(f"{named} {path}: is there and is no file; name another")
     try:
-        content = path.read_bytes() if path.is_file() else b""
+        content = path.read_bytes() if path.exists() else b""
     except OSError as error:
         raise InputError(f"{named} {path}: is there and cannot be read: {error.strerror}; name another file") from None
     if content and WRITTEN_BY.encode() not in content and _OF_A_PAGE not in content:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -100,3 +101,14 @@ def test_what_cannot_be_written_in_the_end_is_refused_before_any_work(
         assert main(asked) == 2
         said = f"error: {' '.join(asked[-2:])}: cannot be written there: no permission, or a read-only disk; name another file\n"
         assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_what_is_there_and_is_no_file_is_refused_before_any_work(
+    make: Callable[[Path], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(path := tmp_path / "page.md")
+    for asked in (["report", "no such run", "--out", str(path)], ["doctor", "--full", "--out", str(path)]):
+        assert main(asked) == 2
+        assert capsys.readouterr().err == f"error: --out {path}: is there and is no file; name another\n"
+    assert not path.is_file()
