@@ -245,7 +245,7 @@ def is_exported(run: Run) -> bool:
     """Whether `final/` is of this very end of the run already, by an earlier start that reached it: it stays as it is then,
     whatever this start would store weights as. Collective."""
     there = False
-    if run.accelerator.is_main_process and run.ended and run.folder.final.is_dir():
+    if run.accelerator.is_main_process and run.ended and any(run.folder.final.glob("*.safetensors")):
         there = bool(load_yaml(run.folder.config).get("checkpoint", {}).get("at_end"))
     return bool(largest_over_ranks(run.accelerator, int(there)))
 
