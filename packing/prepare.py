@@ -112,7 +112,8 @@ def check_part(settings: DataSettings, *, elsewhere: bool) -> None:
     if Path(str(settings.tokenizer)).exists():
         tokenizer = load_tokenizer(str(settings.tokenizer))
         around(prepared_records(settings, tokenizer), settings, tokenizer)
-    if not elsewhere and (reason := why_unwritable(settings.packs)):
+    leads = settings.packs.is_symlink() and not settings.stream  # of a stream the folder itself is made, which a link is not
+    if not elsewhere and (reason := why_unwritable(Path(os.path.realpath(settings.packs)) if leads else settings.packs)):
         raise _unwritable(settings.packs, reason)
 
 

@@ -26,6 +26,7 @@ from packing import sources, token_log
 from packing.arrow import PackWriter
 from packing.chunks import Chunk, TextTemplate
 from packing.manifest import read_manifest
+from packing.packer import check_preparing
 from packing.part_maker import PackedPart, PartTokens
 from packing.prepare import prepare
 from packing.settings import DataSettings
@@ -272,6 +273,13 @@ def test_a_mistyped_setting_does_not_cost_what_was_tokenised(
     assert contents(tokenised) == before
     prepare(settings, progress=False)
     assert not tokenised.exists()
+
+
+def test_a_plan_takes_a_link_to_a_folder_that_is_not_there_yet_as_a_run_does(settings: DataSettings) -> None:
+    settings.packs.symlink_to(settings.packs.with_name("elsewhere"))
+    assert check_preparing(settings) == []
+    prepare(settings, progress=False)
+    assert settings.packs.is_symlink() and (settings.packs.with_name("elsewhere") / "packs.json").is_file()
 
 
 def test_packs_behind_a_link_need_room_where_it_leads_to(settings: DataSettings) -> None:
