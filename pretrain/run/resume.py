@@ -421,7 +421,7 @@ def renamed_source(source: ResumePoint, checkpoints: Checkpoints) -> ResumePoint
 
 def keep_findings(source: ResumePoint, assembly: Assembly, job: Job) -> None:
     """Let the audit of a run that goes on from `source` keep what earlier starts alone have found: parity, which is looked at
-    before a run's first step, which step has confirmed a precision that the next step is not in, and all of a precision that
+    before a run's first step, which step has confirmed a precision that no next step is in, and all of a precision that
     steps of the run were in and no step to come can be."""
     step, written = source.record["progress"]["step"], source.path.absolute().parent.parent / AUDIT_FILE
     coming = job.plan.active_after(step).precision.name
@@ -439,7 +439,7 @@ def keep_findings(source: ResumePoint, assembly: Assembly, job: Job) -> None:
             why = f"it is checked before a run's first step only, and {written} has no record of that for {name}"
             each.found["parity"] = {"source": "this run", "left_out": why}
         confirmed = known.get("confirmed_in_step")
-        if name != coming and isinstance(confirmed, int) and confirmed <= step:
+        if (name != coming or step >= job.plan.steps) and isinstance(confirmed, int) and confirmed <= step:
             each.found["confirmed_in_step"] = confirmed
     of_each = {key for each in assembly.precisions.values() for key in each.found} | {"confirmed_in_step"}
     for name in set(job.plan.course.values()) & of_precision.keys() - assembly.precisions.keys():

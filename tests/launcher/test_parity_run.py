@@ -185,6 +185,10 @@ def test_a_run_that_goes_on_keeps_what_its_fresh_start_found_and_says_so(
         assert found["parity"] == fresh["parity"] | {"when": when} and fresh["parity"]["failures"] == []
         assert keys_of(found) - keys_of(fresh) == {".parity.when"} and keys_of(fresh) <= keys_of(found)
         assert found["confirmed_in_step"] == step + 1
+    for _ in range(2):  # the second is as if the first was killed in its export: no step is left, which would confirm it again
+        (run_dir / "summary.json").unlink()
+        launch("run", *arguments, "checkpoint.at_end=true")
+        assert json.loads((run_dir / "audit.json").read_text())["confirmed_in_step"] == 3
     monkeypatch.chdir(run_dir / "checkpoints")
     launch("run", *arguments, "--resume", "step-00000001")
     assert parity_of(run_dir) == found["parity"]
