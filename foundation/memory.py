@@ -8,10 +8,10 @@ from pathlib import Path
 
 import psutil
 
-# Of both versions of control groups: a group's limit, what it uses, and what of that is files that nobody reads any more.
+# Of both versions of control groups: a group's limit, what it uses, and how what of that is a cache of files is called.
 _FILES = {
-    "": ("memory.max", "memory.current", "inactive_file"),
-    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    "": ("memory.max", "memory.current", "{}_file"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_{}_file"),
 }
 
 
@@ -31,7 +31,8 @@ def _left_in_groups(root: Path) -> Iterator[int]:
                     yield from _left_in(root / "sys/fs/cgroup" / controller / each, *_FILES[controller])
 
 
-def _left_in(group: Path, limit: str, used: str, unread: str) -> Iterator[int]:
+def _left_in(group: Path, limit: str, used: str, cache: str) -> Iterator[int]:
     with suppress(OSError, ValueError):  # not seen from here, or without a limit
         statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        yield int((group / limit).read_text()) - int((group / used).read_text()) + int(statistics[unread])
+        given_back = sum(int(statistics[cache.format(kind)]) for kind in ("active", "inactive"))  # before anything is killed
+        yield int((group / limit).read_text()) - int((group / used).read_text()) + given_back

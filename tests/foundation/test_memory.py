@@ -10,12 +10,13 @@ from foundation.memory import free_memory
 MIB = 2**20
 
 
-def group_at(folder: Path, limit: str, used: int, unread: int, version: int) -> None:
+def group_at(folder: Path, limit: str, used: int, cached: int, version: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     names = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"), 2: ("memory.max", "memory.current", "")}[version]
     (folder / names[0]).write_text(f"{limit}\n")
     (folder / names[1]).write_text(f"{used}\n")
-    (folder / "memory.stat").write_text(f"anon 4096\n{names[2]}inactive_file {unread}\n")
+    cache = f"{names[2]}inactive_file {cached // 4}\n{names[2]}active_file {cached - cached // 4}\n"
+    (folder / "memory.stat").write_text(f"anon 4096\n{cache}")
 
 
 @pytest.fixture
