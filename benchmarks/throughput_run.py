@@ -30,6 +30,7 @@ from benchmarks.ways.judge import TOLERANCES, judge
 from foundation.ending import reason_in
 from foundation.errors import InputError
 from foundation.files import replace_file
+from foundation.settings import load_with_bases
 from pretrain.settings.config import load_recipe, resolved
 from pretrain.settings.recipe import Recipe
 
@@ -77,7 +78,7 @@ class Settings:
         """What must be equal for figures to stand in one table."""
         own = {key: str(value) for key, value in dataclasses.asdict(self).items() if key != "timeout"}
         text = self.recipe.read_text()
-        if "base" in yaml.safe_load(text):  # which may change: all that comes of both
+        if len(load_with_bases(self.recipe)) > 1:  # a base may change: all that comes of both
             text = yaml.safe_dump(resolved(self.loaded), sort_keys=False)
         return own | {"recipe_text": text, "packs": str(self.packs)}
 

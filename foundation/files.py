@@ -76,7 +76,8 @@ def save_file(path: Path, data: bytes, remedy: str = "name another file", *, in_
         raise InputError(f"{path}: cannot be written: {error.strerror}; {remedy}") from None
 
 
-WRITTEN_BY = "written by python -m pretrain"  # in each picture, page and table that a command writes where it is told to
+WRITTEN_BY = "written by python -m pretrain"  # in each picture that a command writes where it is told to
+MARKDOWN_MARK = f"<!-- {WRITTEN_BY} -->"  # in each Markdown file, which does not show it
 _OF_A_PAGE = b'getItem("report-theme")'  # which every page of the report has
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import psutil
 
-# Of both versions of control groups: a group's limit, what it uses, and how what of that is a cache of files is called.
+# By the controller that a line of /proc/self/cgroup names (none: version 2): the files that have a group's limit and what it
+# uses, and the names in memory.stat of the two parts of its cache of files.
 _FILES = {
     "": ("memory.max", "memory.current", "{}_file"),
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_{}_file"),
@@ -17,7 +18,7 @@ _FILES = {
 
 def free_memory(root: Path = Path("/")) -> int:
     """Bytes that are free on this machine, or that a control group of this process leaves, where these are fewer. SLURM, Docker
-    and Kubernetes limit a job so, and kill what takes more. `root`: of the file system that says how much."""
+    and Kubernetes limit a job so, and kill what takes more. `root`: the folder that has `proc` and `sys`."""
     return min([psutil.virtual_memory().available, *_left_in_groups(root)])
 
 
@@ -34,5 +35,5 @@ def _left_in_groups(root: Path) -> Iterator[int]:
 def _left_in(group: Path, limit: str, used: str, cache: str) -> Iterator[int]:
     with suppress(OSError, ValueError):  # not seen from here, or without a limit
         statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        given_back = sum(int(statistics[cache.format(kind)]) for kind in ("active", "inactive"))  # before anything is killed
+        given_back = sum(int(statistics[cache.format(kind)]) for kind in ("active", "inactive"))  # by the kernel, before it kills
         yield int((group / limit).read_text()) - int((group / used).read_text()) + given_back

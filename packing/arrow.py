@@ -93,9 +93,9 @@ def as_token_ids(values: np.ndarray, where: str) -> np.ndarray:
 class PackWriter:
     """Writes a folder of packs that is either complete or absent.
 
-    Everything goes to a hidden `folder` beside `path`, or where a link there leads to, which `finish` completes, flushes and
-    renames to it. Leaving the `with` block without `finish` removes it. Further files in `folder` travel with the packs. One
-    writer a path at a time.
+    Everything goes to a hidden `folder` beside `path`, which `finish` completes, flushes and renames to `path`. Where `path` is a
+    link, both are where it leads. Leaving the `with` block without `finish` removes the folder. Further files in it travel with
+    the packs. One writer a path at a time.
 
     Raises InputError if `path` exists and is not an empty folder, if the hidden one is not ours or cannot be made, and on leaving
     the block if the disk was full.

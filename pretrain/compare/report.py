@@ -16,7 +16,7 @@ import numpy as np
 
 from foundation.command import CommandParser, number
 from foundation.errors import InputError, shown
-from foundation.files import WRITTEN_BY, check_replaceable, save_file
+from foundation.files import MARKDOWN_MARK, check_replaceable, save_file
 from foundation.progress import Progress, advance
 from foundation.settings import load_yaml
 from foundation.tables import UNKNOWN, markdown, on_screen, or_dash
@@ -63,7 +63,6 @@ NO_ERROR = (
     "look small."
 )
 EMULATED = "(emulated): computed in software; the speed says nothing of hardware that has the precision."
-MARK = f"<!-- {WRITTEN_BY} -->"  # at the end of tables in a file
 EACH_RUN = "--markdown FILE has the figures of each run, too."
 OTHER_TEXT = "Held-out losses are of different text, so they do not say which run is better."
 SIDE_BY_SIDE = f"{UNKNOWN} under tok/s: the run shared its machine with others, so its speed is not its own."
@@ -208,7 +207,7 @@ def write_runs(
         plot_losses(runs, out)
     if tables_file is not None:
         drawn = f"![{'differences over seeds' if brief else 'curves'}]({os.path.relpath(out, tables_file.parent)})"
-        save_file(tables_file, "\n\n".join([*tables(runs, seeds), *left_out, drawn, MARK]).encode() + b"\n", in_new_folder=True)
+        _save_tables(tables_file, [*tables(runs, seeds), *left_out, drawn])
     if page is not None:
         save_file(page, render(RunComparison.over(runs), seeds=seeds), in_new_folder=True)
     places = {"Differences" if brief else "Curves": out, "Tables": tables_file, "Everything": page}
@@ -288,6 +287,10 @@ def _write_page(options: argparse.Namespace, every: float | None = None) -> tupl
     return comparison, seeds
 
 
+def _save_tables(path: Path, parts: Sequence[str]) -> None:
+    save_file(path, "\n\n".join([*parts, MARKDOWN_MARK]).encode() + b"\n", in_new_folder=True)
+
+
 def _show_page(options: argparse.Namespace) -> RunComparison:
     """Write the page, print what it says, and write the tables where they are asked for; returns what stands in the page."""
     comparison, seeds = _write_page(options)
@@ -295,7 +298,7 @@ def _show_page(options: argparse.Namespace) -> RunComparison:
     shown = seeds.said() if seeds and seeds.others else [answer, *tables(runs, seeds, on_screen)]
     print("\n\n".join([*shown, f"Page: {options.page}"]))
     if options.markdown:
-        save_file(options.markdown, "\n\n".join([*tables(runs, seeds), MARK]).encode() + b"\n", in_new_folder=True)
+        _save_tables(options.markdown, tables(runs, seeds))
     return comparison
 
 

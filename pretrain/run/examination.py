@@ -24,7 +24,7 @@ import numpy as np
 import yaml
 
 from foundation.errors import InputError
-from foundation.files import WRITTEN_BY, save_file
+from foundation.files import MARKDOWN_MARK, save_file
 from foundation.tables import markdown
 from packing.arrow import Pack, PackWriter
 from pretrain.metrics.run_record import read_metrics
@@ -110,7 +110,7 @@ class DoctorReport:
         state = "Finished" if self.finished else "**Not finished: still going on, or ended before its time**"
         text = [
             "# Doctor's findings",
-            f"<!-- {WRITTEN_BY} -->",
+            MARKDOWN_MARK,
             "",
             *(f"* {line}" for line in self.lines),
             "",
