@@ -52,8 +52,10 @@ def write_file(path: Path, data: bytes) -> None:
 def replace_file(path: Path, data: bytes) -> None:
     """Make `path` hold `data`. Whoever opens it at any moment, also after a crash, sees all of the old content or of the new.
 
-    Raises OSError (disk full, no permission); the old content is then untouched.
+    A symbolic link stays one: what it leads to is replaced, as where a file is opened and written. Raises OSError (disk full, no
+    permission); the old content is then untouched.
     """
+    path = _real(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
     try:
         write_file(partial, data)
@@ -63,12 +65,18 @@ def replace_file(path: Path, data: bytes) -> None:
     fsync(path.parent)
 
 
+def _real(path: Path) -> Path:
+    """Where the file at `path` is or will be: of a link that leads to a file, or to nothing yet, where it leads."""
+    real = Path(os.path.realpath(path))
+    return real if real.is_file() or not real.exists() else path
+
+
 def save_file(path: Path, data: bytes, remedy: str = "name another file", *, in_new_folder: bool = False) -> None:
     """Does what `replace_file` does, with InputError in place of OSError: it says why the file cannot be written, and what to do,
     which is `remedy` unless there is no room. `in_new_folder`: make its folder where there is none."""
     try:
         if in_new_folder:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            _real(path).parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, data)
     except OSError as error:
         full = no_room(error)
@@ -84,7 +92,7 @@ _OF_A_PAGE = b'getItem("report-theme")'  # which every page of the report has
 def check_replaceable(path: Path, named: str = "--out") -> None:
     """InputError where `path`, which the option `named` asks for, cannot be written, or is a file that no command here has
     written. An empty one holds nothing to lose."""
-    if reason := why_unwritable(path.parent):
+    if reason := why_unwritable(_real(path).parent):
         raise InputError(f"{named} {path}: cannot be written there: {reason}; name another file")
     if path.exists() and not path.is_file():
         raise InputError(f"{named} {path}: is there and is no file; name another")

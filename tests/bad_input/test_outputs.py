@@ -58,6 +58,12 @@ def test_a_report_is_written_over_itself_and_over_no_other_file(
     assert theirs.stat().st_size > 0
 
 
+def test_a_report_that_is_a_link_stays_one(runs: list[str], tmp_path: Path) -> None:
+    (page := tmp_path / "report.html").symlink_to(real := tmp_path / "real.html")
+    for _ in range(2):
+        assert main(["report", *runs, "--out", str(page)]) == 0 and page.is_symlink() and real.stat().st_size > 10_000
+
+
 def test_a_page_of_an_older_version_is_written_anew(runs: list[str], tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     page.write_text('<script>const kept = localStorage.getItem("report-theme");</script>')
@@ -101,6 +107,9 @@ def test_what_cannot_be_written_in_the_end_is_refused_before_any_work(
         assert main(asked) == 2
         said = f"error: {' '.join(asked[-2:])}: cannot be written there: no permission, or a read-only disk; name another file\n"
         assert capsys.readouterr().err == said
+    (link := read_only.with_name("link.md")).symlink_to(read_only / "doctor.md")
+    assert main(["doctor", "--full", "--out", str(link)]) == 2
+    assert f"error: --out {link}: cannot be written there" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])

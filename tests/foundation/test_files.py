@@ -108,6 +108,27 @@ def test_a_file_that_cannot_be_saved_is_refused_with_what_to_do(tmp_path: Path, 
         save_file(file, b"new", "take another")
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_stays_one_and_what_it_leads_to_is_written(there: bool, tmp_path: Path) -> None:
+    real, link = tmp_path / "other disk" / "real.png", tmp_path / "link.png"
+    link.symlink_to("other disk/real.png")
+    if there:
+        real.parent.mkdir()
+        real.write_bytes(b"old")
+    save_file(link, b"new", in_new_folder=True)
+    assert link.is_symlink() and [(path.name, path.read_bytes()) for path in real.parent.iterdir()] == [("real.png", b"new")]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_link_that_leads_to_no_file_is_replaced_itself(tmp_path: Path) -> None:
+    (null := tmp_path / "null").symlink_to("/dev/null")
+    (itself := tmp_path / "itself").symlink_to("itself")
+    for path in (null, itself):
+        replace_file(path, b"new")
+        assert path.read_bytes() == b"new" and not path.is_symlink()
+    assert Path("/dev/null").is_char_device()
+
+
 @pytest.fixture
 def records(tmp_path: Path) -> list[FileRecord]:
     contents = {"a": b"first", "b": b"second", "c": b"third"}
