@@ -7,11 +7,12 @@ on, this is what `transformers.get_wsd_schedule` with decay_type="linear" and to
 
 from __future__ import annotations
 
+import io
 import math
 from pathlib import Path
 
 from foundation.errors import InputError
-from foundation.files import WRITTEN_BY, check_replaceable
+from foundation.files import WRITTEN_BY, check_replaceable, save_file
 from pretrain.settings.recipe import OptimizerSettings, ScheduleSettings
 
 _MOST_POINTS = 10_000  # that a drawing has; it is 1,200 pixels wide
@@ -88,10 +89,7 @@ def preview(
     steps = [1 + point * (total_steps - 1) // max(points - 1, 1) for point in range(points)]
     rates = [learning_rate(step - 1, settings, optimizer, total_steps, tokens_per_step) for step in steps]
     title = describe(settings, optimizer, total_steps, tokens_per_step)
-    try:
-        _draw(steps, rates, title, tokens_per_step, path_png)
-    except OSError as error:
-        raise InputError(f"{path_png}: cannot be written: {error.strerror}; name another place") from None
+    save_file(path_png, _picture(steps, rates, title, tokens_per_step), in_new_folder=True)
     warmup, decay = warmup_steps(settings, tokens_per_step), decay_steps(settings, total_steps)
     marks = {"first": 1, "end of warmup": warmup, "start of decay": decay and total_steps - decay + 1, "last": total_steps}
     lines = []
@@ -115,7 +113,8 @@ def describe(settings: ScheduleSettings, optimizer: OptimizerSettings, total_ste
     return f"{settings.kind}: {' + '.join(phases)} = {total_steps:,} steps, peak {peak:g}{end}"
 
 
-def _draw(steps: list[int], rates: list[float], title: str, tokens_per_step: int, path: Path) -> None:
+def _picture(steps: list[int], rates: list[float], title: str, tokens_per_step: int) -> bytes:
+    """The PNG."""
     from matplotlib.figure import Figure  # not pyplot, which would pick a display and keep state for the whole process
     from matplotlib.ticker import EngFormatter
 
@@ -129,5 +128,5 @@ def _draw(steps: list[int], rates: list[float], title: str, tokens_per_step: int
     tokens = axes.secondary_xaxis("top", functions=(lambda s: s * tokens_per_step, lambda t: t / tokens_per_step))
     tokens.set_xlabel("tokens")
     tokens.xaxis.set_major_formatter(EngFormatter(sep=""))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150, metadata={"Software": WRITTEN_BY})
+    figure.savefig(picture := io.BytesIO(), format="png", dpi=150, metadata={"Software": WRITTEN_BY})
+    return picture.getvalue()
