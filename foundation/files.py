@@ -87,6 +87,7 @@ def save_file(path: Path, data: bytes, remedy: str = "name another file", *, in_
 WRITTEN_BY = "written by python -m pretrain"  # in each picture that a command writes where it is told to
 MARKDOWN_MARK = f"<!-- {WRITTEN_BY} -->"  # in each Markdown file, which does not show it
 _OF_A_PAGE = b'getItem("report-theme")'  # which every page of the report has
+_MARKED_BYTES = 2**16  # at a file's beginning and at its end: one of these marks stands there
 
 
 def check_replaceable(path: Path, named: str = "--out") -> None:
@@ -94,16 +95,21 @@ def check_replaceable(path: Path, named: str = "--out") -> None:
     written. An empty one holds nothing to lose."""
     if reason := why_unwritable(_real(path).parent):
         raise InputError(f"{named} {path}: cannot be written there: {reason}; name another file")
-    if path.exists() and not path.is_file():
+    if not path.exists():
+        return
+    if not path.is_file():
         raise InputError(f"{named} {path}: is there and is no file; name another")
     try:
-        content = path.read_bytes() if path.exists() else b""
+        with path.open("rb") as file:
+            first = file.read(_MARKED_BYTES)
+            file.seek(-len(first), os.SEEK_END)
+            last = file.read(_MARKED_BYTES)
     except OSError as error:
         raise InputError(f"{named} {path}: is there and cannot be read: {error.strerror}; name another file") from None
-    if content and WRITTEN_BY.encode() not in content and _OF_A_PAGE not in content:
+    if first and not any(mark in part for mark in (WRITTEN_BY.encode(), _OF_A_PAGE) for part in (first, last)):
         raise InputError(
-            f"{named} {path}: is there, by its content was not written by this command, and is not written over; name another "
-            "file, or move it away"
+            f"{named} {path}: is a file that no command here has written, so it is not written over; move it away, or give "
+            "another name"
         )
 
 

@@ -12,6 +12,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from foundation.errors import InputError
+from foundation.files import MARKDOWN_MARK, check_replaceable
 from pretrain.__main__ import main
 from pretrain.optimizer.schedule import preview
 from pretrain.run.doctor import parse
@@ -51,7 +52,7 @@ def test_a_report_is_written_over_itself_and_over_no_other_file(
     content = write_notes(theirs)
     assert main(asked) == 2 and theirs.read_bytes() == content
     said = capsys.readouterr().err
-    assert f"error: {option.removesuffix(',')}" in said and f"{theirs}: is there, by its content was not written by" in said
+    assert f"error: {option.removesuffix(',')}" in said and f"{theirs}: is a file that no command here has written, so" in said
     theirs.write_bytes(b"")  # as `mktemp` makes it
     for _ in range(2):
         assert main(asked) == 0, capsys.readouterr().err
@@ -70,15 +71,26 @@ def test_a_page_of_an_older_version_is_written_anew(runs: list[str], tmp_path: P
     assert main(["report", *runs, "--out", str(page)]) == 0 and page.stat().st_size > 10_000
 
 
+@pytest.mark.parametrize("place", ["first", "last"])
+def test_a_mark_is_looked_for_at_both_ends_of_a_file_and_not_within(place: str, tmp_path: Path) -> None:
+    text, path = b"x" * 10_000_000, tmp_path / "tables.md"
+    mark = MARKDOWN_MARK.encode()
+    path.write_bytes(mark + text if place == "first" else text + mark + b"\n")
+    check_replaceable(path)
+    path.write_bytes(text + mark + text)  # notes that quote it
+    with pytest.raises(InputError, match=r"tables.md: is a file that no command here has written"):
+        check_replaceable(path)
+
+
 def test_other_outputs_are_written_over_nobodys_file_either(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     notes, picture = tmp_path / "notes.md", tmp_path / "picture.png"
     contents = [write_notes(path) for path in (notes, picture)]
-    with pytest.raises(InputError, match=r"--out .*notes.md: is there, .* not written over; name another file"):
+    with pytest.raises(InputError, match=r"--out .*notes.md: is a file .* not written over; move it away, or give"):
         parse(["--full", "--out", str(notes)])
     assert main(["plan", "my.yaml", "--measure", "--out", str(picture)]) == 2
-    assert f"--out {picture}: is there" in capsys.readouterr().err
+    assert f"--out {picture}: is a file that no command" in capsys.readouterr().err
     schedule = (ScheduleSettings(), OptimizerSettings(), 1000, 4096)
-    with pytest.raises(InputError, match=r"--preview-schedule .*picture.png: is there"):
+    with pytest.raises(InputError, match=r"--preview-schedule .*picture.png: is a file that no command"):
         preview(*schedule, picture)
     assert [path.read_bytes() for path in (notes, picture)] == contents
     for _ in range(2):
