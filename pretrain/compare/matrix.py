@@ -25,6 +25,7 @@ from typing import Literal
 
 from foundation.command import CommandParser, number
 from foundation.errors import InputError
+from foundation.files import check_replaceable
 from foundation.signals import StopRequest
 from foundation.tables import markdown, or_dash
 from foundation.units import duration
@@ -240,13 +241,17 @@ def write_report(matrix: Matrix) -> str:
     halted = {run.run_dir for run in matrix.runs if run.run_dir not in finished and run.has_halted()}
     ended = [run.run_dir for run in matrix.runs if run.run_dir in halted or run.run_dir in finished]
     vary = list(dict.fromkeys(key for run in matrix.runs for key in run.settings))
-    endings = {"out": "png", "tables_file": "md", "page": "html"}
-    files = {what: matrix.folder / f"{matrix.settings.name}.{ending}" for what, ending in endings.items()}
-    text = report.write(ended, baseline=baseline, **files, vary=vary, leave_out_unfair=True)
+    text = report.write(ended, baseline=baseline, **report_files(matrix), vary=vary, leave_out_unfair=True)
     if not own:
         text += f"\nThe baseline {matrix.baseline.name} is not finished: {baseline.name} stands in its place."
     missing = len(matrix.runs) - len(ended)
     return text + (f"\n{missing} of {len(matrix.runs)} cells are not finished and not in it." if missing else "")
+
+
+def report_files(matrix: Matrix) -> dict[str, Path]:
+    """Where the report goes, by what `report.write` calls it."""
+    endings = {"out": "png", "tables_file": "md", "page": "html"}
+    return {what: matrix.folder / f"{matrix.settings.name}.{ending}" for what, ending in endings.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -280,6 +285,8 @@ def carry_out(matrix: Matrix, runs: Sequence[MatrixRun], *, single: bool) -> int
     # Its lock: two of these would start the same runs. Single cells run beside each other, each under its own run's lock.
     lock = contextlib.nullcontext() if single else RunFolder(matrix.folder)
     with lock, StopRequest(passed_on=True) as stop:
+        for file in () if single else report_files(matrix).values():
+            check_replaceable(file, f"{matrix.path}, its report")
         outcomes = run_all(matrix, runs, stop, ranking)
         rows = [[each.run.name, each.status, or_dash(each.seconds, duration), str(each.run.run_dir)] for each in outcomes]
         print(f"\n{markdown(['cell', 'status', 'took', 'run folder'], rows, names=4)}\n", flush=True)

@@ -330,10 +330,25 @@ def test_cells_without_a_finite_loss_come_last_and_other_text_is_said(matrix, tm
 def test_where_the_report_cannot_be_written_the_cells_are_ranked_all_the_same(matrix, tmp_path, capsys):
     for cell in matrix({"seed": [1, 2]}).runs:
         leave_behind(cell, 2.0)
-    (tmp_path / "runs" / "m.png").mkdir()
+    (tmp_path / "runs" / "m.png").symlink_to("x" * 250)  # which leaves no room for the name of what is written first
     assert main(["matrix", str(tmp_path / "m.yaml")]) == 2
     out, err = capsys.readouterr()
     assert f"error: {tmp_path / 'runs' / 'm.png'}: cannot be written" in err and "| 2 | 2 " in out.partition("Best first:")[2]
+
+
+@pytest.mark.parametrize("name", ["m.png", "m.md", "m.html"])
+def test_a_report_that_would_be_written_over_another_file_is_refused_before_any_cell_starts(name, matrix, tmp_path, capsys):
+    leave_behind(matrix({"seed": [1]}).runs[0], 2.0)
+    theirs, arguments = tmp_path / "runs" / name, ["matrix", str(tmp_path / "m.yaml")]
+    theirs.write_text("what I think of these runs")
+    matrix({"seed": [1, 2]})
+    assert main(arguments) == 2 and not (tmp_path / "runs" / "seed=2").exists()
+    said = f"error: {arguments[1]}, its report {theirs}: is a file that no command here has written, so it is not written over"
+    assert said in capsys.readouterr().err and theirs.read_text() == "what I think of these runs"
+    matrix({"seed": [1]})  # which is finished
+    theirs.unlink()
+    for _ in range(2):
+        assert main(arguments) == 0 and theirs.stat().st_size > 0
 
 
 def run_at(cell: MatrixRun, speed: float | None) -> None:
