@@ -223,13 +223,15 @@ def build(
     if source:
         with waited.on("start", "reading the checkpoint"):
             state, notes = take_up(source, checkpoints, job, assembly, health, accelerator)
-        source = renamed_source(source, checkpoints)
     else:
         begin_stream(None, job)
     with waited.on("checks", "finding the microbatch"):
         job = job.with_microbatch(choose_microbatch(job, assembly, source.record if source else None, accelerator))
     if main_process:
         put_other_steps_aside(job, source, state.step, wanted)
+    if source:
+        checkpoints.set_aside_newer(state.step)
+        source = renamed_source(source, checkpoints)
 
     log_settings = job.recipe.log
     run = Run(

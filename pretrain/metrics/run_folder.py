@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from foundation.errors import InputError
-from foundation.files import PARTIAL, PROOF, save_file, why_unwritable
+from foundation.files import PARTIAL, PROOF, REPLACED, save_file, why_unwritable
 from foundation.locks import FileLock
 from foundation.reading import reason_of
 from foundation.settings import load_yaml
@@ -32,10 +32,12 @@ PROFILE_FILE = "profile.md"  # where a step's time went; `pretrain.metrics.profi
 TENSORBOARD = "tensorboard"  # the folder of that tracker's events
 TRACKERS_FILE = "trackers.json"  # which run each tracker goes on with; `pretrain.metrics.trackers` writes it
 _WRITTEN_WHOLE = (
-    *("config.yaml", "environment.json", AUDIT_FILE, METRICS_FILE, SUMMARY_FILE, "loss.png", MATRIX_FILE, TRACKERS_FILE),
+    *("config.yaml", "environment.json", AUDIT_FILE, METRICS_FILE, STATISTICS_FILE, SUMMARY_FILE),
+    *("loss.png", MATRIX_FILE, TRACKERS_FILE),
 )
 _FOLDERS = ("checkpoints", "final")
-_LEFTOVER = re.compile(rf"\.({'|'.join(map(re.escape, (*_WRITTEN_WHOLE, PROOF)))})\.\d+{re.escape(PARTIAL)}")
+_OURS = "|".join(map(re.escape, (*_WRITTEN_WHOLE, PROOF)))
+_LEFTOVER = re.compile(rf"\.({_OURS})({re.escape(REPLACED)}\d+)?\.\d+{re.escape(PARTIAL)}")
 _OF_EVERY_RECIPE = {"name", "run_dir", "model", "data", "batch", "optimizer", "train", "weights"}  # keys of a run's config.yaml
 OPTIONAL_PACKAGES = (
     *("transformer-engine", "flash-attn", "flash-attn-4", "cut-cross-entropy", "triton"),

@@ -235,8 +235,9 @@ def _is_this(config: dict[str, Any], fingerprint: str | None, source: Mapping[st
 
 
 def put_other_steps_aside(job: Job, source: ResumePoint | None, step: int, wanted: str) -> None:
-    """Keeps under other names what the run folder's files tell of steps that were given up; call it before the run goes on after
-    `step`. InputError where that cannot be written."""
+    """Keeps under other names what the run folder's files tell of steps that were given up. Call it before newer checkpoints make
+    way: where a kill came between, the next start would go on from `step` unasked, and cut those lines. InputError where that
+    cannot be written."""
     if source is None or source.begins:
         set_aside_another(job)
     elif wanted != "auto":
@@ -390,12 +391,11 @@ def take_up(
     health: Health,
     accelerator: Accelerator,
 ) -> tuple[TrainState, list[str]]:
-    """Put the run's memory, its stream and its checkpoints into the state of `source`; returns what `restore` does. Newer
-    checkpoints make way only when all ranks have read the same. Collective."""
+    """Put the run's memory and its stream into the state of `source`, which all ranks must have read alike; returns what
+    `restore` does. Collective; `Checkpoints.set_aside_newer` is left to do."""
     begin_stream(source, job)
     state, notes = restore(source, checkpoints, job, assembly, health)
     require_same_on_all_ranks(accelerator, assembly.tensors | assembly.state_tensors, f"all must read the same {source.path}")
-    checkpoints.set_aside_newer(state.step)
     return state, notes
 
 

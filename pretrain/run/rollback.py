@@ -41,6 +41,7 @@ def roll_back(run: Run, reason: str) -> None:
     run.assembly.context.forget()
     source = ResumePoint(path, record, [], begins=not checkpoints.owns(path))
     run.state, notes = take_up(source, checkpoints, run.job, run.assembly, run.health, run.accelerator)
+    checkpoints.set_aside_newer(run.state.step)
     run.health.rollbacks = rollbacks
     run.state.left_out = judged.left_out + judged.step - run.state.step
     run.state.shift = judged.shift  # the text goes on after the judged step's packs, whatever shift the checkpoint had

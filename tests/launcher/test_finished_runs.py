@@ -128,6 +128,22 @@ def test_a_run_sent_back_and_killed_is_no_end_and_goes_on(event: str, what: str,
     assert read_finished(run.run_dir) is not None and not list(run.run_dir.glob(".final.*"))
 
 
+@pytest.mark.parametrize("about_to", [r"\.metrics\.jsonl\.replaced-1", r"step-00000004\.replaced-1", r"\.metrics\.jsonl\.\d"])
+def test_a_run_sent_back_and_killed_has_lost_no_line_of_its_metrics(about_to: str, train_here: Callable, tmp_path: Path) -> None:
+    asked = ("train.steps=4", "parity=off", "checkpoint.every=2")
+    run = train_here(*asked)
+    whole = (run.run_dir / "metrics.jsonl").read_text().splitlines()
+    back = (*asked, "optimizer.learning_rate=0.02", "--accept-changes")
+    there = ("--resume", str(run.run_dir / "checkpoints" / "step-00000002"))
+    process = LauncherProcess(
+        [str(tmp_path / "recipe.yaml"), *back, *there], tmp_path / "log", Moment("os.rename", about_to, SIGKILL)
+    )
+    assert process.end() == -SIGKILL
+    assert train_here(*back).status == 0
+    left = [line for path in run.run_dir.glob("metrics.jsonl*") for line in path.read_text().splitlines()]
+    assert set(whole) <= set(left) and not list(run.run_dir.glob(".*.partial"))
+
+
 def test_an_earlier_summary_goes_when_steps_are_trained_again(train_here: Callable) -> None:
     asked = ("train.steps=4", "parity=off", "checkpoint.every=2")
     run = train_here(*asked)
