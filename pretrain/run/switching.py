@@ -14,26 +14,23 @@ from pretrain.verify.audit import in_short
 
 
 def follow_the_schedule(run: Run) -> None:
-    """Goes over to the precision of the next step, if that is the first of a phase. Call it between two steps, before random
-    numbers are drawn for the next. Collective."""
-    plan, step = run.job.plan, run.state.step
-    if step > 0 and plan.begins_phase(step):
-        begin(run, plan.active_after(step), run.assembly.active.precision.name)
+    """Goes over to the precision of the next step, if that is another. Call it between two steps, before random numbers are drawn
+    for the next. Collective."""
+    coming, present = run.job.plan.active_after(run.state.step), run.assembly.active
+    if coming.precision.name != present.precision.name:
+        begin(run, coming, present.precision.name)
 
 
 def go_on_as_scheduled(run: Run, source: ResumePoint) -> None:
-    """Goes over to the precision of the step that the checkpoint `source` was saved after, once it was read. If a phase begins
-    with the next step, that step changes the precision. If not, and the checkpoint's last step was of another phase, its
-    histories cannot be used further: they begin here, as do those that the checkpoint lacks."""
-    (before, _), plan, step = precisions_around(source.record), run.job.plan, run.state.step
-    coming = plan.active_after(step)
+    """Goes over to the precision that the run's last step before the checkpoint `source` computed in, once it was read; the next
+    step changes it where it is in another. A run that begins with another's checkpoint has no such step, and is in the precision
+    of its next one. Histories that the checkpoint lacks begin here. Collective."""
+    (before, _), plan = precisions_around(source.record), run.job.plan
     if plan.phases:
-        active = plan.active_after(max(step - 1, 0))
-        run.assembly.use(active)
-        look_after(run, active, first_step=1)
-    if before not in (None, coming.precision.name) and not plan.begins_phase(step):
-        begin(run, coming, before)
-        return
+        ran = None if source.begins else before or source.record["identity"].get("precision")
+        last = next((each for each in plan.actives if each.requested == ran), plan.active_after(run.state.step))
+        run.assembly.use(last)
+        look_after(run, last, first_step=1)
     with run.watch.busy("looking at what runs"):
         note = complete_histories(source, run.assembly, run.job, run.accelerator)
     if note:

@@ -139,6 +139,28 @@ def test_a_longer_run_goes_back_to_the_precision_of_its_share_and_says_so(starte
 
 
 @pytest.mark.usefixtures("one_layer")
+@pytest.mark.parametrize(("first", "then"), [("delayed", "bf16"), ("bf16", "delayed")])
+def test_a_phase_that_begins_where_a_longer_run_goes_on_and_is_in_it_already_changes_nothing(
+    first: str, then: str, started: Callable[..., Finished]
+) -> None:
+    """Neither is a precision told that the step before had left, nor are the histories begun anew."""
+    schedule = f"precision=[{{until:0.6,use:{first}}},{{use:{then}}}]"
+    started("run", schedule)
+    longer = started("run", schedule, "train.steps=8", "--accept-changes")
+    assert "precision after step" not in longer.out and "begin with packs under" not in longer.out
+    assert [step["precision"] for step in longer.records() if "loss" in step] == [first] * 3 + [then] * 5
+    assert json.loads((longer.run_dir / "audit.json").read_text())["phases"] == {"1": first, "4": then}
+    alone = started("alone", f"precision={then}", "train.steps=3")
+    asked = (f"precision=[{{until:3,use:{first}}},{{use:{then}}}]", "train.steps=5")
+    branch = started("branch", *asked, f"train.begin_with={alone.run_dir}/checkpoints/step-00000003")
+    assert "precision after step" not in branch.out and len(branch.losses()) == 2
+    asked = (f"precision=[{{until:4,use:{first}}},{{use:{then}}}]", "train.steps=5", "--accept-changes")
+    other = started("other", *asked, "--resume", f"{alone.run_dir}/checkpoints/step-00000003")
+    said = [line.partition(", audited")[0] for line in other.out.splitlines() if line.startswith("precision after step")]
+    assert said == [f"precision after step 3: {then}, then {first}", f"precision after step 4: {first}, then {then}"]
+
+
+@pytest.mark.usefixtures("one_layer")
 def test_a_phase_before_a_branch_begins_is_no_precision_of_it_and_the_plan_says_so(started: Callable[..., Finished]) -> None:
     trunk = started("trunk", "precision=bf16", "train.steps=3")
     asked = ("precision=[{until:2,use:nvfp4},{use:bf16}]", f"train.begin_with={trunk.run_dir}/checkpoints/step-00000003")
