@@ -25,7 +25,7 @@ from pretrain.compare.fairness import (
     why_not_paired,
 )
 from pretrain.compare.smoothing import moving_mean
-from pretrain.metrics.run_record import LAST_STEPS, LOSS_KEY, RunRecord, averaged_steps, gpus_of
+from pretrain.metrics.run_record import LAST_STEPS, LOSS_KEY, RunRecord, averaged_steps, devices_of, gpus_of
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.schedule import phases_of
 
@@ -318,10 +318,10 @@ def machine_of(run: RunRecord) -> str:
 def kind_of_machine(environment: Mapping[str, Any]) -> str:
     """Returns "2 × NVIDIA H200", and where there are no GPUs the cores, with the processes where they are several. Empty where
     that is not known."""
-    processes = environment.get("accelerate", {}).get("processes")
-    if gpus := gpus_of(environment):
-        return f"{processes or len(gpus)} × {' and '.join(dict.fromkeys(gpus))}"
-    cores, several = environment.get("cpu_cores"), "" if processes in (None, 1) else f"{processes} processes"
+    processes, name = devices_of(environment)
+    if gpus_of(environment):
+        return f"{processes} × {name}"
+    cores, several = environment.get("cpu_cores"), "" if processes == 1 else f"{processes} processes"
     return ", ".join(filter(None, [several, f"{cores} CPU cores" if cores else "", environment.get("system")]))
 
 

@@ -197,6 +197,14 @@ def gpus_of(environment: Mapping[str, Any]) -> list[str]:
     return [] if on_cpus else environment.get("gpus") or []
 
 
+def devices_of(environment: Mapping[str, Any]) -> tuple[int, str]:
+    """On how many devices a run trained, one a process, and what they are called: (2, "NVIDIA H200"), (1, "CPU"). Of older runs
+    all GPUs that are told."""
+    gpus, told = gpus_of(environment), environment.get("accelerate") or {}
+    name = " and ".join(dict.fromkeys(gpus)) or str(told.get("device") or "cpu").upper()
+    return told.get("processes") or len(gpus) or 1, name
+
+
 def is_step(record: Record) -> bool:
     return "event" not in record
 

@@ -18,7 +18,7 @@ from foundation.errors import InputError
 from foundation.tables import UNKNOWN
 from foundation.units import GIB, TERA, plural
 from pretrain.metrics.peaks import known_as, peak
-from pretrain.metrics.run_record import WARM_UP_STEPS, RunRecord, gpus_of
+from pretrain.metrics.run_record import WARM_UP_STEPS, RunRecord, devices_of
 from pretrain.model.attention.backends import MIN_MEASURED_HEAD_DIM
 from pretrain.plan.memory import Devices, LayerMemory, layers_of
 from pretrain.plan.plan import ASSUMED_SHARES, Plan
@@ -135,7 +135,7 @@ class MeasuredRun:
         """InputError where its speed is not its own, is not the hardware's, or was not measured."""
         steady = run.steps[WARM_UP_STEPS:]
         known = [value for record in steady if (value := record.get("tflops"))]
-        found = [(each.get("accelerate", {}).get("processes", 1), next(iter(gpus_of(each)), "CPU")) for each in run.timed_on]
+        found = [devices_of(each) for each in run.timed_on]
         (devices, device), why = found[0], None
         if run.side_by_side:
             why = "it shared its machine with other runs, so its speed is not its own"

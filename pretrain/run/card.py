@@ -14,7 +14,7 @@ from foundation.tables import cell
 from foundation.units import count, duration, percent
 from packing.settings import HUB_NAME
 from pretrain.compare.fairness import changes_in_words
-from pretrain.metrics.run_record import LOSS_KEY, RunRecord, averaged_steps, gpus_of, summary
+from pretrain.metrics.run_record import LOSS_KEY, RunRecord, averaged_steps, devices_of, summary
 from pretrain.precision.schedule import label, label_of_course
 
 CARD, PICTURE = "README.md", "loss.png"
@@ -114,7 +114,7 @@ def _rows(run: RunRecord) -> dict[str, str]:
         held_out = f"{figures['held_out_loss']:.4f} nats a token, perplexity {figures['held_out_perplexity']:.4g}"
         held_out += "" if run.evaluated_before is None else f", after {run.evaluated_before:,} of these steps"
     starts = run.starts.values()
-    devices = ", then ".join(dict.fromkeys(map(_devices, starts)))
+    devices = ", then ".join(dict.fromkeys("{} x {}".format(*devices_of(each)) for each in starts))
     packages = made_by.get("packages") or {}
     named = [each for each in ("torch", "transformers", "transformer-engine") if each in packages]
     versions = ", ".join(f"{each} {packages[each]}" for each in named)
@@ -137,12 +137,6 @@ def _rows(run: RunRecord) -> dict[str, str]:
         "computed on": f"{devices}, {duration(figures['hours'] * 3600)} inside of steps",
         "software": versions + (f", launcher commit {', then '.join(commits)}" if commits else ""),
     }
-
-
-def _devices(environment: Mapping[str, Any]) -> str:
-    """What a start of the run was computed on: "2 x cpu"."""
-    accelerate = environment.get("accelerate") or {}
-    return f"{accelerate.get('processes', 1)} x {next(iter(gpus_of(environment)), None) or accelerate.get('device', '')}"
 
 
 def _not_beside(run: RunRecord) -> str:

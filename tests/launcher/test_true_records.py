@@ -153,15 +153,15 @@ def test_a_runs_machines_are_those_that_trained_its_steps(
     assert both.status == 0, both.output
     card = both.run_dir / "final" / "README.md"
     again = train_here(*quick)  # one process, which trains nothing
-    assert again.status == 0 and "| computed on | 2 x cpu, " in card.read_text(), again.output
+    assert again.status == 0 and "| computed on | 2 x CPU, " in card.read_text(), again.output
     assert machine_of(read_run(both.run_dir)).startswith("2 processes, ")
 
     longer = train_here(*over(quick, "train.steps=8"), "--accept-changes")
-    assert longer.status == 0 and "| computed on | 2 x cpu, then 1 x cpu, " in card.read_text(), longer.output
+    assert longer.status == 0 and "| computed on | 2 x CPU, then 1 x CPU, " in card.read_text(), longer.output
     run, alone = read_run(both.run_dir), train_here(*over(quick, "train.steps=8", f"run_dir={tmp_path / 'alone'}"))
     assert [*run.starts] == [1, 5] and [found["accelerate"]["processes"] for found in run.timed_on] == [2, 1]
     assert main(["export", str(both.run_dir / "checkpoints" / "step-00000004"), str(tmp_path / "out")]) == 0
-    assert "| computed on | 2 x cpu, " in (tmp_path / "out" / "README.md").read_text()
+    assert "| computed on | 2 x CPU, " in (tmp_path / "out" / "README.md").read_text()
     comparison = RunComparison.over([read_run(alone.run_dir), run])
     assert comparison.standings[1].speed and comparison.standings[1].speedup is None and not comparison.standings[1].on_front
     capsys.readouterr()

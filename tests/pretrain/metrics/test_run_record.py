@@ -10,7 +10,7 @@ import pytest
 
 from foundation.errors import InputError
 from pretrain.metrics.run_folder import RunFolder
-from pretrain.metrics.run_record import RunRecord, last_screen, read_metrics, read_run, summary
+from pretrain.metrics.run_record import RunRecord, devices_of, last_screen, read_metrics, read_run, summary
 
 
 def step(number: int, **changes: Any) -> dict[str, Any]:
@@ -103,3 +103,16 @@ def test_a_step_without_labels_pulls_no_mean_down_and_is_no_divergence(tmp_path:
     assert read_run(tmp_path / "lost").diverged, "a null without its reason was no number"
     older = [step(1, loss=2.0), step(2, loss=0.0)]
     assert summary(older)["loss_last_50"] == 1.0 and summary(older)["loss"] == 0.0, "as its file says"
+
+
+@pytest.mark.parametrize(
+    ("environment", "devices"),
+    [
+        ({"gpus": ["H200"] * 8, "accelerate": {"processes": 2, "device": "cuda"}}, (2, "H200")),
+        ({"gpus": ["H200"], "accelerate": {"processes": 2, "device": "cpu"}}, (2, "CPU")),
+        ({"gpus": ["H200", "B200", "H200"]}, (3, "H200 and B200")),
+        ({}, (1, "CPU")),
+    ],
+)
+def test_what_a_run_trained_on_is_called_alike_everywhere(environment: dict[str, Any], devices: tuple[int, str]) -> None:
+    assert devices_of(environment) == devices
