@@ -44,9 +44,8 @@ class Row:
         timed, near = by_part.get("speed of a layer"), by_part.get("against FP32")
         ms = three_digits(timed["ms"]) if timed else UNKNOWN
         rate = f"{timed['tokens_per_second']:,.0f}" if timed else UNKNOWN
-        kernels = [finding for finding in self.findings if "errors" in finding]
-        wrong = [finding["part"] for finding in kernels if "disagrees" in finding["said"] or "fails" in finding["said"]]
-        agree = f"{len(kernels) - len(wrong)} of {len(kernels)} kernels" if kernels else UNKNOWN
+        kernels = [finding["agrees"] for finding in self.findings if "agrees" in finding]
+        agree = f"{sum(kernels)} of {len(kernels)} kernels" if kernels else UNKNOWN
         return self.name, self.on, ms, rate, agree, f"{near['gradient_error']:.1%}" if near else UNKNOWN, self.why
 
 
@@ -131,7 +130,7 @@ def main(arguments: list[str]) -> int:
     print(on_screen(HEADER, [rows[name].cells() for name in precisions], names=2))
     for name in precisions:
         for finding in rows[name].findings:
-            if "errors" in finding and not finding["said"].startswith("agrees"):
+            if not finding.get("agrees", True):
                 print(f"{name}: the kernel `{finding['part']}` {finding['said']}")
     return int(any(row.on == "nothing" for row in rows.values()))
 

@@ -133,7 +133,8 @@ def examine(
     for verdict in verdicts:
         status = PASSED if verdict.agrees or verdict.instead else FAILED
         instead = f"; {verdict.instead} in its place" if verdict.instead else ""
-        yield {"part": verdict.kernel, "status": status, "said": f"{verdict}{instead}", "errors": dict(verdict.errors)}
+        found = {"agrees": verdict.agrees, "errors": dict(verdict.errors)}
+        yield {"part": verdict.kernel, "status": status, "said": f"{verdict}{instead}"} | found
     if chosen is None:
         yield {"part": "kernels", "status": FAILED, "said": failure}
         return

@@ -24,6 +24,7 @@ from pretrain.run.doctor import parse
 from pretrain.run.examination import DoctorReport, audit_finding, examine_fully, parity_finding, resume_finding
 from pretrain.run.processes import Finding, Process, WorkerPool
 from pretrain.run.trial import FAILED, NOT_HERE, PASSED, DoctorSetup, describe, machine, measure
+from pretrain.verify.kernels import Verdict
 from tests.pretrain.verify.small_runs import build_run
 
 SOME = ["--cpu", "--tokens", "128"]
@@ -50,6 +51,12 @@ def test_a_slow_layer_s_milliseconds_have_three_digits_that_say_something() -> N
         timed = {"part": "speed of a layer", "status": PASSED, "said": "", "ms": ms, "tokens_per_second": 53.0}
         shown.append(doctor.Row("bf16", findings=(timed,)).cells()[2])
     assert shown == ["2412", "47.5", "0.412"]
+
+
+def test_a_row_counts_the_kernels_that_agree_by_their_verdicts_and_not_by_their_words() -> None:
+    verdicts = [Verdict("a", "its formula, which fails here", {"dq": error}, {"dq": 0.1}, 1.0) for error in (0.05, 0.2)]
+    findings = [{"part": "a", "status": PASSED, "said": str(verdict), "agrees": verdict.agrees} for verdict in verdicts]
+    assert doctor.Row("bf16", findings=tuple(findings)).cells()[4] == "1 of 2 kernels"
 
 
 def test_the_table_fits_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
