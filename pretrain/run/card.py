@@ -63,12 +63,11 @@ def model_card(run: RunRecord, hf: PreTrainedModel, *, tokenizer: bool) -> str:
 
 def _precision(run: RunRecord) -> str:
     """What was asked for, and ran; and what the products computed in, of several precisions in each."""
-    asked, found = run.precision, run.audited
+    asked, found = run.precision, run.audited or {"": run.audit}
     if 0 < len(run.phases) < len(run.audit.get("phases") or {}):  # the checkpoint is from before its run's end
         asked = f"{label(run.config.get('precision'))} (ran {label_of_course(run.phases)})"
-    alone = next(iter(found.values())) if len(found) == 1 else run.audit
-    several = ", ".join(f"{each.get('computes', '')} ({name})" for name, each in found.items()) if len(found) > 1 else ""
-    return f"{asked}: {several or alone.get('computes', '')}" + ("; emulated in software" if run.emulated else "")
+    computes = ", ".join(f"{each.get('computes', '')}{f' ({name})' * (len(found) > 1)}" for name, each in found.items())
+    return f"{asked}: {computes}" + ("; emulated in software" if run.emulated else "")
 
 
 def _sources(data: Mapping[str, Any]) -> list[str]:
