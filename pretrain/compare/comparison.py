@@ -62,6 +62,7 @@ class RunComparison:
     standings: list[Standing]
     tolerance: float
     matched_loss: float | None  # nats a token, of the training loss, that every run with a speed of its own reached
+    by_held_out: bool  # every run has a held-out loss, so that this is what they are ranked by
     same_text: bool  # whether the losses that runs are ranked by are of the same text
 
     @classmethod
@@ -96,12 +97,7 @@ class RunComparison:
                     loss=ends[place],
                 )
             )
-        return cls(standings, tolerance, matched, comparable)
-
-    @property
-    def by_held_out(self) -> bool:
-        """Whether every run has a held-out loss, so that this is what they are ranked by."""
-        return all("held_out_loss" in each.run.summary for each in self.standings)
+        return cls(standings, tolerance, matched, by_held_out, comparable)
 
     @property
     def baseline(self) -> Standing:
@@ -229,8 +225,7 @@ def shorter_ends(runs: Mapping[str, RunRecord]) -> list[str]:
     (base, first), *others = runs.items()
     notes = []
     for name, run in others:
-        pair = sorted(((name, run), (base, first)), key=lambda one: one[1].summary["steps"])
-        (short, shorter), (long, longer) = pair
+        (short, shorter), (long, longer) = sorted(((name, run), (base, first)), key=lambda one: one[1].summary["steps"])
         steps, more = shorter.summary["steps"], longer.summary["steps"]
         if steps < more:
             unfinished = " and is not finished" if shorter.is_unfinished else ""
