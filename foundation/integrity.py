@@ -22,6 +22,7 @@ import xxhash
 from pydantic import AfterValidator, Field
 
 from foundation.errors import InputError
+from foundation.files import replace_file
 from foundation.reading import load_json, open_regular, reason_of
 
 STAMP = ".verified.json"
@@ -178,7 +179,5 @@ def _read_stamp(folder: Path) -> dict[str, Any]:
 
 
 def _write_stamp(folder: Path, stamp: dict[str, Any]) -> None:
-    temporary = folder / f"{STAMP}.{os.getpid()}"
     with contextlib.suppress(OSError):  # a read-only folder is hashed at every open instead
-        temporary.write_text(json.dumps(stamp), encoding="utf-8")
-        temporary.replace(folder / STAMP)
+        replace_file(folder / STAMP, json.dumps(stamp).encode())
