@@ -72,7 +72,8 @@ class MissingColumn(BadRecord):
 class TextTemplate:
     """Makes a document of a record: from one column as it is, or by a template such as "{title}\\n\\n{body}".
 
-    In a template, null counts as no text and numbers are written out.
+    In a template, null counts as no text and numbers are written out; lists, mappings and bytes would stand there as Python
+    writes them, and are refused.
     """
 
     columns: tuple[str, ...]
@@ -101,7 +102,7 @@ class TextTemplate:
 
     def mistyped(self, schema: pa.Schema) -> str | None:
         if self.pieces is not None:
-            return None  # which writes out whatever there is
+            return None  # what cannot be written out, each record shows
         kind = schema.field(self.columns[0]).type
         kind = kind.value_type if pa.types.is_dictionary(kind) else kind
         of_text = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_null)
@@ -120,6 +121,8 @@ class TextTemplate:
             if value is not None and not isinstance(value, str):
                 raise BadRecord(f"column `{self.columns[0]}` holds {type(value).__name__}, not text")
             return encodable(value or "")
+        if odd := next((column for column in self.columns if isinstance(record[column], (list, dict, bytes))), None):
+            raise BadRecord(f"column `{odd}` holds {type(record[odd]).__name__}, which a template cannot write; make it text")
         if all(record[column] in (None, "") for column in self.columns):
             return ""
         values = {column: "" if record[column] is None else str(record[column]) for column in self.columns}

@@ -137,6 +137,15 @@ def test_a_template_sets_columns_into_text(tmp_path: Path) -> None:
         assert read(tmp_path / name, text="{{{n}}}").documents == ["{1}", "{2}", "{3}"]
 
 
+@pytest.mark.parametrize("value", [["a", "b"], {"a": 1}, b"a", []], ids=str)
+def test_what_a_template_could_write_only_as_python_does_is_refused(value: object, tmp_path: Path) -> None:
+    pq.write_table(pa.table({"title": ["One", "Two"], "choices": [value, None]}), tmp_path / "a.parquet")
+    with pytest.raises(InputError, match=rf"a\.parquet, row 0: column `choices` holds {type(value).__name__}, which a template"):
+        read(tmp_path / "a.parquet", text="{title} {choices}")
+    texts = read(tmp_path / "a.parquet", text="{title} {choices}", on_bad_line="skip")
+    assert (texts.documents, texts.skipped) == (["Two "], 1)
+
+
 @pytest.mark.parametrize("template", ["{", "{}", "{a!r}", "{a:>3}", "{{}}"])
 def test_a_template_that_cannot_be_filled_is_refused(template: str) -> None:
     with pytest.raises(InputError, match=r"data\.text"):
