@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from foundation.errors import InputError
-from foundation.reading import one_line, parse_json, reason_of
+from foundation.reading import one_line, parse_json, reason_of, unusable_text
 from packing.chunks import CHUNK_BYTES, Chunk, Records, open_stream
 from packing.manifest import FIRST, MANIFEST
 from packing.records import records_of
@@ -190,7 +190,9 @@ def _is_ours(folder: Path, names: list[str]) -> bool:
 
 
 def _listed(path: Path) -> list[str | int]:
-    """Path, bytes and date of a file. InputError where it has gone."""
+    """Path, bytes and date of a file. InputError where it has gone, or where nobody but the file system can name it."""
+    if unusable := unusable_text(str(path)):
+        raise InputError(f"data.source: {path}: its name is {unusable}; rename it")
     try:
         stat = path.stat()
     except OSError as error:

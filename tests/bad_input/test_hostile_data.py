@@ -75,6 +75,18 @@ def test_a_link_to_a_folder_in_a_source_is_refused(tmp_path: Path):
         texts_of(tmp_path / "source")
 
 
+@pytest.mark.parametrize("name", [b"caf\xe9.jsonl", b"caf\xe9.txt", b"caf\xe9.parquet", b"caf\xe9/a.txt"])
+def test_a_file_whose_name_is_not_utf8_is_refused_where_it_would_be_read(name: bytes, tmp_path: Path):
+    path = tmp_path / os.fsdecode(name)
+    path.parent.mkdir(exist_ok=True)
+    path.touch()
+    with pytest.raises(InputError, match=r"data.source: .*caf\udce9.*: its name is text that is not UTF-8.*; rename it"):
+        texts_of(tmp_path)
+    path.rename(path.with_suffix(".png"))
+    (tmp_path / "b.jsonl").write_bytes(LINE)
+    assert len(texts_of(tmp_path)[0]) == 1, "what is not read may be called anything"
+
+
 @pytest.mark.parametrize("kind", ["fifo", "socket", "/dev/zero"])
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.parquet"])
 def test_a_source_that_is_a_pipe_or_a_device_is_refused_without_waiting(kind: str, name: str, tmp_path: Path):
