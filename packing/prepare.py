@@ -31,7 +31,7 @@ from packing.settings import DataSettings
 from packing.sources import DatasetSource, FileSource, open_source
 from packing.statistics import draw_lengths
 from packing.token_log import OWN, SOURCE_FILES, TokenCounts, TokenLog, differences
-from packing.tokenizer import TextTokenizer, load_tokenizer
+from packing.tokenizer import ROLES, TextTokenizer, load_tokenizer
 from packing.workers import TokenizerWorkers
 from packing.writing import Arranged
 
@@ -152,13 +152,17 @@ def holds_packs_of(settings: DataSettings, packs: Path, content: dict[str, Any])
         )
     manifest = read_manifest(packs)
     then, now = recorded_settings(settings, manifest["settings"]), dict(content)
-    if then.get("tokenizer") == now["tokenizer"] and Path(now["tokenizer"]).exists():  # its content may have changed
-        then["tokenizer fingerprint"] = (manifest["tokenizer"] or {}).get("fingerprint")
-        now["tokenizer fingerprint"] = load_tokenizer(now["tokenizer"]).fingerprint
+    template = None
     if settings.is_chat and (packs / CHAT_TEMPLATE).is_file():
+        template = (packs / CHAT_TEMPLATE).read_text(encoding="utf-8")
+    if then.get("tokenizer") == now["tokenizer"] and Path(now["tokenizer"]).exists():  # its content may have changed
+        tokenizer, made_with = load_tokenizer(now["tokenizer"]), manifest["tokenizer"] or {}
+        then |= {"tokenizer fingerprint": made_with.get("fingerprint")} | _special(settings, template, made_with)
+        now |= {"tokenizer fingerprint": tokenizer.fingerprint} | _special(settings, template, tokenizer.describe())
+    if template is not None:
         try:  # packs travel without their tokenizer
             now["chat template"] = chat_template(settings.chat_template, str(settings.tokenizer))
-            then["chat template"] = (packs / CHAT_TEMPLATE).read_text(encoding="utf-8")
+            then["chat template"] = template
         except InputError:
             now.pop("chat template", None)
     if different := differences(then, now):
@@ -167,6 +171,17 @@ def holds_packs_of(settings: DataSettings, packs: Path, content: dict[str, Any])
             remedy = "another window, or other weights of data.sources, make another stream: set another data.packs and run_dir"
         raise InputError(f"{packs}: holds packs prepared with other settings ({'; '.join(different)}); {remedy}")
     return True
+
+
+def _special(settings: DataSettings, template: str | None, tokenizer: Mapping[str, Any]) -> dict[str, int | None]:
+    """Returns the ids of those special tokens that documents hold by these settings, of chats by their template. Which tokens
+    they are is said beside a tokenizer, so its fingerprint does not cover it. `tokenizer`: as it describes itself."""
+    if template is not None:
+        roles = [role for role in ROLES if f"{role}_token" in template]
+    else:
+        texts = not settings.is_chat and settings.input_ids is None
+        roles = [role for role, asked in (("bos", settings.add_bos), ("eos", settings.add_eos)) if asked and texts]
+    return {f"{role}_id": tokenizer.get(f"{role}_id") for role in roles}
 
 
 def _note_changed_source(settings: DataSettings, progress: bool) -> None:
@@ -214,8 +229,10 @@ def _tokenize(settings: DataSettings, tokenizer: TextTokenizer, partial: Path, p
     # `on_bad_line` is not part of the key: after a bad line hours into the work, setting it to `skip` goes on from there.
     key = {name: value for name, value in content_settings(settings).items() if name not in (*_LAYOUT_KEYS, "on_bad_line")}
     key |= {SOURCE_FILES: source.identity, "tokenizer fingerprint": tokenizer.fingerprint, "chunk bytes": CHUNK_BYTES}
-    if isinstance(records, ChatColumns):
-        key["chat template fingerprint"] = sha256(records.template.encode()).hexdigest()
+    template = records.template if isinstance(records, ChatColumns) else None
+    if template is not None:
+        key["chat template fingerprint"] = sha256(template.encode()).hexdigest()
+    key |= _special(settings, template, tokenizer.describe())
     log = TokenLog(partial, key, masked=settings.masks)
     if log.moved_to:
         say(f"{settings.source}: has changed, so this starts over; what was tokenised before is in {log.moved_to}", progress)
@@ -286,7 +303,8 @@ def prepared_records(settings: DataSettings, tokenizer: TextTokenizer) -> Record
     if not isinstance(records, ChatColumns):
         return records
     tokens = {f"{role}_token": tokenizer.tokenizer.id_to_token(number) for role, number in tokenizer.special.items()}
-    return records.written_by(chat_template(settings.chat_template, tokenizer.name), tokens)
+    template = chat_template(settings.chat_template, tokenizer.name)
+    return records.written_by(template, tokens)
 
 
 def _write_packs(settings: DataSettings, tokenizer: TextTokenizer, log: TokenLog, progress: bool) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from foundation.settings import first_mistake
 from packing.workers import Tokenized
 
 SOURCE_FILES = "source files"  # the part of a log's key that no setting changes
+_SPECIAL = {"bos_id", "eos_id", "pad_id"}  # parts that logs from before them lack, and those of other settings
 _COMMIT_SECONDS = 5.0
 _PROGRESS = "progress.json"
 OWN = re.compile(
@@ -145,7 +146,8 @@ class TokenLog:
 
     def _check(self, made_with: dict[str, Any]) -> None:
         """InputError where other settings made what is here, or where some of it is missing."""
-        before, now = ({name: key[name] for name in key if name != SOURCE_FILES} for key in (made_with, self.key))
+        aside = {SOURCE_FILES} | (_SPECIAL & (made_with.keys() ^ self.key.keys()))
+        before, now = ({name: key[name] for name in key if name not in aside} for key in (made_with, self.key))
         if different := differences(before, now):
             raise InputError(
                 f"{self.folder}: holds {self.counts.tokens:,} tokens made with other settings ({'; '.join(different)}); set them "

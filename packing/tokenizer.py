@@ -15,7 +15,7 @@ from foundation.errors import InputError
 from foundation.reading import load_object, one_line, parse_json, read_regular, reason_of
 from packing.settings import HUB_NAME
 
-_ROLES = ("bos", "eos", "pad")
+ROLES = ("bos", "eos", "pad")
 _REMEDY = "fetch or train it again, or name another"
 # tokenizer_config.json says which special token ends a document; where there is none, these usual names decide.
 _USUAL_NAMES = {
@@ -65,7 +65,7 @@ class TextTokenizer:
 
     def describe(self) -> dict[str, Any]:
         """Returns what packs record of their tokenizer."""
-        ids = {f"{role}_id": self.special.get(role) for role in _ROLES}
+        ids = {f"{role}_id": self.special.get(role) for role in ROLES}
         return {"name": self.name, "fingerprint": self.fingerprint, "vocab_size": self.vocab_size, **ids}
 
 
@@ -152,7 +152,7 @@ def _special_ids(tokenizer: Tokenizer, config: Path) -> dict[str, int]:
     candidates = _USUAL_NAMES
     if config.exists() or config.is_symlink():
         values = load_object(config, _REMEDY)
-        named = {role: values.get(f"{role}_token") for role in _ROLES}
+        named = {role: values.get(f"{role}_token") for role in ROLES}
         names = {role: value.get("content") if isinstance(value, dict) else value for role, value in named.items() if value}
         if strange := [role for role, name in names.items() if not isinstance(name, str)]:
             raise InputError(f"data.tokenizer: {config}: `{strange[0]}_token` is no text; {_REMEDY}")

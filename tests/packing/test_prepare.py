@@ -275,6 +275,44 @@ def test_a_mistyped_setting_does_not_cost_what_was_tokenised(
     assert not tokenised.exists()
 
 
+@pytest.mark.parametrize("kind", ["texts", "chats", "texts without an end"])
+def test_packs_and_tokens_of_another_end_token_are_not_taken_for_the_same(
+    settings: DataSettings, corpus: Path, kind: str
+) -> None:
+    folder = settings.packs.with_name("named")
+    folder.mkdir()
+    shutil.copy(settings.tokenizer, folder / "tokenizer.json")
+    config, change = folder / "tokenizer_config.json", {"tokenizer": str(folder), "add_eos": kind == "texts"}
+    if kind == "chats":
+        corpus.write_text(json.dumps({"q": "one", "a": "two"}) + "\n")
+        change |= {
+            "prompt": "q",
+            "response": "a",
+            "chat_template": "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}",
+        }
+    settings = DataSettings(**settings.model_dump() | change)
+    config.write_text('{"eos_token": "<|endoftext|>"}')
+    with pytest.raises(InputError, match="leaves none to train on"):
+        prepare(settings.model_copy(update={"held_out": 0.999}), progress=False)
+    for place in ("packs.partial: holds .* tokens", "packs: holds packs"):
+        config.write_text('{"eos_token": "!"}')
+        if kind == "texts without an end":
+            prepare(settings, progress=False)
+            continue
+        with pytest.raises(InputError, match=rf"{place} .*eos_id: 0 -> 1"):
+            prepare(settings, progress=False)
+        config.write_text('{"eos_token": "<|endoftext|>"}')
+        prepare(settings, progress=False)
+
+
+def test_tokens_from_before_special_tokens_were_noted_are_still_good(settings: DataSettings, tokenised: Path) -> None:
+    progress = json.loads((tokenised / "progress.json").read_text())
+    assert progress["key"].pop("eos_id") == 0
+    (tokenised / "progress.json").write_text(json.dumps(progress))
+    prepare(settings, progress=False)
+    assert not tokenised.exists()
+
+
 def test_a_plan_takes_a_link_to_a_folder_that_is_not_there_yet_as_a_run_does(settings: DataSettings) -> None:
     settings.packs.symlink_to(settings.packs.with_name("elsewhere"))
     assert check_preparing(settings) == []
