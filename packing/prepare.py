@@ -298,12 +298,17 @@ def around(records: Records, settings: DataSettings, tokenizer: TextTokenizer) -
 
 def prepared_records(settings: DataSettings, tokenizer: TextTokenizer) -> Records:
     """Returns what makes documents of records, for chats with the template that writes them. Raises InputError where there is
-    none."""
+    none, or where it writes an EOS that the tokenizer does not have: Jinja would write nothing."""
     records = records_of(settings, tokenizer.vocab_size)
     if not isinstance(records, ChatColumns):
         return records
     tokens = {f"{role}_token": tokenizer.tokenizer.id_to_token(number) for role, number in tokenizer.special.items()}
     template = chat_template(settings.chat_template, tokenizer.name)
+    if "eos_token" in template and "eos" not in tokenizer.special:
+        raise InputError(
+            f"data.chat_template: writes `eos_token`, and the tokenizer {tokenizer.name} names no EOS token, so answers would "
+            "have no end; name one in its tokenizer_config.json as `eos_token`, or set a template without it"
+        )
     return records.written_by(template, tokens)
 
 

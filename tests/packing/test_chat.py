@@ -194,6 +194,14 @@ def test_masked_tokens_are_no_labels_and_masks_survive_cuts(tmp_path: Path, toke
     assert manifest["version"] == MASKED_VERSION and sum(mask) == manifest["statistics"]["trained_tokens"]
 
 
+def test_a_template_that_writes_an_end_is_refused_to_a_tokenizer_that_names_none(tmp_path: Path, tokenizer_folder: Path) -> None:
+    (tokenizer_folder / "tokenizer_config.json").write_text('{"eos_token": "<none>"}')
+    settings = settings_of(tmp_path, tokenizer_folder, [{"m": CHATS[0]}], messages="m", chat_template=MARKED)
+    with pytest.raises(InputError, match=r"data.chat_template: writes `eos_token`, and the tokenizer .* names no EOS token"):
+        prepare(settings, progress=False)
+    prepare(settings.model_copy(update={"chat_template": CHATML}), progress=False)
+
+
 def test_train_on_all_has_no_mask_and_the_same_tokens(tmp_path: Path, tokenizer_folder: Path) -> None:
     records = [{"m": chat} for chat in CHATS]
     masked = settings_of(tmp_path, tokenizer_folder, records, messages="m", chat_template=MARKED)
