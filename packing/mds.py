@@ -268,7 +268,7 @@ class MDSPacks(MDSReader):
             raise InputError(f"{self._where(index)}: holds {len(tokens)} tokens, `data.length` says {self.length}; set it to fit")
         lengths, first_position = self._documents(sample, index)
         ids = as_token_ids(tokens, self._where(index))
-        return Pack(ids, lengths, first_position, self._mask(ids, sample, index))
+        return Pack(ids, lengths, first_position, self._mask(ids, int(lengths.sum()), sample, index))
 
     def lengths(self, index: int) -> np.ndarray:
         return self._documents(self.sample(index, ("attention_mask", "position_ids")), index)[0]
@@ -276,8 +276,9 @@ class MDSPacks(MDSReader):
     def trained(self, index: int) -> np.ndarray | None:
         return self[index].trained if self._labelled else None
 
-    def _mask(self, ids: np.ndarray, sample: dict[str, Any], index: int) -> np.ndarray | None:
-        """[length] bool from the column `labels`, which is `input_ids` with -100 in places; InputError for any other."""
+    def _mask(self, ids: np.ndarray, real: int, sample: dict[str, Any], index: int) -> np.ndarray | None:
+        """[length] bool from the column `labels`, which is `input_ids` with -100 in places; InputError for any other. What pads
+        the pack, behind its first `real` tokens, is not to be learnt whatever stands there."""
         if "labels" not in sample:
             return None
         labels = self._vector(sample, "labels", index)
@@ -286,7 +287,7 @@ class MDSPacks(MDSReader):
                 f"{self._where(index)}: its labels are neither its tokens nor {IGNORE}; write them as the tokens themselves, not "
                 "shifted (the loss shifts them), or leave the column out"
             )
-        return labels != IGNORE
+        return (labels != IGNORE) & (np.arange(len(ids)) < real)
 
     def _documents(self, sample: dict[str, Any], index: int) -> tuple[np.ndarray, int]:
         columns = {name: self._vector(sample, name, index) for name in ("attention_mask", "position_ids") if name in sample}

@@ -291,16 +291,15 @@ def test_opening_packs_of_no_tokens_names_the_columns_there_are():
         MDSPacks([FIXTURES / "encodings"], FIXTURES / "encodings", LENGTH)
 
 
-def write_labelled(folder: Path, labels: np.ndarray | None) -> Path:
-    """One sample of 8 tokens with labels, if any, in raw MDS."""
+def write_labelled(folder: Path, labels: np.ndarray | None, mask: np.ndarray | None = None) -> Path:
+    """One sample of 8 tokens with labels, and a mask, if any, in raw MDS."""
     folder.mkdir(parents=True)
-    count = 1 if labels is None else 2  # of columns
-    tokens = np.arange(8, dtype="<u4")
-    sample = tokens.tobytes() + (b"" if labels is None else labels.astype("<i4").tobytes())
+    columns = [np.arange(8), *(each for each in (labels, mask) if each is not None)]
+    count, sample = len(columns), b"".join(each.astype("<i4").tobytes() for each in columns)
     table = np.array([1, 12, 12 + len(sample)], "<u4").tobytes()
     (folder / "shard.00000.mds").write_bytes(table + sample)
-    encodings = ["ndarray:uint32:8", "ndarray:int32:8"]
-    layout = {"column_names": ["input_ids", "labels"], "column_encodings": encodings, "column_sizes": [32, 32]}
+    encodings, names = ["ndarray:uint32:8", "ndarray:int32:8", "ndarray:int32:8"], ["input_ids", "labels", "attention_mask"]
+    layout = {"column_names": names, "column_encodings": encodings, "column_sizes": [32, 32, 32]}
     columns = {key: values[:count] for key, values in layout.items()}
     raw = {"basename": "shard.00000.mds", "bytes": len(table + sample), "hashes": {}}
     shard = {"version": 2, "format": "mds", "compression": None, "samples": 1, "raw_data": raw, "zip_data": None} | columns
@@ -318,6 +317,16 @@ def test_labels_are_the_mask_of_packs_and_an_import_keeps_them(tmp_path: Path, c
     assert imported.trained(0).tolist() == (labels >= 0).tolist()
     assert main(["import", str(FIXTURES / "reference"), "--out", str(tmp_path / "all")]) == 0
     assert "every token: nothing there says otherwise" in capsys.readouterr().out
+
+
+def test_padding_is_not_counted_as_trained_on_whatever_its_labels_say(tmp_path: Path, capsys: pytest.CaptureFixture):
+    labels, mask = np.array([-100, 1, 2, 3, 4, 5, 6, 7]), np.array([1, 1, 1, 1, 0, 0, 0, 0])
+    packs = open_mds(write_labelled(tmp_path / "mds", labels, mask), 8)
+    assert packs.trained(0).tolist() == [False] + [True] * 3 + [False] * 4
+    assert main(["inspect", str(tmp_path / "mds")]) == 0
+    assert "trained on    75.00% of the tokens" in capsys.readouterr().out
+    assert main(["import", str(tmp_path / "mds"), "--out", str(tmp_path / "arrow")]) == 0
+    assert "trained on    3 tokens, by its labels" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("labelled", ["train", "val"])
