@@ -204,10 +204,11 @@ def _data_section(chain: Sequence[tuple[Path, dict[str, Any]]]) -> dict[str, Any
 
 def _inspect(options: argparse.Namespace) -> None:
     from packing.inspection import decoded, describe, describe_stream, open_splits
-    from packing.manifest import FIRST, MANIFEST
+    from packing.manifest import FIRST, MANIFEST, read_manifest
 
     kept = [*options.path.glob(f"{FIRST}/{MANIFEST}"), *options.path.glob(f"*/{FIRST}/{MANIFEST}")]
-    if streams := sorted(each.parents[1] for each in kept):
+    # A source that is prepared may be called so, too.
+    if streams := sorted(each.parents[1] for each in kept if "stream" in read_manifest(each.parent)["statistics"]):
         if options.index is not None:
             part = next(streams[0].glob("part-*"), streams[0] / FIRST)
             raise InputError(f"{options.path}: is a stream of packs; name a part of it, as in {part} --index 0")

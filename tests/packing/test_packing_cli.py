@@ -160,6 +160,18 @@ def test_inspect_shows_numbers_and_the_documents_of_a_pack(
     assert "lengths.png: truncated" in capsys.readouterr().err
 
 
+def test_a_source_called_first_is_not_taken_for_the_first_part_of_a_stream(tmp_path, tokenizer_file, capsys):
+    lines = ["data:", f"  packs: {tmp_path / 'packs'}", f"  tokenizer: {tokenizer_file}", "  length: 8", "  sources:"]
+    for name in ("first", "second"):
+        (tmp_path / f"{name}.jsonl").write_text('{"text": "one two three"}\n')
+        lines.append(f"    - {{source: {tmp_path / name}.jsonl, weight: 0.5}}")
+    (tmp_path / "both.yaml").write_text("\n".join(lines))
+    assert main(["prepare", str(tmp_path / "both.yaml")]) == 0
+    assert main(["inspect", str(tmp_path / "packs")]) == 0
+    told = capsys.readouterr().out
+    assert "packs/first: Arrow" in told and "packs/second: Arrow" in told and "stream" not in told
+
+
 def test_a_token_file_is_inspected_and_imported(tmp_path: Path, tokenizer_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tokens = np.tile(np.array([65, 66, 0], np.uint16), 100)
     (tmp_path / "bin").mkdir()
