@@ -20,7 +20,7 @@ from foundation.progress import say
 from packing.arrow import PackWriter
 from packing.chunks import CHUNK_BYTES, Chunk, read_chunk
 from packing.manifest import FIRST, read_manifest
-from packing.prepare import around, check_counts, content_settings, copy_tokenizer, prepared_records
+from packing.prepare import around, check_counts, check_length, content_settings, copy_tokenizer, prepared_records
 from packing.settings import DataSettings
 from packing.sources import SourceUnreachable, open_source
 from packing.stream import PartStart, part_folder
@@ -126,6 +126,7 @@ class PartMaker(ExitStack):
                 check_counts(self.settings, log.counts, masked=False)
         if start.number == 0:
             check_counts(self.settings, log.counts, masked=log.masked)
+            check_length(self.settings, log.counts.tokens)
         one_file = self.source.identity.get("kind") == "text"
         # What is held out of the text's beginning is so each time that the text is gone through.
         begins = start.number == 0 or epoch > start.epoch

@@ -43,6 +43,7 @@ _LATER_KEYS = (
     *("revision", "messages", "prompt", "response", "train_on", "chat_template"),
     *("input_ids", "labels", "document_lengths"),
 )
+_ANY_SOURCE = 2**20  # tokens: of packs so long a few are no burden, however short the text
 _LAYOUT_KEYS = ("length", "packing", "positions", "shuffle", "held_out", "seed")
 
 
@@ -289,6 +290,14 @@ def check_counts(settings: DataSettings, counts: TokenCounts, *, masked: bool) -
         )
 
 
+def check_length(settings: DataSettings, tokens: int) -> None:
+    """InputError where a pack is so much longer than all text that memory, and the disk, would be filled with padding."""
+    if settings.length > max(tokens, _ANY_SOURCE):
+        raise InputError(
+            f"data.length: {settings.length:,}, and {settings.source} has {tokens:,} tokens in all; set a shorter one"
+        )
+
+
 def around(records: Records, settings: DataSettings, tokenizer: TextTokenizer) -> dict[str, list[int]]:
     """The ids before (`head`) and after (`tail`) each document: BOS and EOS, where those are asked for and texts have them."""
     head = [tokenizer.required("bos", "data.add_bos")] if settings.add_bos else []
@@ -314,6 +323,7 @@ def prepared_records(settings: DataSettings, tokenizer: TextTokenizer) -> Record
 
 def _write_packs(settings: DataSettings, tokenizer: TextTokenizer, log: TokenLog, progress: bool) -> dict[str, Any]:
     """Lay out the packs of both splits and write them; returns the manifest."""
+    check_length(settings, log.counts.tokens)
     arranged = Arranged.of(log, settings, one_file=log.key[SOURCE_FILES].get("kind") == "text")
     free = free_bytes(Path(os.path.realpath(settings.packs)))
     if (needed := arranged.bytes()) > free:

@@ -511,6 +511,7 @@ def test_a_fingerprint_is_of_the_tokenizer_and_not_of_its_file(tokenizer_file: P
         ({"add_bos": True}, r"data\.add_bos is true, but the tokenizer .* names no BOS token"),
         ({"tokenizer": "/nowhere/tokenizer.json"}, r"data\.tokenizer: /nowhere/tokenizer\.json: no such file"),
         ({"source": "/nowhere/x.jsonl"}, r"data\.source: /nowhere/x\.jsonl: no such file"),
+        ({"length": 2**40}, r"data\.length: 1,099,511,627,776, and .* has [\d,]+ tokens in all; set a shorter one"),
         ({"text": "body"}, r"corpus\.jsonl:1: no column `body`; the columns are: text"),
         ({"held_out": 0.999}, r"data\.held_out: 0\.999 of \d+ documents leaves none"),
         ({"source": None, "tokenizer": None}, r"data\.source and data\.tokenizer are not set"),
