@@ -17,6 +17,7 @@ import pyarrow as pa
 from foundation.errors import InputError
 
 CHUNK_BYTES = 2**20  # takes a core about 50 ms: small enough to keep all cores busy, large enough that sending costs nothing
+MOST_DOCUMENT = 2**28  # bytes of one text file: a tokenizer needs about 100 bytes a token, and takes documents only whole
 _COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
 
 
@@ -212,12 +213,24 @@ def _of_line(line: bytes, records: Records[Document]) -> Document:
 
 def _file_text(path: str) -> str:
     try:
-        with open_stream(Path(path))[0] as stream:
-            return str(stream.read(), "utf-8-sig")
+        stream, raw = open_stream(Path(path))
+        with raw, stream:  # an archive of a megabyte can hold a thousand; asking for so much costs what small files take
+            text = stream.read(None if stream is raw else MOST_DOCUMENT + 1)
+        if len(text) > MOST_DOCUMENT:
+            raise BadRecord(too_long(len(text)))
+        return str(text, "utf-8-sig")
     except UnicodeDecodeError as error:
         raise BadRecord(f"not UTF-8 text ({error.reason} at byte {error.start})") from None
     except OSError as error:
         raise BadRecord(f"cannot be read: {error}") from None
+
+
+def too_long(size: int) -> str:
+    """What is wrong with a text file of `size` bytes or more."""
+    return (
+        f"a text file is one document, and {size / 2**20:,.0f} MiB is too long for one; split it into several files, or write it "
+        'as JSONL with a {"text": ...} line for each document'
+    )
 
 
 def encodable(text: str) -> str:

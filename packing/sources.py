@@ -23,7 +23,7 @@ import pyarrow as pa
 
 from foundation.errors import InputError
 from foundation.reading import one_line, parse_json, reason_of, unusable_text
-from packing.chunks import CHUNK_BYTES, Chunk, Records, open_stream
+from packing.chunks import CHUNK_BYTES, MOST_DOCUMENT, Chunk, Records, open_stream, too_long
 from packing.manifest import FIRST, MANIFEST
 from packing.records import records_of
 from packing.settings import HUB_NAME, DataSettings
@@ -43,7 +43,6 @@ _TEXT = {
     *(".jsx", ".ts", ".tsx", ".rb", ".php", ".pl", ".lua", ".r", ".jl", ".hs", ".ml", ".ex", ".erl", ".clj"),
     *(".sh", ".sql", ".css"),
 }
-_MAX_DOCUMENT = 2**28  # bytes of one text file: a tokenizer needs about 100 bytes a token, and takes documents only whole
 _ROWS = 1024  # read from tables at once, then cut by size
 
 Place = dict[str, Any]  # in a source; empty at its beginning
@@ -306,11 +305,8 @@ class FileSource:
         names: list[str] = []
         pending, done = 0, sum(self.sizes[:first])
         for number, (path, size) in enumerate(zip(self.paths[first:], self.sizes[first:], strict=True), first + 1):
-            if size > _MAX_DOCUMENT:
-                raise InputError(
-                    f"{path}: a text file is one document, and {size / 2**20:,.0f} MiB is too long for one; "
-                    'split it into several files, or write it as JSONL with a {"text": ...} line for each document'
-                )
+            if size > MOST_DOCUMENT:
+                raise InputError(f"{path}: {too_long(size)}")
             names.append(str(path))
             pending += size
             done += size

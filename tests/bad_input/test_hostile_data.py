@@ -87,6 +87,16 @@ def test_a_file_whose_name_is_not_utf8_is_refused_where_it_would_be_read(name: b
     assert len(texts_of(tmp_path)[0]) == 1, "what is not read may be called anything"
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.zst"])
+def test_a_text_file_that_is_too_long_for_one_document_is_refused_also_where_it_is_packed(name: str, tmp_path: Path):
+    with open(tmp_path / name, "wb") as file:
+        file.truncate(2**28 + 1)
+    if name.endswith(".zst"):
+        (tmp_path / name).write_bytes(zstandard.compress(bytes(2**28 + 1)))
+    with pytest.raises(InputError, match=rf"{name}: a text file is one document, and 256 MiB is too long for one; split it"):
+        texts_of(tmp_path)
+
+
 @pytest.mark.parametrize("kind", ["fifo", "socket", "/dev/zero"])
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.parquet"])
 def test_a_source_that_is_a_pipe_or_a_device_is_refused_without_waiting(kind: str, name: str, tmp_path: Path):
