@@ -207,6 +207,7 @@ class BatchStream:
     mask_boundaries: bool
     pin_memory: bool = False
     vocab_size: int | None = None  # if given, a token id beyond it is an InputError instead of a crash on the device
+    positions: tuple[int, str] | None = None  # if given, so is a position beyond the first, for the reason that the second says
 
     def __post_init__(self) -> None:
         if self.order.packs_count != len(self.packs):
@@ -243,7 +244,7 @@ class BatchStream:
         return Prefetch(self.step, range(start, stop), self.pin_memory)
 
     def _build(self, indices: Sequence[int]) -> Microbatch:
-        chosen = [read_pack(self.packs, index, self.vocab_size) for index in indices]
+        chosen = [read_pack(self.packs, index, self.vocab_size, self.positions) for index in indices]
         chosen += [blank_pack(self.packs.length)] * (self.microbatch - len(chosen))
         return build_microbatch(chosen, mask_boundaries=self.mask_boundaries, pin_memory=self.pin_memory)
 
@@ -257,6 +258,7 @@ def evaluation_batches(
     mask_boundaries: bool,
     pin_memory: bool = False,
     vocab_size: int | None = None,
+    positions: tuple[int, str] | None = None,
     limit: int | None = None,
 ) -> Prefetch[Microbatch]:
     """This rank's part of one pass over all packs, or over the first `limit` packs, in order.
@@ -270,7 +272,7 @@ def evaluation_batches(
     def build(turn: int) -> Microbatch:
         first = (turn * world_size + rank) * microbatch
         indices = range(first, first + microbatch)
-        chosen = [read_pack(packs, index, vocab_size) if index < count else blank for index in indices]
+        chosen = [read_pack(packs, index, vocab_size, positions) if index < count else blank for index in indices]
         return build_microbatch(chosen, mask_boundaries=mask_boundaries, pin_memory=pin_memory)
 
     turns = -(-count // (world_size * microbatch))
@@ -282,12 +284,18 @@ def blank_pack(length: int) -> Pack:
     return Pack(np.zeros(length, dtype=np.uint32), np.zeros(0, dtype=np.int32))
 
 
-def read_pack(packs: Packs, index: int, vocab_size: int | None) -> Pack:
-    """Pack `index`; InputError where it holds a token id that a model of `vocab_size` (None: not known) does not have."""
+def read_pack(packs: Packs, index: int, vocab_size: int | None, positions: tuple[int, str] | None = None) -> Pack:
+    """Pack `index`; InputError where it holds a token id that a model of `vocab_size` (None: not known) does not have, or where
+    its first document goes on beyond so many `positions`, with the reason why it may not."""
     pack = packs[index]
     if vocab_size is not None and (highest := int(pack.input_ids.max())) >= vocab_size:
         raise InputError(
             f"{packs.path}: pack {index} holds token id {highest}, but the model's vocabulary has {vocab_size} tokens; "
             "prepare the packs with the model's own tokenizer, or choose the model they were made for"
+        )
+    if positions and len(pack.lengths) and (last := pack.first_position + int(pack.lengths[0])) > positions[0]:
+        raise InputError(
+            f"{packs.path}: a document goes on from another pack to position {last - 1:,}, and {positions[1]}; prepare the packs "
+            "with `data.positions: restart`, or take a model with rotary positions of fixed frequencies"
         )
     return pack

@@ -151,24 +151,24 @@ def check_tokens(data: Data, vocab_size: int, fingerprint: str | None) -> None:
                 read_pack(packs, index, vocab_size)
 
 
-def check_positions(data: Data, config: PretrainedConfig) -> None:
-    """InputError where a document that goes on from another pack has positions that the model has no embedding for, or beyond
-    which it rotates all documents of a batch otherwise, in the packs that `check_tokens` would read."""
+def most_positions(config: PretrainedConfig) -> tuple[int, str] | None:
+    """How many positions a document may have that goes on from another pack, and why no more: the model has no embedding for
+    them, or rotates all documents of a batch otherwise. None: any number."""
     text = config.get_text_config()
-    most, rotation = getattr(text, "max_position_embeddings", None), getattr(text, "rope_parameters", None)
-    if rotation:  # there is one for each position
-        most = (rotates_otherwise_beyond(text) or (None, None))[1]
-    if most is None:
-        return
-    for packs in (part for split in (data.train, data.held_out) for part in parts_of(split)):
-        for pack in (packs[index] for index in _scanned(packs)):
-            if len(pack.lengths) and (last := pack.first_position + int(pack.lengths[0])) > most:
-                other = f"from position {most:,} on the model rotates a whole batch by other frequencies"
-                raise InputError(
-                    f"{packs.path}: a document goes on from another pack to position {last - 1:,}, and "
-                    f"{other if rotation else f'the model has {most:,} positions'}; prepare the packs with `data.positions: "
-                    "restart`, or take a model with rotary positions of fixed frequencies"
-                )
+    if getattr(text, "rope_parameters", None):  # there is a rotation for each position
+        _, most = rotates_otherwise_beyond(text) or (None, None)
+        return most and (most, f"from position {most:,} on the model rotates a whole batch by other frequencies")
+    most = getattr(text, "max_position_embeddings", None)
+    return most and (most, f"the model has {most:,} positions")
+
+
+def check_positions(data: Data, config: PretrainedConfig) -> None:
+    """InputError where a document goes on beyond `most_positions`, in the packs that `check_tokens` would read. The rest is
+    checked as batches are made."""
+    if most := most_positions(config):
+        for packs in (part for split in (data.train, data.held_out) for part in parts_of(split)):
+            for index in _scanned(packs):
+                read_pack(packs, index, None, most)
 
 
 def _scanned(packs: Packs) -> list[int]:

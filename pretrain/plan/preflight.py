@@ -32,7 +32,7 @@ from pretrain.model.attention.heads import Heads
 from pretrain.model.distributed import device_of, gathers_once_a_step, replicas_of
 from pretrain.optimizer import schedule
 from pretrain.plan.checks import check_experts, check_fit, check_pack_counts, check_settings, check_sizes, steps_of
-from pretrain.plan.data import Data, check_labels, check_positions, check_tokens, open_data
+from pretrain.plan.data import Data, check_labels, check_positions, check_tokens, most_positions, open_data
 from pretrain.plan.memory import Devices, layers_of
 from pretrain.plan.plan import ActivePhase, Plan
 from pretrain.plan.spare import KEPT_FREE, spend_spare_memory
@@ -145,6 +145,7 @@ class Job:
             "mask_boundaries": self.recipe.data.mask_boundaries,
             "pin_memory": accelerator.device.type == "cuda",
             "vocab_size": self.model_config.vocab_size,
+            "positions": most_positions(self.model_config),
         }
 
 

@@ -97,6 +97,24 @@ def test_a_run_whose_packer_dies_while_it_waits_saves_its_last_step_and_goes_on_
     assert [record["step"] for record in again.records() if "loss" in record] == list(range(1, steps + 21))
 
 
+def test_a_document_that_goes_on_too_far_in_a_later_part_is_refused_before_the_model_sees_it(
+    recipe: dict[str, Any], tmp_path: Path, start_here: Callable
+) -> None:
+    texts = ["the quick brown fox"] * 900 + ["the quick brown fox " * 40]
+    (tmp_path / "late.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    config = recipe["model"]["config"] | {"max_position_embeddings": 32}
+    config["rope_parameters"] = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+    late = [
+        f"data.source={tmp_path}/late.jsonl",
+        "data.positions=continue",
+        f"run_dir={tmp_path}/run",
+        f"data.packs={tmp_path}/packs",
+    ]
+    run = start_here(recipe | {"model": {"config": config}}, tmp_path, *late, "evaluate.every=null")
+    assert run.status == 2 and "Traceback" not in run.output, run.output
+    assert "a document goes on from another pack to position" in run.output and "on the model rotates a whole batch" in run.output
+
+
 def test_a_run_begins_with_a_checkpoint_of_another_text_or_of_other_steps(
     recipe: dict[str, Any], folder: Path, start_here: Callable
 ) -> None:

@@ -364,6 +364,17 @@ def test_blank_packs_make_up_a_rank_without_data_all_masked_and_covered_by_offse
     assert part.position_ids.tolist() == [[*range(LENGTH), *range(LENGTH)]]
 
 
+def test_a_position_beyond_those_that_a_model_has_is_refused_with_the_reason():
+    beyond = Pack(np.zeros(LENGTH, np.uint32), np.array([5, 3], np.int32), first_position=60)
+    packs = PacksInMemory([beyond])
+    how = {"microbatch": 1, "rank": 0, "world_size": 1, "mask_boundaries": True}
+    assert len(list(evaluation_batches(packs, **how, positions=(65, "")))) == 1
+    with pytest.raises(InputError, match=r"goes on from another pack to position 64, and why not; prepare"):
+        list(evaluation_batches(packs, **how, positions=(64, "why not")))
+    with pytest.raises(InputError, match=r"goes on from another pack to position 64, and why not; prepare"):
+        BatchStream(packs, PackOrder(1, 1, 0), **how, positions=(64, "why not")).step(0)
+
+
 def test_evaluation_checks_token_ids_too():
     with pytest.raises(InputError, match="pack 0 holds token id"):
         list(evaluation_batches(packs_of_text(), microbatch=1, rank=0, world_size=1, mask_boundaries=True, vocab_size=5))
