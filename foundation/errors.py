@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,13 +24,13 @@ def shown(value: object, write: Callable[[Any], str] = str) -> str:
 
 @contextmanager
 def permissions_named() -> Iterator[None]:
-    """A block in which a file or folder that this user may not use is an InputError: even to ask whether it exists can fail, for
-    any path that a user names."""
+    """A block in which a file or folder that this user may not use, or whose name is too long, is an InputError: even to ask
+    whether it exists can fail, for any path that a user names."""
     try:
         yield
-    except PermissionError as error:
-        if error.filename is None:
+    except OSError as error:
+        too_long = error.errno == errno.ENAMETOOLONG
+        if error.filename is None or not (too_long or isinstance(error, PermissionError)):
             raise
-        raise InputError(
-            f"{error.filename}: {error.strerror}; have this user allowed to use it and the folders above, or name another"
-        ) from error
+        remedy = "shorten it" if too_long else "have this user allowed to use it and the folders above"
+        raise InputError(f"{error.filename}: {error.strerror}; {remedy}, or name another") from error

@@ -107,6 +107,8 @@ class PackWriter:
         if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
             raise InputError(f"{self.path}: exists already and is never written over; name another folder or move it away")
         self._place = Path(os.path.realpath(path))  # what a link leads to, which is no folder of packs yet
+        if self._place.is_symlink():
+            raise InputError(f"{self.path}: is a link that leads in a circle; name another folder or take it away")
         self.folder = self._place.with_name(f".{self._place.name}.partial")
         remove_own_folder(self.folder, _OWN)  # what a killed writer left; nothing there was ever complete
         try:

@@ -35,3 +35,5 @@ def test_a_permission_that_names_no_file_keeps_its_traceback() -> None:
         raise PermissionError(1, "Operation not permitted")
     with pytest.raises(InputError, match=r"^here: Permission denied; have this user allowed"), permissions_named():
         raise PermissionError(13, "Permission denied", "here")
+    with pytest.raises(InputError, match=r"xxx: File name too long; shorten it, or name another$"), permissions_named():
+        Path("x" * 300).exists()

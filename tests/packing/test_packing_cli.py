@@ -267,10 +267,25 @@ def test_an_import_waits_for_another_of_the_same_name_and_leaves_its_packs(tmp_p
     assert main(command[3:]) == 2
 
 
+@pytest.mark.parametrize(
+    "command", ["inspect {long}", "inspect {packs} --index 0 --tokenizer {long}", "import {packs} --out {near}"]
+)
+def test_a_name_that_is_too_long_is_one_message(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with PackWriter(packs := tmp_path / "packs", 4) as writer:
+        writer.add("train", Pack(np.zeros(4, np.uint32), np.array([4], np.int32)))
+        writer.finish(settings={}, statistics={}, tokenizer=None)
+    names = {"long": "x" * 300, "near": str(tmp_path / ("x" * 250)), "packs": str(packs)}
+    assert main(command.format(**names).split()) == 2
+    assert "File name too long; " in (said := capsys.readouterr().err) and "Traceback" not in said
+
+
 def test_packs_that_cannot_be_made_are_one_message(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match=r"cannot be made: Not a directory; name another folder"):
         PackWriter(tmp_path / "file" / "packs", 4)
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(InputError, match=r"loop: is a link that leads in a circle; name another folder"):
+        PackWriter(tmp_path / "loop", 4)
 
 
 def test_packs_with_a_name_in_any_script_are_shown_where_output_is_ascii(tmp_path, monkeypatch):
