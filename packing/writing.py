@@ -117,9 +117,10 @@ def split_documents(count: int, settings: DataSettings) -> dict[str, np.ndarray]
     shuffled = permute(np.arange(count), count, settings.seed)
     held_out = max(1, round(count * settings.held_out)) if settings.held_out else 0
     if held_out >= count:
+        remedy = "set a larger data.streaming.window" if settings.stream else f"add documents to {settings.source}"
+        of = " of the first part" if settings.stream else ""
         raise InputError(
-            f"data.held_out: {settings.held_out} of {count} documents leaves none to train on; set it to 0 or add documents to "
-            f"{settings.source}"
+            f"data.held_out: {settings.held_out} of {count} documents{of} leaves none to train on; set it to 0, or {remedy}"
         )
     parts = {"train": shuffled[held_out:], "held_out": shuffled[:held_out]}
     return {split: part if settings.shuffle else np.sort(part) for split, part in parts.items() if len(part)}

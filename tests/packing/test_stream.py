@@ -333,6 +333,14 @@ def test_a_disk_too_small_for_a_step_says_what_would_do(values: dict[str, Any], 
         pytest.fail(str(refused.value))
 
 
+def test_a_first_part_of_one_document_to_hold_out_asks_for_a_larger_window(values: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "long.jsonl").write_text((json.dumps({"text": "long " * 2000}) + "\n") * 5)
+    with pytest.raises(
+        InputError, match=r"0.1 of 1 documents of the first part leaves none.* or set a larger data.streaming.window"
+    ):
+        streamed(values | {"source": str(tmp_path / "long.jsonl")}, tmp_path / "packs")
+
+
 def test_what_the_disk_does_not_have_is_refused_with_what_it_has(values: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"disk_gb: 1e\+09, and the disk of .* has \S+ GB for packs; set it to \S+ or less"):
         streamed(values, tmp_path / "packs", disk_gb=1e9)
