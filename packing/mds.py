@@ -254,6 +254,8 @@ class MDSPacks(MDSReader):
         if len(self) == 0:
             raise InputError(f"{path}: its MDS index lists no samples; name a folder that holds packs in `data.packs`")
         names = set(self.shards[0].layout[0])
+        if other := next((shard for shard in self.shards if set(shard.layout[0]) != names), None):
+            raise InputError(f"{other.path}: has other columns than {self.shards[0].path}; take the shards of one kind alone")
         self._tokens = next((name for name in ("input_ids", "tokens") if name in names), None)
         if self._tokens is None:
             raise InputError(f"{path}: has the columns {', '.join(sorted(names))}; packs need one named input_ids")

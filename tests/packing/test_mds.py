@@ -319,6 +319,17 @@ def test_labels_are_the_mask_of_packs_and_an_import_keeps_them(tmp_path: Path, c
     assert "every token: nothing there says otherwise" in capsys.readouterr().out
 
 
+def test_shards_of_one_index_with_and_without_labels_are_refused(tmp_path: Path):
+    first, second = (write_labelled(tmp_path / name, labels) for name, labels in (("mds", None), ("more", np.arange(8))))
+    (second / "shard.00000.mds").rename(first / "shard.00001.mds")
+    index, more = (json.loads((folder / "index.json").read_text()) for folder in (first, second))
+    more["shards"][0]["raw_data"]["basename"] = "shard.00001.mds"
+    index["shards"] += more["shards"]
+    (first / "index.json").write_text(json.dumps(index))
+    with pytest.raises(InputError, match=r"shard.00001.mds: has other columns than .*shard.00000.mds; take the shards of one"):
+        open_mds(first, 8)
+
+
 def test_padding_is_not_counted_as_trained_on_whatever_its_labels_say(tmp_path: Path, capsys: pytest.CaptureFixture):
     labels, mask = np.array([-100, 1, 2, 3, 4, 5, 6, 7]), np.array([1, 1, 1, 1, 0, 0, 0, 0])
     packs = open_mds(write_labelled(tmp_path / "mds", labels, mask), 8)
