@@ -97,6 +97,8 @@ def load_tokenizer(name: str, revision: str | None = None) -> TextTokenizer:
         if type(error) is not Exception:  # the library knows no narrower class for a file that it cannot use
             raise
         raise InputError(f"data.tokenizer: {file}: valid JSON, but no tokenizer: {error}; {_REMEDY}") from None
+    if not tokenizer.get_vocab_size(with_added_tokens=True):
+        raise InputError(f"data.tokenizer: {file}: has no tokens; {_REMEDY}")
     return TextTokenizer(name, tokenizer, _special_ids(tokenizer, config))
 
 

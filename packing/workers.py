@@ -152,16 +152,24 @@ def plain_tokenizer(file: str) -> Tokenizer:
 
 
 def tokenize(chunk: Chunk, texts: Texts, tokenizer: Tokenizer, head: list[int], tail: list[int]) -> Tokenized:
-    """A document without tokens of its own is left out: many tokenizers give none for blanks."""
+    """A document without tokens of its own is left out: many tokenizers give none for blanks. InputError for one that the
+    tokenizer cannot encode."""
     documents, empty = texts.documents, texts.empty
     first = documents[0] if documents else None
     if isinstance(first, Ids):
         columns = zip(*((each.tokens, each.lengths, each.trained) for each in documents), strict=True)
         ids, lengths, trained = (None if column[0] is None else np.concatenate(column) for column in columns)
     else:
-        ids, ends, trained = (
-            _of_chats(documents, tokenizer) if isinstance(first, Rendered) else _of_texts(documents, tokenizer, head, tail)
-        )
+        chats = isinstance(first, Rendered)
+        try:
+            ids, ends, trained = _of_chats(documents, tokenizer) if chats else _of_texts(documents, tokenizer, head, tail)
+        except Exception as error:
+            if type(error) is not Exception:  # the library knows no narrower class for what its vocabulary lacks
+                raise
+            raise InputError(
+                f"{chunk.origin}: from record {chunk.first} on is a text that the tokenizer cannot encode: {error}; name one "
+                "(data.tokenizer) with a token for what it does not know, or one of bytes"
+            ) from None
         ids, lengths = np.array(ids, np.uint32), np.diff(ends).astype(np.int64)
         empty += len(documents) - len(lengths)
     return Tokenized(ids, lengths, trained, texts.skipped, texts.first_skipped, empty, chunk.progress)

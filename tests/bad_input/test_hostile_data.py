@@ -22,6 +22,7 @@ from foundation.errors import InputError
 from packing.arrow import ArrowPacks, Pack, PackWriter
 from packing.chunks import TextTemplate, read_chunk
 from packing.mds import MDSReader, read_index
+from packing.prepare import prepare
 from packing.settings import DataSettings
 from packing.sources import open_source
 from packing.token_bin import TokenBin
@@ -148,6 +149,29 @@ def test_a_tokenizer_config_of_odd_values_is_refused(content: str, tmp_path: Pat
     (tmp_path / "tokenizer_config.json").write_text(content)
     with pytest.raises(InputError, match=r"tokenizer_config.json: "):
         load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "model, message",
+    [
+        (models.BPE(), r"data\.tokenizer: .*odd\.json: has no tokens; fetch or train it again"),
+        (
+            models.WordLevel({"zzz": 0}, unk_token="?"),
+            r"corpus\.jsonl: from record 1 on is a text .* cannot encode: .*Missing \[UNK\]",
+        ),
+        (
+            models.Unigram([("a", -1.0)]),
+            r"corpus\.jsonl: from record 1 on is a text that .* unknown token .*; name one \(data\.tok",
+        ),
+    ],
+    ids=["empty", "words", "unigram"],
+)
+def test_a_tokenizer_that_cannot_encode_the_text_is_one_message(model: models.Model, message: str, tmp_path: Path):
+    Tokenizer(model).save(str(tmp_path / "odd.json"))
+    (tmp_path / "corpus.jsonl").write_bytes(LINE)
+    made = {"packs": tmp_path / "packs", "source": str(tmp_path / "corpus.jsonl"), "tokenizer": str(tmp_path / "odd.json")}
+    with pytest.raises(InputError, match=message):
+        prepare(DataSettings(**made, add_eos=False, processes=1), progress=False)
 
 
 # ── Arrow ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
