@@ -291,12 +291,13 @@ def answer_for_one(standing: Standing) -> str:
 
 
 def held_out_difference(baseline: RunRecord, run: RunRecord) -> float | None:
-    """`run`'s held-out loss minus the baseline's in the last step in which both were evaluated; None where there is none, or
-    where they were evaluated on different packs."""
+    """`run`'s held-out loss minus the baseline's in the last step in which both were evaluated; None where there is none that
+    both have trained, or where they were evaluated on different packs."""
     if not same_held_out(baseline, run):
         return None
     here, there = (dict(zip(*each.held_out_curve(), strict=True)) for each in (baseline, run))
-    common = [step for step in here if step in there and math.isfinite(there[step] - here[step])]
+    trained = max(each.summary.get("first_step", 1) for each in (baseline, run))  # what stands before says nothing of a training
+    common = [step for step in here if step >= trained and step in there and math.isfinite(there[step] - here[step])]
     return float(there[max(common)] - here[max(common)]) if common else None
 
 

@@ -125,5 +125,5 @@ def curves_drawn(comparison: RunComparison, data: Mapping[str, Any]) -> list[str
         largest = max((value or 0.0 for run in data["runs"] for value in run["curves"].get(panel, [])), default=0.0)
         return largest >= FROZEN_MATTERS if panel == "frozen" else largest > 0
 
-    beside = {"held-out": any(len(run["heldOut"]["at"]) > 1 for run in data["runs"]), "minus": bool(comparison.paired)}
+    beside = {"held-out": any(len(run["heldOut"]["loss"]) > 1 for run in data["runs"]), "minus": bool(comparison.paired)}
     return ["loss", *(panel for panel, due in beside.items() if due), *filter(shows_something, [*CURVES][1:])]

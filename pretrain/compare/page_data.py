@@ -56,6 +56,11 @@ def _run(standing: Standing, baseline: RunRecord) -> dict[str, Any]:
     differing_steps, minus = loss_differences(baseline, run) if standing.gap else (np.array([]), np.array([]))
     timed = bool(steps) and all(record.get("step_ms") is not None for record in steps) and not run.side_by_side
     gap = standing.gap
+    axes = {
+        "steps": numbers,
+        "tokens": [record["tokens"] for record in steps] if steps and "tokens" in steps[0] else None,
+        "hours": numbers_of(np.cumsum([record["step_ms"] for record in steps]) / 3.6e6) if timed else None,
+    }
     return {
         "name": look.label,
         "kind": look.kind,
@@ -78,18 +83,29 @@ def _run(standing: Standing, baseline: RunRecord) -> dict[str, Any]:
         "memory": run.summary.get("memory_gib"),
         "reserved": number(reserved(run)),
         "memoryParts": memory_parts(run),
-        "steps": numbers,
-        "tokens": [record["tokens"] for record in steps] if steps and "tokens" in steps[0] else None,
-        "hours": numbers_of(np.cumsum([record["step_ms"] for record in steps]) / 3.6e6) if timed else None,
+        **axes,
         "window": window_of(len(steps)),
         "curves": {panel: numbers_of(values) for panel, key in CURVES.items() if np.isfinite(values := run.curve(key)[1]).any()},
         "heldOut": {
-            "at": [places.get(record["step"], len(steps) - 1) for record in evaluations],
+            **evaluated_at([record["step"] for record in evaluations], axes, run.tokens_per_step or 0),
             "loss": [number(record["held_out_loss"]) for record in evaluations],
         },
         "minus": {"at": [places[int(step)] for step in differing_steps], "loss": numbers_of(minus)},
         "heat": heat_maps(run.path / STATISTICS_FILE),
         "time": step_time(run),
+    }
+
+
+def evaluated_at(
+    after: Sequence[int], axes: Mapping[str, Sequence[float] | None], tokens_per_step: int
+) -> dict[str, list[float | None]]:
+    """Returns where evaluations `after` these steps stand on each axis of a run's steps that is known; one from before the first
+    step where that begins."""
+    known = {axis: np.array(values, dtype=float) for axis, values in axes.items() if values}  # what no number is becomes NaN
+    began = {"steps": 1, "tokens": tokens_per_step, "hours": known.get("hours", [0])[0]}  # what the first step has added
+    return {
+        axis: numbers_of(np.interp(after, [known["steps"][0] - 1, *known["steps"]], [along[0] - began[axis], *along]))
+        for axis, along in known.items()
     }
 
 

@@ -243,8 +243,7 @@ function drawCurve(id) {
   }
   const bands = panel.minus && runs.filter((r) => !r.baseline).length <= 3;
   for (const run of runs) {
-    const at = panel.heldOut ? run.heldOut.at : panel.minus ? run.minus.at : null;
-    const along = run[state.axis], x = at ? at.map((i) => along[i]) : along;
+    const along = (panel.heldOut ? run.heldOut : run)[state.axis], x = panel.minus ? run.minus.at.map((i) => along[i]) : along;
     if (panel.heldOut) {
       traces.push(lineOf(run, x, run.heldOut.loss, run.heldOut.loss.map((v) => v?.toFixed(4)), { mode: "lines+markers", marker: { symbol: run.symbol, size: 7, color: run.emulated ? ink("--card") : run.colour, line: { color: run.colour, width: 1.5 } } }));
       continue;

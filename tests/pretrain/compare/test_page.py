@@ -24,6 +24,7 @@ from pretrain.compare.page_differences import audits
 from pretrain.compare.page_table import columns_of
 from pretrain.compare.published import read_published
 from pretrain.compare.report import read_runs, write
+from pretrain.metrics.run_record import RunRecord, read_run
 from pretrain.precision.registry import PRECISIONS
 from tests.pretrain.compare.made_runs import make_run, trained
 
@@ -125,6 +126,21 @@ def test_what_is_drawn_are_the_runs_own_figures(tmp_path):
     assert first["curves"]["loss"] == pytest.approx(LONG) and first["baseline"] and not first["minus"]["at"]
     assert second["minus"]["loss"] == pytest.approx([0.5] * 100) and second["gap"] == pytest.approx(0.5)
     assert data["axes"] == {"steps": True, "tokens": True, "hours": True}
+
+
+def test_an_evaluation_from_before_the_first_step_stands_there_on_every_axis(tmp_path):
+    def evaluated(first: int, before: float, *settings: str) -> RunRecord:
+        path = make_run(tmp_path / f"from{first}", (4.0, 3.0, 2.0), *settings)
+        ended = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+        moved = [each | {"step": each["step"] + first, "tokens": each.get("tokens", 0) + 4096 * first} for each in ended]
+        began = {"step": first, "event": "evaluation", "held_out_loss": before, "held_out_perplexity": 9.0}
+        (path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in (began, *moved)))
+        return read_run(path)
+
+    runs = [evaluated(0, 6.5), evaluated(5, 6.0, "train.begin_with=runs/x/checkpoints/step-00000005", "train.steps=8")]
+    drawn = [run["heldOut"] for run in page_data(RunComparison.over(runs))["runs"]]
+    assert drawn[0] == {"steps": [0, 3], "tokens": [0, 12_288], "hours": [0, pytest.approx(0.3 / 3600)], "loss": [6.5, 2.4]}
+    assert [drawn[1][axis] for axis in ("steps", "tokens")] == [[5, 8], [5 * 4096, 8 * 4096]] and drawn[1]["hours"][0] == 0
 
 
 def test_a_loss_that_is_no_number_is_a_gap_and_hours_that_were_shared_are_no_axis(tmp_path):
