@@ -363,7 +363,7 @@ def hours_to_horizon(run: RunRecord, speed: float | None) -> float | None:
     if steps and run.tokens_per_step:
         tokens = steps * run.tokens_per_step
     elif epochs and run.summary.get("epoch"):
-        tokens = run.summary["tokens"] * epochs / run.summary["epoch"]
+        tokens = run.summary["tokens"] * epochs / run.epochs
     return (tokens or run.summary["tokens"]) / speed / 3600 if speed else None
 
 

@@ -182,11 +182,17 @@ class RunRecord:
         return f"has no finite loss from step {steps[finite[-1] + 1 if len(finite) else 0]:,} on"
 
     @property
+    def epochs(self) -> float:
+        """The passes over the packs that its steps come to, as a horizon counts them: without what rollbacks have passed over."""
+        passed_over = [self.past.left_out, *(each.get("left_out", 0) for each in self.metrics if is_rollback(each))][-1]
+        return self.summary["epoch"] * self.summary["steps"] / (self.summary["steps"] + max(passed_over, 0))
+
+    @property
     def is_unfinished(self) -> bool:
         """Whether the horizon that its recipe names is still to come."""
         train, tokens = self.config.get("train") or {}, self.tokens_per_step
         if epochs := train.get("epochs"):
-            return self.summary["epoch"] < epochs * (1 - 1e-9)  # whole steps: the last one ends there, or just beyond
+            return self.epochs < epochs * (1 - 1e-9)  # whole steps: the last one ends there, or just beyond
         horizon = train.get("steps") or (tokens and train.get("tokens") and math.ceil(train["tokens"] / tokens))
         return bool(horizon) and self.summary["steps"] < horizon
 

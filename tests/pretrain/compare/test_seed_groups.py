@@ -12,7 +12,7 @@ import yaml
 
 from foundation.errors import InputError
 from pretrain.__main__ import main
-from pretrain.compare.comparison import RunComparison
+from pretrain.compare.comparison import RunComparison, hours_to_horizon
 from pretrain.compare.matrix import main as matrix_main
 from pretrain.compare.matrix_file import load_matrix
 from pretrain.compare.page import render
@@ -204,6 +204,13 @@ def test_a_run_that_lost_its_evaluations_does_not_count_and_is_said(folders: lis
 def test_a_run_whose_horizon_is_in_epochs_is_unfinished_too(tmp_path: Path):
     assert trained(tmp_path / "going", (3.0,) * 4, "train={epochs: 1.25}").is_unfinished, "four steps are an epoch"
     assert not trained(tmp_path / "done", (3.0,) * 5, "train={epochs: 1.25}").is_unfinished
+    path = make_run(tmp_path / "back", (3.0,) * 4, "train={epochs: 1.25}")  # the packs of a fifth step were passed over
+    *steps, evaluation = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    rollback = {"step": 4, "event": "rollback", "rollbacks": 1, "left_out": 1}
+    steps[3]["epoch"] = 1.25
+    (path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in (*steps[:3], rollback, steps[3], evaluation)))
+    back = read_run(path)
+    assert back.is_unfinished and hours_to_horizon(back, 4096.0) == pytest.approx(5 / 3600)
 
 
 def test_without_held_out_loss_the_last_training_losses_are_compared(tmp_path: Path):
