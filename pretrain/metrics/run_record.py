@@ -113,6 +113,11 @@ class RunRecord:
         return [found for end, found in itertools.zip_longest(ends, starts.values()) if end is None or end > timed]
 
     @property
+    def timed_devices(self) -> list[tuple[int, str]]:
+        """`devices_of` what its median speed is of: in order, each kind once."""
+        return [*dict.fromkeys(map(devices_of, self.timed_on))]
+
+    @property
     def gpus(self) -> list[str]:
         return gpus_of(self.environment)
 

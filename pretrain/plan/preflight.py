@@ -191,7 +191,11 @@ def prepare_job(
         clock.go_on_to(before)
     _check_packs(recipe, data, laid_out.config)
 
-    speed = tokens_per_second or measured_speed(run_dir, {active.precision.name for active in precisions.each_once})
+    names, here = (
+        {active.precision.name for active in precisions.each_once},
+        (accelerator.num_processes, device_of(accelerator)[0]),
+    )
+    speed = tokens_per_second or measured_speed(run_dir, names, here)
     plan = _plan_of(recipe, accelerator, precisions, laid_out, data, absent or vocabulary, speed)
     plan = spend_spare_memory(_with_gathering(plan, accelerator))
     _check_horizon(plan)
@@ -402,12 +406,12 @@ def planned_steps(recipe: Recipe, accelerator: Accelerator) -> int:
     return prepare_job(recipe, accelerator, purpose="plan").plan.steps
 
 
-def measured_speed(run_dir: Path, precisions: set[str]) -> float | None:
-    """Median tokens/s over all devices of the steps that the run has done so far; None before it has done any, and where they
-    computed in none of these `precisions`."""
+def measured_speed(run_dir: Path, precisions: set[str], devices: tuple[int, str]) -> float | None:
+    """Median tokens/s over all devices of the steps that the run has done so far; None before it has done any, where they
+    computed in none of these `precisions`, and where some were on others than `devices`, their number and the name of each."""
     try:
         run = read_run(run_dir)
     except InputError:  # no file yet, or a damaged one, which resuming mends: no reason to refuse that
         return None
     ran = set(run.phases.values()) or {run.audit.get("effective")}
-    return run.summary.get("tokens_per_second") if ran & precisions else None
+    return run.summary.get("tokens_per_second") if ran & precisions and run.timed_devices == [devices] else None

@@ -18,7 +18,7 @@ from foundation.errors import InputError
 from foundation.tables import UNKNOWN
 from foundation.units import GIB, TERA, plural
 from pretrain.metrics.peaks import known_as, peak
-from pretrain.metrics.run_record import WARM_UP_STEPS, RunRecord, devices_of
+from pretrain.metrics.run_record import WARM_UP_STEPS, RunRecord
 from pretrain.model.attention.backends import MIN_MEASURED_HEAD_DIM
 from pretrain.plan.memory import Devices, LayerMemory, layers_of
 from pretrain.plan.plan import ASSUMED_SHARES, Plan
@@ -135,16 +135,15 @@ class MeasuredRun:
         """InputError where its speed is not its own, is not the hardware's, or was not measured."""
         steady = run.steps[WARM_UP_STEPS:]
         known = [value for record in steady if (value := record.get("tflops"))]
-        found = [devices_of(each) for each in run.timed_on]
-        (devices, device), why = found[0], None
+        (devices, device), why = run.timed_devices[0], None
         if run.side_by_side:
             why = "it shared its machine with other runs, so its speed is not its own"
         elif run.emulated:
             why = "its precision was emulated, so its speed is not the hardware's"
         elif "schedule" in run.audit and len(set(run.phases.values())) != 1:
             why = f"its precision was {run.audit['schedule']}, so its speed is that of several"
-        elif len(machines := [*dict.fromkeys(found)]) > 1:
-            kinds = ", then ".join(f"{number} x {name}" for number, name in machines)
+        elif len(run.timed_devices) > 1:
+            kinds = ", then ".join(f"{number} x {name}" for number, name in run.timed_devices)
             why = f"it was computed on {kinds}, so its speed is that of none of them"
         elif not known:
             why = f"it has no measured tflops after its first {WARM_UP_STEPS} steps"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,9 @@ def test_a_run_of_ones_own_is_reckoned_by(plan, start_here, small_recipe, tmp_pa
     median = yaml.safe_load((finished.run_dir / "summary.json").read_text())["tokens_per_second"]
     assert float(cells(out, "1 x CPU")[2].replace(",", "")) == pytest.approx(median, rel=0.05)
     assert "run run computed in fp32, this plan in bf16" in plan("--on", "H100")[1]
-    assert measured_speed(finished.run_dir, {"fp32", "bf16"}) == median and measured_speed(finished.run_dir, {"bf16"}) is None
+    measured = partial(measured_speed, finished.run_dir)
+    assert measured({"fp32", "bf16"}, (1, "CPU")) == median and measured({"bf16"}, (1, "CPU")) is None
+    assert measured({"fp32"}, (2, "CPU")) is None and measured({"fp32"}, (1, "NVIDIA H200")) is None
 
 
 def test_text_that_is_not_here_is_said_to_be_unchecked_and_text_that_is_here_is_checked(plan, tmp_path):
