@@ -88,6 +88,7 @@ class ComputedOn(BaseModel):
     system: str
     git: dict[str, Any] | None
     accelerate: dict[str, Any]
+    packages: dict[str, str | None] = {}  # older versions did not say
 
     @classmethod
     def of(cls, environment: Mapping[str, Any]) -> ComputedOn:
@@ -96,7 +97,7 @@ class ComputedOn(BaseModel):
 
 
 class EarlierStart(BaseModel):
-    """Says that steps up to `until` were computed on another machine than later ones, or by other code."""
+    """Says that steps up to `until` were computed on another machine than later ones, or by other code or packages."""
 
     until: Size
     on: ComputedOn

@@ -104,6 +104,11 @@ class RunRecord:
         environments = [*(self.environment | start.on.model_dump() for start in machines), self.environment]
         return {first: found for first, found in zip(firsts, environments, strict=False) if first <= at[-1]}
 
+    def versions_of(self, package: str) -> str:
+        """The versions of `package` that its steps were computed by, in order, as far as they are told: "2.12.0, then 2.13.0"."""
+        told = [(start.get("packages") or {}).get(package) for start in self.starts.values()]
+        return ", then ".join(dict.fromkeys(filter(None, told)))
+
     @property
     def timed_on(self) -> list[dict[str, Any]]:
         """The environments that its median speed is of, in order."""

@@ -101,7 +101,7 @@ def _origin(recipe: Mapping[str, Any]) -> str:
 
 
 def _rows(run: RunRecord) -> dict[str, str]:
-    recipe, figures, made_by = run.config, run.summary, run.environment
+    recipe, figures = run.config, run.summary
     data, optimizer, schedule = recipe["data"], recipe["optimizer"], recipe["schedule"]
     clip = f", gradients clipped at {optimizer['clip']:g}" if optimizer.get("clip") else ""
     warmup = f"{schedule['warmup_tokens']:,} tokens" if schedule.get("warmup_tokens") else f"{schedule['warmup']:,} steps"
@@ -114,9 +114,8 @@ def _rows(run: RunRecord) -> dict[str, str]:
         held_out += "" if run.evaluated_before is None else f", after {run.evaluated_before:,} of these steps"
     starts = run.starts.values()
     devices = ", then ".join(dict.fromkeys("{} x {}".format(*devices_of(each)) for each in starts))
-    packages = made_by.get("packages") or {}
-    named = [each for each in ("torch", "transformers", "transformer-engine") if each in packages]
-    versions = ", ".join(f"{each} {packages[each]}" for each in named)
+    known = {each: run.versions_of(each) for each in ("torch", "transformers", "transformer-engine")}
+    versions = ", ".join(f"{each} {version}" for each, version in known.items() if version)
     commits = dict.fromkeys(str(commit)[:12] for each in starts if (commit := (each.get("git") or {}).get("commit")))
     return {
         "data": _data(data),

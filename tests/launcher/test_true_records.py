@@ -23,6 +23,8 @@ from pretrain.compare.comparison import (
     other_machines,
 )
 from pretrain.compare.fairness import same_held_out
+from pretrain.compare.page import about
+from pretrain.metrics import run_folder
 from pretrain.metrics.run_record import MEASURE, read_run
 from pretrain.plan.targets import MeasuredRun
 from tests.bad_input.conftest import contents
@@ -183,3 +185,20 @@ def test_where_all_timed_steps_are_of_one_machine_their_speed_is_taken(train_her
     older = {key: value for key, value in run.environment.items() if key != "past"}
     (run.path / "environment.json").write_text(json.dumps(older))
     assert read_run(run.path).starts == {1: older}
+
+
+def test_steps_that_other_packages_have_computed_say_so(
+    train_here: Callable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    quick = over(QUICK, "schedule.kind=constant")
+    with monkeypatch.context() as patch:
+        version_of = run_folder.version_of
+        patch.setattr(run_folder, "version_of", lambda package: "2.0.1" if package == "torch" else version_of(package))
+        assert train_here(*quick).status == 0
+    longer = train_here(*over(quick, "train.steps=6"), "--accept-changes")
+    run, now = read_run(longer.run_dir), run_folder.version_of("torch")
+    assert longer.status == 0 and [*run.starts] == [1, 5] and on_one_kind_of_machine([run]), longer.output
+    assert f"| software | torch 2.0.1, then {now}, transformers " in (run.path / "final" / "README.md").read_text()
+    assert main(["export", str(run.path / "checkpoints" / "step-00000004"), str(tmp_path / "out")]) == 0
+    assert "| software | torch 2.0.1, transformers " in (tmp_path / "out" / "README.md").read_text()
+    assert about(RunComparison.over([run])).endswith(f" · torch 2.0.1, then {now}")
