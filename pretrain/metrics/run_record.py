@@ -384,7 +384,7 @@ def summary(records: Iterable[Record]) -> dict[str, Any]:
         "loss": last["loss"],
         LOSS_KEY: statistics.fmean(losses) if losses else None,
         **({key: evaluations[-1].get(key) for key in ("held_out_loss", "held_out_perplexity")} if evaluations else {}),
-        **{key: statistics.median(values) for key in MEDIANS if (values := _known(steady, key))},
+        **{key: _median(steady, key) for key in MEDIANS},
         **_energy(steady),
         "data_wait_share": sum(_known(steady, "data_wait_ms")) / step_ms if step_ms else 0.0,
         "memory_gib": max(_known(steps, "memory_gib"), default=None),
@@ -401,6 +401,20 @@ def summary(records: Iterable[Record]) -> dict[str, Any]:
 def averaged_steps(summary: Mapping[str, Any]) -> int:
     """Returns the number of steps whose mean is the loss in a `summary`."""
     return min(LAST_STEPS, summary["steps"] - summary.get("first_step", 1) + 1)
+
+
+def _median(steps: Sequence[Record], key: str) -> float | None:
+    """The median of `key`, None where it is not known. Of a run of several precisions, a speed is what their medians come to over
+    all of its steps: the median of all of these would be that of the precision that most of them are in."""
+    by_precision: dict[str, list[float]] = {}
+    for step in steps:
+        by_precision.setdefault(str(step.get("precision")), []).extend(_known([step], key))
+    known = [(statistics.median(values), len(values)) for values in by_precision.values() if values]
+    if len(known) < 2 or key == "frozen_updates" or min(known)[0] <= 0:
+        return statistics.median(values) if (values := _known(steps, key)) else None
+    if key == "step_ms":
+        return sum(median * number for median, number in known) / sum(number for _, number in known)
+    return sum(number for _, number in known) / sum(number / median for median, number in known)
 
 
 def _energy(steps: Sequence[Record]) -> dict[str, float]:

@@ -193,6 +193,15 @@ def test_a_summary_has_the_median_of_each_utilisation_that_the_steps_have():
     assert "mfu_recipe_peak" not in summary(records(11))
 
 
+def test_the_speed_of_a_run_of_several_precisions_is_that_of_all_its_steps():
+    fast, slow = ({"step_ms": ms, "tokens_per_second": 4e6 / ms, "frozen_updates": ms / 100} for ms in (10.0, 20.0))
+    both = [("delayed", fast)] * 8 + [("bf16", slow)] * 4
+    steps = [record | {"precision": name} | figures for record, (name, figures) in zip(records(12), both, strict=True)]
+    result = summary(steps)  # of the ten after the first two, six take 10 ms and four take 20
+    assert result["step_ms"] == pytest.approx(14.0) and result["tokens_per_second"] == pytest.approx(4e6 / 14.0)
+    assert result["frozen_updates"] == pytest.approx(0.1)
+
+
 @given(nulls=st.sets(st.integers(0, 19)), count=st.integers(0, 20))
 def test_a_summary_of_any_run_however_short_or_broken_has_no_value_that_is_unknown(nulls, count):
     steps = [record | ({"loss": None} if i in nulls else {}) for i, record in enumerate(records(count))]
