@@ -45,6 +45,14 @@ class RecordedConfig(BaseModel):
     evaluate: dict[str, Any] | None = None
 
 
+class RecordedLaunch(BaseModel):
+    """What is read by name of `accelerate` in environment.json."""
+
+    model_config = ConfigDict(strict=True)
+    processes: int | None = None
+    device: str | None = None
+
+
 class RecordedEnvironment(BaseModel):
     """What is read by name of environment.json."""
 
@@ -56,7 +64,7 @@ class RecordedEnvironment(BaseModel):
     system: str | None = None
     packages: dict[str, str | None] | None = None
     gpus: list[str] | None = None
-    accelerate: dict[str, Any] = {}
+    accelerate: RecordedLaunch = RecordedLaunch()
     past: Past = Past()
 
 

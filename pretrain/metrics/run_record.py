@@ -329,7 +329,8 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
             raise InputError(f"{path}, line {number}: has no `{lacking[0]}`; this is not a file of metrics")
         figures = () if "event" in record else sorted(record.keys() - IN_WORDS)
         no_number = [key for key in figures if not isinstance(record[key], (int, float, type(None)))]
-        not_whole = [key for key in ("step", "tokens", "left_out", "rollbacks") if type(record.get(key, 0)) is not int]
+        whole = {key: record.get(key, 0) for key in ("step", "tokens", "left_out", "rollbacks")}
+        not_whole = [key for key, value in whole.items() if type(value) is not int or abs(value) >= 2**62]
         not_timed = [key for key in ("step_ms", "epoch") if record.get(key, 0) is None]
         if bad := [*no_number, *not_whole, *not_timed]:
             raise InputError(f"{path}, line {number}: `{bad[0]}` is no number; resuming the run mends its metrics")

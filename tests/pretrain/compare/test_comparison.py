@@ -127,6 +127,13 @@ def test_runs_are_not_paired_where_a_rollback_of_one_has_passed_over_packs(tmp_p
         gone_back("text", 3, "2")
 
 
+def test_a_number_of_processes_that_is_none_is_one_message_with_the_file(tmp_path):
+    path = make_run(tmp_path / "run")
+    (path / "environment.json").write_text(json.dumps({"data_fingerprint": "ab12", "accelerate": {"processes": [2]}}))
+    with pytest.raises(InputError, match=r"environment\.json: `accelerate\.processes`"):
+        read_run(path)
+
+
 def test_what_is_not_paired_is_drawn_and_said_and_has_no_difference(tmp_path, capsys):
     paths = [make_run(tmp_path / "a"), make_run(tmp_path / "b"), make_run(tmp_path / "other", (4.0, 3.5), fingerprint="cd34")]
     page = tmp_path / "report.html"

@@ -79,7 +79,12 @@ def test_what_is_not_known_has_no_row(loss: float | None, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("strange", "named"),
-    [({"step_ms": None}, "step_ms"), ({"epoch": None}, "epoch"), ({"tokens": 1.5, "zeta": "a", "loss": [], "beta": {}}, "beta")],
+    [
+        ({"step_ms": None}, "step_ms"),
+        ({"epoch": None}, "epoch"),
+        ({"tokens": 2**70}, "tokens"),
+        ({"tokens": 1.5, "zeta": "a", "loss": [], "beta": {}}, "beta"),
+    ],
 )
 def test_a_step_without_its_time_is_one_message_with_the_line(strange: dict[str, Any], named: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=rf"metrics\.jsonl, line 2: `{named}` is no number"):
