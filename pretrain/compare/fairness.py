@@ -149,7 +149,7 @@ def why_not_paired(first: RunRecord, second: RunRecord) -> str | None:
     if other_text:
         return f"their steps see other text: {in_words(other_text)}"
     (ours, our_tokens), (theirs, their_tokens) = first.curve("tokens"), second.curve("tokens")
-    common, here, there = np.intersect1d(ours, theirs, assume_unique=True, return_indices=True)
+    common, here, there = np.intersect1d(ours, theirs, return_indices=True)
     if (our_tokens[here] != their_tokens[there]).any():
         return "their steps see other text: one has gone on from a checkpoint of another `batch.tokens`"
     if len(apart := common[_passed_over(first, common) != _passed_over(second, common)]):
@@ -203,7 +203,7 @@ def same_packs(first: RunRecord, second: RunRecord) -> bool:
 def loss_differences(first: RunRecord, second: RunRecord) -> tuple[np.ndarray, np.ndarray]:
     """(steps int64, second's loss minus first's float64) over the steps where both are finite numbers."""
     (ours, our_losses), (theirs, their_losses) = first.curve("loss"), second.curve("loss")
-    steps, here, there = np.intersect1d(ours, theirs, assume_unique=True, return_indices=True)
+    steps, here, there = np.intersect1d(ours, theirs, return_indices=True)
     differences = their_losses[there] - our_losses[here]
     finite = np.isfinite(differences)
     return steps[finite], differences[finite]

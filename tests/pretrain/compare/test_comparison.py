@@ -17,7 +17,7 @@ from foundation.errors import InputError
 from pretrain.__main__ import main
 from pretrain.compare.appearance import colour_of, looks_of, shade
 from pretrain.compare.comparison import RunComparison, hours_to_horizon, machine_of, match_losses, pareto_front, with_error
-from pretrain.compare.fairness import Gap, check_comparable, varied_keys, why_not_paired
+from pretrain.compare.fairness import Gap, check_comparable, loss_differences, varied_keys, why_not_paired
 from pretrain.compare.page import render
 from pretrain.compare.report import OTHER_TEXT, tables
 from pretrain.metrics import run_record
@@ -125,6 +125,16 @@ def test_runs_are_not_paired_where_a_rollback_of_one_has_passed_over_packs(tmp_p
     assert "from step 1 on" in why_not_paired(back, gone_back("branch", 3, 2, past=2))
     with pytest.raises(InputError, match=r"`left_out` is no number"):
         gone_back("text", 3, "2")
+
+
+def test_a_step_that_stands_twice_in_the_metrics_is_paired_once(tmp_path):
+    ours, theirs = make_run(tmp_path / "ours", (4.0, 3.0, 2.0)), make_run(tmp_path / "theirs", (4.5, 3.5, 2.5))
+    lines = (theirs / "metrics.jsonl").read_text().splitlines(keepends=True)
+    for doubled in ([*lines, *lines], [lines[0], *lines]):  # as after copies of a folder were put together
+        (theirs / "metrics.jsonl").write_text("".join(doubled))
+        for pair in ([read_run(ours), read_run(theirs)], [read_run(theirs), read_run(ours)]):
+            steps, differences = loss_differences(*pair)
+            assert steps.tolist() == [1, 2, 3] and set(abs(differences)) == {0.5} and why_not_paired(*pair) is None
 
 
 def test_a_number_of_processes_that_is_none_is_one_message_with_the_file(tmp_path):
