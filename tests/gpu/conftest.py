@@ -7,6 +7,7 @@ import importlib
 import os
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +17,18 @@ import torch
 
 from pretrain.precision.quantizers.grid import E4M3, E5M2
 from pretrain.precision.quantizers.rounding import round_to_grid
+from tests.gpu.interpreted import INTERPRETED
+
+
+class WithoutGPU(pytest.Module):
+    """A file that is skipped as a whole: to skip a thousand tests one by one took ten seconds of a core."""
+
+    def collect(self) -> list[pytest.Item]:
+        pytest.skip(f"{self.path.name} needs a CUDA device or TRITON_INTERPRET=1", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    return None if INTERPRETED or torch.cuda.is_available() else WithoutGPU.from_parent(parent, path=module_path)
 
 
 @pytest.fixture(scope="session", autouse=True)
