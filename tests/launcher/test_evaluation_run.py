@@ -118,7 +118,7 @@ def said_of(finished: Any) -> dict[str, float]:
 def test_eval_only_says_the_losses_in_low_precision_and_in_bf16_and_writes_nothing(
     train_here: Callable, low_precision_recipe: dict[str, Any]
 ):
-    recipe = low_precision_recipe | {"train": {"steps": 2}, "parity": "off"}
+    recipe = low_precision_recipe | {"train": {"steps": 2}, "batch": {"tokens": 256, "microbatch": 2}, "parity": "off"}
     recipe |= {"fp8_config": recipe["fp8_config"] | {"use_autocast_during_eval": True}}
     run = train_here(recipe=recipe)
     assert run.status == 0, run.output

@@ -142,7 +142,8 @@ def test_what_an_evaluation_says_of_itself_is_believed_and_of_older_runs_the_env
 
 def test_an_evaluation_says_what_it_computed_in(train_here: Callable, low_precision_recipe: dict[str, Any]) -> None:
     for setting, named in (("false", "bf16"), ("true", "current")):
-        quick = ("train.steps=2", "parity=off", f"fp8_config.use_autocast_during_eval={setting}", f"name={named}")
+        quick = ("train.steps=2", "batch.tokens=256", "parity=off", f"name={named}")
+        quick += (f"fp8_config.use_autocast_during_eval={setting}",)
         run = train_here(*quick, f"run_dir={low_precision_recipe['run_dir']}-{named}", recipe=low_precision_recipe)
         assert run.status == 0 and run.records()[-1]["held_out_precision"] == named, run.output
 
