@@ -214,10 +214,12 @@ def _of_line(line: bytes, records: Records[Document]) -> Document:
 def _file_text(path: str) -> str:
     try:
         stream, raw = open_stream(Path(path))
-        with raw, stream:  # an archive of a megabyte can hold a thousand; asking for so much costs what small files take
-            text = stream.read(None if stream is raw else MOST_DOCUMENT + 1)
-        if len(text) > MOST_DOCUMENT:
-            raise BadRecord(too_long(len(text)))
+        text = bytearray()
+        with raw, stream:
+            while piece := stream.read(CHUNK_BYTES):
+                text += piece
+                if len(text) > MOST_DOCUMENT:  # an archive of a megabyte can hold a thousand
+                    raise BadRecord(too_long(len(text)))
         return str(text, "utf-8-sig")
     except UnicodeDecodeError as error:
         raise BadRecord(f"not UTF-8 text ({error.reason} at byte {error.start})") from None
