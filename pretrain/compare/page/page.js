@@ -297,7 +297,8 @@ function drawCurve(id) {
 
 // The whole of every run: the same in all curves, whose points begin and end elsewhere.
 function whole() {
-  const along = data.runs.map((run) => run[state.axis]), low = Math.min(...along.map((a) => a[0])), high = Math.max(...along.map((a) => a.at(-1)));
+  const along = data.runs.flatMap((run) => [run[state.axis], run.heldOut[state.axis]]).filter((a) => a.length);
+  const low = Math.min(...along.map((a) => a[0])), high = Math.max(...along.map((a) => a.at(-1)));
   const margin = 0.012 * (high - low) || 0.5;
   return [low - margin, high + margin];
 }

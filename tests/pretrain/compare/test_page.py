@@ -6,6 +6,8 @@ import base64
 import gzip
 import json
 import re
+import shutil
+import subprocess
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -141,6 +143,15 @@ def test_an_evaluation_from_before_the_first_step_stands_there_on_every_axis(tmp
     drawn = [run["heldOut"] for run in page_data(RunComparison.over(runs))["runs"]]
     assert drawn[0] == {"steps": [0, 3], "tokens": [0, 12_288], "hours": [0, pytest.approx(0.3 / 3600)], "loss": [6.5, 2.4]}
     assert [drawn[1][axis] for axis in ("steps", "tokens")] == [[5, 8], [5 * 4096, 8 * 4096]] and drawn[1]["hours"][0] == 0
+
+    if shutil.which("node") is None:
+        pytest.skip("needs node, to run what the page's script shows of it")
+    page = (ROOT / "pretrain/compare/page/page.js").read_text()
+    whole = re.search(r"^function whole\(\) \{.*?^\}", page, flags=re.M | re.S)[0]
+    given = f"const state = {{}}, data = {json.dumps(page_data(RunComparison.over(runs)))};"
+    script = f"{given} {whole}; console.log(JSON.stringify(Object.keys(data.axes).map((axis) => (state.axis = axis, whole()))));"
+    ranges = json.loads(subprocess.run(["node", "-e", script], capture_output=True, check=True).stdout)
+    assert len(ranges) == 3 and all(low < 0 < high for low, high in ranges)
 
 
 def test_a_loss_that_is_no_number_is_a_gap_and_hours_that_were_shared_are_no_axis(tmp_path):
