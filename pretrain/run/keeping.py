@@ -69,7 +69,7 @@ def leave(run: Run, asked: int, steps: Prefetch[StepBatches]) -> int:
     lost = prepare_rescue(run, asked, steps) if asked in (Stop.FOLDER_GONE, Stop.METRICS_GONE, Stop.PACKS_FAILED) else None
     if not (decision := judge_weights(run)).proceed:
         raise halted(run, decision)
-    if run.state.step:  # at 0 it still waits for the packs of its first step
+    if run.state.step > run.resumed_step:  # else it still waits for the packs of its first step, and has none of its own to save
         save(run)
     if lost:
         raise lost

@@ -152,6 +152,8 @@ def test_a_start_whose_packer_fails_before_its_first_step_leaves_no_checkpoint(
     begins = [*changes, f"train.begin_with={tmp_path}/first/checkpoints/step-00000015", f"run_dir={tmp_path}/second"]
     second = start_here(recipe, tmp_path, *begins, f"data.source={tmp_path}/bad.jsonl", f"data.packs={tmp_path}/bad-packs")
     assert second.status == 2 and "is saved" not in second.output, second.output
+    stopped = start_here(recipe, tmp_path, *begins, "train.max_hours=1e-9", f"data.packs={tmp_path}/packs")
+    assert stopped.status == 128 + signal.SIGUSR1 and "after step 15; start the run again" in stopped.output, stopped.output
     assert not list((tmp_path / "second").glob("checkpoints/step-*"))
 
 
