@@ -410,7 +410,8 @@ def _median(steps: Sequence[Record], key: str) -> float | None:
     by_precision: dict[str, list[float]] = {}
     for step in steps:
         by_precision.setdefault(str(step.get("precision")), []).extend(_known([step], key))
-    known = [(statistics.median(values), len(values)) for values in by_precision.values() if values]
+    # The first step in a precision takes as long as the run's first ones: of a few it would be the median.
+    known = [(statistics.median(values), len(values)) for values in by_precision.values() if len(values) > WARM_UP_STEPS]
     if len(known) < 2 or key == "frozen_updates" or min(known)[0] <= 0:
         return statistics.median(values) if (values := _known(steps, key)) else None
     if key == "step_ms":

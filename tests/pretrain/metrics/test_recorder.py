@@ -200,6 +200,9 @@ def test_the_speed_of_a_run_of_several_precisions_is_that_of_all_its_steps():
     result = summary(steps)  # of the ten after the first two, six take 10 ms and four take 20
     assert result["step_ms"] == pytest.approx(14.0) and result["tokens_per_second"] == pytest.approx(4e6 / 14.0)
     assert result["frozen_updates"] == pytest.approx(0.1)
+    switched = [*steps[:8], steps[8] | {"step_ms": 9000.0, "tokens_per_second": 4e6 / 9000}, *steps[9:]]
+    assert [summary(switched[:end])["tokens_per_second"] for end in (9, 10)] == [4e5, 4e5]  # before there is a median of bf16
+    assert summary(switched)["tokens_per_second"] == result["tokens_per_second"]
 
 
 @given(nulls=st.sets(st.integers(0, 19)), count=st.integers(0, 20))
