@@ -52,10 +52,9 @@ def write_file(path: Path, data: bytes) -> None:
 def replace_file(path: Path, data: bytes) -> None:
     """Make `path` hold `data`. Whoever opens it at any moment, also after a crash, sees all of the old content or of the new.
 
-    A symbolic link stays one: what it leads to is replaced, as where a file is opened and written. Raises OSError (disk full, no
-    permission); the old content is then untouched.
+    So is a symbolic link, and what it leads to stays as it is. Raises OSError (disk full, no permission); the old content is then
+    untouched.
     """
-    path = _real(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
     try:
         write_file(partial, data)
@@ -73,11 +72,13 @@ def _real(path: Path) -> Path:
 
 def save_file(path: Path, data: bytes, remedy: str = "name another file", *, in_new_folder: bool = False) -> None:
     """Does what `replace_file` does, with InputError in place of OSError: it says why the file cannot be written, and what to do,
-    which is `remedy` unless there is no room. `in_new_folder`: make its folder where there is none."""
+    which is `remedy` unless there is no room. `in_new_folder`: the user names `path`, so its folder is made where there is none,
+    and of a symbolic link to a file what it leads to is replaced. Elsewhere a link may lead to what is not ours."""
     try:
+        real = _real(path) if in_new_folder else path
         if in_new_folder:
-            _real(path).parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, data)
+            real.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(real, data)
     except OSError as error:
         full = no_room(error)
         remedy = f"{full}, then run the same command again" if full else remedy

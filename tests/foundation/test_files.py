@@ -124,9 +124,17 @@ def test_a_link_that_leads_to_no_file_is_replaced_itself(tmp_path: Path) -> None
     (null := tmp_path / "null").symlink_to("/dev/null")
     (itself := tmp_path / "itself").symlink_to("itself")
     for path in (null, itself):
-        replace_file(path, b"new")
+        save_file(path, b"new", in_new_folder=True)
         assert path.read_bytes() == b"new" and not path.is_symlink()
     assert Path("/dev/null").is_char_device()
+
+
+def test_a_link_in_a_folder_of_ours_is_replaced_and_not_what_it_leads_to(tmp_path: Path) -> None:
+    (theirs := tmp_path / "recipe.yaml").write_bytes(b"theirs")
+    for write, name in ((replace_file, "progress.json"), (save_file, "config.yaml")):
+        (link := tmp_path / name).symlink_to(theirs)
+        write(link, b"ours")
+        assert (link.read_bytes(), link.is_symlink(), theirs.read_bytes()) == (b"ours", False, b"theirs")
 
 
 @pytest.fixture
