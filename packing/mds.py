@@ -254,7 +254,8 @@ class MDSPacks(MDSReader):
         if len(self) == 0:
             raise InputError(f"{path}: its MDS index lists no samples; name a folder that holds packs in `data.packs`")
         names = set(self.shards[0].layout[0])
-        if other := next((shard for shard in self.shards if set(shard.layout[0]) != names), None):
+        once = {"input_ids", "tokens", "labels"}  # which of these there are is asked once; other columns a shard may lack
+        if other := next((each for each in self.shards if once & (names ^ set(each.layout[0]))), None):
             raise InputError(f"{other.path}: has other columns than {self.shards[0].path}; take the shards of one kind alone")
         self._tokens = next((name for name in ("input_ids", "tokens") if name in names), None)
         if self._tokens is None:

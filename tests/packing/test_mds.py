@@ -319,13 +319,25 @@ def test_labels_are_the_mask_of_packs_and_an_import_keeps_them(tmp_path: Path, c
     assert "every token: nothing there says otherwise" in capsys.readouterr().out
 
 
-def test_shards_of_one_index_with_and_without_labels_are_refused(tmp_path: Path):
-    first, second = (write_labelled(tmp_path / name, labels) for name, labels in (("mds", None), ("more", np.arange(8))))
+def joined(first: Path, second: Path) -> Path:
+    """`first`, whose index has the shard of `second` too."""
     (second / "shard.00000.mds").rename(first / "shard.00001.mds")
     index, more = (json.loads((folder / "index.json").read_text()) for folder in (first, second))
     more["shards"][0]["raw_data"]["basename"] = "shard.00001.mds"
     index["shards"] += more["shards"]
     (first / "index.json").write_text(json.dumps(index))
+    return first
+
+
+def test_shards_of_one_index_may_differ_in_columns_that_each_sample_is_asked_for(tmp_path: Path):
+    mask, labels = np.array([1] * 6 + [0] * 2), np.arange(8)
+    masked, plain = (write_labelled(tmp_path / str(number), labels, each) for number, each in enumerate((mask, None)))
+    packs = open_mds(joined(plain, masked), 8)
+    assert [packs.trained(index).sum() for index in range(2)] == [8, 6]
+
+
+def test_shards_of_one_index_with_and_without_labels_are_refused(tmp_path: Path):
+    first = joined(*(write_labelled(tmp_path / name, labels) for name, labels in (("mds", None), ("more", np.arange(8)))))
     with pytest.raises(InputError, match=r"shard.00001.mds: has other columns than .*shard.00000.mds; take the shards of one"):
         open_mds(first, 8)
 
