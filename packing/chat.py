@@ -38,6 +38,12 @@ _REFUSALS = (
 _MARK = "mark the answers with {% generation %} in a template of your own (`data.chat_template`), or set data.train_on: all"
 
 
+class _Unnamed(jinja2.Undefined):
+    """A token that the tokenizer does not name, for which Jinja would write nothing."""
+
+    __str__ = jinja2.Undefined._fail_with_undefined_error
+
+
 @dataclass(frozen=True)
 class Rendered:
     """A chat as text, and where the answers stand in it: from a character to one, in order. None: every token is trained on."""
@@ -70,6 +76,15 @@ class ChatColumns:
         except jinja2.TemplateError as error:
             raise InputError(f"data.chat_template: no Jinja that can be used: {error}; correct it, or name another") from None
         return replace(self, template=template, tokens=tuple(sorted(tokens.items())))
+
+    def lacks_end(self) -> bool:
+        """Whether the template writes an EOS where the tokenizer names none. One that asks first if there is one does not."""
+        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+        try:
+            replace(self, tokens=(("eos_token", _Unnamed(name="eos_token")), *self.tokens))._render(chat)
+        except BadRecord as error:
+            return "'eos_token' is undefined" in str(error)
+        return False
 
     def missing(self, names: list[str]) -> str | None:
         """The message for a source whose columns `names` lack one of these; None if they have all."""

@@ -24,7 +24,7 @@ from foundation.units import plural
 from packing.arrow import IGNORE, PackWriter
 from packing.chat import CHAT_TEMPLATE, ChatColumns, chat_template
 from packing.chunks import CHUNK_BYTES, Records, TextTemplate, read_chunk
-from packing.manifest import MANIFEST, read_manifest
+from packing.manifest import FIRST, MANIFEST, read_manifest
 from packing.parts import by_key, check_parts, is_there, said_of, training_parts, validation_parts
 from packing.records import records_of
 from packing.settings import DataSettings
@@ -84,8 +84,7 @@ def check_first_records(settings: DataSettings) -> None:
 
 
 def prepare_part(settings: DataSettings, progress: bool) -> Path:
-    packs = settings.packs
-    partial = packs.absolute().parent / f"{packs.name}.partial"
+    packs, partial = settings.packs, _partial_of(settings)
     if not prepared_already(settings):  # before any file is touched: packs may be on a read-only disk
         with lock_of(packs, progress):
             if not prepared_already(settings):
@@ -97,6 +96,10 @@ def prepare_part(settings: DataSettings, progress: bool) -> Path:
     with suppress(InputError):  # somebody else's is no reason to refuse packs that are there
         remove_own_folder(partial, OWN)  # left by a kill in the last moment
     return packs
+
+
+def _partial_of(settings: DataSettings) -> Path:
+    return settings.packs.absolute().parent / f"{settings.packs.name}.partial"
 
 
 def lock_of(packs: Path, progress: bool) -> FileLock:
@@ -307,18 +310,19 @@ def around(records: Records, settings: DataSettings, tokenizer: TextTokenizer) -
 
 def prepared_records(settings: DataSettings, tokenizer: TextTokenizer) -> Records:
     """Returns what makes documents of records, for chats with the template that writes them. Raises InputError where there is
-    none, or where it writes an EOS that the tokenizer does not have: Jinja would write nothing."""
+    none, or where it writes an EOS that the tokenizer does not name, unless tokens were made so before."""
     records = records_of(settings, tokenizer.vocab_size)
     if not isinstance(records, ChatColumns):
         return records
     tokens = {f"{role}_token": tokenizer.tokenizer.id_to_token(number) for role, number in tokenizer.special.items()}
-    template = chat_template(settings.chat_template, tokenizer.name)
-    if "eos_token" in template and "eos" not in tokenizer.special:
+    records = records.written_by(chat_template(settings.chat_template, tokenizer.name), tokens)
+    made = settings.packs / FIRST if settings.stream else _partial_of(settings)
+    if not made.is_dir() and records.lacks_end():
         raise InputError(
             f"data.chat_template: writes `eos_token`, and the tokenizer {tokenizer.name} names no EOS token, so answers would "
             "have no end; name one in its tokenizer_config.json as `eos_token`, or set a template without it"
         )
-    return records.written_by(template, tokens)
+    return records
 
 
 def _write_packs(settings: DataSettings, tokenizer: TextTokenizer, log: TokenLog, progress: bool) -> dict[str, Any]:

@@ -20,10 +20,13 @@ from packing.chat import ChatColumns
 from packing.chunks import read_chunk
 from packing.inspection import decoded, describe, open_splits
 from packing.manifest import MASKED_VERSION, read_manifest
+from packing.packer import prepare_stream
+from packing.part_maker import PartMaker
 from packing.prepare import check_first_records, prepare, prepared_records
 from packing.settings import DataSettings
 from packing.sources import open_source
 from packing.store import open_packs
+from packing.stream import PartStart
 from packing.tokenizer import load_tokenizer
 from packing.workers import plain_tokenizer, tokenize
 
@@ -199,7 +202,28 @@ def test_a_template_that_writes_an_end_is_refused_to_a_tokenizer_that_names_none
     settings = settings_of(tmp_path, tokenizer_folder, [{"m": CHATS[0]}], messages="m", chat_template=MARKED)
     with pytest.raises(InputError, match=r"data.chat_template: writes `eos_token`, and the tokenizer .* names no EOS token"):
         prepare(settings, progress=False)
-    prepare(settings.model_copy(update={"chat_template": CHATML}), progress=False)
+    asks = "{% for m in messages %}{{ m.content }}{{ eos_token if eos_token is defined else '<|im_end|>' }}{% endfor %}"
+    for number, template in enumerate((CHATML, asks)):
+        changed = {"chat_template": template, "packs": tmp_path / str(number)}
+        prepare(settings.model_copy(update=changed), progress=False)
+
+
+def test_tokens_that_were_made_without_an_end_go_on(tmp_path: Path, tokenizer_folder: Path, monkeypatch) -> None:
+    """Earlier versions wrote nothing for it. A stream that has begun cannot take another template."""
+    (tokenizer_folder / "tokenizer_config.json").write_text("{}")
+    records = [{"m": chat} for chat in CHATS * 20]
+    chosen = {"messages": "m", "chat_template": MARKED, "train_on": "all", "length": 16}
+    half = settings_of(tmp_path, tokenizer_folder, records, **chosen)
+    streaming = {"disk_gb": 0.001, "window": 100}
+    stream = settings_of(tmp_path, tokenizer_folder, records, **chosen, streaming=streaming)
+    stream = stream.model_copy(update={"packs": tmp_path / "stream"})
+    with monkeypatch.context() as patch, pytest.raises(InputError, match="leaves none to train on"):
+        patch.setattr(ChatColumns, "lacks_end", lambda columns: False)
+        prepare_stream(stream, progress=False)
+        prepare(half.model_copy(update={"held_out": 0.999}), progress=False)
+    prepare(half, progress=False)
+    with PartMaker(stream, 1) as maker:
+        assert maker.make(PartStart(number=1)) is not None
 
 
 def test_train_on_all_has_no_mask_and_the_same_tokens(tmp_path: Path, tokenizer_folder: Path) -> None:
