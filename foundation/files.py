@@ -52,8 +52,8 @@ def write_file(path: Path, data: bytes) -> None:
 def replace_file(path: Path, data: bytes) -> None:
     """Make `path` hold `data`. Whoever opens it at any moment, also after a crash, sees all of the old content or of the new.
 
-    So is a symbolic link, and what it leads to stays as it is. Raises OSError (disk full, no permission); the old content is then
-    untouched.
+    A symbolic link is itself replaced, and what it leads to stays as it is. Raises OSError (disk full, no permission); the old
+    content is then untouched.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
     try:
