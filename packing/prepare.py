@@ -296,8 +296,9 @@ def check_counts(settings: DataSettings, counts: TokenCounts, *, masked: bool) -
 def check_length(settings: DataSettings, tokens: int) -> None:
     """InputError where a pack is so much longer than all text that memory, and the disk, would be filled with padding."""
     if settings.length > max(tokens, _ANY_SOURCE):
+        where, remedy = ("in its first part", ", or a larger data.streaming.window") if settings.stream else ("in all", "")
         raise InputError(
-            f"data.length: {settings.length:,}, and {settings.source} has {tokens:,} tokens in all; set a shorter one"
+            f"data.length: {settings.length:,}, and {settings.source} has {tokens:,} tokens {where}; set a shorter one{remedy}"
         )
 
 

@@ -341,6 +341,12 @@ def test_a_first_part_of_one_document_to_hold_out_asks_for_a_larger_window(value
         streamed(values | {"source": str(tmp_path / "long.jsonl")}, tmp_path / "packs")
 
 
+def test_a_pack_that_is_far_longer_than_the_first_part_asks_for_a_larger_window(values: dict[str, Any], tmp_path: Path) -> None:
+    message = r"data.length: 2,097,152, .* tokens in its first part; set a shorter one, or a larger data.streaming.window"
+    with pytest.raises(InputError, match=message):
+        streamed(values | {"length": 2**21}, tmp_path / "packs", disk_gb=1)
+
+
 def test_what_the_disk_does_not_have_is_refused_with_what_it_has(values: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"disk_gb: 1e\+09, and the disk of .* has \S+ GB for packs; set it to \S+ or less"):
         streamed(values, tmp_path / "packs", disk_gb=1e9)
