@@ -65,20 +65,23 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def _real(path: Path) -> Path:
-    """Where the file at `path` is or will be: of a link that leads to a file, or to nothing yet, where it leads."""
+    """Returns where the file at `path` is or will be: `path`, or where it leads if it is a link to a file or to nothing yet."""
     real = Path(os.path.realpath(path))
     return real if real.is_file() or not real.exists() else path
 
 
-def save_file(path: Path, data: bytes, remedy: str = "name another file", *, in_new_folder: bool = False) -> None:
+def save_file(path: Path, data: bytes, remedy: str = "name another file", *, asked_for: bool = False) -> None:
     """Does what `replace_file` does, with InputError in place of OSError: it says why the file cannot be written, and what to do,
-    which is `remedy` unless there is no room. `in_new_folder`: the user names `path`, so its folder is made where there is none,
-    and of a symbolic link to a file what it leads to is replaced. Elsewhere a link may lead to what is not ours."""
+    which is `remedy` unless there is no room.
+
+    `asked_for`: the user chooses `path`, so its folder is made where there is none, and where it is a symbolic link, the file
+    that the link leads to is replaced. In a folder of ours the link is, as it may lead to a file that is not ours."""
+    place = path
     try:
-        real = _real(path) if in_new_folder else path
-        if in_new_folder:
-            real.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(real, data)
+        if asked_for:
+            place = _real(path)
+            place.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(place, data)
     except OSError as error:
         full = no_room(error)
         remedy = f"{full}, then run the same command again" if full else remedy

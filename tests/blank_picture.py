@@ -22,7 +22,7 @@ ONE_PIXEL = b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4n
 
 
 def plot_losses(runs: Sequence[RunRecord], path: Path) -> None:
-    save_file(path, ONE_PIXEL + WRITTEN_BY.encode(), in_new_folder=True)
+    save_file(path, ONE_PIXEL + WRITTEN_BY.encode(), asked_for=True)
 
 
 def draw_lengths(lengths: np.ndarray, pack_length: int, path: Path) -> None:

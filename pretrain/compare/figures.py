@@ -46,7 +46,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 def save(figure: Figure, path: Path) -> None:
     """Write the PNG at `path`, and its folder; InputError where it cannot be written."""
-    save_file(path, _png(figure), in_new_folder=True)
+    save_file(path, _png(figure), asked_for=True)
 
 
 def _png(figure: Figure) -> bytes:
@@ -134,7 +134,7 @@ def scale_after_the_fall(panel: Axes, curves: list[np.ndarray], others: list[np.
 
 def plot_losses(runs: Sequence[RunRecord], path: Path) -> None:
     """Draw a run, or the comparison of several comparable ones with the first, into a PNG at `path`. InputError as `save`."""
-    save_file(path, picture_of_losses(runs), in_new_folder=True)
+    save_file(path, picture_of_losses(runs), asked_for=True)
 
 
 def picture_of_losses(runs: Sequence[RunRecord]) -> bytes:

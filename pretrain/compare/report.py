@@ -209,7 +209,7 @@ def write_runs(
         drawn = f"![{'differences over seeds' if brief else 'curves'}]({os.path.relpath(out, tables_file.parent)})"
         _save_tables(tables_file, [*tables(runs, seeds), *left_out, drawn])
     if page is not None:
-        save_file(page, render(RunComparison.over(runs), seeds=seeds), in_new_folder=True)
+        save_file(page, render(RunComparison.over(runs), seeds=seeds), asked_for=True)
     places = {"Differences" if brief else "Curves": out, "Tables": tables_file, "Everything": page}
     shown = [*seeds.said(), *([] if tables_file else [EACH_RUN])] if brief else tables(runs, seeds, on_screen)
     return "\n\n".join([*shown, *left_out, "\n".join(f"{what}: {place}" for what, place in places.items() if place)])
@@ -283,12 +283,12 @@ def _write_page(options: argparse.Namespace, every: float | None = None) -> tupl
     seeds = over_seeds(runs, options.vary, options.margin, options.speedups)
     comparison = RunComparison.over(runs, TOLERANCE if options.gate is None else options.gate)
     html = render(comparison, seeds=seeds, gate=options.gate is not None, every=every, published=options.published)
-    save_file(options.page, html, in_new_folder=True)
+    save_file(options.page, html, asked_for=True)
     return comparison, seeds
 
 
 def _save_tables(path: Path, parts: Sequence[str]) -> None:
-    save_file(path, "\n\n".join([*parts, MARKDOWN_MARK]).encode() + b"\n", in_new_folder=True)
+    save_file(path, "\n\n".join([*parts, MARKDOWN_MARK]).encode() + b"\n", asked_for=True)
 
 
 def _show_page(options: argparse.Namespace) -> RunComparison:

@@ -89,7 +89,7 @@ def preview(
     steps = [1 + point * (total_steps - 1) // max(points - 1, 1) for point in range(points)]
     rates = [learning_rate(step - 1, settings, optimizer, total_steps, tokens_per_step) for step in steps]
     title = describe(settings, optimizer, total_steps, tokens_per_step)
-    save_file(path_png, _picture(steps, rates, title, tokens_per_step), in_new_folder=True)
+    save_file(path_png, _picture(steps, rates, title, tokens_per_step), asked_for=True)
     warmup, decay = warmup_steps(settings, tokens_per_step), decay_steps(settings, total_steps)
     marks = {"first": 1, "end of warmup": warmup, "start of decay": decay and total_steps - decay + 1, "last": total_steps}
     lines = []

@@ -124,7 +124,7 @@ class DoctorReport:
         return "\n".join([*text, "## Figures", "", "```json", json.dumps(figures, indent=1), "```", ""])
 
     def _write(self) -> None:
-        save_file(self.out, self.render().encode(), "name another place with --out", in_new_folder=True)
+        save_file(self.out, self.render().encode(), "name another place with --out", asked_for=True)
 
 
 def examine_fully(

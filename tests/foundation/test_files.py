@@ -97,7 +97,7 @@ def test_a_file_that_cannot_be_saved_is_refused_with_what_to_do(tmp_path: Path, 
     with pytest.raises(InputError, match=r"new/file: cannot be written: No such file or directory; take another$"):
         save_file(file, b"", "take another")
     assert not file.parent.exists()
-    save_file(file, b"whole", "take another", in_new_folder=True)
+    save_file(file, b"whole", "take another", asked_for=True)
     assert file.read_bytes() == b"whole"
 
     def full(descriptor: int) -> None:
@@ -115,7 +115,7 @@ def test_a_link_stays_one_and_what_it_leads_to_is_written(there: bool, tmp_path:
     if there:
         real.parent.mkdir()
         real.write_bytes(b"old")
-    save_file(link, b"new", in_new_folder=True)
+    save_file(link, b"new", asked_for=True)
     assert link.is_symlink() and [(path.name, path.read_bytes()) for path in real.parent.iterdir()] == [("real.png", b"new")]
     assert len(list(tmp_path.iterdir())) == 2
 
@@ -124,7 +124,7 @@ def test_a_link_that_leads_to_no_file_is_replaced_itself(tmp_path: Path) -> None
     (null := tmp_path / "null").symlink_to("/dev/null")
     (itself := tmp_path / "itself").symlink_to("itself")
     for path in (null, itself):
-        save_file(path, b"new", in_new_folder=True)
+        save_file(path, b"new", asked_for=True)
         assert path.read_bytes() == b"new" and not path.is_symlink()
     assert Path("/dev/null").is_char_device()
 
