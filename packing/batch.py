@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -189,6 +189,13 @@ class Prefetch(Generic[T]):
         self.close()
 
 
+class PositionLimit(NamedTuple):
+    """How many positions a document may have that goes on from another pack, and why no more."""
+
+    most: int
+    reason: str
+
+
 @dataclass(frozen=True)
 class BatchStream:
     """The batches of one rank, by step number.
@@ -207,7 +214,7 @@ class BatchStream:
     mask_boundaries: bool
     pin_memory: bool = False
     vocab_size: int | None = None  # if given, a token id beyond it is an InputError instead of a crash on the device
-    positions: tuple[int, str] | None = None  # if given, so is a position beyond the first, for the reason that the second says
+    positions: PositionLimit | None = None  # if given, so is a position beyond it
 
     def __post_init__(self) -> None:
         if self.order.packs_count != len(self.packs):
@@ -258,7 +265,7 @@ def evaluation_batches(
     mask_boundaries: bool,
     pin_memory: bool = False,
     vocab_size: int | None = None,
-    positions: tuple[int, str] | None = None,
+    positions: PositionLimit | None = None,
     limit: int | None = None,
 ) -> Prefetch[Microbatch]:
     """This rank's part of one pass over all packs, or over the first `limit` packs, in order.
@@ -284,18 +291,18 @@ def blank_pack(length: int) -> Pack:
     return Pack(np.zeros(length, dtype=np.uint32), np.zeros(0, dtype=np.int32))
 
 
-def read_pack(packs: Packs, index: int, vocab_size: int | None, positions: tuple[int, str] | None = None) -> Pack:
-    """Pack `index`; InputError where it holds a token id that a model of `vocab_size` (None: not known) does not have, or where
-    its first document goes on beyond so many `positions`, with the reason why it may not."""
+def read_pack(packs: Packs, index: int, vocab_size: int | None, positions: PositionLimit | None = None) -> Pack:
+    """Pack `index`. InputError where it holds a token id that a model of `vocab_size` (None: not known) does not have, or where
+    its first document goes on beyond the limit of `positions`."""
     pack = packs[index]
     if vocab_size is not None and (highest := int(pack.input_ids.max())) >= vocab_size:
         raise InputError(
             f"{packs.path}: pack {index} holds token id {highest}, but the model's vocabulary has {vocab_size} tokens; "
             "prepare the packs with the model's own tokenizer, or choose the model they were made for"
         )
-    if positions and len(pack.lengths) and (last := pack.first_position + int(pack.lengths[0])) > positions[0]:
+    if positions and len(pack.lengths) and (last := pack.first_position + int(pack.lengths[0])) > positions.most:
         raise InputError(
-            f"{packs.path}: a document goes on from another pack to position {last - 1:,}, and {positions[1]}; prepare the packs "
-            "with `data.positions: restart`, or take a model with rotary positions of fixed frequencies"
+            f"{packs.path}: a document goes on from another pack to position {last - 1:,}, and {positions.reason}; prepare the "
+            "packs with `data.positions: restart`, or take a model with rotary positions of fixed frequencies"
         )
     return pack

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 
 from foundation.errors import InputError
 from foundation.units import plural
-from packing.batch import Microbatch, build_microbatch, count_valid_tokens, read_pack, sum_of_squares
+from packing.batch import Microbatch, PositionLimit, build_microbatch, count_valid_tokens, read_pack, sum_of_squares
 from packing.mixture import MixedPacks
 from packing.order import evenly
 from packing.packer import prepare_stream
@@ -151,15 +151,15 @@ def check_tokens(data: Data, vocab_size: int, fingerprint: str | None) -> None:
                 read_pack(packs, index, vocab_size)
 
 
-def most_positions(config: PretrainedConfig) -> tuple[int, str] | None:
-    """How many positions a document may have that goes on from another pack, and why no more: the model has no embedding for
-    them, or rotates all documents of a batch otherwise. None: any number."""
+def most_positions(config: PretrainedConfig) -> PositionLimit | None:
+    """The positions for which the model has an embedding, or beyond which it rotates all documents of a batch otherwise. None:
+    any number."""
     text = config.get_text_config()
     if getattr(text, "rope_parameters", None):  # there is a rotation for each position
         _, most = rotates_otherwise_beyond(text) or (None, None)
-        return most and (most, f"from position {most:,} on the model rotates a whole batch by other frequencies")
+        return most and PositionLimit(most, f"from position {most:,} on the model rotates a whole batch by other frequencies")
     most = getattr(text, "max_position_embeddings", None)
-    return most and (most, f"the model has {most:,} positions")
+    return most and PositionLimit(most, f"the model has {most:,} positions")
 
 
 def check_positions(data: Data, config: PretrainedConfig) -> None:

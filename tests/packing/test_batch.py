@@ -21,6 +21,7 @@ from packing.batch import (
     IGNORE,
     BatchStream,
     Microbatch,
+    PositionLimit,
     Prefetch,
     StepBatches,
     build_microbatch,
@@ -368,11 +369,11 @@ def test_a_position_beyond_those_that_a_model_has_is_refused_with_the_reason():
     beyond = Pack(np.zeros(LENGTH, np.uint32), np.array([5, 3], np.int32), first_position=60)
     packs = PacksInMemory([beyond])
     how = {"microbatch": 1, "rank": 0, "world_size": 1, "mask_boundaries": True}
-    assert len(list(evaluation_batches(packs, **how, positions=(65, "")))) == 1
+    assert len(list(evaluation_batches(packs, **how, positions=PositionLimit(65, "")))) == 1
     with pytest.raises(InputError, match=r"goes on from another pack to position 64, and why not; prepare"):
-        list(evaluation_batches(packs, **how, positions=(64, "why not")))
+        list(evaluation_batches(packs, **how, positions=PositionLimit(64, "why not")))
     with pytest.raises(InputError, match=r"goes on from another pack to position 64, and why not; prepare"):
-        BatchStream(packs, PackOrder(1, 1, 0), **how, positions=(64, "why not")).step(0)
+        BatchStream(packs, PackOrder(1, 1, 0), **how, positions=PositionLimit(64, "why not")).step(0)
 
 
 def test_evaluation_checks_token_ids_too():
