@@ -41,7 +41,7 @@ _MARK = "mark the answers with {% generation %} in a template of your own (`data
 class _Unnamed(jinja2.Undefined):
     """A token that the tokenizer does not name, for which Jinja would write nothing."""
 
-    __str__ = jinja2.Undefined._fail_with_undefined_error
+    __str__ = jinja2.StrictUndefined.__str__  # which raises; a template may still ask whether there is such a token
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,11 @@ from foundation.files import name_aside, remove_own_folder, replace_file
 from foundation.integrity import Size
 from foundation.reading import load_object
 from foundation.settings import first_mistake
+from packing.tokenizer import ROLES
 from packing.workers import Tokenized
 
 SOURCE_FILES = "source files"  # the part of a log's key that no setting changes
-_SPECIAL = {"bos_id", "eos_id", "pad_id"}  # parts that logs from before them lack, and those of other settings
+_SPECIAL = {f"{role}_id" for role in ROLES}  # parts that logs from before them lack, and those of other settings
 _COMMIT_SECONDS = 5.0
 _PROGRESS = "progress.json"
 OWN = re.compile(

@@ -99,8 +99,8 @@ def _run(standing: Standing, baseline: RunRecord) -> dict[str, Any]:
 def evaluated_at(
     after: Sequence[int], axes: Mapping[str, Sequence[float] | None], tokens_per_step: int
 ) -> dict[str, list[float | None]]:
-    """Returns where evaluations `after` these steps stand on each axis of a run's steps that is known; one from before the first
-    step where that begins."""
+    """Returns, for each axis that is known, the places of evaluations `after` these steps. An evaluation from before the run's
+    first step stands where that step begins."""
     known = {axis: np.array(values, dtype=float) for axis, values in axes.items() if values}  # what no number is becomes NaN
     began = {"steps": 1, "tokens": tokens_per_step, "hours": known.get("hours", [0])[0]}  # what the first step has added
     return {

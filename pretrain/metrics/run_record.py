@@ -405,8 +405,8 @@ def averaged_steps(summary: Mapping[str, Any]) -> int:
 
 
 def _median(steps: Sequence[Record], key: str) -> float | None:
-    """The median of `key`, None where it is not known. Of a run of several precisions, a speed is what their medians come to over
-    all of its steps: the median of all of these would be that of the precision that most of them are in."""
+    """The median of `key` over `steps`, None where it is not known. Where these are in several precisions, a speed is the mean of
+    the precisions' medians, weighted by their steps: one median would be that of the precision that most steps are in."""
     by_precision: dict[str, list[float]] = {}
     for step in steps:
         by_precision.setdefault(str(step.get("precision")), []).extend(_known([step], key))
@@ -414,9 +414,8 @@ def _median(steps: Sequence[Record], key: str) -> float | None:
     known = [(statistics.median(values), len(values)) for values in by_precision.values() if len(values) > WARM_UP_STEPS]
     if len(known) < 2 or key == "frozen_updates" or min(known)[0] <= 0:
         return statistics.median(values) if (values := _known(steps, key)) else None
-    if key == "step_ms":
-        return sum(median * number for median, number in known) / sum(number for _, number in known)
-    return sum(number for _, number in known) / sum(number / median for median, number in known)
+    medians, numbers = zip(*known, strict=True)
+    return statistics.fmean(medians, numbers) if key == "step_ms" else statistics.harmonic_mean(medians, numbers)
 
 
 def _energy(steps: Sequence[Record]) -> dict[str, float]:

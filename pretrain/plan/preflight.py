@@ -191,10 +191,8 @@ def prepare_job(
         clock.go_on_to(before)
     _check_packs(recipe, data, laid_out.config)
 
-    names, here = (
-        {active.precision.name for active in precisions.each_once},
-        (accelerator.num_processes, device_of(accelerator)[0]),
-    )
+    names = {active.precision.name for active in precisions.each_once}
+    here = (accelerator.num_processes, device_of(accelerator)[0])
     speed = tokens_per_second or measured_speed(run_dir, names, here)
     plan = _plan_of(recipe, accelerator, precisions, laid_out, data, absent or vocabulary, speed)
     plan = spend_spare_memory(_with_gathering(plan, accelerator))

@@ -66,8 +66,9 @@ def _precision(run: RunRecord) -> str:
     asked, found = run.precision, run.audited or {"": run.audit}
     if 0 < len(run.phases) < len(run.audit.get("phases") or {}):  # the checkpoint is from before its run's end
         asked = f"{label(run.config.get('precision'))} (ran {label_of_course(run.phases)})"
-    computes = ", ".join(f"{each.get('computes', '')}{f' ({name})' * (len(found) > 1)}" for name, each in found.items())
-    return f"{asked}: {computes}" + ("; emulated in software" if run.emulated else "")
+    each_computes = {name: each.get("computes", "") for name, each in found.items()}
+    said = each_computes.values() if len(found) == 1 else (f"{computes} ({name})" for name, computes in each_computes.items())
+    return f"{asked}: {', '.join(said)}" + ("; emulated in software" if run.emulated else "")
 
 
 def _sources(data: Mapping[str, Any]) -> list[str]:
