@@ -133,10 +133,10 @@ def launch(arguments: argparse.Namespace) -> int:
         return 0
     # Before packs are prepared, which may take hours; a plan may be made while the run is going on.
     if arguments.eval_only:
-        refused_together(accelerator, lambda: main_process and require_weights(recipe, arguments.resume))
+        refused_together(lambda: main_process and require_weights(recipe, arguments.resume))
     elif not cluster:
         check_run_dir = check_writable if arguments.plan else check_free
-        refused_together(accelerator, lambda: main_process and check_run_dir(config.run_dir_of(recipe)))
+        refused_together(lambda: main_process and check_run_dir(config.run_dir_of(recipe)))
     waited = Waited(shown=main_process, already=since_the_command())
     purpose = "elsewhere" if cluster else "plan" if arguments.plan else "run"
     devices = cluster.gpus if cluster else None
@@ -159,7 +159,7 @@ def launch(arguments: argparse.Namespace) -> int:
         return ended(accelerator)
 
     with (
-        refused_together(accelerator, lambda: RunFolder(job.run_dir, owner=main_process)) as folder,
+        refused_together(lambda: RunFolder(job.run_dir, owner=main_process)) as folder,
         RankWatch(accelerator, job.recipe.train.rank_timeout, folder.checkpoints) as watch,
     ):
         stopped_by, wanted, profiled = None, arguments.resume, arguments.profile

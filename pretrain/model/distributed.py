@@ -231,7 +231,7 @@ def largest_over_ranks(accelerator: Accelerator, value: int) -> int:
     return int(accelerator.gather(torch.tensor([value], device=accelerator.device)).max())
 
 
-def refused_together(accelerator: Accelerator, make: Callable[[], T]) -> T:
+def refused_together(make: Callable[[], T]) -> T:
     """What `make` returns, which every process calls. Where it raises InputError on any of them, all raise the first one's: the
     others would wait for it where it never comes. Collective."""
     made, refusal = None, None

@@ -371,7 +371,7 @@ def new_past(job: Job, accelerator: Accelerator) -> Past:
     """What a run that begins here keeps: the hash of the weights in the folder of `model.source`, which only the main process
     reads, as all ranks have begun with the same. Collective; InputError on all of them where a file cannot be read."""
     main, settings = accelerator.is_main_process, job.recipe.model
-    found = refused_together(accelerator, lambda: weights_fingerprint(settings) if main else None)
+    found = refused_together(lambda: weights_fingerprint(settings) if main else None)
     return Past(source_weights=broadcast_object_list([found])[0])
 
 
