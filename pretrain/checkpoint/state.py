@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, field_validator
@@ -15,6 +15,7 @@ from foundation.errors import InputError
 from foundation.integrity import Size
 from foundation.settings import first_mistake
 from packing.order import splitmix64
+from pretrain.precision.registry import Weights
 from pretrain.settings.config import SOURCE
 
 _NOT_ALWAYS = {"left_out", "shift"}  # counters that stand in a checkpoint where they are not 0
@@ -145,7 +146,7 @@ class SavedHealth(BaseModel):
 
 
 class SavedIdentity(BaseModel):
-    weights: Literal["fp32", "bf16", "bf16_exact"]
+    weights: Weights
     learning_rate: FiniteFloat = Field(0.0, alias="optimizer.learning_rate")
 
 

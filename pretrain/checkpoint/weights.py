@@ -17,7 +17,8 @@ from pretrain.checkpoint.manifest import TensorEntry, missing_disks, read_manife
 from pretrain.checkpoint.saving import STATE
 from pretrain.checkpoint.shards import DTYPES, load_tensors
 from pretrain.checkpoint.state import SavedIdentity
-from pretrain.optimizer.adamw_update import Weights, convert_weight
+from pretrain.optimizer.adamw_update import convert_weight
+from pretrain.precision.registry import Weights
 
 
 class SavedWeights:

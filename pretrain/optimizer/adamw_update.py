@@ -22,12 +22,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-Weights = Literal["fp32", "bf16", "bf16_exact"]
+from pretrain.precision.registry import Weights
 
 _NAN = 0x7FC00000
 # Values of a parameter that a CPU updates at once. The dozen operations then find them in its caches, a megabyte of each

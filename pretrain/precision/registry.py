@@ -5,13 +5,15 @@ from __future__ import annotations
 import difflib
 import importlib
 import pkgutil
+from typing import Literal
 
 from foundation.errors import InputError
 from pretrain.precision import formats
 from pretrain.precision.formats.definition import Precision
 
-# `weights:` of a recipe, and the torch dtype that parameters are kept in.
-WEIGHT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "bf16_exact": "bfloat16"}
+Weights = Literal["fp32", "bf16", "bf16_exact"]  # `weights:` of a recipe
+# The torch dtype that parameters are kept in.
+WEIGHT_DTYPES: dict[Weights, str] = {"fp32": "float32", "bf16": "bfloat16", "bf16_exact": "bfloat16"}
 
 
 def _discover() -> dict[str, Precision]:

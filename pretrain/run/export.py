@@ -31,10 +31,9 @@ from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.run_record import RunRecord, own_evaluations, read_metrics, read_run
 from pretrain.model import huggingface as model
 from pretrain.model.distributed import full_state_dict, largest_over_ranks
-from pretrain.optimizer.adamw_update import Weights
 from pretrain.plan.data import Data
 from pretrain.plan.tokenizer import check_same_tokenizer, load_tokenizer
-from pretrain.precision.registry import WEIGHT_DTYPES
+from pretrain.precision.registry import WEIGHT_DTYPES, Weights
 from pretrain.run.card import CARD, PICTURE, model_card, until
 from pretrain.run.running import BestEvaluation, Run
 from pretrain.settings.config import load_recipe

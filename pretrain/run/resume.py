@@ -43,11 +43,11 @@ from pretrain.metrics.trackers import last_steps, read_kept
 from pretrain.model.distributed import local_part, refused_together, require_same_on_all_ranks
 from pretrain.model.huggingface import named_tensors, weights_fingerprint
 from pretrain.optimizer.adamw import set_updates_done
-from pretrain.optimizer.adamw_update import Weights, convert_weight, describe_conversion
+from pretrain.optimizer.adamw_update import convert_weight, describe_conversion
 from pretrain.plan.preflight import Job
 from pretrain.plan.tokenizer import check_same_tokenizer
 from pretrain.precision.linear import PREFIX
-from pretrain.precision.registry import WEIGHT_DTYPES
+from pretrain.precision.registry import WEIGHT_DTYPES, Weights
 from pretrain.precision.settings import ActivePrecision
 from pretrain.run.assembly import REHEARSALS, Assembly
 from pretrain.run.changes import (

@@ -17,7 +17,7 @@ from pydantic import Field, field_validator, model_validator
 from foundation.errors import shown
 from foundation.settings import Count, PathText, PositiveCount, Seed, Settings, Share
 from packing.settings import DataSettings
-from pretrain.precision.registry import WEIGHT_DTYPES
+from pretrain.precision.registry import WEIGHT_DTYPES, Weights
 from pretrain.precision.schedule import PrecisionSetting, is_quantized
 from pretrain.precision.settings import LowPrecisionSettings
 
@@ -292,7 +292,7 @@ class Recipe(Settings):
     # that costs 1 % of the run at most, and the same code has not passed on this device before.
     parity: Literal["auto", "on", "off"] = "auto"
     # What parameters are stored in. bf16_exact: BF16 and the 16 bits that make each an FP32 master, so that no update is lost.
-    weights: Literal["fp32", "bf16", "bf16_exact"] = "fp32"
+    weights: Weights = "fp32"
     model: ModelSettings
     data: DataSettings
     batch: BatchSettings = BatchSettings()

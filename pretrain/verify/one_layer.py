@@ -23,9 +23,8 @@ from pretrain.model.fused.layers import Parts, assess_layer, choose_arithmetic, 
 from pretrain.model.gradients import attach_main_gradients, clear_main_gradients, gradient_of
 from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.model.wrapping import convert, fuse, wrap_layers
-from pretrain.optimizer.adamw_update import Weights
 from pretrain.precision.linear import PrecisionContext
-from pretrain.precision.registry import WEIGHT_DTYPES
+from pretrain.precision.registry import WEIGHT_DTYPES, Weights
 from pretrain.precision.scope import decide, low_precision_linears
 from pretrain.precision.selection import make_backend
 from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
