@@ -24,6 +24,8 @@ from pretrain.precision.settings import LowPrecisionSettings
 MOST_FP32 = 1e38  # the optimizer computes in FP32, where 3.4e38 is the last number before infinity
 LEAST_FP32 = 1e-37  # and 1.2e-38 the last before numbers lose digits, and then become zero
 USUAL_CHUNK = 4096  # tokens of the loss at once
+Switch = Literal["auto", "on", "off"]
+Attention = Literal["auto", "cudnn", "varlen", "flash_attn", "documents", "sdpa"]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
@@ -64,11 +66,11 @@ class ModelSettings(Settings):
     trust_remote_code: bool = False  # run the Python code that comes with a hub model
     # auto: on Hopper and Blackwell FlashAttention-4 where its package is, else cudnn with Transformer Engine; otherwise varlen on
     # a GPU, documents on a CPU, sdpa elsewhere. flash_attn: FlashAttention-4 where it runs, else version 2's package.
-    attention: Literal["auto", "cudnn", "varlen", "flash_attn", "documents", "sdpa"] = "auto"
+    attention: Attention = "auto"
     # Layers that keep no activations and are computed again in backward: no layer, every layer, or each n-th.
     gradient_checkpointing: Literal["none", "full"] | EveryNthLayer = "none"
     compile: Literal["auto", "layer", "none"] = "auto"  # auto: each layer on a GPU, nothing on a CPU
-    fused: Literal["auto", "on", "off"] = "auto"  # layers of known architectures as a few large products; auto: where faster
+    fused: Switch = "auto"  # layers of known architectures as a few large products; auto: where faster
 
     _fused_is_a_word = field_validator("fused", mode="before")(as_a_word)
 
@@ -290,7 +292,7 @@ class Recipe(Settings):
     fp8_config: LowPrecisionSettings = LowPrecisionSettings()  # over the accelerate configuration's, key by key
     # Before a fresh run's first step, compare it with plain transformers and stop if it is not the same training. auto: where
     # that costs 1 % of the run at most, and the same code has not passed on this device before.
-    parity: Literal["auto", "on", "off"] = "auto"
+    parity: Switch = "auto"
     # What parameters are stored in. bf16_exact: BF16 and the 16 bits that make each an FP32 master, so that no update is lost.
     weights: Weights = "fp32"
     model: ModelSettings

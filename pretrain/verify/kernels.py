@@ -35,7 +35,7 @@ from pretrain.model.attention import flash
 from pretrain.model.attention.heads import HeadNorms
 from pretrain.model.distributed import largest_over_ranks
 from pretrain.model.fused import rotary
-from pretrain.model.fused.layers import Setting, not_fused_because
+from pretrain.model.fused.layers import not_fused_because
 from pretrain.model.loss.chunk import softmax_gradient_
 from pretrain.model.loss.head import cut_cross_entropy
 from pretrain.optimizer.adamw_update import Hyperparameters, ParameterTensors, convert_weight, split, update_parameter
@@ -48,6 +48,7 @@ from pretrain.precision.scope import LINEARS, features_of
 from pretrain.precision.selection import make_backend
 from pretrain.precision.settings import ActivePrecision
 from pretrain.precision.transformer_engine import library
+from pretrain.settings.recipe import Attention, Switch
 from pretrain.verify.one_layer import Situation, document_lengths, loss_and_gradients, one_layer, without_stochastic_rounding
 from pretrain.verify.operands import read
 from pretrain.verify.written import (
@@ -508,8 +509,8 @@ def choose_kernels(job: Job, accelerator: Accelerator) -> Chosen:
 def choose(
     run: Situation,
     choice: attention.Choice,
-    asked: str,
-    fused: Setting,
+    asked: Attention,
+    fused: Switch,
     accelerator: Accelerator | None = None,
     verdicts: list[Verdict] | None = None,
 ) -> Chosen:

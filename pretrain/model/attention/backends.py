@@ -29,13 +29,13 @@ from foundation.errors import InputError
 from pretrain.model.attention import cudnn, flash
 from pretrain.model.attention.documents import attend_by_document
 from pretrain.model.attention.heads import Heads
+from pretrain.settings.recipe import Attention
 
 try:
     from flash_attn import flash_attn_varlen_func
 except ImportError:  # version 2's package, an extra for GPUs before Hopper
     flash_attn_varlen_func = None
 
-Setting = Literal["auto", "cudnn", "varlen", "flash_attn", "documents", "sdpa"]
 # FlashAttention has two packages, 4 and 2: `flash_attn` to a user. For names with "flash" transformers loads kernels of its own.
 Kind = Literal["fa4", "cudnn", "varlen", "fa2", "documents", "sdpa"]
 FASTEST_FIRST: tuple[Kind, ...] = get_args(Kind)
@@ -66,7 +66,7 @@ def register() -> None:
 
 
 def choose(
-    requested: Setting,
+    requested: Attention,
     device_type: str,
     heads: Heads,
     dtype: torch.dtype,

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +33,8 @@ from pretrain.precision.linear import Backend, PrecisionContext
 from pretrain.precision.observation import ProductObserver
 from pretrain.precision.scope import LINEARS, Decision
 from pretrain.precision.settings import ActivePrecision
+from pretrain.settings.recipe import Switch
 
-Setting = Literal["auto", "on", "off"]
 Gradients = tuple[Tensor | None, ...]
 # Attention that is one with the rotation before it: forward and backward, by the name that transformers knows it by. Backward may
 # give dk and dv in parts, which the rotation's sums.
@@ -60,7 +60,7 @@ _UNGATED: dict[str, Activation] = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh":
 
 
 def choose_arithmetic(
-    setting: Setting, active: ActivePrecision, device_type: str, context: PrecisionContext
+    setting: Switch, active: ActivePrecision, device_type: str, context: PrecisionContext
 ) -> tuple[Arithmetic | None, str]:
     """The arithmetic for the model of `context`, or None and the reason, worded for the audit; raises as `not_fused_because`."""
     dtype = context.compute_dtype
@@ -77,7 +77,7 @@ def choose_arithmetic(
     return TransformerEngineArithmetic(context), ""
 
 
-def not_fused_because(setting: Setting, active: ActivePrecision, device_type: str, dtype: torch.dtype) -> str | None:
+def not_fused_because(setting: Switch, active: ActivePrecision, device_type: str, dtype: torch.dtype) -> str | None:
     """Why no layer is fused, whatever its architecture; None: those that can be are. InputError for what cannot be `on`."""
     if setting == "off":
         return "nothing: model.fused is off"

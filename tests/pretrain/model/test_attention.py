@@ -315,7 +315,7 @@ def test_flash_attn_is_version_4_where_that_runs_and_version_2_elsewhere(on_an_h
 def test_why_flash_attention_4_is_not_taken_names_the_version_once(on_an_h200: pytest.MonkeyPatch) -> None:
     on_an_h200.setattr(flash, "installed", lambda: True)
 
-    def asked(setting: attention.Setting) -> attention.Choice:
+    def asked(setting: attention.Attention) -> attention.Choice:
         return attention.choose(setting, "cuda", HEADS_OF_QWEN3, torch.bfloat16, 4096)
 
     def fail() -> None:
