@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from foundation.attributes import holding
 from pretrain.precision.delayed_state import DelayedState
 from pretrain.precision.formats.definition import Along, Role
-from pretrain.precision.linear import NormFunction, norm_in_fp32
+from pretrain.precision.linear import NormFunction, NormKind, norm_in_fp32
 from pretrain.precision.observation import BITS, ProductObserver, ScalesOf, dtype_name
 from pretrain.precision.quantizers.blocks import BlockQuantized
 from pretrain.precision.quantizers.tensor import absolute_maximum
@@ -75,7 +75,7 @@ class EmulationBackend:
         self._products.append(product)
         return product
 
-    def norm(self, kind: Literal["rms", "layer"], size: int, eps: float) -> NormFunction:
+    def norm(self, kind: NormKind, size: int, eps: float) -> NormFunction:
         return _compiled(lambda x, weight, bias: norm_in_fp32(kind, x, weight, bias, eps), self.device)
 
     def forward(self) -> AbstractContextManager[None]:

@@ -24,6 +24,7 @@ from pretrain.precision.formats.definition import Role
 from pretrain.precision.observation import ProductObserver
 
 PREFIX = "fp8/"  # of the names that `Backend.state` gives, which stand beside the optimizer's in a checkpoint
+NormKind = Literal["rms", "layer"]
 NormFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
@@ -83,7 +84,7 @@ class Backend(Protocol):
     def product(self, name: str, in_features: int, out_features: int, *, bias: bool) -> LinearProduct:
         """The product of the linear called `name`, with a state of its own where the precision keeps one."""
 
-    def norm(self, kind: Literal["rms", "layer"], size: int, eps: float) -> NormFunction:
+    def norm(self, kind: NormKind, size: int, eps: float) -> NormFunction:
         """(x [..., size], weight, bias or None) -> the norm of x over its last dimension, statistics in FP32, in x's dtype."""
 
     def forward(self) -> AbstractContextManager[Any]:
@@ -317,7 +318,7 @@ class LowPrecisionNorm(nn.Module):
         return norm_in_fp32(self.kind, x, self.weight, self.bias, self.eps)
 
 
-def norm_kind(module: nn.Module) -> Literal["rms", "layer"] | None:
+def norm_kind(module: nn.Module) -> NormKind | None:
     """Which norm `module` is by its class; None if it is none, or one without a weight."""
     if getattr(module, "weight", None) is None:
         return None
@@ -326,7 +327,7 @@ def norm_kind(module: nn.Module) -> Literal["rms", "layer"] | None:
     return "rms" if type(module).__name__.endswith("RMSNorm") else None
 
 
-def norm_in_fp32(kind: Literal["rms", "layer"], x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+def norm_in_fp32(kind: NormKind, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """The norm of x over its last dimension, all of it in FP32 and rounded once, to x's dtype."""
     if kind == "rms":
         return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)

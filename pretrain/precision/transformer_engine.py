@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from foundation.attributes import holding
 from foundation.errors import InputError
 from foundation.reading import one_line
 from pretrain.precision.formats.definition import OptionValues, QuantizedPrecision
-from pretrain.precision.linear import NormFunction
+from pretrain.precision.linear import NormFunction, NormKind
 from pretrain.precision.observation import ProductObserver
 from pretrain.precision.settings import ActivePrecision
 
@@ -141,7 +141,7 @@ class TransformerEngineBackend:
         self._products[name] = TransformerEngineProduct(name, linear, self)
         return self._products[name]
 
-    def norm(self, kind: Literal["rms", "layer"], size: int, eps: float) -> NormFunction:
+    def norm(self, kind: NormKind, size: int, eps: float) -> NormFunction:
         make = {"rms": self.te.RMSNorm, "layer": self.te.LayerNorm}[kind]
         norm = make(size, eps=eps, zero_centered_gamma=False, dtype=torch.bfloat16, device="meta")
 

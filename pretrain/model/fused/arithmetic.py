@@ -28,7 +28,7 @@ from transformers.pytorch_utils import Conv1D
 
 from pretrain.model.attention.heads import HeadNorms, Heads
 from pretrain.model.fused.rotary import rotate_backward
-from pretrain.precision.linear import Backend, PrecisionContext
+from pretrain.precision.linear import Backend, NormKind, PrecisionContext
 from pretrain.precision.observation import OPERANDS, ProductObserver
 from pretrain.precision.products import add_product_
 
@@ -139,7 +139,7 @@ class Norm:
     """An RMSNorm or LayerNorm before a product; its parameters are those of `module`, looked up at each use."""
 
     module: nn.Module
-    kind: Literal["rms", "layer"]
+    kind: NormKind
     eps: float
 
     @property
