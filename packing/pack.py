@@ -9,13 +9,11 @@ The order of the packs is not the training order, which `packing.order` draws fo
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
 from packing.order import permute
-
-Positions = Literal["restart", "continue"]
+from packing.settings import Positions
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from foundation.settings import FilePath, PathText, PositiveCount, Seed, Settings, Share, TextOrPath
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")  # what can be a repository on the Hugging Face hub; else it is a path
+Positions = Literal["restart", "continue"]
 SOURCE_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*$")
 # The keys of each kind of record, of which a source has one. `text` has a default, so any other that is said counts before it.
 _KINDS = (("input_ids", "labels", "document_lengths"), ("prompt", "response"), ("messages",), ("text",))
@@ -155,7 +156,7 @@ class DataSettings(SourceSettings):
     tokenizer: PathText | None = None  # hub name, folder, or tokenizer.json
     # truncate: documents one after another, cut where a pack is full; best_fit: whole documents where they fit, little is cut.
     packing: Literal["truncate", "best_fit"] = "truncate"
-    positions: Literal["restart", "continue"] = "restart"  # of a cut document's rest: from 0, or on from where it was cut
+    positions: Positions = "restart"  # of a cut document's rest: from 0, or on from where it was cut
     add_bos: bool = False  # a BOS token before each text
     add_eos: bool = True  # an EOS token after each text; chats and tokens have their own
     shuffle: bool = True  # pack documents in an order drawn from `seed`, not in the source's
