@@ -31,7 +31,7 @@ from packing.arrow import DiskFull
 from packing.manifest import FIRST, MANIFEST, read_manifest
 from packing.part_maker import SAMPLE, PackedPart, PartMaker, content_of
 from packing.parts import by_key, check_parts, folder_of, is_there, said_of, stream_parts, training_parts, validation_parts
-from packing.prepare import check_first_records, check_part, content_settings, holds_packs_of, lock_of, prepare_part, usable_cores
+from packing.prepare import check_missing, check_part, content_settings, holds_packs_of, lock_of, prepare_part, usable_cores
 from packing.settings import DataSettings
 from packing.sources import DatasetSource, FileSource, SourceUnreachable, open_source
 from packing.stream import ENDED, FAILED, PART, PartStart, Position, part_folder, read_part
@@ -68,13 +68,7 @@ def prepare_stream(settings: DataSettings, progress: bool = True) -> Path:
     """
     validation, parts = by_key(validation_parts(settings), "data.validation"), by_key(stream_parts(settings))
     made = {key: part for key, part in {**parts, **validation}.items() if part.source is not None}
-    missing = {key: part for key, part in made.items() if not is_there(folder_of(part))}
-    if missing and (settings.sources or validation):
-        for note in check_parts(settings):
-            say(note, progress)
-        for key, part in missing.items():
-            with said_of(key):
-                check_first_records(part)
+    check_missing(made, settings, progress)
     for key, part in validation.items():
         if part.source is not None:
             with said_of(key):

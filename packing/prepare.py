@@ -25,7 +25,7 @@ from packing.arrow import IGNORE, PackWriter
 from packing.chat import CHAT_TEMPLATE, ChatColumns, chat_template
 from packing.chunks import CHUNK_BYTES, Records, TextTemplate, read_chunk
 from packing.manifest import FIRST, MANIFEST, read_manifest
-from packing.parts import by_key, check_parts, is_there, said_of, training_parts, validation_parts
+from packing.parts import by_key, check_parts, folder_of, is_there, said_of, training_parts, validation_parts
 from packing.records import records_of
 from packing.settings import DataSettings
 from packing.sources import DatasetSource, FileSource, open_source
@@ -60,21 +60,27 @@ def prepare(settings: DataSettings, progress: bool = True) -> Path:
     validation = by_key(validation_parts(settings), "data.validation")
     training = by_key(training_parts(settings) or {"": settings.model_copy(update={"validation": None})})
     parts = {key: part for key, part in {**training, **validation}.items() if part.source is not None}
-    missing = {key: part for key, part in parts.items() if not is_there(part.packs)}
-    if missing and (settings.sources or validation):
-        for note in check_parts(settings):
-            say(note, progress)
-        for key, part in missing.items():
-            with said_of(key):
-                check_first_records(part)
+    check_missing(parts, settings, progress)
     for key, part in parts.items():
         with said_of(key):
             prepare_part(part, progress)
     return settings.packs
 
 
+def check_missing(parts: Mapping[str, DataSettings], settings: DataSettings, progress: bool) -> None:
+    """InputError where packs of one of several `parts`, by what a message calls it, are not there and cannot be made: before
+    hours go into another."""
+    missing = {key: part for key, part in parts.items() if not is_there(folder_of(part))}
+    if missing and (settings.sources or settings.validation is not None):
+        for note in check_parts(settings):
+            say(note, progress)
+        for key, part in missing.items():
+            with said_of(key):
+                check_first_records(part)
+
+
 def check_first_records(settings: DataSettings) -> None:
-    """InputError where there are no records or the first cannot be read, before hours go into another source."""
+    """InputError where there are no records or the first cannot be read."""
     tokenizer = load_tokenizer(str(settings.tokenizer))
     records = prepared_records(settings, tokenizer)
     if (chunk := next(open_source(settings).chunks(), None)) is None:
