@@ -76,8 +76,9 @@ class Recorder:
         record["samples_per_second"] = record["tokens_per_second"] / self.pack_length
         if self.flops is not None:
             work = step_tokens, sum_squared_lengths
-            record["flops_per_token"] = self.flops.step(*work) / step_tokens
-            record["tflops"] = self.flops.step(*work) / self._seconds / self.world_size / TERA
+            flops = self.flops.step(*work)
+            record["flops_per_token"] = flops / step_tokens
+            record["tflops"] = flops / self._seconds / self.world_size / TERA
             if self.peak_tflops is not None:
                 record["peak_tflops"] = self.peak_tflops
                 record["mfu_bf16_peak"] = record["tflops"] / self.peak_tflops
@@ -91,13 +92,11 @@ class Recorder:
 
 def memory_figures(device: torch.device) -> dict[str, float]:
     """GiB of this process: `memory_gib`, and on a CUDA device what torch has allocated now and reserved from the driver."""
-    if device.type != "cuda":
-        return {"memory_gib": memory_gib(device)}
-    return {
-        "memory_gib": memory_gib(device),
-        "memory_allocated_gib": torch.cuda.memory_allocated(device) / GIB,
-        "memory_reserved_gib": torch.cuda.memory_reserved(device) / GIB,
-    }
+    figures = {"memory_gib": memory_gib(device)}
+    if device.type == "cuda":
+        figures["memory_allocated_gib"] = torch.cuda.memory_allocated(device) / GIB
+        figures["memory_reserved_gib"] = torch.cuda.memory_reserved(device) / GIB
+    return figures
 
 
 def memory_gib(device: torch.device) -> float:
