@@ -20,7 +20,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 from statistics import mean
 from typing import Any, TypeVar
 
@@ -103,7 +102,7 @@ class ProductProbe:
     @contextmanager
     def watching(self) -> Iterator[None]:
         context = self._context
-        counting = self._packed.register_forward_pre_hook(partial(ProductProbe._next_microbatch, self))
+        counting = self._packed.register_forward_pre_hook(self._next_microbatch)
         context.observers.append(self.see_operand)
         context.result_observers.append(self.see_result)
         try:
