@@ -201,7 +201,7 @@ class PackWriter:
 class _SplitWriter:
     """The shards of one split: buffers packs to record batches and record batches to files."""
 
-    def __init__(self, folder: Path, length: int, shard_bytes: int, *, masked: bool = False) -> None:
+    def __init__(self, folder: Path, length: int, shard_bytes: int, *, masked: bool) -> None:
         folder.mkdir()
         self.masked = masked
         self.folder = folder

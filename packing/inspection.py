@@ -79,7 +79,7 @@ def describe(path: Path, splits: dict[Split, Packs]) -> Iterator[str]:
         yield from summary(first.manifest).splitlines()
 
 
-def describe_stream(folder: Path, *, verify: bool = False) -> Iterator[str]:
+def describe_stream(folder: Path, *, verify: bool) -> Iterator[str]:
     """Lines that describe one source's packs that are made while a run trains. `verify`: hash what is there first."""
     kept = {split: ArrowPacks(folder / FIRST, split) for split in read_manifest(folder / FIRST)["splits"]}
     first, settings = kept["train"], kept["train"].manifest["settings"]

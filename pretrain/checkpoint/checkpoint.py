@@ -300,7 +300,7 @@ class Checkpoints:
 
     # ── Which are kept, and which is the newest ───────────────────────────────────────────────────────────────────────────────
 
-    def _prune(self, newest: Path | None, spared: int | None = None) -> None:
+    def _prune(self, newest: Path | None, spared: int | None) -> None:
         """Remove all but the `keep` newest checkpoints, that of step `spared` and the `early` ones, when `newest` is what was
         saved last; not collective.
 

@@ -194,7 +194,7 @@ class ModelFlops:
         seconds = (self.step(tokens, sum_squared_lengths) - in_low) / (peak_tflops * TERA)
         return seconds + (in_low / (low.peak_tflops * TERA) if in_low else 0.0)
 
-    def by_part(self, tokens: int = 1, sum_squared_lengths: float = 0.0) -> dict[str, float]:
+    def by_part(self, tokens: int, sum_squared_lengths: float) -> dict[str, float]:
         """The same FLOPs as `step`, divided over the parts of the model."""
         parts = {"attention projections": 0.0, "mlp": 0.0, "head": 0.0}
         for matrix in self.matrices:

@@ -48,7 +48,7 @@ def attach_main_gradients(model: nn.Module, dtype: torch.dtype, stacks: Sequence
 def attach_sums(
     trained: Sequence[nn.Parameter],
     dtype: torch.dtype,
-    stacks: Sequence[Sequence[nn.Parameter]] = (),
+    stacks: Sequence[Sequence[nn.Parameter]],
     memory: Tensor | None = None,
 ) -> Tensor:
     """Does for these parameters what `attach_main_gradients` does. `memory`: where their sums are to lie, of `dtype` and of

@@ -76,7 +76,7 @@ class Sharding:
     """
 
     def __init__(
-        self, model: nn.Module, kept: torch.dtype, stacks: Sequence[Sequence[nn.Parameter]] = (), *, once_a_step: bool
+        self, model: nn.Module, kept: torch.dtype, stacks: Sequence[Sequence[nn.Parameter]], *, once_a_step: bool
     ) -> None:
         self.once_a_step = once_a_step
         self._model, self._kept = model, kept

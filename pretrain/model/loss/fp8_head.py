@@ -40,7 +40,7 @@ def fused_head(
     *,
     first_microbatch: bool,
     show: Show | None,
-    show_result: ShowResult | None = None,
+    show_result: ShowResult | None,
 ) -> Iterator[ChunkLoss]:
     """`product` as the LM head with its loss, around the chunks of one forward with gradients, inside of the backend's `forward`.
 
@@ -90,7 +90,7 @@ class Fp8ChunkLoss:
     linear: nn.Module
     weight: Any
     show: Show | None
-    show_result: ShowResult | None = None
+    show_result: ShowResult | None
 
     def __call__(self, hidden: Tensor, labels: Tensor, gradients: HeadGradients, *, first: bool) -> Tensor:
         """See `ChunkLoss`. No bias: a head that has one is not fused."""
