@@ -26,7 +26,7 @@ from torch import Tensor
 from benchmarks.device_time import median_ms
 from benchmarks.limits import COPIED
 from benchmarks.machine import measured_on, write
-from packing.batch import IGNORE
+from packing.arrow import IGNORE
 from pretrain.metrics.profile import copy_bandwidth
 from pretrain.model.attention.heads import HeadNorms, Heads
 from pretrain.model.fused import rotary_kernel

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from foundation.files import WRITTEN_BY
-from pretrain.compare.figures import save_file
+from foundation.files import WRITTEN_BY, save_file
 from pretrain.metrics.run_record import RunRecord
 
 ONE_PIXEL = b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4//8/AAX+Av4N70a4AAAAAElFTkSuQmCC")

@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from packing.batch import IGNORE
+from packing.arrow import IGNORE
 from pretrain.model.attention.heads import HeadNorms, Heads
 from pretrain.optimizer.adamw_update import Hyperparameters, ParameterTensors
 from tests.triton_kernels import launched_in

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.ways.task import Task, Way, missing
-from packing.batch import IGNORE, Microbatch
+from packing.arrow import IGNORE
+from packing.batch import Microbatch
 from pretrain.model.huggingface import decoder_layers
 
 

@@ -25,8 +25,8 @@ from foundation.reading import load_object
 from foundation.tables import or_dash
 from foundation.units import duration
 from pretrain.compare.matrix_file import Matrix, MatrixRun
-from pretrain.metrics.run_folder import check_ours
-from pretrain.metrics.run_record import MATRIX_FILE, is_step, read_metrics
+from pretrain.metrics.run_folder import MATRIX_FILE, check_ours
+from pretrain.metrics.run_record import is_step, read_metrics
 
 SHOWN_LOG_LINES = 12
 TIME_IS_UP_STATUS = 128 + signal.SIGUSR1  # the status of a run whose `train.max_hours` are over

@@ -12,13 +12,14 @@ from transformers import PretrainedConfig
 
 from foundation.errors import InputError
 from foundation.units import plural
+from packing.arrow import Pack, Packs
 from packing.batch import Microbatch, PositionLimit, build_microbatch, count_valid_tokens, read_pack, sum_of_squares
 from packing.mixture import MixedPacks
 from packing.order import evenly
 from packing.packer import prepare_stream
 from packing.prepare import prepare
 from packing.settings import DataSettings
-from packing.store import Pack, Packs, check_model, open_packs
+from packing.store import check_model, open_packs
 from packing.stream import StreamedPacks
 from pretrain.model.attention.backends import rotates_otherwise_beyond
 

@@ -46,7 +46,8 @@ from pretrain.plan.tokenizer import (
     with_tokens_of,
     without_absent_tokenizer,
 )
-from pretrain.precision.registry import WEIGHT_DTYPES, Precision
+from pretrain.precision.formats.definition import Precision
+from pretrain.precision.registry import WEIGHT_DTYPES
 from pretrain.precision.schedule import PrecisionPhase, last_steps, phases_of
 from pretrain.precision.scope import LINEARS, check_kept, check_shapes, low_precision_linears
 from pretrain.precision.selection import missing_on, select_precision

@@ -22,8 +22,9 @@ from pretrain.metrics.run_record import WARM_UP_STEPS, RunRecord
 from pretrain.model.attention.backends import MIN_MEASURED_HEAD_DIM
 from pretrain.plan.memory import Devices, LayerMemory, layers_of
 from pretrain.plan.plan import ASSUMED_SHARES, Plan
-from pretrain.plan.preflight import KEPT_FREE, Job
+from pretrain.plan.preflight import Job
 from pretrain.plan.scaling import Cluster, Scaled, links_of, on_cluster
+from pretrain.plan.spare import KEPT_FREE
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.settings import ActivePrecision
 

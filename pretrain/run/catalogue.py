@@ -18,11 +18,12 @@ from accelerate import Accelerator
 from foundation import units
 from foundation.command import CommandParser
 from foundation.errors import InputError
-from foundation.tables import markdown, on_screen, or_dash
+from foundation.tables import UNKNOWN, markdown, on_screen, or_dash
+from foundation.units import GIB
 from pretrain.model.distributed import make_accelerator
-from pretrain.plan.plan import ASSUMED_SHARES, GIB
+from pretrain.plan.plan import ASSUMED_SHARES
 from pretrain.plan.preflight import prepare_job
-from pretrain.plan.targets import LEAST, UNKNOWN, Estimate, Target, estimates, span
+from pretrain.plan.targets import LEAST, Estimate, Target, estimates, span
 from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import Recipe
 

@@ -16,8 +16,7 @@ from pydantic import BaseModel, Field, PositiveInt, ValidationError
 from foundation.errors import InputError
 from foundation.reading import load_object
 from foundation.units import count, plural
-from pretrain.checkpoint.checkpoint import step_folders
-from pretrain.checkpoint.folders import step_of
+from pretrain.checkpoint.folders import step_folders, step_of
 from pretrain.checkpoint.manifest import MANIFEST
 from pretrain.checkpoint.saving import STATE
 from pretrain.checkpoint.state import Change, Past, changed_keys, check_record

@@ -13,7 +13,8 @@ from foundation.errors import InputError
 from foundation.files import name_aside
 from packing.batch import Prefetch, StepBatches
 from packing.stream import StreamEnded
-from pretrain.checkpoint.checkpoint import Checkpoints, step_folder
+from pretrain.checkpoint.checkpoint import Checkpoints
+from pretrain.checkpoint.folders import step_folder
 from pretrain.plan.preflight import Job
 from pretrain.plan.remedies import is_out_of_memory, out_of_memory
 from pretrain.run.running import Run

@@ -36,8 +36,9 @@ from pretrain.model.distributed import make_accelerator
 from pretrain.plan.checks import shares_out
 from pretrain.plan.compute_optimal import FITS, FLOPS_EACH, LIMITS, beyond_the_fits
 from pretrain.plan.plan import Plan
-from pretrain.plan.preflight import KEPT_FREE, Job, prepare_job
+from pretrain.plan.preflight import Job, prepare_job
 from pretrain.plan.rendering import WIDTH, wrapped
+from pretrain.plan.spare import KEPT_FREE
 from pretrain.plan.targets import LEAST, USUAL, Estimate, MeasuredRun, Target, estimates, left_out, span
 from pretrain.run.sizes import described, draw, measure
 from pretrain.settings.config import load_recipe

@@ -41,7 +41,7 @@ from torch.distributed import distributed_c10d
 from foundation.errors import InputError
 from foundation.reading import one_line
 from foundation.units import duration
-from pretrain.checkpoint.checkpoint import step_folders
+from pretrain.checkpoint.folders import step_folders
 from pretrain.metrics.health import TrainingHalted
 from pretrain.run.command_line import tell_torchrun
 

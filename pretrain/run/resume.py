@@ -20,9 +20,9 @@ from foundation.files import REPLACED, name_aside, replace_file
 from foundation.reading import load_json, load_object, read_lines, reason_of
 from foundation.settings import load_yaml, parse
 from foundation.units import plural
-from pretrain.checkpoint.checkpoint import Checkpoints, step_folder, step_folders
+from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.checkpoint.disks import find_disks, look_at_disks
-from pretrain.checkpoint.folders import set_aside
+from pretrain.checkpoint.folders import set_aside, step_folder, step_folders
 from pretrain.checkpoint.manifest import NOT_HERE, TensorEntry, read_manifest
 from pretrain.checkpoint.state import Past, TrainState, changed_keys, check_record, check_same_training, differences
 from pretrain.metrics.health import Health

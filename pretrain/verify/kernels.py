@@ -28,7 +28,7 @@ from torch import Tensor
 from foundation.errors import InputError
 from foundation.progress import advance
 from foundation.reading import one_line
-from packing.batch import IGNORE
+from packing.arrow import IGNORE
 from pretrain.metrics.flops import Shape
 from pretrain.model.attention import backends as attention
 from pretrain.model.attention import flash

@@ -44,8 +44,8 @@ from torch.distributed.tensor import DTensor
 from foundation.attributes import holding
 from foundation.errors import InputError
 from foundation.progress import advance
-from packing.arrow import Pack
-from packing.batch import IGNORE, Microbatch, StepBatches
+from packing.arrow import IGNORE, Pack
+from packing.batch import Microbatch, StepBatches
 from pretrain.metrics.health import TrainingHalted
 from pretrain.model.distributed import from_all_ranks, local_part
 from pretrain.model.gradients import gradient_of

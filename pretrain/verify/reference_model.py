@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from packing.arrow import Pack
-from packing.batch import IGNORE, Microbatch
+from packing.arrow import IGNORE, Pack
+from packing.batch import Microbatch
 from pretrain.model.huggingface import decoder_layers, named_tensors
 from pretrain.settings.recipe import LossSettings
 

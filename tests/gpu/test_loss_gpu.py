@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pretrain.model.loss.head import IGNORE, LossHead, add_product_, products_sum_in_fp32
+from packing.arrow import IGNORE
+from pretrain.model.loss.head import LossHead
+from pretrain.precision.products import add_product_, products_sum_in_fp32
 from pretrain.settings.recipe import LossSettings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -16,8 +16,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from packing.arrow import IGNORE
 from pretrain.model.loss import softmax_kernel
-from pretrain.model.loss.head import IGNORE
 from pretrain.model.loss.softmax_kernel import FASTEST, SoftmaxTiling, quantized_softmax_gradient
 from pretrain.precision.quantizers.grid import E4M3, E5M2, Grid
 from pretrain.precision.quantizers.tensor import absolute_maximum, decode_scale, quantize, scale_from_amax

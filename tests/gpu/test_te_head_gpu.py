@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pretrain.model.loss.head import IGNORE, LossHead, LowPrecisionHead
+from packing.arrow import IGNORE
+from pretrain.model.loss.head import LossHead, LowPrecisionHead
 from pretrain.precision.formats.definition import Role
 from pretrain.precision.linear import LinearProduct, LowPrecisionLinear, PrecisionContext
 from pretrain.precision.observation import ProductObserver

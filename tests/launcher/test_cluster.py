@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pretrain.checkpoint.checkpoint import step_folders
+from pretrain.checkpoint.folders import step_folders
 from tests.conftest import write_recipe
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -19,7 +19,7 @@ import yaml
 
 from foundation.errors import InputError
 from pretrain.__main__ import main
-from pretrain.checkpoint.checkpoint import step_folders, step_of
+from pretrain.checkpoint.folders import step_folders, step_of
 from pretrain.compare import matrix_cell
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.run_record import read_metrics

@@ -20,7 +20,7 @@ from signal import SIGHUP, SIGINT, SIGKILL, SIGTERM, SIGUSR1
 import pytest
 
 from benchmarks.kill_resume import differences, left_behind, write_packs, write_recipe
-from pretrain.checkpoint.checkpoint import step_folder, step_folders, step_of
+from pretrain.checkpoint.folders import step_folder, step_folders, step_of
 from pretrain.metrics.run_record import read_metrics
 from tests.moments import LauncherProcess, Moment
 

@@ -16,9 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foundation.errors import InputError
-from packing.arrow import Pack
+from packing.arrow import IGNORE, Pack
 from packing.batch import (
-    IGNORE,
     BatchStream,
     Microbatch,
     PositionLimit,

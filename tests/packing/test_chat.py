@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerFast
 
 from foundation.errors import InputError
 from packing.__main__ import main
-from packing.batch import IGNORE, build_microbatch
+from packing.arrow import IGNORE
+from packing.batch import build_microbatch
 from packing.chat import ChatColumns
 from packing.chunks import read_chunk
 from packing.inspection import decoded, describe, open_splits

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from packing.batch import IGNORE
+from packing.arrow import IGNORE
 
 
 @dataclass

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from packing.batch import IGNORE
+from packing.arrow import IGNORE
 from pretrain.model.loss.chunk import ChunkLoss, HeadGradients, softmax_gradient_
 from pretrain.model.loss.softmax_kernel import QuantizedGradient, quantized_softmax_gradient
 from pretrain.precision import products

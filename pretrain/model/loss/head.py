@@ -36,7 +36,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from transformers import PretrainedConfig
 
 from foundation.errors import InputError
-from packing.batch import IGNORE
+from packing.arrow import IGNORE
 from pretrain.model.loss.chunk import ChunkLoss, HeadGradients, softmax_gradient_, token_losses
 from pretrain.model.loss.penalty import Penalty
 from pretrain.precision import products

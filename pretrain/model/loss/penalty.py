@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from packing.batch import IGNORE
+from packing.arrow import IGNORE
 from pretrain.settings.recipe import LossSettings, PenaltyKind
 
 LOGITS_AT_ONCE = 2**22  # in FP32: 16 MiB, some three times over, whatever the chunk

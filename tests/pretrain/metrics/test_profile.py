@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from pretrain.metrics.flops import LowPrecisionProducts, ModelFlops
-from pretrain.metrics.profile import LOSS_SCOPE, StepProfile, Work, by_launch, by_operator, part_of, reached, render
+from pretrain.metrics.profile import StepProfile, Work, by_launch, by_operator, part_of, reached, render
 from pretrain.model import huggingface as model
+from pretrain.model.loss.head import LOSS_SCOPE
 from pretrain.settings.recipe import ModelSettings
 from tests.triton_kernels import launched_in
 

@@ -14,8 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 
 from foundation.errors import InputError
+from packing.arrow import IGNORE
 from pretrain.model.loss import head as loss
-from pretrain.model.loss.head import IGNORE, LossHead, add_product_, chunks
+from pretrain.model.loss.head import LossHead, chunks
+from pretrain.precision.products import add_product_
 from pretrain.settings.recipe import LossSettings
 
 

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from foundation.errors import InputError
+from packing.arrow import IGNORE
 from pretrain.model.loss import head as loss
-from pretrain.model.loss.head import IGNORE, LossHead, LowPrecisionHead
+from pretrain.model.loss.head import LossHead, LowPrecisionHead
 from pretrain.model.loss.penalty import Penalty
 from pretrain.precision.emulation import EmulatedProduct
 from pretrain.precision.linear import PrecisionContext

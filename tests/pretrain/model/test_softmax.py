@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pretrain.model.loss.head import IGNORE, softmax_gradient_, token_losses
+from packing.arrow import IGNORE
+from pretrain.model.loss.chunk import softmax_gradient_, token_losses
 
 
 @settings(max_examples=60, deadline=None)

@@ -18,8 +18,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from packing.arrow import IGNORE
 from pretrain.model.loss import fp8_head as te_head
-from pretrain.model.loss.head import IGNORE, LowPrecisionHead, chunked_loss, softmax_gradient_
+from pretrain.model.loss.chunk import softmax_gradient_
+from pretrain.model.loss.head import LowPrecisionHead, chunked_loss
 from pretrain.model.loss.softmax_kernel import QuantizedGradient
 from pretrain.precision.linear import PrecisionContext
 

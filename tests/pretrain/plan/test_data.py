@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GPT2Config, LlamaConfig, PreTrainedTokenizerFast
 
 from foundation.errors import InputError
-from packing.arrow import Pack, PackWriter
-from packing.batch import IGNORE, build_microbatch, evaluation_batches
+from packing.arrow import IGNORE, Pack, PackWriter
+from packing.batch import build_microbatch, evaluation_batches
 from packing.settings import DataSettings
 from pretrain.plan.data import Data, check_labels, check_positions, check_tokens, open_data, packs_evaluated
 from pretrain.plan.tokenizer import check_tokenizer, fingerprint_of, load_tokenizer

@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from foundation import units
 from foundation.units import GIB
 from pretrain.metrics.flops import ModelFlops
-from pretrain.plan.memory import layers_of
-from pretrain.plan.plan import ActivePhase, Devices, Plan
+from pretrain.plan.memory import Devices, layers_of
+from pretrain.plan.plan import ActivePhase, Plan
 from pretrain.plan.preflight import fits_gathered
 from pretrain.plan.remedies import takes_less
 from pretrain.plan.rendering import render

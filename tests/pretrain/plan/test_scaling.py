@@ -12,7 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from foundation.errors import InputError
 from pretrain.metrics.flops import ModelFlops
-from pretrain.plan.plan import Devices, Plan
+from pretrain.plan.memory import Devices
+from pretrain.plan.plan import Plan
 from pretrain.plan.scaling import Cluster, Links, Scaled, cluster_asked, links_of, on_cluster, render_scaling, speeds_of
 from pretrain.precision.selection import missing_on, select_precision
 from pretrain.precision.settings import LowPrecisionSettings

@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pretrain.metrics.flops import ModelFlops
 from pretrain.model.fused import layers as choice
-from pretrain.plan.memory import layers_of
-from pretrain.plan.plan import Devices, Plan
+from pretrain.plan.memory import Devices, layers_of
+from pretrain.plan.plan import Plan
 from pretrain.plan.rendering import render
 from pretrain.plan.spare import KEPT_FREE, spend_spare_memory
 from pretrain.precision.registry import PRECISIONS

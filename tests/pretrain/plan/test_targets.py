@@ -18,7 +18,8 @@ from foundation.errors import InputError
 from foundation.tables import UNKNOWN
 from pretrain.metrics.flops import ModelFlops
 from pretrain.metrics.run_record import read_run
-from pretrain.plan.plan import Devices, Plan
+from pretrain.plan.memory import Devices
+from pretrain.plan.plan import Plan
 from pretrain.plan.targets import Estimate, MeasuredRun, Target, estimates, left_out, span
 from pretrain.precision.selection import missing_on, select_precision
 from pretrain.precision.settings import LowPrecisionSettings

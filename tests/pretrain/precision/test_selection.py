@@ -9,7 +9,8 @@ import pytest
 from foundation.errors import InputError
 from foundation.settings import parse
 from pretrain.plan.checks import check_fit
-from pretrain.precision.registry import PRECISIONS, Precision
+from pretrain.precision.formats.definition import Precision
+from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.selection import Missing, missing_on, select_precision
 from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
 from pretrain.settings.recipe import Recipe

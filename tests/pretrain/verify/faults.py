@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from foundation.attributes import holding
-from packing.batch import IGNORE, build_microbatch
+from packing.arrow import IGNORE
+from packing.batch import build_microbatch
 from pretrain.model.attention import backends
 from pretrain.model.fused import arithmetic
 from pretrain.model.gradients import gradient_of

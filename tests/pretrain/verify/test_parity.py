@@ -19,8 +19,8 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from foundation.errors import InputError
-from packing.arrow import Pack
-from packing.batch import IGNORE, build_microbatch
+from packing.arrow import IGNORE, Pack
+from packing.batch import build_microbatch
 from pretrain.metrics.health import TrainingHalted
 from pretrain.model import huggingface as model
 from pretrain.model.gradients import attach_main_gradients, was_reached

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from packing.arrow import Pack
-from packing.batch import IGNORE
+from packing.arrow import IGNORE, Pack
 from pretrain.model.gradients import gradient_of
 from pretrain.model.packed import forward_backward
 from pretrain.optimizer.adamw import clear_gradients

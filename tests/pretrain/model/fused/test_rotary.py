@@ -11,7 +11,8 @@ from transformers import LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
-from pretrain.model.fused.rotary import HeadNorms, Heads, has_kernel, rotate, rotate_backward
+from pretrain.model.attention.heads import HeadNorms, Heads
+from pretrain.model.fused.rotary import has_kernel, rotate, rotate_backward
 
 FP64, FP32, BF16 = torch.float64, torch.float32, torch.bfloat16
 TOLERANCE = {FP64: {"rtol": 1e-12, "atol": 1e-12}, FP32: {"rtol": 2e-5, "atol": 2e-5}}
