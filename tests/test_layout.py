@@ -201,9 +201,9 @@ MODULES = {
 
 @cache
 def modules_used(path: Path) -> frozenset[str]:
-    """Our modules that `path` imports: `pretrain.model.step` for `from pretrain.model.step import forward_backward`."""
+    """Our modules that `path` imports: `pretrain.model.packed` for `from pretrain.model.packed import forward_backward`."""
     names = imports_of(path) & MODULES.keys()
-    # `from pretrain.model import step` names the package on the way to the module.
+    # `from pretrain.model import packed` names the package on the way to the module.
     return frozenset(name for name in names if not any(other.startswith(f"{name}.") for other in names))
 
 
