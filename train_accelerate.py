@@ -362,8 +362,9 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int |
 
 
 def is_confirming(run: Run, steps: int) -> bool:
-    """Whether the step that follows `steps` is the first of this process or of a phase: its products are held to the audit."""
-    return steps == run.resumed_step or run.job.plan.begins_phase(steps)
+    """Whether the step that follows `steps` is the first of this process, after a rollback, or of a phase: its products are held
+    to the audit."""
+    return steps == run.job.plan.done or run.job.plan.begins_phase(steps)
 
 
 def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDecision]:

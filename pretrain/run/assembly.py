@@ -198,8 +198,8 @@ class Assembly:
 
     @contextmanager
     def confirming_audit(self, step: int) -> Iterator[None]:
-        """Watches `step`, the first of this process or of a phase; raises InputError where its low-precision products are not the
-        audit's."""
+        """Watches `step`, the first of this process, after a rollback, or of a phase; raises InputError where its low-precision
+        products are not the audit's."""
         if self.context.backend is None:
             yield
             return

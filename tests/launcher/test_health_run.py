@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,43 @@ def test_steps_that_a_rollback_trains_anew_are_recorded_in_their_new_precision(
     assert audit["phases"] == {"1": "bf16", "5": "delayed"}
     assert read_run(back.run_dir).precision == "delayed (ran bf16 to step 4, then delayed)"
     assert [change.step for change in read_run(back.run_dir).past.changed] == [4], "which the next resume goes by"
+
+
+@pytest.mark.parametrize(("first", "then"), [("bf16", "delayed"), ("delayed", "bf16")])
+def test_a_rollback_to_before_this_start_changes_and_confirms_the_precision_as_a_resume_does(
+    first: str,
+    then: str,
+    train_here: Callable,
+    delayed: dict[str, Any],
+    giants: Callable,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The checkpoint is of another schedule, so that the precision changes where no phase of the present one begins."""
+    recipe = delayed | {"checkpoint": {"every": 2, "keep": 9}, "run_dir": str(tmp_path / "back")}
+    alone = ["fp8_config.amax_history_len=null"] if first == "bf16" else []
+    begun = train_here(f"precision={first}", *alone, "train.steps=5", recipe=recipe)
+    assert begun.status == 0, begun.output
+    shutil.copytree(begun.run_dir, other := tmp_path / "other")
+    schedule = (f"precision=[{{until: 2, use: {first}}}, {{use: {then}}}]", "--accept-changes")
+    giants(5, 6)  # the first failure goes back to step 5, the next to the checkpoint before that
+    back = train_here(*schedule, "health.on_nan=rollback", recipe=recipe)
+    assert back.status == 0 and "Rollback 2 of 3" in back.output and "at step 4" in back.output, back.output
+    assert [step["precision"] for step in trained(back.run_dir)[4:]] == [then] * 5
+
+    step = BatchStream.step
+    monkeypatch.setattr(BatchStream, "step", lambda stream, number: step(stream, number + 3))
+    resumed = train_here(*schedule, f"--resume={other}/checkpoints/step-00000004", recipe=recipe | {"run_dir": str(other)})
+    assert resumed.status == 0, resumed.output
+    assert trained(back.run_dir) == trained(other)
+    assert_same_tensors(back.run_dir, other)
+    written = [(folder / "audit.json").read_text().replace(str(folder), "") for folder in (back.run_dir, other)]
+    ours, theirs = map(json.loads, written)
+    for audit in (ours, theirs):
+        del audit["kernels"]  # which say how long they took
+        del audit["precisions"][first]["parity"]  # which says from which step the start went on
+    assert ours == theirs and ours["effective"] == then
+    assert ours.get("confirmed_in_step") == (5 if then == "delayed" else None)
 
 
 def test_rollbacks_end_at_their_limit_and_the_step_that_halts_is_written_down(
