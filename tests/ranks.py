@@ -60,8 +60,12 @@ def start_ranks(
         what = (list(arguments), environment, logs, machines[rank] if machines else None, before, main)
         started.append(fork_context.Process(target=_launch, args=what, daemon=True))
         started[-1].start()
-    for process in started:
-        process.join()
+    try:
+        for process in started:
+            process.join()
+    finally:
+        for process in started:  # after a Ctrl-C, of which a process that stands still learns nothing
+            process.kill()
     worst = max(process.exitcode or 0 for process in started) or min(process.exitcode or 0 for process in started)
     return worst, *(log.read_text() for log in logs)
 

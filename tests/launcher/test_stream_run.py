@@ -59,6 +59,7 @@ def wait_and_end(recipe: dict[str, Any], folder: Path, settings: list[str], end:
     given both. The run's exit status, what it said, and its last step, of which it has the one checkpoint."""
     run_dir, log = folder / "run", folder / "run.log"
     run = LauncherProcess([str(write_recipe(recipe, folder)), *settings, "train.steps=100000", "checkpoint.every=null"], log)
+    packer = None
     try:
         run.wait_until(lambda: (run_dir / "metrics.jsonl").exists())
         packer = next(each for each in psutil.Process(run.pid).children() if "packing.packer" in " ".join(each.cmdline()))
@@ -70,7 +71,9 @@ def wait_and_end(recipe: dict[str, Any], folder: Path, settings: list[str], end:
             time.sleep(0.1)
         end(run, packer)
         status = run.end()
-    except BaseException:
+    except BaseException:  # a Ctrl-C as well, of which a process that stands still learns nothing
+        if packer is not None and packer.is_running():
+            packer.kill()
         run.send_signal(signal.SIGKILL)
         raise
     steps = len((run_dir / "metrics.jsonl").read_text().splitlines())
