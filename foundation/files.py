@@ -70,16 +70,20 @@ def _real(path: Path) -> Path:
     return real if real.is_file() or not real.exists() else path
 
 
-def save_file(path: Path, data: bytes, remedy: str = "name another file", *, asked_for: bool = False) -> None:
+def save_file(
+    path: Path, data: bytes, remedy: str = "name another file", *, asked_for: bool = False, makes_folder: bool = False
+) -> None:
     """Does what `replace_file` does, with InputError in place of OSError: it says why the file cannot be written, and what to do,
     which is `remedy` unless there is no room.
 
     `asked_for`: the user chooses `path`, so its folder is made where there is none, and where it is a symbolic link, the file
-    that the link leads to is replaced. In a folder of ours the link is, as it may lead to a file that is not ours."""
+    that the link leads to is replaced. In a folder of ours the link is, as it may lead to a file that is not ours.
+    `makes_folder`: it may be the first in such a folder."""
     place = path
     try:
         if asked_for:
             place = _real(path)
+        if asked_for or makes_folder:
             place.parent.mkdir(parents=True, exist_ok=True)
         replace_file(place, data)
     except OSError as error:

@@ -132,9 +132,10 @@ def scale_after_the_fall(panel: Axes, curves: list[np.ndarray], others: list[np.
         panel.set_ylim(lowest - margin, highest + margin)
 
 
-def plot_losses(runs: Sequence[RunRecord], path: Path) -> None:
-    """Draw a run, or the comparison of several comparable ones with the first, into a PNG at `path`. InputError as `save`."""
-    save_file(path, picture_of_losses(runs), asked_for=True)
+def plot_losses(runs: Sequence[RunRecord], path: Path, *, asked_for: bool = False) -> None:
+    """Draw a run, or the comparison of several comparable ones with the first, into a PNG at `path`. `asked_for` and InputError
+    as `save_file`."""
+    save_file(path, picture_of_losses(runs), asked_for=asked_for)
 
 
 def picture_of_losses(runs: Sequence[RunRecord]) -> bytes:

@@ -161,7 +161,7 @@ class Search:
             "processes": settings.processes,
             "max_hours": self._hours_left(),
         }
-        save_file(file, yaml.safe_dump(content, sort_keys=False).encode(), "set another `run_dir`", asked_for=True)
+        save_file(file, yaml.safe_dump(content, sort_keys=False).encode(), "set another `run_dir`", makes_folder=True)
         try:
             return load_matrix(file, self.overrides)
         except InputError as error:

@@ -189,7 +189,7 @@ def write_runs(
     leaves it out, saying so.
     """
     beside = named_first.with_suffix(".png") if named_first.is_file() else named_first.parent / "comparison.png"
-    if out is None and len(runs) == 1 and named_first.is_dir():
+    if in_run := out is None and len(runs) == 1 and named_first.is_dir():
         out = named_first / "loss.png"
     elif out is None:
         check_replaceable(beside, "without --out,")
@@ -204,7 +204,7 @@ def write_runs(
     if brief:
         plot_seeds(seeds, out)
     else:
-        plot_losses(runs, out)
+        plot_losses(runs, out, asked_for=not in_run)
     if tables_file is not None:
         drawn = f"![{'differences over seeds' if brief else 'curves'}]({os.path.relpath(out, tables_file.parent)})"
         _save_tables(tables_file, [*tables(runs, seeds), *left_out, drawn])

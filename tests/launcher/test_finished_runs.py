@@ -40,6 +40,20 @@ def test_a_finished_run_without_a_last_checkpoint_says_so_and_keeps_its_files(ev
     assert contents(run.run_dir) == before, "all there, loss.png drawn again, and nothing written over"
 
 
+def test_a_longer_run_replaces_a_link_in_place_of_its_picture_and_not_what_it_leads_to(
+    train_here: Callable, tmp_path: Path
+) -> None:
+    asked = ("evaluate.every=null", "parity=off", "checkpoint.every=null")
+    picture, theirs = train_here(*asked, "train.steps=4").run_dir / "loss.png", tmp_path / "theirs.png"
+    drawn = picture.read_bytes()
+    theirs.write_bytes(b"theirs")
+    picture.unlink()
+    picture.symlink_to(theirs)
+    longer = train_here(*asked, "train.steps=6", "--accept-changes")
+    assert longer.status == 0, longer.output
+    assert (picture.is_symlink(), picture.read_bytes(), theirs.read_bytes()) == (False, drawn, b"theirs")
+
+
 def test_a_finished_run_without_a_checkpoint_is_not_trained_over_by_any_recipe(train_here: Callable) -> None:
     run = train_here(*SHORT, "checkpoint.every=null")
     before = contents(run.run_dir)

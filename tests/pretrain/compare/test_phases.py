@@ -44,6 +44,20 @@ def test_chosen_cells_of_two_phases_that_are_called_alike_both_count(phases_file
     assert search.next_matrix(3).runs[0].recipe.log.every == 2
 
 
+def test_a_link_in_place_of_a_phases_file_is_replaced_and_not_what_it_leads_to(phases_file, tmp_path):
+    search = load_phases(phases_file(LOSS), [])
+    (theirs := tmp_path / "theirs.yaml").write_text("theirs")
+    (place := search.folder / "1-loss").mkdir(parents=True)
+    (place / "matrix.yaml").symlink_to(theirs)
+    search.next_matrix(1)
+    assert not (place / "matrix.yaml").is_symlink() and theirs.read_text() == "theirs"
+    (search.folder / "1-loss" / "matrix.yaml").unlink()
+    place.rmdir()
+    place.write_text("in the way")
+    with pytest.raises(InputError, match=r"1-loss/matrix.yaml: cannot be written: .*; set another `run_dir`"):
+        search.next_matrix(1)
+
+
 def test_cells_too_short_to_be_timed_are_refused_before_the_first_is_run(phases_file, capsys):
     path = phases_file(LOSS, {"name": "short", "axes": {"train.steps": [12, 4]}})
     for asked in ([], ["--dry-run"]):

@@ -365,7 +365,7 @@ LOSSES = {
 @pytest.mark.parametrize("losses", LOSSES.values(), ids=LOSSES)
 def test_any_run_can_be_drawn_alone(losses, tmp_path):
     run = trained(tmp_path / "run", losses, held_out=len(losses) > 1)
-    plot_losses([run], tmp_path / "new" / "loss.png")
+    plot_losses([run], tmp_path / "new" / "loss.png", asked_for=True)
     picture = imread(tmp_path / "new" / "loss.png")
     assert picture.shape[:2] == (975, 1350) and picture.std() > 0.05
     assert [file.name for file in (tmp_path / "new").iterdir()] == ["loss.png"]
@@ -446,6 +446,17 @@ def test_the_command_line_draws_into_the_run_folder_and_prints_the_table(tmp_pat
     run = make_run(tmp_path / "run")
     assert main(["report", str(run)]) == 0
     assert (run / "loss.png").exists() and "| run |" in capsys.readouterr().out
+
+
+def test_a_link_in_place_of_a_runs_own_picture_is_replaced_and_one_that_is_named_is_followed(tmp_path):
+    run, theirs = make_run(tmp_path / "run"), tmp_path / "theirs.png"
+    theirs.write_bytes(before := b"written by python -m pretrain, elsewhere")
+    (run / "loss.png").symlink_to(theirs)
+    assert main(["report", str(run)]) == 0
+    assert not (run / "loss.png").is_symlink() and theirs.read_bytes() == before
+    (link := tmp_path / "link.png").symlink_to(theirs)
+    assert main(["report", str(run), "--out", str(link)]) == 0
+    assert link.is_symlink() and theirs.read_bytes() == (run / "loss.png").read_bytes()
 
 
 def test_the_command_line_compares_runs_into_files_of_their_own(tmp_path, capsys):
