@@ -25,6 +25,7 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
 from foundation.errors import InputError
+from foundation.files import save_file
 from foundation.tables import markdown
 from foundation.units import TERA, percent
 from pretrain.checkpoint.state import TrainState
@@ -122,7 +123,7 @@ class StepProfile:
         """The table of the recorded step, in Markdown; also writes it to the folder."""
         rates = reached(self._seconds, work, copy_bandwidth(self._device))
         text = render(self._seconds, self._wall, self._before, data_wait_ms / 1e3, rates)
-        (self._folder / PROFILE_FILE).write_text(text + "\n", encoding="utf-8")
+        save_file(self._folder / PROFILE_FILE, f"{text}\n".encode(), "what it held before is untouched")
         return text
 
 

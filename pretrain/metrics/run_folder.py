@@ -33,7 +33,7 @@ TENSORBOARD = "tensorboard"  # the folder of that tracker's events
 TRACKERS_FILE = "trackers.json"  # which run each tracker goes on with; `pretrain.metrics.trackers` writes it
 _WRITTEN_WHOLE = (
     *("config.yaml", "environment.json", AUDIT_FILE, METRICS_FILE, STATISTICS_FILE, SUMMARY_FILE),
-    *("loss.png", MATRIX_FILE, TRACKERS_FILE),
+    *("loss.png", MATRIX_FILE, PROFILE_FILE, TRACKERS_FILE),
 )
 _FOLDERS = ("checkpoints", "final")
 _OURS = "|".join(map(re.escape, (*_WRITTEN_WHOLE, PROOF)))

@@ -159,3 +159,15 @@ def test_only_the_chosen_step_is_recorded(tmp_path: Path) -> None:
         with recorder.recording(step):
             torch.ones(8, 8) @ torch.ones(8, 8)
         assert (tmp_path / "profile.json.gz").exists() == (step == 8)
+
+
+def test_a_link_in_place_of_the_table_is_replaced_and_not_what_it_leads_to(tmp_path: Path) -> None:
+    (theirs := tmp_path / "theirs.md").write_text("theirs")
+    (written := tmp_path / "profile.md").symlink_to(theirs)
+    settings = ModelSettings(config={"model_type": "qwen3", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64})
+    work = Work(ModelFlops.of(model.build_on_meta(model.load_config(settings))), 1, 1.0, None, None, update_bytes=1)
+    recorder = StepProfile(tmp_path, torch.device("cpu"), steps_done=0)
+    with recorder.recording(recorder.step):
+        torch.ones(8, 8) @ torch.ones(8, 8)
+    table = recorder.table(work, 0.0)
+    assert (written.is_symlink(), written.read_text(), theirs.read_text()) == (False, f"{table}\n", "theirs")
