@@ -204,18 +204,19 @@ def _data_section(chain: Sequence[tuple[Path, dict[str, Any]]]) -> dict[str, Any
 
 def _inspect(options: argparse.Namespace) -> None:
     from packing.inspection import decoded, describe, describe_stream, open_splits
-    from packing.manifest import FIRST, MANIFEST, read_manifest
+    from packing.manifest import FIRST, MANIFEST, holds_packs, read_manifest
 
-    kept = [*options.path.glob(f"{FIRST}/{MANIFEST}"), *options.path.glob(f"*/{FIRST}/{MANIFEST}")]
+    kept = [each for pattern in (FIRST, f"*/{FIRST}") for each in options.path.glob(pattern) if holds_packs(each)]
     # A source that is prepared may be called so, too.
-    if streams := sorted(each.parents[1] for each in kept if "stream" in read_manifest(each.parent)["statistics"]):
+    if streams := sorted(each.parent for each in kept if "stream" in read_manifest(each)["statistics"]):
         if options.index is not None:
             part = next(streams[0].glob("part-*"), streams[0] / FIRST)
             raise InputError(f"{options.path}: is a stream of packs; name a part of it, as in {part} --index 0")
         for path in streams:
             print("\n".join(describe_stream(path, verify=options.verify)))
         return
-    sources = [] if (options.path / MANIFEST).exists() else sorted(each.parent for each in options.path.glob(f"*/{MANIFEST}"))
+    inside = () if (options.path / MANIFEST).is_file() else options.path.glob("*")
+    sources = sorted(each for each in inside if holds_packs(each))
     if sources:
         if options.index is not None:
             raise InputError(f"{options.path}: holds the packs of several sources; name one, as in {sources[0]} --index 0")

@@ -79,12 +79,18 @@ class PackManifest(BaseModel):
     files: list[WrittenFile]
 
 
+def holds_packs(folder: Path) -> bool:
+    """Returns whether packs lie in `folder`, as far as names tell. Text may be called packs.json, too, and so may a source be."""
+    return (folder / MANIFEST).is_file() and (folder / "dataset_dict.json").is_file()
+
+
 def read_manifest(path: Path) -> dict[str, Any]:
     """The content of packs.json; InputError where it cannot be used."""
     file = path / MANIFEST
-    manifest = load_object(file, REMEDY)
+    remedy = REMEDY if holds_packs(path) else f"{REMEDY}; if it is text, name the folder of packs that were prepared from it"
+    manifest = load_object(file, remedy)
     if not {"version", "length", "tokenizer", "splits", "files"} <= manifest.keys():
-        raise InputError(f"{file}: not a manifest of packs; {REMEDY}")
+        raise InputError(f"{file}: not a manifest of packs; {remedy}")
     if manifest.pop("checksum", None) != hash_of(manifest):
         raise InputError(f"{file}: damaged or edited: its checksum does not fit its content; {REMEDY}")
     if manifest["version"] not in (VERSION, MASKED_VERSION):

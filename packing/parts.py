@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 
 from foundation.errors import InputError
-from packing.manifest import FIRST, MANIFEST
+from packing.manifest import FIRST, holds_packs
 from packing.settings import SOURCE_NAME, DataSettings, SourceSettings, WeightedSource
 from packing.sources import DatasetSource, FileSource, SourceAbsent, open_source
 
@@ -126,7 +126,7 @@ def check_parts(settings: DataSettings, *, elsewhere: bool = False) -> list[str]
     `elsewhere`: text that is not here may be on the machine that trains, and is then one of these.
     """
     training = training_parts(settings) or {"": settings}
-    if settings.sources and (settings.packs / MANIFEST).exists():
+    if settings.sources and holds_packs(settings.packs):
         raise InputError(
             f"{settings.packs}: holds the packs of one source, and `data.sources` names {len(training)}; name another folder in "
             "data.packs"

@@ -24,7 +24,7 @@ import pyarrow as pa
 from foundation.errors import InputError
 from foundation.reading import one_line, parse_json, reason_of, unusable_text
 from packing.chunks import CHUNK_BYTES, MOST_DOCUMENT, Chunk, Records, open_stream, too_long
-from packing.manifest import FIRST, MANIFEST
+from packing.manifest import FIRST, holds_packs
 from packing.records import records_of
 from packing.settings import HUB_NAME, DataSettings
 from packing.token_log import OWN
@@ -185,7 +185,7 @@ def _is_ours(folder: Path, names: list[str]) -> bool:
     """Whether a folder with `names` in it holds packs, parts of a stream, or tokens on their way to packs: those of another part
     of `data` may lie in the source of this one. Or a run, whose metrics would be taken for text."""
     tokens = ".partial" in folder.suffixes and all(map(OWN.fullmatch, names))
-    return tokens or MANIFEST in names or os.path.isfile(folder / FIRST / MANIFEST) or _OF_A_RUN.issubset(names)
+    return tokens or holds_packs(folder) or holds_packs(folder / FIRST) or _OF_A_RUN.issubset(names)
 
 
 def _listed(path: Path) -> list[str | int]:

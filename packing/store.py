@@ -10,7 +10,7 @@ import numpy as np
 
 from foundation.errors import InputError
 from packing.arrow import ArrowPacks, Pack, Packs, checked_index
-from packing.manifest import FIRST, MANIFEST, Split, read_manifest
+from packing.manifest import FIRST, MANIFEST, Split, holds_packs, read_manifest
 from packing.mds import INDEX, MDSPacks, read_index
 from packing.mixture import MixedPacks
 from packing.order import splitmix64
@@ -85,7 +85,7 @@ def with_own_held_out(settings: DataSettings) -> list[Path]:
 
 def _was_held_out(settings: DataSettings) -> bool:
     """Returns whether the packs say that they were prepared with `settings.held_out`."""
-    made = read_manifest(settings.packs)["settings"] if (settings.packs / MANIFEST).exists() else {}
+    made = read_manifest(settings.packs)["settings"] if (settings.packs / MANIFEST).is_file() else {}
     return made.get("held_out") == settings.held_out
 
 
@@ -153,15 +153,15 @@ def _find_splits(path: Path, settings: DataSettings) -> dict[Split, partial[Pack
     on."""
     if not path.exists():
         raise InputError(f"{path}: no such file or folder (`data.packs`); {_MAKE}")
-    if (path / MANIFEST).exists():
+    if (path / MANIFEST).is_file():
         return {split: partial(ArrowPacks, path, split) for split in read_manifest(path)["splits"]}
     if mds := find_mds(path):
         return {split: partial(MDSPacks, folders, path, settings.length) for split, folders in mds.items()}
     if bins := _find_token_bins(path):
         return {split: partial(TokenBin, file, settings.length, settings.end_token) for split, file in bins.items()}
-    if (path.parent / MANIFEST).exists():
+    if holds_packs(path.parent):
         raise InputError(f"{path}: one part of the packs in {path.parent}; point `data.packs` to that folder")
-    if several := sorted(each.parent.name for each in path.glob(f"*/{MANIFEST}")):
+    if several := sorted(each.name for each in path.glob("*") if holds_packs(each)):
         raise InputError(
             f"{path}: holds the packs of several sources: {', '.join(several)}; name one, as in {path / several[0]}, or all "
             "of them in `data.sources`"

@@ -172,6 +172,40 @@ def test_a_source_called_first_is_not_taken_for_the_first_part_of_a_stream(tmp_p
     assert "packs/first: Arrow" in told and "packs/second: Arrow" in told and "stream" not in told
 
 
+def test_a_source_called_as_a_manifest_is_prepared_and_inspected_beside_another(tmp_path, tokenizer_file, capsys):
+    lines = ["data:", f"  packs: {tmp_path / 'packs'}", f"  tokenizer: {tokenizer_file}", "  length: 8", "  sources:"]
+    for name in ("packs.json", "other.json"):
+        (tmp_path / name).write_text('{"text": "one two three"}\n')
+        lines.append(f"    - {{source: {tmp_path / name}, name: {name}, weight: 0.5}}")
+    (tmp_path / "both.yaml").write_text("\n".join(lines))
+    for _ in range(2):
+        assert main(["prepare", str(tmp_path / "both.yaml")]) == 0
+    assert main(["inspect", str(tmp_path / "packs")]) == 0
+    told = capsys.readouterr().out
+    assert "packs/packs.json: Arrow" in told and "packs/other.json: Arrow" in told
+
+
+def test_text_that_is_called_as_a_manifest_is_not_taken_for_one(tmp_path, tokenizer_file, capsys):
+    (folder := tmp_path / "text" / "more").mkdir(parents=True)
+    for path in (folder.parent / "a.json", folder.parent / "packs.json", folder / "packs.json"):
+        path.write_text('{"text": "one two three"}\n' * 2)
+    said = {
+        folder: "packs.json: cannot be read: Extra data: line 2 column 1 (char 26); prepare the packs again, or fetch them again "
+        "if they were copied; if it is text, name the folder of packs that were prepared from it",
+        folder / "packs.json": "packs.json: holds no packs: no packs.json (Arrow), no index.json (MDS), no train.bin; set `data",
+        folder.parent / "a.json": "a.json: holds no packs: no packs.json (Arrow)",
+    }
+    for path, wanted in said.items():
+        assert main(["inspect", str(path)]) == 2
+        told = capsys.readouterr().err
+        assert wanted in told and told.count("error: ") == 1 and "one part of the packs" not in told
+    (tmp_path / "all.yaml").write_text(
+        f"data: {{source: {folder.parent}, packs: {tmp_path / 'packs'}, tokenizer: {tokenizer_file}, length: 8}}"
+    )
+    assert main(["prepare", str(tmp_path / "all.yaml")]) == 0
+    assert "documents       6 (0 held out)" in capsys.readouterr().err
+
+
 def test_a_token_file_is_inspected_and_imported(tmp_path: Path, tokenizer_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tokens = np.tile(np.array([65, 66, 0], np.uint16), 100)
     (tmp_path / "bin").mkdir()
