@@ -33,15 +33,19 @@ from foundation.settings import FilePath, PathText, PositiveCount, Settings, Sha
 from foundation.signals import StopRequest
 from foundation.tables import UNKNOWN, markdown, or_dash
 from foundation.units import count, duration, memory, percent, plural
+from pretrain.compare.fairness import in_words
 from pretrain.compare.matrix import Outcome, run_all
 from pretrain.compare.matrix_cell import TIME_IS_UP_STATUS, command_of
-from pretrain.compare.matrix_file import Axes, Matrix, MatrixRun, Values, load_matrix
+from pretrain.compare.matrix_file import Axes, LaunchFile, Matrix, MatrixRun, Values, load_matrix
 from pretrain.compare.ranking import Ranking
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.run_record import WARM_UP_STEPS, RunRecord, is_rollback, is_unlabelled, read_run
-from pretrain.settings.config import filled_in, flatten, parse_overrides
+from pretrain.settings.config import filled_in, flatten, parse_overrides, resolved
 
 LEAST_STEPS = 3  # after those that warm up, for a median that means something
+# Settings that decide how fast a training runs and not which it is, so that a finished one may have had others.
+_SPEED = ("batch.microbatch", "loss.kind", "loss.chunk", "deterministic", "fp8_config.backend", "model.attention")
+_SPEED += ("model.compile", "model.fused", "model.gradient_checkpointing", "log.gradient_statistics", "log.fp8_statistics")
 
 
 class PhaseSettings(Settings):
@@ -170,7 +174,27 @@ class Search:
     def next_matrix(self, number: int) -> Matrix:
         """Phase `number` on what is chosen so far. Its runs lie in a folder of these choices, as others would give other runs."""
         place = self.folder.joinpath(f"{number}-{self.settings.phases[number - 1].name}", *self.names)
-        return self.matrix(number, self.values, place / "matrix.yaml", place)
+        matrix = self.matrix(number, self.values, place / "matrix.yaml", place)
+        for run in matrix.runs:
+            self._require_measured_alike(run, matrix.launch)
+        return matrix
+
+    def _require_measured_alike(self, run: MatrixRun, launch: LaunchFile) -> None:
+        """InputError where steps of `run` were timed under settings that it has no more: their speed is not its own."""
+        try:
+            record = read_run(run.run_dir)
+        except InputError:  # not begun, or damaged, which its launcher will say
+            return
+        told = record.environment.get("accelerate") or {}
+        known = launch.knows_processes and "processes" in told
+        now = flatten(resolved(run.recipe)) | ({"processes": launch.processes} if known else {})
+        then = flatten(record.config) | told
+        keys = [key for key in now if key.startswith((*_SPEED, "processes")) and now[key] != "auto"]
+        if differ := {key: (now[key], then.get(key)) for key in keys if now[key] != then.get(key)}:
+            raise InputError(
+                f"{run.run_dir}: was measured with other settings (now, and then): {in_words(differ)}; set them back, name "
+                f"another `run_dir` in {self.path}, or remove {run.run_dir} to measure it again"
+            )
 
     def check(self) -> list[Matrix]:
         """Every phase as a matrix, before the first is begun: on the base, or where that takes it not, on a cell of the phase

@@ -161,6 +161,23 @@ def test_where_nothing_is_stable_there_is_no_answer_and_the_status_says_so(phase
     assert "Ended: no cell of phase batch is stable." in out and "To train with it" not in out
 
 
+@pytest.mark.parametrize(
+    ("overrides", "differ"),
+    [
+        ({"batch.microbatch": 8}, "`batch.microbatch`: 8 and 2"),
+        ({"model": {"gradient_checkpointing": {"every": 2}}}, "`model.gradient_checkpointing.every`: 2 and None"),
+    ],
+)
+def test_a_cell_that_was_measured_under_other_settings_of_speed_is_refused(overrides, differ, phases_file, finish, capsys):
+    phases_file(LOSS)
+    finish(1, "kind=reference", 100.0)
+    path = phases_file(LOSS, overrides=overrides)
+    run_dir = path.parent / "tune" / "1-loss" / "kind=reference"
+    assert main(["phases", str(path)]) == 2
+    refused = capsys.readouterr().err
+    assert refused.startswith(f"error: {run_dir}: was measured with other settings (now, and then): {differ}; set them back")
+
+
 def test_a_dry_run_prints_every_command_and_leaves_nothing(phases_file, capsys, tmp_path):
     assert main(["phases", str(phases_file(BATCH, LOSS)), "train.steps=7", "--dry-run"]) == 0
     out = capsys.readouterr().out
