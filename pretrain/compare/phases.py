@@ -316,6 +316,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure(search: Search) -> int:
     """Run phase after phase, until one gains nothing; returns the exit status."""
     page = search.folder / "phases.md"
+    was_there = page.exists()
     with StopRequest(passed_on=True) as stop:
         for number, phase in enumerate(search.settings.phases, start=1):
             matrix = search.next_matrix(number)
@@ -334,5 +335,6 @@ def measure(search: Search) -> int:
             if not goes_on:
                 break
     took = duration(time.monotonic() - search.began)
-    print(f"\n{report(search)}\n\nmeasured in {took}; the table is in {page}")
+    where = f"{page} stays as an earlier search left it" if was_there and not search.best else f"the table is in {page}"
+    print(f"\n{report(search)}\n\nmeasured in {took}; {where}")
     return 0 if search.best else 1

@@ -159,6 +159,11 @@ def test_where_nothing_is_stable_there_is_no_answer_and_the_status_says_so(phase
     assert main(["phases", str(path)]) == 1
     out = capsys.readouterr().out
     assert "Ended: no cell of phase batch is stable." in out and "To train with it" not in out
+    page = path.parent / "tune" / "phases.md"
+    assert f"the table is in {page}" in out and "no cell of phase batch is stable" in page.read_text()
+    page.write_text("an answer")
+    assert main(["phases", str(path)]) == 1
+    assert f"{page} stays as an earlier search left it" in capsys.readouterr().out and page.read_text() == "an answer"
 
 
 @pytest.mark.parametrize(
