@@ -109,6 +109,8 @@ def extending_a_decayed_run(path: Path, record: Mapping[str, Any], job: Job, *, 
     optimizer = recipe.optimizer.model_copy(update={"learning_rate": rate})
     last = schedule.learning_rate(step - 1, settings, optimizer, horizon, tokens)
     following = schedule.learning_rate(step, recipe.schedule, recipe.optimizer, job.plan.steps, recipe.batch.tokens)
+    if following <= last:  # as after a decay's first step, which has the whole rate still
+        return None
     told = (
         f"{path.name} is from the decay towards step {horizon:,}, which began after step {decay:,}: the rate would leap from "
         f"{last:.3g} to {following:.3g}, and what the decay has gained would be lost. "

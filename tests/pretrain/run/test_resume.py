@@ -80,8 +80,17 @@ def test_a_schedule_that_falls_all_the_way_has_no_better_place(tmp_path: Path) -
         (80, 100, {"kind": "wsd", "decay": 0.4}),
         (80, 90, {"kind": "wsd", "decay": 0.4}),
         (100, 120, {"kind": "constant"}),
+        (61, 120, {"kind": "wsd", "decay": 0.4}),
+        (100, 120, {"kind": "wsd", "decay": 0.4, "min_lr_ratio": 1.0}),
     ],
-    ids=["before the decay", "not prolonged", "shortened", "never decays"],
+    ids=[
+        "before the decay",
+        "not prolonged",
+        "shortened",
+        "never decays",
+        "its first step, at the whole rate",
+        "falls by nothing",
+    ],
 )
 def test_nothing_is_said_where_no_decay_is_undone(tmp_path: Path, step: int, to: int, schedule: dict) -> None:
     assert told(tmp_path, step, to, [40, step], **schedule) is None
