@@ -175,8 +175,10 @@ def rate_has_moved(record: Mapping[str, Any], job: Job) -> str | None:
     now = schedule.learning_rate(step, recipe.schedule, recipe.optimizer, plan.steps, recipe.batch.tokens)
     if step >= plan.steps or math.isclose(saved, now, rel_tol=0.01):
         return None
+    most = recipe.optimizer.learning_rate
+    own = saved * record["identity"].get("optimizer.learning_rate", most) / most
     return (
-        f"the learning rate of step {step + 1:,} is {now:.3g}, and the checkpoint's run would have had {saved:.3g}, because "
+        f"the learning rate of step {step + 1:,} is {now:.3g}, and the checkpoint's run would have had {own:.3g}, because "
         "`schedule`, the horizon or `batch.tokens` has changed; leave all three as they were to keep the rate"
     )
 

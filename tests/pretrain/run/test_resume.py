@@ -15,7 +15,7 @@ from pretrain.checkpoint.state import TrainState
 from pretrain.metrics.health import Health
 from pretrain.metrics.run_record import read_run
 from pretrain.metrics.trackers import cut_back, last_steps
-from pretrain.run.changes import extending_a_decayed_run, precisions_around
+from pretrain.run.changes import extending_a_decayed_run, precisions_around, rate_has_moved
 from pretrain.run.resume import ResumePoint, keep_what_is_cut, renamed_source
 from pretrain.settings.config import identity_of, load_recipe
 from pretrain.settings.recipe import Recipe
@@ -94,6 +94,18 @@ def test_a_schedule_that_falls_all_the_way_has_no_better_place(tmp_path: Path) -
 )
 def test_nothing_is_said_where_no_decay_is_undone(tmp_path: Path, step: int, to: int, schedule: dict) -> None:
     assert told(tmp_path, step, to, [40, step], **schedule) is None
+
+
+def test_the_rate_that_a_checkpoint_would_have_had_is_of_its_own_largest_rate() -> None:
+    was, now = (
+        Recipe.model_validate(
+            RECIPE | {"optimizer": {"learning_rate": rate}, "schedule": {"kind": "linear"}, "train": {"steps": n}}
+        )
+        for rate, n in ((0.01, 20), (0.03, 40))
+    )
+    record = {"progress": {"step": 10, "steps": 20}, "identity": identity_of(was, "fingerprint")}
+    said = rate_has_moved(record, SimpleNamespace(recipe=now, plan=SimpleNamespace(steps=40)))
+    assert said.startswith("the learning rate of step 11 is 0.0225, and the checkpoint's run would have had 0.005, because")
 
 
 @pytest.mark.parametrize(
