@@ -197,6 +197,9 @@ def _check_source(settings: ModelSettings) -> None:
     if folder.exists():
         content = load_object(folder / "config.json", "name a folder that holds a model")
         _check_layers(content, f"{folder / 'config.json'}")
+    said = folder / "generation_config.json"  # for which transformers takes values of its own where it cannot be read
+    if settings.weights_source is not None and said.exists():
+        load_object(said, "mend it, or remove it")
 
 
 def _config_of_source(settings: ModelSettings) -> PretrainedConfig:

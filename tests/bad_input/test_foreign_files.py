@@ -244,6 +244,19 @@ def test_a_config_json_of_a_hundred_thousand_layers_or_brackets_is_refused(small
     assert re.search(r"config.json: cannot be read: nested deeper than 64", refusal("--plan"))
 
 
+@pytest.mark.parametrize(
+    ("written", "why"), [("{nope", "cannot be read: Expecting"), ("[]", "a JSON object is wanted, here is list")]
+)
+def test_a_generation_config_that_transformers_would_pass_over_is_refused(written, why, small_recipe, refusal, tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(small_recipe["model"]["config"] | {"architectures": ["Qwen3ForCausalLM"]}))
+    (folder / "generation_config.json").write_text(written)
+    small_recipe["model"] = {"source": str(folder)}
+    said = refusal("--plan")
+    assert f"{folder}/generation_config.json: {why}" in said and said.endswith("; mend it, or remove it")
+
+
 # ── Run folders ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
