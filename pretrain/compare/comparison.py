@@ -343,14 +343,18 @@ def other_machines(runs: Sequence[RunRecord]) -> str:
 def other_splits(runs: Sequence[RunRecord]) -> str:
     """Returns what to say where runs whose scales are of whole tensors split a step in several ways; empty where all that are
     known split it alike."""
-    ways: dict[tuple[int, int], list[str]] = {}
+    ways: dict[tuple[int, tuple[int, ...]], list[str]] = {}
     for run in runs:
         packs = (run.audit.get("memory") or {}).get("microbatch", (run.config.get("batch") or {}).get("microbatch"))
-        processes = (run.environment.get("accelerate") or {}).get("processes", 1)
+        starts = [start.get("accelerate") or {} for start in run.starts.values()]
+        processes = tuple(dict.fromkeys(each.get("processes", 1) for each in starts))
         precisions = (PRECISIONS.get(use) for _, use in phases_of(run.config.get("precision")))  # a later version may have others
         if isinstance(packs, int) and any(each and each.quantized and each.tensor_scaled for each in precisions):
             ways.setdefault((packs, processes), []).append(run.name)
-    told = (f"{', '.join(names)} ({plural(packs, 'pack')} x {plural(ranks, 'rank')})" for (packs, ranks), names in ways.items())
+    told = (
+        f"{', '.join(names)} ({plural(packs, 'pack')} x {', then '.join(plural(each, 'rank') for each in ranks)})"
+        for (packs, ranks), names in ways.items()
+    )
     said = "Scales of whole tensors are a microbatch's, so losses depend a little on how a step is split into these"
     return f"{said}: {'; '.join(told)}." if len(ways) > 1 else ""
 
