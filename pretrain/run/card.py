@@ -117,7 +117,8 @@ def _rows(run: RunRecord) -> dict[str, str]:
     devices = ", then ".join(dict.fromkeys("{} x {}".format(*devices_of(each)) for each in starts))
     known = {each: run.versions_of(each) for each in ("torch", "transformers", "transformer-engine")}
     versions = ", ".join(f"{each} {version}" for each, version in known.items() if version)
-    commits = dict.fromkeys(str(commit)[:12] for each in starts if (commit := (each.get("git") or {}).get("commit")))
+    code = [git for each in starts if (git := each.get("git") or {}).get("commit")]
+    commits = dict.fromkeys(f"{str(git['commit'])[:12]}{' with changes' if git.get('dirty') else ''}" for git in code)
     return {
         "data": _data(data),
         "data fingerprint": (run.data_fingerprint or "")[:16],

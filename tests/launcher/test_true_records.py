@@ -203,3 +203,12 @@ def test_steps_that_other_packages_have_computed_say_so(
     assert main(["export", str(run.path / "checkpoints" / "step-00000004"), str(tmp_path / "out")]) == 0
     assert "| software | torch 2.0.1, transformers " in (tmp_path / "out" / "README.md").read_text()
     assert about(RunComparison.over([run])).endswith(f" · torch 2.0.1, then {now}")
+
+
+def test_a_card_says_where_the_code_had_changes_that_its_commit_has_not(train_here: Callable, tmp_path: Path) -> None:
+    run_dir = train_here(*over(QUICK, "train.steps=2")).run_dir
+    written = json.loads((run_dir / "environment.json").read_text())
+    for dirty, said in ((True, f"launcher commit {'a' * 12} with changes |"), (False, f"launcher commit {'a' * 12} |")):
+        (run_dir / "environment.json").write_text(json.dumps(written | {"git": {"commit": "a" * 40, "dirty": dirty}}))
+        assert main(["export", str(run_dir), str(tmp_path / str(dirty))]) == 0
+        assert said in (tmp_path / str(dirty) / "README.md").read_text()
