@@ -189,7 +189,8 @@ class Search:
         known = launch.knows_processes and "processes" in told
         now = flatten(resolved(run.recipe)) | ({"processes": launch.processes} if known else {})
         then = flatten(record.config) | told
-        keys = [key for key in now if key.startswith((*_SPEED, "processes")) and now[key] != "auto"]
+        recorded = tuple(name for name in (*_SPEED, "processes") if any(key.startswith(name) for key in then))
+        keys = [key for key in now if key.startswith(recorded) and now[key] != "auto"]
         if differ := {key: (now[key], then.get(key)) for key in keys if now[key] != then.get(key)}:
             raise InputError(
                 f"{run.run_dir}: was measured with other settings (now, and then): {in_words(differ)}; set them back, name "
