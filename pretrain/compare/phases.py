@@ -33,7 +33,7 @@ from foundation.settings import FilePath, PathText, PositiveCount, Settings, Sha
 from foundation.signals import StopRequest
 from foundation.tables import UNKNOWN, markdown, or_dash
 from foundation.units import count, duration, memory, percent, plural
-from pretrain.compare.fairness import in_words
+from pretrain.compare.fairness import in_words, recipe_of
 from pretrain.compare.matrix import Outcome, run_all
 from pretrain.compare.matrix_cell import TIME_IS_UP_STATUS, command_of
 from pretrain.compare.matrix_file import Axes, LaunchFile, Matrix, MatrixRun, Values, load_matrix
@@ -183,14 +183,14 @@ class Search:
         """InputError where steps of `run` were timed under settings that it has no more: their speed is not its own."""
         try:
             record = read_run(run.run_dir)
+            measured = recipe_of(record)
         except InputError:  # not begun, or damaged, which its launcher will say
             return
         told = record.environment.get("accelerate") or {}
         known = launch.knows_processes and "processes" in told
         now = flatten(resolved(run.recipe)) | ({"processes": launch.processes} if known else {})
-        then = flatten(record.config) | told
-        recorded = tuple(name for name in (*_SPEED, "processes") if any(key.startswith(name) for key in then))
-        keys = [key for key in now if key.startswith(recorded) and now[key] != "auto"]
+        then = flatten(resolved(measured)) | told
+        keys = [key for key in now if key.startswith((*_SPEED, "processes")) and now[key] != "auto"]
         if differ := {key: (now[key], then.get(key)) for key in keys if now[key] != then.get(key)}:
             raise InputError(
                 f"{run.run_dir}: was measured with other settings (now, and then): {in_words(differ)}; set them back, name "

@@ -183,6 +183,16 @@ def test_a_cell_that_was_measured_under_other_settings_of_speed_is_refused(overr
     assert refused.startswith(f"error: {run_dir}: was measured with other settings (now, and then): {differ}; set them back")
 
 
+def test_a_cell_that_was_measured_before_a_setting_of_speed_existed_counts_as_by_its_default(phases_file, finish):
+    path = phases_file(LOSS)
+    finish(1, "kind=reference", 100.0)
+    config = path.parent / "tune" / "1-loss" / "kind=reference" / "config.yaml"
+    old = yaml.safe_load(config.read_text())
+    del old["deterministic"], old["model"]["fused"]
+    config.write_text(yaml.safe_dump(old))
+    load_phases(path, []).next_matrix(1)
+
+
 def test_a_dry_run_prints_every_command_and_leaves_nothing(phases_file, capsys, tmp_path):
     assert main(["phases", str(phases_file(BATCH, LOSS)), "train.steps=7", "--dry-run"]) == 0
     out = capsys.readouterr().out
