@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +21,6 @@ from typing import Any
 
 import torch
 
-from benchmarks.device_time import median_seconds
 from foundation.errors import InputError
 from foundation.units import TERA
 from pretrain.metrics.flops import ModelFlops
@@ -119,6 +120,20 @@ def timed(product: Product, tokens: int, precision: str, device: torch.device) -
     run = fp8_product if precision == "fp8" else plain_product
     dtype = FP32 if precision == "fp32" else BF16
     return {which: median_seconds(run(which, *sizes, dtype, device), device) for which, sizes in product.sizes(tokens).items()}
+
+
+def median_seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Median seconds of a run: by CUDA events over caches that are cleared in between on a GPU, by the clock on a CPU."""
+    if device.type == "cuda":
+        from triton.testing import do_bench  # only here: a CPU has no Triton
+
+        return do_bench(run, return_mode="median") / 1e3
+    seconds = []
+    for _ in range(10):
+        began = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
 
 
 def plain_product(which: str, m: int, k: int, n: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:

@@ -3,7 +3,7 @@
     accelerate launch --config_file accelerate_configs/zero.yaml --num_processes 4 benchmarks/two_hosts.py RECIPE key=value ...
 
 Between the halves everything goes through TCP sockets of the loopback device, as over a network; within a half it is NVLink as
-before. `benchmarks.collectives` measures how fast that network is.
+before. `nccl-tests` measures how fast that network is.
 """
 
 from __future__ import annotations

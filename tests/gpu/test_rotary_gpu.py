@@ -277,40 +277,6 @@ def test_two_runs_agree_bit_for_bit() -> None:
 
 
 @cuda_only
-@pytest.mark.parametrize("heads", [Heads(16, 8, 128), Heads(14, 2, 64), Heads(8, 4, 256)], ids=str)
-@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
-@pytest.mark.parametrize("normed", [True, False])
-def test_codes_are_those_that_the_library_makes_of_the_bf16_gradient(heads: Heads, recipe: str, normed: bool) -> None:
-    te = pytest.importorskip("transformer_engine.pytorch", reason="needs Transformer Engine")
-    from benchmarks.fused_kernels import quantizer_of
-    from pretrain.model.fused import rotary_kernel as kernel
-    from pretrain.model.fused.te_storage import allocate, scaling_of
-
-    if recipe == "block" and (heads.dim != 128 or not te.is_fp8_block_scaling_available()):
-        pytest.skip("a head is no block, or nothing is scaled in blocks here")
-    problem = Problem(8192, heads, BF16, normed, in_parts=True)
-    ours, theirs = quantizer_of(recipe, gradient=True), quantizer_of(recipe, gradient=True)
-    for quantizer in (ours, theirs) if recipe == "delayed" else ():
-        quantizer.scale.fill_(9_000.0)  # at which the largest saturate
-    assert kernel.writes(scaling_of(ours), problem.gradients[0], heads)
-    made, written = allocate(ours, (8192, heads.width), problem.qkv.device)
-    arguments = (*problem.gradients, problem.qkv if normed else None, problem.cos, problem.sin, heads, problem.norms)
-    sums = kernel.rotate_backward_in_codes(*arguments, written)
-    again = kernel.rotate_backward_in_codes(*arguments, written)
-    assert not normed or all(torch.equal(a, b) for a, b in zip(sums, again, strict=True))
-    gradient, *norm_gradients = kernel_backward(problem)
-    check_norm_gradients(sums, norm_gradients)
-    expected = theirs(gradient)
-    for name in ("_data", "_transpose", "_rowwise_data", "_columnwise_data"):
-        if getattr(expected, name, None) is not None:
-            assert torch.equal(getattr(made, name), getattr(expected, name)), name
-    for name in ("_scale_inv", "_rowwise_scale_inv", "_columnwise_scale_inv"):
-        if getattr(expected, name, None) is not None:
-            assert torch.equal(getattr(made, name), getattr(expected, name)), name
-    assert recipe != "delayed" or torch.equal(ours.amax, theirs.amax)
-
-
-@cuda_only
 def test_heads_of_other_sizes_are_rotated_by_torch() -> None:
     problem = Problem(64, Heads(4, 2, 96), BF16, normed=True)
     assert not has_kernel(problem.qkv, problem.heads)
