@@ -47,6 +47,10 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
 gc.disable()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-golden", action="store_true", help="write tests/golden/expected.json anew")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest begins first, then modules that start several processes: no worker then waits for them at the end."""
 
