@@ -1,6 +1,6 @@
 """What a comparison is remembered by: of each run its settings that differ, its losses by step, its summary; once, the machine.
 
-    python -m benchmarks.collect_runs runs/comparison/*/ --out benchmarks/results/h200_comparison.json
+    python -m benchmarks.collect_runs runs/comparison/*/ --out benchmarks/results/loss/h200_comparison.json
 
 Run folders hold far more and are not kept. `python -m pretrain report` reads such a file as it reads run folders.
 """

@@ -40,6 +40,12 @@ def command(arguments: Sequence[str] | None = None) -> str:
     return shlex.join(["python", *(["-m", module.name] if module else sys.argv[:1]), *given])
 
 
+def device_and_torch(environment: Mapping[str, Any]) -> str:
+    """What figures were computed by: "NVIDIA H200, torch 2.11.0"."""
+    gpus, torch = environment.get("gpus"), (environment.get("packages") or {}).get("torch")
+    return ", ".join(filter(None, [gpus[0] if gpus else "a CPU", f"torch {torch}" if torch else ""]))
+
+
 def measured_on(environment: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The head of a result file. `environment`: where it is not to be asked for here, or says more."""
     return {

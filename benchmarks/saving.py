@@ -1,6 +1,6 @@
 """How long a checkpoint stops training, and when it is on the disk, by its size; and what writing costs the steps beside it.
 
-    python -m benchmarks.saving --gb 20 --folder /scratch --out benchmarks/results/h200_saving.json
+    python -m benchmarks.saving --gb 20 --folder /scratch --out benchmarks/results/resume/h200_saving.json
     torchrun --nproc-per-node 4 -m benchmarks.saving --gb 20 ...     # replicas share the writing
 
 The tensors are those of `weights: bf16_exact`, 12 bytes a parameter, in matrices of 2048 x 6144. Beside a save a loop computes,

@@ -1,13 +1,13 @@
 """Ways to train one model, side by side: every way in a process of its own, on the same packs, from the same weights.
 
-    python -m benchmarks.throughput --out benchmarks/results/h200_throughput.json
-    python -m benchmarks.throughput --model llama_8b --out benchmarks/results/h200_throughput_8b.json
-    python -m benchmarks.throughput --report benchmarks/results/h200_throughput.json
+    python -m benchmarks.throughput --out benchmarks/results/speed/h200_throughput.json
+    python -m benchmarks.throughput --model llama_8b --out benchmarks/results/speed/h200_throughput_8b.json
+    python -m benchmarks.throughput --report benchmarks/results/speed/h200_throughput.json
 
 Measured are whole steps, data included; the machine's own limits in the same run, so that every figure is also a share of what
 is possible; and of every way whether it trains what plain Hugging Face trains (benchmarks.ways.judge). A way that fails stands in
 the result with its error. The file is written after every way, and `--continue` adds to it what is missing. `--report` makes the
-table of docs/results.md and its picture from result files; `--tiny` goes through everything with a small model on a CPU.
+tables of docs/results.md from result files; `--tiny` goes through everything with a small model on a CPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main() -> int:
     arguments = parse_arguments()
     try:
         if arguments.report:
-            throughput_report.write(arguments.report, arguments.page, arguments.picture)
+            throughput_report.write(arguments.report, arguments.page)
         else:
             measure(arguments)
     except InputError as error:
@@ -48,14 +48,12 @@ def parse_arguments() -> argparse.Namespace:
     how = parser.add_argument_group("how")
     how.add_argument("--warm-up", type=int, default=3, help="steps before those that are timed")
     how.add_argument("--steps", type=int, default=8, help="timed steps")
-    how.add_argument("--gpus", type=int, default=1, metavar="N", help="N ways at a time, each on a GPU of its own")
     how.add_argument("--timeout", type=float, default=400, help="seconds for one way")
     how.add_argument("--continue", action="store_true", dest="go_on", help="keep what --out has measured already")
     how.add_argument("--out", type=Path, help="the result file")
     show = parser.add_argument_group("showing results")
-    show.add_argument("--report", type=Path, nargs="+", metavar="FILE", help="result files to make the table and picture from")
+    show.add_argument("--report", type=Path, nargs="+", metavar="FILE", help="result files to make the tables from")
     show.add_argument("--page", type=Path, default=Path("docs/results.md"), help="whose table between the markers is replaced")
-    show.add_argument("--picture", type=Path, default=Path("docs/throughput.png"))
     arguments = parser.parse_args()
     if not (arguments.report or arguments.out or arguments.list):
         parser.error("--out FILE is needed, to hold the result")
@@ -72,7 +70,7 @@ def measure(arguments: argparse.Namespace) -> None:
     known = [entry.name for entry in model.entries]
     if unknown := [name for name in arguments.ways or () if name not in known]:
         raise InputError(f"--ways: {arguments.model} has no way {', '.join(unknown)}; it has {', '.join(known)}")
-    check_devices(arguments)
+    check_device(arguments)
     chosen = [entry for entry in model.entries if not arguments.ways or entry.name in (BASELINE, *arguments.ways)]
     settings = Settings(
         model=arguments.model,
@@ -80,25 +78,21 @@ def measure(arguments: argparse.Namespace) -> None:
         configuration=model.configuration,
         warm_up=arguments.warm_up,
         steps=arguments.steps,
-        gpus=arguments.gpus,
         timeout=arguments.timeout,
         whole_documents=model.whole_documents,
     )
     Bench(settings, arguments.out, command(), go_on=arguments.go_on).run(chosen)
 
 
-def check_devices(arguments: argparse.Namespace) -> None:
-    """Keep the tiny model on the CPU; InputError where the others' GPUs are not there, as on a CPU they would train for days."""
+def check_device(arguments: argparse.Namespace) -> None:
+    """Keep the tiny model on the CPU; InputError where there is no GPU for the others: on a CPU they would train for days."""
     if arguments.model == "tiny":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         return
     import torch  # only here: naming the ways and making the report need none
 
-    found = torch.cuda.device_count()
-    if found < arguments.gpus:
-        raise InputError(
-            f"--gpus: {arguments.gpus} CUDA devices are needed and {found} found; take fewer, or --tiny for a dry run on the CPU"
-        )
+    if not torch.cuda.is_available():
+        raise InputError("no CUDA device is here; take --tiny for a dry run on the CPU")
 
 
 if __name__ == "__main__":

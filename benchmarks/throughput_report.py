@@ -1,4 +1,4 @@
-"""Result files of `benchmarks.throughput` as the table of docs/results.md, between its markers, and as a picture."""
+"""Result files of `benchmarks.throughput` as the tables of docs/results.md, between its markers."""
 
 from __future__ import annotations
 
@@ -7,37 +7,37 @@ import os
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
-from benchmarks.page import check_place, put_between, wrapped
 from benchmarks.ways.judge import LOSES, RIGHT, UNKNOWN, WRONG
 from foundation.errors import InputError
+from foundation.files import replace_file
 from foundation.tables import markdown, or_dash
-from pretrain.compare.appearance import colour_of
-from pretrain.compare.figures import GREY, new_figure, save, style_panel
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 BEGIN, END = "<!-- throughput -->", "<!-- /throughput -->"
-FEWEST_PLACES = 3  # for bars in a panel
+PAGE_WIDTH = 100
 REFERENCES = ("reference", "reference_bf16")  # ways whose better one the others are multiples of
 SAME_TRAINING = {RIGHT: "yes", WRONG: "no", LOSES: f"no: {LOSES}", UNKNOWN: UNKNOWN}  # in the table, by verdict
 COMMAND = "python -m benchmarks.throughput --report"
 Way = Mapping[str, Any]
 
 
-def write(files: Sequence[Path], page: Path, picture: Path) -> None:
-    """Replace what stands between the markers of `page`, and draw `picture`. InputError for a file that cannot be used."""
-    results = [read(file) for file in files]
-    check_place(page, BEGIN, END)
-    draw(results, files, picture)
-    image = f"![tokens a second by way]({Path(os.path.relpath(picture, page.parent)).as_posix()})"
-    tables = [section(result, os.path.relpath(file, page.parent)) for result, file in zip(results, files, strict=True)]
-    made = f"`{COMMAND} {' '.join(map(str, files))}` makes this table and the picture."
-    put_between(page, BEGIN, END, [*tables, image, wrapped(made)])
+def write(files: Sequence[Path], page: Path) -> None:
+    """Replace what stands between the markers of `page`. InputError for a file that cannot be used."""
+    text = page.read_text()
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        raise InputError(f"{page}: has no place for the table; put {BEGIN} and {END}, each on a line, where it shall stand")
+    tables = [section(read(file), os.path.relpath(file, page.parent)) for file in files]
+    made = wrapped(f"`{COMMAND} {' '.join(map(str, files))}` makes these tables.")
+    before, _, rest = text.partition(BEGIN)
+    replace_file(page, (before + "\n\n".join([BEGIN, *tables, made, END]) + rest.partition(END)[2]).encode())
+
+
+def wrapped(text: str, indent: str = "") -> str:
+    """`text` in lines of a page, all but the first after `indent`."""
+    return textwrap.fill(text, PAGE_WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def read(file: Path) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def section(result: Mapping[str, Any], link: str) -> str:
 def introduction(result: Mapping[str, Any], link: str) -> str:
     recipe = load_settings(result)
     packs, gpus = result["packs"], result["environment"]["gpus"]
-    device, side_by_side = gpus[0] if gpus else result["environment"]["processor"], int(result["settings"]["gpus"])
+    device = gpus[0] if gpus else result["environment"]["processor"]
     floors = {name: recipe["tokens"] / seconds for name, seconds in result["limits"].get("floors", {}).items()}
     torch_version, settings = result["environment"]["packages"]["torch"], result["settings"]
     documents = f"documents of {packs['sum_squared_lengths_per_token']:.0f} tokens on average by squared length (Σlen²/T)"
@@ -91,8 +91,6 @@ def introduction(result: Mapping[str, Any], link: str) -> str:
         )
     if note := result.get("note"):  # by hand
         parts.append(note)
-    elif side_by_side > 1:
-        parts.append(f"{side_by_side} GPUs of one host worked at a time, which lowers clocks, and figures, by 1 to 3 %.")
     return wrapped(" ".join(parts))
 
 
@@ -148,66 +146,3 @@ def remarks_on(way: Way) -> list[str]:
     elif way.get("packs"):
         remarks.append(f"in microbatches of {way['microbatch']}, with which it began")
     return remarks
-
-
-# ── The picture ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def draw(results: Sequence[Mapping[str, Any]], files: Sequence[Path], picture: Path) -> None:
-    """Bars of tokens/s, a panel a result: ours in their precision's colour, others grey, wrong ones hatched, limits as lines."""
-    ways = [[way for way in ordered(result) if way["status"] == "ok"] for result in results]
-    heights = [0.32 * max(len(each), FEWEST_PLACES) + 1.1 for each in ways]
-    figure = new_figure(10, sum(heights) + 0.4)
-    panels = figure.subplots(len(results), 1, height_ratios=heights, squeeze=False)[:, 0]
-    for panel, result, file, each in zip(panels, results, files, ways, strict=True):
-        draw_bars(panel, each)
-        draw_limits(panel, result)
-        environment = result["environment"]
-        device = environment["gpus"][0] if environment["gpus"] else environment["processor"]
-        whole = ", whole documents" if result["packs"].get("whole_documents") else ""
-        panel.set_title(f"{load_settings(result)['name']}{whole} ({file.name})\n", loc="left", weight="bold")
-        said = f"tokens a second on one {device}; whiskers from the slowest to the fastest step"
-        place = {"xytext": (0, 4), "xycoords": "axes fraction", "textcoords": "offset points"}
-        panel.annotate(said, (0, 1), fontsize="small", color=GREY, **place)
-    save(figure, picture)
-
-
-def draw_bars(panel: Axes, ways: Sequence[Way]) -> None:
-    style_panel(panel)
-    panel.grid(visible=False, axis="y")
-    panel.grid(axis="x", color="#DDDDDD", linewidth=0.6)
-    for place, way in enumerate(ways):
-        speed, wrong = way["tokens_per_second"], way["verdict"] == WRONG
-        colour = colour_of(way["precision"]) if way["ours"] else "#AAAAAA"
-        look = {"color": "white", "edgecolor": colour, "hatch": "////"} if wrong else {"color": colour}
-        whiskers = [[speed["median"] - speed["min"]], [speed["max"] - speed["median"]]]
-        panel.barh(place, speed["median"], height=0.7, xerr=whiskers, error_kw={"ecolor": "black", "elinewidth": 0.8}, **look)
-        mark = f"  {way['verdict']}" if way["verdict"] in (WRONG, LOSES) else ""
-        label = panel.text(speed["max"], place, f"  {speed['median']:,.0f}{mark}", va="center", fontsize="small")
-        label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})  # over the limits' lines
-    names = [textwrap.fill(f"{way['label']}; {way['weights']} weights", 52) for way in ways]
-    panel.set_yticks(range(len(ways)), names, fontsize="small")
-    panel.xaxis.set_major_formatter("{x:,.0f}")
-    panel.margins(x=0.16)
-    panel.set_ylim(max(len(ways), FEWEST_PLACES) - 0.4, -0.6)  # two bars are as thick as twenty
-
-
-def draw_limits(panel: Axes, result: Mapping[str, Any]) -> None:
-    """A line for each floor that some way is measured against, named at its foot."""
-    used = {way["floor"] for way in result["ways"].values() if way["status"] == "ok"}
-    for name, seconds in result["limits"].get("floors", {}).items():
-        if name in used:
-            speed = load_settings(result)["tokens"] / seconds
-            panel.axvline(speed, color=GREY, linestyle="--", linewidth=1)
-            panel.annotate(
-                f"{name} limit",
-                (speed, 0),
-                xytext=(-4, 4),
-                xycoords=("data", "axes fraction"),
-                textcoords="offset points",
-                rotation=90,
-                ha="right",
-                va="bottom",
-                fontsize="x-small",
-                color=GREY,
-            )

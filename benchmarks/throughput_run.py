@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import queue
 import shlex
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,19 +18,17 @@ from typing import Any
 import yaml
 
 from benchmarks import throughput_packs
-from benchmarks.evidence_results import device_and_torch
-from benchmarks.machine import environment_from_elsewhere, processor, run_to_its_end
-from benchmarks.training_speed import measure as measure_ours
+from benchmarks.machine import LAUNCH, device_and_torch, environment_from_elsewhere, processor, run_to_its_end
 from benchmarks.ways.entries import BASELINE, Entry
 from benchmarks.ways.judge import TOLERANCES, judge
-from foundation.ending import reason_in
 from foundation.errors import InputError
 from foundation.files import replace_file
 from foundation.settings import load_with_bases
+from pretrain.metrics.run_record import is_step, read_metrics
 from pretrain.settings.config import load_recipe, resolved
 from pretrain.settings.recipe import Recipe
 
-SAID = 4000  # characters of a failed way's output that are kept
+LAST_OUTPUT = 4000  # characters of a failed way's output that stay in the result
 
 
 @dataclass(frozen=True)
@@ -46,7 +40,6 @@ class Settings:
     configuration: Path  # accelerate's, for ours
     warm_up: int
     steps: int
-    gpus: int
     timeout: float
     whole_documents: bool = False
 
@@ -71,7 +64,7 @@ class Settings:
 
     @property
     def overrides(self) -> list[str]:
-        """Return what every way changes in the recipe: these packs replace its text, and it trains the steps to be measured."""
+        """What every way changes in the recipe: these packs replace its text, and it trains the steps to be measured."""
         return [*throughput_packs.settings_for(self.packs), f"train.steps={self.all_steps}"]
 
     def record(self) -> dict[str, Any]:
@@ -84,13 +77,13 @@ class Settings:
 
 
 class Bench:
-    """One run of the benchmark. `out` holds at any time what is measured so far; with `go_on`, also what it held before."""
+    """One run of the benchmark, one way at a time. `out` holds at any time what is measured so far; with `go_on`, also what it
+    held before."""
 
     def __init__(self, settings: Settings, out: Path, command: str, *, go_on: bool) -> None:
         self.settings = settings
         self.out = out
         self.result: dict[str, Any] = {"command": command, "settings": settings.record(), "tolerances": TOLERANCES, "ways": {}}
-        self._saving = threading.Lock()
         if go_on and out.exists():
             self._take_up(json.loads(out.read_text()))
 
@@ -107,26 +100,14 @@ class Bench:
         self.result["ways"] = {name: way for name, way in before["ways"].items() if way["status"] == "ok"}
 
     def run(self, entries: Sequence[Entry]) -> None:
-        """Measure the limits and every entry that is not measured yet, as many at a time as there are GPUs for."""
+        """Measure the limits and every entry that is not measured yet, the baseline first."""
         self._make_packs()
         if self.result.get("limits", {}).get("status") != "ok":
             self.result["limits"] = self._worker(["benchmarks.limits", "--recipe", str(self.settings.recipe)], {})
             self.result["environment"] = environment_from_elsewhere() | {"processor": processor()}
-        free: queue.Queue[int] = queue.Queue()
-        for gpu in range(self.settings.gpus):
-            free.put(gpu)
-
-        def one(entry: Entry) -> None:
-            gpu = free.get()
-            try:
-                self._save(entry, self._measure(entry, gpu))
-            finally:
-                free.put(gpu)
-
         missing = [entry for entry in entries if entry.name not in self.result["ways"]]
-        missing.sort(key=lambda entry: entry.name != BASELINE)
-        with ThreadPoolExecutor(self.settings.gpus) as pool:
-            list(pool.map(one, missing))
+        for entry in sorted(missing, key=lambda entry: entry.name != BASELINE):
+            self._save(entry, self._measure(entry))
 
     def _make_packs(self) -> None:
         settings = self.settings
@@ -137,47 +118,38 @@ class Bench:
 
     # ── One way ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _measure(self, entry: Entry, gpu: int) -> dict[str, Any]:
+    def _measure(self, entry: Entry) -> dict[str, Any]:
         """One entry in a process of its own, with compile caches of its own: a warm one would shorten somebody's first step."""
         print(f"{entry.name} ...", flush=True)
         began = time.perf_counter()
         with tempfile.TemporaryDirectory(prefix="throughput-") as folder:
             caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
-            device = {"CUDA_VISIBLE_DEVICES": visible_device(gpu)} if self.settings.gpus > 1 else {}
-            measured = (self._ours if entry.ours else self._other)(entry, caches | device, Path(folder))
+            measured = (self._ours if entry.ours else self._other)(entry, caches, Path(folder) / "run")
         return measured | {"wall_seconds": time.perf_counter() - began}
 
-    def _ours(self, entry: Entry, environment: Mapping[str, str], folder: Path) -> dict[str, Any]:
+    def _ours(self, entry: Entry, environment: Mapping[str, str], run_dir: Path) -> dict[str, Any]:
+        """A real `accelerate launch`; the figures are those of the run's own records."""
         settings = self.settings
-        run = measure_ours(
-            [*settings.overrides, *entry.overrides],
-            recipe=settings.recipe,
-            config=settings.configuration,
-            timeout=settings.timeout,
-            folder=folder / "run",
-            environment=environment,
-        )
-        run["command"] = run["command"].replace(str(folder / "run"), "runs/throughput")  # which is gone when the way has ended
-        if run["status"] != 0 or "summary" not in run:
-            said = run.get("output", "")
-            kind = "timeout" if run["status"] == "timeout" else "failed"
-            return {"status": kind, "reason": reason_in(said.splitlines()), "command": run["command"], "output": said[-SAID:]}
-        audit = json.loads((folder / "run" / "audit.json").read_text())
-        steps = run["steps"]
+        overrides = [*settings.overrides, *entry.overrides]
+        launch = [*LAUNCH, "--config_file", str(settings.configuration), "train_accelerate.py", str(settings.recipe)]
+        status, output = run_to_its_end([*launch, *overrides, f"run_dir={run_dir}"], settings.timeout, environment)
+        command = {"command": shlex.join(["accelerate", *launch[3:], *overrides, "run_dir=runs/throughput"])}
+        if status != 0 or not (run_dir / "summary.json").exists():
+            return failure(status, output) | command
+        summary, audit = (json.loads((run_dir / name).read_text()) for name in ("summary.json", "audit.json"))
+        steps = [record for record in read_metrics(run_dir) if is_step(record)]
+        figures = {"losses": "loss", "gradient_norms": "gradient_norm", "step_ms": "step_ms", "data_wait_ms": "data_wait_ms"}
         return {
             "status": "ok",
-            "command": run["command"],
-            "losses": steps["loss"],
-            "gradient_norms": steps["gradient_norm"],
-            "step_ms": steps["step_ms"],
-            "data_wait_ms": steps["data_wait_ms"],
-            "memory_gib": run["summary"]["memory_gib"],
-            "recompiles": run["summary"]["recompiles"],
-            "microbatch": load_recipe(settings.recipe, [*settings.overrides, *entry.overrides]).batch.microbatch,
+            **command,
+            **{name: [step[key] for step in steps] for name, key in figures.items()},
+            "memory_gib": summary["memory_gib"],
+            "recompiles": summary["recompiles"],
+            "microbatch": load_recipe(settings.recipe, overrides).batch.microbatch,
             "audit": {key: value for key, value in audit.items() if key != "products"},
         }
 
-    def _other(self, entry: Entry, environment: Mapping[str, str], folder: Path) -> dict[str, Any]:
+    def _other(self, entry: Entry, environment: Mapping[str, str], run_dir: Path) -> dict[str, Any]:
         """Train with the recipe's microbatch, or the largest half, quarter, ... that fits: plain transformers hold all logits."""
         settings, tried = self.settings, []
         microbatch = entry.packs or settings.loaded.batch.microbatch
@@ -194,29 +166,26 @@ class Bench:
     def _worker(self, command: list[str], environment: Mapping[str, str]) -> dict[str, Any]:
         """What `python -m command` prints as the last line that is JSON; where there is none, how it failed."""
         status, output = run_to_its_end([sys.executable, "-m", *command], self.settings.timeout, environment)
-        said = {"command": shlex.join(["python", "-m", *command])}
         results = [line for line in output.splitlines() if line.startswith('{"status": ')]
-        if status == 0 and results:
-            return json.loads(results[-1]) | said
-        kind = "timeout" if status == "timeout" else "failed"
-        return {"status": kind, "reason": reason_in(output.splitlines()), "output": output[-SAID:]} | said
+        measured = json.loads(results[-1]) if status == 0 and results else failure(status, output)
+        return measured | {"command": shlex.join(["python", "-m", *command])}
 
     # ── The result ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _save(self, entry: Entry, measured: dict[str, Any]) -> None:
         described = dataclasses.asdict(entry) | {"ours": entry.ours, "floor": entry.floor, "date": time.strftime("%Y-%m-%d")}
-        with self._saving:
-            self.result["ways"][entry.name] = described | measured
-            finish(self.result, self.settings)
-            self.out.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(self.out, json.dumps(self.result, indent=1).encode() + b"\n")
-            print(line(self.result["ways"][entry.name]), flush=True)
+        self.result["ways"][entry.name] = described | measured
+        finish(self.result, self.settings)
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(self.out, json.dumps(self.result, indent=1).encode() + b"\n")
+        print(line(self.result["ways"][entry.name]), flush=True)
 
 
-def visible_device(number: int) -> str:
-    """The name of GPU `number` among those that this process may see; empty where it may see none."""
-    names = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return str(number) if names is None else [*names.split(","), *[""] * number][number]
+def failure(status: int | str, output: str) -> dict[str, Any]:
+    """How a way failed: its last line that says something, and the end of its output."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    kind = "timeout" if status == "timeout" else "failed"
+    return {"status": kind, "reason": lines[-1] if lines else "it printed nothing", "output": output[-LAST_OUTPUT:]}
 
 
 def finish(result: dict[str, Any], settings: Settings) -> None:

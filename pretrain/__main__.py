@@ -20,7 +20,6 @@ from pretrain.settings.launch_variables import check_variables
 
 # By name: the module whose `main(arguments)` runs the command and returns its exit status, and what it does.
 RUNS = {
-    "recipes": ("pretrain.run.catalogue", "the recipes that are here: model, data, and time and memory on H200s"),
     "plan": ("pretrain.run.planner", "time, cost, microbatch and expected loss of a recipe on devices that are not here"),
     "report": ("pretrain.compare.report", "curves and tables of run folders, and how one run differs from another"),
     "doctor": ("pretrain.run.doctor", "which precision works on this machine, on what, and how fast"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import runpy
 import shutil
 import subprocess
 import sys
@@ -11,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from foundation.errors import InputError
 from packing.__main__ import main as packing
 from pretrain.__main__ import COMMANDS, PACKS
 
@@ -49,12 +47,6 @@ def test_one_command_has_all_commands_and_runs_them_from_anywhere(installed: Pat
     refused = run("report", "nothing")
     assert (refused.returncode, refused.stderr.count("error: ")) == (2, 1) and "nothing" in refused.stderr
     assert (installed / "train_accelerate.py").is_file(), "which a matrix starts"
-
-
-def test_a_listing_says_that_recipes_lie_in_the_checkout(installed: Path):
-    listing = runpy.run_path(str(installed / "pretrain/run/catalogue.py"))  # in this process, which has imported torch
-    with pytest.raises(InputError, match=r"RECIPE: none is given.* recipes/ of the checkout; name that folder, or a YAML file"):
-        listing["main"]([])
 
 
 def test_every_file_of_the_packages_is_installed(installed: Path):

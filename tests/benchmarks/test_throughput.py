@@ -7,7 +7,6 @@ import json
 import re
 import sys
 import tempfile
-import threading
 from collections.abc import Mapping
 from contextlib import redirect_stdout
 from dataclasses import replace
@@ -19,7 +18,7 @@ import pytest
 import torch
 import yaml
 
-from benchmarks import limits, throughput_packs, throughput_run, training_speed
+from benchmarks import limits, throughput_packs, throughput_run
 from benchmarks.machine import LAUNCH
 from benchmarks.throughput_run import Bench, Settings
 from benchmarks.ways import hf_compiled, hf_eager, worker
@@ -51,12 +50,10 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class BenchHere(Bench):
     """One that starts our way in a forked process, and the others here: most of each would be torch's import."""
 
-    _alone = threading.Lock()
-
     def _worker(self, command: list[str], environment: Mapping[str, str]) -> dict[str, Any]:
         main = {"benchmarks.limits": limits.main, "benchmarks.ways.worker": worker.main}[command[0]]
         said = io.StringIO()
-        with self._alone, pytest.MonkeyPatch.context() as patch, redirect_stdout(said):
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(said):
             patch.setattr(sys, "argv", command)
             main()
         (result,) = (line for line in said.getvalue().splitlines() if line.startswith('{"status": '))
@@ -73,16 +70,16 @@ def run_forked(command: list[str], timeout: float, environment: Mapping[str, str
 
 @pytest.fixture(scope="module")
 def measured(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The result file of one run over three ways, two at a time."""
+    """The result file of one run over three ways."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
         patch.setattr(Settings, "packs", recipe.parent / "packs")
         # Asked for here, where torch is imported already and holds no GPU.
         patch.setattr(throughput_run, "environment_from_elsewhere", partial(describe_environment, {}))
-        patch.setattr(training_speed, "run_to_its_end", run_forked)
+        patch.setattr(throughput_run, "run_to_its_end", run_forked)
         for key, value in {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}.items():
             patch.setenv(key, value)
-        settings = Settings("tiny", recipe, CPU, warm_up=2, steps=4, gpus=2, timeout=600)
+        settings = Settings("tiny", recipe, CPU, warm_up=2, steps=4, timeout=600)
         out = tmp_path_factory.mktemp("results") / "result.json"
         BenchHere(settings, out, "a test", go_on=False).run([TINY["hf_eager"], TINY["fp32"], BROKEN])
         return json.loads(out.read_text())
@@ -134,7 +131,7 @@ def test_a_way_is_tried_with_half_the_microbatch_until_it_fits(recipe: Path, tmp
         fits = command[command.index("--microbatch") + 1] == "1"
         return {"status": "ok"} if fits else {"status": "out of memory", "reason": "too much"}
 
-    bench = Bench(Settings("tiny", recipe, CPU, 1, 1, 1, timeout=600), tmp_path / "out.json", "a test", go_on=False)
+    bench = Bench(Settings("tiny", recipe, CPU, 1, 1, timeout=600), tmp_path / "out.json", "a test", go_on=False)
     monkeypatch.setattr(bench, "_worker", memory_for_one)
     assert bench._other(BROKEN, {}, tmp_path) == {"status": "ok", "microbatch": 1, "microbatches_that_did_not_fit": [2]}
 
@@ -147,7 +144,7 @@ def test_the_result_names_command_machine_versions_and_packs(measured: dict[str,
 
 def test_a_way_that_breaks_down_is_recorded_with_its_error(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
-    bench = Bench(Settings("tiny", recipe, CPU, 1, 1, 1, timeout=600), tmp_path / "out.json", "a test", go_on=False)
+    bench = Bench(Settings("tiny", recipe, CPU, 1, 1, timeout=600), tmp_path / "out.json", "a test", go_on=False)
     found = bench._worker(["benchmarks.no_such_way"], {})
     assert found["status"] == "failed" and "No module named benchmarks.no_such_way" in found["reason"]
     late = Bench(replace(bench.settings, timeout=0.01), tmp_path / "out.json", "a test", go_on=False)
@@ -156,7 +153,7 @@ def test_a_way_that_breaks_down_is_recorded_with_its_error(recipe: Path, tmp_pat
 
 def test_what_was_measured_with_other_settings_is_not_continued(recipe: Path, tmp_path: Path):
     out = tmp_path / "out.json"
-    settings = Settings("tiny", recipe, CPU, 1, 1, 1, timeout=600)
+    settings = Settings("tiny", recipe, CPU, 1, 1, timeout=600)
     out.write_text(json.dumps({"settings": settings.record(), "ways": {"a": {"status": "ok"}, "b": {"status": "failed"}}}))
     assert Bench(settings, out, "", go_on=True).result["ways"] == {"a": {"status": "ok"}}, "what failed is tried again"
     with pytest.raises(InputError, match=r"other settings \(steps, packs\); name another --out"):
@@ -167,7 +164,7 @@ def test_what_was_measured_on_another_device_is_not_continued(recipe: Path, tmp_
     environment = describe_environment({}) | {"gpus": []}
     monkeypatch.setattr(throughput_run, "environment_from_elsewhere", lambda: environment)
     out = tmp_path / "out.json"
-    settings = Settings("tiny", recipe, CPU, 1, 1, 1, timeout=600)
+    settings = Settings("tiny", recipe, CPU, 1, 1, timeout=600)
     before = {"settings": settings.record(), "environment": environment, "ways": {"a": {"status": "ok"}}}
     out.write_text(json.dumps(before))
     assert Bench(settings, out, "", go_on=True).result["ways"] == {"a": {"status": "ok"}}

@@ -277,7 +277,7 @@ def test_the_shipped_matrices_load(path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_a_value_that_needs_quotes_has_none_in_the_name_of_its_run(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
-    assert names(load_matrix("recipes/matrices/fused.yaml"))[:2] == ["bf16-fused=off", "bf16"]
+    assert names(load_matrix("benchmarks/evidence/matrices/fused.yaml"))[:2] == ["bf16-fused=off", "bf16"]
 
 
 def test_the_references_matrices_are_its_eight_and_its_twenty_runs(monkeypatch: pytest.MonkeyPatch):

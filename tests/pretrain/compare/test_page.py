@@ -31,8 +31,8 @@ from pretrain.precision.registry import PRECISIONS
 from tests.pretrain.compare.made_runs import make_run, trained
 
 ROOT = Path(__file__).parents[3]
-KEPT = ROOT / "benchmarks/results/h200_comparison.json"
-THROUGHPUT = ROOT / "benchmarks/results/h200_throughput.json"
+KEPT = ROOT / "benchmarks/results/loss/h200_comparison.json"
+THROUGHPUT = ROOT / "benchmarks/results/speed/h200_throughput.json"
 PUBLISHED = ROOT / "benchmarks/results/published_small_malaysian_lm.csv"
 LONG = [3.0 - 0.001 * step for step in range(100)]
 

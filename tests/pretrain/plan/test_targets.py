@@ -197,7 +197,7 @@ def test_a_device_whose_name_says_another_memory_than_the_tables_has_none_of_it(
 @pytest.mark.parametrize("precision", ["bf16", "delayed"])
 def test_memory_is_what_a_run_took_on_that_device(precision, job):
     """Of exact BF16 weights, 8 packs of 4,096 at once."""
-    measured = json.loads((ROOT / "benchmarks/results/h200_throughput.json").read_text())["ways"][f"{precision}_exact"][
+    measured = json.loads((ROOT / "benchmarks/results/speed/h200_throughput.json").read_text())["ways"][f"{precision}_exact"][
         "memory_gib"
     ]
     planned = Target("H200").plan(job(precision, batch={"tokens": 131072, "microbatch": 8}))

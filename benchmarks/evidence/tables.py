@@ -1,0 +1,228 @@
+"""The evidence's result files as tables: what each precision costs in loss, as a mean over seeds with its interval.
+
+    python -m benchmarks.evidence.tables
+
+writes `benchmarks/evidence/results.md`, and the table of the answer in docs/evidence.md, from
+`benchmarks/results/loss/h200_evidence_*.jsonl`. A file is a scale: a model of one size on one text. Its lines are sessions (a
+command on a machine, with the settings that its runs share) and runs (a cell, that is a precision with its options, under one
+seed). A run is held against the baseline of its seed in its own session, as another machine's baseline ends elsewhere by chance.
+A seed that several sessions have counts once, by the mean of its differences.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import textwrap
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from foundation.files import replace_file
+from foundation.tables import UNKNOWN, markdown, or_dash
+from pretrain.compare.seeds import MARGIN, SeedDifference
+
+RESULTS = Path("benchmarks/results/loss")
+PAGE, ANSWER = Path("benchmarks/evidence/results.md"), Path("docs/evidence.md")
+BEGIN, END = "<!-- evidence -->", "<!-- /evidence -->"
+SCALES = ("14m", "14m_lr2", "35m", "35m_once", "111m", "111m_five_times", "continued")
+BASELINE = "bf16"
+LAST_STEPS = 100  # whose mean is a run's training loss
+# Whose equivalence was to be tested before any of them ran; all other cells are estimates.
+TESTED = tuple(f"{cell}_branch" for cell in ("delayed", "delayed_head", "current", "block", "mxfp8"))
+# The rows of the answer: a scale, a cell, and what it is called.
+ROWS = (
+    ("14m", "delayed_branch", "FP8, delayed scaling"),
+    ("14m", "delayed_head_branch", "FP8, delayed scaling, the head in FP8 too"),
+    ("14m", "delayed_kept_branch", "FP8, delayed scaling, its last layer in BF16"),
+    ("14m", "current_branch", "FP8, current scaling"),
+    ("14m", "block_branch", "FP8, blocks"),
+    ("14m", "mxfp8_branch", "MXFP8, emulated"),
+    ("14m", "nvfp4_branch", "NVFP4 in every linear, emulated"),
+    ("14m", "nvfp4_kept_branch", "NVFP4, its last layer in BF16, emulated"),
+    ("14m", "nvfp4_then_bf16_branch", "NVFP4, the decay in BF16, emulated"),
+    ("14m", "mxfp4_branch", "MXFP4, emulated"),
+    ("14m", "bf16_weights_branch", "plain BF16 weights, which lose updates"),
+    ("35m", "delayed_branch", "35 million: FP8, delayed scaling"),
+    ("35m", "delayed_head_branch", "35 million: the head in FP8 too"),
+    ("35m_once", "delayed_branch", "35 million, each token once: FP8, delayed scaling"),
+    ("111m", "delayed_branch", "112 million: FP8, delayed scaling"),
+)
+
+Run = Mapping[str, Any]
+Measure = Callable[[Run], float | None]  # a figure of a run, None where it has none
+
+
+def served_loss(run: Run) -> float | None:
+    """Held-out loss of the last weights in BF16 by plain transformers, nats a token."""
+    return run["final"]["held_out_loss"]
+
+
+def trained_loss(run: Run) -> float | None:
+    """The same in the precision that trained, as the run itself evaluated it."""
+    return run["trained_held_out"][-1][1]
+
+
+def training_loss(run: Run) -> float:
+    """Mean of the last LAST_STEPS steps, in the precision that trained."""
+    return statistics.fmean(run["last_losses"])
+
+
+def divergence(run: Run) -> float | None:
+    """KL from the baseline of its seed to it, nats a token."""
+    return run["final"]["kl_to_baseline"]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """One file: its sessions by number, and all runs."""
+
+    name: str
+    sessions: Mapping[int, Mapping[str, Any]]
+    runs: tuple[Run, ...]
+
+    @classmethod
+    def read(cls, name: str) -> Scale:
+        lines = [json.loads(line) for line in (RESULTS / f"h200_evidence_{name}.jsonl").read_text().splitlines()]
+        runs = tuple(line for line in lines if "run" in line)
+        return cls(name, {line["session"]: line for line in lines if "run" not in line}, runs)
+
+    @property
+    def cells(self) -> list[str]:
+        return list(dict.fromkeys(run["cell"] for run in self.runs))
+
+    def of(self, cell: str) -> Iterator[Run]:
+        return (run for run in self.runs if run["cell"] == cell)
+
+    def broken(self, cell: str) -> bool:
+        """Whether a run of the cell came to no end: the mean of the others would flatter it."""
+        return any("halted" in run or served_loss(run) is None for run in self.of(cell))
+
+    def above_baseline(self, cell: str, measure: Measure) -> dict[int, float]:
+        """Return by seed the figure minus that of the baseline in the same session."""
+        base = {(run["session"], run["seed"]): measure(run) for run in self.of(BASELINE)}
+        differences = defaultdict(list)
+        for run in self.of(cell):
+            ours, theirs = measure(run), base.get((run["session"], run["seed"]))
+            if ours is not None and theirs is not None:
+                differences[run["seed"]].append(ours - theirs)
+        return {seed: statistics.fmean(values) for seed, values in sorted(differences.items())}
+
+    def level(self, measure: Measure, seeds: Iterator[int] | None = None) -> float:
+        """The baseline's figure, the mean over seeds of the mean over its runs."""
+        values = defaultdict(list)
+        for run in self.of(BASELINE):
+            if (value := measure(run)) is not None:
+                values[run["seed"]].append(value)
+        return statistics.fmean(statistics.fmean(values[seed]) for seed in (seeds or values))
+
+    def difference(self, cell: str, measure: Measure = served_loss) -> SeedDifference | None:
+        """The cell above the baseline; None where no seed has both, or one of its runs came to no end."""
+        above = {} if self.broken(cell) else self.above_baseline(cell, measure)
+        if not above:
+            return None
+        return replace(SeedDifference.of(above, dict.fromkeys(above, 0.0)), baseline=self.level(measure, iter(above)))
+
+
+def share(difference: SeedDifference | None) -> str:
+    """ "+0.07 ± 0.14 %" of the baseline's loss; without an interval where there are too few seeds for one."""
+    if difference is None:
+        return UNKNOWN
+    mean, half = 100 * difference.mean / difference.baseline, difference.half_width()
+    interval = "" if half is None else f" ± {100 * half / difference.baseline:.2f}"
+    return f"{mean:+.2f}{interval} %".replace("-", "−")
+
+
+def verdict(cell: str, difference: SeedDifference | None) -> str:
+    """The test's outcome for what was to be tested; all else is an estimate."""
+    if difference is None:
+        return "broke off"
+    word = difference.verdict()
+    return f"{len(difference.by_seed)} seeds: no interval" if word is None else word if cell in TESTED else "estimate"
+
+
+def cells_table(scale: Scale) -> str:
+    """Every cell of a scale beside the baseline, whose own losses stand in the first row."""
+    header = ["cell", "seeds", "served in BF16", "verdict", "as trained", "training loss", "its verdict", "KL", "last word"]
+    levels = [f"{scale.level(measure):.4f}" for measure in (served_loss, trained_loss, training_loss)]
+    words = [run["final"].get("last_word_accuracy") for run in scale.of(BASELINE)]
+    seeds = {run["seed"] for run in scale.of(BASELINE)}
+    last_word = or_dash(mean(words), "{:.1%}".format)
+    rows = [[BASELINE, str(len(seeds)), levels[0], "baseline", levels[1], levels[2], "baseline", "1", last_word]]
+    between = mean([value for session in scale.sessions.values() for value in session["kl_between_baseline_seeds"]])
+    for cell in scale.cells:
+        if cell == BASELINE:
+            continue
+        served, training = scale.difference(cell), scale.difference(cell, training_loss)
+        distance = mean([divergence(run) for run in scale.of(cell)])
+        rows.append(
+            [
+                cell,
+                str(len({run["seed"] for run in scale.of(cell)})),
+                share(served),
+                verdict(cell, served),
+                share(scale.difference(cell, trained_loss)),
+                share(training),
+                verdict(cell, training),
+                f"{distance / between:.2f}" if distance is not None and between else UNKNOWN,
+                or_dash(mean([run["final"].get("last_word_accuracy") for run in scale.of(cell)]), "{:.1%}".format),
+            ]
+        )
+    return markdown(header, rows)
+
+
+def mean(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
+
+
+def answer_table(scales: Mapping[str, Scale]) -> str:
+    """The rows of docs/evidence.md."""
+    header = ["above BF16", "seeds", "served in BF16", "verdict", "as trained", "training loss", "its verdict"]
+    rows = []
+    for name, cell, label in ROWS:
+        scale = scales[name]
+        served, training = scale.difference(cell), scale.difference(cell, training_loss)
+        seeds = str(len(served.by_seed))
+        as_trained = share(scale.difference(cell, trained_loss))
+        rows.append([label, seeds, share(served), verdict(cell, served), as_trained, share(training), verdict(cell, training)])
+    return markdown(header, rows)
+
+
+def page(scales: Mapping[str, Scale]) -> str:
+    """All tables, with the machines and commits behind each."""
+    parts = [
+        "# Evidence: the tables",
+        textwrap.fill(
+            "`python -m benchmarks.evidence.tables` makes this page from `benchmarks/results/loss/`. What the cells are is in "
+            "[design.md](design.md), what they mean in [docs/evidence.md](../../docs/evidence.md). Losses are shares of the "
+            "baseline's, means over seeds with the 95 % interval by Student's t. The verdict is that of two one-sided t tests "
+            f"at 5 % against a margin of {100 * MARGIN:g} %. KL is over that between baselines of two seeds.",
+            100,
+        ),
+    ]
+    for scale in scales.values():
+        session = scale.sessions[1]
+        commits = sorted({run["commit"][:8] for run in scale.runs if run.get("commit")})
+        head = f"{session['parameters']:,} parameters, {session['tokens']:,} tokens; {len(scale.runs)} runs in "
+        head += f"{len(scale.sessions)} sessions on {session['gpus'][0]}s, torch {session['packages']['torch']}. "
+        parts += [f"## {scale.name}", textwrap.fill(f"{head}Code: {', '.join(commits)}.", 100), cells_table(scale)]
+    return "\n\n".join(parts) + "\n"
+
+
+def with_table(text: str, table: str) -> str:
+    """`text` with what stands between the markers replaced."""
+    before, _, rest = text.partition(BEGIN)
+    return f"{before}{BEGIN}\n\n{table}\n\n{END}{rest.partition(END)[2]}"
+
+
+def main() -> None:
+    scales = {name: Scale.read(name) for name in SCALES}
+    replace_file(PAGE, page(scales).encode())
+    replace_file(ANSWER, with_table(ANSWER.read_text(), answer_table(scales)).encode())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""What the documents say of results is what the result files hold."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks.evidence.tables import ANSWER, PAGE, SCALES, Scale, answer_table, page, with_table
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks/results"
+INDEX = (RESULTS / "INDEX.md").read_text(encoding="utf-8")
+ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in INDEX.splitlines() if line.startswith("| [")]
+FILES = {re.search(r"\((.*)\)", row[0])[1]: row for row in ROWS}
+
+
+def test_the_index_names_every_file_once_and_a_page_that_links_to_it():
+    found = {path.relative_to(RESULTS).as_posix() for path in RESULTS.rglob("*") if path.is_file()} - {"INDEX.md"}
+    assert FILES.keys() == found and len(ROWS) == len(found)
+    for name, (_, shows, where, _) in FILES.items():
+        linked = (RESULTS / re.search(r"\((.*)\)", where)[1]).read_text(encoding="utf-8")
+        assert shows and (name in linked or (name.endswith(".jsonl") and "results/INDEX.md" in linked)), name
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name.endswith(".json")])
+def test_the_index_has_the_commit_of_a_file(name: str):
+    content = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+    git = (content.get("environment") or {}).get("git") or {"commit": content.get("commit")}
+    commit = (git["commit"] or "not recorded")[: 8 if git["commit"] else None]
+    assert FILES[name][3] == commit + (" (dirty)" if git.get("dirty") else "")
+
+
+def test_results_are_few_and_small():
+    sizes = [path.stat().st_size for path in RESULTS.rglob("*") if path.is_file()]
+    assert len(sizes) <= 60 and sum(sizes) <= 3.2e6
+
+
+def test_the_tables_of_the_evidence_are_those_of_its_files(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(ROOT)
+    scales = {name: Scale.read(name) for name in SCALES}
+    remedy = "python -m benchmarks.evidence.tables"
+    assert PAGE.read_text(encoding="utf-8") == page(scales), remedy
+    text = ANSWER.read_text(encoding="utf-8")
+    assert text == with_table(text, answer_table(scales)), remedy
+
+
+def test_readmes_losses_are_those_of_the_evidence(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(ROOT)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Which precision")[2].partition("\n## ")[0]
+    cells = {"`fp8_delayed.yaml` | `weights=bf16_exact` |": "delayed", "linear+head": "delayed_head", "fp8_current": "current"}
+    for row, cell in (cells | {"mxfp8.yaml": "mxfp8", "nvfp4": "nvfp4"}).items():
+        (line,) = [line for line in readme.splitlines() if line.startswith("|") and row in line]
+        shown = [float(figure.replace("−", "-")) for figure in re.findall(r"([+−]\d\.\d\d) %", line)]
+        scales = ("14m", "35m")[: len(shown)]
+        differences = [Scale.read(scale).difference(f"{cell}_branch") for scale in scales]
+        assert shown == pytest.approx([100 * each.mean / each.baseline for each in differences], abs=0.0051), line
+
+
+def test_readmes_speeds_are_those_of_the_result_files():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    files, table = re.search(r"\*\*Speed\.\*\*(.*?)\n(\|.*?)\n\n", text, re.DOTALL).groups()
+    _, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    for file, *column in zip(re.findall(r"results/[\w/]+\.json", files), *[row[2:] for row in rows], strict=True):
+        ways = json.loads((ROOT / "benchmarks" / file).read_text(encoding="utf-8"))["ways"]
+        speeds = {f"{way['tokens_per_second']['median']:,.0f}" for way in ways.values() if way["status"] == "ok"}
+        shown = [speed for cell in column for speed in re.findall(r"\d+,\d{3}", cell)]
+        assert len(shown) >= 4 and set(shown) <= speeds
