@@ -280,6 +280,12 @@ def yaml_of(values: dict[str, Any]) -> str:
     return yaml.dump(values, Dumper=getattr(yaml, "CSafeDumper", yaml.SafeDumper))
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below `folder` with its bytes; the lock file left out."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
 def over(settings: Iterable[str], *later: str) -> list[str]:
     """`settings` (key=value) without those that `later` arguments of the launcher set too, then these: it takes each key once."""
     keys = {text.partition("=")[0] for text in later if "=" in text}

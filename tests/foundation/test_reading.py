@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foundation.errors import InputError
-from foundation.reading import MOST_DEPTH, load_json, load_object, one_line, parse_json, parse_yaml, read_regular, reason_of
+from foundation.reading import MOST_DEPTH, one_line, parse_json, parse_yaml, read_regular, reason_of
 from foundation.settings import load_yaml
-from tests.fuzz.damage import STAND_INS, stand_in
 
 BOMB = "l0: &l0 [x]\n" + "".join(f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 9)}]\n" for i in range(1, 20))
 
@@ -97,16 +96,6 @@ def test_json_is_read_down_to_a_depth_that_nothing_of_ours_has(depth: int, read:
     else:
         with pytest.raises(ValueError, match="nested deeper than 64"):
             parse_json(text)
-
-
-@pytest.mark.parametrize("kind", STAND_INS)
-def test_what_is_no_file_is_refused_without_waiting_and_without_reading_it(kind: str, tmp_path: Path):
-    stand_in(tmp_path / "x.yaml", kind)
-    for read in (load_yaml, lambda path: load_object(path, "write it again")):
-        with pytest.raises(InputError, match=r"x\.yaml: (cannot be read|no such file)"):
-            read(tmp_path / "x.yaml")
-    with pytest.raises(OSError):
-        load_json(tmp_path / "x.yaml")
 
 
 def test_a_file_beyond_its_limit_is_not_read(tmp_path: Path):

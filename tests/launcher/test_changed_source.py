@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.bad_input.test_bad_data import write_tokenizer
+from tests.fuzz.files import forge_checkpoint
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from foundation.errors import InputError
@@ -18,9 +20,7 @@ from pretrain.__main__ import main
 from pretrain.checkpoint.folders import step_folder
 from pretrain.compare.fairness import check_comparable, describe_unfairness
 from pretrain.metrics.run_record import read_run
-from tests.bad_input.conftest import contents
-from tests.bad_input.test_bad_data import write_tokenizer
-from tests.fuzz.files import forge_checkpoint
+from tests.conftest import contents
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "attn_pdrop": 0.0}

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from packing.arrow import Pack, PackWriter
 from pretrain.__main__ import main
 from pretrain.checkpoint.folders import step_folders, step_of
-from tests.bad_input.conftest import contents
+from tests.conftest import contents
 
 BEST = ("checkpoint.best=true", "checkpoint.keep=2", "checkpoint.every=1")
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.bad_input.test_bad_data import write_tokenizer
 
 from foundation.errors import InputError
 from packing.arrow import Pack, PackWriter
@@ -27,9 +28,7 @@ from pretrain.compare.page import about
 from pretrain.metrics import run_folder
 from pretrain.metrics.run_record import MEASURE, read_run
 from pretrain.plan.targets import MeasuredRun
-from tests.bad_input.conftest import contents
-from tests.bad_input.test_bad_data import write_tokenizer
-from tests.conftest import PACK_LENGTH, VOCABULARY, over
+from tests.conftest import PACK_LENGTH, VOCABULARY, contents, over
 
 QUICK = ("train.steps=4", "evaluate.every=2", "checkpoint.every=2", "parity=off")
 DDP = ["--config_file", "accelerate_configs/ddp.yaml", "--mixed_precision", "no"]

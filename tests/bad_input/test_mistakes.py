@@ -1,0 +1,322 @@
+"""Mistakes that people make, one of a kind: status 2, and one message that names the key or the file. Nothing is begun."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from packing.__main__ import main as packing
+from pretrain.__main__ import main as pretrain
+
+MDS = Path(__file__).parents[1] / "data" / "mds" / "reference"
+
+# What is given on the command line over a good recipe, and what the message must name.
+SETTINGS = {
+    "optimizer.learnin_rate=1": "`optimizer.learnin_rate`; did you mean `optimizer.learning_rate`",
+    "--optimizer.learnin_rate=3": "`optimizer.learnin_rate`",
+    "weigths=bf16": "`weights`",
+    "Seed=3": "`seed`",
+    "a[0]=3": "`a[0]`",
+    "train.steps.x=3": "`train.steps.x`",
+    "seed=[[[": "seed",
+    "run_dir=": "run_dir",
+    "run_dir=runs/{nmae}": "{name}",
+    "run_dir=runs/{optimizer.learningrate}": "{optimizer.learning_rate}",
+    "run_dir=/dev/null/run": "/dev/null/run",
+    "run_dir=/proc/run": "/proc/run",
+    "weights": "'weights'",
+    "--seed 3": "--seed",
+    "--plan --profile": "--profile",
+    "fp8_config.keep_bf16=down_proj": "fp8_config.keep_bf16",
+    "train.steps=many": "`train.steps`",
+    "train.steps=0": "`train.steps`",
+    "train={steps: 3, tokens: 5}": "`tokens`",
+    "train={}": "`train`",
+    "train.epochs=-1": "train.epochs",
+    "train={epochs: .inf}": "`train.epochs`",
+    "train.begin_with=nowhere/step-00000004": "`train.begin_with`",
+    "optimizer.learning_rate=-1": "`optimizer.learning_rate`",
+    "optimizer.learning_rate=.nan": "`optimizer.learning_rate`",
+    "optimizer.learning_rate=30": "`optimizer.learning_rate",
+    "optimizer.betas=[0.9,1.5]": "`optimizer.betas",
+    "optimizer.betas=0.9": "`optimizer.betas",
+    "optimizer.eps=.inf": "`optimizer.eps`",
+    "optimizer.weight_decay=-1": "`optimizer.weight_decay`",
+    "optimizer.clip=0": "`optimizer.clip`",
+    "optimizer.moments=fp8": "`optimizer.moments`",
+    "precision=delayd": "'delayed'",
+    "precision=fp8": "`precision`",
+    "precision=delayed": "`precision: delayed`",
+    "precision=fp32 weights=bf16": "`weights: bf16`",
+    "precision=bf16 fp8_config.margin=2": "`precision: bf16`",
+    "precision=mxfp8 fp8_config.margin=2": "`precision: mxfp8`",
+    "precision=[{until:0.5,use:bf16}]": "`precision`",
+    "precision=[{until:12,use:bf16},{use:fp32}]": "`precision`",
+    "fp8_config.recipe=mxfp8": "`fp8_config`",
+    "fp8_config.scope=all": "`fp8_config.scope`",
+    "fp8_config.on_unsupported=ignore": "`fp8_config.on_unsupported`",
+    "precision=block fp8_config.backend=emulation": "`data.length: 32`",
+    "precision=delayed fp8_config.backend=emulation fp8_config.keep_bf16=[layers.9.*]": "`fp8_config.keep_bf16`",
+    "precision=delayed fp8_config.backend=emulation fp8_config.fp8_format=E5M2": "fp8_format",
+    "precision=delayed fp8_config.backend=emulation fp8_config.amax_history_len=0": "amax_history_len",
+    "weights=fp16": "`weights`",
+    "parity=maybe": "`parity`",
+    "batch.tokens=250": "`batch.tokens: 250`",
+    "batch.tokens=0": "`batch.tokens`",
+    "batch.microbatch=3": "`batch.microbatch: 3`",
+    "batch.microbatch=0": "`batch.microbatch",
+    "schedule.warmup=100": "`schedule.warmup: 100`",
+    "schedule.kind=cosin": "`schedule.kind`",
+    "schedule.min_lr_ratio=2": "`schedule.min_lr_ratio`",
+    "schedule.decay=2": "`schedule.decay`",
+    "loss.kind=cce": "loss.kind",
+    "loss.chunk=0": "loss.chunk",
+    "loss.penalty_weight=0.1": "`penalty_weight`",
+    "loss.penalty=neg_entropy": "`penalty_weight`",
+    "loss.penalty=entropy": "`loss.penalty`",
+    "loss={penalty: top_k_mass, penalty_weight: 1}": "`top_k`",
+    "loss={penalty: top_k_mass, penalty_weight: 1, top_k: 61}": "`loss.top_k: 61`",
+    "loss.top_k=5": "`top_k`",
+    "evaluate.samples=[Once]": "`evaluate.samples`",
+    "evaluate.every=0": "`evaluate.every`",
+    "evaluate.packs=0": "`evaluate.packs`",
+    "checkpoint.keep=0": "`checkpoint.keep`",
+    "checkpoint.every=often": "`checkpoint.every`",
+    "checkpoint.best=true evaluate.every=null": "`checkpoint.best",
+    "log.trackers=[wandbb]": "'wandb'",
+    "log.every=0": "`log.every`",
+    "health.on_nan=ignore": "`health.on_nan`",
+    "health.on_spike=3": "`health.on_spike`",
+    "data.length=64": "`data.length` is 64",
+    "data.held_out=1.5": "`data.held_out`",
+    "data.held_out=all": "`data.held_out`",
+    "data.packs=/no/such": "`data.packs`",
+    "data.packing=first_fit": "`data.packing`",
+    "data.train_on=prompt": "`data.train_on`",
+    "data.tokenizr=x": "`data.tokenizer`",
+    "--resume nowhere": "nowhere",
+    "--resume tests": "tests",
+    "--eval-only": "no checkpoint",
+    "model.config.hiden_size=32": "`hidden_size`",
+    "model.config.hidden_size=wide": "hidden_size",
+    "model.config.hidden_size=0": "`model.config.hidden_size: 0`",
+    "model.config.vocab_size=0": "`model.config.vocab_size: 0`",
+    "model.config.vocab_size=10": "token id",
+    "model.config.hidden_act=swiglu": "swiglu",
+    "model.config.pad_token_id=200": "`model.config.pad_token_id: 200`",
+    "model.config.model_type=qwen33": "`qwen3`",
+    "model.config.num_attention_heads=3": "`num_attention_heads: 3`",
+    "model.config.max_position_embeddings=16": "`data.length: 32`",
+    "model.config=null": "`model`",
+    "model.config={model_type: gpt2, vocab_size: 61, attn_pdrop: 0.1}": "model.config.attn_pdrop",
+    "model.config={model_type: mamba, vocab_size: 61}": "MambaForCausalLM",
+    "model.config={model_type: bert, vocab_size: 61}": "BertLMHeadModel",
+    "model.config={model_type: t5, vocab_size: 61}": "T5Config",
+    "model.source=/no/such/model": "/no/such/model",
+    "model.source=tests": "`model.source`",
+    "model.source=nobody/nothing": "'nobody/nothing'",
+    "model.from_scratch=true": "`source`",
+    "model.attention=varlen": "model.attention",
+    "model.attention=flash": "`model.attention`",
+    "model.fused=maybe": "`model.fused`",
+    "model.compile=all": "`model.compile`",
+    "model.gradient_checkpointing=some": "model.gradient_checkpointing",
+    "precision=delayed fp8_config.backend=emulation model.fused=on": "`model.fused: on`",
+}
+
+FILES = {
+    "name: [small": "YAML",
+    "- small": "mapping",
+    "name: a\nname: b": "`name`",
+    "": "recipe.yaml",
+    "base: other.yaml": "other.yaml",
+}
+
+# accelerate's own variables, as its YAML sets them.
+LAUNCH = {
+    "ACCELERATE_MIXED_PRECISION=fp16": "mixed_precision",
+    "ACCELERATE_MIXED_PRECISION=fp8": "`precision: delayed`",
+    "ACCELERATE_FP8_RECPIE=nvfp4 ACCELERATE_MIXED_PRECISION=fp8": "`fp8_config.recpie`",
+    "ACCELERATE_TORCH_DEVICE=cuda:99": "ACCELERATE_TORCH_DEVICE",
+    "WORLD_SIZE=many": "WORLD_SIZE",
+    "MASTER_ADDR=127.0.0.1 ACCELERATE_DYNAMO_BACKEND=NO": "`distributed_type: NO`",
+}
+
+DOCUMENT = json.dumps({"text": "one two three " * 40})
+CHAT = json.dumps({"p": "one two", "r": "three", "m": [{"role": "user", "content": "one"}]})
+
+# The content of text.jsonl, what is set beside `source` and `tokenizer`, and what the message must name.
+TEXTS = [
+    ("", "", "text.jsonl"),
+    ('{"text": ""}\n\n', "", "text.jsonl"),
+    (f'{DOCUMENT}\n{{"text": \n', "", "text.jsonl:2"),
+    (f'{DOCUMENT}\n{{"text": 5}}\n', "", "text.jsonl:2"),
+    ("nonsense\n", "data.on_bad_line=skip", "text.jsonl:1"),
+    (DOCUMENT, "data.text=body", "`body`"),
+    (DOCUMENT, "data.text={title} {text}", "`title`"),
+    (DOCUMENT, "data.held_out=0.5", "data.held_out"),
+    (DOCUMENT, "data.source=/no/such.jsonl", "/no/such.jsonl"),
+    (DOCUMENT, "data.source={here}/empty", "empty"),
+    (DOCUMENT, "data.source={here}/cut.parquet", "cut.parquet"),
+    (DOCUMENT, "data.source={here}/cut.jsonl.gz", "cut.jsonl.gz"),
+    (DOCUMENT, "data.subset=en", "data.subset"),
+    (DOCUMENT, "data.streaming=true", "data.streaming"),
+    (DOCUMENT, "data.streaming.window=many", "window"),
+    (DOCUMENT, "data.add_bos=true", "data.add_bos"),
+    (DOCUMENT, "data.tokenizer=/no/such", "/no/such"),
+    (DOCUMENT, "data.tokenizer={here}/empty", "tokenizer.json"),
+    (DOCUMENT, "data.tokenizer=nobody/nothing", "nobody/nothing"),
+    (DOCUMENT, "data.tokenizer={here}/broken.json", "broken.json"),
+    (DOCUMENT, "data.tokenizer=null", "tokenizer"),
+    (DOCUMENT, "data.packs=/proc/none/packs", "/proc/none"),
+    (DOCUMENT, "data.packs={here}/run run_dir={here}/run", "`run_dir`"),
+    (DOCUMENT, "data.length=128 batch.tokens=1024", "64 positions"),
+    (DOCUMENT, "data.held_out=0 evaluate.every=5", "`evaluate.every: 5`"),
+    (DOCUMENT, "data.held_out=0 data.validation.source={here}/text.jsonl", "data.validation"),
+    (DOCUMENT, "model.config.vocab_size=3", "vocab"),
+    (CHAT, "data.prompt=p", "`response`"),
+    (CHAT, "data.prompt=p data.response=r", "data.chat_template"),
+    (CHAT, "data.prompt=p data.response=r data.chat_template={here}/no.jinja", "chat_template"),
+    (CHAT, "data.prompt=p data.response=q data.chat_template='{{ messages }}'", "`q`"),
+    (CHAT, "data.messages=x data.chat_template='{{ messages }}'", "`x`"),
+    (CHAT, "data.messages=m data.chat_template='{{ messages'", "chat_template"),
+    (CHAT, "data.input_ids=p", "`p`"),
+    (CHAT, "data.source=null data.sources='[{source: a, weight: -1}, {source: b, weight: 2}]'", "data.sources.0.weight"),
+    (CHAT, "data.source=null data.sources='[{source: a}]'", "weight"),
+]
+
+# Commands beside the launcher.
+COMMANDS = {
+    "export": "RUN_OR_CHECKPOINT",
+    "export nowhere out": "nowhere",
+    "export {here} out": "{here}",
+    "sample nowhere one": "nowhere",
+    "report nowhere": "nowhere",
+    "report {here}": "{here}",
+    "report": "RUN",
+    "matrix nowhere.yaml": "nowhere.yaml",
+    "matrix {here}/matrix.yaml": "recipe",
+    "phases nowhere.yaml": "nowhere.yaml",
+    "flops nowhere.yaml": "nowhere.yaml",
+    "plan nowhere.yaml": "nowhere.yaml",
+    "reprot": "report",
+    "inspect nowhere": "nowhere",
+}
+PACKING = {
+    "prepare nowhere.yaml": "nowhere.yaml",
+    "tokenizer nowhere --vocabulary 300 --out {here}/out": "nowhere",
+    "tokenizer {here}/text.jsonl --out {here}/out --vocabulary many": "--vocabulary",
+    "inspect nowhere": "nowhere",
+    "prepar": "prepare",
+}
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of the hub are looked up in the local cache only."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture
+def refusal(train_here: Callable[..., Any], small_recipe: dict[str, Any]) -> Callable[..., str]:
+    """Start the launcher on `small_recipe`; returns the message, after checking that nothing was begun."""
+
+    def run(*arguments: str) -> str:
+        message = train_here(*arguments).refusal
+        assert not (Path(small_recipe["run_dir"]) / "metrics.jsonl").exists()
+        return message
+
+    return run
+
+
+def split(given: str) -> list[str]:
+    """As a shell does where there are quotes; one setting of a value with blanks otherwise."""
+    return shlex.split(given) if "'" in given or "{" not in given else [given]
+
+
+@pytest.mark.parametrize("given", SETTINGS)
+def test_a_setting_that_cannot_be_trained_is_named(given: str, refusal: Callable) -> None:
+    assert SETTINGS[given] in refusal(*split(given))
+
+
+@pytest.mark.parametrize("content", FILES)
+def test_a_file_that_is_no_recipe_is_named(content: str, refusal: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.conftest.yaml_of", lambda recipe: content)
+    message = refusal()
+    assert "recipe.yaml" in message and FILES[content] in message
+
+
+@pytest.mark.parametrize("variables", LAUNCH)
+def test_what_accelerate_cannot_start_is_named(variables: str, refusal: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in variables.split():
+        monkeypatch.setenv(*variable.split("=", 1))
+    assert LAUNCH[variables] in refusal()
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    """A folder with what the tables name."""
+    (tmp_path / "empty").mkdir()
+    for name in ("cut.parquet", "cut.jsonl.gz"):
+        (tmp_path / name).write_bytes(b"\x1f\x8b\x08\x00 this is no archive")
+    (tmp_path / "broken.json").write_text("{nope")
+    (tmp_path / "matrix.yaml").write_text("name: precisions\n")
+    vocabulary = {word: number for number, word in enumerate(["<|endoftext|>", "one", "two", "three"])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|endoftext|>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+@pytest.mark.parametrize(("content", "given", "named"), TEXTS)
+def test_text_that_gives_no_packs_is_named(
+    content: str, given: str, named: str, here: Path, refusal: Callable, small_recipe: dict[str, Any]
+) -> None:
+    (here / "text.jsonl").write_text(content)
+    packs = here / "prepared" / "packs"
+    data = {"source": str(here / "text.jsonl"), "tokenizer": str(here / "tokenizer.json"), "packs": str(packs), "held_out": 0.2}
+    small_recipe["data"] |= data
+    given = given.replace("{here}", str(here))
+    assert named in refusal(*(shlex.split(given) if given.count("=") > 1 else [given] if given else []))
+    assert not packs.exists()
+
+
+@pytest.mark.parametrize("given", COMMANDS)
+def test_what_a_command_cannot_use_is_named(given: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert pretrain(shlex.split(given.replace("{here}", str(here)))) == 2
+    message = capsys.readouterr().err
+    assert message.count("error: ") == 1 and COMMANDS[given].replace("{here}", str(here)) in message
+
+
+@pytest.mark.parametrize("given", PACKING)
+def test_what_packing_cannot_use_is_named(given: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert packing(shlex.split(given.replace("{here}", str(here)))) == 2
+    message = capsys.readouterr().err
+    assert message.count("error: ") == 1 and PACKING[given] in message
+
+
+def test_every_mistake_of_a_recipe_is_named_at_once(refusal: Callable, small_recipe: dict[str, Any]) -> None:
+    small_recipe["modle"] = small_recipe.pop("model")
+    small_recipe["batch"]["microbatch"] = 0
+    message = refusal()
+    assert all(name in message for name in ("`modle`", "`model`", "`batch.microbatch`"))
+
+
+def test_a_token_beyond_the_vocabulary_is_named_with_its_packs(refusal: Callable, tmp_path: Path) -> None:
+    for packs in (MDS, tmp_path / "train.bin"):
+        np.full(320, 61, "<u2").tofile(tmp_path / "train.bin")
+        message = refusal(f"data.packs={packs}", "evaluate.every=null")
+        assert str(packs) in message and "token id" in message
+
+
+def test_the_command_itself_says_one_line_without_a_traceback(train: Callable) -> None:
+    finished = train("optimizer.learnin_rate=1")
+    assert finished.status == 2 and not finished.run_dir.exists()
+    assert finished.output.startswith("error: ") and finished.output.count("\n") == 1

@@ -1,0 +1,167 @@
+"""Whatever lies on the disk: nothing of it is executed, no file of somebody else is written over, nothing saved is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tokenizers import Tokenizer, models
+
+from pretrain.__main__ import main
+from tests.conftest import contents
+from tests.moments import LauncherProcess, Moment
+from tests.pretrain.compare.made_runs import make_run
+
+
+def steps_saved(run_dir: str | Path) -> list[str]:
+    return sorted(path.name for path in (Path(run_dir) / "checkpoints").glob("step-*"))
+
+
+class Malicious:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch executed",)
+
+
+# ── Nothing is executed ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_weights_that_are_a_pickle_are_not_executed(
+    small_recipe: dict[str, Any], train_here: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(small_recipe["model"]["config"] | {"architectures": ["Qwen3ForCausalLM"]}))
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Malicious()))
+    small_recipe["model"] = {"source": str(folder)}
+    assert str(folder) in train_here().refusal
+    assert not (tmp_path / "executed").exists()
+
+
+def test_code_beside_a_model_is_not_run(train_here: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.py").write_text("open('executed', 'w')\n")
+    auto = {"auto_map": {"AutoConfig": "model.Config", "AutoModelForCausalLM": "model.Model"}, "model_type": "own"}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(auto))
+    assert "model.source" in train_here("model={source: model}").refusal
+    assert not (tmp_path / "executed").exists()
+
+
+# ── Nothing of somebody else is written over ──────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_run_folder_that_is_somebody_elses_is_left_as_it_is(small_recipe: dict[str, Any], train_here: Callable) -> None:
+    folder = Path(small_recipe["run_dir"])
+    (folder / "final").mkdir(parents=True)
+    (folder / "final" / "thesis.tex").write_text("years of work")
+    (folder / "metrics.jsonl").write_text('{"mine": 1}\n')
+    before = contents(folder)
+    assert str(folder) in train_here().refusal and "run_dir" in train_here("--plan").refusal
+    assert contents(folder) == before
+
+
+@pytest.mark.parametrize("name", ["notes.html", "notes.md"])
+def test_a_report_is_written_over_itself_and_over_no_other_file(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [str(make_run(tmp_path / "runs" / run)) for run in ("one", "two")]
+    (tmp_path / name).write_text("<html>my thoughts</html>")
+    assert main(["report", *runs, "--out", str(tmp_path / name)]) == 2
+    assert name in capsys.readouterr().err and (tmp_path / name).read_text() == "<html>my thoughts</html>"
+    (tmp_path / name).unlink()
+    for _ in range(2):
+        assert main(["report", *runs, "--out", str(tmp_path / name)]) == 0, capsys.readouterr().err
+
+
+def test_packs_are_not_prepared_over_a_folder_of_somebody_elses(
+    small_recipe: dict[str, Any], train_here: Callable, tmp_path: Path
+) -> None:
+    (tmp_path / "packs").mkdir()
+    (tmp_path / "packs" / "thesis.tex").write_text("years of work")
+    (tmp_path / "text.jsonl").write_text('{"text": "one"}\n' * 40)
+    Tokenizer(models.WordLevel({"<|endoftext|>": 0, "one": 1}, unk_token="one")).save(str(tmp_path / "tokenizer.json"))
+    data = (f"data.source={tmp_path}/text.jsonl", f"data.tokenizer={tmp_path}/tokenizer.json", f"data.packs={tmp_path}/packs")
+    assert str(tmp_path / "packs") in train_here(*data, "evaluate.every=null").refusal
+    assert contents(tmp_path / "packs") == {"thesis.tex": b"years of work"}
+
+
+# ── Nothing saved is lost ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def trained(train_here: Callable, small_recipe: dict[str, Any]) -> Path:
+    """A run with checkpoints of step 4 and step 8, its last."""
+    small_recipe["train"]["steps"] = 8
+    assert train_here("parity=off").status == 0
+    return Path(small_recipe["run_dir"])
+
+
+def test_a_checkpoint_of_another_recipe_is_left_alone_unless_that_is_accepted(trained: Path, train_here: Callable) -> None:
+    before = contents(trained)
+    message = train_here("optimizer.learning_rate=0.02", "train.steps=10").refusal
+    assert "optimizer.learning_rate" in message and "--accept-changes" in message and contents(trained) == before
+    assert train_here("optimizer.learning_rate=0.02", "train.steps=10", "--accept-changes").status == 0
+    assert steps_saved(trained)[-1] == "step-00000010"
+
+
+def test_without_any_intact_checkpoint_a_run_refuses_to_begin_anew(trained: Path, train_here: Callable) -> None:
+    for weights in (trained / "checkpoints").glob("step-*/*.safetensors"):
+        content = bytearray(weights.read_bytes())
+        content[len(content) // 2] ^= 1
+        weights.write_bytes(content)
+    before = contents(trained)
+    assert str(trained / "checkpoints") in train_here("train.steps=10", "--accept-changes").err
+    assert contents(trained) == before
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 6 MiB."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(path)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a small file system needs root")
+    yield path
+    subprocess.run(["umount", str(path)], check=True)
+
+
+def test_a_disk_that_fills_up_leaves_the_last_checkpoint_from_which_the_same_command_goes_on(
+    small_disk: Path, small_recipe: dict[str, Any], tmp_path: Path, launcher_here: Callable
+) -> None:
+    run_dir, path, log = small_disk / "run", tmp_path / "recipe.yaml", tmp_path / "log"
+    changes = {"run_dir": str(run_dir), "checkpoint": {"every": 2, "keep": 1}, "evaluate": {}, "parity": "off"}
+    path.write_text(yaml.safe_dump(small_recipe | changes))
+    process = LauncherProcess([str(path)], log, Moment("logged", "^3$"))  # one checkpoint later
+    process.wait_until_it_waits()
+    process.wait_until((run_dir / "checkpoints" / "step-00000002").is_dir)  # its thread may not be through
+    with open(small_disk / "ballast", "wb", buffering=0) as ballast:
+        try:
+            while ballast.write(bytes(4096)):
+                pass
+        except OSError:
+            pass
+    process.go_on()
+    assert process.end() == 2, log.read_text()
+    assert "No space left on device" in log.read_text()
+    saved = steps_saved(run_dir)
+    assert saved
+    (small_disk / "ballast").unlink()
+    status, out, err = launcher_here(str(path))
+    assert status == 0 and saved[-1] in out, err
+    assert steps_saved(run_dir) == ["step-00000012"] and (run_dir / "final" / "model.safetensors").is_file()
+
+
+def test_a_disk_too_small_for_the_checkpoints_is_named_at_the_start(small_disk: Path, train_here: Callable) -> None:
+    message = train_here(f"run_dir={small_disk / 'run'}", "checkpoint.keep=100", "checkpoint.every=1").refusal
+    assert "`checkpoint.keep`" in message and str(small_disk) in message
