@@ -141,9 +141,8 @@ class _Lookup(torch.autograd.Function):
         (ids,) = ctx.saved_tensors
         main = getattr(ctx.table, "main_grad", None)
         if main is not None and main.is_cuda and ctx.padding < 0 and not torch.are_deterministic_algorithms_enabled():
-            from pretrain.model.table_kernel import add_rows_  # brings Triton, which takes a while
-
-            add_rows_(main, gradient.flatten(0, -2), ids.flatten())
+            # Without a gradient of the whole table, zeros but for the microbatch's tokens.
+            main.index_add_(0, ids.flatten(), gradient.flatten(0, -2).float())
             return None, None, None
         rows = len(ctx.table)
         return None, torch.ops.aten.embedding_dense_backward(gradient.float(), ids, rows, ctx.padding, False), None

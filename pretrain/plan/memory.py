@@ -309,13 +309,13 @@ def fused_layer(
     qkv, output, below, above = stacks
     weights = [sum(weight.numel() for weight in stack.weights) for stack in stacks]
     operands = [precision.operand_bytes if precision.quantized else number for precision in of_stacks]
-    statistics = 4 if parts.attention_norm.kind == "rms" else 8
+    statistics = 4  # of a norm: FP32, one a token
     kept = 2 * number * qkv.in_features + number * below.out_features
     kept += sum(operand * qkv.in_features + statistics for operand in (operands[0], operands[2]))
     kept += _attention(parts, number, attention, recipe.data.length)
     kept += operands[1] * output.in_features if of_stacks[1].quantized else 0
     widths = below.in_features, below.out_features, above.in_features
-    activated, workspace = _mlp_backward(parts, of_stacks[2], of_stacks[3], device_type, layouts, *widths)
+    activated, workspace = _mlp_backward(of_stacks[2], of_stacks[3], device_type, layouts, *widths)
     quantized_weights = working_copies = 0.0
     for precision, operand, of_stack in zip(of_stacks, operands, weights, strict=True):
         if precision.quantized:
@@ -329,12 +329,12 @@ def fused_layer(
         quantized_weights=round(quantized_weights),
         working_copies=round(working_copies),
         fused=True,
-        rotated=number * parts.heads.width if parts.head_norms and parts.rotary and attention in ROTATED_ATTENTION else 0,
+        rotated=number * parts.heads.width if parts.head_norms and attention in ROTATED_ATTENTION else 0,
     )
 
 
 def _mlp_backward(
-    parts: Parts, below: Precision, above: Precision, device_type: str, layouts: int, hidden: int, inside: int, activated: int
+    below: Precision, above: Precision, device_type: str, layouts: int, hidden: int, inside: int, activated: int
 ) -> tuple[float, float]:
     """Bytes a token of the activated values that are kept for it, and of what it makes by the time that it holds most of all.
 
@@ -346,15 +346,14 @@ def _mlp_backward(
     made = number * hidden + number * activated
     if device_type == "cpu":  # plain torch: the formula's steps one by one, in FP32
         return 0, made + number * (inside + activated) + 4 * 4 * inside
-    gated = parts.activation == "swiglu"
     made += layouts * above.operand_bytes * hidden if above.quantized else 0
     made += layouts * below.operand_bytes * inside if below.quantized else 0
     if not above.quantized:
-        return (0, made + number * (inside + activated)) if gated else (number * activated, made + number * inside)
+        return 0, made + number * (inside + activated)
     operand = above.operand_bytes
-    if gated and above.activates_again and below.quantized:
+    if above.activates_again and below.quantized:
         return 0, made + operand * activated
-    return operand * activated, made + (0 if gated and below.quantized else number * inside)
+    return operand * activated, made + (0 if below.quantized else number * inside)
 
 
 def _emulated_weight(active: ActivePrecision, device_type: str) -> int:
@@ -384,7 +383,7 @@ def _attention(parts: Parts, number: int, backend: str, length: int) -> int:
     heads = parts.heads
     query, width = heads.query * heads.dim, heads.width
     result = number * query + 4 * heads.query
-    if backend in ROTATED_ATTENTION and parts.rotary:  # one of queries and keys and what they are made from is enough
+    if backend in ROTATED_ATTENTION:  # one of queries and keys and what they are made from is enough
         return result + number * width
     # A norm keeps what came in and the attention what came out; a rotation alone keeps neither.
     result += number * width if parts.head_norms else 0

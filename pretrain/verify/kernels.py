@@ -16,7 +16,7 @@ import importlib.util
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,22 +51,13 @@ from pretrain.precision.transformer_engine import library
 from pretrain.settings.recipe import Attention, Switch
 from pretrain.verify.one_layer import Situation, document_lengths, loss_and_gradients, one_layer, without_stochastic_rounding
 from pretrain.verify.operands import read
-from pretrain.verify.written import (
-    ROUNDING,
-    Compared,
-    activates_by_kernel,
-    activation,
-    norm,
-    norms_by_kernel,
-    rotates_into_codes,
-    rotation_in_codes,
-)
 
 # Of a pack, at most, in the case of attention. The CPU's kernel goes through 64 queries at a time: 256 show as much of it as 512,
 # and their plain form in FP64 takes a quarter of the time.
 TOKENS, TOKENS_ON_CPU = 512, 256
 SAME_BITS = 2.0**-60  # a single value that is another number is more
-# Relative errors that rounding explains, beside those of pretrain.verify.written.
+# Relative errors that rounding explains, of a tensor's norm. Wrong kernels are off by a tenth and more.
+ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 2**-6, torch.float16: 2**-6}
 ROUNDING_IN_PRODUCT = 0.05  # sums come in another order, and FP8's forward ones in fewer bits
 # Of a whole layer: a product's operand that lies between two codes may get the other one, after a rounding that was done apart.
 ROUNDING_IN_LAYER = {"float32": 1e-3, "bfloat16": 0.1, "FP8": 0.3, "E2M1": 0.7}
@@ -77,6 +68,9 @@ REHEARSALS = 4  # of delayed scaling, whose first scales are one
 def rounds_of(active: ActivePrecision) -> int:
     """Forwards and backwards until a result is looked at."""
     return REHEARSALS if active.precision.quantized and active.precision.keeps_history else 1
+
+
+Compared = Iterator[tuple[str, Tensor, Tensor, float]]  # name, by the kernel, by its plain form, relative error allowed
 
 
 @dataclass(frozen=True)
@@ -246,7 +240,7 @@ def _for_long_documents(
 
 def _rotates_by_kernel(run: Situation) -> bool:
     rows = torch.empty(0, dtype=run.dtype, device=run.device)
-    return run.parts is not None and run.parts.rotary and rotary.has_kernel(rows, run.heads)
+    return run.parts is not None and rotary.has_kernel(rows, run.heads)
 
 
 def _rotation(run: Situation) -> Compared:
@@ -263,8 +257,6 @@ def _rotation(run: Situation) -> Compared:
 
     ours = [*rotary.rotate(qkv, cos, sin, heads, norms)]
     ours += rotary.rotate_backward(*gradients, qkv if norms else None, cos, sin, heads, norms)
-    if rotates_into_codes(run):
-        yield from rotation_in_codes(run, gradients, qkv, cos, sin, norms, exact_norms)
     qkv, cos, sin, *gradients = (each.double() for each in (qkv, cos, sin, *gradients))
     plain = [*rotary.rotate_by_formula(qkv, cos, sin, heads, exact_norms)]
     plain += rotary.rotate_backward_by_formula(*gradients, qkv, cos, sin, heads, exact_norms)
@@ -443,15 +435,13 @@ TABLE = {
             _attention,
         ),
         Kernel("rotation", "its formula in FP64", _rotates_by_kernel, _rotation),
-        Kernel("norm", "its formula in FP64", norms_by_kernel, norm),
-        Kernel("activation", "its formula in FP64", activates_by_kernel, activation),
         Kernel("products", "emulated products", _multiplies_by_library, _products, _OTHER_PRODUCTS),
         Kernel("layer", "the same layer in plain torch", _multiplies_by_kernel, _layer, _OTHER_PRODUCTS),
         Kernel("loss", "cross-entropy in FP64", _computes_loss_by_kernel, _loss, "set `loss.kind: reference`"),
         Kernel("optimizer", "the update in torch", lambda run: run.device.type == "cuda", _optimizer),
     )
 }
-_OF_FUSED_LAYERS = ("rotation", "norm", "activation", "layer")
+_OF_FUSED_LAYERS = ("rotation", "layer")
 
 
 # ── For a run ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -18,26 +18,19 @@ if torch.cuda.is_available():
     from transformer_engine.pytorch.cpp_extensions import general_gemm
     from transformer_engine.pytorch.quantized_tensor import prepare_for_saving, restore_from_saved
 
-    from pretrain.model.fused.activation import swiglu, swiglu_backward
+    from pretrain.model.fused.activation import swiglu, swiglu_backward, takes
 
 TOKENS, WIDTH, OUT = 1024, 1536, 512
 SCALES = {"activated": 3.1, "gradient": 40.0, "weight": 100.0}
-BLOCKED = {"block", "block_fp32_scale"}
 
 
 def quantizer(recipe: str, role: str, *, rows: bool = True, columns: bool = True) -> Any:
-    """As the recipe's quantizers are made, delayed scaling's with scales of which one saturates; E5M2 for gradients, but E4M3 in
-    blocks."""
-    hybrid = role == "gradient" and recipe not in BLOCKED
-    dtype = te.DType.kFloat8E5M2 if hybrid else te.DType.kFloat8E4M3
+    """As the recipe's quantizers are made, delayed scaling's with scales of which one saturates; E5M2 for gradients."""
+    dtype = te.DType.kFloat8E5M2 if role == "gradient" else te.DType.kFloat8E4M3
     usage = {"rowwise": rows, "columnwise": columns}
     if recipe == "delayed":
         scale = torch.tensor([SCALES[role]], device="cuda")
         made = te.Float8Quantizer(scale, torch.zeros(1, device="cuda"), dtype, **usage)
-    elif recipe in BLOCKED:
-        dimensions = 2 if role == "weight" else 1
-        options = {"force_pow_2_scales": recipe == "block", "block_scaling_dim": dimensions}
-        made = te.Float8BlockQuantizer(dtype, **usage, **options)
     else:
         power_of_two = recipe == "current_power_of_two"
         made = te.Float8CurrentScalingQuantizer(dtype, torch.device("cuda"), **usage, force_pow_2_scales=power_of_two)
@@ -45,10 +38,8 @@ def quantizer(recipe: str, role: str, *, rows: bool = True, columns: bool = True
     return made
 
 
-@pytest.fixture(params=["delayed", "current", "current_power_of_two", "block", "block_fp32_scale"])
+@pytest.fixture(params=["delayed", "current", "current_power_of_two"])
 def recipe(request: pytest.FixtureRequest) -> str:
-    if request.param in BLOCKED and not te.is_fp8_block_scaling_available():
-        pytest.skip("needs block scaling")
     if request.param == "delayed" and not te.is_fp8_available():
         pytest.skip("needs FP8")
     return request.param
@@ -66,11 +57,6 @@ def inputs(tokens: int = TOKENS, width: int = WIDTH, seed: int = 0) -> tuple[Ten
 
 def parts(tensor: Any) -> dict[str, Tensor | None]:
     """The buffers of a quantized tensor, by what they are to a product."""
-    if hasattr(tensor, "_rowwise_data"):
-        names = ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv")
-        return dict(
-            zip(("rows", "rows_scale", "columns", "columns_scale"), (getattr(tensor, name) for name in names), strict=True)
-        )
     return {
         "rows": tensor._data,
         "rows_scale": tensor._scale_inv,
@@ -104,7 +90,7 @@ def test_values_transposes_scales_and_amaxes_are_those_of_the_library(recipe: st
     activated, kept = swiglu(hidden, ours["activated"])
     if recipe == "delayed":  # which moves its scales between forward and backward
         ours["activated"].scale.fill_(1e3)
-    d_hidden, again = swiglu_backward(d_activated, hidden, ours["gradient"], kept, ours["activated"])
+    d_hidden, again = swiglu_backward(d_activated, hidden, ours["gradient"], ours["activated"], kept)
     expected = parts(tex.swiglu(hidden, theirs["activated"]))
     expected_gradient = parts(tex.dswiglu(d_activated, hidden, theirs["gradient"]))
     share = 0.05 if recipe == "delayed" else 1e-4  # which the library quantizes from FP32, and we from BF16
@@ -118,24 +104,14 @@ def test_values_transposes_scales_and_amaxes_are_those_of_the_library(recipe: st
         for role in ("activated", "gradient"):
             torch.testing.assert_close(ours[role].amax, theirs[role].amax, rtol=2**-8, atol=0)
             assert ours[role].amax > 0
-    if recipe not in BLOCKED:
-        assert torch.equal(parts(again)["columns"], parts(activated)["rows"].t())
-        assert torch.equal(again._scale_inv, activated._scale_inv)
-        assert torch.equal(parts(d_hidden)["columns"], parts(d_hidden)["rows"].t())
+    assert torch.equal(parts(again)["columns"], parts(activated)["rows"].t())
+    assert torch.equal(again._scale_inv, activated._scale_inv)
+    assert torch.equal(parts(d_hidden)["columns"], parts(d_hidden)["rows"].t())
 
 
 def exact(operand: Any) -> Tensor:
     """What the codes stand for that products along the rows read."""
     return operand.dequantize(dtype=torch.float32).double()
-
-
-def by_columns(operand: Any) -> Tensor:
-    """What the codes stand for that weight gradients read. In blocks they are quantized apart from those of the rows. Powers of
-    two make the same numbers of both; FP32 scales make others, 0.036 apart."""
-    if isinstance(operand, te.Float8BlockwiseQTensorStorage):
-        columns = operand.get_metadata() | {"rowwise_data": None, "rowwise_scale_inv": None}
-        operand = te.Float8BlockwiseQTensorStorage(**columns)
-    return exact(operand)
 
 
 def test_results_are_operands_of_the_librarys_products(recipe: str) -> None:
@@ -151,7 +127,7 @@ def test_results_are_operands_of_the_librarys_products(recipe: str) -> None:
     x, dy = quantized("activated", TOKENS, OUT), quantized("gradient", TOKENS, OUT)
     quantizers = quantizer(recipe, "gradient"), quantizer(recipe, "activated")
     activated, kept = swiglu(hidden, quantizers[1])
-    d_hidden, again = swiglu_backward(d_activated, hidden, quantizers[0], kept, quantizers[1])
+    d_hidden, again = swiglu_backward(d_activated, hidden, quantizers[0], quantizers[1], kept)
     saved, objects = prepare_for_saving(d_hidden, again)  # as autograd functions keep them
     d_hidden, again = restore_from_saved(objects, saved)
 
@@ -160,9 +136,9 @@ def test_results_are_operands_of_the_librarys_products(recipe: str) -> None:
 
     for name, product, expected in (
         ("forward", multiply(above, activated, "TN"), exact(activated) @ exact(above).t()),
-        ("weight gradient above", multiply(again, dy, "NT"), by_columns(dy).t() @ by_columns(again)),
+        ("weight gradient above", multiply(again, dy, "NT"), exact(dy).t() @ exact(again)),
         ("input gradient below", multiply(below, d_hidden, "NN"), exact(d_hidden) @ exact(below)),
-        ("weight gradient below", multiply(x, d_hidden, "NT"), by_columns(d_hidden).t() @ by_columns(x)),
+        ("weight gradient below", multiply(x, d_hidden, "NT"), exact(d_hidden).t() @ exact(x)),
     ):
         error = ((product.double() - expected).norm() / expected.norm()).item()
         print(f"{name}: relative error {error:.1e}")
@@ -174,44 +150,14 @@ def test_the_gradient_is_written_as_its_usages_say(recipe: str) -> None:
     for rows, columns in ((True, False), (False, True)):
         gradient, activated = quantizer(recipe, "gradient", rows=rows, columns=columns), quantizer(recipe, "activated")
         kept = swiglu(hidden, activated)[1]
-        d_hidden, _ = swiglu_backward(d_activated, hidden, gradient, kept, activated)
+        d_hidden, _ = swiglu_backward(d_activated, hidden, gradient, activated, kept)
         assert [parts(d_hidden)[name] is not None for name in ("rows", "columns")] == [rows, columns]
 
 
-def test_shapes_of_no_whole_tiles_go_to_the_library(recipe: str) -> None:
-    hidden, d_activated = inputs(96 if recipe not in BLOCKED else 64, 160 if recipe not in BLOCKED else 192)
-    ours, theirs = ({role: quantizer(recipe, role) for role in ("activated", "gradient")} for _ in range(2))
-    activated, kept = swiglu(hidden, ours["activated"])
-    d_hidden, again = swiglu_backward(d_activated, hidden, ours["gradient"], kept, ours["activated"])
-    expected = tex.swiglu(hidden, theirs["activated"]), tex.dswiglu(d_activated, hidden, theirs["gradient"])
-    assert activated is kept is again
-    for made, wanted in zip((activated, d_hidden), expected, strict=True):
-        for name, part in parts(wanted).items():
-            assert torch.equal(parts(made)[name], part)
-
-
-@pytest.mark.parametrize("width", [WIDTH, 160], ids=["whole_tiles", "ragged"])
-def test_without_a_quantizer_all_is_bf16(width: int) -> None:
-    hidden, d_activated = inputs(width=width)
-    activated, kept = swiglu(hidden, None)
-    d_hidden, again = swiglu_backward(d_activated, hidden, None, kept, None)
-    assert (kept is None) == (width == WIDTH)
-    for ours, theirs in (
-        (activated, tex.swiglu(hidden, None)),
-        (again, activated),
-        (d_hidden, tex.dswiglu(d_activated, hidden, None)),
-    ):
-        assert ours.dtype == torch.bfloat16
-        torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=1e-30)
-        assert (ours != theirs).float().mean() < 1e-3
-
-
-def test_quantizers_of_two_recipes_are_refused() -> None:
-    hidden, d_activated = inputs(256, 256)
-    activated = quantizer("current", "activated")
-    kept = swiglu(hidden, activated)[1]
-    with pytest.raises(TypeError, match="does not go with"):
-        swiglu_backward(d_activated, hidden, quantizer("delayed", "gradient"), kept, activated)
+def test_the_kernels_take_whole_tiles_of_formats_with_one_scale() -> None:
+    blocks = te.Float8BlockQuantizer(te.DType.kFloat8E4M3, rowwise=True, columnwise=True)
+    current = quantizer("current", "activated")
+    assert takes(inputs()[0], current) and not takes(inputs(96, 160)[0], current) and not takes(inputs()[0], blocks)
 
 
 def test_a_step_of_the_real_size_repeats_to_the_bit(recipe: str) -> None:
@@ -220,6 +166,6 @@ def test_a_step_of_the_real_size_repeats_to_the_bit(recipe: str) -> None:
     for _ in range(2):
         gradient, activated = quantizer(recipe, "gradient"), quantizer(recipe, "activated")
         first, kept = swiglu(hidden, activated)
-        d_hidden, again = swiglu_backward(d_activated, hidden, gradient, kept, activated)
+        d_hidden, again = swiglu_backward(d_activated, hidden, gradient, activated, kept)
         runs.append([part for tensor in (first, d_hidden, again) for part in parts(tensor).values() if part is not None])
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))

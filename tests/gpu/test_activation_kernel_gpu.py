@@ -15,23 +15,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pretrain.model.fused import activation_kernel as kernel
-from pretrain.precision.fp8_tile import (
+from pretrain.model.fused.fp8_tile import (
     FP32_MAX,
-    BlockScaled,
     TensorScaled,
-    pairs,
     reciprocal,
     record_amax,
     scale_from_amax,
-    store_block_scaled,
-    store_pairs_by_columns,
-    store_pairs_by_rows,
     store_tensor_scaled,
-    within,
 )
-from pretrain.precision.quantizers import block, tensor
+from pretrain.precision.quantizers import tensor
 from pretrain.precision.quantizers.grid import E4M3, E5M2, Grid
-from pretrain.precision.quantizers.rounding import round_to_grid
 from tests.gpu.interpreted import DEVICE, GPU_OR_INTERPRETER, INTERPRETED
 
 pytestmark = [
@@ -79,33 +72,6 @@ def _quantize(x, scale, rows, columns, amax, M, K, fp8: tl.constexpr, tile: tl.c
 
 
 @triton.jit
-def _quantize_blocks(
-    x, rows, rows_scale_inv, columns, columns_scale_inv, M, K, power_of_two: tl.constexpr, fp8: tl.constexpr, height: tl.constexpr
-):
-    row, column = tl.program_id(0) * height, tl.program_id(1) * 128
-    values = tl.load(x + (row + tl.arange(0, height))[:, None] * K + (column + tl.arange(0, 128))[None, :]).to(tl.float32)
-    store_block_scaled(values, rows, rows_scale_inv, columns, columns_scale_inv, row, column, M, K, 0.0, power_of_two, fp8)
-
-
-@triton.jit
-def _quantize_pairs(
-    x, rows, rows_scale_inv, columns, columns_scale_inv, M, K, epsilon, power_of_two: tl.constexpr, fp8: tl.constexpr
-):
-    """By rows a tile in two halves, by columns in one piece."""
-    row, column = tl.program_id(0) * 128, tl.program_id(1) * 128
-    i, j = 4 * tl.arange(0, 32), tl.arange(0, 64)
-    for k in tl.static_range(2):
-        at = within(x, row + 2 * k, column, K, i, j)
-        left = pairs(tl.load(at).to(tl.float32), tl.load(at + K).to(tl.float32))
-        right = pairs(tl.load(at + 64).to(tl.float32), tl.load(at + K + 64).to(tl.float32))
-        store_pairs_by_rows(left, right, rows, rows_scale_inv, row + 2 * k, column, M, K, epsilon, power_of_two, fp8)
-    at = within(x, row, column, K, i, tl.arange(0, 128))
-    above = pairs(tl.load(at).to(tl.float32), tl.load(at + K).to(tl.float32))
-    below = pairs(tl.load(at + 2 * K).to(tl.float32), tl.load(at + 3 * K).to(tl.float32))
-    store_pairs_by_columns(above, below, columns, columns_scale_inv, row, column, M, K, epsilon, power_of_two, fp8)
-
-
-@triton.jit
 def _scales(amax, scale, scale_inv, epsilon, power_of_two: tl.constexpr, fp8: tl.constexpr, count: tl.constexpr):
     at = tl.arange(0, count)
     value = scale_from_amax(tl.load(amax + at), epsilon, FP32_MAX, power_of_two, fp8)
@@ -139,44 +105,6 @@ def test_a_tile_is_quantized_with_one_scale_as_ours_does_to_the_bit(grid: Grid, 
     alone = torch.zeros_like(rows)
     _quantize[(4, 6)](x, factor, alone, None, amax, 256, 384, TRITON[grid.name], 64)
     assert amax == tensor.absolute_maximum(x) and same(decoded(alone, grid), tensor.quantize(x, factor, grid).codes)
-
-
-@by_grid
-@by_power_of_two
-def test_a_tile_is_quantized_in_blocks_as_ours_does_to_the_bit(grid: Grid, power_of_two: bool):
-    x = special_values()
-    M, K = x.shape
-    codes = [torch.zeros(shape, dtype=torch.uint8, device=DEVICE) for shape in ((M, K), (K, M))]
-    scales = [torch.zeros(shape, device=DEVICE) for shape in ((K // 128, M), (M // 128, K))]
-    options = (M, K, power_of_two, TRITON[grid.name], 128)
-    _quantize_blocks[(M // 128, K // 128)](x, codes[0], scales[0], codes[1], scales[1], *options)
-    for along, ours, scale_inv in zip((x, x.t()), codes, scales, strict=True):
-        theirs = block.quantize(along, grid, two_dimensional=False, power_of_two=power_of_two)
-        assert same(decoded(ours, grid), theirs.codes)
-        assert same(scale_inv, theirs.block_scale[:, ::128].t())
-    alone, scale_inv = torch.zeros_like(codes[0]), torch.zeros_like(scales[0])
-    _quantize_blocks[(M // 32, K // 128)](x, alone, scale_inv, None, None, *options[:-1], 32)
-    assert torch.equal(alone, codes[0]) and torch.equal(scale_inv, scales[0])
-
-
-@by_grid
-@by_power_of_two
-@pytest.mark.parametrize("epsilon", [0.0, 1e-3])
-def test_pairs_of_rows_are_quantized_in_blocks_as_ours_are_to_the_bit(grid: Grid, power_of_two: bool, epsilon: float):
-    x = special_values()
-    x[:, 300:302], x[128:, 302] = torch.nan, torch.nan  # columns of nothing else, and a row
-    x[70] = torch.nan
-    M, K = x.shape
-    codes = [torch.full(shape, 99, dtype=torch.uint8, device=DEVICE) for shape in ((M, K), (K, M))]
-    scales = [torch.full(shape, 99.0, device=DEVICE) for shape in ((K // 128, M), (M // 128, K))]
-    both = (codes[0], scales[0], codes[1], scales[1])
-    _quantize_pairs[(M // 128, K // 128)](x, *both, M, K, epsilon, power_of_two, TRITON[grid.name])
-    for along, ours, scale_inv in zip((x, x.t()), codes, scales, strict=True):
-        blocks = along.float().reshape(along.shape[0], -1, 128)
-        amax = torch.where(blocks.isnan(), 0, blocks.abs()).amax(dim=2).clamp(min=epsilon)
-        scale = tensor.scale_from_amax(amax, grid.maximum, power_of_two=power_of_two, overflow=torch.finfo(torch.bfloat16).max)
-        assert same(scale_inv, tensor.decode_scale(scale).t())
-        assert same(decoded(ours, grid), round_to_grid(along.float() * scale.repeat_interleave(128, dim=1), grid))
 
 
 @by_grid
@@ -229,13 +157,6 @@ def tensor_scaled(
     return TensorScaled(dtype, *both, one.clone(), scale, one.clone(), one.clone(), power_of_two=power_of_two)
 
 
-def block_scaled(grid: Grid, tokens: int, width: int, power_of_two: bool) -> BlockScaled:
-    dtype, fp32 = TORCH[grid.name], torch.float32
-    rows = empty(dtype, tokens, width), empty(fp32, width // 128, tokens)
-    columns = empty(dtype, width, tokens), empty(fp32, tokens // 128, width)
-    return BlockScaled(dtype, *rows, *columns, power_of_two=power_of_two)
-
-
 def check_tensor_scaled(written: TensorScaled, exact: Tensor, grid: Grid, *, power_of_two: bool) -> None:
     values = exact.bfloat16()
     amax = tensor.absolute_maximum(exact if written.scale is None else values)
@@ -273,28 +194,6 @@ def test_one_scale_for_the_tensor(
     assert torch.equal(d_hidden.columns, d_hidden.rows.t())
     assert torch.equal(again.rows, activated.rows) and torch.equal(again.columns, activated.rows.t())
     assert torch.equal(again.scale_inv, activated.scale_inv) and again.amax == 0
-
-
-@settings(max_examples=4, deadline=None)
-@given(rows=st.integers(1, 2), columns=st.integers(1, 2), grid=st.sampled_from([E4M3, E5M2]), power_of_two=st.booleans())
-def test_a_scale_for_every_128_values(rows: int, columns: int, grid: Grid, power_of_two: bool):
-    tokens, width = 128 * rows, 128 * columns
-    hidden, d_activated = inputs(tokens, width, seed=tokens + width)
-    exact, exact_gradient = by_autograd(hidden, d_activated)
-    forward, again, d_hidden = (block_scaled(grid, tokens, columns, power_of_two) for columns in (width, width, 2 * width))
-    kernel.forward_blocks(hidden, forward)
-    kernel.backward_blocks(d_activated, hidden, d_hidden, again)
-    for values, codes, scale_inv in (
-        (exact, forward.rows, forward.rows_scale_inv),
-        (exact.t(), again.columns, again.columns_scale_inv),
-        (exact_gradient, d_hidden.rows, d_hidden.rows_scale_inv),
-        (exact_gradient.t(), d_hidden.columns, d_hidden.columns_scale_inv),
-    ):
-        theirs = block.quantize(values.bfloat16(), grid, two_dimensional=False, power_of_two=power_of_two)
-        differ = scale_inv != theirs.block_scale[:, ::128].t()
-        assert differ.float().mean() <= 1e-3  # a block whose largest value went to the other BF16 neighbour
-        same_scale = ~differ.t().repeat_interleave(128, dim=1)
-        assert close(codes[same_scale], theirs.codes.to(TORCH[grid.name]).view(torch.uint8)[same_scale])
 
 
 @pytest.mark.parametrize(("tokens", "width"), [(128, 192), (10, 96), (1, 40)])

@@ -21,7 +21,7 @@ pytest.importorskip("triton")
 from pretrain import __main__ as commands
 from pretrain.model import huggingface as model
 from pretrain.model.attention import backends as attention
-from pretrain.model.fused import activation_kernel, norm_kernel, rotary, rotary_kernel
+from pretrain.model.fused import rotary, rotary_kernel
 from pretrain.model.fused.layers import not_fused_because
 from pretrain.optimizer.adamw import ExactAdamW
 from pretrain.optimizer.adamw_kernel import FusedUpdate
@@ -94,39 +94,6 @@ def test_the_rotations_kernels_agree_and_a_broken_one_is_found(monkeypatch: pyte
 
     monkeypatch.setattr(rotary_kernel, "rotate_backward", wrong)
     assert try_kernel(TABLE["rotation"], run).worst == "gradient" and not try_kernel(TABLE["rotation"], run).agrees
-
-
-@pytest.mark.usefixtures("rotated_by_kernel")
-@pytest.mark.parametrize("precision", ["delayed", "current", "block"])
-def test_a_rotation_that_writes_codes_wrongly_is_found(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = situation(precision, small=True, dim=128)  # a head is a block
-    verdict = try_kernel(TABLE["rotation"], run)
-    assert verdict.agrees and len(verdict.errors) == 10, verdict
-    right = rotary_kernel.rotate_backward_in_codes
-    monkeypatch.setattr(rotary_kernel, "rotate_backward_in_codes", lambda dq, *others: right(-dq, *others))
-    assert not try_kernel(TABLE["rotation"], run).agrees
-
-
-@pytest.mark.parametrize("precision", ["bf16", "delayed", "current", "block"])
-def test_the_norms_kernels_agree_and_broken_ones_are_found(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = situation(precision, small=True)
-    verdict = try_kernel(TABLE["norm"], run)
-    assert verdict.agrees and {"norm", "sum", "rstd"} <= verdict.errors.keys(), verdict
-    name = {"bf16": "rms_norm", "block": "rms_norm_blocks"}.get(precision, "rms_norm_scaled")
-    right = getattr(norm_kernel, name)
-    monkeypatch.setattr(norm_kernel, name, lambda x, residual, weight, *rest: right(x, residual, 1.2 * weight, *rest))
-    assert try_kernel(TABLE["norm"], run).errors["norm"] == pytest.approx(0.2, abs=0.05)
-
-
-@pytest.mark.parametrize("precision", ["bf16", "delayed", "current", "block"])
-def test_the_activations_kernels_agree_and_broken_ones_are_found(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = situation(precision, small=True)
-    verdict = try_kernel(TABLE["activation"], run)
-    assert verdict.agrees, verdict
-    name = {"bf16": "backward_bf16", "block": "backward_blocks"}.get(precision, "backward")
-    right = getattr(activation_kernel, name)
-    monkeypatch.setattr(activation_kernel, name, lambda d, hidden, *into: right(-d, hidden, *into))
-    assert try_kernel(TABLE["activation"], run).errors["gradient"] == pytest.approx(2, abs=0.1)
 
 
 @pytest.mark.parametrize(("weights", "dtype"), [("fp32", torch.float32), ("bf16_exact", torch.float32), ("bf16", torch.bfloat16)])

@@ -5,18 +5,12 @@ The small ones run on a CPU too, under Triton's interpreter (TRITON_INTERPRET=1)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 from pretrain.model.attention.heads import HeadNorms, Heads
 from pretrain.model.fused.rotary import has_kernel, rotate, rotate_backward, rotate_backward_by_formula, rotate_by_formula
-from pretrain.precision.quantizers import block, tensor
-from pretrain.precision.quantizers.grid import E4M3, E5M2, Grid
 from tests.gpu.interpreted import DEVICE, GPU_OR_INTERPRETER, INTERPRETED, cuda_only
 
 pytestmark = GPU_OR_INTERPRETER
@@ -146,114 +140,22 @@ def test_how_a_launch_is_cut_changes_nothing_but_the_order_of_sums(values: int, 
         torch.testing.assert_close(ours, usual, rtol=1e-5, atol=1e-5)
 
 
-# ── In codes ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-TORCH = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
-# Tokens, heads, programs, which may each go through several tiles, and whether heads are normed; format, scale (None: the
-# tensor's own), and whether that is a power of two.
-UNDER_ONE_SCALE = [
-    (192, Heads(2, 1, 128), 8, True, E5M2, 300.0, False),
-    (128, Heads(2, 1, 64), 4, True, E5M2, None, True),
-    (64, Heads(1, 1, 256), 3, True, E4M3, None, False),
-    (128, Heads(2, 1, 32), 4, True, E4M3, 90.0, False),
-    (64, Heads(2, 2, 128), 6, False, E5M2, None, False),
-    (128, Heads(3, 1, 64), 5, False, E4M3, 90.0, False),
-]
-
-
-def quantized_backward(problem: Problem, written: Any, programs: int) -> tuple[Tensor | None, Tensor | None]:
-    from pretrain.model.fused import rotary_kernel as kernel
-
-    usual = kernel.BACKWARD_IN_BLOCKS if isinstance(written, kernel.BlockScaled) else kernel.BACKWARD
-    assert kernel.writes(type(written), problem.gradients[0], problem.heads)
-    tiling = replace(usual, programs=programs)
-    qkv = problem.qkv if problem.norms else None
-    arguments = (*problem.gradients, qkv, problem.cos, problem.sin, problem.heads, problem.norms)
-    return kernel.rotate_backward_in_codes(*arguments, written, tiling=tiling)
-
-
-def empty(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-    return torch.full(shape, 99, dtype=dtype, device=DEVICE)
-
-
-def check_norm_gradients(ours: tuple[Tensor | None, ...], expected: Sequence[Tensor | None]) -> None:
-    for mine, theirs in zip(ours, expected, strict=True):
-        assert (mine is None) == (theirs is None)
-        assert mine is None or (mine - theirs).norm() < 1e-5 * theirs.norm()
-
-
-@pytest.mark.usefixtures("conversions_that_round")
-@pytest.mark.parametrize(("tokens", "heads", "programs", "normed", "grid", "scale", "power_of_two"), UNDER_ONE_SCALE, ids=str)
-def test_codes_under_one_scale_are_those_of_the_bf16_gradient(
-    tokens: int, heads: Heads, programs: int, normed: bool, grid: Grid, scale: float | None, power_of_two: bool
-) -> None:
-    from pretrain.precision.fp8_tile import TensorScaled
-
-    problem = Problem(tokens, heads, BF16, normed, in_parts=heads.kv < heads.query)
-    expected, *norm_gradients = kernel_backward(problem)
-    given = None if scale is None else torch.tensor([scale], device=DEVICE)
-    one, numbers = torch.zeros(1, device=DEVICE), {"power_of_two": power_of_two}
-    both = empty(tokens, heads.width), empty(heads.width, tokens)
-    written = TensorScaled(TORCH[grid], *both, one.clone(), given, one.clone(), **numbers)
-    check_norm_gradients(quantized_backward(problem, written, programs), norm_gradients)
-
-    assert written.amax.item() == tensor.absolute_maximum(expected).item() > 0
-    used = tensor.scale_from_amax(written.amax, grid.maximum, power_of_two=power_of_two) if given is None else given
-    assert torch.equal(written.scale_inv, tensor.decode_scale(used))
-    codes = tensor.quantize(expected, used, grid).codes.to(TORCH[grid]).view(torch.uint8)
-    assert torch.equal(written.rows, codes) and torch.equal(written.columns, codes.t())
-    alone = TensorScaled(TORCH[grid], empty(tokens, heads.width), None, one.clone(), given, one.clone(), **numbers)
-    quantized_backward(problem, alone, programs)
-    assert torch.equal(alone.rows, codes)
-
-
 @pytest.mark.parametrize(
-    ("blocks", "dim", "parts", "value_bytes", "angle_bytes", "kibibytes", "stages"),
+    ("dim", "parts", "value_bytes", "angle_bytes", "kibibytes", "stages"),
     [
-        (False, 128, 1, 2, 2, 99, 3),
-        (False, 256, 1, 2, 2, 99, 2),  # three take 105 KiB, as Triton 3.6 compiles them
-        (False, 256, 1, 2, 4, 227, 3),
-        (False, 128, 1, 4, 4, 99, 2),
-        (True, 128, 1, 2, 2, 99, 1),  # two take 104 KiB
-        (True, 128, 1, 2, 4, 227, 2),
-        (True, 128, 1, 2, 4, 16, 1),
+        (128, 1, 2, 2, 99, 3),
+        (256, 1, 2, 2, 99, 2),  # three take 105 KiB, as Triton 3.6 compiles them
+        (256, 1, 2, 4, 227, 3),
+        (128, 1, 4, 4, 99, 2),
+        (128, 1, 2, 4, 16, 1),
     ],
 )
 def test_a_gpu_of_less_shared_memory_loads_fewer_tiles_at_once(
-    blocks: bool, dim: int, parts: int, value_bytes: int, angle_bytes: int, kibibytes: int, stages: int
+    dim: int, parts: int, value_bytes: int, angle_bytes: int, kibibytes: int, stages: int
 ) -> None:
     from pretrain.model.fused import rotary_kernel as kernel
 
-    tiling = replace(kernel.BACKWARD_IN_BLOCKS, stages=2) if blocks else kernel.BACKWARD
-    assert kernel._stages(tiling, Heads(16, 8, dim), parts, value_bytes, angle_bytes, kibibytes * 1024) == stages
-
-
-@pytest.mark.usefixtures("conversions_that_round")
-@pytest.mark.parametrize(("normed", "power_of_two"), [(True, True), (False, False)])
-def test_codes_in_blocks_are_those_of_the_bf16_gradient(normed: bool, power_of_two: bool) -> None:
-    from pretrain.precision.fp8_tile import BlockScaled
-
-    tokens, heads, fp32 = 256, Heads(2, 1, 128), torch.float32
-    problem = Problem(tokens, heads, BF16, normed, in_parts=True)
-    rows = empty(tokens, heads.width), empty(heads.width // 128, tokens, dtype=fp32)
-    columns = empty(heads.width, tokens), empty(tokens // 128, heads.width, dtype=fp32)
-    written = BlockScaled(torch.float8_e4m3fn, *rows, *columns, power_of_two=power_of_two)
-    expected, *norm_gradients = kernel_backward(problem)
-    check_norm_gradients(quantized_backward(problem, written, 4), norm_gradients)
-    for values, codes, scale_inv in ((expected, *rows), (expected.t(), *columns)):
-        theirs = block.quantize(values, E4M3, two_dimensional=False, power_of_two=power_of_two)
-        assert torch.equal(scale_inv, theirs.block_scale[:, ::128].t())
-        assert torch.equal(codes, theirs.codes.to(torch.float8_e4m3fn).view(torch.uint8))
-
-
-def test_what_is_no_whole_tile_or_block_is_not_written_in_codes() -> None:
-    from pretrain.model.fused.rotary_kernel import BlockScaled, TensorScaled, writes
-
-    heads = Heads(2, 1, 128)
-    rows = {tokens: torch.empty(tokens, 2, 128, dtype=BF16) for tokens in (64, 80, 128)}
-    assert [writes(TensorScaled, dq, heads) for dq in rows.values()] == [True, False, True]
-    assert [writes(BlockScaled, dq, heads) for dq in rows.values()] == [False, False, True]
-    assert not writes(TensorScaled, rows[64].float(), heads) and not writes(BlockScaled, rows[128], Heads(4, 2, 64))
+    assert kernel._stages(kernel.BACKWARD, Heads(16, 8, dim), parts, value_bytes, angle_bytes, kibibytes * 1024) == stages
 
 
 # ── On a GPU ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────

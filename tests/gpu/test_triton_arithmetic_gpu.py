@@ -1,4 +1,4 @@
-"""Fused layers in BF16 without Transformer Engine: the model that plain torch computes in FP32, but for BF16's roundings.
+"""Fused layers in BF16 by kernels: the model that plain torch computes in FP32, but for BF16's roundings.
 
 They run on a CPU too, under Triton's interpreter (TRITON_INTERPRET=1), but for products, which are torch's there.
 """
@@ -20,14 +20,13 @@ pytest.importorskip("triton")
 
 from pretrain.model import huggingface as model
 from pretrain.model.attention import flash
-from pretrain.model.fused.arithmetic import Arithmetic, StackedWeight
+from pretrain.model.fused.arithmetic import Arithmetic, StackedProduct, StackedWeight
 from pretrain.model.fused.layers import choose_arithmetic
-from pretrain.model.fused.triton_arithmetic import SearchedProduct, TritonArithmetic
 from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.model.wrapping import fuse, wrap_layers
-from pretrain.precision import products, transformer_engine
+from pretrain.precision import products
 from pretrain.precision.linear import PrecisionContext
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
@@ -49,7 +48,7 @@ train = partial(losses_and_gradients, device=DEVICE, length=LENGTH)
 def assemble(
     name: str,
     *,
-    arithmetic: type[Arithmetic],
+    by_kernels: bool,
     dtype: torch.dtype = torch.bfloat16,
     weights: torch.dtype | None = None,
     attention: str = "packed_sdpa",
@@ -57,12 +56,12 @@ def assemble(
 ) -> PackedLanguageModel:
     """Always the same weights, values of BF16, stored as `weights` (None: as computed with) and computed with in `dtype`;
     gradients in FP32."""
-    depth = {"n_layer": LAYERS} if "n_layer" in ARCHITECTURES[name] else {"num_hidden_layers": LAYERS}
+    depth = {"num_hidden_layers": LAYERS}
     hf = build(ARCHITECTURES[name] | depth | changes, torch.float32, DEVICE, attention)
     model.round_weights(hf, torch.bfloat16)
     model.round_weights(hf, weights or dtype)
     packed = PackedLanguageModel(hf, attention, LossSettings(chunk=64), PrecisionContext(None, dtype)).train()
-    packed.fused = fuse(decoder_layers(hf), {}, arithmetic(packed.context))
+    packed.fused = fuse(decoder_layers(hf), {}, Arithmetic(packed.context, by_kernels=by_kernels))
     assert not packed.fused.left_out
     attach_main_gradients(packed, torch.float32, packed.fused.stacks)
     return packed
@@ -75,9 +74,9 @@ def errors(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, floa
 
 @pytest.mark.parametrize("name", NAMES)
 def test_it_is_as_near_to_fp32_as_plain_torch_in_bf16(name: str) -> None:
-    exact_losses, exact = train(assemble(name, arithmetic=Arithmetic, dtype=torch.float32))
-    losses, gradients = train(assemble(name, arithmetic=TritonArithmetic))
-    _, plain = train(assemble(name, arithmetic=Arithmetic))
+    exact_losses, exact = train(assemble(name, by_kernels=False, dtype=torch.float32))
+    losses, gradients = train(assemble(name, by_kernels=True))
+    _, plain = train(assemble(name, by_kernels=False))
     assert losses == pytest.approx(exact_losses, rel=2e-3)
     mine, theirs = errors(gradients, exact), errors(plain, exact)
     for parameter, error in mine.items():
@@ -87,7 +86,7 @@ def test_it_is_as_near_to_fp32_as_plain_torch_in_bf16(name: str) -> None:
 def test_recomputed_layers_and_evaluation_compute_the_same() -> None:
     """With parameters in FP32: their working copies are kept for the microbatches of a step, and made anew in evaluation."""
     batch = inputs(seed=0, device=DEVICE, length=LENGTH)
-    kept, recomputed = (assemble("qwen3", arithmetic=TritonArithmetic, weights=torch.float32) for _ in range(2))
+    kept, recomputed = (assemble("qwen3", by_kernels=True, weights=torch.float32) for _ in range(2))
     wrap_layers(
         recomputed, ModelSettings(source="none", gradient_checkpointing="full"), cast_to=torch.bfloat16, compile_layers=False
     )
@@ -96,7 +95,7 @@ def test_recomputed_layers_and_evaluation_compute_the_same() -> None:
     again_losses, again = train(recomputed)
     assert again_losses == losses
     assert max(errors(again, gradients).values()) < 2**-8
-    exact = assemble("qwen3", arithmetic=Arithmetic, dtype=torch.float32)
+    exact = assemble("qwen3", by_kernels=False, dtype=torch.float32)
     with torch.no_grad():
         for packed in (kept, exact):
             for weight in packed.fused.stacks[-1]:
@@ -116,9 +115,9 @@ def deterministic() -> Iterator[None]:
 
 
 @cuda_only
-@pytest.mark.parametrize("name", ["qwen3", "llama with biases", "gpt2"])
+@pytest.mark.parametrize("name", ["qwen3", "llama with biases"])
 def test_the_bits_repeat(name: str, deterministic: None) -> None:
-    one, other = (train(assemble(name, arithmetic=TritonArithmetic, attention="packed_varlen")) for _ in range(2))
+    one, other = (train(assemble(name, by_kernels=True, attention="packed_varlen")) for _ in range(2))
     assert one[0] == other[0]
     for parameter, gradient in one[1].items():
         assert torch.equal(gradient, other[1][parameter]), parameter
@@ -131,7 +130,7 @@ def test_weight_gradients_of_two_microbatches_add_up_in_fp32(searched: bool, mon
     linear = torch.nn.Linear(512, 768, bias=False, device="cuda", dtype=torch.bfloat16)
     linear.weight.main_grad = torch.zeros(768, 512, device="cuda")
     context = PrecisionContext(None, torch.bfloat16)
-    product = SearchedProduct("p", ("p",), StackedWeight([linear]), TritonArithmetic(context))
+    product = StackedProduct("p", ("p",), StackedWeight([linear]), Arithmetic(context, by_kernels=True))
     generator, expected = torch.Generator("cuda").manual_seed(0), 0
     for _ in range(2):
         x, dy = (torch.randn(1024, n, device="cuda", dtype=torch.bfloat16, generator=generator) for n in (512, 768))
@@ -142,15 +141,14 @@ def test_weight_gradients_of_two_microbatches_add_up_in_fp32(searched: bool, mon
 
 
 @cuda_only
-def test_without_transformer_engine_it_is_chosen_and_the_audit_sees_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_chosen_and_the_audit_sees_bf16() -> None:
     from pretrain.verify.audit import observing
 
-    monkeypatch.setattr(transformer_engine, "missing", lambda: "Transformer Engine")
     chosen, why_not = choose_arithmetic("auto", BF16_ACTIVE, "cuda", PrecisionContext(None, torch.bfloat16))
-    assert type(chosen) is TritonArithmetic and not why_not
-    for name in ("qwen3", "llama with biases", "gpt2"):
-        packed = assemble(name, arithmetic=TritonArithmetic)
-        assert packed.fused.describe() == "2 of 2 layers, without Transformer Engine"
+    assert chosen.by_kernels and not why_not
+    for name in ("qwen3", "llama with biases"):
+        packed = assemble(name, by_kernels=True)
+        assert packed.fused.describe() == "2 of 2 layers"
         with observing(packed, BF16_ACTIVE) as observer:
             train(packed, microbatches=1)
         assert observer.products.keys() == packed.fused.members.keys()
@@ -165,6 +163,6 @@ def test_with_flash_attention_4_it_is_the_same(name: str) -> None:
     if reason := flash.obstacle():
         pytest.skip(f"fa4 {reason}")
     sizes = {"hidden_size": 256, "head_dim": 64}
-    one, other = (train(assemble(name, arithmetic=TritonArithmetic, attention=f"packed_{a}", **sizes)) for a in ("sdpa", "fa4"))
+    one, other = (train(assemble(name, by_kernels=True, attention=f"packed_{a}", **sizes)) for a in ("sdpa", "fa4"))
     assert one[0] == pytest.approx(other[0], rel=2e-3)
     assert max(errors(one[1], other[1]).values()) < 0.1

@@ -1,95 +1,81 @@
-"""SwiGLU and its gradient, quantized on the way, as Transformer Engine's tensors.
+"""SwiGLU and its gradient in FP8 with one scale a tensor, quantized on the way, as Transformer Engine's tensors.
 
 Transformer Engine writes the gradient in BF16, reads it again to quantize and transpose it, and transposes the activated values
 in a kernel of its own. Here backward is one kernel, two for current scaling (pretrain.model.fused.activation_kernel).
 
-What is quantized has been rounded to BF16 first, as in the unfused model and in the emulation. So it is in Transformer Engine's
-own fused layers, but for the activated values under delayed scaling, which it quantizes from FP32: one code in some hundreds
-differs. Current scaling's amax is from before that rounding, there and here. Imported only where Transformer Engine is.
+What is quantized has been rounded to BF16 first, as in the unfused model and in the emulation. Current scaling's amax is from
+before that rounding, there and here. Imported only where Transformer Engine is.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import transformer_engine_torch as tex
+import torch
 from torch import Tensor
+from transformer_engine.pytorch.constants import TE_DType_To_Torch
+from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
+from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
+from transformer_engine.pytorch.utils import is_non_tn_fp8_gemm_supported
 
 from pretrain.model.fused import activation_kernel as kernel
-from pretrain.model.fused.te_storage import block_scaled, scaling_of, tensor_scaled
-from pretrain.precision.fp8_tile import BlockScaled
-
-Activated = Any  # a Tensor, or what a quantizer of Transformer Engine makes
-Kept = Any  # the activated values; of those that backward makes again the one scale, FP32 [1], or None where there is none
+from pretrain.model.fused.fp8_tile import TensorScaled
 
 
-def swiglu(hidden: Tensor, quantizer: Any | None, *, made_again: bool = True) -> tuple[Activated, Kept]:
-    """hidden [T, 2 F] BF16, gate then up, each F wide -> silu(gate) * up [T, F], in BF16 without a quantizer; and what
-    `swiglu_backward` is to be given as `kept`.
+def takes(hidden: Tensor, quantizer: Any) -> bool:
+    """Whether the kernels write what `quantizer` would: FP8 with one scale a tensor, in whole tiles."""
+    current = isinstance(quantizer, Float8CurrentScalingQuantizer) and not quantizer.with_amax_reduction
+    return (current or isinstance(quantizer, Float8Quantizer)) and kernel.divides(hidden)
 
-    Where tiles are whole, and the quantizer is none or one for FP8, backward makes the activated values again. Then those of a
-    quantizer have rowwise data alone here, whatever its usages are. Elsewhere they have what the usages say, and are kept:
-    NVFP4's transpose is not one of the same numbers.
 
-    `made_again`: whether backward quantizes the gradient of `hidden` where this quantizes; else what is quantized here is kept,
-    since no kernel writes a gradient in BF16 and quantized values together.
-    """
-    if quantizer is not None and not made_again:
-        activated = quantizer(tex.swiglu(hidden, None))
-        return activated, activated
-    if not _takes(hidden, quantizer):
-        activated = tex.swiglu(hidden, quantizer)
-        return activated, activated
-    if quantizer is None:
-        return tex.swiglu(hidden, None), None
+def swiglu(hidden: Tensor, quantizer: Any) -> tuple[Float8TensorStorage, Tensor]:
+    """hidden [T, 2 F] BF16, gate then up, each F wide -> silu(gate) * up [T, F] in codes, by rows alone; and their scale, FP32
+    [1]. Backward makes the values again, with that scale."""
     shape = len(hidden), hidden.shape[1] // 2
-    if scaling_of(quantizer) is BlockScaled:
-        activated, written = block_scaled(quantizer, shape, hidden.device, rows=True, columns=False)
-        kernel.forward_blocks(hidden, written)
-        return activated, None
-    activated, written = tensor_scaled(quantizer, shape, hidden.device, rows=True, columns=False)
+    activated, written = _allocate(quantizer, shape, hidden.device, rows=True, columns=False)
     kernel.forward(hidden, written)
     return activated, written.used
 
 
 def swiglu_backward(
-    d_activated: Tensor, hidden: Tensor, gradient_quantizer: Any | None, kept: Kept, activated_quantizer: Any | None
-) -> tuple[Activated, Activated]:
-    """The gradient of `hidden` [T, 2 F] as its product's backward takes it (what the usages of `gradient_quantizer` say), and the
-    activated values [T, F] as the next product's weight gradient takes them: columnwise, quantized with forward's scale.
-
-    `d_activated` [T, F] and `hidden` are BF16; `kept` is what forward returned. Either of the two products may be in BF16, and
-    have no quantizer. TypeError for two quantizers of different kinds.
-    """
-    d_activated = d_activated.contiguous()
-    if activated_quantizer is not None and gradient_quantizer is None:  # forward was told, and has kept the activated values
-        return tex.dswiglu(d_activated, hidden, None), kept
-    if activated_quantizer is None and gradient_quantizer is not None:
-        if kept is not None:
-            return gradient_quantizer(tex.dswiglu(d_activated, hidden, None)), kept
-        d_hidden, activated = kernel.backward_bf16(d_activated, hidden)
-        return gradient_quantizer(d_hidden), activated
-    scaled = scaling_of(activated_quantizer)
-    if type(gradient_quantizer) is not type(activated_quantizer) or scaled is not scaling_of(gradient_quantizer):
-        raise TypeError(f"{activated_quantizer} quantized the activated values, which does not go with {gradient_quantizer}")
-    if not _takes(hidden, gradient_quantizer):  # nor did forward's: the activated values are kept
-        return tex.dswiglu(d_activated, hidden, gradient_quantizer), kept
-    if gradient_quantizer is None:
-        return kernel.backward_bf16(d_activated, hidden)
-    device = hidden.device
+    d_activated: Tensor, hidden: Tensor, gradient_quantizer: Any, activated_quantizer: Any, scale: Tensor
+) -> tuple[Float8TensorStorage, Float8TensorStorage]:
+    """The gradient of `hidden` [T, 2 F] in what the usages of `gradient_quantizer` say, and the activated values [T, F] as the
+    next product's weight gradient takes them: columnwise, with forward's `scale`. `d_activated` [T, F] and `hidden` are BF16."""
     usages = {"rows": gradient_quantizer.rowwise_usage, "columns": gradient_quantizer.columnwise_usage}
-    if scaled is BlockScaled:
-        d_hidden, gradient = block_scaled(gradient_quantizer, hidden.shape, device, **usages)
-        activated, again = block_scaled(activated_quantizer, d_activated.shape, device, rows=False, columns=True)
-        kernel.backward_blocks(d_activated, hidden, gradient, again)
-        return d_hidden, activated
-    d_hidden, gradient = tensor_scaled(gradient_quantizer, hidden.shape, device, **usages)
-    activated, again = tensor_scaled(activated_quantizer, d_activated.shape, device, rows=False, columns=True, scale=kept)
-    kernel.backward(d_activated, hidden, gradient, again)
+    d_hidden, gradient = _allocate(gradient_quantizer, hidden.shape, hidden.device, **usages)
+    activated, again = _allocate(activated_quantizer, d_activated.shape, hidden.device, rows=False, columns=True, scale=scale)
+    kernel.backward(d_activated.contiguous(), hidden, gradient, again)
     return d_hidden, activated
 
 
-def _takes(hidden: Tensor, quantizer: Any | None) -> bool:
-    """Whether backward makes the activated values again: for no quantizer or one for FP8, and whole tiles."""
-    scaled = scaling_of(quantizer)
-    return (quantizer is None or scaled is not None) and kernel.divides(hidden, scaled)
+def _allocate(
+    quantizer: Any, shape: tuple[int, ...], device: torch.device, *, rows: bool, columns: bool, scale: Tensor | None = None
+) -> tuple[Float8TensorStorage, TensorScaled]:
+    """What `quantizer` would make of a tensor [M, K], and its parts, for a kernel to write. With `scale` it is quantized by that,
+    and no amax is recorded."""
+    if is_non_tn_fp8_gemm_supported():  # from Blackwell on, products read both ways, and there are no transposes
+        rows, columns = True, False
+    tokens, width = shape
+    numbers: dict[str, Any] = {"scale_inv": torch.empty(1, device=device)}
+    if scale is not None:
+        numbers |= {"scale": scale}
+    elif isinstance(quantizer, Float8Quantizer):
+        numbers |= {"scale": quantizer.scale, "amax": quantizer.amax, "used": torch.empty(1, device=device)}
+    else:
+        numbers |= {"amax": torch.zeros(1, device=device), "used": torch.empty(1, device=device)}
+        numbers |= {"epsilon": quantizer.amax_epsilon, "power_of_two": quantizer.force_pow_2_scales}
+    by_rows, by_columns = (
+        torch.empty(size, dtype=torch.uint8, device=device) if wanted else None
+        for wanted, size in ((rows, (tokens, width)), (columns, (width, tokens)))
+    )
+    written = TensorScaled(TE_DType_To_Torch[quantizer.dtype], by_rows, by_columns, **numbers)
+    tensor = Float8TensorStorage(
+        data=by_rows,
+        data_transpose=by_columns,
+        fp8_scale_inv=written.scale_inv,
+        fp8_dtype=quantizer.dtype,
+        fake_dtype=torch.bfloat16,
+        quantizer=quantizer,
+    )
+    return tensor, written

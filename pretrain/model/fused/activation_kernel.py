@@ -15,23 +15,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pretrain.precision.fp8_tile import (
-    BLOCK,
+from pretrain.model.fused.fp8_tile import (
     INTERPRETED,
     TYPES,
-    BlockScaled,
     TensorScaled,
     exponential,
     load_rows,
-    pairs,
     record_amax,
-    store_block_scaled,
-    store_pairs_by_columns,
     store_rows,
     store_tensor_scaled,
     tensor_scale,
     through_bf16,
-    within,
 )
 
 
@@ -46,8 +40,6 @@ class Tile(NamedTuple):
 # 32 bytes of a transpose's row are a sector of memory, whole. Larger tiles leave fewer programs in flight.
 FORWARD, BACKWARD = Tile(32, 128, 4), Tile(32, 128, 8)
 NARROW = Tile(64, 64, 4)  # for both, where F is no multiple of 128
-FORWARD_BLOCKS = Tile(32, 128, 4)  # 128 columns share a scale
-BACKWARD_BLOCKS = Tile(32, 32, 4)  # and 128 rows in the transpose: a program takes so many of a block's rows, or columns
 
 
 @triton.jit
@@ -179,148 +171,6 @@ def _swiglu_backward(
 
 
 @triton.jit
-def _swiglu_forward_blocks(
-    hidden, rows, rows_scale_inv, T, F, epsilon, power_of_two: tl.constexpr, fp8: tl.constexpr, height: tl.constexpr
-):
-    row, column = tl.program_id(0) * height, tl.program_id(1) * BLOCK
-    i, j = row + tl.arange(0, height), column + tl.arange(0, BLOCK)
-    activated = _through_bf16_by_twos(_activate(load_rows(hidden, i, j, 2 * F), load_rows(hidden, i, j + F, 2 * F)))
-    store_block_scaled(activated, rows, rows_scale_inv, None, None, row, column, T, F, epsilon, power_of_two, fp8)
-
-
-@triton.jit
-def _swiglu_backward_blocks(
-    d_activated,
-    hidden,
-    rows,
-    rows_scale_inv,
-    columns,
-    columns_scale_inv,
-    activated_columns,
-    activated_columns_scale_inv,
-    T,
-    F,
-    epsilon,
-    activated_epsilon,
-    power_of_two: tl.constexpr,
-    activated_power_of_two: tl.constexpr,
-    fp8: tl.constexpr,
-    activated_fp8: tl.constexpr,
-    height: tl.constexpr,
-    width: tl.constexpr,
-):
-    """Programs of two kinds: `height` rows of a block, or `width` columns. Both read and compute the block, the second from the
-    cache, as those of one block follow each other. One that did both would hold so much that no other found room beside it."""
-    of_rows: tl.constexpr = BLOCK // height
-    of_a_block: tl.constexpr = of_rows + BLOCK // width
-    row, column = tl.program_id(0) // of_a_block * BLOCK, tl.program_id(1) * BLOCK
-    which = tl.program_id(0) % of_a_block
-    if which < of_rows:
-        if rows is not None:
-            row += which * height
-            _write_rows(d_activated, hidden, rows, rows_scale_inv, row, column, T, F, epsilon, power_of_two, fp8, height)
-    else:
-        _write_columns(
-            d_activated,
-            hidden,
-            columns,
-            columns_scale_inv,
-            activated_columns,
-            activated_columns_scale_inv,
-            row,
-            column + (which - of_rows) * width,
-            T,
-            F,
-            epsilon,
-            activated_epsilon,
-            power_of_two,
-            activated_power_of_two,
-            fp8,
-            activated_fp8,
-            width,
-        )
-
-
-@triton.jit
-def _write_rows(
-    d_activated,
-    hidden,
-    rows,
-    rows_scale_inv,
-    row,
-    column,
-    T,
-    F,
-    epsilon,
-    power_of_two: tl.constexpr,
-    fp8: tl.constexpr,
-    height: tl.constexpr,
-):
-    """Writes some rows of a block. It is apart from `_write_columns`, as names in two branches of one kernel must be of one
-    shape."""
-    i, j = row + tl.arange(0, height), column + tl.arange(0, BLOCK)
-    gate, up, _ = _gradients(d_activated, hidden, i, j, F)
-    store_block_scaled(gate, rows, rows_scale_inv, None, None, row, column, T, 2 * F, epsilon, power_of_two, fp8)
-    store_block_scaled(up, rows, rows_scale_inv, None, None, row, column + F, T, 2 * F, epsilon, power_of_two, fp8)
-
-
-@triton.jit
-def _write_columns(
-    d_activated,
-    hidden,
-    columns,
-    columns_scale_inv,
-    activated_columns,
-    activated_columns_scale_inv,
-    row,
-    column,
-    T,
-    F,
-    epsilon,
-    activated_epsilon,
-    power_of_two: tl.constexpr,
-    activated_power_of_two: tl.constexpr,
-    fp8: tl.constexpr,
-    activated_fp8: tl.constexpr,
-    width: tl.constexpr,
-):
-    """Writes some columns of a block, and those of the activated values."""
-    i, j = 4 * tl.arange(0, BLOCK // 4), tl.arange(0, width)
-    d, h = within(d_activated, row, column, F, i, j), within(hidden, row, column, 2 * F, i, j)
-    gate, up, activated = _gradients_of_two_rows(d, h, F)
-    gate_below, up_below, activated_below = _gradients_of_two_rows(d + 2 * F, h + 4 * F, F)
-    store_pairs_by_columns(
-        activated,
-        activated_below,
-        activated_columns,
-        activated_columns_scale_inv,
-        row,
-        column,
-        T,
-        F,
-        activated_epsilon,
-        activated_power_of_two,
-        activated_fp8,
-    )
-    if columns is not None:
-        store_pairs_by_columns(gate, gate_below, columns, columns_scale_inv, row, column, T, 2 * F, epsilon, power_of_two, fp8)
-        store_pairs_by_columns(up, up_below, columns, columns_scale_inv, row, column + F, T, 2 * F, epsilon, power_of_two, fp8)
-
-
-@triton.jit
-def _gradients_of_two_rows(d_activated, hidden, F):
-    """`_gradients` as `pairs`, of the rows to which `d_activated` and `hidden` point, and of those below them."""
-    gate, up, d = tl.load(hidden).to(tl.float32), tl.load(hidden + F).to(tl.float32), tl.load(d_activated).to(tl.float32)
-    hidden += 2 * F
-    gate_below, up_below = tl.load(hidden).to(tl.float32), tl.load(hidden + F).to(tl.float32)
-    d_below = tl.load(d_activated + F).to(tl.float32)
-    activated = pairs(_activate(gate, up), _activate(gate_below, up_below))
-    d_gate, d_up = _differentiate(d, gate, up)
-    d_gate_below, d_up_below = _differentiate(d_below, gate_below, up_below)
-    return pairs(d_gate, d_gate_below), pairs(d_up, d_up_below), activated
-
-
-@triton.jit
 def _swiglu_forward_bf16(hidden, activated, F, height: tl.constexpr, width: tl.constexpr):
     i = tl.program_id(0) * height + tl.arange(0, height)
     j = tl.program_id(1) * width + tl.arange(0, width)
@@ -339,10 +189,9 @@ def _swiglu_backward_bf16(d_activated, hidden, d_hidden, activated, F, height: t
     store_rows(_activate(gate, up).to(tl.bfloat16), activated, i, j, F)
 
 
-def divides(hidden: Tensor, to: type[TensorScaled] | type[BlockScaled] | None) -> bool:
-    """Whether the kernels that write as `to` says (None: BF16) take `hidden` [T, 2 F]: contiguous BF16, whole tiles."""
-    height, width = (BLOCK.value, BLOCK.value) if to is BlockScaled else NARROW[:2]
-    whole = hidden.shape[0] % height == 0 and hidden.shape[1] % (2 * width) == 0
+def divides(hidden: Tensor) -> bool:
+    """Whether the kernels that write codes take `hidden` [T, 2 F]: contiguous BF16, whole tiles."""
+    whole = hidden.shape[0] % NARROW.rows == 0 and hidden.shape[1] % (2 * NARROW.columns) == 0
     return whole and hidden.dtype == torch.bfloat16 and hidden.is_contiguous()
 
 
@@ -365,23 +214,6 @@ def forward(hidden: Tensor, activated: TensorScaled, tile: Tile | None = None) -
         TYPES[activated.dtype],
         tile.rows,
         tile.columns,
-        num_warps=tile.warps,
-        enable_fp_fusion=False,
-    )
-
-
-def forward_blocks(hidden: Tensor, activated: BlockScaled, tile: Tile = FORWARD_BLOCKS) -> None:
-    """`forward` with a scale for every 128 values, T and F multiples of 128."""
-    _swiglu_forward_blocks[_grid(hidden, tile)](
-        hidden,
-        activated.rows,
-        activated.rows_scale_inv,
-        hidden.shape[0],
-        hidden.shape[1] // 2,
-        activated.epsilon,
-        activated.power_of_two,
-        TYPES[activated.dtype],
-        tile.rows,
         num_warps=tile.warps,
         enable_fp_fusion=False,
     )
@@ -412,35 +244,6 @@ def backward(
         *d_activated.shape,
         d_hidden.epsilon,
         d_hidden.power_of_two,
-        TYPES[d_hidden.dtype],
-        TYPES[activated.dtype],
-        tile.rows,
-        tile.columns,
-        num_warps=tile.warps,
-        enable_fp_fusion=False,
-    )
-
-
-def backward_blocks(
-    d_activated: Tensor, hidden: Tensor, d_hidden: BlockScaled, activated: BlockScaled, tile: Tile = BACKWARD_BLOCKS
-) -> None:
-    """`backward` with a scale for every 128 values, T and F multiples of 128. Of `activated` the columns are written."""
-    block, (tokens, width) = BLOCK.value, d_activated.shape
-    of_a_block = block // tile.rows + block // tile.columns
-    _swiglu_backward_blocks[tokens // block * of_a_block, width // block](
-        d_activated,
-        hidden,
-        d_hidden.rows,
-        d_hidden.rows_scale_inv,
-        d_hidden.columns,
-        d_hidden.columns_scale_inv,
-        activated.columns,
-        activated.columns_scale_inv,
-        *d_activated.shape,
-        d_hidden.epsilon,
-        activated.epsilon,
-        d_hidden.power_of_two,
-        activated.power_of_two,
         TYPES[d_hidden.dtype],
         TYPES[activated.dtype],
         tile.rows,

@@ -1,8 +1,8 @@
 """What the pieces of a fused layer compute with: the stacked weights of a product, the products, norms and activations.
 
-The arithmetic here is by torch's own operations: any device, any dtype, nothing quantized. A CPU trains with it, and it is the
-reference of its subclasses for GPUs: on Transformer Engine (pretrain.model.fused.te_arithmetic), and in BF16 by Triton and
-cublasLt, which come with torch (pretrain.model.fused.triton_arithmetic).
+Without kernels the arithmetic is torch's own operations, nothing quantized: a CPU trains with it, and tests hold the kernels to
+it. With kernels (BF16 on a GPU) products are those of pretrain.precision.products, SwiGLU is Triton's and RMSNorm is torch's for
+CUDA. pretrain.model.fused.te_arithmetic adds products in low precision by Transformer Engine.
 
 An operand is a tensor as a product takes it: quantized, or as it was. What makes it is told which product it is for, so that a
 norm or an activation can write it in the format of that product's input.
@@ -15,35 +15,29 @@ Where they lie apart (FSDP2 gathers them so), the matrix is put together when it
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
-from transformers.pytorch_utils import Conv1D
 
-from pretrain.model.attention.heads import HeadNorms, Heads
-from pretrain.model.fused.rotary import rotate_backward
-from pretrain.precision.linear import Backend, NormKind, PrecisionContext
+from pretrain.precision import products
+from pretrain.precision.linear import Backend, PrecisionContext
 from pretrain.precision.observation import OPERANDS, ProductObserver
-from pretrain.precision.products import add_product_
 
-Activation = Literal["swiglu", "gelu_tanh", "gelu"]
-APPROXIMATIONS = {"gelu_tanh": "tanh", "gelu": "none"}  # as torch names them
 Operand = Any  # a Tensor, or a quantized tensor of Transformer Engine
 
 
 class StackedWeight:
-    """The weights of `linears` (nn.Linear, or one Conv1D, whose weight [in, out] is `transposed`) as one matrix [sum of out, in],
-    and their biases as one vector. Parameters are looked up at each use, as FSDP2 exchanges them."""
+    """The weights of `linears` as one matrix [sum of out, in], and their biases as one vector. Parameters are looked up at each
+    use, as FSDP2 exchanges them."""
 
-    def __init__(self, linears: Sequence[nn.Module]) -> None:
+    def __init__(self, linears: Sequence[nn.Linear]) -> None:
         self.linears = tuple(linears)
-        self.transposed = isinstance(linears[0], Conv1D)
         self._copy: Tensor | None = None  # in the compute dtype, where the parameters have another
 
     @property
@@ -61,11 +55,11 @@ class StackedWeight:
 
     @property
     def out_features(self) -> int:
-        return sum(weight.shape[1 if self.transposed else 0] for weight in self.weights)
+        return sum(len(weight) for weight in self.weights)
 
     @property
     def in_features(self) -> int:
-        return self.weights[0].shape[0 if self.transposed else 1]
+        return self.weights[0].shape[1]
 
     @torch.no_grad()
     def lay_together(self) -> None:
@@ -103,9 +97,7 @@ class StackedWeight:
         return None if gradients[0] is None else _rows_of_one(gradients)
 
     def weight_gradients(self, stacked: Tensor) -> list[Tensor]:
-        """The gradient of `matrix` [out, in] as that of each parameter, in its layout; views."""
-        if self.transposed:
-            return [stacked.t()]
+        """The gradient of `matrix` [out, in] as that of each parameter; views."""
         return list(stacked.split([len(weight) for weight in self.weights]))
 
     def bias_gradients(self, dy: Tensor) -> list[Tensor]:
@@ -115,8 +107,6 @@ class StackedWeight:
         return list(dy.sum(dim=0, dtype=torch.float32).split([len(bias) for bias in self.biases]))
 
     def _stacked(self, parts: list[Tensor], dtype: torch.dtype) -> Tensor:
-        if self.transposed and parts[0].dim() == 2:
-            return parts[0].t().to(dtype).contiguous()
         whole = _rows_of_one(parts)
         return (torch.cat(parts) if whole is None else whole).to(dtype)
 
@@ -136,27 +126,26 @@ def _rows_of_one(parts: Sequence[Tensor]) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Norm:
-    """An RMSNorm or LayerNorm before a product; its parameters are those of `module`, looked up at each use."""
+    """An RMSNorm before a product; its weight is looked up at each use."""
 
     module: nn.Module
-    kind: NormKind
     eps: float
 
     @property
-    def parameters(self) -> list[Tensor]:
-        bias = getattr(self.module, "bias", None)
-        return [self.module.weight] if bias is None else [self.module.weight, bias]
+    def weight(self) -> Tensor:
+        return self.module.weight
 
 
 class StackedProduct:
     """y = x w^T + b for the stacked weights of some linears, forward and backward, each a call of its own."""
+
+    low_precision = False  # of the forward under way, and of its backward
 
     def __init__(self, name: str, members: tuple[str, ...], weights: StackedWeight, arithmetic: Arithmetic) -> None:
         self.name = name  # of its history and scales in a checkpoint
         self.members = members  # the linears that it stands in for, by Hugging Face name
         self.weights = weights
         self.computed_low_by: tuple[Backend, ...] = ()  # the backends that compute it in low precision, when it is their turn
-        self.reads_from: StackedProduct | None = None  # whose output the activation before this one reads; None: no activation's
         self._arithmetic = arithmetic
 
     def begin(self, x: Tensor) -> None:
@@ -168,30 +157,31 @@ class StackedProduct:
 
     def adds(self, x: Operand) -> bool:
         """Whether `forward` of x adds a residual in the product itself, for less than a kernel or the next norm would."""
-        return False
+        return self._arithmetic.by_kernels and not self.weights.biases and products.takes(x)
 
     def forward(self, x: Operand, residual: Tensor | None = None) -> Tensor:
         """-> [tokens, out], with `residual` added, which stays as it was."""
         weight = self._matrix(refresh=self._arithmetic.context.first_microbatch)
+        if self._arithmetic.by_kernels and not self.weights.biases:
+            return products.linear(x, weight, residual)
         y = F.linear(x, weight, self.weights.bias(x.dtype))
         return y if residual is None else y.add_(residual)
 
     def gradient_operand(self, dy: Tensor) -> Operand:
         """dy [tokens, out] as the product's output gradient."""
-        return dy
+        return dy.contiguous() if self._arithmetic.by_kernels else dy
 
     def input_gradient(self, dy: Operand) -> Tensor:
         """-> [tokens, in]."""
         weight = self._matrix(refresh=False)
-        return dy @ weight
+        return products.input_gradient(dy, weight) if self._arithmetic.by_kernels else dy @ weight
 
     def weight_gradients(self, dy: Operand, x: Operand) -> list[Tensor | None]:
         """Returns one for each weight; None where it has been added to the main gradient."""
         main_gradient = self.weights.main_gradient
         if main_gradient is None:
             return self.weights.weight_gradients(dy.t() @ x)
-        left, right = (x, dy) if self.weights.transposed else (dy, x)
-        add_product_(main_gradient, left.t(), right)
+        products.add_product_(main_gradient, dy.t(), x)
         return [None] * len(self.weights.weights)
 
     def _matrix(self, *, refresh: bool) -> Tensor:
@@ -204,10 +194,8 @@ class StackedProduct:
     def observed_by(self, observer: ProductObserver) -> Iterator[None]:
         """While entered, whatever the three products multiply is seen: their methods are watched from outside."""
         gemms = {"forward": self.forward, "input_gradient": self.input_gradient, "weight_gradients": self.weight_gradients}
-        swapped = self.weights.transposed and self.weights.main_gradient is not None
         for (method, function), gemm in zip(gemms.items(), OPERANDS, strict=True):
-            watched = observer.watched(function, self.members, gemm, swapped=swapped and gemm == "wgrad")
-            setattr(self, method, watched)
+            setattr(self, method, observer.watched(function, self.members, gemm))
         try:
             yield
         finally:
@@ -217,12 +205,12 @@ class StackedProduct:
 
 class Arithmetic:
     """One model's. Norms and activations are computed in FP32 and rounded to the context's compute dtype: once, but for RMSNorm
-    here, which rounds before it multiplies by its weight as well, as transformers does. Kernels for GPUs do not."""
+    without kernels, which rounds before it multiplies by its weight as well, as transformers does."""
 
-    by = ""  # for the audit, behind the number of layers
-
-    def __init__(self, context: PrecisionContext) -> None:
+    def __init__(self, context: PrecisionContext, *, by_kernels: bool = False) -> None:
+        """`by_kernels`: by those for BF16 on a GPU."""
         self.context = context
+        self.by_kernels = by_kernels
         self.differentiable = True  # the forward under way will be differentiated
         self.keeps_rotated = False  # for backward, where heads are normed: queries, keys and values, else made again from qkv
 
@@ -240,48 +228,49 @@ class Arithmetic:
         that backward needs."""
         if residual is not None:
             x.add_(residual)
-        weight, *bias = self._parameters_of(norm)
+        weight = self._weight_of(norm)
+        if self.by_kernels and x.is_cuda:
+            y, rstd = torch.ops.aten._fused_rms_norm(x, [x.shape[-1]], weight, norm.eps)
+            return y, (rstd,)
         wide = x.float()
-        if norm.kind == "layer":
-            y, mean, rstd = torch.native_layer_norm(wide, [x.shape[-1]], weight, bias[0] if bias else None, norm.eps)
-            return y.to(x.dtype), (mean, rstd)
         rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
-        return ((wide * rstd).to(x.dtype) * weight).to(x.dtype), (rstd,)
+        return ((wide * rstd).to(x.dtype) * weight.float()).to(x.dtype), (rstd,)
 
     def norm_backward(
         self, dy: Tensor, x: Tensor, statistics: Sequence[Tensor], norm: Norm, residual: Tensor | None
-    ) -> tuple[Tensor, list[Tensor]]:
-        """The gradient of x, `residual` [tokens, hidden] added to it, and those of the norm's parameters."""
-        weight, *bias = self._parameters_of(norm)
-        dy, wide = dy.float(), x.float()
-        if norm.kind == "layer":
-            mean, rstd = statistics
-            mask = [True, True, bool(bias)]
-            dx, *gradients = torch.ops.aten.native_layer_norm_backward(
-                dy, wide, [x.shape[-1]], mean, rstd, weight, bias[0] if bias else None, mask
-            )
-        else:
-            (rstd,) = statistics
-            normed = wide * rstd
-            gradients = [(dy * normed).sum(0)]
-            dy = dy * weight
-            dx = (dy - normed * (dy * normed).mean(-1, keepdim=True)) * rstd
+    ) -> tuple[Tensor, Tensor]:
+        """The gradient of x, `residual` [tokens, hidden] added to it, and that of the norm's weight."""
+        (rstd,), weight = statistics, self._weight_of(norm)
+        if self.by_kernels and x.is_cuda:
+            dx, of_weight = torch.ops.aten._fused_rms_norm_backward(dy, x, [x.shape[-1]], rstd, weight, [True, True])
+            return dx if residual is None else dx.add_(residual), of_weight
+        dy = dy.float()
+        normed = x.float() * rstd
+        of_weight = (dy * normed).sum(0)
+        dy = dy * weight.float()
+        dx = (dy - normed * (dy * normed).mean(-1, keepdim=True)) * rstd
         dx = dx if residual is None else dx + residual
-        return dx.to(x.dtype), gradients[: len(norm.parameters)]
+        return dx.to(x.dtype), of_weight
 
-    def activate(self, hidden: Tensor, kind: Activation, product: StackedProduct) -> tuple[Operand, Operand | None]:
-        """hidden [tokens, 2 x width: gate, then up] (swiglu) or [tokens, width] as the input of `product`, and what
+    def activate(self, hidden: Tensor, gate_up: StackedProduct, down: StackedProduct) -> tuple[Operand, Operand | None]:
+        """hidden [tokens, 2 x width: gate, then up], the output of `gate_up` -> silu(gate) * up as the input of `down`, and what
         `activate_backward` is to be given as `kept`."""
-        return _activated(hidden, kind), None
+        if self.by_kernels:
+            from pretrain.model.fused import activation_kernel
+
+            return activation_kernel.forward_bf16(hidden), None
+        gate, up = hidden.float().chunk(2, dim=-1)
+        return (F.silu(gate) * up).to(hidden.dtype), None
 
     def activate_backward(
-        self, d_activated: Tensor, hidden: Tensor, kind: Activation, kept: Operand, gate_up: StackedProduct, down: StackedProduct
+        self, d_activated: Tensor, hidden: Tensor, kept: Operand, gate_up: StackedProduct, down: StackedProduct
     ) -> tuple[Operand, Operand, list[Tensor]]:
         """The gradient of `hidden` as the output gradient of `gate_up`, the activated values as the weight gradient of `down`
         takes them, and the gradients of the biases of `gate_up`."""
-        if kind != "swiglu":
-            d_hidden = torch.ops.aten.gelu_backward(d_activated, hidden, approximate=APPROXIMATIONS[kind])
-            activated = _activated(hidden, kind)
+        if self.by_kernels:
+            from pretrain.model.fused import activation_kernel
+
+            d_hidden, activated = activation_kernel.backward_bf16(d_activated, hidden)
         else:
             gate, up = hidden.float().chunk(2, dim=-1)
             sigmoid = gate.sigmoid()
@@ -290,29 +279,11 @@ class Arithmetic:
             d_gate = dy * up * (sigmoid + silu * (1 - sigmoid))
             d_hidden = torch.cat([d_gate, dy * silu], dim=-1).to(hidden.dtype)
             activated = (silu * up).to(hidden.dtype)
-        return d_hidden, activated, gate_up.weights.bias_gradients(d_hidden)
+        return gate_up.gradient_operand(d_hidden), activated, gate_up.weights.bias_gradients(d_hidden)
 
-    def rotate_backward(
-        self,
-        gradients: Sequence[Tensor],
-        qkv: Tensor | None,
-        angles: tuple[Tensor, Tensor],
-        heads: Heads,
-        norms: HeadNorms | None,
-        product: StackedProduct,
-    ) -> tuple[Operand, list[Tensor], list[Tensor]]:
-        """Returns, from the `gradients` of what `rotate` made of `qkv`, the result of `product`: the gradient of `qkv` as the
-        output gradient of `product`, those of the norms' weights, and those of the biases of `product`."""
-        dqkv, *of_norms = rotate_backward(*gradients, qkv, *angles, heads, norms)
-        return product.gradient_operand(dqkv), of_norms if norms else [], product.weights.bias_gradients(dqkv)
-
-    def _parameters_of(self, norm: Norm) -> list[Tensor]:
-        """Rounded to the activations' dtype, as working copies are, and FP32 for computing."""
-        return [parameter.detach().to(self.context.compute_dtype).float() for parameter in norm.parameters]
-
-    def observing(self, observer: ProductObserver) -> AbstractContextManager[None]:
-        """While entered, `observer` sees what products of another library multiply."""
-        return nullcontext()
+    def _weight_of(self, norm: Norm) -> Tensor:
+        """Rounded to the activations' dtype, as working copies are."""
+        return norm.weight.detach().to(self.context.compute_dtype)
 
     def is_first_in_forward(self) -> bool:
         """Whether the piece that asks is the first of a low-precision forward, whose backward is therefore the last."""
@@ -328,10 +299,3 @@ class Arithmetic:
     def saved(self, ctx: FunctionCtx) -> list[Operand | None]:
         """Returns what `save` was given, in order."""
         return list(ctx.saved_tensors)
-
-
-def _activated(hidden: Tensor, kind: Activation) -> Tensor:
-    if kind == "swiglu":
-        gate, up = hidden.float().chunk(2, dim=-1)
-        return (F.silu(gate) * up).to(hidden.dtype)
-    return F.gelu(hidden, approximate=APPROXIMATIONS[kind])

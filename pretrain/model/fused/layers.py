@@ -26,9 +26,8 @@ from foundation.errors import InputError
 from pretrain.model.attention.cudnn import cudnn_backward, cudnn_forward
 from pretrain.model.attention.flash import flash_backward_in_parts, flash_forward
 from pretrain.model.attention.heads import HeadNorms, Heads
-from pretrain.model.fused.arithmetic import Activation, Arithmetic, Norm, StackedProduct, StackedWeight
+from pretrain.model.fused.arithmetic import Arithmetic, Norm, StackedProduct, StackedWeight
 from pretrain.model.fused.rotary import rotate, rotate_backward
-from pretrain.precision import transformer_engine
 from pretrain.precision.linear import Backend, PrecisionContext
 from pretrain.precision.observation import ProductObserver
 from pretrain.precision.scope import LINEARS, Decision
@@ -44,16 +43,12 @@ ROTATED_ATTENTION: dict[str, tuple[Callable[..., tuple[Tensor, ...]], Callable[.
 }
 HAS_TRITON = importlib.util.find_spec("triton") is not None  # as torch's CUDA builds for Linux bring it
 # The classes of layers with a fused form, by full name: the classes themselves would bring five architectures into every start.
-_GPT2 = "transformers.models.gpt2.modeling_gpt2.GPT2Block"
-_LIKE_LLAMA = {
+_FUSED = {
     "transformers.models.llama.modeling_llama.LlamaDecoderLayer",
     "transformers.models.mistral.modeling_mistral.MistralDecoderLayer",
     "transformers.models.qwen2.modeling_qwen2.Qwen2DecoderLayer",
     "transformers.models.qwen3.modeling_qwen3.Qwen3DecoderLayer",
 }
-# transformers' names of the activations -> ours, for gated layers and for GPT-2's.
-_GATED: dict[str, Activation] = {"silu": "swiglu", "swish": "swiglu"}
-_UNGATED: dict[str, Activation] = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 
 
 # ── What fused layers compute with ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -66,12 +61,8 @@ def choose_arithmetic(
     dtype = context.compute_dtype
     if reason := not_fused_because(setting, active, device_type, dtype):
         return None, reason
-    if active.backend == "torch" and _no_faster(device_type, dtype):
-        return Arithmetic(context), ""
-    if active.backend == "torch" and transformer_engine.missing():
-        from pretrain.model.fused.triton_arithmetic import TritonArithmetic
-
-        return TritonArithmetic(context), ""
+    if active.backend == "torch":
+        return Arithmetic(context, by_kernels=not _no_faster(device_type, dtype)), ""
     from pretrain.model.fused.te_arithmetic import TransformerEngineArithmetic
 
     return TransformerEngineArithmetic(context), ""
@@ -111,15 +102,13 @@ class Parts:
 
     attention: nn.Module
     attention_norm: Norm
-    qkv: Mapping[str, nn.Module]  # one stacked product
+    qkv: Mapping[str, nn.Linear]  # one stacked product
     head_norms: tuple[nn.Module, ...]  # of queries and keys, or none
-    output: Mapping[str, nn.Module]
+    output: Mapping[str, nn.Linear]
     mlp_norm: Norm
-    gate_up: Mapping[str, nn.Module]  # gate and up, or one
-    activation: Activation
-    down: Mapping[str, nn.Module]
+    gate_up: Mapping[str, nn.Linear]
+    down: Mapping[str, nn.Linear]
     heads: Heads
-    rotary: bool
 
 
 def assess_layer(name: str, layer: nn.Module, decisions: Mapping[str, Decision]) -> tuple[str | None, frozenset[str]]:
@@ -148,53 +137,26 @@ def _unsupported(layer: nn.Module) -> str | None:
     """Why `layer` cannot be fused; None if it can."""
     if any(module._forward_hooks or module._forward_pre_hooks for module in layer.modules()):
         return "has hooks, which no module of a fused layer would run"
-    if _class_of(layer) == _GPT2:
-        if layer.attn.reorder_and_upcast_attn or hasattr(layer, "crossattention"):
-            return "attends in a way of its own"
-        if any(m.p for m in layer.modules() if isinstance(m, nn.Dropout)):
-            return "has dropout"
-        return None if layer.attn.config.activation_function in _UNGATED else "has an activation that is not fused"
-    if _class_of(layer) not in _LIKE_LLAMA:
+    if f"{type(layer).__module__}.{type(layer).__qualname__}" not in _FUSED:
         return f"no fused form of {type(layer).__name__}"
-    return None if layer.self_attn.config.hidden_act in _GATED else "has an activation that is not fused"
-
-
-def _class_of(layer: nn.Module) -> str:
-    return f"{type(layer).__module__}.{type(layer).__qualname__}"
+    return None if layer.self_attn.config.hidden_act in ("silu", "swish") else "has an activation that is not fused"
 
 
 def parts_of(layer: nn.Module) -> Parts:
     """The parts of a layer that can be fused."""
-    if _class_of(layer) == _GPT2:
-        attention, mlp = layer.attn, layer.mlp
-        return Parts(
-            attention=attention,
-            attention_norm=Norm(layer.ln_1, "layer", layer.ln_1.eps),
-            qkv={"attn.c_attn": attention.c_attn},
-            head_norms=(),
-            output={"attn.c_proj": attention.c_proj},
-            mlp_norm=Norm(layer.ln_2, "layer", layer.ln_2.eps),
-            gate_up={"mlp.c_fc": mlp.c_fc},
-            activation=_UNGATED[attention.config.activation_function],
-            down={"mlp.c_proj": mlp.c_proj},
-            heads=Heads(attention.num_heads, attention.num_heads, attention.head_dim),
-            rotary=False,
-        )
     attention, mlp, config = layer.self_attn, layer.mlp, layer.self_attn.config
     first, second = layer.input_layernorm, layer.post_attention_layernorm
     normed = hasattr(attention, "q_norm")
     return Parts(
         attention=attention,
-        attention_norm=Norm(first, "rms", first.variance_epsilon),
+        attention_norm=Norm(first, first.variance_epsilon),
         qkv={f"self_attn.{name}": getattr(attention, name) for name in ("q_proj", "k_proj", "v_proj")},
         head_norms=(attention.q_norm, attention.k_norm) if normed else (),
         output={"self_attn.o_proj": attention.o_proj},
-        mlp_norm=Norm(second, "rms", second.variance_epsilon),
+        mlp_norm=Norm(second, second.variance_epsilon),
         gate_up={f"mlp.{name}": getattr(mlp, name) for name in ("gate_proj", "up_proj")},
-        activation=_GATED[config.hidden_act],
         down={"mlp.down_proj": mlp.down_proj},
         heads=Heads(config.num_attention_heads, config.num_key_value_heads, attention.head_dim),
-        rotary=True,
     )
 
 
@@ -222,7 +184,6 @@ class FusedLayers:
     def observed_by(self, observer: ProductObserver) -> Iterator[None]:
         """While entered, `observer` sees what the layers' products multiply, under the names of the linears in them."""
         with ExitStack() as watching:
-            watching.enter_context(self.arithmetic.observing(observer))
             for product in self.products:
                 watching.enter_context(product.observed_by(observer))
             yield
@@ -238,11 +199,11 @@ class FusedLayers:
         return [product.weights.weights for product in self.products]
 
     def describe(self) -> str:
-        """Says for the audit: "28 of 28 layers, without Transformer Engine"."""
+        """Says for the audit: "28 of 28 layers, queries and keys kept for backward"."""
         reasons = Counter(self.left_out.values())
         why = "".join(f"; {count} not: {reason}" for reason, count in reasons.items())
         kept = ", queries and keys kept for backward" if self.arithmetic.keeps_rotated and self.layers else ""
-        return f"{len(self.layers)} of {len(self.layers) + len(self.left_out)} layers{self.arithmetic.by}{kept}{why}"
+        return f"{len(self.layers)} of {len(self.layers) + len(self.left_out)} layers{kept}{why}"
 
 
 @dataclass(frozen=True)
@@ -278,7 +239,6 @@ class FusedLayer:
         self.output = make(parts.output, "")
         self.gate_up = make(parts.gate_up, "mlp.gate_up_proj")
         self.down = make(parts.down, "")
-        self.down.reads_from = self.gate_up
 
     @property
     def products(self) -> tuple[StackedProduct, ...]:
@@ -294,8 +254,8 @@ class FusedLayer:
         arithmetic.differentiable = torch.is_grad_enabled()  # inside of an autograd.Function nobody could tell
         attended, x = self._attend(x, **kwargs)
         attended, added = OutputProduct.apply(arithmetic, self.output, attended, x, *self.output.weights.parameters)
-        pieces = (arithmetic, parts.mlp_norm, self.gate_up, parts.activation, self.down)
-        parameters = (*parts.mlp_norm.parameters, *self.gate_up.weights.parameters, *self.down.weights.parameters)
+        pieces = (arithmetic, parts.mlp_norm, self.gate_up, self.down)
+        parameters = (parts.mlp_norm.weight, *self.gate_up.weights.parameters, *self.down.weights.parameters)
         return NormMLPAdd.apply(*pieces, attended, None if added else x, *parameters)[None]
 
     def _attend(
@@ -304,28 +264,22 @@ class FusedLayer:
         *,
         cu_seqlens: Tensor,
         max_seqlen: int,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        position_embeddings: tuple[Tensor, Tensor],
         document_mask: Tensor | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor]:
         """x [tokens, hidden] -> attention's output [tokens, query x dim], and x for the residual."""
         parts, arithmetic = self.parts, self._arithmetic
         attention, heads, head_norms = parts.attention, parts.heads, [norm.weight for norm in parts.head_norms]
-        parameters = (*parts.attention_norm.parameters, *head_norms, *self.qkv.weights.parameters)
         name, eps = attention.config._attn_implementation, (parts.head_norms[0].variance_epsilon if head_norms else 0.0)
-        angles = [table.flatten(0, -2) for table in position_embeddings] if parts.rotary else []
-        if parts.rotary and name in ROTATED_ATTENTION:
+        angles = [table.flatten(0, -2) for table in position_embeddings]
+        before = (arithmetic, parts.attention_norm, self.qkv)
+        of_norm, of_product = parts.attention_norm.weight, self.qkv.weights.parameters
+        if name in ROTATED_ATTENTION:
             documents = Documents(cu_seqlens, max_seqlen, attention.scaling)
-            return NormAttention.apply(
-                arithmetic, parts.attention_norm, self.qkv, name, heads, eps, documents, x, *angles, *parameters
-            )
-        qkv, x = NormProduct.apply(
-            arithmetic, parts.attention_norm, self.qkv, x, *parts.attention_norm.parameters, *self.qkv.weights.parameters
-        )
-        if parts.rotary:
-            q, k, v = Rotation.apply(qkv, *angles, heads, eps, *head_norms)
-        else:
-            q, k, v = (part.unflatten(1, (-1, heads.dim)) for part in qkv.split(heads.query * heads.dim, dim=1))
+            return NormAttention.apply(*before, name, heads, eps, documents, x, *angles, of_norm, *head_norms, *of_product)
+        qkv, x = NormProduct.apply(*before, x, of_norm, *of_product)
+        q, k, v = Rotation.apply(qkv, *angles, heads, eps, *head_norms)
         function = AttentionInterface().get_interface(name, None)
         options = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "document_mask": document_mask}
         q, k, v = (states.transpose(0, 1)[None] for states in (q, k, v))
@@ -364,10 +318,10 @@ class NormProduct(torch.autograd.Function):
         dy = product.gradient_operand(dy)
         d_normed = product.input_gradient(dy)
         weight_gradients = product.weight_gradients(dy, normed)
-        dx, norm_gradients = arithmetic.norm_backward(d_normed, x, statistics, norm, residual)
+        dx, of_norm = arithmetic.norm_backward(d_normed, x, statistics, norm, residual)
         if ctx.is_first_in_forward:
             arithmetic.finish_backward()
-        return None, None, None, dx, *norm_gradients, *weight_gradients, *bias_gradients
+        return None, None, None, dx, of_norm, *weight_gradients, *bias_gradients
 
 
 class NormAttention(torch.autograd.Function):
@@ -397,8 +351,7 @@ class NormAttention(torch.autograd.Function):
         ctx.is_first_in_forward = arithmetic.is_first_in_forward()
         normed, statistics = arithmetic.norm(x, norm, product)
         qkv = product.forward(normed)
-        own = len(norm.parameters)
-        norms = parameters[own : len(parameters) - len(product.weights.parameters)]
+        norms = parameters[1 : len(parameters) - len(product.weights.parameters)]
         q, k, v = rotate(qkv, cos, sin, heads, _head_norms(norms, eps, qkv.dtype))
         forward, differentiate = ROTATED_ATTENTION[name]
         output, *kept = forward(q, k, v, documents.ends, documents.longest, documents.scale)
@@ -423,14 +376,17 @@ class NormAttention(torch.autograd.Function):
         placed = (documents.ends, documents.longest, documents.scale)
         gradients = differentiate(d_output, q, k, v, output, *kept, *placed)
         del q, k, v, output, kept, rest, d_output
-        dqkv, head_gradients, bias_gradients = arithmetic.rotate_backward(gradients, qkv, (cos, sin), heads, head_norms, product)
+        dqkv, *head_gradients = rotate_backward(*gradients, qkv, cos, sin, heads, head_norms)
         del gradients, qkv
+        bias_gradients = product.weights.bias_gradients(dqkv)
+        dqkv = product.gradient_operand(dqkv)
         d_normed = product.input_gradient(dqkv)
         weight_gradients = product.weight_gradients(dqkv, normed)
-        dx, norm_gradients = arithmetic.norm_backward(d_normed, x, statistics, norm, residual)
+        dx, of_norm = arithmetic.norm_backward(d_normed, x, statistics, norm, residual)
         if ctx.is_first_in_forward:
             arithmetic.finish_backward()
-        return *(None,) * 7, dx, None, None, *norm_gradients, *head_gradients, *weight_gradients, *bias_gradients
+        of_heads = head_gradients[:normed_heads]
+        return *(None,) * 7, dx, None, None, of_norm, *of_heads, *weight_gradients, *bias_gradients
 
 
 class OutputProduct(torch.autograd.Function):
@@ -462,7 +418,7 @@ class OutputProduct(torch.autograd.Function):
 
 
 class NormMLPAdd(torch.autograd.Function):
-    """x, residual [tokens, hidden] -> s + activation(norm(s) gate_up^T + b) down^T + c, with s = x + residual; without a residual
+    """x, residual [tokens, hidden] -> s + swiglu(norm(s) gate_up^T + b) down^T + c, with s = x + residual; without a residual
     s is x.
 
     The sum is written over x: `OutputProduct` saves what it multiplies and not what it gives, which nobody else reads."""
@@ -473,7 +429,6 @@ class NormMLPAdd(torch.autograd.Function):
         arithmetic: Arithmetic,
         norm: Norm,
         gate_up: StackedProduct,
-        activation: Activation,
         down: StackedProduct,
         x: Tensor,
         residual: Tensor | None,
@@ -483,9 +438,9 @@ class NormMLPAdd(torch.autograd.Function):
         normed, statistics = arithmetic.norm(x, norm, gate_up, residual)
         hidden = gate_up.forward(normed)
         down.begin(hidden)
-        activated, kept = arithmetic.activate(hidden, activation, down)
+        activated, kept = arithmetic.activate(hidden, gate_up, down)
         y = down.forward(activated, x)
-        ctx.pieces = (arithmetic, norm, gate_up, activation, down)
+        ctx.pieces = (arithmetic, norm, gate_up, down)
         ctx.adds = residual is not None
         arithmetic.save(ctx, x, normed, hidden, kept, *statistics)
         return y
@@ -493,20 +448,20 @@ class NormMLPAdd(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, dy: Tensor) -> Gradients:
-        arithmetic, norm, gate_up, activation, down = ctx.pieces
+        arithmetic, norm, gate_up, down = ctx.pieces
         x, normed, hidden, kept, *statistics = arithmetic.saved(ctx)
         down_bias = down.weights.bias_gradients(dy)
         quantized = down.gradient_operand(dy)
         d_activated = down.input_gradient(quantized)
-        d_hidden, activated, gate_up_bias = arithmetic.activate_backward(d_activated, hidden, activation, kept, gate_up, down)
+        d_hidden, activated, gate_up_bias = arithmetic.activate_backward(d_activated, hidden, kept, gate_up, down)
         del d_activated, hidden, kept
         down_weights = down.weight_gradients(quantized, activated)
         del quantized, activated
         d_normed = gate_up.input_gradient(d_hidden)
         gate_up_weights = gate_up.weight_gradients(d_hidden, normed)
-        dx, norm_gradients = arithmetic.norm_backward(d_normed, x, statistics, norm, residual=dy)
-        of_parameters = (*norm_gradients, *gate_up_weights, *gate_up_bias, *down_weights, *down_bias)
-        return *(None,) * 5, dx, dx if ctx.adds else None, *of_parameters
+        dx, of_norm = arithmetic.norm_backward(d_normed, x, statistics, norm, residual=dy)
+        of_parameters = (of_norm, *gate_up_weights, *gate_up_bias, *down_weights, *down_bias)
+        return *(None,) * 4, dx, dx if ctx.adds else None, *of_parameters
 
 
 class Rotation(torch.autograd.Function):

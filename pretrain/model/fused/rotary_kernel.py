@@ -4,9 +4,8 @@ Forward's tile is some tokens by a block of neighbouring heads, each head as two
 against each other lies in the same registers. A block holds only query heads, only key heads or only value heads, and so has one
 norm weight and one tensor to write to. Blocks of the same tokens run side by side, and share cos and sin in the cache.
 
-Backward's tile is some tokens of one head. It writes the gradient in BF16, or in the format of the products that read it, by rows
-and by columns, whose columns are whole sectors of the transpose. Both have the same bits, because every multiplication and
-addition is rounded as it is written (pretrain.model.fused.rotary_arithmetic), and a thread holds eight neighbours of a row.
+Backward's tile is some tokens of one head. Every multiplication and addition is rounded as it is written, so that all lanes of a
+tile have the same bits: left to the compiler, some would fuse two operations and others not.
 
 Backward adds up the gradients of the norms' weights in registers over all the tiles of a program, and the programs' sums are
 added by torch, in an order that depends on the shapes alone. So backward with norms starts only as many programs as run at once,
@@ -17,7 +16,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -25,18 +23,6 @@ import triton.language as tl
 from torch import Tensor
 
 from pretrain.model.attention.heads import HeadNorms, Heads
-from pretrain.model.fused.rotary_arithmetic import gradient_of_head
-from pretrain.model.fused.rotary_block_kernel import rotate_backward_in_blocks
-from pretrain.precision.fp8_tile import (
-    BLOCK,
-    TYPES,
-    BlockScaled,
-    TensorScaled,
-    record_amax,
-    store_tensor_scaled,
-    tensor_scale,
-    through_bf16,
-)
 
 
 @dataclass(frozen=True)
@@ -60,10 +46,8 @@ class BackwardTiling:
 
 
 FORWARD = ForwardTiling(4096, 4)
-BACKWARD = BackwardTiling(32, 8, 112, 264, 3)  # 32 tokens are a sector of the transpose. The fastest measured on an H200
-BACKWARD_IN_BLOCKS = BackwardTiling(BLOCK.value, 4, 255, 264, 1)  # 128 of them share a scale. Two programs find room
+BACKWARD = BackwardTiling(32, 8, 112, 264, 3)  # the fastest measured on an H200
 MOST_HEADS = 8  # in a block of forward: 2 KB of a token in BF16, all in one stretch
-IN_A_THREAD = tl.constexpr(8)  # neighbours of a row: 16 bytes in BF16
 
 
 @triton.jit
@@ -138,35 +122,23 @@ def _rotate_backward(
     sin,
     query_norm,
     key_norm,
-    rows,  # [tokens, (query + 2 kv) x dim]: the gradient, or with `fp8` its codes, uint8; or None
-    scale_inv,  # None without `fp8`, as columns, scale and amax
-    columns,  # uint8, the transpose of the codes, or None. With neither rows nor columns, nothing is written but the amax
-    scale,
-    amax,
+    dqkv,  # [tokens, (query + 2 kv) x dim]
     norm_sums,  # FP32 [programs a head, query + kv, dim]
     tokens,
     eps,
-    epsilon,
     query: tl.constexpr,
     kv: tl.constexpr,
     dim: tl.constexpr,
     height: tl.constexpr,  # tokens of a tile
-    whole: tl.constexpr,  # all tiles are full, as they must be for codes
+    whole: tl.constexpr,  # all tiles are full
     parts: tl.constexpr,
     stages: tl.constexpr,
-    power_of_two: tl.constexpr,
-    fp8: tl.constexpr,  # None: the gradient in the dtype of `rows`
 ):
     half: tl.constexpr = dim // 2
     width: tl.constexpr = (query + 2 * kv) * dim
     head = tl.program_id(0) % (query + 2 * kv)
     program = tl.program_id(0) // (query + 2 * kv)
     step = tl.num_programs(0) // (query + 2 * kv) * height
-    writes: tl.constexpr = rows is not None or columns is not None
-    factor = None
-    if fp8 is not None and writes:
-        factor = tensor_scale(scale, amax, None, scale_inv, epsilon, power_of_two, fp8)
-    largest = tl.zeros([height], tl.float32)
     sum1 = tl.zeros([height, half], tl.float32) if query_norm is not None else 0.0
     sum2 = sum1
     if head < query + kv:
@@ -179,11 +151,11 @@ def _rotate_backward(
             weight = tl.where(is_query, query_norm, key_norm)
         for first in tl.range(program * height, tokens, step, num_stages=stages):
             here = _inside(first, tokens, height, half, whole)
-            dx1, dx2, sum1, sum2 = gradient_of_head(
-                dy, dy_token, dk_part, query, cos, sin, qkv, weight, sum1, sum2, first, 1, here, head, width, dim, parts, eps
+            dx1, dx2, sum1, sum2 = _gradient_of_head(
+                dy, dy_token, dk_part, query, cos, sin, qkv, weight, sum1, sum2, first, here, head, width, dim, parts, eps
             )
-            largest = _write_head(dx1, dx2, largest, factor, rows, columns, first, here, head * dim, tokens, width, fp8)
-        if query_norm is not None and writes:
+            _write_head(dx1, dx2, dqkv, first, here, head * dim, width)
+        if query_norm is not None:
             sum_at = norm_sums + (program * (query + kv) + head) * dim + tl.arange(0, half)
             tl.store(sum_at, tl.sum(sum1, axis=0))
             tl.store(sum_at + half, tl.sum(sum2, axis=0))
@@ -191,12 +163,10 @@ def _rotate_backward(
         dy = dv + (head - query - kv) * tl.cast(dv_head, tl.int64)
         for first in tl.range(program * height, tokens, step, num_stages=stages):
             here = _inside(first, tokens, height, half, whole)
-            dx1, dx2, sum1, sum2 = gradient_of_head(
-                dy, dv_token, dv_part, 0, None, None, None, None, sum1, sum2, first, 1, here, head, width, dim, parts, eps
+            dx1, dx2, sum1, sum2 = _gradient_of_head(
+                dy, dv_token, dv_part, 0, None, None, None, None, sum1, sum2, first, here, head, width, dim, parts, eps
             )
-            largest = _write_head(dx1, dx2, largest, factor, rows, columns, first, here, head * dim, tokens, width, fp8)
-    if fp8 is not None and (scale is not None or not writes):
-        record_amax(amax, largest)
+            _write_head(dx1, dx2, dqkv, first, here, head * dim, width)
 
 
 @triton.jit
@@ -207,25 +177,101 @@ def _inside(first, tokens, height: tl.constexpr, half: tl.constexpr, whole: tl.c
 
 
 @triton.jit
-def _write_head(d1, d2, largest, scale, rows, columns, first, here, column, tokens, width: tl.constexpr, fp8: tl.constexpr):
+def _write_head(d1, d2, dqkv, first, here, column, width: tl.constexpr):
     """Write a head's gradients, whose halves d1 and d2 [height, dim / 2] are FP32, from the token `first` and the column `column`
-    on. For codes they are rounded to BF16, and `largest` [height] is returned as the largest magnitudes up to now."""
-    half: tl.constexpr = d1.shape[1]
-    i, j = first + tl.arange(0, d1.shape[0]), column + tl.arange(0, half)
-    if fp8 is None:
-        at = rows + i.to(tl.int64)[:, None] * width + j[None, :]
-        tl.store(at, d1.to(rows.dtype.element_ty), mask=here)
-        tl.store(at + half, d2.to(rows.dtype.element_ty), mask=here)
-    else:
-        d1, d2 = through_bf16(d1), through_bf16(d2)
-        if rows is not None or columns is not None:
-            # Codes could be stored sixteen at a time. A thread would then hold as many neighbours of what is loaded, too, and
-            # sums over a head would have another order than without codes.
-            i, j = tl.max_contiguous(i, IN_A_THREAD), tl.max_contiguous(j, IN_A_THREAD)
-            store_tensor_scaled(d1, scale, rows, columns, i, j, tokens, width, fp8)
-            store_tensor_scaled(d2, scale, rows, columns, i, j + half, tokens, width, fp8)
-        largest = tl.maximum(largest, tl.max(tl.maximum(tl.abs(d1), tl.abs(d2)), axis=1))
-    return largest
+    on."""
+    i, j = first + tl.arange(0, d1.shape[0]), column + tl.arange(0, d1.shape[1])
+    at = dqkv + i.to(tl.int64)[:, None] * width + j[None, :]
+    tl.store(at, d1.to(dqkv.dtype.element_ty), mask=here)
+    tl.store(at + d1.shape[1], d2.to(dqkv.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _turned_back(dy1, dy2, c, s):
+    """The gradient of both halves of heads before they were rotated."""
+    return tl.fma(dy1, c, dy2 * s), tl.fma(dy2, c, -(dy1 * s))
+
+
+@triton.jit
+def _normal(x1, x2, dim: tl.constexpr, eps):
+    """Both halves of heads over their root mean square, and the factor [rows, 1] that made them so."""
+    factor = tl.rsqrt(tl.fma(tl.sum(tl.fma(x1, x1, x2 * x2), axis=1), 1.0 / dim, eps))[:, None]
+    return x1 * factor, x2 * factor, factor
+
+
+@triton.jit
+def _through_norm(dn1, dn2, n1, n2, factor, dim: tl.constexpr):
+    """The gradient of what `normal` was given, from that of what it returned."""
+    along = (tl.sum(tl.fma(dn1, n1, dn2 * n2), axis=1) * (1.0 / dim))[:, None]
+    return factor * tl.fma(-n1, along, dn1), factor * tl.fma(-n2, along, dn2)
+
+
+@triton.jit
+def _sum_of_parts(at, stride, here, head, from_head, parts: tl.constexpr, half: tl.constexpr):
+    """Both halves of heads at `at`, FP32, where the mask `here` says; from the head `from_head` on with the parts beside them,
+    `stride` values apart. Masked and not branched: only so are a next tile's loads under way while this one is computed."""
+    first = tl.load(at, mask=here, other=0).to(tl.float32)
+    second = tl.load(at + half, mask=here, other=0).to(tl.float32)
+    for part in tl.static_range(1, parts):
+        more = at + part * tl.cast(stride, tl.int64)
+        also = here & (tl.zeros(at.shape, tl.int32) + head >= from_head)
+        first += tl.load(more, mask=also, other=0).to(tl.float32)
+        second += tl.load(more + half, mask=also, other=0).to(tl.float32)
+    return first, second
+
+
+@triton.jit
+def _gradient_of_head(
+    dy,
+    dy_token,
+    part,
+    from_head,
+    cos,
+    sin,
+    qkv,
+    weight,
+    sum1,
+    sum2,
+    first,
+    here,
+    head,
+    width: tl.constexpr,
+    dim: tl.constexpr,
+    parts: tl.constexpr,
+    eps,
+):
+    """The gradients [height, dim / 2] of a head's halves at the tokens from `first` on, FP32, not rounded; and the sums for its
+    norm's weight with theirs added.
+
+    `dy` points to the head, with `dy_token` values between tokens; `here` [height, dim / 2] says which values there are. `part`,
+    `from_head`: as `stride` and `from_head` of `_sum_of_parts`. `cos` is None for a head of values, `weight` without norms: then
+    the sums stay as they are. `qkv` [tokens, width] is what was normed."""
+    height: tl.constexpr = here.shape[0]
+    half: tl.constexpr = dim // 2
+    dx1, dx2 = _sum_of_parts(dy + _offsets(first, dy_token, height, half), part, here, head, from_head, parts, half)
+    if cos is not None:
+        angle = _offsets(first, dim, height, half)
+        c = tl.load(cos + angle, mask=here, other=0).to(tl.float32)
+        s = tl.load(sin + angle, mask=here, other=0).to(tl.float32)
+        dx1, dx2 = _turned_back(dx1, dx2, c, s)
+    if weight is not None:
+        x = qkv + head * dim + _offsets(first, width, height, half)
+        x1 = tl.load(x, mask=here, other=1).to(tl.float32)
+        x2 = tl.load(x + half, mask=here, other=1).to(tl.float32)
+        x1, x2, factor = _normal(x1, x2, dim, eps)
+        sum1, sum2 = tl.fma(dx1, x1, sum1), tl.fma(dx2, x2, sum2)
+        # Loaded for every tile: registers for them, too, would leave a multiprocessor too few programs.
+        weight_at = weight + tl.arange(0, half)[None, :]
+        w1, w2 = tl.load(weight_at).to(tl.float32), tl.load(weight_at + half).to(tl.float32)
+        dx1, dx2 = _through_norm(dx1 * w1, dx2 * w2, x1, x2, factor, dim)
+    return dx1, dx2, sum1, sum2
+
+
+@triton.jit
+def _offsets(first, stride, height: tl.constexpr, half: tl.constexpr):
+    """Returns the offsets of the first halves [height, half] of each token from `first` on; the second lie `half` further."""
+    inside = tl.arange(0, height) * stride  # 32 bits do within a tile, which holds few tokens
+    return tl.cast(first, tl.int64) * stride + (inside[:, None] + tl.arange(0, half)[None, :])
 
 
 def rotate(
@@ -277,89 +323,28 @@ def rotate_backward(
     tiling: BackwardTiling | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """pretrain.model.fused.rotary.rotate_backward, for rows that it says have a kernel."""
-    dqkv = dq.new_empty(len(dq), heads.width)
-    backward = _Backward((dq, dk, dv), qkv, (cos, sin), heads, norms, tiling or BACKWARD)
-    backward.launch(_rotate_backward, dqkv, None, None, None, None, **backward.tile, epsilon=0.0, power_of_two=False, fp8=None)
-    return dqkv, *backward.of_norms()
-
-
-def writes(to: type[TensorScaled] | type[BlockScaled], dq: Tensor, heads: Heads) -> bool:
-    """Whether `rotate_backward_in_codes` takes gradients like `dq` [T, query, dim]: BF16, of whole tiles; a head is a block."""
-    tiling = BACKWARD_IN_BLOCKS if to is BlockScaled else BACKWARD
-    return dq.dtype == torch.bfloat16 and len(dq) % tiling.tokens == 0 and (to is TensorScaled or heads.dim == BLOCK.value)
-
-
-def rotate_backward_in_codes(
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    qkv: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    heads: Heads,
-    norms: HeadNorms | None,
-    written: TensorScaled | BlockScaled,
-    *,
-    tiling: BackwardTiling | None = None,
-) -> tuple[Tensor | None, Tensor | None]:
-    """`rotate_backward` that writes the gradient [T, width], rounded to BF16, to `written`, for rows that `writes` says it takes.
-
-    Returns the gradients of the norms' weights.
-    """
-    blocks = isinstance(written, BlockScaled)
-    backward = _Backward((dq, dk, dv), qkv, (cos, sin), heads, norms, tiling or (BACKWARD_IN_BLOCKS if blocks else BACKWARD))
-    how = {"epsilon": written.epsilon, "power_of_two": written.power_of_two, "fp8": TYPES[written.dtype]}
-    if blocks:
-        outputs = (written.rows, written.rows_scale_inv, written.columns, written.columns_scale_inv)
-        backward.launch(rotate_backward_in_blocks, *outputs, **how)
-    else:
-        if written.scale is None:  # current scaling: the amax before anything is written
-            backward.launch(_rotate_backward, None, None, None, None, written.amax, **backward.tile, **how)
-        outputs = (written.rows, written.scale_inv, written.columns, written.scale, written.amax)
-        backward.launch(_rotate_backward, *outputs, **backward.tile, **how)
-    return backward.of_norms()
-
-
-class _Backward:
-    """What all launches of one backward are given: what they read, the sums for the norms' weights, and how they are cut."""
-
-    def __init__(
-        self,
-        gradients: tuple[Tensor, Tensor, Tensor],
-        qkv: Tensor | None,
-        angles: tuple[Tensor, Tensor],
-        heads: Heads,
-        norms: HeadNorms | None,
-        tiling: BackwardTiling,
-    ) -> None:
-        (dq, dk, dv), (cos, sin) = map(_as_read, gradients), angles
-        tokens, parts = len(dq), dk.shape[2] if dk.dim() == 4 else 1
-        self.queries, self.sums, stages = heads.query, None, 1
-        programs = triton.cdiv(tokens, tiling.tokens)
-        if norms is not None:
-            programs = min(programs, max(1, tiling.programs // heads.count))
-            self.sums = torch.empty(programs, heads.rotated, heads.dim, dtype=torch.float32, device=dq.device)
-            stages = _stages(tiling, heads, parts, dq.element_size(), cos.element_size(), _shared_memory(dq))
-        self.programs = heads.count * programs
-        query_norm, key_norm, eps = _of(norms)
-        self.inputs = [dq, dk, dv, *dq.stride()[:2], *_strides(dk), *_strides(dv)]
-        self.inputs += [None if norms is None else qkv, cos.contiguous(), sin.contiguous(), query_norm, key_norm]
-        self.options = {"query": heads.query, "kv": heads.kv, "dim": heads.dim, "parts": parts, "stages": stages}
-        self.options |= {"tokens": tokens, "eps": eps, "num_warps": max(1, tiling.warps * heads.dim // 128)}
-        self.options |= {"maxnreg": tiling.registers, "enable_fp_fusion": False}
-        self.tile = {"height": tiling.tokens, "whole": tokens % tiling.tokens == 0}
-
-    def launch(self, kernel: triton.JITFunction, *outputs: Tensor | None, **how: Any) -> None:
-        """Write to `outputs`, as `how` says."""
-        if self.programs:
-            with torch.cuda.device_of(self.inputs[0]):
-                kernel[(self.programs,)](*self.inputs, *outputs, self.sums, **self.options, **how)
-
-    def of_norms(self) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients of the norms' weights: sums in an order that shapes alone decide."""
-        if self.sums is None:
-            return None, None
-        return self.sums[:, : self.queries].sum(dim=(0, 1)), self.sums[:, self.queries :].sum(dim=(0, 1))
+    tiling = tiling or BACKWARD
+    (dq, dk, dv), cos, sin = map(_as_read, (dq, dk, dv)), cos.contiguous(), sin.contiguous()
+    dqkv, tokens, parts = dq.new_empty(len(dq), heads.width), len(dq), dk.shape[2] if dk.dim() == 4 else 1
+    programs, sums, stages = triton.cdiv(tokens, tiling.tokens), None, 1
+    if norms is not None:
+        programs = min(programs, max(1, tiling.programs // heads.count))
+        sums = torch.empty(programs, heads.rotated, heads.dim, dtype=torch.float32, device=dq.device)
+        stages = _stages(tiling, heads, parts, dq.element_size(), cos.element_size(), _shared_memory(dq))
+    if tokens:
+        with torch.cuda.device_of(dq):
+            _rotate_backward[(heads.count * programs,)](
+                *(dq, dk, dv, *dq.stride()[:2], *_strides(dk), *_strides(dv)),
+                *(None if norms is None else qkv, cos, sin, *_of(norms)[:2], dqkv, sums, tokens, _of(norms)[2]),
+                *(heads.query, heads.kv, heads.dim, tiling.tokens, tokens % tiling.tokens == 0, parts, stages),
+                num_warps=max(1, tiling.warps * heads.dim // 128),
+                maxnreg=tiling.registers,
+                enable_fp_fusion=False,
+            )
+    if sums is None:
+        return dqkv, None, None
+    # In an order that shapes alone decide.
+    return dqkv, sums[:, : heads.query].sum(dim=(0, 1)), sums[:, heads.query :].sum(dim=(0, 1))
 
 
 def _of(norms: HeadNorms | None) -> tuple[Tensor | None, Tensor | None, float]:
@@ -385,7 +370,7 @@ def _strides(gradient: Tensor) -> tuple[int, int, int]:
 
 
 def _stages(tiling: BackwardTiling, heads: Heads, parts: int, value_bytes: int, angle_bytes: int, shared_memory: int) -> int:
-    """Returns how many of the tiling's stages fit into shared memory beside a tile of codes to transpose and 1 KiB for sums."""
+    """Returns how many of the tiling's stages fit into shared memory beside a byte a value and 1 KiB for sums."""
     tile = tiling.tokens * heads.dim
     of_a_stage = tile * (value_bytes * (parts + 1) + angle_bytes)  # dy and x; half of cos and half of sin
     return max(1, min(tiling.stages, 1 + (shared_memory - tile - 1024) // of_a_stage))

@@ -1,4 +1,5 @@
-"""The arithmetic of fused layers on Transformer Engine: its quantizers, norms and matrix products, called one by one.
+"""The arithmetic of fused layers in low precision on Transformer Engine: its quantizers, norms and matrix products, called one by
+one.
 
 Its LayerNormLinear and LayerNormMLP fuse less: they add the residual's gradient in a kernel of its own, write the gradient of
 SwiGLU in BF16 before they quantize it, and sum gradients of biases that do not exist. Imported only where Transformer Engine is.
@@ -7,12 +8,9 @@ SwiGLU in BF16 before they quantize it, and sum gradients of biases that do not 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
@@ -21,17 +19,11 @@ from transformer_engine.pytorch.distributed import in_fp8_activation_recompute_p
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from transformer_engine.pytorch.quantized_tensor import QuantizedTensorStorage, prepare_for_saving, restore_from_func_ctx
 
-from pretrain.model.attention.heads import HeadNorms, Heads
-from pretrain.model.fused import rotary_kernel
-from pretrain.model.fused.activation import swiglu, swiglu_backward
-from pretrain.model.fused.arithmetic import APPROXIMATIONS, Activation, Arithmetic, Norm, Operand, StackedProduct, StackedWeight
-from pretrain.model.fused.norm import rms_norm
-from pretrain.model.fused.rotary import has_kernel, rotate_backward
-from pretrain.model.fused.te_storage import allocate, scaling_of
+from pretrain.model.fused import activation
+from pretrain.model.fused.arithmetic import Arithmetic, Norm, Operand, StackedProduct, StackedWeight
 from pretrain.precision import products
 from pretrain.precision.formats.definition import Role
-from pretrain.precision.linear import Backend
-from pretrain.precision.observation import ProductObserver
+from pretrain.precision.linear import Backend, PrecisionContext
 from pretrain.precision.transformer_engine import split_accumulator
 
 _BF16 = tex.DType.kBFloat16
@@ -39,8 +31,9 @@ _WEIGHT = "weight"  # the quantized copy's place in its holder, which the backen
 
 
 class TEStackedProduct(StackedProduct):
+    """In BF16, where its turn is no low precision's, it is a `StackedProduct`."""
+
     holder: nn.Module | None = None  # the te.Linear that has the quantizers of the backend that computes now, None in BF16
-    low_precision = False  # of the forward under way, and of its backward
 
     def __init__(
         self, name: str, members: tuple[str, ...], weights: StackedWeight, arithmetic: Arithmetic, low_by: Sequence[Backend]
@@ -77,20 +70,20 @@ class TEStackedProduct(StackedProduct):
         return x if quantizer is None else quantizer(x)
 
     def adds(self, x: Operand) -> bool:
-        # Whoever looks at results is to see the product alone.
-        return not self.results_watched and not self.weights.biases and products.takes(x)
+        return super().adds(x) and not self.results_watched  # whoever looks at results is to see the product alone
 
     def forward(self, x: Operand, residual: Tensor | None = None) -> Tensor:
+        if not self.low_precision:
+            return super().forward(x, residual)
         weight = self._weight(refresh=self._arithmetic.context.first_microbatch or not self._arithmetic.differentiable)
         y, bias, added = None, self.weights.bias(torch.bfloat16), (None if self.results_watched else residual)
         if bias is None:
-            fast = self.low_precision and not split_accumulator(self._arithmetic.context.backend.te_recipe, "fprop")
+            fast = not split_accumulator(self._arithmetic.context.backend.te_recipe, "fprop")
             y = products.multiply(weight, x, fast_accumulation=fast, residual=added)
         if y is None:
             y, added = self._multiply("fprop", weight, x, layout="TN", bias=bias), None
         self.show_result("forward", y, bias)
-        if self.low_precision:
-            self.holder.end_forward()
+        self.holder.end_forward()
         return y if added is residual else y.add_(residual)  # where the product has not
 
     def gradient_quantizer(self) -> Any | None:
@@ -107,33 +100,28 @@ class TEStackedProduct(StackedProduct):
         return dy.contiguous() if quantizer is None else quantizer(dy.contiguous())
 
     def input_gradient(self, dy: Operand) -> Tensor:
+        if not self.low_precision:
+            return super().input_gradient(dy)
         weight = self._weight(refresh=False)
-        if isinstance(weight, QuantizedTensorStorage):
-            weight.update_usage(columnwise_usage=True)
+        weight.update_usage(columnwise_usage=True)
         # In FP8 the first algorithm is as fast as any, or the only one (docs/performance.md).
-        dx = None if self.low_precision else products.multiply(weight, dy, layout="NN")
-        if dx is None:
-            dx = self._multiply("dgrad", weight, dy, layout="NN", grad=True)
+        dx = self._multiply("dgrad", weight, dy, layout="NN", grad=True)
         self.show_result("dgrad", dx)
         return dx
 
     def weight_gradients(self, dy: Operand, x: Operand) -> list[Tensor | None]:
+        if not self.low_precision:
+            return super().weight_gradients(dy, x)
         main_gradient = self.weights.main_gradient
         if main_gradient is None:
             gradient = self._multiply("wgrad", x, dy, layout="NT", grad=True)
             self.show_result("wgrad", gradient)
             return self.weights.weight_gradients(gradient)
         before = main_gradient.clone() if self.results_watched else None
-        # A transposed sum, [in, out], takes the transposed product. In every format the operands may trade places: both were
-        # quantized along the tokens.
-        left, right = (dy, x) if self.weights.transposed else (x, dy)
-        # In FP8 the first algorithm is nearly as fast as any (docs/performance.md).
-        if self.low_precision or products.multiply(left, right, layout="NT", total=main_gradient) is None:
-            into = {"out": main_gradient, "out_dtype": main_gradient.dtype, "accumulate": True}
-            self._multiply("wgrad", left, right, layout="NT", grad=True, **into)
+        into = {"out": main_gradient, "out_dtype": main_gradient.dtype, "accumulate": True}
+        self._multiply("wgrad", x, dy, layout="NT", grad=True, **into)
         if before is not None:
-            gradient = main_gradient - before
-            self.show_result("wgrad", gradient.t() if self.weights.transposed else gradient)
+            self.show_result("wgrad", main_gradient - before)
         return [None] * len(self.weights.weights)
 
     def show(self, role: Role, tensor: Tensor) -> None:
@@ -143,8 +131,7 @@ class TEStackedProduct(StackedProduct):
 
     def show_result(self, gemm: str, result: Tensor, bias: Tensor | None = None) -> None:
         """Shows a result to whoever looks at what products give: parity."""
-        if self.low_precision:
-            self._arithmetic.context.show_result(self.name, gemm, result, bias)
+        self._arithmetic.context.show_result(self.name, gemm, result, bias)
 
     @property
     def results_watched(self) -> bool:
@@ -154,10 +141,8 @@ class TEStackedProduct(StackedProduct):
     def watched(self) -> bool:
         return self.low_precision and bool(self._arithmetic.context.observers)
 
-    def _weight(self, *, refresh: bool) -> Operand:
+    def _weight(self, *, refresh: bool) -> QuantizedTensorStorage:
         """[out, in] as the products take it: quantized once a step, kept for the microbatches that follow."""
-        if not self.low_precision:
-            return self._matrix(refresh=refresh)
         kept = self.holder._fp8_workspaces
         if not refresh and _WEIGHT in kept:
             return kept[_WEIGHT]
@@ -178,12 +163,16 @@ class TEStackedProduct(StackedProduct):
     ) -> Any:
         """Multiplies with the operands in TE's order: cuBLAS counts columns first, so what multiplies from the left is named
         second."""
-        split = self.low_precision and split_accumulator(self._arithmetic.context.backend.te_recipe, gemm)
+        split = split_accumulator(self._arithmetic.context.backend.te_recipe, gemm)
         return general_gemm(left, right, out_dtype=out_dtype, use_split_accumulator=split, **options)[0]
 
 
 class TransformerEngineArithmetic(Arithmetic):
-    """BF16 activations; products in BF16 or in the precision of the context's backend."""
+    """Products in the precision of the context's backend, or in BF16. All norms are Transformer Engine's, which write the format
+    of the product after them and add the residual's gradient in backward."""
+
+    def __init__(self, context: PrecisionContext) -> None:
+        super().__init__(context, by_kernels=True)
 
     def product(
         self, name: str, members: tuple[str, ...], weights: StackedWeight, *, low_precision: Sequence[Backend] = ()
@@ -193,80 +182,46 @@ class TransformerEngineArithmetic(Arithmetic):
     def norm(
         self, x: Tensor, norm: Norm, product: TEStackedProduct, residual: Tensor | None = None
     ) -> tuple[Operand, tuple[Tensor, ...]]:
-        parameters = [parameter.detach().to(torch.bfloat16) for parameter in norm.parameters]
-        quantizer = product.input_quantizer()
-        if norm.kind == "rms":
-            y, *statistics = rms_norm(x, residual, *parameters, norm.eps, quantizer)
-        else:
-            if residual is not None:
-                x.add_(residual)
-            y, *statistics = tex.layernorm_fwd(x, *parameters, norm.eps, None, quantizer, _BF16, 0, False)
+        if residual is not None:
+            x.add_(residual)
+        weight = self._weight_of(norm)
         if product.watched:
-            forward = {"rms": tex.rmsnorm_fwd, "layer": tex.layernorm_fwd}[norm.kind]
-            product.show("input", forward(x, *parameters, norm.eps, None, None, _BF16, 0, False)[0])
-        return y, tuple(statistics)
+            product.show("input", tex.rmsnorm_fwd(x, weight, norm.eps, None, None, _BF16, 0, False)[0])
+        y, _, rstd = tex.rmsnorm_fwd(x, weight, norm.eps, None, product.input_quantizer(), _BF16, 0, False)
+        return y, (rstd,)
 
     def norm_backward(
         self, dy: Tensor, x: Tensor, statistics: Sequence[Tensor], norm: Norm, residual: Tensor | None
-    ) -> tuple[Tensor, list[Tensor]]:
-        weight = norm.parameters[0].detach().to(torch.bfloat16)
-        if norm.kind == "rms" and residual is not None:
-            dx, *gradients = tex.rmsnorm_bwd_add(dy, x, residual, *statistics, weight, 0, False)
-            return dx, gradients
-        backward = {"rms": tex.rmsnorm_bwd, "layer": tex.layernorm_bwd}[norm.kind]
-        dx, *gradients = backward(dy, x, *statistics, weight, 0, False)
-        return dx if residual is None else dx.add_(residual), gradients[: len(norm.parameters)]
+    ) -> tuple[Tensor, Tensor]:
+        weight = self._weight_of(norm)
+        if residual is None:
+            return tex.rmsnorm_bwd(dy, x, *statistics, weight, 0, False)
+        return tex.rmsnorm_bwd_add(dy, x, residual, *statistics, weight, 0, False)
 
-    def activate(self, hidden: Tensor, kind: Activation, product: TEStackedProduct) -> tuple[Operand, Operand | None]:
-        if kind == "swiglu":
-            if product.watched:
-                product.show("input", tex.swiglu(hidden, None))
-            made_again = product.reads_from is None or product.reads_from.low_precision == product.low_precision
-            return swiglu(hidden, product.input_quantizer(), made_again=made_again)
-        activated = product.operand(F.gelu(hidden, approximate=APPROXIMATIONS[kind]))
+    def activate(self, hidden: Tensor, gate_up: TEStackedProduct, down: TEStackedProduct) -> tuple[Operand, Operand | None]:
+        if not down.low_precision:
+            return super().activate(hidden, gate_up, down)
+        quantizer = down.input_quantizer()
+        if down.watched:
+            down.show("input", tex.swiglu(hidden, None))
+        if gate_up.low_precision and activation.takes(hidden, quantizer):
+            return activation.swiglu(hidden, quantizer)
+        activated = tex.swiglu(hidden, quantizer)
         return activated, activated
 
     def activate_backward(
-        self,
-        d_activated: Tensor,
-        hidden: Tensor,
-        kind: Activation,
-        kept: Operand,
-        gate_up: TEStackedProduct,
-        down: TEStackedProduct,
+        self, d_activated: Tensor, hidden: Tensor, kept: Operand, gate_up: TEStackedProduct, down: TEStackedProduct
     ) -> tuple[Operand, Operand, list[Tensor]]:
-        if kind != "swiglu":
-            d_hidden = torch.ops.aten.gelu_backward(d_activated, hidden, approximate=APPROXIMATIONS[kind])
-            return gate_up.gradient_operand(d_hidden), kept, gate_up.weights.bias_gradients(d_hidden)
-        biases = []
+        if not down.low_precision:
+            return super().activate_backward(d_activated, hidden, kept, gate_up, down)
+        biases, quantizers = [], (gate_up.gradient_quantizer(), down.input_quantizer())
         if gate_up.watched or gate_up.weights.biases:  # who looks at the gradient, or sums it, wants it unquantized
             in_bf16 = tex.dswiglu(d_activated, hidden, None)
             gate_up.show("grad_output", in_bf16)
             biases = gate_up.weights.bias_gradients(in_bf16)
-        return *swiglu_backward(d_activated, hidden, gate_up.gradient_quantizer(), kept, down.input_quantizer()), biases
-
-    def rotate_backward(
-        self,
-        gradients: Sequence[Tensor],
-        qkv: Tensor | None,
-        angles: tuple[Tensor, Tensor],
-        heads: Heads,
-        norms: HeadNorms | None,
-        product: TEStackedProduct,
-    ) -> tuple[Operand, list[Tensor], list[Tensor]]:
-        quantizer = product.gradient_quantizer()
-        to, dq = scaling_of(quantizer), gradients[0]
-        # A sum for biases reads the gradient unquantized, and then two kernels cost what it saves to write codes at once.
-        if product.weights.biases or to is None or not (has_kernel(dq, heads) and rotary_kernel.writes(to, dq, heads)):
-            return super().rotate_backward(gradients, qkv, angles, heads, norms, product)
-        if product.watched:
-            product.show("grad_output", rotate_backward(*gradients, qkv, *angles, heads, norms)[0])
-        dqkv, written = allocate(quantizer, (len(dq), heads.width), dq.device)
-        of_norms = rotary_kernel.rotate_backward_in_codes(*gradients, qkv, *angles, heads, norms, written)
-        return dqkv, list(of_norms) if norms else [], []
-
-    def observing(self, observer: ProductObserver) -> AbstractContextManager[None]:
-        return nullcontext() if self.context.backend else observer.installed(te)  # which the backend does as well
+        if gate_up.low_precision and activation.takes(hidden, quantizers[1]):
+            return *activation.swiglu_backward(d_activated, hidden, *quantizers, kept), biases
+        return tex.dswiglu(d_activated.contiguous(), hidden, quantizers[0]), kept, biases
 
     def is_first_in_forward(self) -> bool:
         if not FP8GlobalStateManager.is_fp8_enabled():

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pretrain.precision.fp8_tile import (
+from pretrain.model.fused.fp8_tile import (
     FP32_MAX,
     TYPES,
     exponential,
@@ -34,7 +34,7 @@ from pretrain.precision.fp8_tile import (
     store_columns,
     store_rows,
 )
-from pretrain.precision.fp8_tile import reciprocal as inverse
+from pretrain.model.fused.fp8_tile import reciprocal as inverse
 
 
 class SoftmaxTiling(NamedTuple):

@@ -37,7 +37,6 @@ class Block(QuantizedPrecision):
     hardware = Hardware((9, 0), "H100, H200, B200", cuda=(12, 9))
     te_available = "is_fp8_block_scaling_available"
     block_scaled = True
-    activates_again = True
     operand_bytes = 1 + 4 / 128
     weight_bytes = 1.0  # a scale for a square of 128 x 128 is next to nothing
 

@@ -84,7 +84,7 @@ def fused(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> Callable[.
     return estimated
 
 
-@pytest.mark.parametrize(("precision", "gib"), [("bf16", 73.997), ("delayed", 74.875), ("current", 74.873), ("block", 75.037)])
+@pytest.mark.parametrize(("precision", "gib"), [("bf16", 73.997), ("delayed", 74.875), ("current", 74.873)])
 def test_peaks_of_fused_layers_are_met_within_half_a_percent(
     fused: Callable[..., MemoryEstimate], precision: str, gib: float
 ) -> None:

@@ -173,7 +173,7 @@ def test_gradients_of_plain_bf16_add_up_in_fp32(build_model: Callable) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "fused"), [("qwen3", False), ("qwen3", True), ("llama", False), ("gpt2", True), ("gemma", False)]
+    ("kind", "fused"), [("qwen3", False), ("qwen3", True), ("llama", False), ("gpt2", False), ("gemma", False)]
 )
 def test_the_packed_path_in_fp32_agrees_closely_on_every_tensor(kind: str, fused: bool, small: Callable) -> None:
     run = small("fp32", kind, fused=fused)

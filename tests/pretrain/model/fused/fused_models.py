@@ -37,13 +37,6 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2", **SIZES, **HEADS, "use_sliding_window": False},
     "qwen2 under YaRN": {"model_type": "qwen2", **SIZES, **HEADS, "use_sliding_window": False, "rope_parameters": YARN},
     "qwen3": {"model_type": "qwen3", **SIZES, **HEADS, "head_dim": 16, "tie_word_embeddings": True},
-    "gpt2": {"model_type": "gpt2", "vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 2, "n_head": 4}
-    | dict.fromkeys(("resid_pdrop", "attn_pdrop", "embd_pdrop"), 0.0)
-    | dict.fromkeys(("bos_token_id", "eos_token_id"), 0),
-    "gpt2 with exact GELU": {"model_type": "gpt2", "vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 2, "n_head": 4}
-    | {"activation_function": "gelu"}
-    | dict.fromkeys(("resid_pdrop", "attn_pdrop", "embd_pdrop"), 0.0)
-    | dict.fromkeys(("bos_token_id", "eos_token_id"), 0),
 }
 
 

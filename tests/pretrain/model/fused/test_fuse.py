@@ -89,29 +89,26 @@ def test_a_fused_layer_has_products_of_different_precisions_but_none_of_two(
 
 
 @pytest.mark.parametrize(
-    ("setting", "device", "dtype", "triton", "expected"),
+    ("setting", "device", "dtype", "triton", "by_kernels"),
     [
-        ("auto", "cuda", torch.bfloat16, True, "TritonArithmetic"),
-        ("on", "cuda", torch.bfloat16, True, "TritonArithmetic"),
-        ("auto", "cuda", torch.bfloat16, False, "nothing: it needs Triton"),
-        ("on", "cuda", torch.bfloat16, False, "Arithmetic"),
-        ("auto", "cuda", torch.float32, True, "nothing: on a GPU it gains in BF16"),
-        ("on", "cuda", torch.float32, True, "Arithmetic"),
-        ("auto", "cpu", torch.bfloat16, True, "nothing: it gains nothing on a CPU"),
-        ("auto", "mps", torch.bfloat16, True, "nothing: it needs a CUDA device"),
+        ("auto", "cuda", torch.bfloat16, True, True),
+        ("on", "cuda", torch.bfloat16, True, True),
+        ("auto", "cuda", torch.bfloat16, False, None),
+        ("on", "cuda", torch.bfloat16, False, False),
+        ("auto", "cuda", torch.float32, True, None),
+        ("on", "cuda", torch.float32, True, False),
+        ("auto", "cpu", torch.bfloat16, True, None),
+        ("auto", "mps", torch.bfloat16, True, None),
     ],
 )
-def test_without_transformer_engine_bf16_on_a_gpu_is_fused_by_triton(
-    setting: Any, device: str, dtype: torch.dtype, triton: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+def test_bf16_on_a_gpu_is_fused_by_kernels_and_all_else_on_demand(
+    setting: Any, device: str, dtype: torch.dtype, triton: bool, by_kernels: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if triton:
-        pytest.importorskip("triton")
     monkeypatch.setattr(choice, "HAS_TRITON", triton)
-    monkeypatch.setattr(choice.transformer_engine, "missing", lambda: "Transformer Engine, which is not installed")
     name = {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
     active = ActivePrecision(name, PRECISIONS[name], "torch", LowPrecisionSettings())
     arithmetic, why_not = choice.choose_arithmetic(setting, active, device, PrecisionContext(None, dtype))
-    assert type(arithmetic).__name__ == expected if arithmetic else why_not.startswith(expected)
+    assert why_not.startswith("nothing: ") if by_kernels is None else arithmetic.by_kernels == by_kernels
 
 
 # ── Weights ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -87,9 +87,9 @@ class RoundingArithmetic(Arithmetic):
         y, statistics = super().norm(x, norm, product, *residual)
         return product.operand(y), statistics
 
-    def activate(self, hidden: Tensor, kind: Any, product: StackedProduct) -> tuple[Tensor, None]:
-        activated, kept = super().activate(hidden, kind, product)
-        return product.operand(activated), kept
+    def activate(self, hidden: Tensor, gate_up: StackedProduct, down: StackedProduct) -> tuple[Tensor, None]:
+        activated, kept = super().activate(hidden, gate_up, down)
+        return down.operand(activated), kept
 
     def activate_backward(self, *given: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
         d_hidden, activated, biases = super().activate_backward(*given)
@@ -140,7 +140,6 @@ def in_bf16(packed: PackedLanguageModel) -> Iterator[None]:
         ("qwen3", ["down_proj"]),
         ("llama", ["layers.0.*", "o_proj"]),
         ("qwen2", ["mlp.gate_proj", "up_proj", "layers.1.self_attn.[qkv]_proj"]),
-        ("gpt2", ["*.c_proj"]),
     ],
 )
 def test_it_is_the_unfused_layer_with_the_same_linears_in_low_precision(architecture: str, patterns: list[str]) -> None:

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from pretrain.model.fused.arithmetic import Arithmetic, StackedWeight
 from pretrain.model.gradients import attach_main_gradients
@@ -23,21 +22,17 @@ DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 
 @st.composite
 def stacks(draw: st.DrawFn, dtypes: st.SearchStrategy[torch.dtype] = DTYPES) -> StackedWeight:
-    """One linear to four of widths of their own, with or without biases; or one Conv1D."""
+    """One linear to four of widths of their own, with or without biases."""
     torch.manual_seed(draw(st.integers(0, 2**16)))
     columns, dtype = draw(st.integers(1, 9)), draw(dtypes)
-    if draw(st.booleans()):
-        linears: list[nn.Module] = [Conv1D(draw(st.integers(1, 9)), columns)]
-        nn.init.normal_(linears[0].bias)
-    else:
-        bias = draw(st.booleans())
-        linears = [nn.Linear(columns, rows, bias=bias) for rows in draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))]
+    bias = draw(st.booleans())
+    linears = [nn.Linear(columns, rows, bias=bias) for rows in draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))]
     return StackedWeight([linear.to(dtype) for linear in linears])
 
 
 def rows_of(stack: StackedWeight) -> Tensor:
     """The matrix, written out."""
-    return torch.cat([weight.detach().t() if stack.transposed else weight.detach() for weight in stack.weights])
+    return torch.cat([weight.detach() for weight in stack.weights])
 
 
 def separately(stack: StackedWeight, x: Tensor) -> Tensor:
@@ -72,11 +67,10 @@ def test_laid_together_it_is_a_view_that_shows_every_update(stack: StackedWeight
     stack.lay_together()
     assert address(stack.weights) == [0, *accumulate(weight.numel() for weight in stack.weights)][:-1]
     matrix = stack.matrix(stack.weights[0].dtype)
-    if not stack.transposed:
-        assert matrix.data_ptr() == stack.weights[0].data_ptr()
-        with torch.no_grad():
-            stack.weights[-1].add_(1)
-        assert torch.equal(matrix, rows_of(stack))
+    assert matrix.data_ptr() == stack.weights[0].data_ptr()
+    with torch.no_grad():
+        stack.weights[-1].add_(1)
+    assert torch.equal(matrix, rows_of(stack))
 
 
 @given(stacks(), st.integers(1, 5))
