@@ -32,7 +32,6 @@ QWEN3 = {"model_type": "qwen3", "hidden_size": 2048, "intermediate_size": 6144, 
     "num_key_value_heads": 8,
     "head_dim": 128,
 }
-MLP_4096 = {"model_type": "gpt2", "n_embd": 1024, "n_layer": 2, "n_head": 16}
 
 
 @pytest.fixture(autouse=True)
