@@ -22,18 +22,10 @@ from functools import partial
 from typing import Any
 
 from foundation.ending import Ending
-from foundation.errors import InputError, permissions_named
-from pretrain.run.command_line import leave_status, parse_arguments, say_once
-from pretrain.settings.launch_variables import check_variables
 
 if __name__ == "__main__":  # importing takes seconds; until the loop can save, Ctrl-C just ends the process, without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     ending = Ending()
-    try:
-        check_variables(os.environ)
-    except InputError as error:
-        say_once(f"error: {error}")
-        ending.exit(leave_status(2))
     gc.disable()  # imports leave no garbage; looking for it while millions of objects come in took a fifth of their time
     # torch reads this when it first uses a GPU. By default its allocator keeps pieces that fit nothing else: of Llama-3.1-8B in
     # shards, 67.9 GiB beside the 67.2 GiB in use. What the user sets goes first, under either of its names.
@@ -42,7 +34,9 @@ if __name__ == "__main__":  # importing takes seconds; until the loop can save, 
 
 import torch
 from accelerate import Accelerator
+from torch.distributed.elastic.multiprocessing.errors import record
 
+from foundation.errors import InputError, permissions_named
 from foundation.signals import StopRequest
 from packing.batch import Prefetch, StepBatches
 from packing.stream import StreamEnded
@@ -71,6 +65,7 @@ from pretrain.plan.rendering import render
 from pretrain.plan.scaling import cluster_asked, render_scaling
 from pretrain.run import determinism
 from pretrain.run.assembly import assemble
+from pretrain.run.command_line import leave_status, parse_arguments, say_once
 from pretrain.run.eval_only import evaluate_only, require_weights
 from pretrain.run.evaluate import best_so_far, evaluate, evaluate_once, is_best
 from pretrain.run.export import export_trained, is_exported
@@ -79,7 +74,6 @@ from pretrain.run.introduction import environment_of_start, first_step, has_ende
 from pretrain.run.keeping import conclude, ended_before, leave, prepare_saves, save, save_last, sum_up, tell_saved
 from pretrain.run.microbatch import choose_microbatch
 from pretrain.run.parity import find_parity, require_parity
-from pretrain.run.ranks import RankWatch
 from pretrain.run.recording import log, record_of_step, recorder_of
 from pretrain.run.resume import (
     ResumePoint,
@@ -101,16 +95,17 @@ from pretrain.settings.launch_environment import with_precision
 from pretrain.settings.launch_topology import put_right
 
 
+@record  # an error that is none of the user's: its traceback is in torchrun's table
 def main() -> int:
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     try:
         with permissions_named():
             return launch(parse_arguments(__doc__))
     except InputError as error:
-        say_once(f"error: {error}")
+        say_once(f"error: {error}", error)
         return leave_status(2)
     except TrainingHalted as halt:
-        say_once(f"halted: {halt}")
+        say_once(f"halted: {halt}", halt)
         return leave_status(3)
 
 
@@ -158,15 +153,12 @@ def launch(arguments: argparse.Namespace) -> int:
             evaluate_only(job, accelerator, console, arguments.resume)
         return ended(accelerator)
 
-    with (
-        refused_together(lambda: RunFolder(job.run_dir, owner=main_process)) as folder,
-        RankWatch(accelerator, job.recipe.train.rank_timeout, folder.checkpoints) as watch,
-    ):
+    with refused_together(lambda: RunFolder(job.run_dir, owner=main_process)) as folder:
         stopped_by, wanted, profiled = None, arguments.resume, arguments.profile
         if not ended_before(job, accelerator, folder, console, waited, wanted=wanted, profiled=profiled):
             options = {"wanted": wanted, "accept_changes": arguments.accept_changes, "profiled": profiled}
-            begin = partial(build, job, accelerator, folder, console, watch, waited, **options)
-            stopped_by = carry_out(job, watch, begin)
+            begin = partial(build, job, accelerator, folder, console, waited, **options)
+            stopped_by = carry_out(job, begin)
     return ended(accelerator, stopped_by)
 
 
@@ -177,7 +169,7 @@ def ended(accelerator: Accelerator, stopped_by: int | None = None) -> int:
     return status
 
 
-def carry_out(job: Job, watch: RankWatch, begin: Callable[[], Run]) -> int | None:
+def carry_out(job: Job, begin: Callable[[], Run]) -> int | None:
     """Build the run and train it; returns the number of the signal that stopped it. Nothing refers to the run any more then."""
     with ending_stream(job):
         with explaining_memory(job), determinism.explaining():
@@ -186,8 +178,7 @@ def carry_out(job: Job, watch: RankWatch, begin: Callable[[], Run]) -> int | Non
             with explaining_memory(run.job, run), determinism.explaining():
                 return run_to_its_end(run)
         finally:
-            with watch.busy("saving"):
-                run.checkpoints.close()
+            run.checkpoints.close()
 
 
 # ── Act 2: the model in memory and audited, resumed where there is something to resume, and all that watches over it ──────────
@@ -198,7 +189,6 @@ def build(
     accelerator: Accelerator,
     folder: RunFolder,
     console: Console,
-    watch: RankWatch,
     waited: Waited,
     *,
     wanted: str,
@@ -249,7 +239,6 @@ def build(
         precision_watch=assembly.precision_watch(log_settings.fp8_statistics, folder.path, state.step, main_process),
         profile=StepProfile.of(folder.path, accelerator, state) if profiled else None,
         console=console,
-        watch=watch,
         waited=waited,
         past=source.past if source else new_past(job, accelerator),
     )
@@ -264,15 +253,11 @@ def get_ready(run: Run, source: ResumePoint | None, notes: list[str]) -> None:
         go_on_as_scheduled(run, source)
     if not run.begins:
         keep_findings(source, run.assembly, run.job)
-    model = run.assembly.model
-    run.watch.attach(model, model.hf.get_output_embeddings())
     parity, run.ended, run.environment = find_parity(run), has_ended(run), environment_of_start(run)
     if not run.begins:
         run.past = run.past.going_on(source.record, run.environment)
     introduce(run, notes, source.warnings if source else [])
     run.best = best_so_far(run)
-    if run.accelerator.is_main_process:
-        run.watch.note = lambda event: run.trackers.log(event)  # a rollback opens them anew
     prepare_saves(run)
     require_parity(run, parity)
 
@@ -288,12 +273,11 @@ def run_to_its_end(run: Run) -> int | None:
     run.waited.go_on_to("training")
     stopped_by = train(run)
     run.waited.go_on_to("end")
-    with run.watch.busy("finishing"):
-        if stopped_by is None:
-            stopped_by = finish(run)
-        run.trackers.finish()
-        if run.precision_watch:
-            run.precision_watch.finish()
+    if stopped_by is None:
+        stopped_by = finish(run)
+    run.trackers.finish()
+    if run.precision_watch:
+        run.precision_watch.finish()
     if stopped_by is not None:
         run.console.notice(f"you waited {run.waited.describe()}")
     return stopped_by
@@ -326,7 +310,7 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int |
 
     while not state.finished:
         profiling = run.profile.recording(state.step + 1) if run.profile else nullcontext()
-        with first_step(run), run.watch.step(state.step + 1), profiling, run.recorder.step():
+        with first_step(run), profiling, run.recorder.step():
             asked = wait_for_packs(run, steps, to_leave)
             if not asked:
                 figures, decision = train_step(run, next(steps))
@@ -342,8 +326,7 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int |
         if decision.action == "stop":
             raise halted(run, decision)
         if decision.action == "rollback":
-            with run.watch.busy("going back"):
-                return roll_back(run, decision.reason)
+            return roll_back(run, decision.reason)
         if run.profile and run.profile.step == state.step:
             work = run.assembly.work_of(figures, run.recorder)
             run.console.notice(run.profile.table(work, steps.data_wait_ms))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import difflib
 import gc
 import importlib
-import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +15,6 @@ from typing import NoReturn
 
 from foundation.command import run_command
 from foundation.ending import Ending
-from pretrain.settings.launch_variables import check_variables
 
 # By name: the module whose `main(arguments)` runs the command and returns its exit status, and what it does.
 RUNS = {
@@ -78,9 +76,6 @@ def imported(name: str) -> ModuleType:
     gc.disable()
     try:
         return importlib.import_module(name)
-    except ValueError:
-        check_variables(os.environ)  # some end the import of accelerate, which does not name them
-        raise
     finally:
         if collects:
             gc.enable()

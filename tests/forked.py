@@ -17,7 +17,6 @@ MODELS = tuple(f"transformers.models.{name}.modeling_{name}" for name in ("gpt2"
 gc.disable()
 for module in ("train_accelerate", *MODELS, *IMPORTED_LATE):
     importlib.import_module(module)
-sys.modules["pretrain.run.command_line"].OTHERS_WAIT = 0.3  # most have no launcher that could end them meanwhile
 # Keeps what it compiles for all models, a thousand patterns: each export would do so anew.
 sys.modules["transformers.conversion_mapping"].get_checkpoint_conversion_mapping("qwen3")
 # As are the versions of packages and the hash of the code.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
@@ -57,14 +56,6 @@ def test_what_has_no_name_may_follow_an_option(arguments: list[str], said: str, 
 def test_a_number_out_of_its_range_is_told_which_it_has(arguments, said, capsys):
     assert main(arguments) == 2
     assert said in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("level", ["", "loud"])
-def test_a_variable_that_ends_the_import_of_accelerate_is_named(level: str):
-    command = [sys.executable, "-m", "pretrain", "flops", "recipes/smoke.yaml"]
-    done = subprocess.run(command, env=os.environ | {"ACCELERATE_LOG_LEVEL": level}, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert done.stderr.startswith(f"error: environment: ACCELERATE_LOG_LEVEL={level} is none of critical, ")
 
 
 def test_the_demos_sample_refuses_to_draw_no_token_in_one_line():

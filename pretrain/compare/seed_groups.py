@@ -26,7 +26,7 @@ from pretrain.settings.config import flatten, resolved
 # What two runs of one group may differ in: the seed, names, what is shown and saved, what was measured to fit, and where packs
 # lie, whose fingerprint says what they hold.
 _WITHIN = ("seed", "name", "run_dir", "log.", "checkpoint.", "health.", "parity", "batch.microbatch")
-_WITHIN += ("train.max_hours", "train.rank_timeout", "evaluate.samples", "data.packs", "data.source", "data.tokenizer")
+_WITHIN += ("train.max_hours", "evaluate.samples", "data.packs", "data.source", "data.tokenizer")
 _CONSTANT_KINDS = ("wsd", "constant")  # schedules of which a part has one rate
 _SEED_IN_A_NAME = re.compile(r"(?:^|[-_.,])seed[=_-]?\d+(?=$|[-_.,])")
 

@@ -6,13 +6,14 @@ import gc
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import psutil
 import torch
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.state import PartialState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, fsdp2_prepare_model
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, InitProcessGroupKwargs, fsdp2_prepare_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
@@ -21,10 +22,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from foundation.errors import InputError
 from foundation.reading import one_line
-from pretrain.settings.launch_variables import unusable
 
 M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
+RANKS_WAIT = timedelta(minutes=30)  # in a collective, for a rank that hangs or does what takes long: a save, an export
 _RESHARD = "FSDP_RESHARD_AFTER_FORWARD"  # `fsdp_reshard_after_forward` of an accelerate configuration
 
 
@@ -40,7 +41,7 @@ def make_accelerator(replicas: int = 1) -> Accelerator:
         os.environ[_RESHARD] = "true"  # accelerate knows no third value
     try:
         launched = int(os.environ.get("WORLD_SIZE", "1"))
-        accelerator = Accelerator(mixed_precision="no")
+        accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[InitProcessGroupKwargs(timeout=RANKS_WAIT)])
     except (ValueError, LookupError, TypeError, ImportError, AssertionError) as error:
         raise InputError(f"accelerate configuration: accelerate does not take it: {one_line(error)}") from None
     if launched != accelerator.num_processes:
@@ -70,7 +71,7 @@ def _check_device() -> None:
     except RuntimeError:
         known = False
     if not known:
-        raise unusable(os.environ, name, "is no device of this machine")
+        raise InputError(f"environment: {name}={os.environ[name]} is no device of this machine; correct it, or unset it")
 
 
 def end_processes(accelerator: Accelerator) -> None:

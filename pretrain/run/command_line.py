@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
-import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from foundation.command import CommandParser, number
 from foundation.errors import InputError
-
-OTHERS_WAIT = 3.0  # seconds in which the launcher ends a process, if the first of its machine has failed too
 
 
 class LauncherParser(CommandParser):
@@ -67,18 +64,11 @@ def without_dashes(arguments: Sequence[str], parser: argparse.ArgumentParser) ->
     return [text[2:] if is_setting(text) else text for text in arguments]
 
 
-def say_once(text: str) -> None:
-    """Print one message, not one from each process.
-
-    The first process of a machine prints at once, and the others wait. If the first has failed too, the launcher ends them
-    meanwhile. If not, the error is theirs alone, and after the wait they print it.
-    """
-    tell_torchrun(text)
-    local_rank = os.environ.get("LOCAL_RANK", "0")
-    if local_rank.isdecimal() and local_rank != "0":
-        time.sleep(OTHERS_WAIT)
-        text = f"rank {os.environ.get('RANK')}: {text}"
-    print(text, file=sys.stderr)
+def say_once(text: str, error: BaseException) -> None:
+    """Print `text`, once a machine: torchrun prints in its table what the other processes record of their `error`."""
+    get_error_handler().record_exception(error)
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ or os.environ.get("LOCAL_RANK", "0") == "0":
+        print(text, file=sys.stderr)
 
 
 def leave_status(status: int) -> int:
@@ -93,14 +83,3 @@ def leave_status(status: int) -> int:
         except OSError as error:
             print(f"PRETRAIN_STATUS_FILE: {path}: {error.strerror}; the status is {status}", file=sys.stderr)
     return status
-
-
-def tell_torchrun(text: str) -> None:
-    """Leave `text` where torchrun looks for what its failed processes have to say, which it then prints in its table."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path is None:
-        return
-    # What torch.distributed.elastic's ErrorHandler writes of an exception; ours are no bugs, and have no traceback to show.
-    message = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
-    with suppress(OSError):
-        Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")

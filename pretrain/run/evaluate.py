@@ -36,7 +36,7 @@ COLDEST = 1e-4  # a temperature below which FP32 scores divided by it could over
 
 def evaluate(run: Run) -> None:
     """Held-out loss, where packs are held out, and samples, where prompts are set. Collective."""
-    with run.watch.busy("evaluating"), run.waited.on("evaluation", "evaluating", "microbatches", total=evaluation_turns(run)):
+    with run.waited.on("evaluation", "evaluating", "microbatches", total=evaluation_turns(run)):
         if run.job.data.held_out is not None:
             _evaluate_held_out(run)
         if run.job.recipe.evaluate.samples:

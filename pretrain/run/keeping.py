@@ -49,7 +49,7 @@ def save(run: Run, *, behind: bool = False) -> None:
     write = run.checkpoints.begin if behind else run.checkpoints.save
     spared = run.best.step if run.job.recipe.checkpoint.best and run.best else None
     task = f"saving step {run.state.step}"
-    with run.watch.busy("saving"), run.waited.on("saves", task, "B", poll=run.checkpoints.written):
+    with run.waited.on("saves", task, "B", poll=run.checkpoints.written):
         write(run.state.step, run.assembly.tensors, run.assembly.state_tensors, record, spared=spared)
     tell_saved(run)
 
@@ -64,7 +64,7 @@ def leave(run: Run, asked: int, steps: Prefetch[StepBatches]) -> int:
     """Save, as a signal or what has gone wrong asks for; returns the number of the signal to end by, or raises what was lost.
     `steps`: those that would have come next."""
     if asked == Stop.SAVE_FAILED:
-        with run.watch.busy("saving"), run.waited.on("saves", "saving"):
+        with run.waited.on("saves", "saving"):
             run.checkpoints.wait()  # which raises what has failed
     lost = prepare_rescue(run, asked, steps) if asked in (Stop.FOLDER_GONE, Stop.METRICS_GONE, Stop.PACKS_FAILED) else None
     if not (decision := judge_weights(run)).proceed:

@@ -15,7 +15,6 @@ from pretrain.metrics.peaks import peak
 from pretrain.metrics.recorder import Recorder
 from pretrain.plan.preflight import Job
 from pretrain.run.assembly import Assembly
-from pretrain.run.ranks import describe_lag
 from pretrain.run.running import Run
 
 
@@ -63,11 +62,7 @@ def record_of_step(
 
 
 def log(run: Run, figures: dict[str, Any], *, data_wait_ms: float, shown: bool) -> None:
-    """The step's line in metrics.jsonl, in the trackers and, where it is `shown`, on the screen; and the ranks that lag in it."""
+    """The step's line in metrics.jsonl, in the trackers and, where it is `shown`, on the screen."""
     record = run.recorder.finish(**figures, data_wait_ms=data_wait_ms)
     run.trackers.log(record)
-    with run.watch.busy("writing to the terminal"):  # which a user may have paused
-        run.console.step(record, show=shown)
-    for found in run.watch.stepped(data_wait_ms):
-        run.trackers.log({"step": record["step"], **found})
-        run.console.warning(describe_lag(found))
+    run.console.step(record, show=shown)

@@ -22,7 +22,6 @@ from pretrain.metrics.trackers import Trackers
 from pretrain.metrics.waited import Waited
 from pretrain.plan.preflight import Job
 from pretrain.run.assembly import Assembly
-from pretrain.run.ranks import RankWatch
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,6 @@ class Run:
     precision_watch: PrecisionWatch | None
     profile: StepProfile | None
     console: Console
-    watch: RankWatch
     waited: Waited
     best: BestEvaluation | None = None  # whose checkpoint is kept, where that is asked for
     past: Past = field(default_factory=Past)

@@ -58,7 +58,7 @@ def wait_for_packs(run: Run, steps: Prefetch[StepBatches], asked: Callable[[], i
     """
     if run.job.data.stream is None:
         return 0
-    with run.watch.busy("waiting for packs"), run.waited.on("packs", "waiting for packs"):
+    with run.waited.on("packs", "waiting for packs"):
         while largest_over_ranks(run.accelerator, int(not steps.ready(_LOOK) or asked() > 0)):
             if found := largest_over_ranks(run.accelerator, asked()):
                 return found

@@ -31,15 +31,14 @@ def go_on_as_scheduled(run: Run, source: ResumePoint) -> None:
         last = next((each for each in plan.actives if each.requested == ran), plan.active_after(run.state.step))
         run.assembly.use(last)
         look_after(run, last, first_step=1)
-    with run.watch.busy("looking at what runs"):
-        note = complete_histories(source, run.assembly, run.job, run.accelerator)
+    note = complete_histories(source, run.assembly, run.job, run.accelerator)
     if note:
         run.console.notice(note)
 
 
 def begin(run: Run, active: ActivePrecision, before: str) -> None:
     """Go over to `active` here, and say so; `before`: the precision's name so far."""
-    with run.watch.busy("changing the precision"), run.waited.on("checks", "looking at what runs"):
+    with run.waited.on("checks", "looking at what runs"):
         run.assembly.begin(active, run.job, run.accelerator)
     look_after(run, active, first_step=run.state.step + 1)
     products, step = in_short(run.assembly.audit)["products"], run.state.step

@@ -10,23 +10,13 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Literal
 
-import psutil
-
 from foundation.errors import InputError
-from pretrain.settings.launch_variables import FALSE, TRUE, unusable
 from pretrain.settings.recipe import Recipe
 
 _ORIGIN = "accelerate configuration"
 _GROUP = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
 _PARALLELISM = "PARALLELISM_CONFIG_"
-# FSDP1's strategies by their names and numbers: whether weights are resharded after their forward, None for not sharded at all.
-_STRATEGIES = {
-    **dict.fromkeys(("full_shard", "hybrid_shard", "1", "4"), True),
-    **dict.fromkeys(("shard_grad_op", "hybrid_shard_zero2", "2", "5"), False),
-    **dict.fromkeys(("no_shard", "3"), None),
-}
-_HYBRID = ("hybrid_shard", "hybrid_shard_zero2", "4", "5")  # shards within a machine, replicas over machines
-
+_TRUE = ("true", "1", "yes", "y", "t", "on")  # as accelerate reads them
 
 # Whether shards are gathered once a step, for each use, or as the plan's memory allows.
 Sharding = Literal["none", "once", "each", "auto"]
@@ -55,6 +45,11 @@ def put_right(recipe: Recipe, environ: MutableMapping[str, str], *, has_gpu: boo
     _leave_out_compiler_and_accumulation(environ, said)
     replicas, sharding = 1, "none"
     if _is_true(environ, "ACCELERATE_USE_FSDP"):
+        if environ.get("FSDP_VERSION", "1") == "1":
+            raise InputError(
+                f"{_ORIGIN}: `fsdp_version: 1` is not supported; set `fsdp_version: 2`, with "
+                "`fsdp_reshard_after_forward: true` for FULL_SHARD and false for SHARD_GRAD_OP"
+            )
         sharding = _asked_sharding(environ)
         recipe, replicas = _settle_sharding(recipe, environ, world, said)
     for variable in [key for key in environ if key.startswith(_PARALLELISM) or key == "ACCELERATE_USE_PARALLELISM_CONFIG"]:
@@ -66,15 +61,12 @@ def _settle_processes(environ: MutableMapping[str, str], has_gpu: bool, said: li
     """Returns how many processes train together, and puts the variables right that say so."""
     world = _number(environ, "WORLD_SIZE")
     if "WORLD_SIZE" not in environ and {"ACCELERATE_DYNAMO_BACKEND", "MASTER_ADDR"} <= environ.keys():
-        # accelerate sets MASTER_ADDR for several processes, also where it then starts only one; so may whoever called it.
-        if not _inherited(environ, "MASTER_ADDR", "MASTER_PORT"):
-            raise InputError(
-                f"{_ORIGIN}: `num_processes` is more than 1 and `distributed_type: NO` (or MULTI_CPU, or `--cpu`) starts "
-                "one; set `distributed_type: MULTI_GPU`, on CPUs too with ACCELERATE_USE_CPU=true in place of `--cpu`, or "
-                "`num_processes: 1`"
-            )
-        for variable in ("MASTER_ADDR", "MASTER_PORT"):
-            environ.pop(variable, None)
+        # accelerate sets MASTER_ADDR for several processes, also where it then starts only one.
+        raise InputError(
+            f"{_ORIGIN}: `num_processes` is more than 1 and `distributed_type: NO` (or MULTI_CPU, or `--cpu`) starts "
+            "one; set `distributed_type: MULTI_GPU`, on CPUs too with ACCELERATE_USE_CPU=true in place of `--cpu`, or "
+            "`num_processes: 1`. A MASTER_ADDR that a job script exports for one process: unset it"
+        )
     if world == 1 and environ.get("LOCAL_RANK", "0") == "0":  # a group of one has nobody to exchange anything with
         for variable in _GROUP:
             environ.pop(variable, None)
@@ -101,8 +93,6 @@ def _leave_out_compiler_and_accumulation(environ: MutableMapping[str, str], said
 def _settle_sharding(recipe: Recipe, environ: MutableMapping[str, str], world: int, said: list[str]) -> tuple[Recipe, int]:
     """The recipe, which may recompute now, and the number of replicas."""
     replicas, shards = _mesh(environ, world)
-    if environ.get("FSDP_VERSION", "1") == "1":
-        replicas, shards = _take_as_fsdp2(environ, world, replicas, shards, said)
     if shards == 1:
         _leave_out_sharding(environ, world, said)
         replicas = 1
@@ -121,20 +111,6 @@ def _settle_sharding(recipe: Recipe, environ: MutableMapping[str, str], world: i
         said.append(f"{named} is left out: each decoder layer is a group of shards, as the model itself names them")
     environ["FSDP_STATE_DICT_TYPE"] = "SHARDED_STATE_DICT"  # how accelerate would save; checkpoints here are not accelerate's
     return recipe, replicas
-
-
-def _take_as_fsdp2(environ: MutableMapping[str, str], world: int, replicas: int, shards: int, said: list[str]) -> tuple[int, int]:
-    """Replicas and shards of what FSDP1's strategy asks for."""
-    strategy = _first_known(environ, "FSDP_RESHARD_AFTER_FORWARD", "FSDP_SHARDING_STRATEGY")
-    reshards, machine = _STRATEGIES[strategy], _number(environ, "LOCAL_WORLD_SIZE")
-    if strategy in _HYBRID and 1 < machine < world:
-        replicas, shards = world // machine, machine
-    if reshards is None:
-        replicas, shards = world, 1
-    environ["FSDP_VERSION"], environ["FSDP_RESHARD_AFTER_FORWARD"] = "2", str(reshards is not False).lower()
-    environ.pop("FSDP_FORWARD_PREFETCH", None)  # and what only FSDP1 knows has no effect
-    said.append(f"`fsdp_version: 1` ({strategy}) is taken as {_described(reshards, replicas, shards)}")
-    return replicas, shards
 
 
 def _leave_out_sharding(environ: MutableMapping[str, str], world: int, said: list[str]) -> None:
@@ -159,11 +135,8 @@ def _recomputing(recipe: Recipe, said: list[str]) -> Recipe:
 
 
 def _asked_sharding(environ: Mapping[str, str]) -> Sharding:
-    if environ.get("FSDP_VERSION", "1") == "1":
-        reshards = _STRATEGIES[_first_known(environ, "FSDP_RESHARD_AFTER_FORWARD", "FSDP_SHARDING_STRATEGY")]
-        return "none" if reshards is None else "each" if reshards else "once"
     asked = environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower()
-    return "auto" if asked == "auto" else "once" if asked in FALSE else "each"
+    return "auto" if asked == "auto" else "each" if asked in _TRUE else "once"
 
 
 def _mesh(environ: Mapping[str, str], world: int) -> tuple[int, int]:
@@ -184,34 +157,12 @@ def _mesh(environ: Mapping[str, str], world: int) -> tuple[int, int]:
     return replicas, shards
 
 
-def _described(reshards: bool | None, replicas: int, shards: int) -> str:
-    if reshards is None:
-        return "DDP"
-    hybrid = f", {replicas} replicas of {shards} shards" if replicas > 1 else ""
-    return f"2, `fsdp_reshard_after_forward: {str(reshards).lower()}`{hybrid}"
-
-
-def _first_known(environ: Mapping[str, str], *variables: str) -> str:
-    """The FSDP1 strategy that one of them names; FSDP1's own default where none does."""
-    values = (environ.get(variable, "").lower() for variable in variables)
-    return next((value for value in values if value in _STRATEGIES), "full_shard")
-
-
-def _inherited(environ: Mapping[str, str], *variables: str) -> bool:
-    """Returns whether the process that started this one had the same values; False where that cannot be seen."""
-    try:
-        before = psutil.Process().parent().environ()
-    except (psutil.Error, OSError, AttributeError):
-        return False
-    return all(before.get(variable) == environ.get(variable) for variable in variables)
-
-
 def _is_true(environ: Mapping[str, str], variable: str) -> bool:
-    return environ.get(variable, "false").lower() in TRUE
+    return environ.get(variable, "false").lower() in _TRUE
 
 
 def _number(environ: Mapping[str, str], variable: str) -> int:
     text = environ.get(variable, "1")
     if not text.isdecimal():
-        raise unusable(environ, variable, "is no whole number")
+        raise InputError(f"environment: {variable}={text} is no whole number; correct it, or unset it")
     return int(text)

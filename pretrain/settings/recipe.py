@@ -193,8 +193,6 @@ class TrainSettings(Settings):
     begin_with: PathText | None = None
     # After so many hours of its process, a run saves and ends with the status of SIGUSR1; the same command goes on. null: never.
     max_hours: float | None = Field(None, gt=0)
-    # Several processes: seconds for which one may be silent, or behind while the others wait, before all end; null: any time.
-    rank_timeout: float | None = Field(30.0, ge=1, le=86400)
 
     @model_validator(mode="after")
     def _one_horizon(self) -> TrainSettings:

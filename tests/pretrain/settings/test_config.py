@@ -106,7 +106,6 @@ TEXT_AND_MORE = {"packs": "p", "source": "s", "tokenizer": "t", "text": "{x}"}
         ({}, {"train": {"tokens": 5}}, ["train.tokens=null"], "command line", "`train`: set exactly one of"),
         (
             {"train": {"max_hours": 1}},
-            {"train": {"rank_timeout": 9}},
             ["train.max_hours=2"],
             "own",
             "`train`: set exactly one of",
