@@ -44,7 +44,7 @@ def test_processes_go_back_together_and_stop_together(small_recipe: dict[str, An
     statuses, first, second = start(recipe, tmp_path, **launched)
     assert statuses == [3, 3], first + second
     halt = "halted: step 2: the gradient norm is nan, and the run has gone back 2 times already"
-    assert first.count(halt) == 1 and second.count(f"rank 1: {halt}") == 1 and "Traceback" not in first + second
+    assert first.count(halt) == 1 and second.count(halt) == 1 and "Traceback" not in first + second
     lines = read_metrics(Path(recipe["run_dir"]))
     assert [line["rollbacks"] for line in lines if line.get("event") == "rollback"] == [2]
     assert [line["step"] for line in lines if "loss" in line] == [1, 2]
@@ -56,7 +56,7 @@ def test_processes_that_begin_with_other_weights_stop_and_say_so(small_recipe: d
     assert statuses == [2, 2], first + second
     error = "error: the processes do not begin with the same model: of 26 tensors 15 are others on rank 1 than on rank 0, "
     error += "model.embed_tokens.weight among them; give every machine the same files"
-    assert first.count(error) == 1 and second.count(f"rank 1: {error}") == 1, first + second
+    assert first.count(error) == 1 and second.count(error) == 1, first + second
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -79,7 +79,7 @@ def test_the_main_process_alone_hashes_the_weights_that_a_run_begins_with(
     else:
         error = f"error: {copies[0]}/model-extra.safetensors: cannot be read: "
         assert statuses == [2, 2] and "Traceback" not in first + second, first + second
-        assert first.count(error) == 1 and second.count(f"rank 1: {error}") == 1, first + second
+        assert first.count(error) == 1 and second.count(error) == 1, first + second
 
 
 def test_a_run_folder_in_use_is_refused_by_every_process_in_the_same_words(small_recipe: dict[str, Any], tmp_path: Path) -> None:
@@ -88,4 +88,4 @@ def test_a_run_folder_in_use_is_refused_by_every_process_in_the_same_words(small
         statuses, first, second = start(small_recipe, tmp_path, MASTER_PORT=str(store.port), TORCHELASTIC_USE_AGENT_STORE="True")
     assert statuses == [2, 2] and "Traceback" not in first + second, first + second
     error = f"error: {small_recipe['run_dir']}: the run folder is in use by process {os.getpid()} on "
-    assert first.count(error) == 1 and second.count(f"rank 1: {error}") == 1
+    assert first.count(error) == 1 and second.count(error) == 1
