@@ -1,0 +1,93 @@
+"""One recipe in one, two and three processes joined by gloo on the CPU: the same training, resumed by any number of them.
+
+What each topology computes to the bit is kept by tests/golden.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Finished
+
+LAUNCH = {way: ["--config_file", f"accelerate_configs/{way}.yaml", "--mixed_precision", "no"] for way in ("ddp", "fsdp2")}
+
+pytestmark = pytest.mark.multi
+
+
+@pytest.fixture(scope="session")
+def recipe_for(recipe_for: Callable) -> Callable[[Path], dict[str, Any]]:
+    """Of 8 steps: with a checkpoint to go on from, and one at the end."""
+    return lambda run_dir: recipe_for(run_dir) | {"train": {"steps": 8}, "parity": "off"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("processes")
+
+
+@pytest.fixture(scope="module")
+def one(start_here: Callable, recipe_for: Callable, folder: Path) -> Finished:
+    """The finished run of one process."""
+    finished = start_here(recipe_for(folder / "one"), folder)
+    assert finished.status == 0, finished.output
+    return finished
+
+
+@pytest.fixture(scope="module", params=LAUNCH)
+def two(request: pytest.FixtureRequest, start_as_ranks: Callable, recipe_for: Callable, folder: Path) -> Finished:
+    """The finished run of two processes, held against plain transformers before its first step."""
+    finished = start_as_ranks(recipe_for(folder / request.param), folder, "parity=on", launch=LAUNCH[request.param])
+    assert finished.status == 0, finished.output
+    return finished
+
+
+def sent_back(run_dir: Path, copy: Path) -> str:
+    """A copy of the run as it was after step 4, as the argument `run_dir`."""
+    shutil.copytree(run_dir, copy)
+    shutil.rmtree(copy / "final")
+    shutil.rmtree(copy / "checkpoints" / "step-00000008")
+    return f"run_dir={copy}"
+
+
+def figures(run: Finished, key: str) -> list[float]:
+    return [record[key] for record in run.records() if key in record]
+
+
+def assert_same_curve(run: Finished, other: Finished) -> None:
+    for key in ("loss", "gradient_norm", "held_out_loss", "tokens"):
+        assert figures(run, key) == pytest.approx(figures(other, key), rel=1e-5), key
+
+
+def test_two_processes_have_the_loss_curve_of_one_and_pass_parity(one: Finished, two: Finished) -> None:
+    assert_same_curve(two, one)
+    parity = json.loads((two.run_dir / "audit.json").read_text())["parity"]
+    assert parity["failures"] == []
+
+
+def test_a_run_of_two_processes_is_resumed_by_one_and_by_two_bit_for_bit(
+    one: Finished, two: Finished, start_here: Callable, start_as_ranks: Callable, recipe_for: Callable, tmp_path: Path
+) -> None:
+    recipe = recipe_for(tmp_path / "unused")
+    again = start_as_ranks(recipe, tmp_path, sent_back(two.run_dir, tmp_path / "two"), launch=LAUNCH[two.run_dir.name])
+    assert again.status == 0 and again.losses() == two.losses(), again.output
+    for file in (two.run_dir / "final").glob("*.safetensors"):
+        assert (again.run_dir / "final" / file.name).read_bytes() == file.read_bytes()
+    alone = start_here(recipe, tmp_path, sent_back(two.run_dir, tmp_path / "one"))
+    assert alone.status == 0 and alone.losses()[:4] == two.losses()[:4], alone.output
+    assert_same_curve(alone, one)
+
+
+def test_a_run_of_one_process_is_resumed_by_three_that_do_not_divide_its_packs(
+    one: Finished, start_as_ranks: Callable, recipe_for: Callable, tmp_path: Path
+) -> None:
+    """8 packs over 3 processes, in microbatches of one: one process has a microbatch of nothing, and takes part all the same."""
+    arguments = [sent_back(one.run_dir, tmp_path / "moved"), "batch.microbatch=1"]
+    three = start_as_ranks(recipe_for(tmp_path / "unused"), tmp_path, *arguments, launch=LAUNCH["ddp"], processes=3)
+    assert three.status == 0 and three.losses()[:4] == one.losses()[:4], three.output
+    assert_same_curve(three, one)
