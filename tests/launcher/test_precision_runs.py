@@ -1,0 +1,112 @@
+"""Runs in low precision: schedules, changes of precision and of weights, fallbacks, and what weights in BF16 lose."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.conftest import Finished
+
+SWITCH = 3  # steps before it
+
+
+@pytest.fixture
+def started(start_here: Callable, small_recipe: dict[str, Any], tmp_path: Path) -> Callable[..., Finished]:
+    changes = {"train": {"steps": 5}, "evaluate": {}, "checkpoint": {"every": 1, "keep": 9}, "weights": "bf16_exact"}
+    changes |= {"batch": {"tokens": 128, "microbatch": 2}, "fp8_config": {"on_unsupported": "emulate"}, "parity": "off"}
+    changes |= {"schedule": {"kind": "constant"}}
+
+    def start(folder: str, *arguments: str) -> Finished:
+        run = start_here(small_recipe | changes, tmp_path, f"run_dir={tmp_path / folder}", *arguments)
+        assert run.status == 0, run.output
+        return run
+
+    return start
+
+
+def tensors(run: Finished, step: int) -> dict[str, torch.Tensor]:
+    files = (run.run_dir / "checkpoints" / f"step-{step:08d}").glob("*.safetensors")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def audit_of(run: Finished) -> dict[str, Any]:
+    return json.loads((run.run_dir / "audit.json").read_text())
+
+
+@pytest.mark.parametrize(("before", "after"), [("bf16", "delayed"), ("delayed", "bf16")])
+def test_a_schedules_first_steps_are_the_plain_runs_and_it_resumes_at_its_switch_bit_for_bit(
+    before: str, after: str, started: Callable
+) -> None:
+    schedule = f"precision=[{{until: {SWITCH}, use: {before}}}, {{use: {after}}}]"
+    plain, whole = started("plain", f"precision={before}", f"train.steps={SWITCH}"), started("whole", schedule)
+    assert whole.losses()[:SWITCH] == plain.losses()
+    precisions = [step["precision"] for step in whole.records() if "loss" in step]
+    assert precisions == [before] * SWITCH + [after] * (5 - SWITCH)
+    assert audit_of(whole)["phases"] == {"1": before, "4": after}
+    again = started("again", schedule, "--resume", f"{whole.run_dir}/checkpoints/step-{SWITCH:08}")
+    assert again.losses() == whole.losses()[SWITCH:]
+    ours, theirs = tensors(again, 5), tensors(whole, 5)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_run_goes_on_in_another_precision_and_other_weights_if_that_is_accepted(started: Callable) -> None:
+    first = started("run", "precision=bf16", "train.steps=3").losses()
+    then = started("run", "precision=delayed", "weights=fp32", "train.steps=5", "--accept-changes")
+    assert then.losses()[:3] == first and len(then.losses()) == 5
+    assert audit_of(then)["phases"] == {"1": "bf16", "4": "delayed"}
+
+
+def test_exact_bf16_weights_keep_what_plain_bf16_weights_lose(started: Callable) -> None:
+    """At a rate at which most updates are smaller than half a unit in a BF16 weight's last place."""
+    slow = ("precision=bf16", "optimizer.learning_rate=2e-5")
+    frozen = {
+        weights: [step["frozen_updates"] for step in started(weights, *slow, f"weights={weights}").records() if "loss" in step]
+        for weights in ("fp32", "bf16_exact", "bf16")
+    }
+    assert max(frozen["fp32"]) < 0.01 and max(frozen["bf16_exact"]) < 0.01 and min(frozen["bf16"]) > 0.5
+
+
+def test_a_fallback_is_written_down(started: Callable) -> None:
+    run = started("run", "precision=mxfp8", "fp8_config.on_unsupported=fallback", "train.steps=1")
+    audit = audit_of(run)
+    assert audit["effective"] == "bf16" and {product["effective"] for product in audit["products"]} == {"bf16"}
+
+
+def test_kept_linears_stay_in_bf16_and_the_audit_names_them(started: Callable) -> None:
+    run = started("run", "precision=current", "fp8_config.keep_bf16=[layers.0.*, down_proj]", "train.steps=1")
+    effective = {product["name"]: product["effective"] for product in audit_of(run)["products"]}
+    kept = {name for name, precision in effective.items() if precision == "bf16" and "lm_head" not in name}
+    assert kept == {name for name in effective if "layers.0." in name or "down_proj" in name} and len(kept) == 8
+
+
+# ── Branches: a run that begins with another run's checkpoint ─────────────────────────────────────────────────────────────────
+
+
+def test_a_branch_goes_on_as_the_other_did_in_a_folder_of_its_own(started: Callable, tmp_path: Path) -> None:
+    whole = started("whole", "precision=delayed", "seed=5")
+    shutil.move(whole.run_dir, tmp_path / "whole-5")
+    before = sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "whole-5").rglob("*"))
+    begins = ("precision=delayed", "seed=5", f"train.begin_with={tmp_path}/whole-{{seed}}/checkpoints/step-00000003")
+    branch = started("branch", *begins)
+    steps = [json.loads(line) for line in (tmp_path / "whole-5" / "metrics.jsonl").read_text().splitlines()]
+    assert branch.losses() == [step["loss"] for step in steps if "loss" in step][3:]
+    assert sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "whole-5").rglob("*")) == before
+    shutil.rmtree(tmp_path / "whole-5")  # once it has checkpoints of its own, those are gone on from
+    shutil.rmtree(branch.run_dir / "checkpoints" / "step-00000005")
+    assert started("branch", *begins).losses() == branch.losses()
+
+
+@pytest.mark.parametrize("packs", [8, 2])
+def test_a_branch_of_another_batch_goes_on_in_the_text_where_the_checkpoint_ended(packs: int, started: Callable) -> None:
+    """Of 120 packs 12 were trained on, 4 a step."""
+    whole = started("whole", "precision=bf16")
+    begins = (f"train.begin_with={whole.run_dir}/checkpoints/step-00000003", f"batch.tokens={packs * 32}", "precision=bf16")
+    branch = started("branch", *begins)
+    assert [step["epoch"] for step in branch.records() if "loss" in step] == [(12 + packs * n) / 120 for n in (1, 2)]
