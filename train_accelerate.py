@@ -62,7 +62,6 @@ from pretrain.model.packed import forward_backward
 from pretrain.optimizer import adamw, schedule
 from pretrain.plan.preflight import Job, planned_steps, prepare_job
 from pretrain.plan.rendering import render
-from pretrain.plan.scaling import cluster_asked, render_scaling
 from pretrain.run import determinism
 from pretrain.run.assembly import assemble
 from pretrain.run.command_line import leave_status, parse_arguments, say_once
@@ -114,7 +113,6 @@ def main() -> int:
 
 def launch(arguments: argparse.Namespace) -> int:
     """Refuse what can be refused without the model's weights, before the run folder is touched; then run. Returns the status."""
-    cluster = cluster_asked(arguments)
     recipe = with_precision(config.load_recipe(arguments.recipe, arguments.overrides), os.environ)
     if recipe.deterministic:
         determinism.begin(os.environ)
@@ -129,21 +127,19 @@ def launch(arguments: argparse.Namespace) -> int:
     # Before packs are prepared, which may take hours; a plan may be made while the run is going on.
     if arguments.eval_only:
         refused_together(lambda: main_process and require_weights(recipe, arguments.resume))
-    elif not cluster:
+    else:
         check_run_dir = check_writable if arguments.plan else check_free
         refused_together(lambda: main_process and check_run_dir(config.run_dir_of(recipe)))
     waited = Waited(shown=main_process, already=since_the_command())
-    purpose = "elsewhere" if cluster else "plan" if arguments.plan else "run"
-    devices = cluster.gpus if cluster else None
-    job = prepare_job(recipe, accelerator, arguments.tokens_per_second, purpose=purpose, devices=devices, waited=waited)
+    purpose = "plan" if arguments.plan else "run"
+    job = prepare_job(recipe, accelerator, arguments.tokens_per_second, purpose=purpose, waited=waited)
     console = Console(job.plan.steps, enabled=main_process)
     for text in (*asked.notices, *job.notices):
         console.notice(text)
     if arguments.plan:
         job, resumed, warnings = planned_resume(job, arguments.resume, arguments.accept_changes)
         warn_of_precisions(job, console)
-        scaling = render_scaling(job.plan, cluster, asked.sharding, replicated=asked.replicas > 1) if cluster else None
-        console.notice("\n".join(filter(None, [render(job.plan), scaling, resumed])))
+        console.notice("\n".join(filter(None, [render(job.plan), resumed])))
         for warning in warnings:
             console.warning(warning)
         return 0

@@ -16,7 +16,7 @@ from pretrain.metrics.run_record import LAST_STEPS, LOSS_KEY
 
 _MFU = {
     "mfu_bf16_peak": ("MFU", "the model's floating-point operations over the device's BF16 peak"),
-    "mfu_nanogpt": ("MFU, nanoGPT's", "the same by nanoGPT's count of operations: docs/flops.md has every definition"),
+    "mfu_nanogpt": ("MFU, nanoGPT's", "the same by nanoGPT's count of operations: docs/planning.md has every definition"),
     "mfu_recipe_peak": (
         "MFU, recipe's peak",
         "the share of a step that its products would take, each at the peak of its own precision",

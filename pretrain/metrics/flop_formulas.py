@@ -1,6 +1,6 @@
 """Training FLOPs a token by the formulas behind other launchers' MFU, so that their figures can be compared with ours.
 
-All of them take every sequence for one document of T tokens. docs/flops.md derives each and says where it differs.
+All of them take every sequence for one document of T tokens. docs/planning.md derives each and says where it differs.
 """
 
 from __future__ import annotations

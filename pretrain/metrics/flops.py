@@ -6,7 +6,7 @@ model FLOPs utilisation (MFU), not hardware utilisation.
 Each token attends to the earlier tokens of its own document only, so attention's cost grows with the sum of squared document
 lengths. With documents of 745 tokens, by squared length, in packs of 4,096 that is a tenth of what the usual `12 L H Q T` gives.
 
-What others count stands in `pretrain.metrics.flop_formulas`, and how all of them come about in docs/flops.md.
+What others count stands in `pretrain.metrics.flop_formulas`, and how all of them come about in docs/planning.md.
 """
 
 from __future__ import annotations

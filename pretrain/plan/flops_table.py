@@ -1,6 +1,6 @@
 """`python -m pretrain flops`: what a model costs to train, a token, by every definition in use, beside each other.
 
-MODEL is a recipe, a folder or a name of a model. Nothing of its weights is read. docs/flops.md derives each definition.
+MODEL is a recipe, a folder or a name of a model. Nothing of its weights is read. docs/planning.md derives each definition.
 """
 
 from __future__ import annotations

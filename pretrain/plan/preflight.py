@@ -156,19 +156,17 @@ def prepare_job(
     tokens_per_second: float | None = None,
     *,
     purpose: Purpose = "run",
-    devices: int | None = None,
     waited: Waited | None = None,
 ) -> Job:
     """Check everything that can be checked, in the order of what it costs.
 
-    `tokens_per_second`: from which the plan computes hours; None: what the run folder has measured so far. `devices`: how many
-    are planned for, which have to be able to share a step; None: those of this launch. `waited`: the clock whose `packs` gets the
-    time that packs take. Raises InputError.
+    `tokens_per_second`: from which the plan computes hours; None: what the run folder has measured so far. `waited`: the
+    clock whose `packs` gets the time that packs take. Raises InputError.
     """
     # What settings say by themselves.
     run_dir, device_type = _check_surroundings(recipe, accelerator), accelerator.device.type
     precisions = _choose_precisions(recipe, device_type)
-    world_size = devices or (None if purpose == "elsewhere" else accelerator.num_processes)
+    world_size = None if purpose == "elsewhere" else accelerator.num_processes
     check_settings(recipe, precisions.first.precision.name, world_size)
 
     # A plan comes before packs, and before a tokenizer that is still to be trained.

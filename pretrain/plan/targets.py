@@ -2,7 +2,7 @@
 and the microbatch that fits by the estimate of memory.
 
 A run's speed goes over to another device, model or number of devices as floating-point operations: what it reached on each of
-its devices, times the ratio of the two peaks. Over several devices of a machine it is `pretrain.plan.scaling` that says what
+its devices, times the ratio of the two peaks. Over several devices of a machine it is `pretrain.plan.exchange` that says what
 exchanges cost; a run on several has that in its speed already.
 """
 
@@ -20,10 +20,10 @@ from foundation.units import GIB, TERA, plural
 from pretrain.metrics.peaks import known_as, peak
 from pretrain.metrics.run_record import WARM_UP_STEPS, RunRecord
 from pretrain.model.attention.backends import MIN_MEASURED_HEAD_DIM
+from pretrain.plan.exchange import on_devices, step_seconds
 from pretrain.plan.memory import Devices, LayerMemory, layers_of
 from pretrain.plan.plan import ASSUMED_SHARES, Plan
 from pretrain.plan.preflight import Job
-from pretrain.plan.scaling import Cluster, Scaled, links_of, on_cluster
 from pretrain.plan.spare import KEPT_FREE
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.settings import ActivePrecision
@@ -89,9 +89,9 @@ class Target:
         usable = None if self.memory is None else int((1 - KEPT_FREE) * self.memory)
         alone = Devices(name=self.name, memory=usable, capability=self.capability)
         here = replace(plan, devices=alone, active=active, layers=layers, phases=phases, tokens_per_second=None)
-        whole = on_cluster(here, Cluster(self.count), "none", replicated=False)
+        whole = on_devices(here, self.count, sharded=False)
         fits = usable is None or whole.memory.total(1) <= usable
-        return whole if fits else on_cluster(here, Cluster(self.count), "auto", replicated=False)
+        return whole if fits else on_devices(here, self.count, sharded=True)
 
     def _layers(self, job: Job, active: ActivePrecision) -> list[LayerMemory]:
         """Returns what each layer takes of memory: on Hopper and Blackwell as with Transformer Engine and cuDNN's attention or
@@ -198,9 +198,7 @@ class Estimate:
         alone = tflops * TERA / self.plan.flops_per_token
         if self.target.count == 1 or self.with_exchanges:
             return alone * self.target.count
-        links, _ = links_of(self.target.name, None)
-        scaled = Scaled(self.plan, Cluster(self.target.count), links, alone)
-        return self.plan.tokens_per_step / scaled.step(hidden=True)
+        return self.plan.tokens_per_step / step_seconds(self.plan, alone)
 
     @property
     def hours(self) -> tuple[float, ...]:

@@ -27,11 +27,6 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
     )
     parser.add_argument("--plan", action="store_true", help="say what would happen, check every setting, and stop")
     parser.add_argument("--tokens-per-second", type=number(), metavar="N", help="speed at which the plan reckons the hours")
-    parser.add_argument(
-        "--gpus", type=number(1, whole=True), metavar="N", help="with --plan: also how the run would scale on N GPUs in all"
-    )
-    parser.add_argument("--nodes", type=number(1, whole=True), metavar="M", help="with --gpus: on M machines; default 1")
-    parser.add_argument("--network-gbps", type=number(), metavar="G", help="with --gpus: each GPU's network, Gbit/s one way")
     parser.add_argument("--preview-schedule", type=Path, metavar="PNG", help="draw the learning rate of every step, and stop")
     parser.add_argument("--eval-only", action="store_true", help="say the held-out loss of --resume's checkpoint, and stop")
     parser.add_argument("--profile", action="store_true", help="record a step: profile.md and a trace in the run folder")

@@ -1,10 +1,9 @@
-"""What a recipe would take elsewhere, and what its budget buys: `python -m pretrain plan RECIPE [key=value ...]`.
+"""What a recipe would take elsewhere: `python -m pretrain plan RECIPE [key=value ...]`.
 
     python -m pretrain plan my.yaml train.tokens=20e9                             hours on H100, H200, B200 and 8 x B200
     python -m pretrain plan my.yaml --on 8xH200 --run runs/my --price-per-hour H200=3.50       by the speed of a run of yours
-    python -m pretrain plan my.yaml --hours 24 --flops 1e20                       what a day, and what 1e20 FLOP buy
+    python -m pretrain plan my.yaml --hours 24                                    what a day buys
     python -m pretrain plan my.yaml --on 8xB200 --accumulation 2                  the batch.tokens of two microbatches a device
-    python -m pretrain plan my.yaml --measure --out sizes.png                     memory and speed over microbatch sizes, here
 
 What a launch on this machine would do is told by `accelerate launch ... train_accelerate.py RECIPE --plan`. Neither needs packs.
 """
@@ -14,45 +13,39 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
 
 from foundation import units
 from foundation.command import CommandParser, number
 from foundation.errors import InputError
-from foundation.files import check_replaceable
-from foundation.tables import UNKNOWN, on_screen, or_dash, screen_width
+from foundation.tables import on_screen, or_dash, screen_width
 from foundation.units import GIB, plural
 from pretrain.metrics.peaks import known_as
 from pretrain.metrics.run_folder import METRICS_FILE
 from pretrain.metrics.run_record import read_run
 from pretrain.model.distributed import make_accelerator
 from pretrain.plan.checks import shares_out
-from pretrain.plan.compute_optimal import FITS, FLOPS_EACH, LIMITS, beyond_the_fits
 from pretrain.plan.plan import Plan
 from pretrain.plan.preflight import Job, prepare_job
 from pretrain.plan.rendering import WIDTH, wrapped
 from pretrain.plan.spare import KEPT_FREE
 from pretrain.plan.targets import LEAST, USUAL, Estimate, MeasuredRun, Target, estimates, left_out, span
-from pretrain.run.sizes import described, draw, measure
 from pretrain.settings.config import load_recipe
 from pretrain.settings.launch_environment import with_precision
 from pretrain.settings.launch_topology import put_right
 
-MOST_TOKENS = 2**27  # of a microbatch that --measure tries
 DEFAULT_PRECISION = "bf16"  # where neither recipe nor command line names one, as there is no accelerate configuration here
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """What is asked for; InputError for a mistake in it."""
     parser = CommandParser("python -m pretrain plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add, several, large = parser.add_argument, {"action": "append", "default": []}, number(most=1e40)
+    add, several = parser.add_argument, {"action": "append", "default": []}
     count = number(1, 2**20, whole=True)
     add("recipe", type=Path, help="what would be trained: a YAML file, see recipes/")
     add("overrides", nargs="*", metavar="key=value", help="over the recipe's settings: train.tokens=2e9")
@@ -60,30 +53,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--mfu", type=number(most=1), metavar="SHARE", help="of the peak that is reached, 0.4 say; twice: from, to", **several)
     add("--run", type=Path, metavar="FOLDER", help="a run of yours, to reckon by its speed; may be repeated", **several)
     add("--price-per-hour", metavar="PRICE", help="of one device: 2.5, or H200=3.5; may be repeated", **several)
-    add("--hours", type=large, metavar="H", help="also: the steps and tokens that fit into so many hours")
+    add("--hours", type=number(), metavar="H", help="also: the steps and tokens that fit into so many hours")
     add("--accumulation", type=count, metavar="N", help="also: the batch.tokens of N microbatches on each device")
-    add("--flops", type=large, metavar="C", help="a compute budget for the fits; default: the recipe's, 6 N D")
-    add("--measure", action="store_true", help="try microbatch sizes on this machine, and say what they take")
-    sizes = {"metavar": "1,2,4", "help": "of --measure, in packs; default: those that suit the step"}
-    add("--sizes", type=lambda text: sorted({count(each) for each in text.split(",")}), **sizes)
-    add("--out", type=Path, metavar="PNG", help="the picture of --measure")
     parsed = parser.parse_intermixed_args(arguments)
-    if (parsed.sizes or parsed.out) and not parsed.measure:
-        raise InputError("--sizes, --out: they are of --measure; add it, or leave them out")
-    if parsed.out:
-        _check_out(parsed.out)
     if len(parsed.mfu) > 2:
         raise InputError("--mfu: give one share, or two: from, to")
     return parsed
-
-
-def _check_out(path: Path) -> None:
-    """InputError where the picture could not be written in the end, or would be written over another file."""
-    if path.is_dir():
-        raise InputError(f"--out {path}: is a folder; name a file in it, as in {path / 'sizes.png'}")
-    if path.suffix.lower() != ".png":
-        raise InputError(f"--out {path}: the picture is written as .png; end its name so")
-    check_replaceable(path)
 
 
 def prices_of(texts: Sequence[str]) -> dict[str, float]:
@@ -111,8 +86,8 @@ def main(arguments: list[str]) -> int:
         notices.append(
             f"precision: {DEFAULT_PRECISION}, as the recipe names none; precision=NAME on the command line plans another"
         )
-    if not options.measure:  # what this machine lacks, another one may have
-        recipe = recipe.model_copy(update={"fp8_config": recipe.fp8_config.model_copy(update={"on_unsupported": "emulate"})})
+    # What this machine lacks, another one may have.
+    recipe = recipe.model_copy(update={"fp8_config": recipe.fp8_config.model_copy(update={"on_unsupported": "emulate"})})
     runs = [MeasuredRun.of(read_run(folder)) for folder in options.run]
     asked = put_right(with_precision(recipe, os.environ), os.environ, has_gpu=torch.accelerator.is_available())
     accelerator = make_accelerator(asked.replicas)
@@ -127,8 +102,6 @@ def main(arguments: list[str]) -> int:
         raise InputError(f"--price-per-hour {unknown[0]}=...: no such device is planned for; add it with --on, or correct it")
     for line in sections(job, options, targets, runs, prices, [*asked.notices, *job.notices, *notices]):
         print(line)
-    if options.measure:
-        print("\n".join(measured(job, accelerator, options)))
     return 0
 
 
@@ -140,7 +113,7 @@ def sections(
     prices: Mapping[str, float],
     notices: Sequence[str],
 ) -> Iterator[str]:
-    """All that is printed without a trial, by lines."""
+    """All that is printed, by lines."""
     plan, accumulation = job.plan, options.accumulation
     found = list(estimates(job, targets, runs, options.mfu))
     model = f"{units.count(plan.flops.parameters)} parameters"
@@ -155,9 +128,7 @@ def sections(
     yield f"\nMicrobatch, by the estimate of memory{asked}"
     yield _memory_table(found, accumulation)
     free = f"{units.percent(KEPT_FREE)} of a device's memory is left free"
-    yield from _noted([f"{free}; H100, H200 and B200 as with Transformer Engine; --measure tries sizes here"])
-    yield "\nLoss by published fits, and the best division of a compute budget"
-    yield from _fits(plan, options.flops)
+    yield from _noted([f"{free}; H100, H200 and B200 as with Transformer Engine"])
     if warnings := [f"warning: {text}" for text in plan.warnings if text.startswith("`data.")]:
         yield from ("", *_noted(warnings))
 
@@ -171,7 +142,7 @@ def _horizon(plan: Plan) -> str:
     each = plan.total_tokens / plan.flops.parameters
     return (
         f"{plural(plan.steps, 'step')} x {plan.tokens_per_step:,} tokens = {plan.total_tokens:,} tokens{epochs}, "
-        f"{each:.3g} a parameter; {plan.total_flops:.4g} FLOP, {plan.flops_per_token:.4g} a token"
+        f"{each:.3g} a parameter (a rule of thumb says 20); {plan.total_flops:.4g} FLOP, {plan.flops_per_token:.4g} a token"
     )
 
 
@@ -202,7 +173,7 @@ def _time_table(found: Sequence[Estimate], prices: Mapping[str, float], hours: f
 def _notes_on_time(found: Sequence[Estimate], runs: Sequence[MeasuredRun]) -> Iterator[str]:
     yield "time is that of training steps alone: no compiling, evaluation, checkpoints, queues or failures"
     if any(row.target.count > 1 and row.tflops and not row.with_exchanges for row in found):
-        yield "several devices are those of one machine; what they exchange is reckoned as --plan --gpus does (docs/scaling.md)"
+        yield "several devices are those of one machine; what they exchange is fitted to four H200s (docs/scaling.md)"
     if any(row.is_guess for row in found):
         small = units.count(LEAST)
         yield f"how fast a model below {small} parameters is, no share of a peak says; --mfu states one, --run FOLDER has its own"
@@ -242,45 +213,3 @@ def _memory_table(found: Sequence[Estimate], accumulation: int | None) -> str:
             line.append(f"batch.tokens={size * accumulation * row.target.count * plan.recipe.data.length}")
         lines[row.target] = line
     return on_screen(header, list(lines.values()), names=1) if lines else "none of these devices can run it"
-
-
-def _fits(plan: Plan, flops: float | None) -> Iterator[str]:
-    parameters, tokens = plan.flops.parameters, plan.total_tokens
-    budget, sizes = flops or FLOPS_EACH * parameters * tokens, f"{units.count(parameters)} x {units.count(tokens)} tokens"
-    header = ("fit", "loss of this recipe", "best tokens for this model", "best parameters", "best tokens", "loss")
-    lines, divided = [], [fit.best_for_compute(budget) for fit in FITS]
-    guess, losses = math.log(plan.flops.shape.vocabulary), [fit.loss(parameters, tokens) for fit in FITS]
-    for fit, loss, best in zip(FITS, losses, divided, strict=True):
-        ours, least = (UNKNOWN if found > guess else f"{found:.3f}" for found in (loss, fit.loss(*best)))
-        lines.append([fit.name, ours, units.count(fit.best_tokens(parameters)), *map(units.count, best), least])
-    yield on_screen(header, lines, names=1)
-    notes = [f"the last three columns: for {budget:.4g} FLOP, {'as stated' if flops else f'this recipe by 6 x {sizes}'}"]
-    for fit in FITS:
-        formula = f"{fit.E} + {fit.A} / N^{fit.alpha} + {fit.B} / D^{fit.beta}"
-        notes.append(f"{fit.name}: {fit.source}; {formula} nats a token")
-    notes.append(LIMITS)
-    if beyond := ", ".join(beyond_the_fits(parameters, tokens)):
-        said = f"above that of a guess among all words, {guess:.2f}, and not shown" if max(losses) > guess else "an extrapolation"
-        notes.append(f"this recipe is outside of what was fitted ({beyond}): its loss is {said}")
-    if any(any(beyond_the_fits(*best)) for best in divided):
-        notes.append("the best division of this budget is outside of what was fitted, too")
-    yield from _noted(notes)
-
-
-def measured(job: Job, accelerator: Accelerator, options: argparse.Namespace) -> Iterator[str]:
-    """The trial on this machine as a table, its picture written."""
-    most = max(MOST_TOKENS // job.recipe.data.length, 1)  # packs
-    sizes = options.sizes or [size for size in job.plan.microbatch_sizes if size <= most]
-    if sizes[-1] > most:
-        raise InputError(f"--sizes {sizes[-1]}: more than {MOST_TOKENS:,} tokens at once are not tried; give fewer packs")
-    found = measure(job, accelerator, sizes, lambda text: print(text, file=sys.stderr, flush=True))
-    if not found.measured:
-        raise InputError(f"--measure: {found.ended}; shorten `data.length`, or set `model.gradient_checkpointing: full`")
-    header, lines, notes = described(found)
-    documents = "documents as they lie in the packs" if job.data else "each pack one document, as none is prepared yet"
-    yield f"\nMemory and speed over microbatch sizes, measured on {found.device} in {found.precision}; {documents}"
-    yield on_screen(header, lines, names=0)
-    yield from _noted(notes)
-    if options.out:
-        draw(found, options.out, job.recipe.name)
-        yield f"picture: {options.out}"

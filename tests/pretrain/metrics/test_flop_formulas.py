@@ -1,4 +1,4 @@
-"""Every definition against figures worked out by hand for three models; docs/flops.md shows the arithmetic."""
+"""Every definition against figures worked out by hand for three models; docs/planning.md shows the arithmetic."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_the_ratio_of_attention_to_the_mlp_counts_projections_and_the_whole_squa
 
 
 def test_the_page_shows_the_figures_of_the_code(counts: dict[str, ModelFlops]) -> None:
-    page = (Path(__file__).parents[3] / "docs/flops.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs/planning.md").read_text(encoding="utf-8")
     for formula in FORMULAS:
         (row,) = re.findall(rf"^\| `{formula.key}` \|(.*)\|$", page, re.MULTILINE)
         shown = [float(cell) for cell in re.findall(r"[\d.]+(?= )", row)]

@@ -67,7 +67,7 @@ def test_what_emulation_is_said_to_cost_is_what_was_measured(qwen3: PreTrainedMo
     active = select_precision("nvfp4", LowPrecisionSettings(on_unsupported="emulate"), missing_on("cpu"))
     (warning,) = replace(plan(qwen3), active=active).warnings
     bf16, emulated = (
-        json.loads((ROOT / f"benchmarks/results/h200_{name}.json").read_text())["results"] for name in ("bf16", "emulated")
+        json.loads((ROOT / f"benchmarks/results/speed/h200_{name}.json").read_text())["results"] for name in ("bf16", "emulated")
     )
     times = sorted(run["summary"]["step_ms"] / bf16[0]["summary"]["step_ms"] for run in emulated)
     assert f"a step took {times[0]:.1f} to {times[-1]:.1f} times BF16's" in warning

@@ -21,8 +21,7 @@ from pretrain.plan.spare import KEPT_FREE, spend_spare_memory
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.settings import ActivePrecision
 from pretrain.run.resume import ResumePoint, chunk_of
-from tests.pretrain.plan.plan_recipe import recipe
-from tests.pretrain.plan.test_scaling import QWEN3
+from tests.pretrain.plan.plan_recipe import QWEN3, recipe
 
 GIB = 2**30
 H200 = int(139.8 * GIB)

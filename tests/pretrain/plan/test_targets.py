@@ -23,8 +23,7 @@ from pretrain.plan.plan import Plan
 from pretrain.plan.targets import Estimate, MeasuredRun, Target, estimates, left_out, span
 from pretrain.precision.selection import missing_on, select_precision
 from pretrain.precision.settings import LowPrecisionSettings
-from tests.pretrain.plan.plan_recipe import recipe
-from tests.pretrain.plan.test_scaling import QWEN3
+from tests.pretrain.plan.plan_recipe import QWEN3, recipe
 
 ROOT = Path(__file__).parents[3]
 
