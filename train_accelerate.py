@@ -363,8 +363,7 @@ def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDeci
     norm = adamw.gradient_norm(run.assembly.model.parameters())
     parts = run.assembly.model.mean_parts(run.accelerator, batches.valid_tokens)
     figures = (mean_loss, norm) if parts is None else (parts[0], norm, parts[1])
-    # Before the wait, while the device computes: after it, the device would stand still until the update is queued.
-    clip_coefficient, update = adamw.clip_coefficient(norm, recipe.optimizer.clip), optimizer.prepare()
+    clip_coefficient = adamw.clip_coefficient(norm, recipe.optimizer.clip)
     loss, gradient_norm, *penalty = same_on_all_ranks(run.accelerator, *figures)  # waits for the device
 
     gradients = {}
@@ -377,7 +376,7 @@ def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDeci
     oldest = partial(oldest_checkpoint, run) if run.checkpoints.latest else None
     decision = run.health.check(state.step + 1, loss, gradient_norm, oldest=oldest, labelled=labelled)
     if decision.proceed:
-        optimizer.step(update, clip_coefficient=clip_coefficient)
+        optimizer.step(clip_coefficient=clip_coefficient)
     elif decision.action == "skip":
         context.go_back()
     adamw.clear_gradients(optimizer, run.assembly.model)  # queued before what waits for the update

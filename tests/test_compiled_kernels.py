@@ -136,7 +136,7 @@ def update() -> None:
         remainder = torch.zeros(4096, dtype=torch.int16) if weight == BF16 else None
         moments = (torch.zeros(4096, dtype=moment) for _ in range(2))
         parameter = ParameterTensors(torch.zeros(4096, dtype=weight), remainder, torch.zeros(4096), *moments)
-        kernel.FusedUpdate()([parameter], hyper, None)
+        kernel.update_by_kernel(parameter, hyper, None)
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,8 @@ of FP32 weights bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import chain
+from collections.abc import Callable, Iterable
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,21 +23,7 @@ from pretrain.settings.recipe import OptimizerSettings
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from pretrain.optimizer.adamw_kernel import FusedLaunch, FusedUpdate
-
 MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-@dataclass(frozen=True)
-class PreparedUpdate:
-    """What `ExactAdamW.step` needs of all parameters with a gradient; it holds the gradients.
-
-    `counts`: the `step` of each one's state. `updates`: the parameters by what they are updated with, those of which this process
-    holds no part left out; each with what launches the kernel, or None where torch updates them.
-    """
-
-    counts: list[Tensor] = field(default_factory=list)
-    updates: list[tuple[Hyperparameters, list[ParameterTensors], list[FusedLaunch] | None]] = field(default_factory=list)
 
 
 class ExactAdamW(torch.optim.Optimizer):
@@ -67,10 +51,8 @@ class ExactAdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.exact = exact
         self.moments = moments
-        self.by_kernel = True  # on a GPU; false where the kernel was found to be wrong there
         self._updated = 0  # values, in the last step
-        self._launched: list[FusedLaunch] = []  # in it; they have counted which of these updates were lost
-        self._counted_by_torch: dict[int, Tensor] = {}  # the same of each weight that torch has updated, by its address
+        self._lost: dict[int, Tensor] = {}  # counts of its lost updates, to be summed, by the address of a weight
 
     def materialise(self) -> None:
         """Allocate all state now: what does not fit fails at the start, and a checkpoint has a place to load into."""
@@ -110,57 +92,30 @@ class ExactAdamW(torch.optim.Optimizer):
             local_part(remainder).copy_(rest)
 
     @torch.no_grad()
-    def step(self, prepared: PreparedUpdate | None = None, *, clip_coefficient: Tensor | None = None) -> None:
+    def step(self, *, clip_coefficient: Tensor | None = None) -> None:
         """One update of every parameter with a gradient, each gradient times `clip_coefficient`, an FP32 scalar on its device.
 
-        `prepared`: what `prepare` returned for this very step; None: it is called here. Clipping here spares reading and writing
-        all gradients once more, and the rounding of clipped BF16 gradients.
+        Clipping here spares reading and writing all gradients once more, and the rounding of clipped BF16 gradients. On a GPU
+        each parameter is updated while the next one is prepared.
         """
-        prepared = prepared or self.prepare()
-        self._updated, self._launched, self._counted_by_torch = 0, [], {}
-        for hyper, parameters, launches in prepared.updates:
-            if launches is not None:
-                self._fused.launch(launches, hyper, clip_coefficient)
-                self._launched += launches
-            else:
-                counts = {each.weight.data_ptr(): update_parameter(each, hyper, clip_coefficient) for each in parameters}
-                self._counted_by_torch |= counts
-            self._updated += sum(each.weight.numel() for each in parameters)
-        if prepared.counts:  # last, as a device computes by now
-            torch._foreach_add_(prepared.counts, 1)
-
-    @torch.no_grad()
-    def prepare(self) -> PreparedUpdate:
-        """All of a step but the update itself: nothing that is stored changes, and to go without the step is to drop the result.
-
-        It walks all parameters, which takes milliseconds, and needs addresses alone. So it may be called as soon as the backward
-        has been queued, before anything waits for the device. The step is the next one, with the learning rate of now, and the
-        gradients stay where and as they are until then: one that is not contiguous is copied here.
-        """
-        prepared = PreparedUpdate()
+        self._updated, self._lost = 0, {}
+        counts = []
         for group in self.param_groups:
-            gathered: dict[tuple[int, torch.device], list[ParameterTensors]] = {}
+            numbers = (group["lr"], group["weight_decay"], *group["betas"], group["eps"])
             for parameter in group["params"]:
                 gradient = gradient_of(parameter)
                 if gradient is None:
                     continue
                 state = self._state_of(parameter)
-                prepared.counts.append(state["step"])
+                counts.append(state["step"])
                 tensors = _tensors_of(parameter, gradient, state)
                 if tensors.weight.numel():  # a process may hold no part of a sharded parameter
-                    gathered.setdefault((int(state["step"].item()) + 1, tensors.weight.device), []).append(tensors)
-            # Floats, as Triton would compile a kernel of its own for the integers 0 and 1.
-            numbers = [float(number) for number in (group["lr"], group["weight_decay"], *group["betas"], group["eps"])]
-            for (step, device), parameters in gathered.items():
-                launches = self._fused.prepare(parameters) if self.by_kernel and device.type == "cuda" else None
-                prepared.updates.append((Hyperparameters(*numbers, step), parameters, launches))
-        return prepared
-
-    @cached_property
-    def _fused(self) -> FusedUpdate:
-        from pretrain.optimizer.adamw_kernel import FusedUpdate  # needs Triton, which machines without a GPU may lack
-
-        return FusedUpdate()
+                    update = _update_by_kernel() if tensors.weight.is_cuda else update_parameter
+                    hyper = Hyperparameters(*numbers, int(state["step"].item()) + 1)
+                    self._lost[tensors.weight.data_ptr()] = update(tensors, hyper, clip_coefficient)
+                    self._updated += tensors.weight.numel()
+        if counts:
+            torch._foreach_add_(counts, 1)
 
     def frozen_counts(self) -> Tensor:
         """Returns counts of the last step on the parameters' device, int64 [2]: this process's values whose update was lost, and
@@ -169,16 +124,21 @@ class ExactAdamW(torch.optim.Optimizer):
         Lost means that the update was not zero and the stored weight (in mode bf16_exact: the master) is what it was before. An
         update is zero where the learning rate is, or where neither its first moment nor its decay moves the weight.
         """
-        counts = [*(launch.frozen for launch in self._launched), *self._counted_by_torch.values()]
-        if not counts:
+        if not self._lost:
             return torch.zeros(2, dtype=torch.int64)
-        frozen = torch.stack([each.sum(dtype=torch.int64) for each in counts]).sum()
-        return torch.stack([frozen, torch.full_like(frozen, self._updated)])
+        lost = torch.cat([each.reshape(-1) for each in self._lost.values()]).sum(dtype=torch.int64)
+        return torch.stack([lost, torch.full_like(lost, self._updated)])
 
     def frozen_by_weight(self) -> dict[int, Tensor]:
         """Returns this process's count of lost updates in the last step of each weight, by the address of its local part."""
-        of_launches = (launch.frozen_by_weight().items() for launch in self._launched)
-        return self._counted_by_torch | dict(chain.from_iterable(of_launches))
+        return {address: each.sum(dtype=torch.int64) for address, each in self._lost.items()}
+
+
+@cache
+def _update_by_kernel() -> Callable[[ParameterTensors, Hyperparameters, Tensor | None], Tensor]:
+    from pretrain.optimizer.adamw_kernel import update_by_kernel  # needs Triton, which machines without a GPU may lack
+
+    return update_by_kernel
 
 
 def _tensors_of(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor]) -> ParameterTensors:

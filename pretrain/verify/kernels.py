@@ -395,9 +395,9 @@ def _labels(tokens: int, vocabulary: int, device: torch.device) -> Tensor:
 
 def _optimizer(run: Situation) -> Compared:
     """Compares two updates of parameters as the run stores them; one of the parameters has no whole blocks."""
-    from pretrain.optimizer.adamw_kernel import FusedUpdate
+    from pretrain.optimizer.adamw_kernel import update_by_kernel
 
-    update, sizes = FusedUpdate(), (4096, 1001)
+    sizes = (4096, 1001)
     before = [run.draw(size, dtype=torch.float32) for size in sizes]
 
     def parameters() -> list[ParameterTensors]:
@@ -413,7 +413,8 @@ def _optimizer(run: Situation) -> Compared:
     clip = torch.tensor(0.7, device=run.device)
     for step in (1, 2):
         hyper = Hyperparameters(0.05, 0.1, 0.9, 0.95, 1e-8, step)
-        update(ours, hyper, clip)
+        for each in ours:
+            update_by_kernel(each, hyper, clip)
         for each in plain:
             update_parameter(each, hyper, clip)
     limit = 1e-2 if torch.bfloat16 in (run.moments, getattr(torch, WEIGHT_DTYPES[run.weights])) else 1e-4

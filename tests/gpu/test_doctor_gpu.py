@@ -23,8 +23,6 @@ from pretrain.model import huggingface as model
 from pretrain.model.attention import backends as attention
 from pretrain.model.fused import rotary, rotary_kernel
 from pretrain.model.fused.layers import not_fused_because
-from pretrain.optimizer.adamw import ExactAdamW
-from pretrain.optimizer.adamw_kernel import FusedUpdate
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
 from pretrain.precision.transformer_engine import unavailable_because
@@ -96,22 +94,6 @@ def test_the_rotations_kernels_agree_and_a_broken_one_is_found(monkeypatch: pyte
     assert try_kernel(TABLE["rotation"], run).worst == "gradient" and not try_kernel(TABLE["rotation"], run).agrees
 
 
-@pytest.mark.parametrize(("weights", "dtype"), [("fp32", torch.float32), ("bf16_exact", torch.float32), ("bf16", torch.bfloat16)])
-def test_the_optimizers_kernel_agrees_and_a_broken_one_is_found(
-    weights: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if INTERPRETED and weights == "bf16":
-        pytest.skip("the interpreter truncates where BF16 is rounded")
-    run = replace(situation("bf16", small=True), weights=weights, gradients=dtype, moments=dtype)
-    verdict = try_kernel(TABLE["optimizer"], run)
-    assert verdict.agrees, verdict
-    right = FusedUpdate.__call__
-    monkeypatch.setattr(
-        FusedUpdate, "__call__", lambda self, each, hyper, clip: right(self, each, replace(hyper, beta2=0.5), clip)
-    )
-    assert not try_kernel(TABLE["optimizer"], run).agrees
-
-
 @cuda_only
 def test_the_softmax_agrees_and_a_broken_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     from pretrain.model.loss import softmax_kernel
@@ -121,17 +103,6 @@ def test_the_softmax_agrees_and_a_broken_one_is_found(monkeypatch: pytest.Monkey
     right = softmax_kernel.softmax_gradient_
     monkeypatch.setattr(softmax_kernel, "softmax_gradient_", lambda logits, labels, ignore: right(logits, labels.roll(1), ignore))
     assert not try_kernel(TABLE["loss"], situation("bf16")).agrees
-
-
-@cuda_only
-def test_an_optimizer_whose_kernel_is_wrong_updates_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    parameter = torch.nn.Parameter(torch.ones(64, device=DEVICE))
-    parameter.grad = torch.ones_like(parameter)
-    adamw = ExactAdamW([parameter], lr=0.1)
-    adamw.by_kernel = False
-    monkeypatch.setattr(FusedUpdate, "prepare", lambda *_: pytest.fail("the kernel was called"))
-    adamw.step()
-    assert not torch.equal(parameter.detach(), torch.ones_like(parameter))
 
 
 # ── Transformer Engine's ──────────────────────────────────────────────────────────────────────────────────────────────────────

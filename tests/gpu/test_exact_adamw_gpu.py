@@ -79,49 +79,27 @@ def same(ours: Tensor | None, theirs: Tensor | None) -> bool:
     ],
 )
 @pytest.mark.parametrize("gradient", [FP32, BF16])
-def test_one_launch_does_what_torchs_operations_do_bit_for_bit(
+def test_it_does_what_torchs_operations_do_bit_for_bit(
     weight: torch.dtype, exact: bool, moment: torch.dtype, gradient: torch.dtype
 ) -> None:
-    from pretrain.optimizer.adamw_kernel import FusedUpdate
+    from pretrain.optimizer.adamw_kernel import update_by_kernel
 
-    fused, operands = FusedUpdate(), draw(weight, gradient, moment, exact)
+    operands = draw(weight, gradient, moment, exact)
     for hyper in STEPS:
         operands = [replace(o, gradient=gradients(tuple(o.weight.shape), gradient, hyper.step)) for o in operands]
         expected = [reference(o, hyper, 0.37) for o in operands]
-        launches = fused.prepare(operands)
-        counts = fused.launch(launches, hyper, torch.tensor(0.37, device=DEVICE))
+        counts = [update_by_kernel(o, hyper, torch.tensor(0.37, device=DEVICE)) for o in operands]
         for ours, (theirs, _) in zip(operands, expected, strict=True):
             assert all(same(a, b) for a, b in zip(vars(ours).values(), vars(theirs).values(), strict=True))
-        assert sum(int(count.sum()) for count in counts) == sum(frozen for _, frozen in expected)
-        by_weight = {address: count for launch in launches for address, count in launch.frozen_by_weight().items()}
-        assert [int(by_weight[o.weight.data_ptr()]) for o in operands] == [frozen for _, frozen in expected]
-    assert len(counts) == 2, "one launch for aligned tensors and one for the others"
+        assert [int(count.sum()) for count in counts] == [frozen for _, frozen in expected]
 
 
-def test_a_launch_updates_what_it_was_prepared_for_whatever_is_prepared_after_it() -> None:
-    from pretrain.optimizer.adamw_kernel import FusedUpdate
+@pytest.fixture(autouse=True)
+def by_kernel_on_a_cpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pretrain.optimizer import adamw
+    from pretrain.optimizer.adamw_kernel import update_by_kernel
 
-    fused, other = FusedUpdate(), FusedUpdate()
-    ours, theirs = draw(BF16, FP32, FP32, True), draw(BF16, FP32, FP32, True)
-    for hyper in STEPS:
-        ours, theirs = (
-            [replace(o, gradient=gradients(tuple(o.weight.shape), FP32, hyper.step)) for o in each] for each in (ours, theirs)
-        )
-        launches = fused.prepare(ours)
-        skipped = [replace(o, gradient=torch.full_like(o.gradient, torch.nan)) for o in ours]
-        fused.prepare(skipped)
-        mine, its = fused.launch(launches, hyper, None), other(theirs, hyper, None)
-        for a, b in zip(ours, theirs, strict=True):
-            assert all(x is y is None or torch.equal(x, y) for x, y in zip(vars(a).values(), vars(b).values(), strict=True))
-        assert all(torch.equal(a, b) for a, b in zip(mine, its, strict=True))
-
-
-def kernel_step(optimizer: ExactAdamW, coefficient: Tensor | None = None) -> None:
-    """optimizer.step() through the kernel, on a CPU too."""
-    prepared = optimizer.prepare()
-    for hyper, operands, _ in prepared.updates:
-        optimizer._fused(operands, hyper, coefficient)
-    torch._foreach_add_(prepared.counts, 1)
+    monkeypatch.setattr(adamw, "update_parameter", update_by_kernel)
 
 
 @pytest.mark.parametrize("steps", [pytest.param(1000, marks=cuda_only), 8])
@@ -136,7 +114,7 @@ def test_exact_bf16_follows_fp32_masters_bit_for_bit(steps: int) -> None:
             master.grad = (split(master.detach())[0].sin() + noise).float()
             weight.grad = weight.detach().sin() + noise
         for optimizer in optimizers:
-            kernel_step(optimizer)
+            optimizer.step()
     for master, weight in zip(fp32, bf16, strict=True):
         assert torch.equal(optimizers[1].master(weight), master)
         assert torch.equal(optimizers[1].state[weight]["exp_avg_sq"], optimizers[0].state[master]["exp_avg_sq"])
@@ -149,10 +127,10 @@ def test_special_masters_are_read_and_written_whole() -> None:
     optimizer = ExactAdamW([parameter], lr=1e-3, weight_decay=0.0)
     optimizer.set_master(parameter, master.to(DEVICE))
     parameter.grad = torch.zeros_like(parameter)
-    kernel_step(optimizer)
+    optimizer.step()
     assert torch.equal(optimizer.master(parameter).cpu(), master)
     parameter.grad.fill_(torch.nan)
-    kernel_step(optimizer)
+    optimizer.step()
     assert parameter.isnan().all(), "a GPU's own NaN would have been stored as -0.0"
 
 
@@ -199,31 +177,3 @@ def test_lost_updates_are_counted_for_each_weight_that_the_last_step_updated() -
         optimizer.step()
         counts = {address: count.item() for address, count in optimizer.frozen_by_weight().items()}
         assert counts == {weight.data_ptr(): weight.numel() for weight in updated}
-
-
-@cuda_only
-def test_a_prepared_step_has_the_bits_of_one_that_was_not_and_a_skipped_one_leaves_no_trace() -> None:
-    torch.manual_seed(0)
-    start = [torch.randn(shape, device=DEVICE).bfloat16() for shape in SHAPES]
-    ahead, alone = ([nn.Parameter(weight.clone()) for weight in start] for _ in range(2))
-    optimizers = ExactAdamW(ahead, lr=3e-3), ExactAdamW(alone, lr=3e-3)
-    clip = torch.tensor(0.37, device=DEVICE)
-    for step in range(6):
-        if step % 2:
-            for parameter in ahead:
-                parameter.grad = torch.full_like(parameter, torch.nan)
-            optimizers[0].prepare()
-        for params in (ahead, alone):  # allocated anew
-            for parameter in params:
-                parameter.grad = gradients(tuple(parameter.shape), BF16, step)
-        prepared = optimizers[0].prepare()
-        torch.cuda.synchronize()
-        optimizers[0].step(prepared, clip_coefficient=clip)
-        optimizers[1].step(clip_coefficient=clip)
-        assert torch.equal(optimizers[0].frozen_counts(), optimizers[1].frozen_counts())
-        counts = [list(optimizer.frozen_by_weight().values()) for optimizer in optimizers]
-        assert all(torch.equal(a, b) for a, b in zip(*counts, strict=True))
-    for a, b in zip(ahead, alone, strict=True):
-        mine, its = optimizers[0].state[a], optimizers[1].state[b]
-        assert torch.equal(a, b) and all(torch.equal(tensor, its[name]) for name, tensor in mine.items())
-        assert mine["step"].item() == 6

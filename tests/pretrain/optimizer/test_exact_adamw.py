@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from pretrain.model.gradients import attach_main_gradients
-from pretrain.optimizer.adamw import ExactAdamW, clear_gradients
+from pretrain.optimizer.adamw import ExactAdamW
 from pretrain.optimizer.adamw_update import _IN_CACHE, split
 
 SHAPES = ((33, 17), (17,), (5, 3, 2))
@@ -133,10 +133,7 @@ def test_groups_keep_their_own_numbers_and_parameters_without_gradients_stay() -
     assert (decayed == 1 - 0.1 * 0.5).all() and (spared == 1).all() and (unused == 1).all()
 
 
-# ── Prepared ahead ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_prepared_steps_follow_torchs_adamw_where_gradients_come_and_go_bit_for_bit() -> None:
+def test_it_follows_torchs_adamw_where_gradients_come_and_go_bit_for_bit() -> None:
     ours, alone, theirs = parameters(), parameters(torch.bfloat16), parameters()
     optimizers = ExactAdamW(ours, **HYPER), ExactAdamW(alone, **HYPER), torch.optim.AdamW(theirs, **HYPER, foreach=False)
     for step in range(12):
@@ -148,8 +145,6 @@ def test_prepared_steps_follow_torchs_adamw_where_gradients_come_and_go_bit_for_
             for index, parameter in enumerate(params):
                 if (step + 1) % (index + 2) == 0:  # so that parameters of one group count differently
                     parameter.grad = None
-        optimizers[0].step(optimizers[0].prepare())
-        for optimizer in optimizers[1:]:
             optimizer.step()
         assert torch.equal(optimizers[0].frozen_counts()[1], optimizers[1].frozen_counts()[1])
     assert equal(ours, theirs) and equal([optimizers[1].master(p) for p in alone], theirs)
@@ -158,40 +153,10 @@ def test_prepared_steps_follow_torchs_adamw_where_gradients_come_and_go_bit_for_
     assert len({state["step"].item() for state in optimizers[0].state.values()}) == len(SHAPES)
 
 
-@pytest.mark.parametrize("main_gradients", [False, True], ids=["grad", "main_grad"])
-def test_a_step_that_was_prepared_and_skipped_leaves_no_trace(main_gradients: bool) -> None:
-    skipping, other = nn.ParameterList(parameters(torch.bfloat16)), nn.ParameterList(parameters(torch.bfloat16))
-    optimizers = ExactAdamW(skipping, **HYPER), ExactAdamW(other, **HYPER)
-    if main_gradients:
-        attach_main_gradients(skipping, torch.float32)
-
-    def fill(params: nn.ParameterList, gradients: list[Tensor]) -> None:
-        for parameter, gradient in zip(params, gradients, strict=True):
-            if getattr(parameter, "main_grad", None) is None:
-                parameter.grad = gradient.clone()
-            else:
-                parameter.main_grad.copy_(gradient)
-
-    for step in range(6):
-        gradients = loss_gradients([p.detach() for p in other], step)
-        if step % 2:
-            fill(skipping, [torch.full_like(gradient, torch.nan) for gradient in gradients])
-            before = [[each.clone() for each in optimizers[0].state[p].values()] for p in skipping]
-            optimizers[0].prepare()
-            clear_gradients(optimizers[0], skipping)
-            assert all(equal(list(optimizers[0].state[p].values()), old) for p, old in zip(skipping, before, strict=True))
-        for params, optimizer in zip((skipping, other), optimizers, strict=True):
-            fill(params, gradients)
-            optimizer.step(optimizer.prepare() if optimizer is optimizers[0] else None)
-            clear_gradients(optimizer, params)
-    assert equal([optimizers[0].master(p) for p in skipping], [optimizers[1].master(p) for p in other])
-    assert [state["step"].item() for state in optimizers[0].state.values()] == [6] * len(SHAPES)
-
-
 def test_an_update_of_nothing_is_none() -> None:
     params = parameters()
     optimizer = ExactAdamW(params, **HYPER)
-    optimizer.step(optimizer.prepare())
+    optimizer.step()
     assert equal(params, parameters()) and optimizer.frozen_counts().tolist() == [0, 0]
 
 
@@ -315,7 +280,7 @@ def test_dtensors_take_the_same_updates_and_have_sharded_state(shard: Callable[[
         give(whole, gradients)
         give(sharded, [shard(gradient) for gradient in gradients])
         for optimizer in optimizers:
-            optimizer.step(optimizer.prepare(), clip_coefficient=torch.tensor(0.5))
+            optimizer.step(clip_coefficient=torch.tensor(0.5))
     assert isinstance(optimizers[1].state[sharded[0]]["remainder"], DTensor)
     assert equal([optimizers[1].master(p) for p in sharded], [optimizers[0].master(p) for p in whole])
     optimizers[1].set_master(sharded[0], shard(torch.full(SHAPES[0], 1.0001)))
