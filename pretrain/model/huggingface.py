@@ -93,7 +93,7 @@ def source_config(settings: ModelSettings) -> dict[str, Any]:
         return {}
     _check_source(settings)
     try:
-        values, _ = PretrainedConfig.get_config_dict(str(settings.source), revision=settings.revision)
+        values, _ = PretrainedConfig.get_config_dict(str(settings.repository), revision=settings.revision)
     except _OF_WRONG_VALUES as error:
         raise _unreadable(settings, error) from None
     return {f"{SOURCE}{key}": value for key, value in flatten(values).items() if _NOT_OF_THE_MODEL.isdisjoint(key.split("."))}
@@ -189,7 +189,7 @@ def _config_of_type(model_type: str) -> PretrainedConfig:
 
 def _check_source(settings: ModelSettings) -> None:
     """InputError where it is neither a folder with a config.json that may be planned, nor a name of the hub."""
-    source, folder = str(settings.source), Path(str(settings.source))
+    source, folder = str(settings.repository), Path(str(settings.repository))
     if folder.exists() and not (folder / "config.json").is_file():
         raise InputError(f"`model.source`: {source} is no folder with a config.json; name a folder that holds a model")
     if not folder.exists() and (folder.is_symlink() or not HUB_NAME.fullmatch(source)):  # of a dead link, not the hub's namesake
@@ -204,13 +204,13 @@ def _check_source(settings: ModelSettings) -> None:
 
 def _config_of_source(settings: ModelSettings) -> PretrainedConfig:
     _check_source(settings)
-    source = str(settings.source)
+    source = str(settings.repository)
     try:
-        return AutoConfig.from_pretrained(source, revision=settings.revision, trust_remote_code=settings.trust_remote_code)
+        return AutoConfig.from_pretrained(source, revision=settings.revision, trust_remote_code=False)
     except _OF_WRONG_VALUES as error:
         if "trust_remote_code" in str(error):
             raise InputError(
-                f"`model.source`: {source} brings code of its own; set `model.trust_remote_code: true` if you trust it"
+                f"`model.source`: {source} brings code of its own, which is never run; name a model of transformers' own"
             ) from None
         raise _unreadable(settings, error) from None
 
@@ -251,11 +251,11 @@ def check_architecture(model: PreTrainedModel, length: int, loss: LossSettings, 
     check_loss(model.config, loss, device_type)
 
 
-def build_on_meta(config: PretrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
+def build_on_meta(config: PretrainedConfig) -> PreTrainedModel:
     """The model without memory for its weights: shapes for planning and FLOPs. InputError where the shapes are impossible."""
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+            return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     except _OF_WRONG_VALUES as error:
         kind = type(config).__name__
         raise InputError(f"`model`: {kind} makes no causal language model with these settings: {_reason(error)}") from None
@@ -272,18 +272,18 @@ def build(
     attention.register()
     if settings.weights_source is None:
         torch.manual_seed(seed)
-        trusting = {"trust_remote_code": settings.trust_remote_code}
+        options = {"attn_implementation": backend, "trust_remote_code": False}
         with device:
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=backend, **trusting)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)
         round_weights(model, weights)  # not model.to(): rotary frequencies are buffers, and BF16 ones misplace tokens
         return model
     try:
         with _without_bars():
             model, found = AutoModelForCausalLM.from_pretrained(
-                settings.source,
+                settings.repository,
                 config=config,
                 revision=settings.revision,
-                trust_remote_code=settings.trust_remote_code,
+                trust_remote_code=False,
                 dtype=weights,
                 attn_implementation=backend,
                 output_loading_info=True,

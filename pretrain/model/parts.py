@@ -97,7 +97,7 @@ def build_in_parts(
         drawing = _Drawing(part, kept, device)
         with device, drawing.giving_up(), drawing.filling():
             hf = AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, attn_implementation=backend, trust_remote_code=settings.trust_remote_code
+                config, dtype=torch.float32, attn_implementation=backend, trust_remote_code=False
             )
         drawing.give_up(hf)
         if any(parameter not in drawing.parts for parameter in hf.parameters()):
@@ -184,9 +184,9 @@ class _NothingOnMeta(TorchDispatchMode):
 def _read(
     settings: ModelSettings, config: PretrainedConfig, part: Part, kept: torch.dtype, device: torch.device, backend: str
 ) -> InParts:
-    source = str(settings.source)
-    if settings.trust_remote_code or getattr(config, "quantization_config", None) is not None:
-        raise NotInParts("it brings code of its own or is stored in quantized weights")
+    source = str(settings.repository)
+    if getattr(config, "quantization_config", None) is not None:
+        raise NotInParts("it is stored in quantized weights")
     drawing = _Drawing(None, kept, device)
     with torch.device("cpu"), no_init_weights(), drawing.giving_up():
         hf = AutoModelForCausalLM.from_config(config, dtype=kept, attn_implementation=backend)

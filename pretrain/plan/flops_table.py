@@ -48,7 +48,7 @@ def flops_of(name: str) -> tuple[ModelFlops, list[int]]:
     settings = recipe.model if recipe else ModelSettings(source=name)
     if recipe and settings.source is None and "vocab_size" not in settings.config and recipe.data.tokenizer:
         settings, _ = with_tokens_of(known_tokenizer(recipe.data, None), settings)
-    hf = model.build_on_meta(model.load_config(settings), settings.trust_remote_code)
+    hf = model.build_on_meta(model.load_config(settings))
     return ModelFlops.of(hf).borne_out_by(hf), [recipe.data.length] if recipe else list(LENGTHS)
 
 

@@ -266,7 +266,7 @@ def _lay_out(recipe: Recipe, precisions: _Precisions, device_type: str) -> _Laid
     """InputError where the model cannot be built, is none that is trained here, or has no attention on this device."""
     model_config = model.load_config(recipe.model)
     check_sizes(recipe, model_config)
-    shapes = model.build_on_meta(model_config, recipe.model.trust_remote_code)
+    shapes = model.build_on_meta(model_config)
     check_experts(recipe, shapes)
     _check_model(shapes, recipe, precisions.each_once, device_type)
     low_linears = _count_low_linears(shapes, precisions.each_once)

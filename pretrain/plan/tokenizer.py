@@ -138,10 +138,12 @@ def fingerprint_of(model: ModelSettings) -> str | None:
     is none."""
     if model.weights_source is None:
         return None
-    if Path(model.source).exists():
-        return load_text_tokenizer(model.source).fingerprint if (Path(model.source) / "tokenizer.json").is_file() else None
+    if Path(model.repository).exists():
+        return (
+            load_text_tokenizer(model.repository).fingerprint if (Path(model.repository) / "tokenizer.json").is_file() else None
+        )
     with contextlib.suppress(InputError):  # a repository without a tokenizer, or a machine without network
-        return load_text_tokenizer(model.source, model.revision).fingerprint
+        return load_text_tokenizer(model.repository, model.revision).fingerprint
     return None
 
 
@@ -177,8 +179,8 @@ def _load_tokenizer(
             return _with_special_tokens(text, text.describe())
     try:
         if source is not None:
-            revision = model.revision if source == model.source else None
-            return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=model.trust_remote_code)
+            revision = model.revision if source == model.repository else None
+            return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
     except (OSError, ValueError) as error:
         if settings.tokenizer is not None or needed:
             key = "data.tokenizer" if settings.tokenizer else "model.source"
@@ -198,14 +200,14 @@ def _places(settings: DataSettings, model: ModelSettings, data: Data | None) -> 
     with_packs = data.beside("tokenizer.json") if data is not None else None
     if model.from_scratch and settings.tokenizer is None and with_packs is not None:
         return None, with_packs  # the source's weights, which meant its own ids, are not taken
-    return settings.tokenizer or model.source, with_packs
+    return settings.tokenizer or model.repository, with_packs
 
 
 def fingerprint_in_use(settings: DataSettings, model: ModelSettings, data: Data | None) -> str | None:
     """Returns the fingerprint of the tokenizer that `load_tokenizer` finds; None where there is none, or one without a
     tokenizer.json."""
     source, with_packs = _places(settings, model, data)
-    for place, revision in ((source, model.revision if source == model.source else None), (with_packs, None)):
+    for place, revision in ((source, model.revision if source == model.repository else None), (with_packs, None)):
         if place is not None:
             with contextlib.suppress(InputError):
                 return load_text_tokenizer(str(place), revision).fingerprint
@@ -216,7 +218,7 @@ def check_same_tokenizer(settings: DataSettings, model: ModelSettings, data: Dat
     """InputError where the tokenizer that `load_tokenizer` finds has another fingerprint than `trained_with`; None: not known."""
     found = fingerprint_in_use(settings, model, data)
     if trained_with not in (None, found):
-        place = settings.tokenizer or model.source or settings.packs
+        place = settings.tokenizer or model.repository or settings.packs
         raise InputError(
             f"{place} ({found[:12] if found else 'no tokenizer.json'}) is not the one it was trained with "
             f"({trained_with[:12]}); put that one back"

@@ -96,7 +96,7 @@ def _origin(recipe: Mapping[str, Any]) -> str:
     if begin_with := recipe["train"].get("begin_with"):
         return f"the checkpoint {begin_with} of another run, whose steps are counted here too"
     if model.get("source") and not model.get("from_scratch"):
-        return f"the weights of {model['source']}" + (f", revision {model['revision']}" if model.get("revision") else "")
+        return f"the weights of {model['source']}"
     shape = f", in the shape of {model['source']}" if model.get("source") else ""
     return f"random weights, seed {recipe['seed']}{shape}"
 

@@ -184,7 +184,7 @@ def _intact(source: Path, dtype: Weights | None) -> tuple[SavedWeights, Path]:
 def _shapes(recipe: Recipe, dtype: torch.dtype) -> PreTrainedModel:
     """The model of `recipe` without memory for its weights, as one that is stored in `dtype`."""
     config = model.load_config(recipe.model)
-    hf = model.build_on_meta(config, recipe.model.trust_remote_code)
+    hf = model.build_on_meta(config)
     model.round_weights(hf, dtype)
     if recipe.model.weights_source is not None and hf.can_generate():
         with suppress(OSError):  # it has none of its own

@@ -75,7 +75,7 @@ def _in_one_precision(run: Run, job: Job) -> Parity | LeftOut:
     if compiled == "nothing":
         job = job.with_microbatch(math.gcd(job.plan.microbatch, MICROBATCH))
     if setting == "auto" or step:
-        known = kept.read() if accelerator.is_main_process and not job.recipe.model.trust_remote_code else None
+        known = kept.read() if accelerator.is_main_process else None
         if largest_over_ranks(accelerator, int(known is not None)):  # the main process's answer is everybody's
             return LeftOut("the same code has passed on this device before", known or {"source": "kept"})
     if step:

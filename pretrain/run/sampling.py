@@ -84,6 +84,7 @@ def _exported(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
             f"{folder}: holds a model without a tokenizer, so prompts cannot be read; put its tokenizer's files there"
         )
     try:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype="auto"), AutoTokenizer.from_pretrained(folder)
+        hf = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=False)
+        return hf, AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise InputError(f"{folder}: no model can be read from it: {one_line(error)}") from None

@@ -95,7 +95,7 @@ class DoctorSetup:
     def hf(self) -> PreTrainedModel:
         """The model, on the meta device."""
         settings = load_recipe(self.recipe).model if self.recipe else ModelSettings(config=self.config)
-        return model.build_on_meta(model.load_config(settings), settings.trust_remote_code)
+        return model.build_on_meta(model.load_config(settings))
 
     def situation(self, active: ActivePrecision) -> tuple[Situation, attention.Choice]:
         """Returns the situation of a run with default settings before its kernels are tried, and its choice of attention."""

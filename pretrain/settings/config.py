@@ -28,7 +28,7 @@ ALTERNATIVES = (
 _NOT_IDENTITY = (
     *("name", "run_dir", "log.", "checkpoint.", "evaluate.", "health.", "parity", "deterministic", "batch.microbatch"),
     *("loss.kind", "loss.chunk"),
-    *("model.attention", "model.compile", "model.fused", "model.gradient_checkpointing", "model.trust_remote_code"),
+    *("model.attention", "model.compile", "model.fused", "model.gradient_checkpointing"),
     "train.max_hours",
     # On what the precision is computed, not which it is: emulation gives the hardware's numbers but for the order of sums.
     *("fp8_config.backend", "fp8_config.on_unsupported", "fp8_config.use_autocast_during_eval"),

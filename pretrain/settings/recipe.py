@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import Field, field_validator, model_validator
@@ -51,24 +52,16 @@ _EPSILON = re.compile(r"(^|_)eps(ilon)?$")  # of the keys of a model's config, t
 _OF_MLPS = ("intermediate_size", "ffn_dim", "n_inner")  # those of the width of an MLP
 
 
-class EveryNthLayer(Settings):
-    """Recompute every n-th layer in backward instead of keeping its activations."""
-
-    every: PositiveCount  # {every: 2} recomputes every second layer
-
-
 class ModelSettings(Settings):
-    source: PathText | None = None  # hub name or folder; null: from scratch, by `config`
+    source: PathText | None = None  # folder, hub name or name@revision; null: from scratch, by `config`
     from_scratch: bool = False  # of `source` take the architecture and the tokenizer, and draw the weights from `seed`
     # From scratch, vocab_size and the ids of eos, bos and pad that are not set come from the tokenizer.
     config: dict[str, Any] | None = None  # without source: from scratch, {model_type: qwen3, ...}; with: changes to its config.
-    revision: PathText | None = None  # branch, tag or commit of a hub model; null: its main branch
-    trust_remote_code: bool = False  # run the Python code that comes with a hub model
     # auto: on Hopper and Blackwell FlashAttention-4 where its package is, else cudnn with Transformer Engine; otherwise varlen on
     # a GPU, documents on a CPU, sdpa elsewhere. flash_attn: FlashAttention-4 where it runs, else version 2's package.
     attention: Attention = "auto"
-    # Layers that keep no activations and are computed again in backward: no layer, every layer, or each n-th.
-    gradient_checkpointing: Literal["none", "full"] | EveryNthLayer = "none"
+    # Layers that keep no activations and are computed again in backward: no layer, every layer, or with a number n each n-th.
+    gradient_checkpointing: Literal["none", "full"] | PositiveCount = "none"
     compile: Literal["auto", "layer", "none"] = "auto"  # auto: each layer on a GPU, nothing on a CPU
     fused: Switch = "auto"  # layers of known architectures as a few large products; auto: where faster
 
@@ -104,14 +97,28 @@ class ModelSettings(Settings):
         return config
 
     @property
+    def repository(self) -> str | None:
+        """`source` without a revision: a folder or a name on the hub."""
+        return self.source and self._origin()[0]
+
+    @property
+    def revision(self) -> str | None:
+        """The branch, tag or commit that `source` names behind an @; None: the hub's main branch."""
+        return self.source and self._origin()[1]
+
+    def _origin(self) -> tuple[str, str | None]:
+        name, _, revision = self.source.partition("@")
+        return (name, revision) if revision and not Path(self.source).exists() else (self.source, None)
+
+    @property
     def weights_source(self) -> str | None:
-        """Where the weights come from; None: they are drawn."""
-        return None if self.from_scratch else self.source
+        """Where the weights come from, as `repository`; None: they are drawn."""
+        return None if self.from_scratch else self.repository
 
     def recomputes(self, index: int) -> bool:
         """Returns whether backward computes decoder layer `index`, from 0, again instead of keeping its activations."""
         setting = self.gradient_checkpointing
-        return setting == "full" if isinstance(setting, str) else index % setting.every == 0
+        return setting == "full" if isinstance(setting, str) else index % setting == 0
 
     @model_validator(mode="after")
     def _has_an_origin(self) -> ModelSettings:
@@ -396,12 +403,6 @@ WITHOUT_EFFECT: Mapping[str, Idle] = {
         lambda recipe: recipe.schedule.kind == "constant", "is where a decay ends, and `schedule.kind: constant` has none"
     ),
     "loss.chunk": Idle(lambda recipe: recipe.loss.kind != "chunked", "is for `loss.kind: chunked`, and it is {recipe.loss.kind}"),
-    "model.revision": Idle(lambda recipe: recipe.model.source is None, "is of `model.source`, which is not set"),
-    "model.trust_remote_code": Idle(
-        # Who names a tokenizer may mean its code; and a plan leaves one out that is still to be trained.
-        lambda recipe: recipe.model.source is None and "tokenizer" not in recipe.data.model_fields_set,
-        "is of `model.source` and `data.tokenizer`, which are not set",
-    ),
     "model.config.dtype": Idle(_is_another_dtype("dtype"), _OF_LOADING),
     "model.config.torch_dtype": Idle(_is_another_dtype("torch_dtype"), _OF_LOADING),
     "model.config._attn_implementation": Idle(

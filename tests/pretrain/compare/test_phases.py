@@ -170,7 +170,7 @@ def test_where_nothing_is_stable_there_is_no_answer_and_the_status_says_so(phase
     ("overrides", "differ"),
     [
         ({"batch.microbatch": 8}, "`batch.microbatch`: 8 and 2"),
-        ({"model": {"gradient_checkpointing": {"every": 2}}}, "`model.gradient_checkpointing.every`: 2 and None"),
+        ({"model": {"gradient_checkpointing": 2}}, "`model.gradient_checkpointing`: 2 and none"),
     ],
 )
 def test_a_cell_that_was_measured_under_other_settings_of_speed_is_refused(overrides, differ, phases_file, finish, capsys):

@@ -120,7 +120,7 @@ def test_gpt2_does_not_warn_of_padding_where_a_pack_begins_or_ends_with_its_eos(
 
 
 @pytest.mark.parametrize("kind", SHAPES)
-@pytest.mark.parametrize("recompute", ["none", "full", {"every": 2}])
+@pytest.mark.parametrize("recompute", ["none", "full", 2])
 def test_packed_loss_and_gradients_are_those_of_separate_documents(kind: str, recompute: object) -> None:
     chosen = settings(kind, gradient_checkpointing=recompute)
     documents, inputs = two_packs()
@@ -251,23 +251,28 @@ def test_a_source_that_lacks_weights_is_refused_and_not_filled_up_at_random(tmp_
         packed_model(ModelSettings(source=str(tmp_path)))
 
 
-def test_code_that_comes_with_a_model_runs_where_the_recipe_allows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_that_comes_with_a_model_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "with_code"
     packed_model(settings("qwen3")).hf.save_pretrained(folder)
-    (folder / "modeling_own.py").write_text(
-        "from transformers import Qwen3Config, Qwen3ForCausalLM\n"
-        "class OwnConfig(Qwen3Config):\n    model_type = 'own'\n"
-        "class OwnForCausalLM(Qwen3ForCausalLM):\n    config_class = OwnConfig\n"
-    )
+    (folder / "modeling_own.py").write_text(f"open({str(tmp_path / 'was_run')!r}, 'w')\n")
     classes = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "own", "auto_map": classes}))
-    with pytest.raises(InputError, match="trust_remote_code"):
+    with pytest.raises(InputError, match=r"`model.source`.* code of its own"):
         model.load_config(ModelSettings(source=str(folder)))
-    allowed = ModelSettings(source=str(folder), trust_remote_code=True)
-    shapes = model.build_on_meta(model.load_config(allowed), allowed.trust_remote_code)
-    assert type(shapes).__name__ == type(packed_model(allowed).hf).__name__ == "OwnForCausalLM"
+    assert not (tmp_path / "was_run").exists()
+
+
+def test_a_revision_stands_behind_an_at_unless_a_folder_has_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a@b").mkdir()
+    origins = {source: ModelSettings(source=source) for source in ("Qwen/Qwen3-0.6B@main", "Qwen/Qwen3-0.6B", "a@b")}
+    assert [(each.repository, each.revision) for each in origins.values()] == [
+        ("Qwen/Qwen3-0.6B", "main"),
+        ("Qwen/Qwen3-0.6B", None),
+        ("a@b", None),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -197,7 +197,7 @@ def test_fp32_compute_doubles_activations(qwen3: ModelFlops) -> None:
 
 
 def test_checkpointing_more_layers_takes_less(qwen3: ModelFlops) -> None:
-    settings = ["none", {"every": 4}, {"every": 2}, "full"]
+    settings = ["none", 4, 2, "full"]
     totals = [estimate(qwen3, model={"source": "m", "gradient_checkpointing": setting}).total(8) for setting in settings]
     assert totals == sorted(totals, reverse=True) and len(set(totals)) == 4
 
@@ -211,7 +211,7 @@ def test_full_checkpointing_keeps_layer_inputs_and_makes_one_layer_whole_in_back
 
 def test_a_layer_recomputed_behind_kept_ones_takes_the_place_of_what_they_gave_back(qwen3: ModelFlops) -> None:
     """28 layers, every fourth recomputed: the last one to be is the 25th, when three kept ones are done with."""
-    some = estimate(qwen3, model={"source": "m", "gradient_checkpointing": {"every": 4}})
+    some = estimate(qwen3, model={"source": "m", "gradient_checkpointing": 4})
     none = estimate(qwen3)
     assert some.backward_by_pack == none.backward_by_pack == 4096 * 71_680
 

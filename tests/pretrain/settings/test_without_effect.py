@@ -23,8 +23,6 @@ IN_VAIN: dict[str, tuple[list[str], str, list[str]]] = {
     "schedule.decay=0.4": (["schedule.kind=cosine"], "it is for `schedule.kind: wsd`, and it is cosine", []),
     "schedule.min_lr_ratio=0.1": (["schedule.kind=constant"], "it is where a decay ends, and `schedule.kind: constant` has", []),
     "loss.chunk=512": (["loss.kind=reference"], "it is for `loss.kind: chunked`, and it is reference", []),
-    "model.revision=main": (DRAWN, "it is of `model.source`, which is not set", []),
-    "model.trust_remote_code=true": (DRAWN, "it is of `model.source` and `data.tokenizer`, which are not", ["data.tokenizer=t"]),
     "model.config.dtype=bfloat16": ([], "it is what transformers would load weights in; here `weights` says", ["weights=bf16"]),
     "model.config.torch_dtype=torch.float16": (
         [],
@@ -80,9 +78,8 @@ def test_a_key_that_is_set_in_vain_is_named_and_else_it_is_not(setting: str, tmp
 
 
 def test_the_value_stands_in_the_line_as_yaml_has_it(tmp_path: Path) -> None:
-    said = found(tmp_path, ["log.tags=[a]", "fp8_config.keep_bf16_layers.last=2", *DRAWN, "model.trust_remote_code=true"])
+    said = found(tmp_path, ["log.tags=[a]", "fp8_config.keep_bf16_layers.last=2"])
     assert [line.partition(" has")[0] for line in said] == [
-        "`model.trust_remote_code: true`",
         '`fp8_config.keep_bf16_layers: {"first": 0, "last": 2}`',
         '`log.tags: ["a"]`',
     ]
