@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 import time
@@ -127,20 +126,3 @@ def test_the_scripts_are_bash_and_the_sky_file_is_yaml() -> None:
     assert {"resources", "num_nodes", "envs", "setup", "run"} <= sky.keys()
     for part in ("setup", "run"):
         assert subprocess.run(["bash", "-n"], input=sky[part], text=True).returncode == 0
-
-
-def test_what_compiles_is_installed_first_wherever_something_is_compiled() -> None:
-    places = [CLUSTER / "Dockerfile", CLUSTER / "sky.yaml", ROOT / "docs" / "requirements.md", ROOT / "requirements-cuda.txt"]
-    for path in [*places, ROOT / "CONTRIBUTING.md"]:
-        tools, _, compiled = path.read_text().partition(" -m pip install --no-build-isolation -r ")
-        assert compiled and " -m pip install ninja packaging setuptools wheel" in tools, path
-
-
-def test_the_image_pins_what_the_requirements_pin() -> None:
-    """It names no version of its own: what it installs by name is a tool, and the rest comes from the two files."""
-    text = (CLUSTER / "Dockerfile").read_text()
-    assert re.findall(r"[\w\]-]+==[\w.]+", text) == []
-    for name in ("requirements.txt", "requirements-cuda.txt"):
-        assert f"-r {name}" in text and (ROOT / name).is_file()
-    pins = (ROOT / "requirements-cuda.txt").read_text()
-    assert re.search(r"^transformer-engine\[pytorch\]==", pins, re.M) and re.search(r"^flash-attn==", pins, re.M)

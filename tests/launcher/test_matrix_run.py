@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import signal
@@ -150,23 +149,3 @@ def test_a_dry_run_prints_commands_that_check_out_and_starts_nothing(matrix_file
     assert "accelerate.commands.launch" in accelerate and accelerate.endswith("--config_file accelerate_configs/cpu.yaml")
     status, planned, said = launcher_here(*shlex.split(arguments), "--plan")
     assert status == 0 and "5 steps" in planned, said
-
-
-def test_a_mistake_in_the_matrix_is_one_message_and_status_2(matrix_file, run_here):
-    status, output = run_here(matrix_file(axes={"precision": ["fp32", "bf61"]}))
-    assert status == 2 and output.startswith("error: ") and "cell bf61: `precision`" in output and "did you mean" in output
-    status, output = run_here(matrix_file(), "--only", "weights=bf16")
-    assert status == 2 and "--only weights=bf16" in output
-
-
-@pytest.mark.long
-def test_a_cell_whose_hours_are_over_is_stopped_and_one_alone_needs_no_report(matrix_file, tmp_path, run_here):
-    path, folder = matrix_file(overrides={"train.max_hours": 1e-9}), tmp_path / "precisions"
-    status, output = run_here(path, "--cell", "1")
-    assert status == 138 and "bf16: stopped" in output and "hours are over" in output, output
-    assert last_step(folder / "bf16") == 1 and not (folder / "fp32").exists() and not (folder / "precisions.md").exists()
-    assert [entry.name for entry in folder.glob("*.status")] == []
-    assert json.loads((folder / "bf16" / "matrix.json").read_text())["side_by_side"] is False
-    assert run_here(path, "--count") == (0, "2\n")
-    status, output = run_here(path, "--cell", "2")
-    assert status == 2 and "--cell 2: no such cell; they are counted from 0 to 1" in output

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
+from signal import SIGTERM
 from typing import Any
 
 import psutil
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tests.conftest import over, write_recipe
-from tests.moments import LauncherProcess
+from tests.conftest import write_recipe
+from tests.golden.runs import steps_logged
+from tests.moments import LauncherProcess, Moment
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "runs", "into", "the", "green", "wood"]
-STEPS = 70
 
 
 @pytest.fixture(scope="module")
@@ -39,153 +38,59 @@ def recipe(folder: Path, recipe_for: Callable[[Path], dict[str, Any]]) -> dict[s
     small = recipe_for(folder / "run")
     config = {key: value for key, value in small["model"]["config"].items() if key != "vocab_size"}
     data = {"source": str(folder / "texts.jsonl"), "tokenizer": str(folder / "tokenizer.json"), "packs": str(folder / "packs")}
-    streaming = {"disk_gb": 0.0003, "window": 3000}
     return small | {
         "model": {"config": config},
-        "data": data | {"length": 32, "held_out": 0.05, "processes": 1, "streaming": streaming},
-        "train": {"steps": STEPS},
+        "data": data | {"length": 32, "held_out": 0.05, "streaming": {"disk_gb": 0.0003, "window": 3000}},
+        "train": {"steps": 70},
         "evaluate": {"every": 30},
         "checkpoint": {"every": 15},
         "parity": "off",
     }
 
 
-def losses(run: Any) -> list[float]:
-    return [record["loss"] for record in run.records() if "loss" in record]
+def waiting_for_packs(recipe: dict[str, Any], folder: Path) -> tuple[LauncherProcess, psutil.Process]:
+    """A run after its third step, and the process that makes its packs, which stands still."""
+    changes = {"run_dir": str(folder / "run"), "train": {"steps": 100_000}, "checkpoint": {"every": None}, "evaluate": {}}
+    data = recipe["data"] | {"packs": str(folder / "packs"), "streaming": recipe["data"]["streaming"] | {"repeat": True}}
+    run = LauncherProcess([str(write_recipe(recipe | changes | {"data": data}, folder))], folder / "log", Moment("logged", "^3$"))
+    run.wait_until_it_waits()
+    packer = next(each for each in psutil.Process(run.pid).children() if "packing.packer" in " ".join(each.cmdline()))
+    packer.suspend()
+    run.go_on()
+    return run, packer
 
 
-def wait_and_end(recipe: dict[str, Any], folder: Path, settings: list[str], end: Callable[..., None]) -> tuple[int, str, int]:
-    """A run that waits as nobody makes packs any more, and nothing says so: the process that made them stands still. `end` is
-    given both. The run's exit status, what it said, and its last step, of which it has the one checkpoint."""
-    run_dir, log = folder / "run", folder / "run.log"
-    run = LauncherProcess([str(write_recipe(recipe, folder)), *settings, "train.steps=100000", "checkpoint.every=null"], log)
-    packer = None
-    try:
-        run.wait_until(lambda: (run_dir / "metrics.jsonl").exists())
-        packer = next(each for each in psutil.Process(run.pid).children() if "packing.packer" in " ".join(each.cmdline()))
-        packer.suspend()
-        before, looked = -1, 0.0
-        while (size := (run_dir / "metrics.jsonl").stat().st_size) > before or time.monotonic() < looked + 1:
-            looked = time.monotonic() if size > before else looked
-            before = size
-            time.sleep(0.1)
-        end(run, packer)
-        status = run.end()
-    except BaseException:  # a Ctrl-C as well, of which a process that stands still learns nothing
-        if packer is not None and packer.is_running():
-            packer.kill()
-        run.send_signal(signal.SIGKILL)
-        raise
-    steps = len((run_dir / "metrics.jsonl").read_text().splitlines())
-    assert [each.name for each in (run_dir / "checkpoints").iterdir()] == [f"step-{steps:08d}"], log.read_text()
+def test_a_run_that_waits_for_packs_saves_and_ends_when_it_is_signalled(recipe: dict[str, Any], tmp_path: Path) -> None:
+    run, packer = waiting_for_packs(recipe, tmp_path)
+    run.send_signal(SIGTERM)
+    assert run.end() == 128 + SIGTERM, (tmp_path / "log").read_text()
     assert not packer.is_running()
-    return status, log.read_text(), steps
+    assert [each.name for each in (tmp_path / "run/checkpoints").iterdir()] == [f"step-{steps_logged(tmp_path / 'run'):08d}"]
 
 
-def test_a_run_that_waits_for_packs_saves_and_ends_when_it_is_told_to(recipe: dict[str, Any], tmp_path: Path) -> None:
-    waits = ["data.streaming.repeat=true", f"run_dir={tmp_path}/run", f"data.packs={tmp_path}/packs"]
-    status, said, steps = wait_and_end(recipe, tmp_path, waits, lambda run, packer: run.send_signal(signal.SIGTERM))
-    assert status == 128 + signal.SIGTERM and f"stopped by SIGTERM after step {steps}" in said, said
-
-
-def test_a_run_whose_packer_dies_while_it_waits_saves_its_last_step_and_goes_on_from_it(
-    recipe: dict[str, Any], tmp_path: Path, start_here: Callable
-) -> None:
-    waits = ["data.streaming.repeat=true", f"run_dir={tmp_path}/run", f"data.packs={tmp_path}/packs"]
-    status, said, steps = wait_and_end(recipe, tmp_path, waits, lambda run, packer: packer.kill())
-    assert status == 2 and said.count("error: ") == 1 and "Traceback" not in said, said
-    assert "has ended with signal 9; if memory ran out, set a smaller data.processes" in said and f"Step {steps} is saved" in said
-    again = start_here(recipe, tmp_path, *waits, f"train.steps={steps + 20}", "--accept-changes")
-    assert again.status == 0 and f"at step {steps}" in again.output, again.output
-    assert [record["step"] for record in again.records() if "loss" in record] == list(range(1, steps + 21))
-
-
-def test_a_document_that_goes_on_too_far_in_a_later_part_is_refused_before_the_model_sees_it(
-    recipe: dict[str, Any], tmp_path: Path, start_here: Callable
-) -> None:
-    texts = ["the quick brown fox"] * 900 + ["the quick brown fox " * 40]
-    (tmp_path / "late.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    config = recipe["model"]["config"] | {"max_position_embeddings": 32}
-    config["rope_parameters"] = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
-    late = [
-        f"data.source={tmp_path}/late.jsonl",
-        "data.positions=continue",
-        f"run_dir={tmp_path}/run",
-        f"data.packs={tmp_path}/packs",
-    ]
-    run = start_here(recipe | {"model": {"config": config}}, tmp_path, *late, "evaluate.every=null")
-    assert run.status == 2 and "Traceback" not in run.output, run.output
-    assert "a document goes on from another pack to position" in run.output and "on the model rotates a whole batch" in run.output
-
-
-def test_a_run_begins_with_a_checkpoint_of_another_text_or_of_other_steps(
-    recipe: dict[str, Any], folder: Path, start_here: Callable
-) -> None:
-    changes = ["train.steps=20", "evaluate.every=null", "schedule.kind=constant"]
-    first = start_here(recipe, folder, *changes, f"run_dir={folder}/first", f"data.packs={folder}/first-packs")
-    assert first.status == 0, first.output
-    begins = [*changes, f"train.begin_with={folder}/first/checkpoints/step-00000015", f"data.packs={folder}/first-packs"]
-    wider = start_here(recipe, folder, *over(begins, "batch.tokens=512", "train.steps=18"), f"run_dir={folder}/wider")
-    assert wider.status == 0 and "the checkpoint's ended, after 120 packs" in wider.output, wider.output
-    # Its first two steps read the packs of which the other's next four did, so they end in the same part.
-    places = [{record["step"]: record["packed_tokens"] for record in run.records() if "loss" in record} for run in (first, wider)]
-    assert places[1][16] == places[0][17] and places[1][17] == places[0][19]
-
-    texts = (folder / "texts.jsonl").read_text().splitlines()
-    (folder / "others.jsonl").write_text("\n".join(reversed(texts)) + "\n")
-    other = [f"data.source={folder}/others.jsonl", f"data.packs={folder}/other-packs", f"run_dir={folder}/second"]
-    second = start_here(recipe, folder, *begins[:-1], *other)
-    assert second.status == 0 and "this stream begins at its first pack" in second.output, second.output
-    assert second.records()[0]["step"] == 16 and second.records()[0]["part"] == 0
-    refused = start_here(recipe, folder, *changes, *other[:-1], f"run_dir={folder}/first", "--accept-changes")
-    assert refused.status == 2 and "has no place in it; set another `run_dir`, and `train.begin_with: " in refused.err, (
-        refused.output
-    )
-
-
-def test_a_start_whose_packer_fails_before_its_first_step_leaves_no_checkpoint(
-    recipe: dict[str, Any], tmp_path: Path, folder: Path, start_here: Callable
-) -> None:
-    """What it begins with is another run's, and was not trained on here."""
-    changes = ["train.steps=20", "evaluate.every=null", "schedule.kind=constant"]
-    first = start_here(recipe, tmp_path, *changes, f"run_dir={tmp_path}/first", f"data.packs={tmp_path}/packs")
-    assert first.status == 0, first.output
-    texts = (folder / "texts.jsonl").read_text().splitlines()
-    (tmp_path / "bad.jsonl").write_text("\n".join([*texts[:150], '{"text": ', *texts[150:]]) + "\n")  # in the part it begins in
-    begins = [*changes, f"train.begin_with={tmp_path}/first/checkpoints/step-00000015", f"run_dir={tmp_path}/second"]
-    second = start_here(recipe, tmp_path, *begins, f"data.source={tmp_path}/bad.jsonl", f"data.packs={tmp_path}/bad-packs")
-    assert second.status == 2 and "is saved" not in second.output, second.output
-    stopped = start_here(recipe, tmp_path, *begins, "train.max_hours=1e-9", f"data.packs={tmp_path}/packs")
-    assert stopped.status == 128 + signal.SIGUSR1 and "after step 15; start the run again" in stopped.output, stopped.output
-    assert not list((tmp_path / "second").glob("checkpoints/step-*"))
+def test_a_run_whose_packer_dies_saves_its_last_step_and_ends_with_one_message(recipe: dict[str, Any], tmp_path: Path) -> None:
+    run, packer = waiting_for_packs(recipe, tmp_path)
+    packer.kill()
+    assert run.end() == 2
+    output = (tmp_path / "log").read_text()
+    assert output.count("error: ") == 1 and "signal 9" in output and "Traceback" not in output
+    assert [each.name for each in (tmp_path / "run/checkpoints").iterdir()] == [f"step-{steps_logged(tmp_path / 'run'):08d}"]
 
 
 @pytest.mark.multi
 def test_a_streamed_run_goes_on_with_the_same_curve_on_two_machines_with_empty_disks(
     recipe: dict[str, Any], folder: Path, start_here: Callable, start_as_ranks: Callable
 ) -> None:
-    planned = start_here(recipe, folder, "--plan")
-    assert planned.status == 0 and "packed as it comes: 3.00k tokens at a time, 0.0003 GB on disk" in planned.out
-    assert not (folder / "packs").exists()
     alone = start_here(recipe, folder)  # until the text is over
-    assert alone.status == 2 and "text has come to its end, and the run wants more" in alone.err, alone.output
-    unbroken, run_dir = losses(alone), alone.run_dir
-    assert f"begin the text again, or `train.steps: {len(unbroken)}` with --accept-changes, for which it is enough" in alone.err
-    assert 30 < len(unbroken) < STEPS and f"saved {run_dir / 'checkpoints'}/step-{len(unbroken):08}" in alone.out
-    last = [record for record in alone.records() if "loss" in record][-1]
-    assert last["part"] > 2 and last["packed_tokens"] >= len(unbroken) * 8 * 30
+    unbroken = alone.losses()
+    assert alone.status == 2 and f"train.steps: {len(unbroken)}" in alone.err and 30 < len(unbroken) < 70, alone.output
     assert sum(path.stat().st_size for path in (folder / "packs").rglob("*") if path.is_file()) <= 300_000
 
-    for checkpoint in sorted((run_dir / "checkpoints").glob("step-*"))[-2:]:  # as if it had been killed before
+    for checkpoint in sorted((alone.run_dir / "checkpoints").glob("step-*"))[-2:]:  # as if it had been killed before
         shutil.rmtree(checkpoint)
     shutil.rmtree(folder / "packs")
-    machines = [folder / "one", folder / "other"]
-    for machine in machines:
-        machine.mkdir()
     ddp = ["--config_file", "accelerate_configs/ddp.yaml", "--mixed_precision", "no"]
-    changes = ["data.streaming.repeat=true", "data.packs=packs"]
-    resumed = start_as_ranks(recipe, folder, *changes, launch=ddp, machines=machines, ACCELERATE_USE_CPU="true")
+    changes = ["data.streaming.repeat=true", f"data.packs={folder}/others"]
+    resumed = start_as_ranks(recipe, folder, *changes, launch=ddp, ACCELERATE_USE_CPU="true")
     assert resumed.status == 0 and "resumed from" in resumed.output, resumed.output
-    assert losses(resumed)[: len(unbroken)] == pytest.approx(unbroken, rel=1e-5) and len(losses(resumed)) == STEPS
-    assert resumed.records()[-2]["epoch"] == 1.0
-    assert all(sorted((machine / "packs").glob("part-*")) for machine in machines)
+    assert resumed.losses()[: len(unbroken)] == pytest.approx(unbroken, rel=1e-5) and len(resumed.losses()) == 70

@@ -81,18 +81,3 @@ def test_each_trial_of_a_sweep_trains_in_a_folder_of_its_own_and_reports_to_its_
     arguments, _ = start_trial("tr2al", 3e-5)
     settings = without_dashes(arguments, argparse.ArgumentParser())
     assert run_dir_of(load_recipe(recipe, settings)) == tmp_path / "runs/sweep/lr3e-05-wd0.1"
-
-
-def test_a_parameter_that_the_sweeps_command_sets_too_is_refused(agent, launcher_here) -> None:
-    arguments, _ = agent("tr1al", precision="bf16")
-    status, _, said = launcher_here(*arguments)
-    refusal = "error: command line: `precision` is given twice, as fp32 and as bf16; leave one of the two out\n"
-    assert (status, said) == (2, refusal)
-
-
-def test_options_are_told_from_settings_by_the_parser_and_not_by_how_it_writes_its_usage():
-    """On a terminal, Python 3.14 writes colours into the usage."""
-    parser = argparse.ArgumentParser(usage="prog \33[36m[--resume\33[0m CHECKPOINT]")
-    parser.add_argument("--resume")
-    given = ["--resume=runs/a/step-5", "--res=none", "--resumed=1", "--train.steps=9", "--plan", "seed=--resume=2"]
-    assert without_dashes(given, parser) == [*given[:2], "resumed=1", "train.steps=9", *given[4:]]
