@@ -57,8 +57,8 @@ def measure_strategies(lengths: np.ndarray, starts: np.ndarray, tokens: np.ndarr
     total = int(lengths.sum())
     figures = {}
     for strategy in (truncate, best_fit):
-        layout = strategy(lengths, LENGTH, "restart")
-        deciding = seconds(lambda strategy=strategy: strategy(lengths, LENGTH, "restart"))
+        layout = strategy(lengths, LENGTH)
+        deciding = seconds(lambda strategy=strategy: strategy(lengths, LENGTH))
         copying = seconds(lambda layout=layout: materialise_all(layout, tokens, starts))
         figures[strategy.__name__] = {
             "tokens_per_second": total / (deciding + copying),
@@ -86,7 +86,7 @@ class PacksInMemory:
         return len(self.block.input_ids)
 
     def __getitem__(self, index: int) -> Pack:
-        return Pack(self.block.input_ids[index], self.block.lengths_of(index), int(self.block.first_position[index]))
+        return Pack(self.block.input_ids[index], self.block.lengths_of(index))
 
     def lengths(self, index: int) -> np.ndarray:
         return self.block.lengths_of(index)
@@ -131,7 +131,7 @@ def main() -> None:
         rng.integers(0, 50_000, int(lengths.sum())).astype(np.uint16).tofile(path)
         tokens = np.memmap(path, dtype=np.uint16, mode="r")
         strategies = measure_strategies(lengths, starts, tokens)
-        layout = best_fit(lengths, LENGTH, "restart")
+        layout = best_fit(lengths, LENGTH)
         packs = PacksInMemory(materialise(layout, 0, len(layout), tokens, starts, 0))
 
     report = {

@@ -6,7 +6,6 @@ A reader that also parsed would be the bottleneck from a few dozen cores on.
 from __future__ import annotations
 
 import json
-import string
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,22 +32,17 @@ class Chunk:
     after: dict[str, Any] | None = None  # JSON-able: from where a source's `chunks` goes on behind this one
 
 
-Document = TypeVar("Document")
+Document = TypeVar("Document", covariant=True)
 
 
 class Records(Protocol[Document]):
-    """Makes a document of a record; a source asks it for its columns before any is read."""
+    """Makes a document of a record."""
 
+    keys: str  # the settings that name the columns
     columns: tuple[str, ...]
 
-    def missing(self, names: list[str]) -> str | None:
-        """The message for a source whose columns `names` lack one of these; None if they have all."""
-
-    def mistyped(self, schema: pa.Schema) -> str | None:
-        """The message for a table, with all columns, in which one cannot hold what is wanted; None where all may."""
-
     def fill(self, record: dict[str, Any]) -> Document:
-        """The document that `record` holds, something false for none. Raises BadRecord."""
+        """The document that `record`, with all columns, holds; something false for none. Raises BadRecord."""
 
 
 @dataclass
@@ -65,99 +59,26 @@ class BadRecord(ValueError):
     """A record gives no text; the message says why, the caller adds where."""
 
 
-class MissingColumn(BadRecord):
-    """The record lacks a column, as all others probably do."""
-
-
-@dataclass(frozen=True)
-class TextTemplate:
-    """Makes a document of a record: from one column as it is, or by a template such as "{title}\\n\\n{body}".
-
-    In a template, null counts as no text and numbers are written out; lists, mappings and bytes would stand there as Python
-    writes them, and are refused.
-    """
-
-    columns: tuple[str, ...]
-    pieces: tuple[tuple[str, str | None], ...] | None  # literal text, then a column; None: the one column as it is
-    key: str = "data.text"  # the setting it comes from
-
-    @classmethod
-    def parse(cls, text: str, key: str = "data.text") -> TextTemplate:
-        if "{" not in text and "}" not in text:
-            return cls((text,), None, key)
-        try:
-            parsed = list(string.Formatter().parse(text))
-        except ValueError as error:
-            raise InputError(
-                f"{key}: {text!r} is no template: {error}; write columns as {{title}}, braces as {{{{ and }}}}"
-            ) from None
-        if any(spec or conversion for _, _, spec, conversion in parsed) or any(name == "" for _, name, _, _ in parsed):
-            raise InputError(f"{key}: {text!r}: only plain column names can stand between braces, as in {{title}}")
-        columns = tuple(dict.fromkeys(name for _, name, _, _ in parsed if name is not None))
-        if not columns:
-            raise InputError(f"{key}: the template {text!r} names no column, so every document would be the same")
-        return cls(columns, tuple((literal, name) for literal, name, _, _ in parsed), key)
-
-    def missing(self, names: list[str]) -> str | None:
-        return no_column(self.columns, names, self.key)
-
-    def mistyped(self, schema: pa.Schema) -> str | None:
-        if self.pieces is not None:
-            return None  # what cannot be written out, each record shows
-        kind = schema.field(self.columns[0]).type
-        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-        of_text = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_null)
-        if any(is_of(kind) for is_of in of_text):
-            return None
-        there = ", ".join(schema.names)
-        remedy = f"Set {self.key} to one of text, or write this one as text"
-        return f"column `{self.columns[0]}` holds {kind}, not text; the columns are: {there}. {remedy}"
-
-    def fill(self, record: dict[str, Any]) -> str:
-        """The text that `record` holds, "" for none. Raises BadRecord."""
-        if problem := self.missing(list(record)):
-            raise MissingColumn(problem)
-        if self.pieces is None:
-            value = record[self.columns[0]]
-            if value is not None and not isinstance(value, str):
-                raise BadRecord(f"column `{self.columns[0]}` holds {type(value).__name__}, not text")
-            return encodable(value or "")
-        if odd := next((column for column in self.columns if isinstance(record[column], (list, dict, bytes))), None):
-            raise BadRecord(f"column `{odd}` holds {type(record[odd]).__name__}, which a template cannot write; make it text")
-        if all(record[column] in (None, "") for column in self.columns):
-            return ""
-        values = {column: "" if record[column] is None else str(record[column]) for column in self.columns}
-        return encodable("".join(literal + (values[name] if name is not None else "") for literal, name in self.pieces))
-
-
-def is_list_of(kind: pa.DataType, is_value: Callable[[pa.DataType], bool]) -> bool:
-    """Returns whether a column of this type holds lists, in any of Arrow's layouts, of such values; one of nulls alone may."""
-    lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list, pa.types.is_list_view)
-    return pa.types.is_null(kind) or (any(is_of(kind) for is_of in lists) and is_value(kind.value_type))
-
-
-def no_column(wanted: tuple[str, ...], names: list[str], setting: str) -> str | None:
-    """The message where the columns `names` lack some of those that `setting` names; None if they have all."""
-    absent = [column for column in wanted if column not in names]
-    if not absent:
-        return None
-    there = ", ".join(map(str, names)) or "none"
-    return f"no column `{'`, `'.join(absent)}`; the columns are: {there}. Set {setting} to one of them"
+def check_columns(where: str, records: Records, names: list[str]) -> None:
+    """InputError where a table of the columns `names` lacks one of those that `records` reads, or has it twice."""
+    wrong = [column for column in records.columns if names.count(column) != 1]
+    if wrong:
+        what = "several columns" if wrong[0] in names else "no column"
+        there = ", ".join(names)
+        raise InputError(f"{where}: {what} `{wrong[0]}`; the columns are: {there}. Set {records.keys} to one of them")
 
 
 def read_chunk(chunk: Chunk, records: Records[Document], skip_bad: bool) -> Texts[Document]:
     """The documents of `chunk`. A malformed record raises InputError with its place, or is counted with `skip_bad`."""
     texts = Texts()
-    for place, document_of, *arguments in _records(chunk, records):
+    for place, read in _records(chunk, records):
         try:
-            document = document_of(*arguments)
+            document = read()
         except BadRecord as error:
-            message = f"{place}: {error}"
             if not skip_bad:
-                hint = "" if isinstance(error, MissingColumn) else "; or set data.on_bad_line: skip to leave such records out"
-                raise InputError(message + hint) from None
+                raise InputError(f"{place}: {error}; or set data.on_bad_line: skip to leave such records out") from None
             texts.skipped += 1
-            texts.first_skipped = texts.first_skipped or message
+            texts.first_skipped = texts.first_skipped or f"{place}: {error}"
             continue
         if document:
             texts.documents.append(document)
@@ -166,48 +87,39 @@ def read_chunk(chunk: Chunk, records: Records[Document], skip_bad: bool) -> Text
     return texts
 
 
-def _records(chunk: Chunk, records: Records) -> Iterator[tuple[Any, ...]]:
-    """The place of every record, and the call that gives its document."""
+def _records(chunk: Chunk, records: Records) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """The place of every record, and a call that gives its document."""
     if chunk.kind == "jsonl":
         for number, line in enumerate(chunk.payload.split(b"\n"), chunk.first):
             if line.strip():
-                yield f"{chunk.origin}:{number}", _of_line, line, records
+                yield f"{chunk.origin}:{number}", lambda line=line: _of_line(line, records)
     elif chunk.kind == "files":
         for path in json.loads(chunk.payload):
-            yield path, _file_text, path
+            yield path, lambda path=path: _file_text(path)
     else:
         table = pa.ipc.open_stream(chunk.payload).read_all().select(records.columns)
-        try:
-            for number, record in enumerate(table.to_pylist(), chunk.first):
-                yield f"{chunk.origin}, row {number}", records.fill, record
-        except UnicodeDecodeError:  # raised for the table before its first row: each row is tried by itself, which takes longer
-            for row in range(len(table)):
-                yield f"{chunk.origin}, row {chunk.first + row}", _of_row, table, row, records
+        for row in range(len(table)):
+            yield f"{chunk.origin}, row {chunk.first + row}", lambda row=row: _of_row(table, row, records)
 
 
 def _of_row(table: pa.Table, row: int, records: Records[Document]) -> Document:
-    record = {}
-    for name in table.column_names:
-        try:
-            record[name] = table[name][row].as_py()
-        except UnicodeDecodeError as error:
-            raise BadRecord(f"column `{name}` is not UTF-8 ({error.reason} at byte {error.start})") from None
+    try:
+        record = {name: table[name][row].as_py() for name in table.column_names}
+    except UnicodeDecodeError as error:
+        raise BadRecord(f"not UTF-8 ({error.reason} at byte {error.start})") from None
     return records.fill(record)
 
 
 def _of_line(line: bytes, records: Records[Document]) -> Document:
     try:
         record = json.loads(str(line, "utf-8"))
-    except UnicodeDecodeError as error:
-        raise BadRecord(f"not UTF-8 ({error.reason} at byte {error.start + 1} of the line)") from None
-    except json.JSONDecodeError as error:
-        what = f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
-        remedy = "each line is to be one whole record; a .json file may also be a list of them"
-        raise BadRecord(f"the line is not valid JSON: {what}; {remedy}") from None
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets without end
-        raise BadRecord(f"not JSON that can be read: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise BadRecord(f"the line is not valid JSON: {error}; each line is to be one whole record") from None
     if not isinstance(record, dict):
         raise BadRecord(f'an object such as {{"text": ...}} is wanted, the line holds {type(record).__name__}')
+    if absent := [column for column in records.columns if column not in record]:
+        there = ", ".join(map(str, record)) or "none"
+        raise BadRecord(f"no column `{absent[0]}`; the columns are: {there}. Set {records.keys} to one of them")
     return records.fill(record)
 
 
@@ -233,15 +145,6 @@ def too_long(size: int) -> str:
         f"a text file is one document, and {size / 2**20:,.0f} MiB is too long for one; split it into several files, or write it "
         'as JSONL with a {"text": ...} line for each document'
     )
-
-
-def encodable(text: str) -> str:
-    """`text` itself. JSON can hold half of a surrogate pair (`\\ud800`), which is no character and which no tokenizer takes."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise BadRecord(f"half a surrogate pair at character {error.start}, which is no text") from None
-    return text
 
 
 def open_stream(path: Path) -> tuple[pa.NativeFile, pa.NativeFile]:

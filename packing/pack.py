@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from packing.order import permute
-from packing.settings import Positions
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,6 @@ class Layout:
     start: np.ndarray  # [pieces] int64, the piece's first token within its document
     stop: np.ndarray  # [pieces] int64, one past its last
     offsets: np.ndarray  # [packs + 1] int64
-    first_position: np.ndarray  # [packs] int64, position of the pack's first token; > 0 only with positions: continue
     cut_documents: int  # documents that stand in more than one piece
 
     def __len__(self) -> int:
@@ -38,7 +36,6 @@ class PackBlock:
     input_ids: np.ndarray  # [packs, length] uint32, a short pack's tail filled with fill_id
     lengths: np.ndarray  # [pieces] int32, lengths of all packs' pieces; a pack's own sum to its real tokens
     offsets: np.ndarray  # [packs + 1] int64, where each pack's lengths begin
-    first_position: np.ndarray  # [packs] int32
     trained: np.ndarray | None = None  # [packs, length] bool, which tokens are to be learnt; None: all
 
     def lengths_of(self, pack: int) -> np.ndarray:
@@ -46,10 +43,10 @@ class PackBlock:
         return self.lengths[self.offsets[pack] : self.offsets[pack + 1]]
 
 
-def truncate(lengths: np.ndarray, length: int, positions: Positions) -> Layout:
+def truncate(lengths: np.ndarray, length: int) -> Layout:
     """Concatenate all documents in the order given and cut every `length` tokens.
 
-    The rest of a cut document opens the next pack; its positions restart at 0, or continue. Empty documents take no place.
+    The rest of a cut document opens the next pack; its positions restart at 0. Empty documents take no place.
 
     lengths: [documents] integers >= 0. Raises ValueError for a negative one.
     """
@@ -63,15 +60,14 @@ def truncate(lengths: np.ndarray, length: int, positions: Positions) -> Layout:
     start = np.maximum(pack * length, begins[document]) - begins[document]
     stop = np.minimum((pack + 1) * length, ends[document]) - begins[document]
     packs = -(-int(lengths.sum()) // length)
-    return _layout(length, (document, start, stop), pack, packs, positions)
+    return _layout(length, (document, start, stop), pack, packs)
 
 
-def best_fit(lengths: np.ndarray, length: int, positions: Positions) -> Layout:
+def best_fit(lengths: np.ndarray, length: int) -> Layout:
     """Best-fit decreasing: the longest document first, each into the pack where it leaves the least room.
 
-    Only a document longer than a pack is cut: into full packs and a rest. With `restart` the rest is packed as a document of its
-    own. With `continue` each rest opens a pack, since a pack stores the position of its first token only; this leaves more
-    padding. Within a pack the rest of a long document comes first, then documents in the order given.
+    Only a document longer than a pack is cut: into full packs and a rest, which is packed as a document of its own. Within a pack
+    the rest of a long document comes first, then documents in the order given.
 
     lengths: as for `truncate`.
     """
@@ -84,12 +80,11 @@ def best_fit(lengths: np.ndarray, length: int, positions: Positions) -> Layout:
     is_rest = (start > 0) & (stop - start < length)
     rests_first = np.concatenate([np.flatnonzero(is_rest), np.flatnonzero(~is_rest)])
     document, start, stop = document[rests_first], start[rests_first], stop[rests_first]
-    openers = int(is_rest.sum()) if positions == "continue" else 0
 
-    pack, packs = _best_fit_decreasing(stop - start, length, openers)
+    pack, packs = _best_fit_decreasing(stop - start, length)
     # Packs are numbered as they were opened, longest documents first: scatter them, by a permutation that never changes.
     pack = permute(np.arange(packs), packs, key=0)[pack]
-    return _layout(length, (document, start, stop), pack, packs, positions)
+    return _layout(length, (document, start, stop), pack, packs)
 
 
 def materialise(
@@ -123,7 +118,6 @@ def materialise(
         rows(tokens, fill_id, np.uint32),
         sizes.astype(np.int32),
         offsets,
-        layout.first_position[first:last].astype(np.int32),
         None if trained is None else rows(trained, False, np.bool_),
     )
 
@@ -141,34 +135,29 @@ def _enumerate(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return owner, np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]
 
 
-def _layout(length: int, pieces: tuple[np.ndarray, ...], pack: np.ndarray, packs: int, positions: Positions) -> Layout:
+def _layout(length: int, pieces: tuple[np.ndarray, ...], pack: np.ndarray, packs: int) -> Layout:
     """Group pieces (document, start, stop) by the pack each goes to, keeping their order within one."""
     if np.any(pack[1:] < pack[:-1]):
         by_pack = np.argsort(pack, kind="stable")
         pieces = tuple(column[by_pack] for column in pieces)
     document, start, stop = pieces
     offsets = np.concatenate([[0], np.cumsum(np.bincount(pack, minlength=packs))])
-    first_position = start[offsets[:-1]] if positions == "continue" else np.zeros(packs, dtype=np.int64)
     cut_documents = len(np.unique(document[start > 0]))
-    return Layout(length, document, start, stop, offsets, first_position, cut_documents)
+    return Layout(length, document, start, stop, offsets, cut_documents)
 
 
-def _best_fit_decreasing(sizes: np.ndarray, capacity: int, openers: int) -> tuple[np.ndarray, int]:
-    """The pack of each piece, and the number of packs; each of the first `openers` pieces opens a pack: 0, 1, ...
+def _best_fit_decreasing(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
+    """The pack of each piece, and the number of packs.
 
     Pieces of one size are placed together. If the tightest pack for such a piece has room for `each` of them, it is still the
     tightest after the first, so it takes all; and so does every pack with as much room. The result is that of placing one by one.
     """
-    rooms = _Rooms()
-    for opener, size in enumerate(sizes[:openers].tolist()):
-        rooms.leave(capacity - size, [opener])
-
-    pack_of = np.arange(len(sizes))
+    rooms, pack_of = _Rooms(), np.arange(len(sizes))
     # Spare room fits 16 bits for packs of up to 65,535 tokens, where numpy's stable sort is a radix sort, hence linear.
-    spare = (capacity - sizes[openers:]).astype(np.min_scalar_type(capacity))
-    longest_first = openers + np.argsort(spare, kind="stable")
+    spare = (capacity - sizes).astype(np.min_scalar_type(capacity))
+    longest_first = np.argsort(spare, kind="stable")
     spares, counts = np.unique(spare, return_counts=True)
-    packs, at = openers, 0
+    packs, at = 0, 0
     for size, count in zip((capacity - spares.astype(np.int64)).tolist(), counts.tolist(), strict=True):
         while count:
             room = rooms.tightest(size) or capacity

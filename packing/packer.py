@@ -23,41 +23,46 @@ from pathlib import Path
 from typing import Any
 
 from foundation.errors import InputError, permissions_named
-from foundation.files import PROOF, free_bytes, no_room, replace_file
+from foundation.files import free_bytes, no_room, replace_file
 from foundation.locks import FileLock
 from foundation.progress import Progress, say
 from foundation.reading import one_line
 from packing.arrow import DiskFull
-from packing.manifest import FIRST, MANIFEST, read_manifest
+from packing.manifest import FIRST, MANIFEST
 from packing.part_maker import SAMPLE, PackedPart, PartMaker, content_of
-from packing.parts import by_key, check_parts, folder_of, is_there, said_of, stream_parts, training_parts, validation_parts
-from packing.prepare import check_missing, check_part, content_settings, holds_packs_of, lock_of, prepare_part, usable_cores
+from packing.parts import by_key, folder_of, naming, stream_parts, training_parts, validation_parts
+from packing.prepare import check_missing, content_settings, holds_packs_of, lock_of, prepare_part, usable_cores
+from packing.records import TextTemplate, records_of
 from packing.settings import DataSettings
-from packing.sources import DatasetSource, FileSource, SourceUnreachable, open_source
+from packing.sources import SourceAbsent, SourceUnreachable, open_source
 from packing.stream import ENDED, FAILED, PART, PartStart, Position, part_folder, read_part
-
-_OURS = {FIRST, f".{FIRST}.partial", ENDED, FAILED, ".lock"}
+from packing.tokenizer import load_tokenizer
 
 
 def check_preparing(settings: DataSettings, *, elsewhere: bool = False) -> list[str]:
-    """Checks for a plan what can be checked without packs; returns what cannot be, to be said. Raises InputError where a run
-    would refuse the data before it reads any text: for packs that it would have to make, and for packs that were made with other
-    settings.
+    """Checks for a plan what can be checked without packs; returns what cannot be, to be printed. Raises InputError where a run
+    would refuse the data before it reads any text.
 
     `elsewhere`: they may be made on another machine. Text that is not on this one is then no error, and is not checked.
     """
-    notes = check_parts(settings, elsewhere=elsewhere)
+    notes = []
     training = stream_parts(settings) if settings.stream else training_parts(settings) or {"": settings}
     for key, part in (by_key(training) | by_key(validation_parts(settings), "data.validation")).items():
         if part.source is None:
             continue
-        with said_of(key):
-            if is_there(folder_of(part)):
-                holds_packs_of(part, folder_of(part), content_of(part) if part.stream else content_settings(part))
+        with naming(key):
+            if holds_packs_of(part, folder_of(part), content_of(part) if part.stream else content_settings(part)):
                 continue
-            check_part(part, elsewhere=elsewhere)
+            try:
+                # Of a tokenizer that is still to be trained nothing is known.
+                named = Path(str(part.tokenizer)).exists()
+                open_source(part, records_of(part, load_tokenizer(str(part.tokenizer))) if named else TextTemplate.parse("text"))
+            except SourceAbsent as error:
+                if not elsewhere:
+                    raise
+                notes.append(f"{error}; it is not checked")
             if part.stream and not elsewhere:
-                _check_place(part, settings)
+                check_disk(settings)
     return notes
 
 
@@ -68,21 +73,21 @@ def prepare_stream(settings: DataSettings, progress: bool = True) -> Path:
     """
     validation, parts = by_key(validation_parts(settings), "data.validation"), by_key(stream_parts(settings))
     made = {key: part for key, part in {**parts, **validation}.items() if part.source is not None}
-    check_missing(made, settings, progress)
+    check_missing(made)
     for key, part in validation.items():
         if part.source is not None:
-            with said_of(key):
+            with naming(key):
                 prepare_part(part, progress)
     for key, part in parts.items():
         if not holds_packs_of(part, part.packs / FIRST, content_of(part)):
-            with said_of(key), lock_of(settings.packs, progress):
+            with naming(key), lock_of(settings.packs, progress):
                 if not holds_packs_of(part, part.packs / FIRST, content_of(part)):
                     _make_first(part, settings, progress)
     return settings.packs
 
 
 def _make_first(part: DataSettings, settings: DataSettings, progress: bool) -> None:
-    _check_place(part, settings)
+    check_disk(settings)
     for path in part.packs.glob("part-*"):  # of an earlier stream, or of work that was killed
         _remove(path)
     limit = settings.stream.disk_gb
@@ -94,23 +99,6 @@ def _make_first(part: DataSettings, settings: DataSettings, progress: bool) -> N
             raise InputError(_too_small(settings, kept, "the first part takes"))
         _, fingerprint = maker.write(made)
         maker.write_first(made, fingerprint)
-
-
-def _check_place(part: DataSettings, settings: DataSettings) -> None:
-    """InputError where the first part of a stream cannot be made: for what is in its folder, or for its disk."""
-    for folder in {settings.packs, part.packs}:
-        _check_ours(folder, {each.packs.name for each in stream_parts(settings).values()} if settings.sources else set())
-    check_disk(settings)
-
-
-def _check_ours(folder: Path, more: set[str]) -> None:
-    """InputError where `folder` holds what no stream has made."""
-    names = [name for name in sorted(os.listdir(folder)) if not name.startswith(f".{PROOF}.")] if folder.is_dir() else []
-    ours = (*_OURS, f".{FIRST}.tokenizer.json", *more)
-    if strange := [name for name in names if name not in ours and not PART.fullmatch(name.strip(".").removesuffix(".partial"))]:
-        raise InputError(
-            f"{folder}: holds {strange[0]}, which is of no stream of packs; set data.packs to another folder, or move it away"
-        )
 
 
 def check_disk(settings: DataSettings) -> None:
@@ -132,7 +120,7 @@ def _too_small(settings: DataSettings, needed: float, why: str) -> str:
 
 def processes_of(settings: DataSettings) -> int:
     """Returns how many processes tokenise each source while the run trains: by default half of the cores, shared out."""
-    return max(1, (settings.processes or usable_cores() // 2) // max(1, len(settings.sources or ())))
+    return max(1, (usable_cores() // 2) // max(1, len(settings.sources or ())))
 
 
 def bytes_below(folder: Path) -> int:
@@ -149,25 +137,6 @@ def _remove(part: Path) -> None:
     """Its manifest first: what is half deleted is no part."""
     (part / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(part, ignore_errors=True)
-
-
-def remove_outdated(folder: Path, source: FileSource | DatasetSource) -> None:
-    """Remove the parts in `folder` that were made while the files of `source` had other sizes or dates, or of a saved dataset
-    with another fingerprint. A run must not read them: it would go on in a text that is no more, and wait for a part behind it
-    that nobody makes."""
-    identity, removed = json.loads(json.dumps(source.identity)), False
-    for path in (path for path in folder.glob("part-*") if PART.fullmatch(path.name)):
-        made_of = None
-        with suppress(InputError, KeyError, TypeError):
-            made_of = read_manifest(path)["statistics"]["stream"]["source"]
-        if made_of != identity:
-            _remove(path)
-            removed = True
-    if removed:
-        say(
-            f"{source.description}: it, or a date of its files, has changed since parts of {folder} were made; they are packed "
-            "again, that of the checkpoint too, to see whether its text has changed"
-        )
 
 
 class SourceAhead:
@@ -212,7 +181,7 @@ class SourceAhead:
 def _changed(source: SourceAhead, how: str) -> str:
     return (
         f"{source.maker.source.description}: its text has changed: {how}. Put the text back as it was, of a hub's dataset by "
-        "data.revision; or set another data.packs and run_dir to begin anew"
+        "`name@revision`; or set another data.packs and run_dir to begin anew"
     )
 
 
@@ -236,7 +205,6 @@ class StreamPacker:
             source.needed = (position.start.first, position.start.first + 1)
             for leftover in source.folder.glob(".part-*.partial"):
                 shutil.rmtree(leftover, ignore_errors=True)
-            remove_outdated(source.folder, source.maker.source)
 
     def needs(self, ranges: Mapping[str, tuple[int, int]]) -> None:
         """Takes note of what `packing.stream.Packing.needs` tells. Raises InputError where what was made for it has been removed:
@@ -359,9 +327,8 @@ class PackerProcess:
                 f"{settings.packs}: cannot be written to: {error.strerror}; set data.packs to another place"
             ) from None
         (settings.packs / FAILED).unlink(missing_ok=True)
-        for part in stream_parts(settings).values():  # the text may have grown, or be repeated from now on
+        for part in stream_parts(settings).values():  # the text may have grown
             (part.packs / ENDED).unlink(missing_ok=True)
-            remove_outdated(part.packs, open_source(part))  # here, as other processes read what is there once this is made
 
     def _refuse(self, holder: str) -> None:
         raise InputError(
@@ -372,8 +339,7 @@ class PackerProcess:
     def begin(self, positions: Mapping[str, Position]) -> None:
         if self._process is None:
             self._start()
-            # What a source does not say itself, it has of all: that has to stay so.
-            self._tell("settings", self._settings.model_dump(mode="json", exclude_unset=True))
+            self._tell("settings", self._settings.model_dump(mode="json"))
         self._tell("begin", {name: position.model_dump() for name, position in positions.items()})
 
     def needs(self, ranges: Mapping[str, tuple[int, int]]) -> None:
@@ -383,7 +349,7 @@ class PackerProcess:
         """Starts the process in a process group of its own, as Ctrl-C is for the run, which ends this one."""
         found = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH")]))
         self._process = subprocess.Popen(
-            [sys.executable, "-c", "from packing.packer import serve; serve()"],
+            [sys.executable, "-P", "-c", "from packing.packer import serve; serve()"],
             stdin=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": found},
             start_new_session=True,
@@ -399,7 +365,7 @@ class PackerProcess:
         status = self._process.poll() if self._process else None
         if status is None or (self._settings.packs / FAILED).exists():
             return
-        cause, remedy = f"signal {-status}", "if memory ran out, set a smaller data.processes or data.streaming.window"
+        cause, remedy = f"signal {-status}", "if memory ran out, set a smaller data.streaming.window"
         if status >= 0:  # and could not leave what it has to say
             cause, remedy = f"status {status}", "it has printed why: mend that"
         text = (

@@ -18,16 +18,16 @@ import pyarrow as pa
 from foundation.errors import InputError
 from foundation.progress import say
 from packing.arrow import PackWriter
-from packing.chunks import CHUNK_BYTES, Chunk, read_chunk
+from packing.chunks import CHUNK_BYTES, Chunk
 from packing.manifest import FIRST, read_manifest
-from packing.prepare import around, check_counts, check_length, content_settings, copy_tokenizer, prepared_records
+from packing.prepare import check_counts, check_length, content_settings, save_tokenizer, tail_of
+from packing.records import records_of
 from packing.settings import DataSettings
 from packing.sources import SourceUnreachable, open_source
 from packing.stream import PartStart, part_folder
-from packing.token_log import TokenCounts, mask_of
 from packing.tokenizer import load_tokenizer
-from packing.workers import Tokenized, TokenizerWorkers, plain_tokenizer, tokenize
-from packing.writing import Arranged
+from packing.workers import ChunkTokenizer, Tokenized, TokenizerWorkers
+from packing.writing import Arranged, TokenCounts, mask_of
 
 SAMPLE = 256  # packs that are kept of the first part, to look at
 _LEAST_CHUNK = 2**12  # bytes
@@ -85,9 +85,9 @@ class PartMaker(ExitStack):
     def __init__(self, settings: DataSettings, processes: int) -> None:
         super().__init__()
         self.settings, self.folder = settings, settings.packs
-        self.source = open_source(settings)
         self.tokenizer = load_tokenizer(str(settings.tokenizer))
-        self.records = prepared_records(settings, self.tokenizer)
+        self.records = records_of(settings, self.tokenizer)
+        self.source = open_source(settings, self.records)
         window = settings.stream.window
         self._window, self._chunk_bytes = window, min(CHUNK_BYTES, max(_LEAST_CHUNK, window))
         self._processes, self._workers = processes, None
@@ -167,17 +167,17 @@ class PartMaker(ExitStack):
 
     def _tokenized(self, batch: list[Chunk]) -> Iterable[Tokenized]:
         skip_bad = self.settings.on_bad_line == "skip"
-        ends = around(self.records, self.settings, self.tokenizer)
+        tail = tail_of(self.records, self.tokenizer)
         if self._workers is None:
             file = self.folder / FIRST / "tokenizer.json"
             file = file if file.is_file() else self._tokenizer_file()
-            self._plain = plain_tokenizer(str(file))
+            self._plain = ChunkTokenizer(file, self.records, skip_bad=skip_bad, tail=tail)
             if self._processes > 1:
-                pool = TokenizerWorkers(self._processes, file, self.records, skip_bad=skip_bad, **ends)
+                pool = TokenizerWorkers(self._processes, file, self.records, skip_bad=skip_bad, tail=tail)
                 self._workers = self.enter_context(pool)
         if self._workers is not None:
             return self._workers.map(batch)
-        return (tokenize(chunk, read_chunk(chunk, self.records, skip_bad), self._plain, **ends) for chunk in batch)
+        return map(self._plain, batch)
 
     def _tokenizer_file(self) -> Path:
         """Before the first part: where processes read the tokenizer."""
@@ -214,7 +214,7 @@ class PartMaker(ExitStack):
             for split, most in (("train", SAMPLE), ("held_out", None)):
                 for _ in arranged.write(writer, split, self.tokenizer.padding, most) if split in arranged.layouts else ():
                     pass
-            copy_tokenizer(writer.folder, self.settings, self.tokenizer)
+            save_tokenizer(writer.folder, self.tokenizer, self.records)
             packs = arranged.layouts["train"]
             rate = float((packs.stop - packs.start).sum()) / len(packs)
             self._finish(writer, {"stream": {"rate": rate, "fingerprint": fingerprint}})

@@ -1,50 +1,49 @@
 """Text to packs: tokenise in several processes, order the documents, lay out packs, write them.
 
-Tokenising takes nearly all the time, so its results are kept in `<packs>.partial/` (`packing.token_log`), from where a later call
-goes on; the rest starts over after a kill. The packs depend on neither interruptions nor the number of processes.
+Tokenising takes nearly all the time, so its results are kept in `<packs>.partial/`, from where a later call goes on; the rest
+starts over after a kill. The packs depend on neither interruptions nor the number of processes.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping
-from contextlib import suppress
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+import numpy as np
 
 from foundation.errors import InputError
-from foundation.files import free_bytes, no_room, remove_own_folder, why_unwritable
+from foundation.files import free_bytes, no_room, replace_file
 from foundation.locks import FileLock
 from foundation.progress import Progress, say
+from foundation.reading import load_object
 from foundation.units import plural
 from packing.arrow import IGNORE, PackWriter
-from packing.chat import CHAT_TEMPLATE, ChatColumns, chat_template
-from packing.chunks import CHUNK_BYTES, Records, TextTemplate, read_chunk
-from packing.manifest import FIRST, MANIFEST, read_manifest
-from packing.parts import by_key, check_parts, folder_of, is_there, said_of, training_parts, validation_parts
-from packing.records import records_of
+from packing.chunks import CHUNK_BYTES, Records, read_chunk
+from packing.manifest import MANIFEST, read_manifest
+from packing.parts import by_key, folder_of, is_there, naming, training_parts, validation_parts
+from packing.records import CHAT_TEMPLATE, ChatColumns, TextTemplate, records_of
 from packing.settings import DataSettings
-from packing.sources import DatasetSource, FileSource, open_source
-from packing.statistics import draw_lengths
-from packing.token_log import OWN, SOURCE_FILES, TokenCounts, TokenLog, differences
-from packing.tokenizer import ROLES, TextTokenizer, load_tokenizer
-from packing.workers import TokenizerWorkers
-from packing.writing import Arranged
+from packing.sources import FileSource, open_source
+from packing.tokenizer import TextTokenizer, load_tokenizer
+from packing.workers import Tokenized, TokenizerWorkers
+from packing.writing import Arranged, TokenCounts, mask_of
 
-# The settings that decide which tokens there are, and which packs they go to. No other (processes, streaming, mask_boundaries,
-# ...) changes the packs.
-_TOKEN_KEYS = ("source", "format", "subset", "split", "text", "tokenizer", "add_bos", "add_eos", "on_bad_line")
-# These came later. At its default none of them is recorded, so that packs from before are still those that are asked for.
-_LATER_KEYS = (
-    *("revision", "messages", "prompt", "response", "train_on", "chat_template"),
-    *("input_ids", "labels", "document_lengths"),
+# The settings that decide which tokens there are, and which packs they go to. No other changes the packs.
+_TOKEN_KEYS = (
+    *("source", "subset", "split", "text", "messages", "prompt", "response", "chat_template", "input_ids", "labels"),
+    *("tokenizer", "on_bad_line"),
 )
+_LAYOUT_KEYS = ("length", "packing", "held_out")
 _ANY_SOURCE = 2**20  # tokens: of packs so long a few are no burden, however short the text
-_LAYOUT_KEYS = ("length", "packing", "positions", "shuffle", "held_out", "seed")
+_COMMIT_SECONDS = 5.0
+_PROGRESS = "progress.json"
 
 
 def prepare(settings: DataSettings, progress: bool = True) -> Path:
@@ -55,57 +54,44 @@ def prepare(settings: DataSettings, progress: bool = True) -> Path:
     """
     if not settings.prepares:
         raise InputError("data.source and data.tokenizer are not set, so there is nothing to prepare packs from")
-    if settings.stream:
-        raise ValueError("the packs of a stream are made by packing.packer")
     validation = by_key(validation_parts(settings), "data.validation")
     training = by_key(training_parts(settings) or {"": settings.model_copy(update={"validation": None})})
     parts = {key: part for key, part in {**training, **validation}.items() if part.source is not None}
-    check_missing(parts, settings, progress)
+    check_missing(parts)
     for key, part in parts.items():
-        with said_of(key):
+        with naming(key):
             prepare_part(part, progress)
     return settings.packs
 
 
-def check_missing(parts: Mapping[str, DataSettings], settings: DataSettings, progress: bool) -> None:
+def check_missing(parts: Mapping[str, DataSettings]) -> None:
     """InputError where packs of one of several `parts`, by what a message calls it, are not there and cannot be made: before
     hours go into another."""
-    missing = {key: part for key, part in parts.items() if not is_there(folder_of(part))}
-    if missing and (settings.sources or settings.validation is not None):
-        for note in check_parts(settings):
-            say(note, progress)
-        for key, part in missing.items():
-            with said_of(key):
-                check_first_records(part)
+    if len(parts) < 2:
+        return
+    for key, part in parts.items():
+        if not is_there(folder_of(part)):
+            with naming(key):
+                _check_first_records(part)
 
 
-def check_first_records(settings: DataSettings) -> None:
-    """InputError where there are no records or the first cannot be read."""
-    tokenizer = load_tokenizer(str(settings.tokenizer))
-    records = prepared_records(settings, tokenizer)
-    if (chunk := next(open_source(settings).chunks(), None)) is None:
+def _check_first_records(settings: DataSettings) -> None:
+    records = records_of(settings, load_tokenizer(str(settings.tokenizer)))
+    if (chunk := next(open_source(settings, records).chunks(), None)) is None:
         check_counts(settings, TokenCounts(), masked=False)
     else:
         read_chunk(chunk, records, settings.on_bad_line == "skip")
 
 
 def prepare_part(settings: DataSettings, progress: bool) -> Path:
-    packs, partial = settings.packs, _partial_of(settings)
-    if not prepared_already(settings):  # before any file is touched: packs may be on a read-only disk
+    packs, content = settings.packs, content_settings(settings)
+    if not holds_packs_of(settings, packs, content):  # before any file is touched: packs may be on a read-only disk
         with lock_of(packs, progress):
-            if not prepared_already(settings):
-                manifest = _prepare_anew(settings, partial, progress)
-                say(summary(manifest), progress)
+            if not holds_packs_of(settings, packs, content):
+                say(summary(_prepare_anew(settings, progress)), progress)
                 return packs
     say(f"{packs}: already prepared with these settings", progress)
-    _note_changed_source(settings, progress)
-    with suppress(InputError):  # somebody else's is no reason to refuse packs that are there
-        remove_own_folder(partial, OWN)  # left by a kill in the last moment
     return packs
-
-
-def _partial_of(settings: DataSettings) -> Path:
-    return settings.packs.absolute().parent / f"{settings.packs.name}.partial"
 
 
 def lock_of(packs: Path, progress: bool) -> FileLock:
@@ -113,43 +99,13 @@ def lock_of(packs: Path, progress: bool) -> FileLock:
     try:
         return FileLock(path, lambda holder: say(f"{packs} is being prepared by {holder}; waiting for it", progress))
     except OSError as error:
-        raise _unwritable(path.parent, error.strerror) from None
+        raise InputError(f"{path.parent}: cannot be written to: {error.strerror}; set `data.packs` to another place") from None
 
 
-def check_part(settings: DataSettings, *, elsewhere: bool) -> None:
-    """InputError where `prepare_part` would refuse a part before it reads any text. Of a tokenizer that is not here nothing is
-    known, and where packs are made `elsewhere` nothing of their disk."""
-    if Path(str(settings.tokenizer)).exists():
-        tokenizer = load_tokenizer(str(settings.tokenizer))
-        around(prepared_records(settings, tokenizer), settings, tokenizer)
-    leads = settings.packs.is_symlink() and not settings.stream  # of a stream the folder itself is made, which a link is not
-    if not elsewhere and (reason := why_unwritable(Path(os.path.realpath(settings.packs)) if leads else settings.packs)):
-        raise _unwritable(settings.packs, reason)
-
-
-def _unwritable(path: Path, reason: str) -> InputError:
-    return InputError(f"{path}: cannot be written to: {reason}; set `data.packs`, or --out, to another place")
-
-
-def _prepare_anew(settings: DataSettings, partial: Path, progress: bool) -> dict[str, Any]:
-    """Tokenise, from where an earlier run stopped, and pack; returns the manifest."""
-    try:
-        tokenizer = load_tokenizer(str(settings.tokenizer))
-        log = _tokenize(settings, tokenizer, partial, progress)
-        manifest = _write_packs(settings, tokenizer, log, progress)
-    except OSError as error:
-        if not (full := no_room(error)):
-            raise
-        kept = f"; what is tokenised is kept in {partial}" if partial.exists() else ""  # nothing, where it was the first
-        raise InputError(f"{settings.packs}: {full} and run this again{kept}") from None
-    with suppress(InputError):
-        remove_own_folder(partial, OWN)
-    return manifest
-
-
-def prepared_already(settings: DataSettings) -> bool:
-    """Returns whether the folder holds packs of these settings. Raises InputError if it holds others."""
-    return holds_packs_of(settings, settings.packs, content_settings(settings))
+def content_settings(settings: DataSettings) -> dict[str, Any]:
+    """All settings that the packs depend on, as the manifest records them."""
+    values = settings.model_dump(mode="json")
+    return {key: values[key] for key in (*_TOKEN_KEYS, *_LAYOUT_KEYS)}
 
 
 def holds_packs_of(settings: DataSettings, packs: Path, content: dict[str, Any]) -> bool:
@@ -157,131 +113,164 @@ def holds_packs_of(settings: DataSettings, packs: Path, content: dict[str, Any])
     if not is_there(packs):
         return False
     if not (packs / MANIFEST).is_file():
-        raise InputError(
-            f"{packs}: exists and holds no packs that were prepared; set data.packs to another folder, or move it away"
-        )
+        raise InputError(f"{packs}: exists and holds no packs that were prepared; set data.packs to another folder")
     manifest = read_manifest(packs)
-    then, now = recorded_settings(settings, manifest["settings"]), dict(content)
-    template = None
-    if settings.is_chat and (packs / CHAT_TEMPLATE).is_file():
-        template = (packs / CHAT_TEMPLATE).read_text(encoding="utf-8")
-    if then.get("tokenizer") == now["tokenizer"] and Path(now["tokenizer"]).exists():  # its content may have changed
-        tokenizer, made_with = load_tokenizer(now["tokenizer"]), manifest["tokenizer"] or {}
-        then |= {"tokenizer fingerprint": made_with.get("fingerprint")} | _special(settings, template, made_with)
-        now |= {"tokenizer fingerprint": tokenizer.fingerprint} | _special(settings, template, tokenizer.describe())
-    if template is not None:
-        try:  # packs travel without their tokenizer
-            now["chat template"] = chat_template(settings.chat_template, str(settings.tokenizer))
-            then["chat template"] = template
-        except InputError:
-            now.pop("chat template", None)
+    then, now = dict(manifest["settings"]), dict(content)
+    if Path(str(settings.tokenizer)).exists():  # packs travel without it; where it is here, its content may have changed
+        then["tokenizer fingerprint"] = (manifest["tokenizer"] or {}).get("fingerprint")
+        now["tokenizer fingerprint"] = load_tokenizer(str(settings.tokenizer)).fingerprint
     if different := differences(then, now):
-        remedy = "set data.packs to another folder, or remove this one to prepare it anew"
-        if any(line.startswith("window:") for line in different):  # of each source of a stream it follows from their weights
-            remedy = "another window, or other weights of data.sources, make another stream: set another data.packs and run_dir"
-        raise InputError(f"{packs}: holds packs prepared with other settings ({'; '.join(different)}); {remedy}")
+        raise InputError(
+            f"{packs}: holds packs prepared with other settings ({'; '.join(different)}); set data.packs to another folder, or "
+            "remove this one to prepare it anew"
+        )
     return True
 
 
-def _special(settings: DataSettings, template: str | None, tokenizer: Mapping[str, Any]) -> dict[str, int | None]:
-    """Returns the ids of those special tokens that documents hold by these settings, of chats by their template. Which tokens
-    they are is said beside a tokenizer, so its fingerprint does not cover it. `tokenizer`: as it describes itself."""
-    if template is not None:
-        roles = [role for role in ROLES if f"{role}_token" in template]
-    else:
-        texts = not settings.is_chat and settings.input_ids is None
-        roles = [role for role, asked in (("bos", settings.add_bos), ("eos", settings.add_eos)) if asked and texts]
-    return {f"{role}_id": tokenizer.get(f"{role}_id") for role in roles}
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """`name: before -> now` for every key whose value differs."""
+    names = dict.fromkeys([*before, *now])
+    return [f"{name}: {before.get(name)} -> {now.get(name)}" for name in names if before.get(name) != now.get(name)]
 
 
-def _note_changed_source(settings: DataSettings, progress: bool) -> None:
-    """Tell the user if the source has changed since; the packs do not."""
-    if not Path(str(settings.source)).exists():
-        return  # packs travel without their source
+def _prepare_anew(settings: DataSettings, progress: bool) -> dict[str, Any]:
+    """Tokenise, from where an earlier run stopped, and pack; returns the manifest."""
+    partial = settings.packs.absolute().parent / f"{settings.packs.name}.partial"
     try:
-        source = open_source(settings)
-    except InputError as error:
-        say(f"{settings.packs}: used as they are; with these settings they could not be made again: {error}", progress)
-        return
-    then = read_manifest(settings.packs)["statistics"].get("source_bytes")
-    if isinstance(source, FileSource) and then is not None and source.bytes != then:
-        say(
-            f"{settings.packs}: made when {settings.source} had {then:,} bytes; now it has {source.bytes:,}. "
-            "The packs are used as they are; remove them to prepare anew",
-            progress,
-        )
+        tokenizer = load_tokenizer(str(settings.tokenizer))
+        records = records_of(settings, tokenizer)
+        log = _tokenize(settings, tokenizer, records, partial, progress)
+        manifest = _write_packs(settings, tokenizer, records, log, progress)
+    except OSError as error:
+        if not (full := no_room(error)):
+            raise
+        raise InputError(f"{settings.packs}: {full} and run this again; what is tokenised is kept in {partial}") from None
+    log.remove()
+    return manifest
 
 
-def recorded_settings(settings: DataSettings, recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what a manifest has `recorded`, with the present `format` where the source is the same files of the same kind by
-    either, as JSON Lines are by `auto` and `jsonl`."""
-    found, own = dict(recorded), settings.format
-    if found.get("format") == own:
-        return found
-    with suppress(InputError, ValidationError):  # the source may not be here any more
-        other = DataSettings.model_validate(settings.model_dump() | {"format": found.get("format")})
-        if open_source(settings).identity == open_source(other).identity:
-            found["format"] = own
-    return found
+class TokenLog:
+    """Tokens on their way from text to packs, in `folder`: files that only grow, and a note of how much of them is complete.
+
+    Every few seconds `tokens.bin` (uint32), `lengths.bin` (int64, one a document) and, where some tokens are not to be learnt,
+    `trained.bin` (a byte a token) are flushed and `progress.json` is replaced. Bytes beyond the sizes it names are cut off when
+    the log is opened again, so a kill or a power cut loses seconds. `key`: what the tokens follow from; InputError where the
+    folder holds tokens of another one, as tokens take hours. Append inside `with log.writing():`; read once it is complete.
+    """
+
+    def __init__(self, folder: Path, key: dict[str, Any], *, masked: bool = False) -> None:
+        self.folder, self.key, self.masked, self.counts = folder, key, masked, TokenCounts()
+        if (folder / _PROGRESS).is_file():
+            remedy = f"remove {folder} to start over"
+            state = load_object(folder / _PROGRESS, remedy)
+            self.counts = TokenCounts(**state["counts"])
+            if self.counts.documents and (different := differences(state["key"], key)):
+                raise InputError(
+                    f"{folder}: holds {self.counts.tokens:,} tokens made with other settings or text ({'; '.join(different)}); "
+                    f"set them back, set data.packs to another folder, or {remedy}"
+                )
+            for name, size in self._sizes().items():
+                if self.counts.documents and (folder / name).stat().st_size < size:
+                    raise InputError(f"{folder / name}: is not all there; {remedy}")
+        folder.mkdir(parents=True, exist_ok=True)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Open for `append`; commits on leaving for whatever reason. On a full disk the last commit remains."""
+        with ExitStack() as stack:
+            self._files = []
+            for name, size in self._sizes().items():
+                file = stack.enter_context(open(self.folder / name, "ab", buffering=0))
+                file.truncate(size)
+                self._files.append(file)
+            self._committed = time.monotonic()
+            try:
+                yield
+            finally:
+                self._commit()
+
+    def append(self, result: Tokenized) -> None:
+        """Add the next chunk's documents."""
+        columns = (result.tokens, result.lengths, *([mask_of(result)] if self.masked else ()))
+        for file, array in zip(self._files, columns, strict=True):
+            data = memoryview(array).cast("B")
+            while data:  # unbuffered files may take only a part, as on a nearly full disk; the next call then raises the reason
+                data = data[file.write(data) :]
+        self.counts = self.counts.with_chunk(result, self.masked)
+        if time.monotonic() - self._committed >= _COMMIT_SECONDS:
+            self._commit()
+
+    def tokens(self) -> np.ndarray:
+        """[tokens] uint32, memory-mapped."""
+        return np.memmap(self.folder / "tokens.bin", np.uint32, "r", shape=(self.counts.tokens,))
+
+    def trained(self) -> np.ndarray | None:
+        """[tokens] bool, memory-mapped: which are to be learnt; None where all are."""
+        if not self.masked:
+            return None
+        return np.memmap(self.folder / "trained.bin", np.bool_, "r", shape=(self.counts.tokens,))
+
+    def lengths(self) -> np.ndarray:
+        """[documents] int64."""
+        return np.fromfile(self.folder / "lengths.bin", np.int64, self.counts.documents)
+
+    def remove(self) -> None:
+        """Delete the files of the log, and the folder if nothing else is in it."""
+        for name in ("tokens.bin", "lengths.bin", "trained.bin", "tokenizer.json", _PROGRESS):
+            (self.folder / name).unlink(missing_ok=True)
+        if not any(self.folder.iterdir()):
+            self.folder.rmdir()
+
+    def _sizes(self) -> dict[str, int]:
+        """Returns how many bytes of each file of the log `progress.json` vouches for."""
+        sizes = {"tokens.bin": self.counts.tokens * 4, "lengths.bin": self.counts.documents * 8}
+        return sizes | ({"trained.bin": self.counts.tokens} if self.masked else {})
+
+    def _commit(self) -> None:
+        for file in self._files:
+            os.fsync(file.fileno())
+        state = {"key": self.key, "counts": self.counts.record()}
+        replace_file(self.folder / _PROGRESS, json.dumps(state, indent=1).encode())
+        self._committed = time.monotonic()
 
 
-def content_settings(settings: DataSettings) -> dict[str, Any]:
-    """All settings that the packs depend on, as the manifest records them."""
-    values = settings.model_dump(mode="json")
-    later = [key for key in _LATER_KEYS if getattr(settings, key) != DataSettings.model_fields[key].default]
-    return {key: values[key] for key in [*_TOKEN_KEYS, *later, *_LAYOUT_KEYS]}
-
-
-def _tokenize(settings: DataSettings, tokenizer: TextTokenizer, partial: Path, progress: bool) -> TokenLog:
+def _tokenize(settings: DataSettings, tokenizer: TextTokenizer, records: Records, partial: Path, progress: bool) -> TokenLog:
     """All documents as ids, in the order of the source."""
-    records = prepared_records(settings, tokenizer)
-    source = open_source(settings)
+    source = open_source(settings, records)
     # `on_bad_line` is not part of the key: after a bad line hours into the work, setting it to `skip` goes on from there.
-    key = {name: value for name, value in content_settings(settings).items() if name not in (*_LAYOUT_KEYS, "on_bad_line")}
-    key |= {SOURCE_FILES: source.identity, "tokenizer fingerprint": tokenizer.fingerprint, "chunk bytes": CHUNK_BYTES}
-    template = records.template if isinstance(records, ChatColumns) else None
-    if template is not None:
-        key["chat template fingerprint"] = sha256(template.encode()).hexdigest()
-    key |= _special(settings, template, tokenizer.describe())
+    content = content_settings(settings)
+    key = {name: content[name] for name in _TOKEN_KEYS if name != "on_bad_line"}
+    key |= {"source files": source.identity, "tokenizer fingerprint": tokenizer.fingerprint, "chunk bytes": CHUNK_BYTES}
+    if isinstance(records, ChatColumns):
+        key["chat template fingerprint"] = sha256(repr((records.template, records.tokens)).encode()).hexdigest()
     log = TokenLog(partial, key, masked=settings.masks)
-    if log.moved_to:
-        say(f"{settings.source}: has changed, so this starts over; what was tokenised before is in {log.moved_to}", progress)
-    if settings.on_bad_line == "error" and log.counts.skipped:
-        raise InputError(
-            f"{log.counts.first_skipped}; {partial} was made with data.on_bad_line: skip, and left that out. Set it to skip "
-            "again, or remove that folder"
-        )
+    skip_bad = settings.on_bad_line == "skip"
+    if log.counts.skipped and not skip_bad:
+        raise InputError(f"{partial}: was made with data.on_bad_line: skip; set it to skip again, or remove that folder")
     if log.counts.complete:
         return log
-    file = partial / "tokenizer.json"
+    file, processes, tail = partial / "tokenizer.json", usable_cores(), tail_of(records, tokenizer)
     tokenizer.save(file)
-    skip_bad = settings.on_bad_line == "skip"
-    processes = settings.processes or usable_cores()
     say(f"reading {source.description} with {processes} processes", progress)
     if log.counts.chunks:
         say(f"going on after {log.counts.documents:,} documents that an earlier run has tokenised", progress)
     try:
         with (
-            TokenizerWorkers(processes, file, records, skip_bad=skip_bad, **around(records, settings, tokenizer)) as workers,
+            TokenizerWorkers(processes, file, records, skip_bad=skip_bad, tail=tail) as workers,
             log.writing(),
             Progress("tokenising", "tokens", progress, log.counts.tokens) as line,
         ):
             for result in workers.map(islice(source.chunks(), log.counts.chunks, None)):
                 log.append(result)
                 line.update(log.counts.tokens, result.progress, f"{log.counts.documents:,} documents")
-            _check_unchanged(source)
+            if isinstance(source, FileSource) and (changed := source.changed()):
+                raise InputError(f"{changed}: has changed while it was read; wait until nothing writes to it, and run this again")
             log.counts.complete = True
     finally:
         if not log.counts.documents:
-            remove_own_folder(partial, OWN)  # nothing worth resuming
+            log.remove()  # nothing worth resuming
     check_counts(settings, log.counts, masked=log.masked)
     return log
-
-
-def _check_unchanged(source: FileSource | DatasetSource) -> None:
-    """InputError where files have other sizes or dates than when they were listed: what was read of them belongs to no text."""
-    if isinstance(source, FileSource) and (changed := source.changed()):
-        raise InputError(f"{changed}: has changed while it was read; wait until nothing writes to it, and run this again")
 
 
 def check_counts(settings: DataSettings, counts: TokenCounts, *, masked: bool) -> None:
@@ -302,42 +291,21 @@ def check_counts(settings: DataSettings, counts: TokenCounts, *, masked: bool) -
 def check_length(settings: DataSettings, tokens: int) -> None:
     """InputError where a pack is so much longer than all text that memory, and the disk, would be filled with padding."""
     if settings.length > max(tokens, _ANY_SOURCE):
-        where, remedy = ("in its first part", ", or a larger data.streaming.window") if settings.stream else ("in all", "")
-        raise InputError(
-            f"data.length: {settings.length:,}, and {settings.source} has {tokens:,} tokens {where}; set a shorter one{remedy}"
-        )
+        raise InputError(f"data.length: {settings.length:,}, and {settings.source} gives {tokens:,} tokens; set a shorter one")
 
 
-def around(records: Records, settings: DataSettings, tokenizer: TextTokenizer) -> dict[str, list[int]]:
-    """The ids before (`head`) and after (`tail`) each document: BOS and EOS, where those are asked for and texts have them."""
-    head = [tokenizer.required("bos", "data.add_bos")] if settings.add_bos else []
-    tail = [tokenizer.required("eos", "data.add_eos")] if settings.add_eos and isinstance(records, TextTemplate) else []
-    return {"head": head, "tail": tail}
+def tail_of(records: Records, tokenizer: TextTokenizer) -> list[int]:
+    """The ids after each document: EOS after texts; chats and tokens have their own."""
+    return [tokenizer.end_of_text] if isinstance(records, TextTemplate) else []
 
 
-def prepared_records(settings: DataSettings, tokenizer: TextTokenizer) -> Records:
-    """Returns what makes documents of records, for chats with the template that writes them. Raises InputError where there is
-    none, or where it writes an EOS that the tokenizer does not name, unless tokens were made so before."""
-    records = records_of(settings, tokenizer.vocab_size)
-    if not isinstance(records, ChatColumns):
-        return records
-    tokens = {f"{role}_token": tokenizer.tokenizer.id_to_token(number) for role, number in tokenizer.special.items()}
-    records = records.written_by(chat_template(settings.chat_template, tokenizer.name), tokens)
-    made = settings.packs / FIRST if settings.stream else _partial_of(settings)
-    if not made.is_dir() and records.lacks_end():
-        raise InputError(
-            f"data.chat_template: writes `eos_token`, and the tokenizer {tokenizer.name} names no EOS token, so answers would "
-            "have no end; name one in its tokenizer_config.json as `eos_token`, or set a template without it"
-        )
-    return records
-
-
-def _write_packs(settings: DataSettings, tokenizer: TextTokenizer, log: TokenLog, progress: bool) -> dict[str, Any]:
+def _write_packs(
+    settings: DataSettings, tokenizer: TextTokenizer, records: Records, log: TokenLog, progress: bool
+) -> dict[str, Any]:
     """Lay out the packs of both splits and write them; returns the manifest."""
     check_length(settings, log.counts.tokens)
-    arranged = Arranged.of(log, settings, one_file=log.key[SOURCE_FILES].get("kind") == "text")
-    free = free_bytes(Path(os.path.realpath(settings.packs)))
-    if (needed := arranged.bytes()) > free:
+    arranged = Arranged.of(log, settings, one_file=log.key["source files"].get("kind") == "text")
+    if (needed := arranged.bytes()) > (free := free_bytes(settings.packs)):
         raise InputError(
             f"{settings.packs}: the packs need {needed / 1e9:,.2f} GB and the disk has {free / 1e9:,.2f} GB; what is tokenised "
             "is kept. Free some space and run this again"
@@ -348,16 +316,15 @@ def _write_packs(settings: DataSettings, tokenizer: TextTokenizer, log: TokenLog
             for count in arranged.write(writer, split, tokenizer.padding):
                 written += count
                 line.update(written, written / arranged.packs)
-        copy_tokenizer(writer.folder, settings, tokenizer)
-        statistics = arranged.statistics() | {"source_bytes": log.key[SOURCE_FILES].get("bytes")}
-        draw_lengths(log.lengths(), settings.length, writer.folder / "lengths.png")
+        save_tokenizer(writer.folder, tokenizer, records)
+        statistics = arranged.statistics()
         return writer.finish(settings=content_settings(settings), statistics=statistics, tokenizer=tokenizer.describe())
 
 
-def copy_tokenizer(folder: Path, settings: DataSettings, tokenizer: TextTokenizer) -> None:
+def save_tokenizer(folder: Path, tokenizer: TextTokenizer, records: Records) -> None:
     """Put the tokenizer into `folder`, of chats with the template that writes them."""
     tokenizer.save(folder / "tokenizer.json")
-    if isinstance(records := prepared_records(settings, tokenizer), ChatColumns):
+    if isinstance(records, ChatColumns):
         (folder / CHAT_TEMPLATE).write_text(records.template, encoding="utf-8")
 
 

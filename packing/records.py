@@ -1,25 +1,198 @@
-"""What a record becomes by the `data` settings: a text, a chat, or the tokens that it holds already."""
+"""What a record becomes by the `data` settings: a text, a chat, or the tokens that it holds already.
+
+Chats are written out by a chat template: Jinja, which transformers runs in a sandbox (and without loading torch). There is no
+clock: a template that asks for today's date would make other packs every day. Those that first look whether there is a clock, as
+Llama's, use the date that they name instead.
+"""
 
 from __future__ import annotations
 
+import re
+import string
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
+import jinja2
 import numpy as np
-import pyarrow as pa
 
+from foundation.errors import InputError
+from foundation.reading import load_object, one_line
 from packing.arrow import IGNORE
-from packing.chat import ChatColumns
-from packing.chunks import BadRecord, MissingColumn, Records, TextTemplate, is_list_of, no_column
-from packing.settings import DataSettings
+from packing.chunks import BadRecord, Records
+from packing.settings import HUB_NAME, DataSettings
+from packing.tokenizer import TextTokenizer, from_hub, split_revision
+
+CHAT_TEMPLATE = "chat_template.jinja"  # its file, beside a tokenizer.json
+_NO_CLOCK = "{% set strftime_now = there_is_no_clock +%}"  # an undefined name; `+` leaves a line break behind it
+_MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+# What a template can end with: its own refusal, or a chat of another shape.
+_REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
+_MARK = "mark the answers with {% generation %} in a template of your own (`data.chat_template`)"
+
+
+@dataclass(frozen=True)
+class TextTemplate:
+    """Makes a document of a record: from one column as it is, or by a template such as "{title}\\n\\n{body}".
+
+    In a template, null counts as no text and numbers are written out; lists, mappings and bytes would stand there as Python
+    writes them, and are refused.
+    """
+
+    columns: tuple[str, ...]
+    pieces: tuple[tuple[str, str | None], ...] | None  # literal text, then a column; None: the one column as it is
+    keys: str = "data.text"  # the setting it comes from
+
+    @classmethod
+    def parse(cls, text: str, key: str = "data.text") -> TextTemplate:
+        if "{" not in text and "}" not in text:
+            return cls((text,), None, key)
+        try:
+            parsed = list(string.Formatter().parse(text))
+        except ValueError as error:
+            raise InputError(
+                f"{key}: {text!r} is no template: {error}; write columns as {{title}}, braces as {{{{ and }}}}"
+            ) from None
+        if any(spec or conversion for _, _, spec, conversion in parsed) or any(name == "" for _, name, _, _ in parsed):
+            raise InputError(f"{key}: {text!r}: only plain column names can stand between braces, as in {{title}}")
+        columns = tuple(dict.fromkeys(name for _, name, _, _ in parsed if name is not None))
+        if not columns:
+            raise InputError(f"{key}: the template {text!r} names no column, so every document would be the same")
+        return cls(columns, tuple((literal, name) for literal, name, _, _ in parsed), key)
+
+    def fill(self, record: dict[str, Any]) -> str:
+        values = {column: "" if record[column] is None else record[column] for column in self.columns}
+        wanted = str if self.pieces is None else (str, int, float)
+        for column, value in values.items():
+            if not isinstance(value, wanted):
+                raise BadRecord(f"column `{column}` holds {type(value).__name__}, not text; set {self.keys} to a column of text")
+        if all(value == "" for value in values.values()):
+            return ""
+        if self.pieces is None:
+            return _encodable(values[self.columns[0]])
+        return _encodable("".join(literal + (str(values[name]) if name is not None else "") for literal, name in self.pieces))
+
+
+def _encodable(text: str) -> str:
+    """`text` itself. JSON can hold half of a surrogate pair (`\\ud800`), which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRecord(f"half a surrogate pair at character {error.start}, which is no text") from None
+    return text
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A chat as text, and where the answers stand in it: from a character to one, in order."""
+
+    text: str
+    answers: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class ChatColumns:
+    """Makes a chat of a record: from a column of messages, or from two that are a prompt and its response."""
+
+    messages: str | None
+    prompt: TextTemplate | None
+    response: TextTemplate | None
+    template: str = ""  # Jinja
+    tokens: tuple[tuple[str, str], ...] = ()  # what templates know of the tokenizer: ("bos_token", "<s>"), ...
+
+    @property
+    def keys(self) -> str:
+        return "data.messages" if self.messages is not None else "data.prompt and data.response"
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        if self.messages is not None:
+            return (self.messages,)
+        return tuple(dict.fromkeys([*self.prompt.columns, *self.response.columns]))
+
+    def fill(self, record: dict[str, Any]) -> Rendered:
+        """The chat that `record` holds, written out. Raises BadRecord, also where nobody answers or nothing is asked."""
+        if self.messages is not None:
+            chat = _messages(record[self.messages], self.messages)
+        else:
+            prompt, response = self.prompt.fill(record), self.response.fill(record)
+            if not prompt.strip():
+                raise BadRecord(f"the prompt (`{', '.join(self.prompt.columns)}`) is empty, so nothing would be masked")
+            chat = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+        answers = [number for number, message in enumerate(chat) if message["role"] == "assistant" and _says_something(message)]
+        if not answers:
+            raise BadRecord("a chat without an answer: no message of the role `assistant` holds any text")
+        text, spans = self._render(chat)
+        for number, message in enumerate(chat, 1):
+            content = message.get("content")
+            if isinstance(content, (list, dict)) and str(content) in text:
+                kind = type(content).__name__
+                raise BadRecord(f"message {number} has a {kind} as its content, which the chat template writes as Python does")
+        if not _MARKED.search(self.template):
+            spans = self._after_prompts(chat, answers, text)
+        if not (spans := [(begin, end) for begin, end in spans if begin < end]):
+            raise BadRecord(f"the chat template writes nothing for the answers; {_MARK}")
+        return Rendered(_encodable(text), tuple(spans))
+
+    def _after_prompts(self, chat: list[dict[str, Any]], answers: list[int], text: str) -> list[tuple[int, int]]:
+        """Where each answer stands by a template that does not mark them: behind the prompt for it."""
+        spans = []
+        for number in answers:
+            before, _ = self._render(chat[:number], add_generation_prompt=True)
+            with_answer = text if number + 1 == len(chat) else self._render(chat[: number + 1])[0]
+            if not (text.startswith(with_answer) and with_answer.startswith(before)):
+                raise BadRecord(
+                    f"the chat template writes message {number + 1} otherwise once others follow, or after the prompt for it, so "
+                    f"where the answer stands cannot be told; {_MARK}"
+                )
+            spans.append((len(before), len(with_answer)))
+        return spans
+
+    def check(self) -> ChatColumns:
+        """Returns itself; InputError where the template is no Jinja."""
+        with suppress(BadRecord):
+            self._render([{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}])
+        return self
+
+    def _render(self, chat: list[dict[str, Any]], **more: bool) -> tuple[str, list[tuple[int, int]]]:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        mask = _MARKED.search(self.template) is not None
+        try:
+            texts, spans = render_jinja_template(
+                [chat], chat_template=_NO_CLOCK + self.template, return_assistant_tokens_mask=mask, **more, **dict(self.tokens)
+            )
+        except jinja2.TemplateSyntaxError as error:
+            raise InputError(f"data.chat_template: no Jinja that can be used: {error}; correct it, or name another") from None
+        except _REFUSALS as error:
+            raise BadRecord(f"the chat template does not take this chat: {one_line(error, named=True)}") from None
+        return texts[0], spans[0] if spans else []
+
+
+def _says_something(message: dict[str, Any]) -> bool:
+    content = message.get("content")
+    return bool(content.strip() if isinstance(content, str) else content) or bool(message.get("tool_calls"))
+
+
+def _messages(value: Any, column: str) -> list[dict[str, Any]]:
+    """The messages of a record, without keys that are null: tables give every message the keys of all."""
+    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
+        raise BadRecord(f"column `{column}` holds {type(value).__name__}, not a list of messages")
+    chat = [{key: item for key, item in message.items() if item is not None} for message in value]
+    for number, message in enumerate(chat, 1):
+        if message.get("content") in ([], {}):
+            message["content"] = ""
+        if not isinstance(message.get("role"), str):
+            raise BadRecord(f"message {number} of column `{column}` has no `role`; a message has a `role` and a `content`")
+    return chat
 
 
 @dataclass(frozen=True)
 class Ids:
-    """Documents that are tokens already."""
+    """A document that is tokens already."""
 
     tokens: np.ndarray  # [tokens] uint32
-    lengths: np.ndarray  # [documents] int64
     trained: np.ndarray | None  # [tokens] bool; None: all
 
     def __bool__(self) -> bool:
@@ -28,30 +201,18 @@ class Ids:
 
 @dataclass(frozen=True)
 class TokenColumns:
-    """Makes documents of a record that is tokenized: its tokens as they are, with nothing put before or after them."""
+    """Makes a document of a record that is tokenized: its tokens as they are, with nothing put before or after them."""
 
     input_ids: str
     labels: str | None  # the tokens themselves, with `IGNORE` where there is no loss
-    lengths: str | None  # of the documents; None: a record is one. Tokens beyond them are padding, and left out
-    vocabulary: int | None = None  # ids are below; None where only the columns matter
+    vocabulary: int  # ids are below
+    keys: ClassVar[str] = "data.input_ids and data.labels"
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(filter(None, (self.input_ids, self.labels, self.lengths))))
-
-    def missing(self, names: list[str]) -> str | None:
-        return no_column(self.columns, names, "data.input_ids, data.labels and data.document_lengths")
-
-    def mistyped(self, schema: pa.Schema) -> str | None:
-        for name in self.columns:
-            kind = schema.field(name).type
-            if not is_list_of(kind, pa.types.is_integer):
-                return f"column `{name}` holds {kind}, not lists of whole numbers; the columns are: {', '.join(schema.names)}"
-        return None
+        return tuple(dict.fromkeys(filter(None, (self.input_ids, self.labels))))
 
     def fill(self, record: dict[str, Any]) -> Ids:
-        if problem := self.missing(list(record)):
-            raise MissingColumn(problem)
         tokens = _numbers(record, self.input_ids)
         if len(tokens) and (tokens.min() < 0 or tokens.max() >= self.vocabulary):
             wrong = int(tokens.max() if tokens.max() >= self.vocabulary else tokens.min())
@@ -59,26 +220,15 @@ class TokenColumns:
                 f"column `{self.input_ids}` holds the id {wrong}, and the tokenizer has {self.vocabulary:,} ids; name the one "
                 "that it was made with (data.tokenizer)"
             )
-        lengths = np.array([len(tokens)]) if self.lengths is None else _numbers(record, self.lengths)
-        total = sum(lengths.tolist())  # which no length makes overflow
-        if len(lengths) and lengths.min() < 0:
-            raise BadRecord(f"column `{self.lengths}` holds the length {lengths.min():,}, below 0")
-        if total > len(tokens):
-            raise BadRecord(f"column `{self.lengths}` adds up to {total:,} tokens, and the record has {len(tokens):,}")
-        lengths = lengths[lengths > 0]
-        real = int(lengths.sum())
-        return Ids(tokens[:real].astype(np.uint32), lengths, self._mask(record, tokens, real))
-
-    def _mask(self, record: dict[str, Any], tokens: np.ndarray, real: int) -> np.ndarray | None:
         if self.labels is None:
-            return None
+            return Ids(tokens.astype(np.uint32), None)
         labels = _numbers(record, self.labels)
-        if len(labels) != len(tokens) or ((labels != tokens) & (labels != IGNORE))[:real].any():
+        if len(labels) != len(tokens) or ((labels != tokens) & (labels != IGNORE)).any():
             raise BadRecord(
                 f"column `{self.labels}` is neither `{self.input_ids}` itself nor {IGNORE}; write it as the tokens themselves, "
                 "not shifted (the loss shifts them), or leave data.labels out"
             )
-        return labels[:real] != IGNORE
+        return Ids(tokens.astype(np.uint32), labels != IGNORE)
 
 
 def _numbers(record: dict[str, Any], column: str) -> np.ndarray:
@@ -87,19 +237,63 @@ def _numbers(record: dict[str, Any], column: str) -> np.ndarray:
         values = np.array(record[column] if record[column] is not None else [])
     except ValueError:  # lists of several lengths
         values = np.zeros(())
-    if values.ndim != 1 or (len(values) and values.dtype.kind != "i"):  # unsigned are only those beyond int64
+    if values.ndim != 1 or (len(values) and values.dtype.kind != "i"):
         raise BadRecord(f"column `{column}` holds no list of whole numbers")
     return values.astype(np.int64)
 
 
-def records_of(settings: DataSettings, vocabulary: int | None = None) -> Records:
-    """Returns what makes documents of the records of `settings.source`. Chats can be written after `ChatColumns.written_by`;
-    tokens are held against a tokenizer of `vocabulary` ids."""
+def records_of(settings: DataSettings, tokenizer: TextTokenizer) -> Records:
+    """Returns what makes documents of the records of `settings.source`, for chats with the template that writes them. InputError
+    where there is none, or where it writes an EOS token that the tokenizer does not have."""
     if settings.input_ids is not None:
-        return TokenColumns(settings.input_ids, settings.labels, settings.document_lengths, vocabulary)
+        return TokenColumns(settings.input_ids, settings.labels, tokenizer.vocab_size)
+    if not settings.is_chat:
+        return TextTemplate.parse(settings.text)
+    template = chat_template(settings.chat_template, tokenizer.name)
+    tokens = {f"{role}_token": tokenizer.tokenizer.id_to_token(number) for role, number in tokenizer.special.items()}
+    if "eos_token" in template and "eos_token" not in tokens:
+        raise InputError(
+            f"data.chat_template: writes `eos_token`, and the tokenizer {tokenizer.name} names no EOS token, so answers would "
+            "have no end; name one in its tokenizer_config.json as `eos_token`, or set a template without it"
+        )
+    named = tuple(sorted(tokens.items()))
     if settings.messages is not None:
-        return ChatColumns(settings.messages, None, None, settings.train_on)
-    if settings.prompt is not None:
-        prompt, response = (TextTemplate.parse(getattr(settings, key), f"data.{key}") for key in ("prompt", "response"))
-        return ChatColumns(None, prompt, response, settings.train_on)
-    return TextTemplate.parse(settings.text)
+        return ChatColumns(settings.messages, None, None, template, named).check()
+    prompt, response = (TextTemplate.parse(getattr(settings, key), f"data.{key}") for key in ("prompt", "response"))
+    return ChatColumns(None, prompt, response, template, named).check()
+
+
+def chat_template(given: str | None, tokenizer: str) -> str:
+    """The text of `data.chat_template`, or of the tokenizer's own where that is None. InputError where there is none."""
+    if given is not None and ("{" in given or "\n" in given):
+        return given
+    if given is not None:
+        try:
+            return Path(given).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"data.chat_template: {given}: no chat template that can be read: {one_line(error)}") from None
+    for name in (CHAT_TEMPLATE, "tokenizer_config.json"):
+        file = _beside(tokenizer, name)
+        if file is None:
+            continue
+        if name == CHAT_TEMPLATE:
+            return file.read_text(encoding="utf-8")
+        template = load_object(file, "fetch the tokenizer again, or name another").get("chat_template")
+        if isinstance(template, list):  # several, by name
+            template = {each["name"]: each["template"] for each in template}.get("default")
+        if isinstance(template, str):
+            return template
+    raise InputError(
+        f"data.chat_template: the tokenizer {tokenizer} has no chat template to write chats with; set data.chat_template to a "
+        "Jinja file, or name a tokenizer that has one, as those of instruct models do"
+    )
+
+
+def _beside(tokenizer: str, name: str) -> Path | None:
+    """The file `name` of a tokenizer's folder or hub repository; None where it has none."""
+    path = Path(tokenizer)
+    if path.exists():
+        file = (path if path.is_dir() else path.parent) / name
+        return file if file.is_file() else None
+    repository, revision = split_revision(tokenizer)
+    return from_hub(repository, name, revision, needed=False) if HUB_NAME.fullmatch(repository) else None

@@ -14,7 +14,7 @@ from packing.manifest import FIRST, MANIFEST, Split, holds_packs, read_manifest
 from packing.mds import INDEX, MDSPacks, read_index
 from packing.mixture import MixedPacks
 from packing.order import splitmix64
-from packing.parts import stream_parts, training_parts, validation_part
+from packing.parts import stream_parts, training_parts, validation_parts
 from packing.settings import DataSettings
 from packing.stream import StreamedPacks
 from packing.token_bin import TokenBin
@@ -36,7 +36,10 @@ def open_packs(settings: DataSettings, split: Split) -> Packs | None:
     """
     if settings.validation is not None:
         if split == "held_out":
-            return open_packs(validation_part(settings), "train")
+            opened = {name: open_packs(part, "train") for name, part in validation_parts(settings).items()}
+            if "" in opened:
+                return opened[""]
+            return MixedPacks(settings.packs, opened, dict.fromkeys(opened, 1 / len(opened)))
         settings = settings.model_copy(update={"validation": None})
     if settings.stream:
         return StreamedPacks(settings) if split == "train" else _held_out_of_stream(settings)

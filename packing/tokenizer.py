@@ -12,7 +12,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from foundation.errors import InputError
-from foundation.reading import load_object, one_line, parse_json, read_regular, reason_of
+from foundation.reading import load_object, one_line
 from packing.settings import HUB_NAME
 
 ROLES = ("bos", "eos", "pad")
@@ -50,14 +50,15 @@ class TextTokenizer:
         """The id that fills what a pack has left."""
         return next((self.special[role] for role in ("eos", "pad") if role in self.special), 0)
 
-    def required(self, role: str, setting: str) -> int:
-        """The id of the `role` token (bos or eos) that `setting` asks for; InputError if there is none."""
-        if role not in self.special:
+    @property
+    def end_of_text(self) -> int:
+        """The id that ends a text; InputError if there is none."""
+        if "eos" not in self.special:
             raise InputError(
-                f"{setting} is true, but the tokenizer {self.name} names no {role.upper()} token; set {setting}: false, "
-                f"or name one in its tokenizer_config.json as `{role}_token`"
+                f"data.tokenizer: {self.name} names no EOS token to end texts with; name one in its tokenizer_config.json as "
+                "`eos_token`"
             )
-        return self.special[role]
+        return self.special["eos"]
 
     def save(self, path: Path) -> None:
         """Write a tokenizer.json. (The library's own `save` turns every OSError, also a full disk, into a bare Exception.)"""
@@ -70,33 +71,30 @@ class TextTokenizer:
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> TextTokenizer:
-    """The tokenizer `name`: a tokenizer.json, a folder with one, or a model on the hub at `revision`. Raises InputError."""
+    """The tokenizer `name`: a tokenizer.json, a folder with one, or a model on the hub (`name@revision`). Raises InputError."""
     path = Path(name)
-    file = path / "tokenizer.json" if path.is_dir() else path
-    config = file.parent / "tokenizer_config.json"
-    if not file.is_file():
-        if path.is_dir():
-            raise InputError(
-                f"data.tokenizer: {path}: no tokenizer.json in this folder; name a tokenizer.json, or a folder with one"
-            )
-        if path.is_symlink() and not path.exists():  # not to be looked for among the models of that name
-            raise InputError(f"data.tokenizer: {path}: is a dead link; correct it, or name the tokenizer itself")
-        if not HUB_NAME.fullmatch(name):
+    if path.exists():
+        file = path / "tokenizer.json" if path.is_dir() else path
+        config = file.parent / "tokenizer_config.json"
+        config = config if config.is_file() else None
+    else:
+        repository, named = split_revision(name)
+        if not HUB_NAME.fullmatch(repository):
             raise InputError(
                 f"data.tokenizer: {name}: no such file or folder; name a tokenizer.json, a folder with one, or a model on the hub"
             )
-        file, config = _tokenizer_from_hub(name, revision)
+        file = from_hub(repository, "tokenizer.json", revision or named)
+        config = from_hub(repository, "tokenizer_config.json", revision or named, needed=False)
     try:
-        text = str(read_regular(file), "utf-8")
-        _check_json(text)
-    except (OSError, ValueError) as error:
-        raise InputError(f"data.tokenizer: {file}: not a readable tokenizer.json: {reason_of(error)}; {_REMEDY}") from None
-    try:
-        tokenizer = _parsed(text)
+        tokenizer = _parsed(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(
+            f"data.tokenizer: {file}: no tokenizer.json that can be read ({one_line(error)}); name one, or a folder with one"
+        ) from None
     except Exception as error:
         if type(error) is not Exception:  # the library knows no narrower class for a file that it cannot use
             raise
-        raise InputError(f"data.tokenizer: {file}: valid JSON, but no tokenizer: {error}; {_REMEDY}") from None
+        raise InputError(f"data.tokenizer: {file}: no tokenizer: {one_line(error)}; {_REMEDY}") from None
     if not tokenizer.get_vocab_size(with_added_tokens=True):
         raise InputError(f"data.tokenizer: {file}: has no tokens; {_REMEDY}")
     return TextTokenizer(name, tokenizer, _special_ids(tokenizer, config))
@@ -104,13 +102,6 @@ def load_tokenizer(name: str, revision: str | None = None) -> TextTokenizer:
 
 # A run asks for its tokenizer three times, to check packs, vocabulary and prompts; one of 150,000 tokens takes a second to parse.
 # Kept by the text, so that a file that changes is parsed anew.
-
-
-@lru_cache(maxsize=2)
-def _check_json(text: str) -> None:
-    parse_json(text)
-
-
 @lru_cache(maxsize=2)
 def _parsed(text: str) -> Tokenizer:
     """Nobody may change it: who asks for the same again gets the same object."""
@@ -127,40 +118,40 @@ def _fingerprint_of(text: str) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def _tokenizer_from_hub(name: str, revision: str | None) -> tuple[Path, Path]:
-    """tokenizer.json and tokenizer_config.json of a hub model, from the local cache where they are in it.
+def split_revision(name: str) -> tuple[str, str | None]:
+    """`name@revision` of a hub repository as its two parts; None where no revision is named."""
+    repository, at, revision = name.partition("@")
+    return repository, revision if at else None
 
-    A repository may lack the second. One that cannot be reached is an InputError: ids must not depend on the network.
-    """
+
+def from_hub(repository: str, name: str, revision: str | None = None, *, needed: bool = True) -> Path | None:
+    """The file `name` of a hub repository, from the local cache where it is in it. None where the repository is known to lack it
+    and it is not `needed`. A hub that cannot be reached is an InputError: ids must not depend on the network."""
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HFValidationError, RemoteEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RemoteEntryNotFoundError
 
-    wanted = "tokenizer.json"
     try:
-        file = Path(hf_hub_download(name, wanted, revision=revision))
-        wanted = "tokenizer_config.json"
-        return file, Path(hf_hub_download(name, wanted, revision=revision))
+        return Path(hf_hub_download(repository, name, revision=revision))
     except (OSError, HFValidationError) as error:
-        if wanted == "tokenizer_config.json" and isinstance(error, RemoteEntryNotFoundError):
-            return file, file.parent / wanted
+        # Without a network, the cache knows no more of the files that most repositories lack.
+        absent = (RemoteEntryNotFoundError, LocalEntryNotFoundError) if name.endswith(".jinja") else RemoteEntryNotFoundError
+        if not needed and isinstance(error, absent):
+            return None
         raise InputError(
-            f"data.tokenizer: {name}: no such file or folder in {Path.cwd()}, and no {wanted} from the hub: {one_line(error)}; "
-            f"{_REMEDY}"
+            f"data.tokenizer: {repository}: no such file or folder in {Path.cwd()}, and no {name} from the hub: "
+            f"{one_line(error)}; {_REMEDY}"
         ) from None
 
 
-def _special_ids(tokenizer: Tokenizer, config: Path) -> dict[str, int]:
+def _special_ids(tokenizer: Tokenizer, config: Path | None) -> dict[str, int]:
     """Id by role (bos, eos, pad), for the roles that the tokenizer has a token for."""
     candidates = _USUAL_NAMES
-    if config.exists() or config.is_symlink():
+    if config is not None:
         values = load_object(config, _REMEDY)
         named = {role: values.get(f"{role}_token") for role in ROLES}
-        names = {role: value.get("content") if isinstance(value, dict) else value for role, value in named.items() if value}
-        if strange := [role for role, name in names.items() if not isinstance(name, str)]:
-            raise InputError(f"data.tokenizer: {config}: `{strange[0]}_token` is no text; {_REMEDY}")
-        candidates = {role: [name] for role, name in names.items()}
+        candidates = {role: [value["content"] if isinstance(value, dict) else value] for role, value in named.items() if value}
     ids = {role: map(tokenizer.token_to_id, names) for role, names in candidates.items()}
-    known = {role: next((number for number in found if number is not None), None) for role, found in ids.items()}
+    known = {role: next((number for number in numbers if number is not None), None) for role, numbers in ids.items()}
     return {role: number for role, number in known.items() if number is not None}
 
 

@@ -17,7 +17,8 @@ from foundation.errors import InputError
 from foundation.files import remove_own_folder
 from foundation.progress import Progress, say
 from foundation.reading import reason_of, unusable_text
-from packing.chunks import TextTemplate, read_chunk
+from packing.chunks import read_chunk
+from packing.records import TextTemplate
 from packing.settings import DataSettings
 from packing.sources import open_source
 
@@ -47,9 +48,9 @@ def make_tokenizer(
     if unusable := next(filter(None, map(unusable_text, special)), None):
         raise InputError(f"--special: {unusable}; name a text")
     _make_unfinished(folder).rmdir()  # what hinders it is said before the text is read
-    source = open_source(settings)
-    say(f"reading {source.description}")
     template, done = TextTemplate.parse(settings.text), 0
+    source = open_source(settings, template)
+    say(f"reading {source.description}")
 
     def texts() -> Iterator[str]:
         nonlocal done

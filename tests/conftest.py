@@ -16,9 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -102,24 +100,9 @@ def forked_tokenizers() -> Iterator[None]:
     """Processes that tokenise are forked, where it is this process that starts them: they spend nine tenths of their time in
     importing. Those of commands and runs in processes of their own are spawned."""
 
-    def forked(**what: Any) -> BaseProcess:
-        # While one starts, SIGINT is blocked. What all are forked from must not begin then: every launcher would have it blocked.
-        forkserver._forkserver.ensure_running()
-        return fork_context.Process(**what)
-
+    forkserver._forkserver.ensure_running()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(workers, "START", SimpleNamespace(Process=forked))
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def blank_lengths() -> Iterator[None]:
-    """Of packing a few documents, the picture of their lengths would be the better half."""
-    from tests import blank_picture  # not above: it imports more than the process needs that hands out the tests
-
-    with pytest.MonkeyPatch.context() as patch:
-        for module in ("prepare", "inspection"):
-            patch.setattr(f"packing.{module}.draw_lengths", blank_picture.draw_lengths)
+        patch.setattr(workers, "START", fork_context)
         yield
 
 

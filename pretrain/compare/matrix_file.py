@@ -23,10 +23,9 @@ from foundation.reading import load_object
 from foundation.settings import FilePath, PathText, PositiveCount, Settings, load_yaml, parse, value_from_text
 from packing.manifest import read_manifest
 from packing.parts import training_parts, validation_parts
-from packing.prepare import content_settings, recorded_settings
+from packing.prepare import content_settings, differences
 from packing.settings import DataSettings
 from packing.store import open_packs
-from packing.token_log import differences
 from pretrain.compare.fairness import in_words
 from pretrain.metrics.run_record import read_finished, read_run
 from pretrain.plan.checks import check_launch
@@ -384,7 +383,7 @@ def _computed(recipe: Recipe) -> Values:
 def _text_of(recipe: Recipe) -> Values:
     """The settings, beside those of the training's identity, that decide the text and its packs: of packs that no `source`
     makes, where they lie is all there is."""
-    idle = {"data.processes", "data.packs" if recipe.data.prepares else "data.tokenizer", *identity_of(recipe, "")}
+    idle = {"data.packs" if recipe.data.prepares else "data.tokenizer", *identity_of(recipe, "")}
     return {key: value for key, value in flatten({"data": resolved(recipe)["data"]}).items() if key not in idle}
 
 
@@ -408,7 +407,7 @@ def _fingerprints(data: DataSettings) -> dict[str, str]:
     parts = [*(training_parts(data) or {"": data}).values(), *validation_parts(data).values()]
     try:
         for part in [part for part in parts if part.source is not None]:
-            if differences(recorded_settings(part, read_manifest(part.packs)["settings"]), content_settings(part)):
+            if differences(read_manifest(part.packs)["settings"], content_settings(part)):
                 return {}
         packs = {"data_fingerprint": open_packs(data, "train"), "held_out_fingerprint": open_packs(data, "held_out")}
     except InputError:  # not there, or damaged, which its launcher will say

@@ -17,8 +17,8 @@ from transformers import AutoTokenizer, BatchEncoding, PretrainedConfig, PreTrai
 
 from foundation.errors import InputError, shown
 from foundation.reading import one_line
-from packing.chat import CHAT_TEMPLATE, chat_template
 from packing.parts import training_parts
+from packing.records import CHAT_TEMPLATE, chat_template
 from packing.settings import DataSettings
 from packing.tokenizer import TextTokenizer
 from packing.tokenizer import load_tokenizer as load_text_tokenizer

@@ -33,12 +33,9 @@ _NOT_IDENTITY = (
     # On what the precision is computed, not which it is: emulation gives the hardware's numbers but for the order of sums.
     *("fp8_config.backend", "fp8_config.on_unsupported", "fp8_config.use_autocast_during_eval"),
     # How the packs came to be: what they hold has a fingerprint of its own.
-    *("data.packs", "data.source", "data.format", "data.subset", "data.split", "data.streaming", "data.text", "data.tokenizer"),
-    *("data.validation", "data.revision"),
-    *("data.messages", "data.prompt", "data.response", "data.train_on", "data.chat_template"),
-    *("data.input_ids", "data.labels", "data.document_lengths"),
-    *("data.packing", "data.positions", "data.add_", "data.shuffle", "data.seed", "data.held_out"),
-    *("data.on_bad_line", "data.processes"),
+    *("data.packs", "data.source", "data.subset", "data.split", "data.streaming", "data.text", "data.tokenizer"),
+    *("data.validation", "data.messages", "data.prompt", "data.response", "data.chat_template"),
+    *("data.input_ids", "data.labels", "data.packing", "data.held_out", "data.on_bad_line"),
 )
 
 SOURCE = "model.source."  # with which an identity's keys of what the config.json of `model.source` says begin
@@ -157,7 +154,7 @@ def in_a_name(value: Any) -> str:
 def resolved(recipe: Recipe) -> dict[str, Any]:
     """Every setting as plain values, of each of several sources what it really has. Written as YAML, `load_recipe` reads it back
     to a recipe that trains the same, and whose settings these are again."""
-    return recipe.model_dump(mode="json") | {"data": recipe.data.in_full()}
+    return recipe.model_dump(mode="json")
 
 
 def identity_of(recipe: Recipe, data_fingerprint: str) -> dict[str, Any]:

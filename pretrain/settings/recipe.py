@@ -336,9 +336,6 @@ class Recipe(Settings):
                 value = _at(said, key)
                 written = value if isinstance(value, str) else json.dumps(value)
                 found.append(f"`{key}: {shown(written)}` has no effect: it {idle.why.format(recipe=self)}")
-        for key in self.data.without_effect:
-            value = shown(getattr(self.data, key))
-            found.append(f"`data.{key}: {value}` has no effect: each source says another, or has records of another kind")
         return found
 
 

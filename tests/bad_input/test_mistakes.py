@@ -179,7 +179,7 @@ TEXTS = [
     (DOCUMENT, "data.packs={here}/run run_dir={here}/run", "`run_dir`"),
     (DOCUMENT, "data.length=128 batch.tokens=1024", "64 positions"),
     (DOCUMENT, "data.held_out=0 evaluate.every=5", "`evaluate.every: 5`"),
-    (DOCUMENT, "data.held_out=0 data.validation.source={here}/text.jsonl", "data.validation"),
+    (DOCUMENT, "data.held_out=0 data.validation.source={here}/text.jsonl", "`validation`"),
     (DOCUMENT, "model.config.vocab_size=3", "vocab"),
     (CHAT, "data.prompt=p", "`response`"),
     (CHAT, "data.prompt=p data.response=r", "data.chat_template"),

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from packing.statistics import draw_lengths
-
 
 @pytest.fixture(scope="session")
 def documents() -> list[str]:
@@ -35,9 +33,3 @@ def tokenizer_file(tmp_path_factory: pytest.TempPathFactory, documents: list[str
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     tokenizer.save(str(path))
     return path
-
-
-@pytest.fixture
-def lengths_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw the picture of lengths, which is blank otherwise (tests/blank_picture.py)."""
-    monkeypatch.setattr("packing.prepare.draw_lengths", draw_lengths)

@@ -80,10 +80,10 @@ def packs_of_one_length(draw: st.DrawFn, length: int | None = None) -> list[Pack
 def packs_of_text(count: int = 24, seed: int = 0) -> PacksInMemory:
     """Best-fit packs of different tokens: token t stands at one place only, so that batches tell which packs they hold."""
     lengths = np.random.default_rng(seed).integers(1, LENGTH, 4 * count)
-    layout = best_fit(lengths, LENGTH, "restart")
+    layout = best_fit(lengths, LENGTH)
     assert len(layout) >= count and lengths.sum() < len(layout) * LENGTH, "some packs must have a padding tail"
     block = materialise(layout, 0, count, np.arange(1, lengths.sum() + 1), np.cumsum(lengths) - lengths, 0)
-    return PacksInMemory([Pack(block.input_ids[i], block.lengths_of(i), int(block.first_position[i])) for i in range(count)])
+    return PacksInMemory([Pack(block.input_ids[i], block.lengths_of(i)) for i in range(count)])
 
 
 def stream(

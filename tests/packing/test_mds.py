@@ -316,7 +316,7 @@ def test_labels_are_the_mask_of_packs_and_an_import_keeps_them(tmp_path: Path, c
     imported = open_packs(DataSettings(packs=tmp_path / "arrow", length=8), "train")
     assert imported.trained(0).tolist() == (labels >= 0).tolist()
     assert main(["import", str(FIXTURES / "reference"), "--out", str(tmp_path / "all")]) == 0
-    assert "every token: nothing there says otherwise" in capsys.readouterr().out
+    assert "every token" in capsys.readouterr().out
 
 
 def joined(first: Path, second: Path) -> Path:

@@ -16,14 +16,12 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from foundation.errors import InputError
-from packing import sources
-from packing.__main__ import main
 from packing.batch import BatchStream
 from packing.manifest import read_manifest
 from packing.mixture import MixedOrder, MixedPacks, Mixture
 from packing.order import PackOrder
 from packing.packer import prepare_stream
-from packing.parts import check_parts, unprepared
+from packing.parts import unprepared
 from packing.prepare import prepare
 from packing.settings import DataSettings
 from packing.store import open_packs
@@ -104,7 +102,7 @@ def values(folder: Path, documents: list[str], tokenizer_file: Path) -> dict[str
         {"source": str(web), "weight": 0.7},
         {"source": str(code), "weight": 0.3, "name": "short", "text": "{n}: {body}"},
     ]
-    more = {"length": 64, "processes": 1, "held_out": 0.1}
+    more = {"length": 64, "held_out": 0.1}
     return {"packs": str(folder / "packs"), "sources": both, "tokenizer": str(tokenizer_file), **more}
 
 
@@ -190,18 +188,10 @@ def test_packs_of_any_format_are_mixed(tmp_path: Path, values: dict[str, Any], d
         check_tokens(Data(open_packs(mixed, "train"), None), 600, None)
 
 
-def test_inspect_shows_every_source(data: DataSettings, capsys: pytest.CaptureFixture) -> None:
-    assert main(["inspect", str(data.packs)]) == 0
-    shown = capsys.readouterr().out
-    assert f"{data.packs}/short: Arrow" in shown and f"{data.packs}/web: Arrow" in shown
-    assert shown.count("as prepared") == 2
-    assert main(["inspect", str(data.packs), "--index", "0"]) == 2
-
-
 def test_another_file_or_split_is_validated_on(tmp_path: Path, documents: list[str], tokenizer_file: Path) -> None:
     documents = [text[:2000] for text in documents]
     train, other = write_texts(tmp_path / "a.jsonl", documents[:30]), write_texts(tmp_path / "b.jsonl", documents[30:40])
-    common = {"tokenizer": str(tokenizer_file), "length": 64, "processes": 1}
+    common = {"tokenizer": str(tokenizer_file), "length": 64}
     by_file = DataSettings(packs=tmp_path / "packs", source=str(train), validation={"source": str(other)}, **common)
     prepare(by_file, progress=False)
     shown = [open_packs(by_file, "held_out")[0].input_ids[:8].tolist(), Tokenizer.from_file(str(tokenizer_file))]
@@ -223,7 +213,7 @@ def test_another_file_or_split_is_validated_on(tmp_path: Path, documents: list[s
 def test_several_texts_are_validated_on_apart(tmp_path: Path, documents: list[str], tokenizer_file: Path) -> None:
     texts = {name: [text[:2000] for text in documents[10 * n : 10 * n + 10]] for n, name in enumerate("abc")}
     paths = {name: write_texts(tmp_path / f"{name}.jsonl", each) for name, each in texts.items()}
-    common = {"tokenizer": str(tokenizer_file), "length": 64, "processes": 1}
+    common = {"tokenizer": str(tokenizer_file), "length": 64}
     named = [{"source": str(paths["b"]), "name": "first"}, {"source": str(paths["c"])}]
     alone = []
     for each in "bc":
@@ -251,9 +241,7 @@ def test_several_texts_are_validated_on_apart(tmp_path: Path, documents: list[st
 def test_a_single_text_file_holds_out_its_tail(tmp_path: Path, documents: list[str], tokenizer_file: Path) -> None:
     text = tmp_path / "input.txt"
     text.write_text("".join(text[:4000] for text in documents[:5]))
-    data = DataSettings(
-        packs=tmp_path / "packs", source=str(text), tokenizer=str(tokenizer_file), length=64, held_out=0.1, processes=1
-    )
+    data = DataSettings(packs=tmp_path / "packs", source=str(text), tokenizer=str(tokenizer_file), length=64, held_out=0.1)
     prepare(data, progress=False)
     tokens = {split: [] for split in ("train", "held_out")}
     for split, found in tokens.items():
@@ -266,79 +254,6 @@ def test_a_single_text_file_holds_out_its_tail(tmp_path: Path, documents: list[s
     everything = np.concatenate([packs[index].input_ids[: packs.lengths(index).sum()] for index in range(len(packs))]).tolist()
     assert tokens["train"] + tokens["held_out"] == everything
     assert len(tokens["held_out"]) == round(0.1 * len(everything)) == read_manifest(data.packs)["statistics"]["held_out_tail"]
-
-
-def test_a_revision_reaches_the_hub_and_is_recorded(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tokenizer_file: Path
-) -> None:
-    asked = {}
-
-    def load(name: str, subset: str | None, **options: Any) -> datasets.Dataset:
-        asked.update(options, name=name)
-        return datasets.Dataset.from_dict({"text": ["some text"]})
-
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    data = DataSettings(
-        packs=tmp_path / "packs", source="org/corpus", revision="v2", tokenizer=str(tokenizer_file), length=8, processes=1
-    )
-    prepare(data, progress=False)
-    assert asked["name"] == "org/corpus" and asked["revision"] == "v2" and asked["split"] == "train"
-    assert read_manifest(data.packs)["settings"]["revision"] == "v2"
-    with pytest.raises(InputError, match="revision: v2 -> v3"):
-        prepare(data.model_copy(update={"revision": "v3"}), progress=False)
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"sources": [{"source": "a", "weight": 0.5}, {"source": "b", "weight": 0.4}]}, "weights add up to 0.9"),
-        ({"sources": [{"source": "a", "weight": -0.5}, {"source": "b", "weight": 1.5}]}, "greater than 0"),
-        ({"sources": [{"weight": 1.0}]}, "needs `source`, or the `name`"),
-        ({"sources": []}, "`sources` is empty"),
-        ({"sources": [{"source": "a", "weight": 1}], "source": "b"}, "both set"),
-        ({"source": "a", "validation": {"source": "b"}, "held_out": 0.1}, "`held_out` and `validation` are both set"),
-        ({"source": "a", "validation": {}}, "`validation` is empty"),
-        ({"validation": {"split": "test"}}, "names no `source`"),
-        ({"source": "a", "validation": {"sources": []}}, "`sources` is empty"),
-        ({"source": "a", "validation": {"sources": [{"text": "body"}]}}, "needs `source`, or the `name`"),
-        ({"source": "a", "validation": {"sources": [{"source": "b"}], "text": "body"}}, "put `text` into each source"),
-    ],
-)
-def test_settings_of_sources_that_contradict_each_other_are_refused(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        DataSettings(packs=Path("packs"), tokenizer="t", **values)
-
-
-def test_what_cannot_be_used_is_said_before_any_pack_is_made(
-    values: dict[str, Any], tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    web, short = values["sources"]
-
-    def refused(**changed: Any) -> str:
-        with pytest.raises(InputError) as error:
-            prepare(DataSettings(**values | {"packs": tmp_path / "packs"} | changed), progress=False)
-        assert not (tmp_path / "packs").exists() and not list(tmp_path.glob("*.partial"))
-        return str(error.value)
-
-    assert "no column `text`; the columns are: body, n" in refused(sources=[web, {**short, "text": "text"}])
-    assert "two are called web" in refused(sources=[web, {**web, "weight": 0.3}])
-    assert "gives no name for its packs" in refused(sources=[web, {"source": str(folder / ".hidden"), "weight": 0.3}])
-    gone = str(tmp_path / "gone.jsonl")
-    assert refused(sources=[web, {**short, "source": gone}]).startswith(f"data.sources (short): {gone}: no such file")
-    assert refused(validation={"source": gone}, held_out=0.0).startswith(f"data.validation: {gone}: no such file")
-    again = {"source": str(folder / ".." / folder.name / "web.jsonl")}
-    assert "web.jsonl is also trained on (data.sources (web))" in refused(validation=again, held_out=0.0)
-    several = {"sources": [{"source": str(folder / "short.jsonl"), "name": "fresh", "text": "body"}, {"source": again["source"]}]}
-    assert refused(validation=several, held_out=0.0).startswith("data.validation.sources (")
-    twice = {"sources": several["sources"][:1] * 2}
-    assert refused(validation=twice, held_out=0.0).startswith("data.validation.sources: two are called fresh")
-    links = tmp_path / "all"
-    links.mkdir()
-    (links / "web.jsonl").symlink_to(folder / "web.jsonl")
-    assert "also trained on" in refused(validation={"source": str(links)}, held_out=0.0)
-    monkeypatch.setattr(sources, "CHUNK_BYTES", 100)
-    one = {"sources": None, "source": "org/corpus", "held_out": 0.0, "validation": {"split": "train"}}
-    assert "org/corpus (default, train) is also trained on (data.source)" in refused(**one)
 
 
 @pytest.mark.parametrize("content", ["", '{"text": ""}\n{"text": ""}\n'], ids=["no record", "empty records"])
@@ -366,42 +281,6 @@ def test_an_empty_text_is_told_by_the_key_and_the_name_of_its_source(
     assert refused(source=str(nothing)).startswith(f"data.source{said}")
 
 
-@pytest.mark.parametrize(
-    ("trained", "validated", "refused"),
-    [
-        ({}, {"split": "train[:5%]"}, True),
-        ({"split": "train[:90%]"}, {"split": "train[90%:]"}, False),
-        ({"split": "train[:91%]"}, {"split": "train[90%:]"}, True),
-        ({"split": "train[:100]"}, {"split": "train[-100:]"}, False),  # which depends on how many there are
-        ({"split": "train+test"}, {"split": "test"}, True),
-        ({"split": "all"}, {"split": "test"}, True),
-        ({"split": "test"}, {"split": "train"}, False),
-        ({"revision": "v1"}, {"source": "org/corpus", "revision": "v2"}, True),
-        ({"subset": "en"}, {"source": "org/corpus", "subset": "de"}, False),
-        ({"source": "{folder}/saved"}, {"source": "{folder}/saved/../saved"}, True),
-        ({"source": "{folder}/saved"}, {"source": "{folder}/saved/train"}, True),
-        ({"source": "{folder}/saved"}, {"split": "test"}, False),
-        ({"source": "{folder}/one.jsonl"}, {"source": "{folder}/hard.jsonl"}, True),
-    ],
-)
-def test_rows_that_are_trained_on_are_not_validated_on(
-    tmp_path: Path, trained: dict[str, str], validated: dict[str, str], refused: bool
-) -> None:
-    rows = datasets.Dataset.from_dict({"text": ["a"]})
-    datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "saved")
-    (tmp_path / "hard.jsonl").hardlink_to(write_texts(tmp_path / "one.jsonl", ["a"]))
-    source, validation = (
-        {key: text.format(folder=tmp_path) for key, text in each.items()}
-        for each in ({"source": "org/corpus"} | trained, validated)
-    )
-    settings = DataSettings(packs=tmp_path / "packs", tokenizer="t", validation=validation, **source)
-    if refused:
-        with pytest.raises(InputError, match=r"is also trained on \(data\.source\)"):
-            check_parts(settings)
-    else:
-        check_parts(settings)
-
-
 def test_packs_of_one_source_keep_their_order_and_are_not_mixed(data: DataSettings, values: dict[str, Any]) -> None:
     source = values["sources"][0]["source"]
     one = DataSettings(**values | {"sources": None, "source": source, "packs": data.packs / "web"})
@@ -410,5 +289,3 @@ def test_packs_of_one_source_keep_their_order_and_are_not_mixed(data: DataSettin
     assert order_of(packs, 4, 5) == PackOrder(len(packs), 4, 5)
     with pytest.raises(InputError, match="holds the packs of several sources: short, web; name one"):
         open_packs(DataSettings(packs=data.packs, length=64), "train")
-    with pytest.raises(InputError, match=r"holds the packs of one source, and `data\.sources` names 2"):
-        prepare(DataSettings(**values | {"packs": data.packs / "web"}), progress=False)

@@ -139,7 +139,7 @@ def test_spread_is_near_the_best_of_all_assignments(shape, data):
 def realistic_costs(count: int, seed: int) -> list[int]:
     """Sums of squared lengths of packs cut from documents of log-normal lengths with mean 200 and a heavy tail."""
     rng = np.random.default_rng(seed)
-    layout = truncate(rng.lognormal(np.log(200) - 0.5, 1.0, count * 30).astype(np.int64) + 1, 4096, "restart")
+    layout = truncate(rng.lognormal(np.log(200) - 0.5, 1.0, count * 30).astype(np.int64) + 1, 4096)
     squares = np.add.reduceat((layout.stop - layout.start) ** 2, layout.offsets[:-1])
     return rng.permutation(squares[:-1])[:count].tolist()
 

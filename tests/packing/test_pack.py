@@ -14,7 +14,6 @@ FILL = 999_999_999
 document_lengths = st.lists(st.one_of(st.integers(0, 40), st.integers(0, 8)), max_size=60)
 pack_lengths = st.integers(1, 24)
 strategies = st.sampled_from([truncate, best_fit])
-positions = st.sampled_from(["restart", "continue"])
 
 
 def corpus(lengths: list[int], seed: int = 0) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
@@ -44,10 +43,10 @@ def naive_best_fit(sizes: list[int], capacity: int) -> list[int]:
 
 
 @settings(deadline=None)
-@given(document_lengths, pack_lengths, strategies, positions)
-def test_every_token_stands_exactly_once_and_in_order_within_its_document(lengths, length, strategy, how):
+@given(document_lengths, pack_lengths, strategies)
+def test_every_token_stands_exactly_once_and_in_order_within_its_document(lengths, length, strategy):
     flat, starts, documents = corpus(lengths)
-    layout = strategy(np.array(lengths, dtype=np.int64), length, how)
+    layout = strategy(np.array(lengths, dtype=np.int64), length)
     block = whole(layout, flat, starts)
 
     found: dict[int, list[tuple[int, np.ndarray]]] = {}
@@ -75,30 +74,18 @@ def test_truncate_is_concatenate_and_reshape(lengths, length):
     joined = np.concatenate([*documents, np.zeros(0, dtype=np.uint32)])
     expected = np.append(joined, np.full(-len(joined) % length, FILL)).reshape(-1, length)
 
-    block = whole(truncate(lengths, length, "restart"), flat, starts)
+    block = whole(truncate(lengths, length), flat, starts)
 
     np.testing.assert_array_equal(block.input_ids, expected)
-    assert block.input_ids.dtype == np.uint32 and block.lengths.dtype == np.int32 and block.first_position.dtype == np.int32
+    assert block.input_ids.dtype == np.uint32 and block.lengths.dtype == np.int32
     sums = [int(block.lengths_of(pack).sum()) for pack in range(len(expected))]
     assert all(total == length for total in sums[:-1]), "only the last pack may be short"
 
 
 @settings(deadline=None)
-@given(document_lengths, pack_lengths, strategies, positions)
-def test_first_position_is_where_the_cut_was_made_only_with_continue(lengths, length, strategy, how):
-    layout = strategy(lengths, length, how)
-    opening = layout.start[layout.offsets[:-1]]
-    np.testing.assert_array_equal(layout.first_position, opening if how == "continue" else np.zeros_like(opening))
-    if how == "continue":
-        inner = np.ones(len(layout.start), dtype=bool)
-        inner[layout.offsets[:-1]] = False
-        assert not layout.start[inner].any(), "a rest that goes on counting must stand first in its pack"
-
-
-@settings(deadline=None)
-@given(document_lengths, pack_lengths, positions)
-def test_best_fit_cuts_only_documents_longer_than_a_pack_and_those_at_pack_lengths(lengths, length, how):
-    layout = best_fit(lengths, length, how)
+@given(document_lengths, pack_lengths)
+def test_best_fit_cuts_only_documents_longer_than_a_pack_and_those_at_pack_lengths(lengths, length):
+    layout = best_fit(lengths, length)
     assert layout.cut_documents == sum(size > length for size in lengths)
     assert not np.any(layout.start % length)
     np.testing.assert_array_equal(layout.stop, np.minimum(layout.start + length, np.array(lengths, dtype=int)[layout.document]))
@@ -107,7 +94,7 @@ def test_best_fit_cuts_only_documents_longer_than_a_pack_and_those_at_pack_lengt
 @settings(deadline=None)
 @given(document_lengths, pack_lengths)
 def test_best_fit_leaves_the_room_that_the_textbook_algorithm_leaves(lengths, length):
-    layout = best_fit(lengths, length, "restart")
+    layout = best_fit(lengths, length)
     sizes = [min(length, size - start) for size in lengths for start in range(0, size, length)]
     filled = [int((layout.stop - layout.start)[slice(*layout.offsets[p : p + 2])].sum()) for p in range(len(layout))]
     assert sorted(length - total for total in filled) == naive_best_fit(sizes, length)
@@ -115,7 +102,7 @@ def test_best_fit_leaves_the_room_that_the_textbook_algorithm_leaves(lengths, le
 
 def test_best_fit_matches_the_textbook_on_realistic_lengths_and_fills_its_packs():
     lengths = np.random.default_rng(1).lognormal(np.log(200) - 0.5, 1.0, 4000).astype(int) + 1
-    layout = best_fit(lengths, 4096, "restart")
+    layout = best_fit(lengths, 4096)
     sizes = [min(4096, size - start) for size in lengths.tolist() for start in range(0, size, 4096)]
     assert len(layout) == len(naive_best_fit(sizes, 4096))
     assert (layout.stop - layout.start).sum() > 0.99 * len(layout) * layout.length
@@ -123,14 +110,14 @@ def test_best_fit_matches_the_textbook_on_realistic_lengths_and_fills_its_packs(
 
 def test_best_fit_beyond_16_bit_lengths_matches_the_textbook():
     lengths = np.random.default_rng(2).integers(1, 200_000, 300)
-    layout = best_fit(lengths, 100_000, "restart")
+    layout = best_fit(lengths, 100_000)
     sizes = [min(100_000, size - start) for size in lengths.tolist() for start in range(0, size, 100_000)]
     assert len(layout) == len(naive_best_fit(sizes, 100_000))
 
 
 def test_best_fit_packs_are_not_sorted_by_size():
     lengths = np.random.default_rng(3).lognormal(np.log(200) - 0.5, 1.0, 20_000).astype(int) + 1
-    layout = best_fit(lengths, 4096, "restart")
+    layout = best_fit(lengths, 4096)
     documents = np.diff(layout.offsets)
     place = np.arange(len(layout))
     assert abs(np.corrcoef(place, documents)[0, 1]) < 0.1
@@ -142,13 +129,12 @@ def test_best_fit_packs_are_not_sorted_by_size():
 @given(document_lengths, pack_lengths, strategies, st.integers(1, 5))
 def test_chunks_of_packs_join_to_the_whole(lengths, length, strategy, chunk):
     flat, starts, _ = corpus(lengths)
-    layout = strategy(lengths, length, "continue")
+    layout = strategy(lengths, length)
     joined = whole(layout, flat, starts)
     for first in range(0, len(layout), chunk):
         last = min(first + chunk, len(layout))
         block = materialise(layout, first, last, flat, starts, FILL)
         np.testing.assert_array_equal(block.input_ids, joined.input_ids[first:last])
-        np.testing.assert_array_equal(block.first_position, joined.first_position[first:last])
         for pack in range(first, last):
             np.testing.assert_array_equal(block.lengths_of(pack - first), joined.lengths_of(pack))
 
@@ -159,14 +145,14 @@ def test_tokens_may_be_memory_mapped_16_bit(tmp_path):
     flat.astype(np.uint16).tofile(tmp_path / "tokens.bin")
     mapped = np.memmap(tmp_path / "tokens.bin", dtype=np.uint16, mode="r")
     for strategy in (truncate, best_fit):
-        layout = strategy(lengths, 6, "restart")
+        layout = strategy(lengths, 6)
         np.testing.assert_array_equal(whole(layout, mapped, starts).input_ids, whole(layout, flat, starts).input_ids)
 
 
 @pytest.mark.parametrize("strategy", [truncate, best_fit])
 def test_nothing_gives_no_packs(strategy):
     for lengths in ([], [0, 0]):
-        layout = strategy(lengths, 8, "restart")
+        layout = strategy(lengths, 8)
         assert len(layout) == 0 and layout.cut_documents == 0
         assert whole(layout, np.zeros(0, dtype=np.uint32), np.zeros(len(lengths), dtype=int)).input_ids.shape == (0, 8)
 
@@ -174,4 +160,4 @@ def test_nothing_gives_no_packs(strategy):
 @pytest.mark.parametrize("strategy", [truncate, best_fit])
 def test_impossible_lengths_are_refused(strategy):
     with pytest.raises(ValueError, match="document 1 has a negative length"):
-        strategy([3, -1], 8, "restart")
+        strategy([3, -1], 8)

@@ -1,4 +1,4 @@
-"""Sources that are tokenized already: ids, labels and document lengths as they are."""
+"""What a record becomes: chats by their template, with the answers alone trained on, and tokens as they are."""
 
 from __future__ import annotations
 
@@ -7,112 +7,162 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from pydantic import ValidationError
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from foundation.errors import InputError
-from packing.arrow import IGNORE
-from packing.prepare import check_first_records, prepare
-from packing.records import TokenColumns
+from packing.prepare import prepare
 from packing.settings import DataSettings
 from packing.store import open_packs
 
-ROWS = [
-    {"ids": [5, 6, 7, 8, 9], "labels": [IGNORE, IGNORE, 7, 8, 9], "lengths": [2, 3]},
-    {"ids": [1, 2, 3, 0, 0], "labels": [IGNORE, 2, 3, IGNORE, IGNORE], "lengths": [3]},
-    {"ids": [], "labels": [], "lengths": []},
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+MARKED = (
+    "\n{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content + '<|im_end|>\n' }}{% endgeneration %}{% else %}{{ m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+)
+DATED = "{% if strftime_now is defined %}{{ strftime_now('%Y') }}{% else %}Date: 26 Jul 2024\n{% endif %}" + CHATML
+CHATS = [
+    [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Hello, 世界."}],
+    [
+        {"role": "system", "content": "Be kind."},
+        *({"role": role, "content": f"{role} {n}"} for n in range(3) for role in ("user", "assistant")),
+    ],
 ]
-COLUMNS = {"input_ids": "ids", "labels": "labels", "document_lengths": "lengths"}
 
 
-def settings_of(source: Path, tokenizer: Path, **values: Any) -> DataSettings:
-    chosen = {"length": 8, "shuffle": False, "processes": 1, **COLUMNS, **values}
-    return DataSettings(packs=source.with_name(f"packs-of-{source.name}"), source=str(source), tokenizer=str(tokenizer), **chosen)
+def packed(tmp_path: Path, tokenizer: Path, records: list[dict], **more: Any) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The tokens of each document, and which are trained on."""
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    settings = DataSettings(
+        source=str(tmp_path / "x.jsonl"), tokenizer=str(tokenizer), packs=tmp_path / "packs", length=1024, **more
+    )
+    prepare(settings, progress=False)
+    packs, documents = open_packs(settings, "train"), []
+    for index in range(len(packs)):
+        pack = packs[index]
+        trained = np.ones(1024, bool) if pack.trained is None else pack.trained
+        ends = np.cumsum(pack.lengths)
+        documents += [(pack.input_ids[a:b], trained[a:b]) for a, b in zip(ends - pack.lengths, ends, strict=True)]
+    return documents
 
 
-def write_lines(folder: Path, rows: list[dict[str, Any]]) -> Path:
-    (path := folder / "tokens.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+@pytest.mark.parametrize("template", [CHATML, MARKED, DATED], ids=["chatml", "marked", "dated"])
+def test_the_answers_of_a_chat_and_their_ends_are_trained_on(template: str, tmp_path: Path, tokenizer_file: Path) -> None:
+    records = [{"messages": chat} for chat in CHATS]
+    documents = packed(tmp_path, tokenizer_file, records, messages="messages", chat_template=template)
+    decode = Tokenizer.from_file(str(tokenizer_file)).decode
+    rendered = {}
+    for ids, trained in documents:
+        rendered[decode(ids)] = decode(ids[trained])
+    expected = PreTrainedTokenizerFast(tokenizer_file=str(tokenizer_file))
+    for chat in CHATS:
+        whole = expected.apply_chat_template(
+            chat, chat_template=template.replace("strftime_now is defined", "false"), tokenize=False
+        )
+        answers = "".join(m["content"] + "<|im_end|>\n" for m in chat if m["role"] == "assistant")
+        assert rendered[whole].replace("�", "") == answers
 
 
-def test_tokens_labels_and_documents_are_taken_as_they_are(tmp_path: Path, tokenizer_file: Path) -> None:
-    lines, table = write_lines(tmp_path, ROWS), tmp_path / "tokens.parquet"
-    pq.write_table(pa.Table.from_pylist(ROWS), table)
-    found = []
-    for source in (lines, table):
-        data = settings_of(source, tokenizer_file)
-        prepare(data, progress=False)
-        found.append(packs := open_packs(data, "train"))
-    (pack,) = (packs[index] for index in range(len(packs)))
-    assert pack.input_ids.tolist() == [5, 6, 7, 8, 9, 1, 2, 3] and pack.lengths.tolist() == [2, 3, 3]
-    assert pack.trained.tolist() == [False, False, True, True, True, False, True, True]
-    assert found[0].fingerprint == found[1].fingerprint
-    assert packs.manifest["statistics"]["trained_tokens"] == 5 and packs.manifest["statistics"]["empty_documents"] == 1
+def test_prompt_and_response_are_a_chat_of_two(tmp_path: Path, tokenizer_file: Path) -> None:
+    keys = {"prompt": "{q}?", "response": "a", "chat_template": CHATML}
+    ((ids, trained),) = packed(tmp_path, tokenizer_file, [{"q": "why", "a": "so"}], **keys)
+    decode = Tokenizer.from_file(str(tokenizer_file)).decode
+    assert decode(ids) == "<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\nso<|im_end|>\n"
+    assert decode(ids[trained]) == "so<|im_end|>\n"
 
 
-@given(st.lists(st.integers(0, 99), max_size=30), st.data())
-def test_what_a_record_becomes_is_a_part_of_it(tokens: list[int], data: st.DataObject) -> None:
-    mask = data.draw(st.lists(st.booleans(), min_size=len(tokens), max_size=len(tokens)))
-    cuts = sorted(data.draw(st.sets(st.integers(0, len(tokens)), max_size=4)))
-    lengths = np.diff([0, *cuts]).tolist()
-    labels = [token if learnt else IGNORE for token, learnt in zip(tokens, mask, strict=True)]
-    found = TokenColumns("ids", "labels", "lengths", 100).fill({"ids": tokens, "labels": labels, "lengths": lengths})
-    real = sum(lengths)
-    assert found.tokens.tolist() == tokens[:real] and found.trained.tolist() == mask[:real]
-    assert found.lengths.tolist() == [length for length in lengths if length]
-    whole = TokenColumns("ids", None, None, 100).fill({"ids": tokens})
-    assert whole.tokens.tolist() == tokens and whole.trained is None and whole.lengths.tolist() == [len(tokens)] * bool(tokens)
+def test_tokens_and_labels_are_taken_as_they_are(tmp_path: Path, tokenizer_file: Path) -> None:
+    records = [{"ids": [5, 6, 7], "labels": [-100, 6, 7]}, {"ids": [8], "labels": [-100]}]
+    documents = packed(tmp_path, tokenizer_file, records, input_ids="ids", labels="labels")
+    assert sorted((ids.tolist(), trained.tolist()) for ids, trained in documents) == [
+        ([5, 6, 7], [False, True, True]),
+        ([8], [False]),
+    ]
+
+
+ODD = "{% for m in messages %}{{ loop.length }}{{ m.content }}{% endfor %}"
 
 
 @pytest.mark.parametrize(
-    ("row", "message"),
+    "record, settings, message",
     [
-        ({"ids": [1, 600]}, "tokens.jsonl:1: column `ids` holds the id 600, and the tokenizer has 600 ids"),
-        ({"ids": [1, -1]}, "holds the id -1"),
-        ({"ids": "text"}, "column `ids` holds no list of whole numbers"),
-        ({"ids": [1.5]}, "column `ids` holds no list of whole numbers"),
-        ({"labels": [6, 7, 8, 9, IGNORE]}, "neither `ids` itself nor -100; write it as the tokens themselves, not shifted"),
-        ({"labels": [5]}, "neither `ids` itself nor -100"),
-        ({"lengths": [9]}, "column `lengths` adds up to 9 tokens, and the record has 5"),
-        ({"lengths": [6, -1]}, "column `lengths` holds the length -1, below 0"),
-        ({"lengths": [2**62] * 4}, "column `lengths` adds up to 18,446,744,073,709,551,616 tokens"),
-        ({"ids": [[1, 2], [3]]}, "column `ids` holds no list of whole numbers"),
-        ({"ids": [2**63]}, "column `ids` holds no list of whole numbers"),
+        ({"m": [{"role": "user", "content": "a"}]}, {"messages": "m", "chat_template": CHATML}, "without an answer"),
+        ({"m": "text"}, {"messages": "m", "chat_template": CHATML}, "`m` holds str"),
+        ({"m": [{"content": "a"}]}, {"messages": "m", "chat_template": CHATML}, "`role`"),
+        ({"m": CHATS[1]}, {"messages": "m", "chat_template": ODD}, "generation"),
+        ({"m": CHATS[0]}, {"messages": "m", "chat_template": "{{ messages[9].content.x }}"}, "does not take this chat"),
+        ({"m": CHATS[0]}, {"messages": "m", "chat_template": "{{ strftime_now('%Y') }}"}, "does not take this chat"),
+        ({"m": CHATS[0]}, {"messages": "m"}, "data.chat_template"),
+        ({"m": CHATS[0]}, {"messages": "m", "chat_template": "absent.jinja"}, "data.chat_template: absent.jinja"),
+        ({"q": " ", "a": "x"}, {"prompt": "q", "response": "a", "chat_template": CHATML}, "prompt"),
+        ({"i": [600]}, {"input_ids": "i"}, "the id 600"),
+        ({"i": [1, 2], "l": [2, -100]}, {"input_ids": "i", "labels": "l"}, "`l` is neither"),
+        ({"i": [1], "l": [-100]}, {"input_ids": "i", "labels": "l"}, "none of its 1 tokens is trained on"),
+        ({"i": "text"}, {"input_ids": "i"}, "`i` holds no list"),
     ],
 )
-def test_tokens_that_cannot_be_used_are_one_message(
-    tmp_path: Path, tokenizer_file: Path, row: dict[str, Any], message: str
+def test_a_record_that_cannot_be_used_is_one_message(
+    record: dict, settings: dict, message: str, tmp_path: Path, tokenizer_file: Path
 ) -> None:
     with pytest.raises(InputError, match=message):
-        check_first_records(settings_of(write_lines(tmp_path, [ROWS[0] | row]), tokenizer_file))
+        packed(tmp_path, tokenizer_file, [record], **settings)
 
 
-def test_a_source_that_trains_no_token_is_refused(tmp_path: Path, tokenizer_file: Path) -> None:
-    masked = [row | {"labels": [IGNORE] * len(row["ids"])} for row in ROWS]
-    with pytest.raises(InputError, match=r"none of its .* tokens is trained on: `labels` is -100 everywhere"):
-        prepare(settings_of(write_lines(tmp_path, masked), tokenizer_file), progress=False)
-
-
-def test_columns_that_are_not_there_or_hold_something_else_are_refused(tmp_path: Path, tokenizer_file: Path) -> None:
-    path = tmp_path / "tokens.parquet"
-    pq.write_table(pa.table({"ids": ["words"], "labels": [[1]], "lengths": [[1]]}), path)
-    with pytest.raises(InputError, match="column `ids` holds string, not lists of whole numbers"):
-        check_first_records(settings_of(path, tokenizer_file))
-    with pytest.raises(InputError, match=r"no column `loss`; the columns are: ids, labels, lengths"):
-        check_first_records(settings_of(path, tokenizer_file, labels="loss"))
+def test_a_template_cannot_reach_python(tmp_path: Path, tokenizer_file: Path) -> None:
+    template = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+    with pytest.raises(InputError, match="does not take this chat"):
+        packed(tmp_path, tokenizer_file, [{"m": CHATS[0]}], messages="m", chat_template=template)
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
+    "values",
     [
-        ({"input_ids": None}, "`labels`: for sources that are tokenized"),
-        ({"text": "body"}, "`text` and `input_ids` are both set"),
-        ({"add_bos": True}, "tokens are taken as they are"),
+        {"prompt": "q"},
+        {"messages": "m", "input_ids": "i"},
+        {"labels": "l"},
+        {"chat_template": CHATML},
+        {"text": "t", "messages": "m"},
+        {"source": ""},
+        {"tokenizer": None},
+        {"held_out": 0.1, "validation": {"split": "test"}},
+        {"sources": [{"source": "x", "weight": 1}]},
+        {"end_token": 0},
+        {"validation": {}},
     ],
+    ids=str,
 )
-def test_settings_of_tokens_that_contradict_others_are_refused(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        settings_of(Path("x.jsonl"), Path("t"), **values)
+def test_settings_that_contradict_each_other_are_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match=f"`{next(iter(values))}`|`source`"):
+        DataSettings(**({"source": "x.jsonl", "tokenizer": "t", "packs": "p"} | values))
+
+
+def test_a_source_has_the_keys_of_all_that_it_leaves_open() -> None:
+    common = {"packs": "p", "tokenizer": "t", "messages": "m", "chat_template": CHATML, "split": "train_1M"}
+    several = DataSettings(
+        **common, sources=[{"source": "a", "weight": 1}, {"source": "b", "text": "t", "weight": 1}, {"name": "made", "weight": 1}]
+    )
+    first, second, made = several.sources
+    assert first.messages == "m" and first.chat_template == CHATML and first.split == "train_1M"
+    assert second.messages is None and second.text == "t" and second.chat_template is None
+    assert made.source is None and made.messages is None
+    again = DataSettings(**several.model_dump(mode="json"))
+    assert again == several
+    one = DataSettings(**common, source="a", validation={"split": "test"})
+    assert one.validation.source == "a" and one.validation.messages == "m" and one.validation.split == "test"
+    other = DataSettings(**common, source="a", validation={"source": "b"})
+    assert other.validation.split == "train" and other.validation.messages == "m"
+    assert DataSettings(**other.model_dump(mode="json")) == other
+
+
+def test_weights_are_shares_of_their_sum() -> None:
+    thirds = DataSettings(packs="p", tokenizer="t", sources=[{"source": name, "weight": 0.333333} for name in "abc"])
+    assert [each.weight for each in thirds.sources] == pytest.approx([1 / 3] * 3, abs=1e-12)
+    exact = DataSettings(
+        packs="p", tokenizer="t", sources=[{"source": n, "weight": w} for n, w in zip("ab", (0.7, 0.3), strict=True)]
+    )
+    assert [each.weight for each in exact.sources] == [0.7, 0.3]

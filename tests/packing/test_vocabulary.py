@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from transformers import AutoTokenizer
 
 from demo.corpus import split_module, standard_library
 from packing.__main__ import main
-from packing.tokenizer import load_tokenizer
 from packing.vocabulary import END_OF_TEXT, save_tokenizer, train_tokenizer
 
 VOCAB_SIZE = 600
@@ -72,30 +70,12 @@ def test_saving_leaves_nothing_beside_the_folder(folder: Path):
     assert {"tokenizer.json", "tokenizer_config.json"} <= {path.name for path in folder.iterdir()}
 
 
-def test_the_command_learns_from_any_source_and_says_what_it_made(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    source = tmp_path / "texts.jsonl"
-    source.write_text("".join(json.dumps({"body": text}) + "\n" for text in some_texts()))
-    out = tmp_path / "made" / "tokenizer"
-    flags = ["--text", "body", "--special", "<|im_start|>", "--special", "<|im_end|>"]
-    assert main(["tokenizer", str(source), "--vocabulary", str(VOCAB_SIZE), "--out", str(out), *flags]) == 0
-    assert f"byte-level BPE, {VOCAB_SIZE} tokens" in capsys.readouterr().out
-    loaded = AutoTokenizer.from_pretrained(out)
-    assert [loaded.convert_tokens_to_ids(token) for token in (END_OF_TEXT, "<|im_start|>", "<|im_end|>")] == [0, 1, 2]
-    assert loaded("<|im_end|>").input_ids == [2]
-    described = load_tokenizer(str(out)).describe()
-    assert (described["vocab_size"], described["eos_id"], described["pad_id"]) == (VOCAB_SIZE, 0, 0)
-    text = tmp_path / "input.txt"
-    text.write_text("".join(some_texts()))
-    assert main(["tokenizer", str(text), "--vocabulary", "300", "--out", str(tmp_path / "of_text"), "--most-bytes", "100"]) == 0
-    assert "the rest is not read" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--vocabulary", "200"], "257 ids are bytes and special tokens"),
         (["--vocabulary", "300", "--special", END_OF_TEXT], "is there already"),
-        (["--vocabulary", "300", "--text", "body"], "no column `body`; the columns are: text"),
+        (["--vocabulary", "300", "data.text=body"], "no column `body`; the columns are: text"),
         (["--vocabulary", "300", "--out", "."], "exists already and is never written over"),
         (["--vocabulary", "5000000000"], "16,777,216 tokens are the most that can be learnt"),
         (["--vocabulary", "300", "--special", "\udcff"], "--special: text that is not UTF-8"),

@@ -374,7 +374,6 @@ SOURCE = ("data.source=c.jsonl", "data.tokenizer=tok", "data.packs=not/there", "
         ("data.packing=best_fit", False),
         ("data.held_out=0.2", False),
         ("data.packs=moved", True),
-        ("data.processes=1", True),
         ("evaluate.packs=3", False),
         ("evaluate.every=3", True),
     ],
@@ -419,7 +418,7 @@ def test_a_file_that_has_changed_in_place_is_other_text_once_its_packs_are_made_
 
     def prepared(word: str) -> DataSettings:
         text.write_text((json.dumps({"text": word}) + "\n") * 1000)
-        settings = DataSettings(source=str(text), packs=tmp_path / "packs", processes=1, **data)
+        settings = DataSettings(source=str(text), packs=tmp_path / "packs", **data)
         prepare(settings, progress=False)
         return settings
 

@@ -47,7 +47,6 @@ def settings(tmp_path: Path) -> DataSettings:
         tokenizer=str(tokenizer),
         held_out=0.1,
         packing="best_fit",
-        processes=1,
     )
 
 
