@@ -120,8 +120,9 @@ def check(model: PreTrainedModel, length: int) -> None:
     if model._is_stateful or {*(layer_types or ())} - {"full_attention", "sliding_attention"}:
         raise InputError(f"{name} has layers other than attention, whose state would run on into the next document; name another")
     window = getattr(config, "sliding_window", None)
-    if window is not None and window < length and (layer_types is None or "sliding_attention" in layer_types):
-        raise InputError(f"data.length: {length} is longer than the sliding window of {of}, {window}; set it to {window} or less")
+    slides = window is not None and window < length and (layer_types is None or "sliding_attention" in layer_types)
+    if slides and not model._supports_flash_attn:  # others keep their window to the masks that they make
+        raise InputError(f"{name} does not tell its attention of its sliding window; set `data.length` to {window} or less")
     if getattr(config, "kv_lora_rank", None):
         raise InputError(
             f"{name} has latent attention, whose value heads are narrower than its query heads; no backend here; name another"
@@ -168,7 +169,8 @@ def document_mask(cu_seqlens: Tensor, max_seqlen: int, tokens: int) -> Tensor:
 
 
 def _packed(kernel: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None]]:
-    """`kernel`, of q, k, v [T, heads, D] to the same, as a layer of transformers calls its attention: [1, heads, T, D].
+    """`kernel`, of q, k, v [T, heads, D] to the same, as a layer of transformers calls its attention: [1, heads, T, D]. It is
+    told of a sliding window, of so many keys up to the query's own, where that is shorter than a pack.
 
     All get the values' dtype: under autocast, a norm or a rotation with FP32 factors leaves queries and keys in FP32.
     """
@@ -184,16 +186,18 @@ def _packed(kernel: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None]]
         scaling: float | None = None,
         cu_seqlens: Tensor | None = None,
         document_mask: Tensor | None = None,
+        sliding_window: int | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
         if max_seqlen is None:
             raise InputError(
                 f"model: {type(module).__name__} does not tell its attention where documents end; name another model"
             )
-        _refuse_what_is_not_computed(max_seqlen, others)
+        _refuse_what_is_not_computed(others)
         states = (each.squeeze(0).transpose(0, 1).to(value.dtype) for each in (query, key, value))
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return kernel(*states, cu_seqlens, max_seqlen, document_mask, scale)[None], None
+        window = None if sliding_window is None or sliding_window >= max_seqlen else sliding_window
+        return kernel(*states, cu_seqlens, max_seqlen, document_mask, scale, window)[None], None
 
     attention.__name__ = kernel.__name__
     return attention
@@ -201,26 +205,50 @@ def _packed(kernel: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None]]
 
 @_packed
 def packed_sdpa(
-    query: Tensor, key: Tensor, value: Tensor, _: Tensor | None, max_seqlen: int, document_mask: Tensor, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    _: Tensor | None,
+    max_seqlen: int,
+    document_mask: Tensor,
+    scale: float,
+    window: int | None,
 ) -> Tensor:
     """Attends by torch's own kernels: any device, any dtype.
 
     Packs become the batch, so the mask and the work grow with T x max_seqlen and not with T squared. KV heads are repeated here:
     with a mask, `enable_gqa` gains 5 % on a CPU and leaves the fused kernels on CUDA.
     """
+    return _under_mask(query, key, value, max_seqlen, document_mask, scale, window)
 
+
+def _under_mask(
+    query: Tensor, key: Tensor, value: Tensor, max_seqlen: int, mask: Tensor, scale: float, window: int | None
+) -> Tensor:
     def by_pack(states: Tensor) -> Tensor:  # [T, KV heads, D] -> [packs, heads, max_seqlen, D]
         return _repeated(states, query.shape[1]).unflatten(0, (-1, max_seqlen)).transpose(1, 2)
 
-    output = F.scaled_dot_product_attention(by_pack(query), by_pack(key), by_pack(value), attn_mask=document_mask, scale=scale)
+    mask = mask if window is None else mask.triu(1 - window)
+    output = F.scaled_dot_product_attention(by_pack(query), by_pack(key), by_pack(value), attn_mask=mask, scale=scale)
     return output.transpose(1, 2).flatten(0, 1)
 
 
 @_packed
 def packed_documents(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, _: Tensor | None, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    _: Tensor | None,
+    scale: float,
+    window: int | None,
 ) -> Tensor:
-    """Attends by torch's kernel for CPUs, a document at a time (pretrain.model.attention.documents)."""
+    """Attends by torch's kernel for CPUs, a document at a time (pretrain.model.attention.documents); within a window, which that
+    kernel does not know, by `packed_sdpa`."""
+    if window is not None:
+        mask = document_mask(cu_seqlens, max_seqlen, len(query))
+        return _under_mask(query, key, value, max_seqlen, mask, scale, window)
     return attend_by_document(query, *(_repeated(each, query.shape[1]) for each in (key, value)), cu_seqlens, scale)
 
 
@@ -231,42 +259,85 @@ def _repeated(states: Tensor, heads: int) -> Tensor:
 
 @_packed
 def packed_varlen(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, _: Tensor | None, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    _: Tensor | None,
+    scale: float,
+    window: int | None,
 ) -> Tensor:
     """Attends by torch's variable-length kernel, which skips what lies between documents; bf16 or fp16."""
-    options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0)}  # nothing to the right: causal
+    return _varlen(query, key, value, cu_seqlens, max_seqlen, scale, window)
+
+
+def _varlen(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None
+) -> Tensor:
+    options: dict[str, Any] = {"scale": scale, "window_size": _within(window)}
     if VARLEN_HAS_GQA_FLAG:
         options["enable_gqa"] = query.shape[1] != key.shape[1]
     return varlen_attn(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)
 
 
+def _within(window: int | None) -> tuple[int, int]:
+    """How many keys before and after its own a query sees; -1: all. None after it: causal."""
+    return (-1 if window is None else window - 1, 0)
+
+
 @_packed
 def packed_fa2(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, _: Tensor | None, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    _: Tensor | None,
+    scale: float,
+    window: int | None,
 ) -> Tensor:
     """Attends by the flash-attn package of version 2; bf16 or fp16."""
     offsets = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     options = {"softmax_scale": scale, "causal": True, "deterministic": torch.are_deterministic_algorithms_enabled()}
-    return flash_attn_varlen_func(query, key, value, *offsets, **options)
+    return flash_attn_varlen_func(query, key, value, *offsets, window_size=_within(window), **options)
 
 
 @_packed
 def packed_fa4(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, _: Tensor | None, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    _: Tensor | None,
+    scale: float,
+    window: int | None,
 ) -> Tensor:
-    """Attends by FlashAttention-4 (pretrain.model.attention.flash); bf16 or fp16."""
+    """Attends by FlashAttention-4 (pretrain.model.attention.flash), within a window by torch's kernel; bf16 or fp16."""
+    if window is not None:
+        return _varlen(query, key, value, cu_seqlens, max_seqlen, scale, window)
     return flash.flash_attention(query, key, value, cu_seqlens, max_seqlen, scale)
 
 
 @_packed
 def packed_cudnn(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, _: Tensor | None, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    _: Tensor | None,
+    scale: float,
+    window: int | None,
 ) -> Tensor:
-    """Attends by cuDNN's variable-length kernels (pretrain.model.attention.cudnn); bf16 or fp16."""
+    """Attends by cuDNN's variable-length kernels (pretrain.model.attention.cudnn), within a window by torch's; bf16 or fp16."""
+    if window is not None:
+        return _varlen(query, key, value, cu_seqlens, max_seqlen, scale, window)
     return cudnn.cudnn_attention(query, key, value, cu_seqlens, max_seqlen, scale)
 
 
-def _refuse_what_is_not_computed(max_seqlen: int, options: Mapping[str, Any]) -> None:
+def _refuse_what_is_not_computed(options: Mapping[str, Any]) -> None:
     """The last guard, behind `check`: what a layer asks of its attention and would silently not get."""
     if options.get("dropout"):
         raise InputError(
@@ -275,12 +346,6 @@ def _refuse_what_is_not_computed(max_seqlen: int, options: Mapping[str, Any]) ->
     for name in ("softcap", "s_aux", "position_bias"):
         if options.get(name) is not None:
             raise InputError(f"model: packed attention does not compute `{name}`, which a layer asks for; name another model")
-    window = options.get("sliding_window")
-    if window is not None and window < max_seqlen:
-        raise InputError(
-            f"model: packed attention computes no sliding window, and a layer's, {window}, is shorter than a pack; set "
-            f"`data.length` to {window} or less"
-        )
 
 
 def _obstacle(kind: Kind, device_type: str, heads: Heads, dtype: torch.dtype, length: int) -> str | None:

@@ -275,13 +275,14 @@ class FusedLayer:
         angles = [table.flatten(0, -2) for table in position_embeddings]
         before = (arithmetic, parts.attention_norm, self.qkv)
         of_norm, of_product = parts.attention_norm.weight, self.qkv.weights.parameters
-        if name in ROTATED_ATTENTION:
+        window = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))  # of this layer, or all
+        if name in ROTATED_ATTENTION and (window is None or window >= max_seqlen):
             documents = Documents(cu_seqlens, max_seqlen, attention.scaling)
             return NormAttention.apply(*before, name, heads, eps, documents, x, *angles, of_norm, *head_norms, *of_product)
         qkv, x = NormProduct.apply(*before, x, of_norm, *of_product)
         q, k, v = Rotation.apply(qkv, *angles, heads, eps, *head_norms)
         function = AttentionInterface().get_interface(name, None)
-        options = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "document_mask": document_mask}
+        options = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "document_mask": document_mask, "sliding_window": window}
         q, k, v = (states.transpose(0, 1)[None] for states in (q, k, v))
         return function(attention, q, k, v, None, scaling=attention.scaling, **options)[0].squeeze(0).flatten(1), x
 

@@ -185,7 +185,7 @@ def test_varlen_is_called_as_this_torch_wants_it_and_keeps_the_shape() -> None:
 
 def test_a_layer_that_asks_for_what_is_not_computed_is_an_error() -> None:
     states, mask = torch.randn(1, 2, LENGTH, 8), torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)
-    for option in ({"dropout": 0.1}, {"softcap": 30.0}, {"s_aux": torch.zeros(2)}, {"sliding_window": LENGTH - 1}):
+    for option in ({"dropout": 0.1}, {"softcap": 30.0}, {"s_aux": torch.zeros(2)}):
         with pytest.raises(InputError, match=r"packed attention (does not compute|computes no) "):
             attention.packed_sdpa(None, states, states, states, None, max_seqlen=LENGTH, document_mask=mask, **option)
 
@@ -444,8 +444,6 @@ def test_what_stands_in_cudnns_way_is_named_and_auto_goes_on_to_varlen(on_an_h20
 @pytest.mark.parametrize(
     ("model_type", "changes", "message"),
     [
-        ("mistral", {"sliding_window": LENGTH - 1}, "data.length: 24 is longer than the sliding window"),
-        ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "sliding window"),
         ("gpt2", {"attn_pdrop": 0.1}, "attn_pdrop 0.1"),
         ("llama", {"attention_dropout": 0.1}, "attention_dropout 0.1"),
     ],

@@ -17,8 +17,9 @@ from packing.arrow import Pack
 from packing.batch import build_microbatch
 from packing.tokenizer import load_tokenizer
 from pretrain.model import huggingface as model
+from pretrain.model.fused.arithmetic import Arithmetic
 from pretrain.model.packed import PackedLanguageModel, inputs_of
-from pretrain.model.wrapping import wrap_layers
+from pretrain.model.wrapping import fuse, wrap_layers
 from pretrain.settings.recipe import LossSettings, ModelSettings
 
 CPU = torch.device("cpu")
@@ -71,10 +72,11 @@ def packed_model(
     cast_to: torch.dtype | None = None,
     compile_layers: bool = False,
     seed: int = 1,
+    backend: str = "packed_sdpa",
 ) -> PackedLanguageModel:
     config = model.load_config(chosen)
-    hf = model.build(chosen, config, weights=weights, seed=seed, device=CPU, backend="packed_sdpa")
-    packed = PackedLanguageModel(hf, "packed_sdpa", LossSettings(chunk=16))
+    hf = model.build(chosen, config, weights=weights, seed=seed, device=CPU, backend=backend)
+    packed = PackedLanguageModel(hf, backend, LossSettings(chunk=16))
     wrap_layers(packed, chosen, cast_to=cast_to, compile_layers=compile_layers)
     return packed
 
@@ -119,12 +121,36 @@ def test_gpt2_does_not_warn_of_padding_where_a_pack_begins_or_ends_with_its_eos(
     assert "recommend passing in an `attention_mask`" in caplog.text
 
 
+WINDOWS = {
+    "gemma3_text": {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 8},
+    "mistral": {"sliding_window": 6},
+    "qwen3": {"use_sliding_window": True, "sliding_window": 6, "layer_types": ["full_attention", "sliding_attention"]},
+}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("backend", ["packed_sdpa", "packed_documents"])
+@pytest.mark.parametrize("kind", WINDOWS)
+def test_layers_with_a_window_shorter_than_a_pack_attend_as_transformers_eager_ones(kind: str, backend: str, fused: bool) -> None:
+    if fused and kind == "gemma3_text":
+        pytest.skip("has no fused form")
+    chosen = ModelSettings(config={"model_type": kind, "vocab_size": VOCABULARY, **SHAPES["llama"], **WINDOWS[kind]})
+    _agrees_with_plain_transformers(chosen, backend, fused=fused)
+
+
 @pytest.mark.parametrize("kind", SHAPES)
 @pytest.mark.parametrize("recompute", ["none", "full", 2])
 def test_packed_loss_and_gradients_are_those_of_separate_documents(kind: str, recompute: object) -> None:
-    chosen = settings(kind, gradient_checkpointing=recompute)
+    _agrees_with_plain_transformers(settings(kind, gradient_checkpointing=recompute), "packed_sdpa")
+
+
+def _agrees_with_plain_transformers(chosen: ModelSettings, backend: str, *, fused: bool = False) -> None:
     documents, inputs = two_packs()
-    packed = packed_model(chosen).train()
+    packed = packed_model(chosen, backend=backend).train()
+    model.check_architecture(packed.hf, 32, LossSettings(), "cpu")
+    if fused:
+        packed.fused = fuse(model.decoder_layers(packed.hf), {}, Arithmetic(packed.context))
+        assert not packed.fused.left_out
     loss = packed(**inputs)
     loss.backward()
 
@@ -279,7 +305,6 @@ def test_a_revision_stands_behind_an_at_unless_a_folder_has_that_name(tmp_path: 
     ("kind", "changes", "said"),
     [
         ("gpt2", {"attn_pdrop": 0.1}, "attn_pdrop"),
-        ("mistral", {"sliding_window": 32}, "sliding window"),
         ("gemma2", {}, "softcap"),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "set `model.config.attn_logit_softcapping: null`"),
         ("opt", {"layerdrop": 0.1}, "`model.config.layerdrop: 0.1` leaves layers out"),
