@@ -8,7 +8,6 @@ import io
 import json
 import logging
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -17,14 +16,13 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
 import yaml
 from hypothesis import settings
 
-from foundation import reading
 from packing import workers
 from packing.arrow import Pack, PackWriter
 from tests.moments import fork_context
@@ -112,29 +110,6 @@ def blank_curves(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests import blank_picture
 
     monkeypatch.setattr("pretrain.compare.report.plot_losses", blank_picture.plot_losses)
-
-
-class RememberingLoader(reading._Loader):
-    """Reads each text once, and gives its values anew each time: shipped recipes and what builds on them are read thousands of
-    times, and reading takes ten times as long as copying. What is refused is read again each time."""
-
-    read: ClassVar[dict[str, bytes]] = {}
-
-    def __init__(self, stream: str) -> None:
-        super().__init__(stream)
-        self._text = stream
-
-    def get_single_data(self) -> Any:
-        if self._text not in self.read:
-            self.read[self._text] = pickle.dumps(super().get_single_data())
-        return pickle.loads(self.read[self._text])
-
-
-@pytest.fixture(scope="session", autouse=True)
-def recipes_read_once() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reading, "_Loader", RememberingLoader)
-        yield
 
 
 @pytest.fixture(scope="session")

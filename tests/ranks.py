@@ -1,7 +1,7 @@
 """The launcher in several processes of one group, as `accelerate launch` starts them, without the seconds that starting takes.
 
 accelerate itself says which variables each process gets; the processes are forked from one that has imported the launcher.
-`start_agent` runs `accelerate launch` or torchrun itself, whose processes are forked too; tests/launcher/test_matrix_run.py and
+`start_agent` runs `accelerate launch` of one process in a forked one. tests/golden, tests/launcher/test_matrix_run.py and
 tests/launcher/test_cluster.py start all of it as a user does.
 """
 
@@ -71,7 +71,7 @@ def start_ranks(
 
 
 def start_agent(agent: Callable[..., None], arguments: Sequence[str], folder: Path, **variables: str) -> tuple[int, str, str]:
-    """Run `agent`, one of the three below, with these `arguments`; returns what `start_ranks` does."""
+    """Run `agent`, such as `accelerate_launch_alone`, with these `arguments`; returns what `start_ranks` does."""
     logs = folder / "agent.out", folder / "agent.err"
     for log in logs:
         log.write_text("")
@@ -79,14 +79,6 @@ def start_agent(agent: Callable[..., None], arguments: Sequence[str], folder: Pa
     process.start()
     process.join()
     return process.exitcode, *(log.read_text() for log in logs)
-
-
-def accelerate_launch(arguments: list[str]) -> None:
-    from accelerate.commands.launch import launch_command, launch_command_parser
-
-    parsed = launch_command_parser().parse_args(arguments)
-    parsed.run_path, parsed.start_method = True, "fork"  # of torchrun, for which accelerate has no options
-    launch_command(parsed)
 
 
 def accelerate_launch_alone(arguments: list[str]) -> None:
@@ -140,12 +132,6 @@ def _launch_alone(arguments: list[str], environment: dict[str, str], log: str) -
     os.environ.clear()
     _begin(environment, (Path(log),) * 2)
     accelerate_launch_alone(arguments)
-
-
-def torchrun(arguments: list[str]) -> None:
-    from torch.distributed.run import main
-
-    main(["--run-path", "--start-method", "fork", *arguments])
 
 
 def environment_under(options: Sequence[str]) -> dict[str, str]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -17,17 +15,9 @@ from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.settings import LowPrecisionSettings
 from pretrain.settings.config import load_recipe
 from pretrain.settings.launch_environment import with_precision
-from tests.ranks import accelerate_launch, start_agent
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted(ROOT.glob("accelerate_configs/*.yaml"))
-
-# Each process writes what it was started with; accelerate hands its file over as environment variables.
-REPORT = """
-import json, os, sys
-from pathlib import Path
-Path(sys.argv[1], os.environ.get("RANK", "0") + ".json").write_text(json.dumps(dict(os.environ)))
-"""
 
 RECIPE = {"name": "small", "model": {"source": "m"}, "data": {"packs": "p"}, "train": {"steps": 1}}
 TOPOLOGIES = {"ddp", "fsdp2", "hsdp", "zero"}
@@ -76,16 +66,6 @@ def test_the_file_states_its_precision(name: str, precision: str):
     assert load_config_from_file(str(by_name(name))).mixed_precision == precision
 
 
-def launch(name: str, folder: Path, **environment: str) -> list[dict[str, Any]]:
-    """What each process that `accelerate launch` starts with a configuration reports, in order of rank."""
-    path = folder / "script.py"
-    path.write_text(REPORT)
-    command = ["--config_file", str(by_name(name)), str(path), str(folder)]
-    status, out, err = start_agent(accelerate_launch, command, folder, **environment)
-    assert status == 0, out + err
-    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-
-
 def environment_of_one_process(name: str) -> dict[str, str]:
     """The variables that `accelerate launch` with a configuration for one device would start its process with."""
     inherited = [key for key in os.environ if key.startswith(("ACCELERATE_", "FSDP_"))]
@@ -122,27 +102,3 @@ def test_a_file_for_one_device_settles_its_precision_and_leaves_accelerate_nothi
     assert [key for key in environment if key.startswith("ACCELERATE_FP8") or key == "ACCELERATE_MIXED_PRECISION"] == []
     backend = yaml.safe_load(by_name(name).read_text()).get("fp8_config", {}).get("backend", "TE")
     assert recipe.fp8_config.model_dump() == LowPrecisionSettings(backend=backend).resolved(ONE_DEVICE[name]).model_dump()
-
-
-@pytest.mark.multi
-def test_cpu_starts_one_process_in_fp32(tmp_path: Path):
-    (process,) = launch("cpu", tmp_path)
-    assert process["ACCELERATE_USE_CPU"] == "True"
-    assert process["ACCELERATE_MIXED_PRECISION"] == "no"
-
-
-@pytest.mark.multi
-def test_ddp_starts_two_processes_of_one_group(tmp_path: Path):
-    processes = launch("ddp", tmp_path, ACCELERATE_USE_CPU="true")
-    assert [(process["RANK"], process["WORLD_SIZE"]) for process in processes] == [("0", "2"), ("1", "2")]
-    assert len({process["MASTER_PORT"] for process in processes}) == 1
-
-
-@pytest.mark.multi
-def test_fsdp2_hands_over_every_sharding_key(tmp_path: Path):
-    process, _ = launch("fsdp2", tmp_path, ACCELERATE_USE_CPU="true")
-    stated = yaml.safe_load(by_name("fsdp2").read_text())["fsdp_config"]
-    for key, value in stated.items():
-        if value is not None:
-            assert process[key.upper()].lower() == str(value).lower()
-    assert process["ACCELERATE_USE_FSDP"] == "true"
