@@ -68,7 +68,7 @@ from pretrain.run.command_line import leave_status, parse_arguments, say_once
 from pretrain.run.eval_only import evaluate_only, require_weights
 from pretrain.run.evaluate import best_so_far, evaluate, evaluate_once, is_best
 from pretrain.run.export import export_trained, is_exported
-from pretrain.run.faults import explaining_memory, fault_of, time_is_up
+from pretrain.run.faults import explaining_memory, fault_of
 from pretrain.run.introduction import environment_of_start, first_step, has_ended, introduce, warn_of_precisions
 from pretrain.run.keeping import conclude, ended_before, leave, prepare_saves, save, save_last, sum_up, tell_saved
 from pretrain.run.microbatch import choose_microbatch
@@ -263,7 +263,7 @@ def get_ready(run: Run, source: ResumePoint | None, notes: list[str]) -> None:
 
 def run_to_its_end(run: Run) -> int | None:
     """Train, and finish unless a signal came first; returns the signal's number."""
-    if run.job.recipe.evaluate.at_start and run.begins:
+    if run.begins and run.job.recipe.model.weights_source is not None:  # what the weights knew before
         evaluate_once(run)
         run.best = None  # the untrained model is no candidate for the best checkpoint
     run.waited.go_on_to("training")
@@ -302,7 +302,7 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int |
     recipe, state, accelerator = run.job.recipe, run.state, run.accelerator
 
     def to_leave() -> int:
-        return fault_of(run, steps) or time_is_up(run) or stop.requested or 0
+        return fault_of(run, steps) or stop.requested or 0
 
     while not state.finished:
         profiling = run.profile.recording(state.step + 1) if run.profile else nullcontext()
@@ -350,7 +350,7 @@ def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDeci
     """One optimizer step; returns its part of the metrics, and what its health has decided."""
     recipe, state, optimizer, context = run.job.recipe, run.state, run.assembly.optimizer, run.assembly.context
     follow_the_schedule(run)
-    learning_rate = schedule.learning_rate(state.step, recipe.schedule, recipe.optimizer, state.steps, recipe.batch.tokens)
+    learning_rate = schedule.learning_rate(state.step, recipe.schedule, recipe.optimizer, state.steps)
     adamw.set_learning_rate(optimizer, learning_rate)
     seed_step(recipe.seed, state.step, run.accelerator.process_index)
     if run.health.may_skip:

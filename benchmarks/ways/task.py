@@ -52,7 +52,7 @@ class Task:
         return hf.train()
 
     def adamw(self, parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
-        """torch's, fused where it can be, with the recipe's settings; every parameter decays, as `decay: all` says."""
+        """torch's, fused where it can be, with the recipe's settings; every parameter decays, as in a plain loop."""
         settings = self.recipe.optimizer
         return torch.optim.AdamW(
             parameters,

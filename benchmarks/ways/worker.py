@@ -59,7 +59,7 @@ def train(way: Way, task: Task, microbatch: int, steps: int) -> dict[str, Any]:
     with task.batches(microbatch).steps(0, steps) as batches:
         for step in range(steps):
             began = time.perf_counter()
-            rate = schedule.learning_rate(step, recipe.schedule, recipe.optimizer, steps, recipe.batch.tokens)
+            rate = schedule.learning_rate(step, recipe.schedule, recipe.optimizer, steps)
             set_learning_rate(way.optimizer, rate)
             loss, norm = train_step(way, next(batches), recipe.optimizer.clip, task.device)
             seconds = time.perf_counter() - began

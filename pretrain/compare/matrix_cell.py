@@ -29,7 +29,7 @@ from pretrain.metrics.run_folder import MATRIX_FILE, check_ours
 from pretrain.metrics.run_record import is_step, read_metrics
 
 SHOWN_LOG_LINES = 12
-TIME_IS_UP_STATUS = 128 + signal.SIGUSR1  # the status of a run whose `train.max_hours` are over
+TIME_IS_UP_STATUS = 128 + signal.SIGUSR1  # the status of a run that SIGUSR1, a scheduler's warning, has ended
 STATUS_FILE = "PRETRAIN_STATUS_FILE"
 DEVICES = "CUDA_VISIBLE_DEVICES"
 LAUNCHER = Path(__file__).resolve().parents[2] / "train_accelerate.py"

@@ -79,7 +79,6 @@ class MatrixSettings(Settings):
     gpus: PositiveCount | None = None  # GPUs of this machine to spread the runs over, one for each process; none: each sees all
     processes: PositiveCount | None = None  # of each run; none: as many as the accelerate file says
     # Hours after which what is running saves and stops, and nothing else is started; the same command goes on. None: no limit.
-    # `train.max_hours` among the overrides bounds each cell.
     max_hours: float | None = Field(None, gt=0)
 
 

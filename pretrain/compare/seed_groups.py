@@ -19,14 +19,14 @@ from pretrain.compare.comparison import on_one_kind_of_machine, own_speed, signe
 from pretrain.compare.fairness import CONFIDENCE, changed_settings, recipe_of, same_held_out, same_packs
 from pretrain.compare.seeds import EQUIVALENCE, FEWEST_EVALUATIONS, FEWEST_SEEDS, MARGIN, SeedDifference, TokenSlope
 from pretrain.metrics.run_record import LAST_STEPS, LOSS_KEY, RunRecord
-from pretrain.optimizer.schedule import decay_begins, warmup_steps
+from pretrain.optimizer.schedule import decay_begins
 from pretrain.precision.schedule import is_quantized
 from pretrain.settings.config import flatten, resolved
 
 # What two runs of one group may differ in: the seed, names, what is shown and saved, what was measured to fit, and where packs
 # lie, whose fingerprint says what they hold.
 _WITHIN = ("seed", "name", "run_dir", "log.", "checkpoint.", "health.", "parity", "batch.microbatch")
-_WITHIN += ("train.max_hours", "evaluate.samples", "data.packs", "data.source", "data.tokenizer")
+_WITHIN += ("evaluate.samples", "data.packs", "data.source", "data.tokenizer")
 _CONSTANT_KINDS = ("wsd", "constant")  # schedules of which a part has one rate
 _SEED_IN_A_NAME = re.compile(r"(?:^|[-_.,])seed[=_-]?\d+(?=$|[-_.,])")
 
@@ -376,6 +376,6 @@ def slope_of(base: Sequence[RunRecord]) -> TokenSlope | None:
     schedule, tokens, steps = recipe_of(base[0]).schedule, base[0].tokens_per_step, base[0].summary["steps"]
     if schedule.kind not in _CONSTANT_KINDS:
         return None
-    begins, warm = decay_begins(schedule, steps, tokens), warmup_steps(schedule, tokens)
+    begins, warm = decay_begins(schedule, steps), schedule.warmup
     curves = [(np.asarray(at) * tokens, losses) for at, losses in (run.held_out_curve() for run in base)]
     return TokenSlope.before((steps if begins is None else begins) * tokens, curves, warm * tokens)

@@ -28,6 +28,7 @@ QUIET_START = 20  # finite losses before any is called a spike: fewer do not sho
 SPIKE_DEVIATIONS = 6.0  # robust standard deviations above the median
 SPIKE_NATS = 0.3  # and at least this far above it: late, smooth curves move by six of their tiny deviations
 CONSECUTIVE_SKIPS = 10
+MOST_ROLLBACKS = 3  # over the whole run, resumed or not; then it stops
 MAD_TO_SD = 1.4826  # standard deviation of a normal distribution over its median absolute deviation, 1 / Phi^-1(3/4)
 FROZEN_SHARE = 0.05  # of all updates lost: from here on it is said which parameters lose them
 FROZEN_NAMES_EVERY = 100  # steps
@@ -90,7 +91,7 @@ class Health:
         loss of 0 tells nothing of what is usual.
 
         It stops where the settings say so, after CONSECUTIVE_SKIPS skipped steps in a row, and where it should go back but has
-        done so `max_rollbacks` times or there is no checkpoint to go to. `oldest`: where there is one, asked then for the step of
+        done so MOST_ROLLBACKS times or there is no checkpoint to go to. `oldest`: where there is one, asked then for the step of
         the oldest, which helps only where it is from before the weights at fault.
         """
         figures = {"loss": loss, "gradient norm": gradient_norm}
@@ -177,9 +178,9 @@ class Health:
 
     def _no_way_back(self, can_go_back: bool) -> str:
         """The end of a sentence that says why not; empty where there is one."""
-        limit = self.settings.max_rollbacks
+        limit = MOST_ROLLBACKS
         if self.rollbacks >= limit:
-            return f", and the run has gone back {limit} times already (`health.max_rollbacks`)"
+            return f", and the run has gone back {limit} times already"
         return "" if can_go_back else ", and there is no checkpoint yet to go back to (`checkpoint.every`)"
 
     def _remedy(self, key: str, wanted: str, can_go_back: bool, earlier: bool) -> str:

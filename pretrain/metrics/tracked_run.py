@@ -75,7 +75,7 @@ class TrackedRun:
         if self.name == "wandb":
             return tracker(project, **self._wandb_run())
         if self.name == "mlflow":
-            return tracker(project, run_id=self.id, run_name=title, tags=dict.fromkeys(self._log.tags, "true"))
+            return tracker(project, run_id=self.id, run_name=title)
         if self.name == "trackio":
             # It finds a run by its name alone, and folders may have equal names. One killed before it had a step is not there.
             self.id = self.id or f"{title}-{secrets.token_hex(4)}"
@@ -91,9 +91,9 @@ class TrackedRun:
         if given and given != self.id:
             self.seen = {}
         self.id = given or self.id or secrets.token_hex(4)
-        names = {"dir": str(self._run_dir), "name": self._run_dir.name, "tags": list(self._log.tags) or None}
+        names = {"dir": str(self._run_dir), "name": self._run_dir.name}
         if not os.environ.get("WANDB_SWEEP_ID"):  # which has an id and an entity of its own
-            names |= {"id": self.id, "entity": self._log.entity}
+            names |= {"id": self.id}
         return names if wandb.setup().settings.mode == "offline" else names | {"resume": "allow"}
 
     def start(self, config: Mapping[str, Any]) -> None:

@@ -152,10 +152,11 @@ def _tensors_of(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor]) -
 
 
 def build_optimizer(model: nn.Module, settings: OptimizerSettings, *, exact: bool) -> ExactAdamW:
-    """AdamW as the settings say; `exact` keeps the remainders of BF16 parameters."""
+    """AdamW as the settings say: matrices and embeddings decay, norms and biases do not. `exact` keeps the remainders of BF16
+    parameters."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    decayed = [p for p in parameters if settings.decay == "all" or p.dim() >= 2]
-    not_decayed = [p for p in parameters if settings.decay == "matrices" and p.dim() < 2]
+    decayed = [p for p in parameters if p.dim() >= 2]
+    not_decayed = [p for p in parameters if p.dim() < 2]
     groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": not_decayed, "weight_decay": 0.0}]
     return ExactAdamW(
         [group for group in groups if group["params"]],

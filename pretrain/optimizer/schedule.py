@@ -18,14 +18,13 @@ from pretrain.settings.recipe import OptimizerSettings, ScheduleSettings
 _MOST_POINTS = 10_000  # that a drawing has; it is 1,200 pixels wide
 
 
-def learning_rate(
-    step: int, settings: ScheduleSettings, optimizer: OptimizerSettings, total_steps: int, tokens_per_step: int
-) -> float:
+def learning_rate(step: int, settings: ScheduleSettings, optimizer: OptimizerSettings, total_steps: int) -> float:
     """Learning rate of `step` (0 is the first). Beyond `total_steps` it stays at the schedule's end."""
-    return optimizer.learning_rate * _factor(step, settings, total_steps, warmup_steps(settings, tokens_per_step))
+    return optimizer.learning_rate * _factor(step, settings, total_steps)
 
 
-def _factor(step: int, settings: ScheduleSettings, total_steps: int, warmup: int) -> float:
+def _factor(step: int, settings: ScheduleSettings, total_steps: int) -> float:
+    warmup = settings.warmup
     if step < warmup:
         return (step + 1) / warmup
     if settings.kind == "constant":
@@ -39,28 +38,22 @@ def _factor(step: int, settings: ScheduleSettings, total_steps: int, warmup: int
     return settings.min_lr_ratio + (1.0 - settings.min_lr_ratio) * remaining
 
 
-def warmup_steps(settings: ScheduleSettings, tokens_per_step: int) -> int:
-    """Steps of warm-up; `warmup_tokens` that end within a step round up."""
-    return math.ceil(settings.warmup_tokens / tokens_per_step) if settings.warmup_tokens else settings.warmup
-
-
 def decay_steps(settings: ScheduleSettings, total_steps: int) -> int:
     """Steps of wsd's decay, the nearest whole number: 20 % of 2,776 are 555, which start at step 2,221. Other kinds: 0."""
     return round(settings.decay * total_steps) if settings.kind == "wsd" else 0
 
 
-def decay_begins(settings: ScheduleSettings, total_steps: int, tokens_per_step: int) -> int | None:
+def decay_begins(settings: ScheduleSettings, total_steps: int) -> int | None:
     """Returns the number of steps after which the rate begins to fall; None where it never does."""
     if settings.kind not in ("wsd", "constant"):
-        return warmup_steps(settings, tokens_per_step)
+        return settings.warmup
     decay = decay_steps(settings, total_steps)
     return total_steps - decay if decay else None
 
 
-def check(settings: ScheduleSettings, total_steps: int, tokens_per_step: int) -> None:
+def check(settings: ScheduleSettings, total_steps: int) -> None:
     """Raise InputError where warm-up and decay do not fit into the horizon."""
-    warmup = warmup_steps(settings, tokens_per_step)
-    key = f"schedule.warmup_tokens: {settings.warmup_tokens}" if settings.warmup_tokens else f"schedule.warmup: {settings.warmup}"
+    warmup, key = settings.warmup, f"schedule.warmup: {settings.warmup}"
     if warmup > total_steps:
         raise InputError(
             f"`{key}` takes {warmup:,} steps, but the run has {total_steps:,} steps; shorten it or train longer (`train`)"
@@ -84,25 +77,25 @@ def preview(
     if path_png.suffix.lower() != ".png":
         raise InputError(f"{path_png}: the schedule is drawn as a PNG; give the file a name that ends in .png")
     check_replaceable(path_png, "--preview-schedule")
-    check(settings, total_steps, tokens_per_step)
+    check(settings, total_steps)
     points = min(total_steps, _MOST_POINTS)
     steps = [1 + point * (total_steps - 1) // max(points - 1, 1) for point in range(points)]
-    rates = [learning_rate(step - 1, settings, optimizer, total_steps, tokens_per_step) for step in steps]
-    title = describe(settings, optimizer, total_steps, tokens_per_step)
+    rates = [learning_rate(step - 1, settings, optimizer, total_steps) for step in steps]
+    title = describe(settings, optimizer, total_steps)
     save_file(path_png, _picture(steps, rates, title, tokens_per_step), asked_for=True)
-    warmup, decay = warmup_steps(settings, tokens_per_step), decay_steps(settings, total_steps)
+    warmup, decay = settings.warmup, decay_steps(settings, total_steps)
     marks = {"first": 1, "end of warmup": warmup, "start of decay": decay and total_steps - decay + 1, "last": total_steps}
     lines = []
     for name, step in marks.items():
         if step:
-            rate = learning_rate(step - 1, settings, optimizer, total_steps, tokens_per_step)
+            rate = learning_rate(step - 1, settings, optimizer, total_steps)
             lines.append(f"  step {step:>9,}  {rate:.3e}  {name}")
     return "\n".join([title, *lines])
 
 
-def describe(settings: ScheduleSettings, optimizer: OptimizerSettings, total_steps: int, tokens_per_step: int) -> str:
+def describe(settings: ScheduleSettings, optimizer: OptimizerSettings, total_steps: int) -> str:
     """The schedule in a line: its kind, its phases in steps, its peak and its end."""
-    warmup, peak = warmup_steps(settings, tokens_per_step), optimizer.learning_rate
+    warmup, peak = settings.warmup, optimizer.learning_rate
     phases = [f"warmup {warmup:,}"] if warmup else []
     if settings.kind == "wsd":
         decay = decay_steps(settings, total_steps)

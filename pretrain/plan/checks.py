@@ -104,7 +104,7 @@ def check_settings(recipe: Recipe, precision: str, world_size: int | None) -> No
         check_deterministic(recipe, microbatch_sizes(tokens // length, world_size or 1))
     if recipe.train.epochs is None:  # otherwise the number of packs decides how many steps there are
         steps = steps_of(recipe.train, tokens, 0, length)
-        schedule.check(recipe.schedule, steps, tokens)
+        schedule.check(recipe.schedule, steps)
         last_steps([until for until, _ in phases_of(recipe.precision)], steps)
     if recipe.data.stream:
         check_stream(recipe)
@@ -191,10 +191,6 @@ def check_pack_counts(recipe: Recipe, packs: int, held_out_packs: int | None) ->
 
 
 def check_held_out(recipe: Recipe, held_out_packs: int) -> None:
-    if recipe.evaluate.at_start and not held_out_packs and not recipe.evaluate.samples:
-        raise InputError(
-            "`evaluate.at_start: true` needs held-out packs and there are none; set `data.held_out`, or leave it out"
-        )
     if recipe.checkpoint.best and not (recipe.evaluate.every and held_out_packs):
         raise InputError(
             "`checkpoint.best: true` goes by the held-out loss of evaluations; set `evaluate.every`, and `data.held_out` where "

@@ -247,7 +247,7 @@ class Plan:
         """The step after which the rate falls for good, so that the last checkpoint up to there is one to prolong the run from;
         None where there is no such step, as of a rate that falls all the way."""
         settings = self.recipe.schedule
-        return schedule.decay_begins(settings, self.steps, self.tokens_per_step) if settings.kind == "wsd" else None
+        return schedule.decay_begins(settings, self.steps) if settings.kind == "wsd" else None
 
     @property
     def bytes_copied(self) -> int:

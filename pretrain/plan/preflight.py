@@ -196,7 +196,7 @@ def prepare_job(
     plan = _plan_of(recipe, accelerator, precisions, laid_out, data, absent or vocabulary, speed)
     plan = spend_spare_memory(_with_gathering(plan, accelerator))
     _check_horizon(plan)
-    without_effect = [*recipe.without_effect, *(_held_out_without_effect(settings) if data else [])]
+    without_effect = _held_out_without_effect(settings) if data else []
     notices = tuple(filter(None, [model.dropout_notice(recipe.model), *without_effect, *unchecked]))
     source = model.source_config(recipe.model)
     return Job(plan, run_dir, laid_out.config, laid_out.shapes, data, tokenizer, laid_out.attention, notices, source)
@@ -382,7 +382,7 @@ def _with_gathering(plan: Plan, accelerator: Accelerator) -> Plan:
 def _check_horizon(plan: Plan) -> None:
     """InputError where the schedule does not fit into epochs; into steps and tokens it was fitted with the settings."""
     if plan.recipe.train.epochs is not None:
-        schedule.check(plan.recipe.schedule, plan.steps, plan.tokens_per_step)
+        schedule.check(plan.recipe.schedule, plan.steps)
         last_steps([phase.until for phase in plan.phases], plan.steps)
 
 

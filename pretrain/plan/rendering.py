@@ -89,7 +89,7 @@ def _horizon_lines(plan: Plan) -> list[str]:
         f"{plural(plan.steps, 'step')} = {tokens}{epochs}",
         *_phase_lines(plan),
         *_source_lines(plan),
-        schedule.describe(plan.recipe.schedule, plan.recipe.optimizer, plan.steps, plan.tokens_per_step),
+        schedule.describe(plan.recipe.schedule, plan.recipe.optimizer, plan.steps),
     ]
 
 

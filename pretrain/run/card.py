@@ -105,7 +105,7 @@ def _rows(run: RunRecord) -> dict[str, str]:
     recipe, figures = run.config, run.summary
     data, optimizer, schedule = recipe["data"], recipe["optimizer"], recipe["schedule"]
     clip = f", gradients clipped at {optimizer['clip']:g}" if optimizer.get("clip") else ""
-    warmup = f"{schedule['warmup_tokens']:,} tokens" if schedule.get("warmup_tokens") else f"{schedule['warmup']:,} steps"
+    warmup = f"{schedule['warmup']:,} steps"
     loss = recipe.get("loss") or {}
     penalty = f"{loss['penalty_weight']:g} x {loss['penalty']}" if loss.get("penalty") else ""
     last = f"{figures[LOSS_KEY]:.4f}, mean of the last {averaged_steps(figures)} steps" if LOSS_KEY in figures else ""

@@ -105,10 +105,10 @@ def extending_a_decayed_run(path: Path, record: Mapping[str, Any], job: Job, *, 
     decay, rate = _decay_left(record, job), identity.get("optimizer.learning_rate")
     if decay is None or rate is None:
         return None
-    (settings, tokens), recipe = schedule_of(identity), job.recipe
+    (settings, _), recipe = schedule_of(identity), job.recipe
     optimizer = recipe.optimizer.model_copy(update={"learning_rate": rate})
-    last = schedule.learning_rate(step - 1, settings, optimizer, horizon, tokens)
-    following = schedule.learning_rate(step, recipe.schedule, recipe.optimizer, job.plan.steps, recipe.batch.tokens)
+    last = schedule.learning_rate(step - 1, settings, optimizer, horizon)
+    following = schedule.learning_rate(step, recipe.schedule, recipe.optimizer, job.plan.steps)
     if following <= last:  # as after a decay's first step, which has the whole rate still
         return None
     told = (
@@ -135,8 +135,8 @@ def decay_begun(record: Mapping[str, Any]) -> int | None:
     """The step after which the decay began that a checkpoint is from, by its own schedule and horizon; None: it is from none."""
     if (found := schedule_of(record["identity"])) is None:
         return None
-    settings, tokens = found
-    decay = schedule.decay_begins(settings, record["progress"]["steps"], tokens)
+    settings, _ = found
+    decay = schedule.decay_begins(settings, record["progress"]["steps"])
     return decay if decay is not None and record["progress"]["step"] > decay else None
 
 
@@ -170,9 +170,9 @@ def rate_has_moved(record: Mapping[str, Any], job: Job) -> str | None:
     recipe, plan, step = job.recipe, job.plan, record["progress"]["step"]
     if (found := schedule_of(record["identity"])) is None:
         return None
-    settings, tokens = found
-    saved = schedule.learning_rate(step, settings, recipe.optimizer, record["progress"]["steps"], tokens)
-    now = schedule.learning_rate(step, recipe.schedule, recipe.optimizer, plan.steps, recipe.batch.tokens)
+    settings, _ = found
+    saved = schedule.learning_rate(step, settings, recipe.optimizer, record["progress"]["steps"])
+    now = schedule.learning_rate(step, recipe.schedule, recipe.optimizer, plan.steps)
     if step >= plan.steps or math.isclose(saved, now, rel_tol=0.01):
         return None
     most = recipe.optimizer.learning_rate
@@ -287,10 +287,10 @@ def _same_rates(record: Mapping[str, Any], job: Job) -> bool:
     recipe, horizon = job.recipe, record["progress"]["steps"]
     if (found := schedule_of(record["identity"])) is None:
         return False
-    settings, tokens = found
+    settings, _ = found
     return all(
-        schedule.learning_rate(step, settings, recipe.optimizer, horizon, tokens)
-        == schedule.learning_rate(step, recipe.schedule, recipe.optimizer, job.plan.steps, recipe.batch.tokens)
+        schedule.learning_rate(step, settings, recipe.optimizer, horizon)
+        == schedule.learning_rate(step, recipe.schedule, recipe.optimizer, job.plan.steps)
         for step in range(record["progress"]["step"])
     )
 

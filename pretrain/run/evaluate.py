@@ -31,6 +31,7 @@ from pretrain.precision.registry import UNQUANTIZED
 from pretrain.run.determinism import any_order
 from pretrain.run.running import BestEvaluation, Run
 
+TEMPERATURE, TOP_P = 0.8, 0.95  # of samples: drawn from the likeliest tokens that have this probability together
 COLDEST = 1e-4  # a temperature below which FP32 scores divided by it could overflow, and the likeliest token is all there is
 
 
@@ -73,7 +74,7 @@ def measure_of(run: Run) -> dict[str, Any]:
 
 def _draw_samples(run: Run) -> None:
     settings, found = run.job.recipe.evaluate, []
-    how = {"tokens": settings.sample_tokens, "temperature": settings.temperature, "top_p": settings.top_p}
+    how = {"tokens": settings.sample_tokens, "temperature": TEMPERATURE, "top_p": TOP_P}
     with gathered(run.assembly.model):
         for number, prompt in enumerate(settings.samples):
             seed = seed_of_prompt(run.job.recipe.seed, number)

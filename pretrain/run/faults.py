@@ -1,4 +1,4 @@
-"""What may happen to a run from outside: memory or time that runs out, a run folder that vanishes. One message, nothing lost."""
+"""What may happen to a run from outside: memory that runs out, a run folder that vanishes. One message, nothing lost."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pretrain.run.running import Run
 class Stop(IntEnum):
     """Why ranks leave, where it is no signal. Above all numbers of signals: ranks agree on the largest."""
 
-    PACKS_FAILED, TIME_IS_UP, SAVE_FAILED, METRICS_GONE, FOLDER_GONE = range(996, 1001)
+    PACKS_FAILED, SAVE_FAILED, METRICS_GONE, FOLDER_GONE = range(997, 1001)
 
 
 @contextmanager
@@ -59,14 +59,6 @@ def unread(steps: Prefetch[StepBatches]) -> BaseException | None:
     """The error that reading the packs of the next step ended with, as far as it is known. The end of a stream is none: all ranks
     meet it at one step."""
     return None if isinstance(steps.failure, StreamEnded) else steps.failure
-
-
-def time_is_up(run: Run) -> int:
-    """Stop.TIME_IS_UP where the command is older than `train.max_hours`, however the system's clock is set meanwhile; else 0."""
-    limit = run.job.recipe.train.max_hours
-    if limit is None:
-        return 0
-    return Stop.TIME_IS_UP if sum(run.waited.seconds().values()) > 3600 * limit else 0
 
 
 def prepare_rescue(run: Run, what: int, steps: Prefetch[StepBatches]) -> BaseException:

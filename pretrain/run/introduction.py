@@ -61,11 +61,8 @@ def introduce(run: Run, notes: Iterable[str], warnings: Iterable[str]) -> None:
     found, plan = run.assembly.audit, run.job.plan
     planned = plan.memory.parts(plan.expected_microbatch)
     found["memory"] = {"microbatch": plan.expected_microbatch, "planned": planned, "held": run.assembly.memory_held()}
-    if run.job.recipe.log.audit == "full":
-        run.console.panel("what runs in which precision", audit.rows(found) | kernels.rows(found))
-    else:
-        title = f"what runs in which precision (all of it: {run.folder.audit}, or log.audit=full)"
-        run.console.panel(title, audit.in_short(found) | kernels.rows(found))
+    title = f"what runs in which precision (all of it: {run.folder.audit})"
+    run.console.panel(title, audit.in_short(found) | kernels.rows(found))
     device = run.job.plan.devices.name
     if run.accelerator.device.type == "cuda" and not is_known(device):
         run.console.notice(f"no peak of {device} is known, so there is no MFU; pretrain/metrics/peaks.py has those that are")

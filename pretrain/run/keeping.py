@@ -73,10 +73,9 @@ def leave(run: Run, asked: int, steps: Prefetch[StepBatches]) -> int:
         save(run)
     if lost:
         raise lost
-    hours, step = run.job.recipe.train.max_hours, run.state.step
-    why = f"`train.max_hours: {hours:g}`" if asked == Stop.TIME_IS_UP else signal.Signals(asked).name
+    step, why = run.state.step, signal.Signals(asked).name
     run.console.notice(f"stopped by {why} after step {step}; start the run again to go on from here")
-    return signal.SIGUSR1 if asked == Stop.TIME_IS_UP else asked  # a scheduler's warning, given to itself
+    return asked
 
 
 # ── The end ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────

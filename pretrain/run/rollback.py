@@ -10,7 +10,7 @@ from foundation.reading import load_object
 from foundation.units import plural
 from pretrain.checkpoint.folders import step_folders, step_of
 from pretrain.checkpoint.state import TrainState
-from pretrain.metrics.health import StepDecision, TrainingHalted, some_of
+from pretrain.metrics.health import MOST_ROLLBACKS, StepDecision, TrainingHalted, some_of
 from pretrain.metrics.run_record import read_metrics
 from pretrain.metrics.trackers import resolve
 from pretrain.model.distributed import local_part
@@ -77,7 +77,7 @@ def roll_back(run: Run, reason: str) -> None:
         run.trackers.start(config.resolved(run.job.recipe))
         run.trackers.log(event)
     run.past, run.best = past, best_so_far(run)
-    passed, limit = judged.step - run.state.step, run.health.settings.max_rollbacks
+    passed, limit = judged.step - run.state.step, MOST_ROLLBACKS
     run.console.warning(
         f"step {judged.step}: {reason}. Rollback {rollbacks} of {limit} at most: {notes[0]}; the packs of "
         f"{plural(passed, 'step')} since are passed over"

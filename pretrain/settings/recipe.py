@@ -9,17 +9,15 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from foundation.errors import shown
 from foundation.settings import Count, PathText, PositiveCount, Seed, Settings, Share
 from packing.settings import DataSettings
-from pretrain.precision.registry import WEIGHT_DTYPES, Weights
-from pretrain.precision.schedule import PrecisionSetting, is_quantized
+from pretrain.precision.registry import Weights
+from pretrain.precision.schedule import PrecisionSetting
 from pretrain.precision.settings import LowPrecisionSettings
 
 MOST_FP32 = 1e38  # the optimizer computes in FP32, where 3.4e38 is the last number before infinity
@@ -145,8 +143,7 @@ class OptimizerSettings(Settings):
     learning_rate: float = Field(3.0e-4, gt=0, le=MOST_FP32)  # the largest, which the schedule reaches after its warmup
     betas: tuple[Share, Share] = (0.9, 0.95)  # AdamW's
     eps: float = Field(1.0e-8, gt=0, le=MOST_FP32)  # AdamW's
-    weight_decay: float = Field(0.1, ge=0, le=MOST_FP32)  # AdamW's, times the learning rate
-    decay: Literal["matrices", "all"] = "matrices"  # what decays: matrices and embeddings; all: norms and biases too, as in torch
+    weight_decay: float = Field(0.1, ge=0, le=MOST_FP32)  # AdamW's, times the learning rate; of matrices and embeddings alone
     moments: Literal["fp32", "bf16"] | None = None  # null: fp32, but bf16 under `weights: bf16`, as in torch
     # What microbatches add up in; null: fp32, but bf16 under `weights: bf16`. Over processes sums are in FP32 in any case.
     gradients: Literal["fp32", "bf16"] | None = None
@@ -178,15 +175,8 @@ class OptimizerSettings(Settings):
 class ScheduleSettings(Settings):
     kind: Literal["wsd", "cosine", "linear", "constant"] = "wsd"  # wsd: warmup, stable, then a linear decay
     warmup: Count = 0  # steps
-    warmup_tokens: PositiveCount | None = None  # in place of `warmup`
     decay: Fraction = 0.2  # wsd: share of all steps that decays, at the end
     min_lr_ratio: Fraction = 0.0  # where the decay ends, as a share of `optimizer.learning_rate`
-
-    @model_validator(mode="after")
-    def _one_warmup(self) -> ScheduleSettings:
-        if self.warmup and self.warmup_tokens:
-            raise ValueError("set one of `warmup` (steps) and `warmup_tokens`")
-        return self
 
 
 class TrainSettings(Settings):
@@ -198,8 +188,6 @@ class TrainSettings(Settings):
     # Another run's checkpoint, a step-* folder, with which a run that has none of its own begins: its weights, moments, step and
     # place in the text, under this recipe's precision and settings. Keys in braces are filled in, as in `run_dir`.
     begin_with: PathText | None = None
-    # After so many hours of its process, a run saves and ends with the status of SIGUSR1; the same command goes on. null: never.
-    max_hours: float | None = Field(None, gt=0)
 
     @model_validator(mode="after")
     def _one_horizon(self) -> TrainSettings:
@@ -245,13 +233,10 @@ class LossSettings(Settings):
 
 
 class EvaluateSettings(Settings):
-    every: PositiveCount | None = None  # steps; null: at the end only
-    at_start: bool = False  # before the first step, too: what the model knew before
+    every: PositiveCount | None = None  # steps; null: at the end, and before the first step of a trained `model.source`
     packs: PositiveCount | None = None  # held-out packs to evaluate on, from the first; null: all of them
     samples: tuple[str, ...] = ()  # prompts to continue at every evaluation, each with a seed of its own
     sample_tokens: PositiveCount = 64  # the most tokens of a continuation
-    temperature: float = Field(0.8, ge=0, le=100)  # of samples; 0: always the likeliest token
-    top_p: float = Field(0.95, gt=0, le=1)  # samples are drawn from the likeliest tokens that have this probability together
 
 
 class CheckpointSettings(Settings):
@@ -265,9 +250,6 @@ class LogSettings(Settings):
     every: PositiveCount = 1  # steps between console lines; metrics.jsonl takes every step
     trackers: tuple[str, ...] = ("jsonl",)  # of accelerate's, by name: tensorboard, wandb, trackio, ...; jsonl is always written
     project: str = "pretrain"  # the project that a hosted tracker files the run under; MLflow calls it experiment
-    entity: str | None = None  # W&B's user or team that the project belongs to; null: the user's default
-    tags: tuple[str, ...] = ()  # words that W&B and MLflow find the run by
-    audit: Literal["short", "full"] = "short"  # short: three lines of it on the screen; audit.json has all of it
     gradient_statistics: PositiveCount | None = None  # steps between mean and deviation of each layer's gradient; null: never
     fp8_statistics: PositiveCount | None = 100  # steps between looks at what quantization loses; null: never
 
@@ -279,11 +261,10 @@ class LogSettings(Settings):
 
 class HealthSettings(Settings):
     # A loss or gradient norm that is not finite: stop the run; skip: leave the step out as if its data had never come, ten in a
-    # row at most; rollback: go back to the last checkpoint, and past all data since.
+    # row at most; rollback: go back to the last checkpoint, and past all data since, three times at most.
     on_nan: Literal["stop", "skip", "rollback"] = "stop"
     # A loss above the median of the last 100 by six of their robust standard deviations, and by 0.3 nats at least.
     on_spike: Literal["ignore", "warn", "stop", "skip", "rollback"] = "warn"
-    max_rollbacks: PositiveCount = 3  # over the whole run, resumed or not; then it stops
 
 
 class Recipe(Settings):
@@ -325,104 +306,3 @@ class Recipe(Settings):
     def moments_kept_in(self) -> Literal["fp32", "bf16"]:
         """The dtype in which AdamW keeps its two moments."""
         return self.optimizer.moments or ("bf16" if self.weights == "bf16" else "fp32")
-
-    @property
-    def without_effect(self) -> list[str]:
-        """A line for each key that is set, and that another key leaves without effect."""
-        said = self.model_dump(mode="json")
-        found = []
-        for key, idle in WITHOUT_EFFECT.items():
-            if _is_set(self, key) and idle.when(self):
-                value = _at(said, key)
-                written = value if isinstance(value, str) else json.dumps(value)
-                found.append(f"`{key}: {shown(written)}` has no effect: it {idle.why.format(recipe=self)}")
-        return found
-
-
-class Idle(NamedTuple):
-    """Says when a key has no effect, and why: the end of a sentence, with fields of `recipe`."""
-
-    when: Callable[[Recipe], bool]
-    why: str
-
-
-def _at(values: Mapping[str, Any], key: str) -> Any:
-    """Returns what nested plain `values` have for the dotted `key`; None where a section, or `model.config`, has no such key."""
-    for part in key.split("."):
-        values = (values or {}).get(part)
-    return values
-
-
-def _is_set(recipe: Recipe, key: str) -> bool:
-    """Returns whether `key` has another value than its default. A key of `model.config` has none: the model's type decides."""
-    section, name, *inside = key.split(".")
-    settings = getattr(recipe, section)
-    value = getattr(settings, name)
-    return (value or {}).get(inside[0]) is not None if inside else value != type(settings).model_fields[name].default
-
-
-def _has_no_samples(recipe: Recipe) -> bool:
-    """Nobody has asked for any. Who says that there are none, as a matrix does for all of its cells, knows what is idle then."""
-    return not recipe.evaluate.samples and "samples" not in recipe.evaluate.model_fields_set
-
-
-def _is_unquantized_by_chance(recipe: Recipe) -> bool:
-    """The precision is that of the accelerate configuration alone, and quantizes nothing. Who names one knows what it is: in a
-    matrix, cells of all precisions have the same overrides."""
-    return recipe.precision is not None and "precision" not in recipe.model_fields_set and not is_quantized(recipe.precision)
-
-
-def _is_another_dtype(key: str) -> Callable[[Recipe], bool]:
-    """Returns a function that tells whether `key` of `model.config` asks for weights in another dtype than they have. A copied
-    config.json says one."""
-
-    def asked(recipe: Recipe) -> bool:
-        said = str((recipe.model.config or {}).get(key)).removeprefix("torch.")
-        return said not in ("auto", WEIGHT_DTYPES[recipe.weights])
-
-    return asked
-
-
-_OF_LOADING = (
-    "is what transformers would load weights in; here `weights` says what they are stored in, and it is {recipe.weights}: set "
-    "`weights: bf16` or `weights: bf16_exact` for BF16"
-)
-_LOW = "is for FP8 and FP4, and this is {recipe.precision}, as the recipe names no `precision`; name the one that it is meant for"
-_SAMPLES = "is of `evaluate.samples`, and there are none"
-
-# What a user may set and believe that it acts. A key that is for some precisions, devices or trackers, and is set for runs on all
-# of them at once, does not belong here unless it can be told from one that is set in vain.
-WITHOUT_EFFECT: Mapping[str, Idle] = {
-    "schedule.decay": Idle(
-        lambda recipe: recipe.schedule.kind != "wsd", "is for `schedule.kind: wsd`, and it is {recipe.schedule.kind}"
-    ),
-    "schedule.min_lr_ratio": Idle(
-        lambda recipe: recipe.schedule.kind == "constant", "is where a decay ends, and `schedule.kind: constant` has none"
-    ),
-    "loss.chunk": Idle(lambda recipe: recipe.loss.kind != "chunked", "is for `loss.kind: chunked`, and it is {recipe.loss.kind}"),
-    "model.config.dtype": Idle(_is_another_dtype("dtype"), _OF_LOADING),
-    "model.config.torch_dtype": Idle(_is_another_dtype("torch_dtype"), _OF_LOADING),
-    "model.config._attn_implementation": Idle(
-        lambda recipe: True, "names none that keeps the documents of a pack apart; `model.attention` says how they attend"
-    ),
-    "fp8_config.backend": Idle(_is_unquantized_by_chance, _LOW),
-    "fp8_config.scope": Idle(_is_unquantized_by_chance, _LOW),
-    "fp8_config.keep_bf16_layers": Idle(_is_unquantized_by_chance, _LOW),
-    "fp8_config.keep_bf16": Idle(_is_unquantized_by_chance, _LOW),
-    "evaluate.sample_tokens": Idle(_has_no_samples, _SAMPLES),
-    "evaluate.temperature": Idle(_has_no_samples, _SAMPLES),
-    "evaluate.top_p": Idle(_has_no_samples, _SAMPLES),
-    "health.max_rollbacks": Idle(
-        lambda recipe: "rollback" not in (recipe.health.on_nan, recipe.health.on_spike),
-        "is for `rollback`, which neither `health.on_nan` nor `health.on_spike` asks for",
-    ),
-    "log.project": Idle(
-        lambda recipe: {"jsonl", "tensorboard"}.issuperset(recipe.log.trackers),
-        "is for hosted trackers, and `log.trackers` names none",
-    ),
-    "log.entity": Idle(lambda recipe: "wandb" not in recipe.log.trackers, "is for W&B, which `log.trackers` does not name"),
-    "log.tags": Idle(
-        lambda recipe: {"wandb", "mlflow"}.isdisjoint(recipe.log.trackers),
-        "is for W&B and MLflow, which `log.trackers` does not name",
-    ),
-}

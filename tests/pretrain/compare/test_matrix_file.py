@@ -129,13 +129,6 @@ def test_every_combination_is_there_once(tmp_path_factory, sizes: dict[str, int]
     assert len({cell.run_dir for cell in cells}) == len(cells)
 
 
-def test_an_empty_text_and_null_are_what_a_matrix_says(matrix):
-    empty, none = matrix(axes={"log.entity": ["", None]}).runs
-    assert (empty.recipe.log.entity, none.recipe.log.entity) == ("", None)
-    for text in ("", " "):
-        assert matrix(overrides={"log.entity": text}).runs[0].recipe.log.entity == text
-
-
 def test_only_picks_any_of_the_values_given_for_a_key_and_every_key(matrix):
     found = matrix()
     assert [c.name for c in found.only([])] == names(found)

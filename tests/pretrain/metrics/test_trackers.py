@@ -32,8 +32,8 @@ from tests.moments import fork_context
 CONFIG = {"name": "demo", "seed": 42, "optimizer": {"betas": [0.9, 0.95], "clip": None}, "data": {"mask_boundaries": True}}
 
 
-def resolve(names: list[str], *, project: str = "p", tags: tuple[str, ...] = (), **options) -> Trackers:
-    return resolve_settings(LogSettings(trackers=names, project=project, tags=tags), **options)
+def resolve(names: list[str], *, project: str = "p", **options) -> Trackers:
+    return resolve_settings(LogSettings(trackers=names, project=project), **options)
 
 
 def record(step: int, loss: float = 2.0) -> dict:
@@ -277,7 +277,7 @@ from pretrain.metrics.trackers import resolve
 from pretrain.settings.recipe import LogSettings
 
 def run(name, run_dir, resumed_step, steps, loss):
-    log = LogSettings(trackers=[name], project="pretraining-tests", tags=["small"])
+    log = LogSettings(trackers=[name], project="pretraining-tests")
     trackers = resolve(log, run_dir=run_dir, resumed_step=resumed_step)
     trackers.start({"optimizer": {"learning_rate": 0.125, "betas": [0.9, 0.95]}, "log": {"every": resumed_step}})
     for step in steps:
@@ -408,7 +408,7 @@ def test_after_a_kill_every_service_has_each_step_and_evaluation_once(tmp_path, 
 
 
 @pytest.mark.usefixtures("accelerate_state")
-def test_mlflow_has_one_run_with_each_step_once_samples_picture_and_tags(tmp_path, monkeypatch):
+def test_mlflow_has_one_run_with_each_step_once_samples_and_picture(tmp_path, monkeypatch):
     for name, value in {
         "TRACKING_URI": f"file:{tmp_path}/store",
         "ALLOW_FILE_STORE": "true",
@@ -428,7 +428,7 @@ def test_mlflow_has_one_run_with_each_step_once_samples_picture_and_tags(tmp_pat
     history = {(metric.step, metric.value) for metric in client.get_metric_history(found.info.run_id, "loss")}
     assert history == {(1, 0.5), (2, 1.0), (3, 1.5), (4, 4938.0)} and found.data.metrics["grad_norm"] == 0.25
     assert (found.data.params["optimizer.learning_rate"], found.data.params["log.every"]) == ("0.125", "0"), "what was first"
-    assert found.data.tags["small"] == "true" and found.info.run_name == "run-1" and found.info.status == "FINISHED"
+    assert found.info.run_name == "run-1" and found.info.status == "FINISHED"
     assert {each.path for each in client.list_artifacts(found.info.run_id)} == {"loss.png", "samples"}
 
 

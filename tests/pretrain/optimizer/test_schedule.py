@@ -22,7 +22,7 @@ TOKENS = 131_072
 
 
 def rates(settings: ScheduleSettings, total: int) -> list[float]:
-    return [schedule.learning_rate(step, settings, OPTIMIZER, total, TOKENS) for step in range(total)]
+    return [schedule.learning_rate(step, settings, OPTIMIZER, total) for step in range(total)]
 
 
 def run(scheduler: LRScheduler, total: int) -> list[float]:
@@ -60,7 +60,7 @@ def test_the_reference_run_decays_over_555_steps_from_step_2221() -> None:
 )
 def test_the_rate_falls_after_the_step_at_which_decay_is_said_to_begin(shape: dict[str, object], begins: int | None) -> None:
     settings = ScheduleSettings(warmup=10, **shape)
-    assert schedule.decay_begins(settings, 100, TOKENS) == begins
+    assert schedule.decay_begins(settings, 100) == begins
     seen = rates(settings, 100)
     falls = next((step for step in range(1, 100) if seen[step] < seen[step - 1]), None)
     assert falls == (None if begins is None else begins + 1), "the first step of the decay still has the whole rate"
@@ -93,17 +93,11 @@ def test_constant_stays_after_warmup() -> None:
     )
 
 
-def test_warmup_in_tokens_rounds_up_to_whole_steps() -> None:
-    in_tokens = ScheduleSettings(warmup_tokens=100 * TOKENS - 1)
-    assert schedule.warmup_steps(in_tokens, TOKENS) == 100
-    assert rates(in_tokens, 2776) == rates(ScheduleSettings(warmup=100), 2776)
-
-
 def test_beyond_the_horizon_the_rate_stays_at_the_end() -> None:
     for kind in ("wsd", "cosine", "linear"):
         settings = ScheduleSettings(kind=kind, min_lr_ratio=0.1)
-        assert schedule.learning_rate(100, settings, OPTIMIZER, 100, TOKENS) == pytest.approx(0.1 * RATE)
-        assert schedule.learning_rate(10_000, settings, OPTIMIZER, 100, TOKENS) == pytest.approx(0.1 * RATE)
+        assert schedule.learning_rate(100, settings, OPTIMIZER, 100) == pytest.approx(0.1 * RATE)
+        assert schedule.learning_rate(10_000, settings, OPTIMIZER, 100) == pytest.approx(0.1 * RATE)
 
 
 shapes = st.builds(
@@ -118,7 +112,7 @@ shapes = st.builds(
 @given(settings=shapes, total=st.integers(1, 120))
 def test_rates_rise_through_warmup_and_then_never_rise_again_and_are_never_zero(settings: ScheduleSettings, total: int) -> None:
     try:
-        schedule.check(settings, total, TOKENS)
+        schedule.check(settings, total)
     except InputError:
         assume(False)
     seen = rates(settings, total)
@@ -132,18 +126,13 @@ def test_rates_rise_through_warmup_and_then_never_rise_again_and_are_never_zero(
 
 def test_warmup_longer_than_the_run_is_refused() -> None:
     with pytest.raises(InputError, match=r"schedule\.warmup: 101.*100"):
-        schedule.check(ScheduleSettings(kind="cosine", warmup=101), 100, TOKENS)
+        schedule.check(ScheduleSettings(kind="cosine", warmup=101), 100)
 
 
 def test_warmup_and_decay_that_overlap_are_refused_with_both_named() -> None:
     with pytest.raises(InputError, match=r"schedule\.warmup: 81.*schedule\.decay: 0\.2.*100 steps"):
-        schedule.check(ScheduleSettings(kind="wsd", warmup=81, decay=0.2), 100, TOKENS)
-    schedule.check(ScheduleSettings(kind="wsd", warmup=80, decay=0.2), 100, TOKENS)
-
-
-def test_warmup_in_tokens_is_named_as_it_was_written() -> None:
-    with pytest.raises(InputError, match=r"schedule\.warmup_tokens: 13238272` takes 101 steps.*has 100"):
-        schedule.check(ScheduleSettings(warmup_tokens=101 * TOKENS), 100, TOKENS)
+        schedule.check(ScheduleSettings(kind="wsd", warmup=81, decay=0.2), 100)
+    schedule.check(ScheduleSettings(kind="wsd", warmup=80, decay=0.2), 100)
 
 
 def test_preview_draws_a_png_and_tells_the_rate_where_phases_begin_and_end(tmp_path: Path) -> None:

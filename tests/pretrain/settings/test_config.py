@@ -45,7 +45,7 @@ def test_a_horizon_on_the_command_line_replaces_the_files(tmp_path: Path) -> Non
 def test_a_recipe_builds_on_another_key_by_key_and_goes_before_it(tmp_path: Path) -> None:
     (tmp_path / "bases").mkdir()
     shape = {"config": {"model_type": "qwen3", "hidden_size": 64}}
-    root = {**SMALLEST, "model": shape, "optimizer": {"clip": 2.0, "eps": 1e-6}, "schedule": {"warmup_tokens": 8}}
+    root = {**SMALLEST, "model": shape, "optimizer": {"clip": 2.0, "eps": 1e-6}, "schedule": {"warmup": 8}}
     (tmp_path / "bases/root.yaml").write_text(yaml.safe_dump(root))
     middle = {"base": "bases/root.yaml", "name": "middle", "train": {"tokens": 5e6}, "optimizer": {"clip": 3.0}}
     (tmp_path / "middle.yaml").write_text(yaml.safe_dump(middle))
@@ -54,7 +54,7 @@ def test_a_recipe_builds_on_another_key_by_key_and_goes_before_it(tmp_path: Path
     assert (recipe.name, recipe.optimizer.clip, recipe.optimizer.eps) == ("middle", 3.0, 1e-7)
     assert recipe.model.config == {"model_type": "gpt2"}, "as a whole: other architectures have other keys"
     assert (recipe.train.steps, recipe.train.tokens) == (None, 5_000_000), "a horizon replaces the base's"
-    assert (recipe.schedule.warmup, recipe.schedule.warmup_tokens) == (4, None)
+    assert recipe.schedule.warmup == 4
     assert recipe.data.packs == Path("packs") and "base" not in resolved(recipe)
 
 
@@ -98,18 +98,12 @@ TEXT_AND_MORE = {"packs": "p", "source": "s", "tokenizer": "t", "text": "{x}"}
         (
             {"optimizer": {"eps": 1e-60}},
             {"optimizer": {"clip": 1.0}},
-            ["optimizer.decay=all"],
+            ["optimizer.weight_decay=0"],
             "root",
             "`optimizer`: `eps: 1e-60`",
         ),
         ({}, {"optimizer": {"clip": 1.0}}, ["optimizer.eps=1e-60"], "command line", "`optimizer`: `eps: 1e-60` is as good as"),
         ({}, {"train": {"tokens": 5}}, ["train.tokens=null"], "command line", "`train`: set exactly one of"),
-        (
-            {"train": {"max_hours": 1}},
-            ["train.max_hours=2"],
-            "own",
-            "`train`: set exactly one of",
-        ),
         ({}, {"data": TEXT_AND_MORE}, ["data.source=null"], "command line", "`data`: `text`: for preparing packs, but no"),
         ({"data": TEXT_AND_MORE}, {"data": {"held_out": 0.1}}, ["data.validation.split=x"], "command line", "`held_out` and"),
         ({}, {"data": TEXT_AND_MORE | {"source": ""}}, ["data.length=64"], "own", "`data`: `source` is empty"),
@@ -196,7 +190,7 @@ def test_a_runs_config_as_a_recipe_or_as_a_base_has_the_sources_of_the_run(data:
     said = resolved(recipe)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(said))
     again = load_recipe(tmp_path / "config.yaml")
-    assert resolved(again) == said and parts_of(again) == parts_of(recipe) and again.without_effect == recipe.without_effect
+    assert resolved(again) == said and parts_of(again) == parts_of(recipe)
     onto = load_recipe(write(tmp_path, {"base": "config.yaml", "name": "other", "data": {"packs": "elsewhere"}}), ["seed=2"])
     assert resolved(onto)["data"] == said["data"] | {"packs": "elsewhere"}
 
@@ -208,30 +202,6 @@ def test_sources_on_the_command_line_take_what_they_leave_open_from_the_file(tmp
     assert [each["text"] for each in resolved(recipe)["data"]["sources"]] == ["TT {text}", "c"]
     validated = load_recipe(path, ["data.validation.source=v"])
     assert resolved(validated)["data"]["validation"]["text"] == "TT {text}"
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(resolved(recipe)))
-    other = load_recipe(tmp_path / "config.yaml", ["data.text={other}"])
-    assert other.without_effect == [
-        "`data.text: {other}` has no effect: each source says another, or has records of another kind"
-    ]
-
-
-def test_a_config_that_says_every_default_of_its_sources_is_of_the_same_training(tmp_path: Path) -> None:
-    """As versions before wrote it."""
-    one = {"source": "a", "tokenizer": "t", "packs": "p"}
-    for data in ({k: v for k, v in TEXT.items() if k != "text"} | {"sources": WEIGHTED}, one | {"validation": {"split": "test"}}):
-        recipe = load_recipe(write(tmp_path, {**SMALLEST, "data": data}))
-        before = recipe.model_dump(mode="json")
-        found = load_recipe(write(tmp_path, before))
-        assert resolved(found) == resolved(recipe) and parts_of(found) == parts_of(recipe)
-        assert identity_of(found, "") == identity_of(recipe, "")
-    chats = TEXT | {"prompt": "q", "response": "a", "train_on": "all", "chat_template": "{{ x }}"}
-    chats["sources"] = [{"source": each, "weight": 0.5} for each in "ab"]
-    chatting = load_recipe(write(tmp_path, {**SMALLEST, "data": {k: v for k, v in chats.items() if k != "text"}}))
-    found = load_recipe(write(tmp_path, chatting.model_dump(mode="json")))  # each says `prompt: null`: it is read all the same
-    assert "`data.train_on: all` has no effect" in " ".join(found.without_effect)
-    unlike = load_recipe(write(tmp_path, {**SMALLEST, "data": TEXT | {"sources": WEIGHTED}}))
-    found = load_recipe(write(tmp_path, unlike.model_dump(mode="json")))
-    assert identity_of(found, "") == identity_of(unlike, ""), "which has the packs' fingerprint in place of how they were made"
 
 
 @pytest.mark.parametrize(
