@@ -184,6 +184,7 @@ def recipe_for(small_packs: Path) -> Callable[[Path], dict[str, Any]]:
         "train": {"steps": 12},
         "evaluate": {"every": 5},
         "checkpoint": {"every": 4},
+        "parity": False,
         "run_dir": str(run_dir),
     }
 

@@ -19,11 +19,10 @@ for module in ("train_accelerate", *MODELS, *IMPORTED_LATE):
     importlib.import_module(module)
 # Keeps what it compiles for all models, a thousand patterns: each export would do so anew.
 sys.modules["transformers.conversion_mapping"].get_checkpoint_conversion_mapping("qwen3")
-# As are the versions of packages and the hash of the code.
-folders, kept = sys.modules["pretrain.metrics.run_folder"], sys.modules["pretrain.verify.kept"]
+# As are the versions of packages.
+folders = sys.modules["pretrain.metrics.run_folder"]
 for package in (*folders.PACKAGES, *folders.OPTIONAL_PACKAGES):
     folders.version_of(package)
-kept.versions(), kept.code_hash()
 gc.freeze()
 gc.enable()
 atexit.register(gc.unfreeze)  # or Triton's library reports as leaked what it holds; forked processes end without

@@ -22,13 +22,16 @@ from foundation.errors import InputError
 from foundation.progress import advance
 from packing.batch import Microbatch
 from pretrain.checkpoint.state import seed_step
-from pretrain.metrics.flops import LowPrecisionProducts
+from pretrain.metrics.flops import LowPrecisionProducts, Shape
 from pretrain.metrics.peaks import peak
 from pretrain.metrics.precision_health import PrecisionWatch
 from pretrain.metrics.profile import Work
 from pretrain.metrics.recorder import Recorder
 from pretrain.metrics.waited import Waited
 from pretrain.model import huggingface as model
+from pretrain.model.attention import backends as attention
+from pretrain.model.attention.heads import Heads
+from pretrain.model.attention.trial import choose_tried
 from pretrain.model.distributed import (
     largest_over_ranks,
     local_part,
@@ -55,7 +58,6 @@ from pretrain.precision.selection import make_backend
 from pretrain.precision.settings import ActivePrecision
 from pretrain.run import determinism
 from pretrain.verify import audit
-from pretrain.verify.kernels import Chosen, choose_kernels
 
 # Linears whose operands are examined again at a statistics step, drawn anew each time. All of them would cost 0.8 % of a run of
 # 1.7 B parameters on an H200, these cost less than 0.1 % (benchmarks/results/h200_audit_cost.json).
@@ -222,9 +224,8 @@ def assemble(job: Job, accelerator: Accelerator, waited: Waited | None = None) -
     """Build the model of `job` and make it ready to train, in the order that docs/architecture.md explains."""
     recipe, plan, device = job.recipe, job.plan, accelerator.device
     waited = waited or Waited(shown=False)
-    with waited.on("checks", "trying the kernels", "kernels"):
-        kernels = choose_kernels(job, accelerator)
-    built = _build(job, accelerator, kernels.attention.name)
+    attends = _choose_attention(job, accelerator)
+    built = _build(job, accelerator, attends.name)
     hf = built.hf
 
     backends = {each.precision.name: make_backend(each, device) if each.precision.quantized else None for each in plan.actives}
@@ -234,14 +235,14 @@ def assemble(job: Job, accelerator: Accelerator, waited: Waited | None = None) -
         evaluates_low=job.active.settings.use_autocast_during_eval,
         backends=[*filter(None, backends.values())],
     )
-    packed = PackedLanguageModel(hf, kernels.attention.name, plan.loss, context)
+    packed = PackedLanguageModel(hf, attends.name, plan.loss, context)
     layers = model.decoder_layers(hf)
     precisions = {}
     for each in plan.actives:
         decisions = decide(hf, list(layers.values()), each) if each.precision.quantized else {}
         precisions[each.precision.name] = AssembledPrecision(each, backends[each.precision.name], decisions, {})
 
-    fused, what_is_fused = _fuse(job, layers, precisions, kernels.not_fused, context, device.type)
+    fused, what_is_fused = _fuse(job, layers, precisions, context, device.type)
     packed.fused = fused
     for each in precisions.values():
         with holding(context, backend=each.backend):
@@ -251,7 +252,7 @@ def assemble(job: Job, accelerator: Accelerator, waited: Waited | None = None) -
     compiled = recipe.model.compile == "layer" or (recipe.model.compile == "auto" and device.type == "cuda")
     wrap_layers(packed, recipe.model, cast_to=cast_to, compile_layers=compiled)
 
-    packed, adamw = _put_on_devices(job, accelerator, built, packed, by_kernel=kernels.optimizer)
+    packed, adamw = _put_on_devices(job, accelerator, built, packed)
     for each in precisions.values():
         with (
             holding(context, backend=each.backend),
@@ -260,8 +261,17 @@ def assemble(job: Job, accelerator: Accelerator, waited: Waited | None = None) -
             products = rehearse(job.in_precision(each.active), accelerator, packed, adamw, each.decisions)
             each.found.update(_found_in(each, hf, products))
     how = {"fused": what_is_fused, "built": built.how, "compiled": what_is_compiled(compiled, context, fused)}
-    around = _found_around(job, precisions, kernels, how, device.type)
+    around = _found_around(job, precisions, attends, how, device.type)
     return Assembly(hf, packed, adamw, job.active, context, precisions, precisions[job.precision.name].found | around)
+
+
+def _choose_attention(job: Job, accelerator: Accelerator) -> attention.Choice:
+    """The planned attention, or the next fastest where it computes something else than its formula here. Collective."""
+    shape, choice = Shape.of(job.shapes), job.attention
+    heads = Heads(shape.heads, shape.kv_heads, shape.head_dim)
+    for dtype in dict.fromkeys(getattr(torch, active.precision.compute_dtype) for active in job.plan.actives):
+        choice = choose_tried(choice, job.recipe.model.attention, heads, dtype, job.recipe.data.length, accelerator)
+    return choice
 
 
 @dataclass(frozen=True)
@@ -294,14 +304,10 @@ def _fuse(
     job: Job,
     layers: Mapping[str, nn.Module],
     precisions: Mapping[str, AssembledPrecision],
-    why_not: str | None,
     context: PrecisionContext,
     device_type: str,
 ) -> tuple[FusedLayers | None, str]:
-    """Fuse what can be fused, unless `why_not` says why nothing is to be. Returns None where no layer is, and what the audit says
-    of it."""
-    if why_not is not None:
-        return None, why_not
+    """Fuse what can be fused. Returns None where no layer is, and what the audit says of it."""
     # Of several precisions the quantized one's arithmetic serves all, so it comes last.
     for active in sorted(job.plan.actives, key=lambda each: each.precision.quantized):
         arithmetic, why_not = choose_arithmetic(job.recipe.model.fused, active, device_type, context)
@@ -313,14 +319,13 @@ def _fuse(
 
 
 def _put_on_devices(
-    job: Job, accelerator: Accelerator, built: _Built, packed: PackedLanguageModel, *, by_kernel: bool
+    job: Job, accelerator: Accelerator, built: _Built, packed: PackedLanguageModel
 ) -> tuple[PackedLanguageModel, ExactAdamW]:
     """The wrapped model where it is trained, and its optimizer: its parameters have their values there, and its gradients and
-    moments their places. `by_kernel`: the optimizer may use its own. Collective."""
+    moments their places. Collective."""
     recipe, fused, once_a_step = job.recipe, packed.fused, job.plan.devices.gathered
     exact = recipe.weights == "bf16_exact"
     adamw = build_optimizer(packed, recipe.optimizer, exact=exact)
-    adamw.by_kernel = by_kernel
     packed, adamw = prepare(accelerator, packed, adamw, job.compute_dtype, once_a_step=once_a_step)
     stacks = fused.stacks if fused else ()
     summed_in = getattr(torch, WEIGHT_DTYPES[recipe.gradients_kept_in])
@@ -378,17 +383,20 @@ def _found_in(assembled: AssembledPrecision, hf: PreTrainedModel, products: list
 
 
 def _found_around(
-    job: Job, precisions: Mapping[str, AssembledPrecision], kernels: Chosen, how: Mapping[str, str | None], device_type: str
+    job: Job,
+    precisions: Mapping[str, AssembledPrecision],
+    attends: attention.Choice,
+    how: Mapping[str, str | None],
+    device_type: str,
 ) -> dict[str, Any]:
     """What the audit says beside that: of the whole run, `how` the model was put together among it."""
     recipe, plan = job.recipe, job.plan
     found = {
         "weights": recipe.weights,
         "gradients": recipe.gradients_kept_in,
-        "attention": {"kind": kernels.attention.name, "reason": kernels.attention.reason},
+        "attention": {"kind": attends.name, "reason": attends.reason},
         **{key: said for key, said in how.items() if said is not None},
         "deterministic": determinism.describe(device_type, os.environ),
-        "kernels": [verdict.record() for verdict in kernels.verdicts],
     }
     if (algorithms := describe_algorithms()) is not None:
         found["algorithms"] = algorithms

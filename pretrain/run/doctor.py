@@ -1,154 +1,226 @@
 """Which precision works on this machine, on what, and how fast for one layer: `python -m pretrain doctor`.
 
-    python -m pretrain doctor                                   a table in about a minute
+    python -m pretrain doctor                                   a row for each precision
     python -m pretrain doctor --recipe recipes/my_model.yaml    for the layers of that model
-    python -m pretrain doctor --full --out doctor.md            all that can be proven here, in one file (docs/b200.md)
 
-Libraries say that a device has a precision, and then its product fails: so one is tried.
+Libraries say that a device has a precision, and then its product fails: so a layer is trained in it, beside the same one in FP32.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from foundation.command import CommandParser, number
 from foundation.errors import InputError
-from foundation.files import check_replaceable
 from foundation.tables import UNKNOWN, on_screen
 from foundation.units import three_digits
+from packing.arrow import Pack
+from packing.batch import build_microbatch
+from pretrain.metrics.flops import Shape
+from pretrain.metrics.run_folder import describe_environment
+from pretrain.model import huggingface as model
+from pretrain.model.attention import backends as attention
+from pretrain.model.attention.heads import Heads
+from pretrain.model.fused.layers import choose_arithmetic, not_fused_because
+from pretrain.model.gradients import attach_main_gradients, clear_main_gradients, gradient_of
+from pretrain.model.packed import PackedLanguageModel, inputs_of
+from pretrain.model.wrapping import convert, fuse, wrap_layers
+from pretrain.precision.linear import PrecisionContext
 from pretrain.precision.registry import PRECISIONS
-from pretrain.run.examination import DoctorReport, examine_fully
-from pretrain.run.processes import MARK, Finding, Process, WorkerPool, told, wait_for_turn
-from pretrain.run.trial import FAILED, PASSED, TIMEOUT, DoctorSetup, Machine, check, describe, examine, machine, measure, plain
+from pretrain.precision.scope import check_shapes, decide
+from pretrain.precision.selection import make_backend, missing_on
+from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
+from pretrain.settings.config import load_recipe
+from pretrain.settings.recipe import LossSettings, ModelSettings
+
+ROOT = Path(__file__).resolve().parents[2]
+QWEN3_1_7B = {
+    **{"model_type": "qwen3", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28},
+    **{"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 32768},
+    **{"rope_theta": 1e6, "tie_word_embeddings": True},
+}
+SMALL = QWEN3_1_7B | {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+VOCABULARY = 256  # embedding and head are not what is tried
+COMPARED = 256  # tokens of a pack, at most, that are compared with FP32
+MOST_ERROR = 0.75  # of a gradient's norm; FP8 is usually 0.10 to 0.15 off, FP4 0.40 to 0.50
+REHEARSALS = 4  # of delayed scaling, whose first scales are one
+SECONDS = 300  # for one precision
+HEADER = ("precision", "computes on", "ms", "tokens/s", "off FP32", "why not on hardware")
 
 
-@dataclass
-class Row:
-    """A precision in the table."""
+@dataclass(frozen=True)
+class LayerSetup:
+    """What is tried: a layer of this model, on this device."""
 
-    name: str
-    on: str = "nothing"
-    why: str = ""  # not on hardware, or not at all
-    findings: tuple[Finding, ...] = ()
+    device: torch.device
+    settings: ModelSettings
+    length: int  # tokens of a pack
+    tokens: int  # of a timed forward and backward, at least
 
-    def cells(self) -> tuple[str, ...]:
-        by_part = {finding["part"]: finding for finding in self.findings if finding["status"] == PASSED}
-        timed, near = by_part.get("speed of a layer"), by_part.get("against FP32")
-        ms = three_digits(timed["ms"]) if timed else UNKNOWN
-        rate = f"{timed['tokens_per_second']:,.0f}" if timed else UNKNOWN
-        kernels = [finding["agrees"] for finding in self.findings if "agrees" in finding]
-        agree = f"{sum(kernels)} of {len(kernels)} kernels" if kernels else UNKNOWN
-        return self.name, self.on, ms, rate, agree, f"{near['gradient_error']:.1%}" if near else UNKNOWN, self.why
+    @classmethod
+    def of(cls, arguments: argparse.Namespace) -> LayerSetup:
+        gpu = torch.cuda.is_available() and not arguments.cpu
+        recipe = load_recipe(arguments.recipe) if arguments.recipe else None
+        settings = recipe.model if recipe else ModelSettings(config=QWEN3_1_7B if gpu else SMALL)
+        length = recipe.data.length if recipe else 4096 if gpu else 128
+        device = torch.device("cuda", 0) if gpu else torch.device("cpu")
+        return cls(device, settings, length, arguments.tokens or max(length, 8192 if gpu else 256))
 
+    @cached_property
+    def hf(self) -> PreTrainedModel:
+        """The whole model, on the meta device."""
+        return model.build_on_meta(model.load_config(self.settings))
 
-HEADER = ("precision", "computes on", "ms", "tokens/s", "agree", "off FP32", "why not on hardware")
-
-
-def row_of(setup: DoctorSetup, pool: WorkerPool, name: str, process: Process | None, known: Machine) -> Row:
-    """Returns the row of a precision: what it does on hardware where it works there, else emulated, else why it does not."""
-    version = known["environment"]["packages"].get("transformer-engine")
-    quantized = PRECISIONS[name].quantized
-    why = known["missing"].get(name)
-    row = Row(name, why=why or "")
-    for way in ["emulation"] if why else ["transformer_engine", "emulation"] if quantized else ["torch"]:
-        findings: list[Finding] = []
-        check(setup, name, way, process, full=False, found=findings.append)
-        if not any(finding["status"] == FAILED for finding in findings):
-            measure(pool, process, findings.append)
-        failed = [finding for finding in findings if finding["status"] == FAILED]
-        on = {"transformer_engine": f"hardware (TE {version})", "torch": f"torch {torch.__version__}"}.get(way, way)
-        if not failed:
-            return Row(name, on, row.why, tuple(findings))
-        reason = "; ".join(dict.fromkeys(f"{finding['part']}: {finding['said']}" for finding in failed))
-        row = Row(name, "nothing", "; ".join(filter(None, (row.why, f"{way} fails: {reason}"))), tuple(findings))
-        if process and way == "transformer_engine":
-            process.end()
-            process = pool.start()
-    return row
-
-
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = CommandParser("python -m pretrain doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", type=Path, help="whose layers are tried; default: Qwen3-1.7B's on a GPU, tiny ones on a CPU")
-    timed = "of a timed forward and backward, at least: in whole packs, two or more"
-    parser.add_argument("--tokens", type=number(1, whole=True), help=timed)
-    parser.add_argument("--precisions", type=lambda text: text.split(","), metavar="A,B", help="only these")
-    parser.add_argument("--cpu", action="store_true", help="on the CPU, although there is a GPU")
-    parser.add_argument("--full", action="store_true", help="operands bit for bit, parity, resuming, ten steps too; writes --out")
-    parser.add_argument("--out", type=Path, help="the file of --full; default doctor.md")
-    parser.add_argument("--try", nargs=2, dest="only", metavar=("PRECISION", "BACKEND"), help=argparse.SUPPRESS)
-    parser.add_argument("--train", nargs="+", metavar="ARGUMENT", help=argparse.SUPPRESS)
-    parser.add_argument("--machine", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--wait", action="store_true", help=argparse.SUPPRESS)
-    parsed = parser.parse_intermixed_args(arguments)
-    if unknown := [name for name in parsed.precisions or () if name not in PRECISIONS]:
-        raise InputError(f"--precisions: no {', '.join(unknown)} among {', '.join(PRECISIONS)}")
-    if parsed.out and not parsed.full:
-        raise InputError(f"--out {parsed.out}: is the file of --full; add that, or leave it out")
-    parsed.out = parsed.out or Path("doctor.md")
-    if parsed.full and not parsed.only:
-        check_replaceable(parsed.out)
-    return parsed
+    def describe(self) -> str:
+        shape = Shape.of(self.hf)
+        heads = f"{shape.heads} query and {shape.kv_heads} KV heads of {shape.head_dim}"
+        layer = f"{type(self.hf).__name__}, hidden {shape.hidden}, feed-forward {shape.feed_forward}, {heads}"
+        return f"one layer of {layer}; {self.tokens:,} tokens in packs of {self.length:,}"
 
 
 def main(arguments: list[str]) -> int:
-    """Print the table; the status is 1 where something fails that should work."""
-    parsed = parse(arguments)
-    if parsed.wait:
-        return as_told()
-    began = time.monotonic()
-    setup = DoctorSetup.of(parsed)
-    precisions = list(dict.fromkeys(parsed.precisions or PRECISIONS))
-    with WorkerPool(gpu=setup.device.type == "cuda") as pool:
-        processes: dict[str, Process | None] = dict.fromkeys(precisions)
-        if pool.gpu:  # this process must hold no memory there, and outlive what fails
-            describer, said = pool.start(), []
-            processes = {name: pool.start() for name in precisions}
-            if ended := describer.tell(["--machine"], TIMEOUT, said.append):
-                raise InputError(f"this machine cannot even be described: its process {ended}")
-            known: Machine = said[0]
-        else:
-            known = machine("cpu")
-        if parsed.full:
-            return examine_fully(DoctorReport.of(setup, known, parsed.out, began), setup, pool, processes)
-        rows: dict[str, Row] = {}
-
-        def look(name: str) -> None:
-            rows[name] = row = row_of(setup, pool, name, processes[name], known)
-            print(f"{time.monotonic() - began:4.0f} s  {name}: {row.on}", file=sys.stderr, flush=True)
-
-        pool.each(look, precisions)
-    print("\n".join(describe(setup, known)) + "\n")
-    print(on_screen(HEADER, [rows[name].cells() for name in precisions], names=2))
-    for name in precisions:
-        for finding in rows[name].findings:
-            if not finding.get("agrees", True):
-                print(f"{name}: the kernel `{finding['part']}` {finding['said']}")
-    return int(any(row.on == "nothing" for row in rows.values()))
-
-
-def as_told() -> int:
-    """Do what the doctor that has started this process tells it: describe the machine, try a precision, or train."""
-    if (order := told()) is None:
+    """Print the table; the status is 1 where a precision works neither on hardware nor emulated."""
+    parser = CommandParser("python -m pretrain doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", type=Path, help="whose layers are tried; default: Qwen3-1.7B's on a GPU, small ones on a CPU")
+    parser.add_argument("--tokens", type=number(1, whole=True), help="of a timed forward and backward, at least: in whole packs")
+    parser.add_argument("--precisions", type=lambda text: text.split(","), metavar="A,B", help="only these")
+    parser.add_argument("--cpu", action="store_true", help="on the CPU, although there is a GPU")
+    parser.add_argument("--try", nargs=2, dest="only", metavar=("PRECISION", "BACKEND"), help=argparse.SUPPRESS)
+    parsed = parser.parse_args(arguments)
+    if unknown := [name for name in parsed.precisions or () if name not in PRECISIONS]:
+        raise InputError(f"--precisions: no {', '.join(unknown)} among {', '.join(PRECISIONS)}")
+    setup = LayerSetup.of(parsed)
+    if parsed.only:
+        print(json.dumps(try_precision(setup, *parsed.only)))
         return 0
-    arguments, train = order
-    parsed = parse(arguments)
-    if parsed.train:
-        sys.argv = ["train_accelerate.py", *parsed.train]
-        return train()
-    found = (
-        [machine("cuda")]
-        if parsed.machine
-        else examine(DoctorSetup.of(parsed), *parsed.only, full=parsed.full, wait=wait_for_turn)
-    )
-    for finding in found:
-        print(MARK + json.dumps(plain(finding)), flush=True)
-    return 0
+    environment, missing = describe_environment({}), missing_on(setup.device.type)
+    packages = environment["packages"]
+    named = ", ".join(f"{name} {packages[name]}" for name in ("torch", "transformer-engine") if name in packages)
+    device = ", ".join(dict.fromkeys(environment["gpus"])) if setup.device.type == "cuda" else "CPU"
+    print(f"{device}; {named}, CUDA {environment['cuda']}\n{setup.describe()}\n")
+    rows = []
+    for name in dict.fromkeys(parsed.precisions or PRECISIONS):
+        quantized = PRECISIONS[name].quantized
+        rows.append(_row(name, missing(PRECISIONS[name]) if quantized else None, arguments))
+        print(f"{name}: {rows[-1][1]}", file=sys.stderr, flush=True)
+    print(on_screen(HEADER, rows, names=2))
+    return int(any(row[1] == "nothing" for row in rows))
+
+
+def _row(name: str, lacks: str | None, arguments: Sequence[str]) -> tuple[str, ...]:
+    """A precision on hardware where that works, else emulated. Each in a process of its own, which an error of CUDA's ends."""
+    reasons = [lacks] if lacks else []
+    backends = ["torch"] if not PRECISIONS[name].quantized else ["emulation"] if lacks else ["transformer_engine", "emulation"]
+    for backend in backends:
+        command = [sys.executable, "-m", "pretrain", "doctor", *arguments, "--try", name, backend]
+        try:
+            ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
+            if ended.returncode == 0:
+                result = json.loads(ended.stdout.splitlines()[-1])
+                ms, rate = (three_digits(result["ms"]), f"{result['rate']:,.0f}") if "ms" in result else (UNKNOWN, UNKNOWN)
+                return name, backend, ms, rate, f"{result['error']:.1%}", "; ".join(reasons)
+            last = (ended.stderr.strip().splitlines() or [f"status {ended.returncode}"])[-1]
+        except subprocess.TimeoutExpired:
+            last = f"took longer than {SECONDS} s"
+        reasons.append(f"{backend} fails: {last}")
+    return name, "nothing", UNKNOWN, UNKNOWN, UNKNOWN, "; ".join(reasons)
+
+
+# ── In a precision's own process ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def try_precision(setup: LayerSetup, name: str, backend: str) -> dict[str, float]:
+    """`error`: the norm of the layer's gradient minus the FP32 layer's, relative; `ms` and `rate` (tokens/s) of a forward and
+    backward. InputError where the precision takes no linear of the model, or its gradient is not like FP32's."""
+    active = ActivePrecision(name, PRECISIONS[name], backend, LowPrecisionSettings().resolved(name))
+    plain = ActivePrecision("fp32", PRECISIONS["fp32"], "torch", LowPrecisionSettings().resolved("fp32"))
+    check_shapes(setup.hf, active)
+    trained, exact = build_layer(setup, active), build_layer(setup, plain, attends="packed_sdpa")
+    few = microbatch_of(min(setup.length, COMPARED), 2 * COMPARED, active.precision.multiple_of, setup.device)
+    with torch.compiler.set_stance("force_eager"):
+        for _ in range(REHEARSALS):
+            gradient = gradient_of_layer(trained, few)
+        error = ((gradient - (reference := gradient_of_layer(exact, few))).norm() / reference.norm()).item()
+    if not error <= MOST_ERROR:
+        raise InputError(f"precision {name!r}: the gradient of a layer is {error:.0%} off FP32's")
+    del exact
+    if backend == "emulation" and setup.device.type == "cuda":
+        return {"error": error}  # its speed is of no interest, and what it compiles takes minutes
+    inputs = microbatch_of(setup.length, setup.tokens, active.precision.multiple_of, setup.device)
+    seconds = []
+    for _ in range(10 if setup.device.type == "cuda" else 3):
+        began = time.perf_counter()
+        gradient_of_layer(trained, inputs)[0].item()  # waits for the device
+        seconds.append(time.perf_counter() - began)
+    median = sorted(seconds)[len(seconds) // 2]
+    return {"error": error, "ms": 1e3 * median, "rate": inputs["input_ids"].numel() / median}
+
+
+def build_layer(setup: LayerSetup, active: ActivePrecision, attends: str | None = None) -> PackedLanguageModel:
+    """The model with one layer and a small vocabulary, as a run with default settings puts it together; always the same weights.
+    FP32 weights and gradients. `attends`: the attention, None for the fastest."""
+    config, shape = model.load_config(setup.settings), Shape.of(setup.hf)
+    text = config.get_text_config()
+    text.num_hidden_layers, text.vocab_size = 1, VOCABULARY
+    text.layer_types = text.layer_types[:1] if getattr(text, "layer_types", None) else None
+    text.bos_token_id = text.eos_token_id = text.pad_token_id = None
+    dtype = getattr(torch, active.precision.compute_dtype)
+    heads = Heads(shape.heads, shape.kv_heads, shape.head_dim)
+    attends = attends or attention.choose("auto", setup.device.type, heads, dtype, setup.length).name
+    attention.register()
+    torch.manual_seed(1)
+    with setup.device:
+        hf = type(setup.hf)._from_config(config, dtype=torch.float32, attn_implementation=attends)
+    backend = make_backend(active, setup.device) if active.precision.quantized else None
+    context = PrecisionContext(backend, dtype)
+    packed = PackedLanguageModel(hf, attends, LossSettings(chunk=2 * VOCABULARY), context).train()
+    layers = model.decoder_layers(hf)
+    decisions = decide(hf, list(layers.values()), active) if backend else {}
+    if not_fused_because("auto", active, setup.device.type, dtype) is None:
+        arithmetic, _ = choose_arithmetic("auto", active, setup.device.type, context)
+        packed.fused = fuse(layers, {context.backend: decisions}, arithmetic) if arithmetic else None
+    convert(hf, decisions, context, packed.fused)
+    attach_main_gradients(packed, torch.float32, packed.fused.stacks if packed.fused else ())
+    compiled = setup.device.type == "cuda" and not packed.fused and active.precision.quantized
+    wrap_layers(packed, setup.settings, cast_to=dtype if dtype != torch.float32 else None, compile_layers=compiled)
+    return packed
+
+
+def microbatch_of(length: int, tokens: int, multiple: int, device: torch.device) -> dict[str, Any]:
+    """Two packs or more of three uneven documents each, `tokens` at least and a multiple of `multiple` in all."""
+    packs = max(2, -(-tokens // length))
+    while packs * length % multiple:
+        packs += 1
+    draw, third = np.random.default_rng(0), max(1, length // 3)
+    lengths = np.diff(sorted({0, min(third, length), min(third + 1, length), length})).astype(np.int32)
+    made = [Pack(draw.integers(VOCABULARY, size=length).astype(np.uint32), lengths) for _ in range(packs)]
+    return inputs_of(build_microbatch(made, mask_boundaries=True), device)
+
+
+def gradient_of_layer(packed: PackedLanguageModel, inputs: dict[str, Any]) -> Tensor:
+    """The gradient of the mean loss in all parameters, as one FP32 vector."""
+    packed.zero_grad(set_to_none=True)
+    clear_main_gradients(packed.parameters())
+    (packed(**inputs) / inputs["input_ids"].numel()).backward()
+    gradients = [gradient_of(parameter) for parameter in packed.hf.parameters()]
+    return torch.cat([gradient.detach().float().flatten() for gradient in gradients if gradient is not None])

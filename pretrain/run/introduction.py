@@ -20,7 +20,7 @@ from pretrain.plan.tokenizer import fingerprint_in_use
 from pretrain.run.assembly import IN_PARTS
 from pretrain.run.running import Run
 from pretrain.settings import config
-from pretrain.verify import audit, kernels
+from pretrain.verify import audit
 
 
 def warn_of_precisions(job: Job, console: Console) -> None:
@@ -62,7 +62,7 @@ def introduce(run: Run, notes: Iterable[str], warnings: Iterable[str]) -> None:
     planned = plan.memory.parts(plan.expected_microbatch)
     found["memory"] = {"microbatch": plan.expected_microbatch, "planned": planned, "held": run.assembly.memory_held()}
     title = f"what runs in which precision (all of it: {run.folder.audit})"
-    run.console.panel(title, audit.in_short(found) | kernels.rows(found))
+    run.console.panel(title, audit.in_short(found))
     device = run.job.plan.devices.name
     if run.accelerator.device.type == "cuda" and not is_known(device):
         run.console.notice(f"no peak of {device} is known, so there is no MFU; pretrain/metrics/peaks.py has those that are")

@@ -435,7 +435,7 @@ def keep_findings(source: ResumePoint, assembly: Assembly, job: Job) -> None:
         if isinstance(parity := known.get("parity"), dict):
             when = f"before the run's first step; its start from step {step:,} did not look again"
             each.found["parity"] = parity | {"when": when}
-        elif job.recipe.parity != "off":
+        elif job.recipe.parity:
             why = f"it is checked before a run's first step only, and {written} has no record of that for {name}"
             each.found["parity"] = {"source": "this run", "left_out": why}
         confirmed = known.get("confirmed_in_step")

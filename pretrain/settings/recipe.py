@@ -29,7 +29,7 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 def as_a_word(value: Any) -> Any:
-    """YAML reads a bare `on` as true and a bare `off` as false; of `parity` older recipes have these."""
+    """YAML reads a bare `on` as true and a bare `off` as false."""
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
@@ -276,9 +276,8 @@ class Recipe(Settings):
     deterministic: bool = False
     precision: PrecisionSetting | None = None  # what products compute in; a list: one after the other; null: as accelerate's file
     fp8_config: LowPrecisionSettings = LowPrecisionSettings()  # over the accelerate configuration's, key by key
-    # Before a fresh run's first step, compare it with plain transformers and stop if it is not the same training. auto: where
-    # that costs 1 % of the run at most, and the same code has not passed on this device before.
-    parity: Switch = "auto"
+    # Before a fresh run's first step, compare it with plain transformers and stop if it is not the same training.
+    parity: bool = True
     # What parameters are stored in. bf16_exact: BF16 and the 16 bits that make each an FP32 master, so that no update is lost.
     weights: Weights = "fp32"
     model: ModelSettings
@@ -293,8 +292,6 @@ class Recipe(Settings):
     log: LogSettings = LogSettings()
     health: HealthSettings = HealthSettings()
     run_dir: PathText = "runs/{name}-{precision}-{weights}"  # any key in braces is filled in: {seed}, {optimizer.learning_rate}
-
-    _parity_is_a_word = field_validator("parity", mode="before")(as_a_word)
 
     @property
     def gradients_kept_in(self) -> Literal["fp32", "bf16"]:

@@ -9,6 +9,7 @@ training (`confirming`, `confirming_histories`). Where request and effect differ
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
@@ -320,7 +321,9 @@ def _check_reached(hf: nn.Module) -> None:
     """InputError for a trained parameter without a gradient: one that was copied, or untied, and is no longer what computes, or
     one that packed attention has no use for. An expert of its own may be what no token of a pack has chosen."""
     trained = {
-        name: parameter for name, parameter in hf.named_parameters() if parameter.requires_grad and ".experts." not in name
+        name: parameter
+        for name, parameter in hf.named_parameters()
+        if parameter.requires_grad and not re.search(r"\.experts\.\d+\.", name)
     }
     lost = [name for name, parameter in trained.items() if not was_reached(parameter)]
     if lost:

@@ -1,4 +1,4 @@
-"""Does the fast path train what plain transformers trains? The beginning of the run's own step 0, three times over.
+"""Does the fast path train what plain transformers trains? Packs of the run's own step 0, three times over.
 
 Two comparisons, since they can bear two tolerances.
 
@@ -6,14 +6,13 @@ Two comparisons, since they can bear two tolerances.
   FP32, one document at a time. Documents that leak, wrong targets, lost microbatches, wrong factors show here in every precision,
   because here only the compute dtype rounds. How much that may be is measured: plain transformers in BF16 against itself in FP32,
   on the same documents, tensor by tensor. Gradients add up where quantized products add theirs.
-* The quantized path against the unquantized one. Each product by itself (pretrain.verify.products): its error must be what a
-  plain quantizer of the format makes. Then each tensor's gradient: it may be as far off as it is in the unquantized path once
-  every low-precision weight has noise of the size that the plain quantizer's errors had in its three products. That is drawn anew
-  a few times, and is a little more than what rounding does, since a weight's noise is the same for all tokens.
+* The quantized path against the unquantized one. Each product by itself (pretrain.verify.probe): its error must be what the
+  format's quantizer makes. And the gradient's norm must stay within a factor of the unquantized one's.
 
 A few whole documents (or beginnings of long ones: a token sees none after it) from all over the microbatches are compared, and
 the labels of all others are masked in the fast path. So the plain side stays cheap, while the fast path computes whole
-microbatches of the run's own packs. Every label, position and offset of the step is compared as well.
+microbatches of the run's own packs. Every label, position and offset of the step is compared as well. Documents leak at their
+boundaries only: microbatches with boundaries inside of packs come first, and where step 0 has none its packs are cut.
 
 Both sides have to predict other tokens than the text's. Where weights predict it, its loss and gradients are the exponentials of
 distances between logits: they vanish, and what rounds a logit by a tenth changes them by a tenth of themselves, most of it in a
@@ -39,31 +38,32 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from foundation.attributes import holding
 from foundation.errors import InputError
 from foundation.progress import advance
 from packing.arrow import IGNORE, Pack
-from packing.batch import Microbatch, StepBatches
+from packing.batch import Microbatch, StepBatches, build_microbatch
 from pretrain.metrics.health import TrainingHalted
-from pretrain.model.distributed import from_all_ranks, local_part
+from pretrain.model.distributed import local_part
 from pretrain.model.gradients import gradient_of
 from pretrain.model.packed import PackedLanguageModel, forward_backward
 from pretrain.optimizer.adamw import clear_gradients
 from pretrain.plan.remedies import is_out_of_memory
 from pretrain.precision.settings import ActivePrecision
 from pretrain.verify.comparison import (
-    SHOWN,
+    LEEWAY,
     Comparison,
     Distance,
+    QuantizedParity,
+    RoundingTolerance,
     aligned,
     distances,
+    mixtures_in,
     total_norm,
     with_total,
-    worst_first,
 )
-from pretrain.verify.products import ProductParity, ProductProbe, noise_of, record_of
+from pretrain.verify.probe import SHOWN, ProductParity, ProductProbe, record_of
 from pretrain.verify.reference_model import (
     Document,
     Pass,
@@ -76,14 +76,12 @@ from pretrain.verify.reference_model import (
     valid_tokens_of,
     whole,
 )
-from pretrain.verify.tolerance import LEEWAY, NoiseTolerance, RoundingTolerance, mixtures_in
 
 MICROBATCHES = 2  # of each rank: the first quantizes the weights, and the second takes its copies
 TOKENS, DOCUMENTS = 2048, 6  # of each rank, at most, that the plain side computes
 PLAIN_BYTES = 16  # a parameter: plain weights, their gradient, one to compare with, and sums of products, in FP32
 LONGEST = TOKENS // 2  # what is taken of one document
 DIFFERENT = 16  # tokens, at least, that a text has whose parity says something of every other text
-DRAWS = 2  # of the noise that stands in for quantization
 NOISES = ("jitter_noise", "input_jitter_noise")  # on what a mixture's experts and router take in training, as modules call it
 TAUGHT = 2  # passes in which delayed scaling sees the gradients of other labels: in each, what scales cut reaches less far
 ROUTED = (
@@ -104,12 +102,6 @@ class Text:
     inside: int  # documents that begin inside of a pack, where another could leak into them
     different: int  # tokens
 
-    @property
-    def tells_all(self) -> bool:
-        """Whether a fault would have shown. Documents that are alone in their packs cannot leak, and among equal tokens attention
-        averages equal values whichever it sees."""
-        return self.tokens > 0 and self.inside > 0 and self.different >= DIFFERENT
-
 
 @dataclass(frozen=True)
 class Parity:
@@ -120,7 +112,7 @@ class Parity:
     products: tuple[ProductParity, ...] = ()
     elsewhere: bool = False  # a product of another process is off
     histories: tuple[str, ...] = ()
-    quantized: Comparison | None = None
+    quantized: QuantizedParity | None = None
     seconds: Mapping[str, float] | None = None
     text: Text = field(default_factory=lambda: Text(0, 0, 0, 0))
     mixture: bool = False  # the model chooses experts for each token
@@ -128,6 +120,8 @@ class Parity:
     @property
     def failures(self) -> list[str]:
         lines = [f"batch: {line}" for line in self.batch] + self.plain.failures
+        if self.text.tokens and not self.text.inside:
+            lines.append("no boundary between documents was looked at: packs are too short to hold two")
         if wrong := [each for each in self.products if each.excess > 1]:
             lines.append(
                 f"{len(wrong)} of {len(self.products)} low-precision products: {wrong[0].name} ({wrong[0].gemm}) worst, "
@@ -141,7 +135,7 @@ class Parity:
 
     def table(self) -> str:
         """The worst of what is off."""
-        parts = [each.table() for each in (self.plain, self.quantized) if each and each.failures]
+        parts = [self.plain.table()] if self.plain.failures else []
         if wrong := [each.cells() for each in self.products if each.excess > 1]:
             parts.append(aligned([("product", "error", "of the format", "likeness"), *wrong[:SHOWN]]))
         return "\n".join(parts)
@@ -155,10 +149,8 @@ class Parity:
         if self.text.different < DIFFERENT:
             text += f"; the text has {self.text.different} different tokens, which tell little"
         if self.quantized and self.products:
-            text += (
-                f"; quantized: {len(self.products)} products at {self.products[0].excess:.0%}, gradients at "
-                f"{worst_of(self.quantized):.0%}"
-            )
+            ratio = self.quantized.norm_ratio
+            text += f"; quantized: {len(self.products)} products at {self.products[0].excess:.0%}, gradient's norm x {ratio:.2f}"
         return text
 
     def record(self) -> dict[str, Any]:
@@ -166,7 +158,7 @@ class Parity:
         found: dict[str, Any] = {"failures": self.failures, "plain": self.plain.record(), "seconds": self.seconds}
         found["compared"] = asdict(self.text)
         if self.quantized:
-            found |= {"quantized": self.quantized.record(), "products": record_of(self.products)}
+            found |= {"quantized": asdict(self.quantized), "products": record_of(self.products)}
         return found
 
     def require(self) -> None:
@@ -241,15 +233,17 @@ class _Check:
         documents = documents_in(step.microbatches, packs, mask_boundaries=mask_boundaries)
         valid_tokens = sum(valid_tokens_of(pack, mask_boundaries=mask_boundaries) for pack in packs)
         batch = self._wrong_in(step, documents, packs, valid_tokens)
-        chosen = chosen_of(documents[:MICROBATCHES])
-        step = replace(step, microbatches=[labelled(*each) for each in zip(step.microbatches, chosen, strict=False)])
+        length = step.microbatches[0].max_seqlen
+        microbatches, documents = with_boundaries(step.microbatches, documents, length, mask_boundaries=mask_boundaries)
+        chosen = chosen_of(documents, length)
+        step = replace(step, microbatches=[labelled(*each) for each in zip(microbatches, chosen, strict=True)])
         step = replace(step, microbatches=[replace(each, labels=self._others(each.labels)) for each in step.microbatches])
         compared = [replace(document, targets=self._others(document.targets)) for of_batch in chosen for document in of_batch]
 
         with self._timed("plain"):
             reference, noise, loss_noise = self._plain_passes(compared, max(valid_tokens, 1))
         tokens = self._summed(sum(document.valid_tokens for document in compared))
-        text = self._text(compared, int(tokens), step.microbatches[0].max_seqlen)
+        text = self._text(compared, int(tokens), length)
         share = max(tokens, 1) / max(valid_tokens, 1)
 
         with training_without_dropout(self.packed), self._loss_in_chunks(step):
@@ -261,6 +255,7 @@ class _Check:
             dtypes = {self.context.compute_dtype, *(g.dtype for g in fast.gradients.values() if g is not None)}
             resolution = FP32_OF_BF16 if dtypes == {torch.float32} else 1.0  # gradients may add up in BF16
             tolerance = RoundingTolerance(noise, resolution, tokens)
+            tensors = [tolerance.allow(name, each) for name, each in with_total(found)]
             plain = Comparison(
                 "the packed path" if not self.active.precision.quantized else "the packed path, unquantized,",
                 "plain transformers",
@@ -269,7 +264,7 @@ class _Check:
                 loss_noise * resolution * (1.0 if text.different >= DIFFERENT else LEEWAY),  # equal tokens err alike
                 total_norm(found, "measured"),
                 total_norm(found),
-                worst_first([tolerance.allow(name, each) for name, each in with_total(found)]),
+                tuple(sorted(tensors, key=lambda tensor: tensor.excess, reverse=True)),
             )
             # Rounding equal rows by chance errs alike in all of them, and then a sample says nothing.
             if not self.active.precision.quantized or text.different < DIFFERENT:
@@ -289,28 +284,10 @@ class _Check:
             found = distances(fast.gradients, unquantized.gradients)
             histories = probe.wrong_histories(self.accelerator)
             products = probe.found()
-        with self._timed("noise"), holding(self.context, quantizing=False):
-            sizes = self._noise_of_parameters(noise_of(products))
-            draws, losses = [], []
-            for draw in range(DRAWS):
-                with self._noisy({name: max(each.values()) for name, each in sizes.items()}, seed=draw):
-                    noisy = self._pass(step)
-                draws.append(dict(with_total(distances(noisy.gradients, unquantized.gradients))))
-                losses.append(abs(noisy.loss - unquantized.loss) / share)
-            # To first order. Three times the two is tolerated of the loss: a few draws of one number may all be small by chance.
-            spread = math.sqrt(self._loss_variance(unquantized.gradients, sizes)) / share
-        tolerance, of_product = NoiseTolerance(draws), {name: each.get("wgrad", 0.0) for name, each in sizes.items()}
-        tensors = [tolerance.allow(name, each, of_product.get(name, 0.0)) for name, each in with_total(found)]
-        quantized = Comparison(
-            "the quantized path",
-            "the unquantized one",
-            fast.loss / share,
-            unquantized.loss / share,
-            3 * (max(losses) + spread) + plain.loss_tolerated,
-            total_norm(found, "measured"),
-            total_norm(found),
-            worst_first(tensors),
-        )
+        cosines = [each.cosine for each in found.values() if each.cosine is not None]
+        losses = fast.loss / share, unquantized.loss / share
+        norms = total_norm(found, "measured"), total_norm(found)
+        quantized = QuantizedParity(*losses, *norms, min(cosines, default=None))
         worst = self._largest(products[0].excess if products else 0.0)
         return Parity(tuple(batch), plain, tuple(products), worst > 1, tuple(histories), quantized, self.seconds)
 
@@ -394,48 +371,6 @@ class _Check:
             for parameter in parameters:
                 parameter.neg_()
 
-    @contextmanager
-    def _noisy(self, sizes: Mapping[str, float], seed: int) -> Iterator[None]:
-        """Parameters with Gaussian noise of these sizes, relative to each value; the same noise on all ranks."""
-        parameters = {n: p for n, p in self.hf.named_parameters() if n in sizes}
-        before = {}
-        try:
-            for number, (name, parameter) in enumerate(parameters.items()):
-                part = local_part(parameter).detach()
-                before[name] = part.clone()
-                # Of a DTensor the number of the shard, which is the last dimension of its mesh: replicas stay alike.
-                mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-                rank = mesh.get_local_rank(mesh.ndim - 1) if mesh else 0
-                generator = torch.Generator(part.device).manual_seed(1000 * (1000 * rank + number) + seed)
-                noise = torch.randn(part.shape, device=part.device, generator=generator)
-                part.copy_(part.float() * (1 + sizes[name] * noise))
-            yield
-        finally:
-            for name, saved in before.items():
-                local_part(parameters[name]).detach().copy_(saved)
-
-    def _noise_of_parameters(self, noise: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
-        """Turns the noise of products, by name, into that of the weights which they multiply; the largest over ranks."""
-        members = {product.name: product.members for product in self.packed.fused.products} if self.packed.fused else {}
-        found: dict[str, dict[str, float]] = {}
-        for of_rank in from_all_ranks(noise):  # not all ranks may have the same products
-            for name, sizes in of_rank.items():
-                for member in members.get(name, (name,)):
-                    largest = found.setdefault(f"{member}.weight", {})
-                    largest |= {gemm: max(size, largest.get(gemm, 0.0)) for gemm, size in sizes.items()}
-        names = {id(parameter): name for name, parameter in self.hf.named_parameters()}
-        every = {name: names[id(p)] for name, p in self.hf.named_parameters(remove_duplicate=False)}  # a tied head's is one
-        return {every[name]: sizes for name, sizes in found.items() if name in every}
-
-    def _loss_variance(self, gradients: Mapping[str, Tensor | None], sizes: Mapping[str, Mapping[str, float]]) -> float:
-        """What the noise of all parameters makes of the loss, to first order."""
-        variances = []
-        for name, gradient in gradients.items():
-            if name in sizes and gradient is not None:
-                product = whole(gradient).float() * whole(self.hf.get_parameter(name).detach())
-                variances.append(max(sizes[name].values()) ** 2 * product.square().sum(dtype=torch.float64))
-        return torch.stack(variances).sum().item() if variances else 0.0
-
     def _over_ranks(self, own: Pass) -> Pass:
         """The sum over ranks of plain passes over each rank's own packs; the fast path's backward has made it already."""
         if self.accelerator.num_processes == 1:
@@ -474,18 +409,39 @@ class _Check:
 # ── What is compared ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def chosen_of(documents: Sequence[Sequence[Document]]) -> list[list[Document]]:
+def with_boundaries(
+    microbatches: Sequence[Microbatch], documents: Sequence[list[Document]], length: int, *, mask_boundaries: bool
+) -> tuple[list[Microbatch], list[list[Document]]]:
+    """Chooses MICROBATCHES of a step, and their documents: those in which most documents begin inside of a pack of `length`.
+    Where none does, the first one's packs are cut into quarters, which are documents of their own then."""
+    inside = [sum(each.begin % length > 0 for each in of_batch if each.valid_tokens) for of_batch in documents]
+    places = sorted(sorted(range(len(inside)), key=lambda place: -inside[place])[:MICROBATCHES])
+    batches, of_batches = [microbatches[place] for place in places], [documents[place] for place in places]
+    if not any(inside) and any(each.valid_tokens for of_batch in of_batches for each in of_batch):
+        packs = []
+        for row in batches[0].input_ids[0].view(-1, length).numpy():
+            ends = np.unique(np.arange(5) * length // 4)
+            packs.append(Pack(row.astype(np.uint32), np.diff(ends).astype(np.int32)))
+        batches[0] = build_microbatch(packs, mask_boundaries=mask_boundaries)
+        of_batches[:1] = documents_in(batches[:1], packs, mask_boundaries=mask_boundaries)
+    return batches, of_batches
+
+
+def chosen_of(documents: Sequence[Sequence[Document]], length: int) -> list[list[Document]]:
     """Chooses the documents of each microbatch that are compared, in turns, from all over it: whole, or beginnings of long ones.
 
     Neighbours come together, since what leaks may leak over every second boundary. First come the last two of one microbatch and
-    the first two of the next: what is lost is mostly lost at an end."""
+    the first two of the next: what is lost is mostly lost at an end. One that begins inside of a pack of `length` tokens comes
+    before all, as long ones may leave no room for more."""
     draw = np.random.default_rng(0)
     waiting = []
     for number, of_batch in enumerate(documents):
         trained = [document for document in of_batch if document.valid_tokens]
         ends, others = (trained[:2], trained[2:]) if number % 2 else (trained[:-3:-1], trained[:-2])
         pairs = draw.permutation(-(-len(others) // 2))
-        waiting.append([*ends, *(document for pair in pairs for document in others[2 * pair : 2 * pair + 2])])
+        in_turn = [*ends, *(document for pair in pairs for document in others[2 * pair : 2 * pair + 2])]
+        first = next((document for document in in_turn if document.begin % length), None)
+        waiting.append([*([first] if first else []), *(document for document in in_turn if document is not first)])
     chosen: list[list[Document]] = [[] for _ in documents]
     room, number = TOKENS, 0
     while room > 0 and sum(map(len, chosen)) < DOCUMENTS and any(waiting):

@@ -79,12 +79,8 @@ def documents_of(pack: Pack, *, mask_boundaries: bool, begin: int = 0) -> list[D
 
 
 def valid_tokens_of(pack: Pack, *, mask_boundaries: bool) -> int:
-    """How many tokens of a pack have something to predict: all but each document's last, or but the last of all; with a mask,
-    those of them whose next token it says."""
-    if pack.trained is not None:
-        return sum(document.valid_tokens for document in documents_of(pack, mask_boundaries=mask_boundaries))
-    documents = len(pack.lengths) if mask_boundaries else min(len(pack.lengths), 1)
-    return int(pack.lengths.sum()) - documents
+    """How many tokens of a pack have something to predict."""
+    return sum(document.valid_tokens for document in documents_of(pack, mask_boundaries=mask_boundaries))
 
 
 def documents_in(microbatches: Sequence[Microbatch], packs: Iterable[Pack], *, mask_boundaries: bool) -> list[list[Document]]:
@@ -130,12 +126,14 @@ def differences(batch: Microbatch, documents: Sequence[Document]) -> list[str]:
 
 def reference_model(hf: PreTrainedModel, device: torch.device) -> PreTrainedModel:
     """A new model of the class and configuration of `hf`, in evaluation mode, with its weights as they are stored, in FP32.
+    Attention and the experts of a mixture are plain too, one matrix after the other.
 
     Layers are recomputed in backward where a document is long. The same operations run on the same values again, so nothing else
     changes. Draws random numbers. Collective where `hf` is sharded.
     """
+    plainly = {"attn_implementation": "eager", "experts_implementation": "eager"}
     with device:
-        plain = type(hf)._from_config(copy.deepcopy(hf.config), dtype=torch.float32, attn_implementation="eager")
+        plain = type(hf)._from_config(copy.deepcopy(hf.config), dtype=torch.float32, **plainly)
     of_run = named_tensors(hf)
     with torch.no_grad():
         for name, tensor in named_tensors(plain).items():  # one by one: gathered shards are gone before the next

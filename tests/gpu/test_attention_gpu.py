@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -19,12 +20,7 @@ from foundation.errors import InputError
 from pretrain.model.attention import backends as attention
 from pretrain.model.attention import cudnn, flash
 from pretrain.model.attention.heads import Heads
-from pretrain.model.huggingface import build_on_meta, load_config
-from pretrain.precision.registry import PRECISIONS
-from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
-from pretrain.settings.recipe import LossSettings, ModelSettings
-from pretrain.verify.kernels import TABLE, Verdict, choose, try_kernel
-from pretrain.verify.one_layer import Situation
+from pretrain.model.attention.trial import choose_tried, disagreement
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -76,28 +72,10 @@ def errors_of(ours: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> dict[str, 
     return found
 
 
-def situation(kind: str, heads: Heads) -> Situation:
-    """Of a BF16 run that attends by `kind`."""
-    sizes = {"num_attention_heads": heads.query, "num_key_value_heads": heads.kv, "head_dim": heads.dim}
-    config = {"model_type": "qwen3", "vocab_size": 97, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1}
-    return Situation(
-        device=torch.device("cuda"),
-        hf=build_on_meta(load_config(ModelSettings(config=config | sizes))),
-        length=LENGTH,
-        active=ActivePrecision("bf16", PRECISIONS["bf16"], "torch", LowPrecisionSettings()),
-        attention=f"packed_{kind}",
-        fused=False,
-        loss=LossSettings(kind="reference"),
-        weights="fp32",
-        gradients=torch.float32,
-        moments=torch.float32,
-    )
-
-
 @cache
-def verdict_of(kind: str, heads: Heads) -> Verdict:
+def fault_of(kind: str, heads: Heads) -> str | None:
     """What a run would find at its start."""
-    return try_kernel(TABLE["attention"], situation(kind, heads))
+    return disagreement(f"packed_{kind}", heads, torch.bfloat16, LENGTH, torch.device("cuda"))
 
 
 @pytest.mark.parametrize("kind", KERNELS)
@@ -113,31 +91,26 @@ def test_a_kernel_agrees_with_fp32_attention_whatever_the_documents_or_is_found_
     exact = attend(attention.packed_sdpa, [s.float() for s in states], sizes, spare)
     errors = errors_of(attend(kernel, states, sizes, spare), exact)
     wrong = {name: error for name, error in errors.items() if error >= 2**-7}
-    if verdict_of(kind, heads).agrees:
+    if fault_of(kind, heads) is None:
         assert not wrong
     else:
-        assert wrong and heads.dim == 256, f"{kind} is refused for what it can: {verdict_of(kind, heads)}"
+        assert wrong and heads.dim == 256, f"{kind} is refused for what it can: {fault_of(kind, heads)}"
 
 
 @pytest.mark.parametrize("kind", KERNELS)
 @pytest.mark.parametrize("heads", SHAPES, ids=str)
 def test_a_kernel_that_is_wrong_is_not_taken_by_auto_and_refused_by_name(kind: str, heads: Heads) -> None:
     kernel_of(kind, heads)
-    verdict = verdict_of(kind, heads)
-    print(f"{kind}, {heads}: {verdict} in {verdict.seconds:.2f} s")
-    run = situation(kind, heads)
-    by_name = lambda: choose(run, attention.Choice(run.attention, "requested"), kind, "off")  # noqa: E731
-    if verdict.agrees:
-        assert by_name().attention.name == run.attention
+    accelerator, name = Accelerator(), f"packed_{kind}"
+    by_name = lambda: choose_tried(attention.Choice(name, "requested"), kind, heads, torch.bfloat16, LENGTH, accelerator)  # noqa: E731
+    if fault_of(kind, heads) is None:
+        assert by_name().name == name
         return
-    with pytest.raises(InputError, match=f"model.attention: {kind} disagrees with its formula.*set model.attention: auto"):
+    with pytest.raises(InputError, match=f"model.attention: {kind} disagrees with its formula"):
         by_name()
-    chosen = choose(run, attention.Choice(run.attention, "fastest that runs here"), "auto", "off")
-    assert chosen.attention.name != run.attention
-    preferred = chosen.attention.name == "packed_fa4"  # to whatever else runs here, right or wrong
-    assert preferred or f"{kind} disagrees with" in chosen.attention.reason
-    first, *_, last = [each for each in chosen.verdicts if each.kernel.startswith("attention ")]
-    assert first.instead == chosen.attention.name and last.agrees
+    chosen = choose_tried(attention.Choice(name, "fastest"), "auto", heads, torch.bfloat16, LENGTH, accelerator)
+    preferred = chosen.name == "packed_fa4"  # to whatever else runs here, right or wrong
+    assert chosen.name != name and (preferred or f"{kind} disagrees with" in chosen.reason)
 
 
 def test_cudnns_two_calls_give_what_its_operator_gives() -> None:

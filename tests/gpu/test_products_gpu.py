@@ -19,7 +19,7 @@ from pretrain.model.fused import layers
 from pretrain.precision import products
 from pretrain.precision.cublaslt import CublasLt, CublasLtError, ScaleEach
 from pretrain.precision.products import Products
-from pretrain.verify.operands import read
+from tests.gpu.operands import read
 from tests.gpu.test_fused_gpu import assemble, cosines, larger, train
 from tests.pretrain.model.fused.fused_models import inputs
 

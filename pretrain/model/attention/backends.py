@@ -76,8 +76,8 @@ def choose(
     """The backend for a device, the model's heads, the dtype that attention computes in and packs of `length` tokens.
 
     `auto` takes the first of FASTEST_FIRST that runs here; fa4 and cudnn from MIN_MEASURED_HEAD_DIM on. `flash_attn` is version
-    4 where that runs, and version 2 elsewhere. `refused`: those that were tried and are wrong (pretrain.verify.kernels), each
-    with how. Raises InputError when a backend was asked for by name and cannot run here, and when none is left.
+    4 where that runs, and version 2 elsewhere. `refused`: those that were tried and are wrong (`choose_tried`), each with how.
+    Raises InputError when a backend was asked for by name and cannot run here, and when none is left.
     """
     if requested != "auto":
         kinds: tuple[Kind, ...] = ("fa4", "fa2") if requested == "flash_attn" else (requested,)

@@ -15,7 +15,7 @@ from foundation.units import count
 from pretrain.metrics.flop_formulas import FORMULAS, attention_to_ffn_ratio
 from pretrain.metrics.flops import ModelFlops
 from pretrain.plan.flops_table import main, table
-from pretrain.run.trial import QWEN3_1_7B
+from pretrain.run.doctor import QWEN3_1_7B
 from tests.pretrain.metrics.meta_models import on_meta
 
 MODELS = {

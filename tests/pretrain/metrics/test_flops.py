@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pretrain.metrics.flops import BORNE_OUT, LowPrecisionProducts, ModelFlops
-from pretrain.run.trial import QWEN3_1_7B
+from pretrain.run.doctor import QWEN3_1_7B
 from tests.pretrain.metrics.meta_models import on_meta
 
 

@@ -371,7 +371,24 @@ def backward_in_bf16(run: SmallRun, patch: Patch) -> None:
     patch.setattr(emulation.EmulationBackend, "prepare", unquantized)
 
 
+def of_operands(make: Callable[[SmallRun, Patch], None]) -> Callable[[SmallRun, Patch], None]:
+    """The fault is in the operands that the run multiplies, and not in the quantizers that parity holds them to."""
+
+    def applied(run: SmallRun, patch: Patch) -> None:
+        prepare = emulation.EmulationBackend.prepare
+
+        def prepared(*arguments: Any) -> tuple[Operand, Tensor | None]:
+            with pytest.MonkeyPatch.context() as inside:
+                make(run, inside)
+                return prepare(*arguments)
+
+        patch.setattr(emulation.EmulationBackend, "prepare", prepared)
+
+    return applied
+
+
 @fault("nothing is quantized, under the name of the precision", emulated)
+@of_operands
 def not_quantized(run: SmallRun, patch: Patch) -> None:
     for module in (tensor, blocks):
         patch.setattr(module, "round_to_grid", lambda x, grid: x)
@@ -407,6 +424,7 @@ def changing_rounding(patch: Patch, change: Callable[[Tensor, Grid], Tensor]) ->
 
 
 @fault("values are truncated, not rounded", emulated)
+@of_operands
 def truncated(run: SmallRun, patch: Patch) -> None:
     def toward_zero(x: Tensor, grid: Grid) -> Tensor:
         x, quantum, per_quantum = rounding._in_quanta(x, grid)
@@ -416,6 +434,7 @@ def truncated(run: SmallRun, patch: Patch) -> None:
 
 
 @fault("codes have a mantissa bit less", emulated)
+@of_operands
 def bit_less(run: SmallRun, patch: Patch) -> None:
     nearest, by_chance = rounding.round_to_grid, rounding.round_stochastically
 
@@ -428,6 +447,7 @@ def bit_less(run: SmallRun, patch: Patch) -> None:
 
 
 @fault("codes have a mantissa bit more", emulated)
+@of_operands
 def bit_more(run: SmallRun, patch: Patch) -> None:
     nearest, by_chance = rounding.round_to_grid, rounding.round_stochastically
 
@@ -440,6 +460,7 @@ def bit_more(run: SmallRun, patch: Patch) -> None:
 
 
 @fault("E5M2 in place of E4M3, or E4M3 in place of the others", emulated)
+@of_operands
 def another_format(run: SmallRun, patch: Patch) -> None:
     other = {E4M3: E5M2, E5M2: E4M3, E2M1: E4M3}
     nearest, by_chance = rounding.round_to_grid, rounding.round_stochastically
@@ -457,6 +478,7 @@ def another_format(run: SmallRun, patch: Patch) -> None:
 
 
 @fault("a block is decoded by its neighbour's scale", in_blocks)
+@of_operands
 def neighbours_scale(run: SmallRun, patch: Patch) -> None:
     real = blocks.Blocks.quantized
 
@@ -468,6 +490,7 @@ def neighbours_scale(run: SmallRun, patch: Patch) -> None:
 
 
 @fault("one scale a tensor in place of one a block", in_blocks)
+@of_operands
 def no_blocks(run: SmallRun, patch: Patch) -> None:
     def by_tensor(self: Any, settings: Any, role: str) -> Any:
         grid = self.grid(settings, role)
@@ -479,6 +502,7 @@ def no_blocks(run: SmallRun, patch: Patch) -> None:
 
 
 @fault("the tensor's scale is twice what fits", lambda run: emulated(run) and run.active.precision.tensor_scaled)
+@of_operands
 def saturating_scale(run: SmallRun, patch: Patch) -> None:
     real = tensor.scale_from_amax
     for module in (tensor, nvfp4):
@@ -486,6 +510,7 @@ def saturating_scale(run: SmallRun, patch: Patch) -> None:
 
 
 @fault("the Hadamard transform is made on one side only", transforms)
+@of_operands
 def one_side_transformed(run: SmallRun, patch: Patch) -> None:
     def of_inputs(self: Any, settings: Any, role: str) -> Any:
         return hadamard.transform if role == "input" else None
@@ -495,18 +520,21 @@ def one_side_transformed(run: SmallRun, patch: Patch) -> None:
 
 
 @fault("the Hadamard transform is left out", transforms)
+@of_operands
 def not_transformed(run: SmallRun, patch: Patch) -> None:
     patch.setattr(QuantizedPrecision, "transform", lambda *_: None)
     run.packed.context.backend._prepare.cache_clear()
 
 
 @fault("gradients are rounded to nearest, not by chance", stochastic)
+@of_operands
 def not_stochastic(run: SmallRun, patch: Patch) -> None:
     patch.setattr(QuantizedPrecision, "uniform", lambda *_: lambda x: None)
     run.packed.context.backend._prepare.cache_clear()
 
 
 @fault("rounding by chance always goes up", stochastic)
+@of_operands
 def always_up(run: SmallRun, patch: Patch) -> None:
     real = rounding.round_stochastically
     patch.setattr(blocks, "round_stochastically", lambda x, grid, uniform: real(x, grid, torch.zeros_like(uniform)))

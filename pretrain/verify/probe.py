@@ -1,7 +1,8 @@
-"""Every low-precision product of a pass, beside the product that it stands for and one that a plain quantizer makes.
+"""Every low-precision product of a pass, beside the product that it stands for and one of operands that we quantize.
 
 A product is seen with its operands as they were before they were quantized, and with its result. A sample of the result, some
-rows times some columns, is computed twice more: from the operands as they are, and from what `PlainQuantizer` makes of them.
+rows times some columns, is computed twice more: from the operands as they are, and from what the precision's own quantizer,
+which tests hold to other implementations bit for bit, makes of them.
 
 * How far the run's result is from the first, and how far the second is: these two errors must be alike in size. Truncation, a
   mantissa bit less, a neighbour's scale, rows that are not those of the other operand, a transform on one side, an old copy of a
@@ -17,11 +18,11 @@ from __future__ import annotations
 import math
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from statistics import mean
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import torch
 from accelerate import Accelerator
@@ -34,13 +35,12 @@ from pretrain.precision.formats.definition import Along, Role
 from pretrain.precision.linear import LinearProduct
 from pretrain.precision.observation import OPERANDS
 from pretrain.precision.settings import ActivePrecision
-from pretrain.verify.comparison import SHOWN
-from pretrain.verify.plain_quantizer import PlainQuantizer, values_of
 
 ROWS = 128  # of a result that is sampled, and as many columns: a multiple of every format's block
 DRAWS = 3  # of stochastic rounding
 LEEWAY = 1.2  # of an error's size, beyond what the draws span: a mantissa bit, or truncation, is 1.4 at least
 ORDER_OF_SUMS = 2.0**-10  # of the result's norm: sums of BF16 results come in another order than ours
+SHOWN = 10  # rows of a table, the worst ones
 LEAST_LIKENESS = 0.5  # of two errors' directions: of the same scales 0.8 or more, of other ones near zero
 KNOWN_LIKENESS = 0.1  # of the draws of stochastic rounding among themselves, from which on it says something
 HISTORY = 2.0**-6  # relative: an amax may be that of a norm's output before it is rounded to BF16
@@ -95,7 +95,9 @@ class ProductProbe:
         self._figures: dict[tuple[str, str], Tensor] = {}
         self._amaxes: dict[tuple[str, Role], dict[int, Tensor]] = defaultdict(dict)
         self._microbatch = -1
-        self._generators: dict[torch.device, torch.Generator] = {}
+        # What is laid out with the axis of the sum last is quantized alike for every product.
+        self._quantize = {role: active.precision.along_features(active.settings, role) for role in get_args(Role)}
+        self._rounds_by_chance = active.settings.disable_stochastic_rounding is False
         head = packed.hf.get_output_embeddings().low_now
         self._head = head.name if head else None  # whose product is called for a chunk of tokens at a time
 
@@ -129,10 +131,12 @@ class ProductProbe:
             rows = self._rows[name, role] = _tokens(tensor)
         # Copies: a view would keep the whole operand.
         self._samples[name, role, "features"] = tensor[rows].clone(), amax
-        transposed, part = PlainQuantizer(self.active, role, "rows"), tensor[:, columns].clone()
-        along_rows = transposed.laid_out(part)
-        if transposed.transforms and self.active.precision.tensor_scaled:
-            amax = transposed.laid_out(tensor).abs().amax().float()
+        part = tensor[:, columns].clone()
+        along_rows, transform = part.t(), self.active.precision.transform(self.active.settings, role)
+        if transform is not None:
+            along_rows = transform(along_rows)
+            if self.active.precision.tensor_scaled:
+                amax = transform(tensor.t()).abs().amax().float()
         self._samples[name, role, "rows"] = along_rows, amax
         if role != "weight":
             self._samples[name, role, "as it is"] = part.t(), amax
@@ -155,24 +159,17 @@ class ProductProbe:
             else:
                 left_as_it_is, right_as_it_is = left[0], right[0]
             exact = left_as_it_is.float() @ right_as_it_is.float().t()
-            quantizers = PlainQuantizer(self.active, left_role, left_along), PlainQuantizer(self.active, right_role, right_along)
-            generator = self._generator(result.device)
             errors = []
-            for _ in range(DRAWS if any(each.stochastic for each in quantizers) else 1):
+            for _ in range(DRAWS if self._rounds_by_chance and "grad_output" in (left_role, right_role) else 1):
                 operands = [
-                    quantizer(rows_of, amax, self._scale(name, quantizer.role), generator)
-                    for quantizer, (rows_of, amax) in zip(quantizers, (left, right), strict=True)
+                    self._quantize[role](rows_of, self._scale(name, role), amax).dequantize()
+                    for role, (rows_of, amax) in ((left_role, left), (right_role, right))
                 ]
                 plain = (operands[0] @ operands[1].t() + added).to(result.dtype).float() - added
                 errors.append(plain - exact)
         error = measured - added - exact
         vectors = torch.stack([exact, error, *errors]).flatten(1).double()
         self._figures[name, gemm] = vectors @ vectors.t()
-
-    def _generator(self, device: torch.device) -> torch.Generator:
-        if device not in self._generators:
-            self._generators[device] = torch.Generator(device).manual_seed(0)
-        return self._generators[device]
 
     def _scale(self, name: str, role: Role) -> Tensor | None:
         if not self.active.precision.keeps_history:
@@ -213,7 +210,7 @@ class ProductProbe:
         for (name, role), seen in zip(names, steps.tolist(), strict=True):
             history = of_operand(before, name, role, "amax_history").tolist()
             scale = of_operand(before, name, role, "scale").item()
-            largest = values_of(self.active.precision.grid(settings, role).name)[-1] / 2**settings.margin
+            largest = self.active.precision.grid(settings, role).maximum / 2**settings.margin
             for amax in filter(None, seen):
                 history[0] = amax
                 scale = largest / (max(history) if settings.amax_compute_algo == "max" else amax)
@@ -232,14 +229,6 @@ def _on_cpu(tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
     flat = torch.cat([tensor.flatten() for tensor in tensors.values()]).cpu()
     parts = flat.split([tensor.numel() for tensor in tensors.values()])
     return {key: part.view(tensors[key].shape) for key, part in zip(tensors, parts, strict=True)}
-
-
-def noise_of(found: Iterable[ProductParity]) -> dict[str, dict[str, float]]:
-    """Returns the largest of the plain quantizer's relative errors by product and gemm."""
-    sizes: dict[str, dict[str, float]] = defaultdict(dict)
-    for each in found:
-        sizes[each.name][each.gemm] = each.most
-    return dict(sizes)
 
 
 def record_of(found: Sequence[ProductParity]) -> Mapping[str, Any]:

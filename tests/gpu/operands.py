@@ -10,6 +10,7 @@ same kernels. That order is not read here: scales are compared in the plain one,
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, get_args
 
 import torch
@@ -21,7 +22,6 @@ from pretrain.precision.products import fp8_dtype
 from pretrain.precision.quantizers.grid import Quantized
 from pretrain.precision.settings import ActivePrecision
 from pretrain.precision.transformer_engine import TE_DIRECTIONS, TransformerEngineBackend
-from pretrain.verify.one_layer import without_stochastic_rounding
 
 ROWS, FEATURES = 512, 768
 # E2M1's eight magnitudes by their three bits; the fourth is the sign.
@@ -34,7 +34,8 @@ _NVFP4_SCALES = 6.0 * 448.0  # what a tensor's largest value is divided by, to b
 def compare_operands(active: ActivePrecision, device: torch.device) -> Iterator[tuple[str, str | None]]:
     """Yields, for each operand of a product and each axis that is summed over, its name and how the library's differs from ours
     (None: in no bit). They are rounded to nearest, as chance cannot be compared."""
-    active = without_stochastic_rounding(active)
+    if "disable_stochastic_rounding" in getattr(active.precision, "options", {}):
+        active = replace(active, settings=active.settings.model_copy(update={"disable_stochastic_rounding": True}))
     precision, settings = active.precision, active.settings
     backend = TransformerEngineBackend(active, device)
     linear = backend.product("operands", FEATURES, FEATURES, bias=False).linear
