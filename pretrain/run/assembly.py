@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -268,9 +269,11 @@ def assemble(job: Job, accelerator: Accelerator, waited: Waited | None = None) -
 def _choose_attention(job: Job, accelerator: Accelerator) -> attention.Choice:
     """The planned attention, or the next fastest where it computes something else than its formula here. Collective."""
     shape, choice = Shape.of(job.shapes), job.attention
-    heads = Heads(shape.heads, shape.kv_heads, shape.head_dim)
+    heads, together = Heads(shape.heads, shape.kv_heads, shape.head_dim), partial(largest_over_ranks, accelerator)
     for dtype in dict.fromkeys(getattr(torch, active.precision.compute_dtype) for active in job.plan.actives):
-        choice = choose_tried(choice, job.recipe.model.attention, heads, dtype, job.recipe.data.length, accelerator)
+        choice = choose_tried(
+            choice, job.recipe.model.attention, heads, dtype, job.recipe.data.length, accelerator.device, together
+        )
     return choice
 
 

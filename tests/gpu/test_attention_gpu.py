@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -101,14 +100,14 @@ def test_a_kernel_agrees_with_fp32_attention_whatever_the_documents_or_is_found_
 @pytest.mark.parametrize("heads", SHAPES, ids=str)
 def test_a_kernel_that_is_wrong_is_not_taken_by_auto_and_refused_by_name(kind: str, heads: Heads) -> None:
     kernel_of(kind, heads)
-    accelerator, name = Accelerator(), f"packed_{kind}"
-    by_name = lambda: choose_tried(attention.Choice(name, "requested"), kind, heads, torch.bfloat16, LENGTH, accelerator)  # noqa: E731
+    device, name = torch.device("cuda"), f"packed_{kind}"
+    by_name = lambda: choose_tried(attention.Choice(name, "requested"), kind, heads, torch.bfloat16, LENGTH, device)  # noqa: E731
     if fault_of(kind, heads) is None:
         assert by_name().name == name
         return
     with pytest.raises(InputError, match=f"model.attention: {kind} disagrees with its formula"):
         by_name()
-    chosen = choose_tried(attention.Choice(name, "fastest"), "auto", heads, torch.bfloat16, LENGTH, accelerator)
+    chosen = choose_tried(attention.Choice(name, "fastest"), "auto", heads, torch.bfloat16, LENGTH, device)
     preferred = chosen.name == "packed_fa4"  # to whatever else runs here, right or wrong
     assert chosen.name != name and (preferred or f"{kind} disagrees with" in chosen.reason)
 

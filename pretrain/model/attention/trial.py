@@ -8,26 +8,42 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 
 from pretrain.model.attention import backends, flash
 from pretrain.model.attention.heads import Heads
-from pretrain.model.distributed import largest_over_ranks
 from pretrain.settings.recipe import Attention
 
 # Of a pack, at most. The CPU's kernel goes through 64 queries at a time: 256 show as much of it as 512.
 TOKENS, TOKENS_ON_CPU = 512, 256
 ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-6}  # relative errors that it explains
 SAME_BITS = 2.0**-60  # a single value that is another number is more
+# What libraries fail with; memory that is full says nothing of a kernel.
+FAILURES = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+    LookupError,
+    ArithmeticError,
+    OSError,
+    ImportError,
+)
 Compared = Iterator[tuple[str, Tensor, Tensor, float]]  # name, the kernel's tensor, the formula's, and the error allowed
 
 
 def choose_tried(
-    choice: backends.Choice, requested: Attention, heads: Heads, dtype: torch.dtype, length: int, accelerator: Accelerator
+    choice: backends.Choice,
+    requested: Attention,
+    heads: Heads,
+    dtype: torch.dtype,
+    length: int,
+    device: torch.device,
+    largest_over_ranks: Callable[[int], int] = int,
 ) -> backends.Choice:
     """Returns `choice`, or the next backend that agrees with its formula here; the same on every rank.
 
@@ -35,11 +51,11 @@ def choose_tried(
     """
     refused: dict[str, str] = {}
     while True:
-        fault = disagreement(choice.name, heads, dtype, length, accelerator.device)
-        if largest_over_ranks(accelerator, int(fault is not None)) == 0:
+        fault = disagreement(choice.name, heads, dtype, length, device)
+        if largest_over_ranks(int(fault is not None)) == 0:
             return choice
         refused[choice.name.removeprefix("packed_")] = fault or "disagrees with its formula on another rank"
-        choice = backends.choose(requested, accelerator.device.type, heads, dtype, length, refused)
+        choice = backends.choose(requested, device.type, heads, dtype, length, refused)
 
 
 def disagreement(name: str, heads: Heads, dtype: torch.dtype, length: int, device: torch.device) -> str | None:
@@ -55,7 +71,7 @@ def disagreement(name: str, heads: Heads, dtype: torch.dtype, length: int, devic
                 worst = max(worst, (tensor, error, allowed), key=lambda each: each[1] / each[2])
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # a library may fail with any: then this kernel is not used
+    except FAILURES as error:  # then this kernel is not used
         return f"fails here: {type(error).__name__}: {error}"
     finally:
         if device.type == "cuda":
