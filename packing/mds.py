@@ -118,6 +118,8 @@ class Shard:
         if self.packed is None or self.path.exists():
             return
         packed = self.folder / self.packed.name
+        if not Path(os.path.realpath(self.path)).is_relative_to(os.path.realpath(self.folder)):
+            raise InputError(f"{self.path}: leads out of its folder, where nothing is unpacked; copy the folder without links")
         temporary = self.path.with_name(f"{self.path.name}.{secrets.token_hex(4)}")  # other ranks do the same
         try:
             with open(packed, "rb") as source, open(temporary, "wb") as target:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,9 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
-from foundation.errors import InputError
 from foundation.progress import say
 from packing.arrow import PackWriter
 from packing.chunks import CHUNK_BYTES, Chunk
@@ -91,7 +88,6 @@ class PartMaker(ExitStack):
         window = settings.stream.window
         self._window, self._chunk_bytes = window, min(CHUNK_BYTES, max(_LEAST_CHUNK, window))
         self._processes, self._workers = processes, None
-        self._opened: tuple[dict[str, Any], Iterator[Chunk]] | None = None  # chunks from a place, where they were looked at
 
     @cached_property
     def _first(self) -> dict[str, Any]:
@@ -107,7 +103,6 @@ class PartMaker(ExitStack):
             try:
                 return self._make(start)
             except SourceUnreachable as error:
-                self._opened = None
                 say(f"{error}; trying again in {seconds:.0f} s")
                 time.sleep(seconds)
         return self._make(start)
@@ -135,35 +130,18 @@ class PartMaker(ExitStack):
 
     def _fill(self, log: PartTokens, place: dict[str, Any]) -> tuple[dict[str, Any], bool]:
         """Tokenise from `place` on until the part is full; returns the place behind it, and whether the source is over."""
-        chunks, self._opened = self._chunks(place), None
+        chunks = self.source.chunks(place, self._chunk_bytes)
         while True:
             left = self._window - log.counts.tokens
             each = log.counts.tokens / log.counts.chunks if log.counts.tokens else 0.0
             wanted = min(_AT_ONCE * self._processes, max(1, int(left / each))) if each else self._processes
             if not (batch := list(itertools.islice(chunks, wanted))):
                 return place, True
-            for number, (chunk, result) in enumerate(zip(batch, self._tokenized(batch), strict=True), 1):
+            for chunk, result in zip(batch, self._tokenized(batch), strict=True):
                 log.append(result)
                 place = chunk.after
                 if log.counts.tokens >= self._window:
-                    following = next(itertools.chain(batch[number:], chunks), None)
-                    return (place, True) if following is None else (self._checked(place, following), False)
-
-    def _chunks(self, place: dict[str, Any]) -> Iterator[Chunk]:
-        if self._opened is not None and self._opened[0] == place:
-            return self._opened[1]
-        return self.source.chunks(place, self._chunk_bytes)
-
-    def _checked(self, place: dict[str, Any], following: Chunk) -> dict[str, Any]:
-        """`place`, if what is read from there begins as `following`, which was read behind it; a row's number where it does not,
-        as a dataset's state may come from a library that does not keep it well."""
-        for candidate in (place, {"row": place["row"]} if "state" in place else place):
-            chunks = self.source.chunks(candidate, self._chunk_bytes)
-            found = next(chunks, None)
-            if found is not None and begin_alike(found, following):
-                self._opened = candidate, itertools.chain([found], chunks)
-                return candidate
-        raise InputError(f"{following.origin}: has changed while it was read; leave it as it is while a run trains on it")
+                    return place, False
 
     def _tokenized(self, batch: list[Chunk]) -> Iterable[Tokenized]:
         skip_bad = self.settings.on_bad_line == "skip"
@@ -227,17 +205,3 @@ class PartMaker(ExitStack):
 def content_of(settings: DataSettings) -> dict[str, Any]:
     """All settings that the parts of a source depend on."""
     return content_settings(settings) | {"window": settings.stream.window}
-
-
-def begin_alike(one: Chunk, other: Chunk) -> bool:
-    """Returns whether two chunks begin with the same record, as far as the shorter goes."""
-    if one.kind != other.kind:
-        return False
-    if one.kind == "table":
-        tables = [pa.ipc.open_stream(chunk.payload).read_all() for chunk in (one, other)]
-        rows = min(map(len, tables))
-        return tables[0].slice(0, rows).equals(tables[1].slice(0, rows))
-    if one.kind == "files":
-        return json.loads(one.payload)[:1] == json.loads(other.payload)[:1]
-    size = min(len(one.payload), len(other.payload))
-    return one.payload[:size] == other.payload[:size]
