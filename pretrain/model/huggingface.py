@@ -1,30 +1,22 @@
-"""The Hugging Face model: built from a hub, a folder or a config, and exported again as it came."""
+"""The Hugging Face model, built from a hub, a folder or a config."""
 
 from __future__ import annotations
 
-import copy
 import difflib
 import hashlib
 import inspect
 import json
 import logging
-import os
 import pickle
 import re
-import shutil
-import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
@@ -34,15 +26,11 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
-from foundation.attributes import holding
 from foundation.errors import InputError, shown
-from foundation.files import fsync, fsync_tree, name_aside, remove_own_folder
 from foundation.integrity import hash_files
-from foundation.progress import advance
 from foundation.reading import load_object, one_line
 from packing.settings import HUB_NAME
 from pretrain.model.attention import backends as attention
@@ -53,15 +41,11 @@ from pretrain.settings.recipe import LossSettings, ModelSettings
 MOST_LAYERS = 1024  # a plan takes milliseconds for each: 100,000 of them, a mistyped number, would keep it busy for minutes
 # What transformers and torch raise for values that they did not expect, in a config or in a file of weights, read or written: an
 # architecture checks its numbers in its own way, or not at all and fails where it first uses them.
-_OF_WRONG_VALUES = (
+WRONG_VALUES = (
     *(ValueError, TypeError, RuntimeError, ArithmeticError, LookupError, AttributeError, AssertionError, OSError, MemoryError),
     *(StrictDataclassError, SafetensorError, pickle.UnpicklingError, EOFError, ImportError),
 )
 
-EXPORTED_BYTES = 5 * 10**9  # of one file of weights, unless one tensor is larger; the hub's own custom
-# What an export writes beside what every export writes: names that may come and go between two.
-_OF_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|generation_config\.json|chat_template\.jinja")
-_UNFINISHED = ".unfinished-export"  # marks a folder as ours, which is written or deleted; an export that is complete has none
 # Kept by the config classes under another name, so that they are no attribute of a fresh config.
 _RENAMED_KEYS = {"rope_theta", "torch_dtype", "dtype"}
 # What a config.json may say otherwise without another model: paths, what a run decides by itself, what a caller gets, and what is
@@ -94,7 +78,7 @@ def source_config(settings: ModelSettings) -> dict[str, Any]:
     _check_source(settings)
     try:
         values, _ = PretrainedConfig.get_config_dict(str(settings.repository), revision=settings.revision)
-    except _OF_WRONG_VALUES as error:
+    except WRONG_VALUES as error:
         raise _unreadable(settings, error) from None
     return {f"{SOURCE}{key}": value for key, value in flatten(values).items() if _NOT_OF_THE_MODEL.isdisjoint(key.split("."))}
 
@@ -146,8 +130,8 @@ def _config_of(settings: ModelSettings) -> PretrainedConfig:
     # Rebuilt rather than assigned to: config classes derive keys from each other (head_dim, layer_types) as they are built.
     try:
         return type(config).from_dict({**config.to_dict(), **changes} if settings.source else changes)
-    except _OF_WRONG_VALUES as error:
-        raise InputError(f"`model.config`: {type(config).__name__} does not take these values: {_reason(error)}") from None
+    except WRONG_VALUES as error:
+        raise InputError(f"`model.config`: {type(config).__name__} does not take these values: {why_refused(error)}") from None
 
 
 def _reads_head_dim(config: PretrainedConfig) -> bool:
@@ -181,9 +165,10 @@ def _config_of_type(model_type: str) -> PretrainedConfig:
         raise InputError(f"`model.config.model_type`: transformers has no model type {model_type!r}; {hint}")
     try:
         return AutoConfig.for_model(model_type)
-    except _OF_WRONG_VALUES as error:
+    except WRONG_VALUES as error:
         raise InputError(
-            f"`model.config.model_type`: transformers has no {model_type!r} that stands by itself: {_reason(error)}; name another"
+            f"`model.config.model_type`: transformers has no {model_type!r} that stands by itself: {why_refused(error)}; name "
+            "another"
         ) from None
 
 
@@ -207,7 +192,7 @@ def _config_of_source(settings: ModelSettings) -> PretrainedConfig:
     source = str(settings.repository)
     try:
         return AutoConfig.from_pretrained(source, revision=settings.revision, trust_remote_code=False)
-    except _OF_WRONG_VALUES as error:
+    except WRONG_VALUES as error:
         if "trust_remote_code" in str(error):
             raise InputError(
                 f"`model.source`: {source} brings code of its own, which is never run; name a model of transformers' own"
@@ -218,10 +203,10 @@ def _config_of_source(settings: ModelSettings) -> PretrainedConfig:
 def _unreadable(settings: ModelSettings, error: Exception) -> InputError:
     source = str(settings.source)
     asked = f"{source!r}" if Path(source).exists() else f"{source!r}, which is no folder below {Path.cwd()}, so the hub was asked"
-    return InputError(f"`model.source`: no model can be read from {asked}: {_reason(error)}")
+    return InputError(f"`model.source`: no model can be read from {asked}: {why_refused(error)}")
 
 
-def _reason(error: Exception) -> str:
+def why_refused(error: Exception) -> str:
     """A library's error in a line, without the lists of everything it knows."""
     return one_line(error, named=isinstance(error, (LookupError, AttributeError, AssertionError))).rstrip(". ")
 
@@ -256,9 +241,9 @@ def build_on_meta(config: PretrainedConfig) -> PreTrainedModel:
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
-    except _OF_WRONG_VALUES as error:
+    except WRONG_VALUES as error:
         kind = type(config).__name__
-        raise InputError(f"`model`: {kind} makes no causal language model with these settings: {_reason(error)}") from None
+        raise InputError(f"`model`: {kind} makes no causal language model with these settings: {why_refused(error)}") from None
 
 
 def build(
@@ -278,7 +263,7 @@ def build(
         round_weights(model, weights)  # not model.to(): rotary frequencies are buffers, and BF16 ones misplace tokens
         return model
     try:
-        with _without_bars():
+        with without_bars():
             model, found = AutoModelForCausalLM.from_pretrained(
                 settings.repository,
                 config=config,
@@ -288,8 +273,8 @@ def build(
                 attn_implementation=backend,
                 output_loading_info=True,
             )
-    except _OF_WRONG_VALUES as error:
-        raise InputError(f"`model.source`: {settings.source}: weights cannot be loaded: {_reason(error)}") from None
+    except WRONG_VALUES as error:
+        raise InputError(f"`model.source`: {settings.source}: weights cannot be loaded: {why_refused(error)}") from None
     if missing := sorted(found["missing_keys"]):  # transformers draws them at random, and each process its own
         raise InputError(
             f"`model.source`: {settings.source}: has no weights for {len(missing)} of the model's parameters, {missing[0]} among "
@@ -299,7 +284,7 @@ def build(
 
 
 @contextmanager
-def _without_bars() -> Iterator[None]:
+def without_bars() -> Iterator[None]:
     """Turns off transformers' own bars while entered: they are drawn into log files too."""
     enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
@@ -327,141 +312,3 @@ def named_tensors(hf: PreTrainedModel) -> dict[str, Tensor]:
     """The parameters and persistent buffers of `hf`, live, by Hugging Face name; a tied parameter once."""
     buffers = {name: buffer for name, buffer in hf.named_buffers() if name in hf.state_dict()}
     return {**dict(hf.named_parameters()), **buffers}
-
-
-def export(
-    hf: PreTrainedModel,
-    read: Callable[[str], Tensor],
-    tokenizer: Any | None,
-    folder: Path,
-    beside: Mapping[str, bytes] = MappingProxyType({}),
-) -> None:
-    """Write a folder that AutoModelForCausalLM (and AutoTokenizer, with `tokenizer`) loads; it appears whole or not at all.
-
-    `read` gives the tensors of `named_tensors(hf)` by name, whole and in the dtype that they have there, on any device; `hf` may
-    be on the meta device. They are read as they are written, at most EXPORTED_BYTES at a time. `beside`: further files by name.
-    What was exported to `folder` before is replaced; where more lies in it, or a file has changed since, it is kept whole as
-    `<name>.replaced-<n>`. InputError, before anything is written, where the hidden folders beside it that this needs are somebody
-    else's.
-    """
-    writing, previous = (folder.with_name(f".{folder.name}.{part}") for part in ("writing", "previous"))
-    for leftover in (writing, previous):
-        _remove_unfinished(leftover)
-    try:
-        writing.mkdir(parents=True)
-        (writing / _UNFINISHED).touch()
-        _save_configs(hf, writing)
-        _write_weights(hf, read, writing)
-        _save_tokenizer(tokenizer, writing)
-        for name, content in beside.items():
-            (writing / name).write_bytes(content)
-        mode = (writing / "config.json").stat().st_mode & 0o777  # as the umask has it; safetensors ignores that for its files
-        now = time.time_ns()
-        for file in filter(Path.is_file, writing.rglob("*")):
-            file.chmod(mode)
-            os.utime(file, ns=(now, now))  # one time for all, by which `_is_untouched` goes
-        fsync_tree(writing)
-        _put_in_place(writing, folder, previous)
-    except _OF_WRONG_VALUES as error:  # whatever it is: what was trained is saved, and a traceback would not say so
-        with suppress(OSError):
-            _remove_unfinished(writing)
-        raise InputError(
-            f"{folder}: the trained model cannot be written: {_reason(error)}. The checkpoints hold it; mend this and run again"
-        ) from None
-
-
-def _put_in_place(writing: Path, folder: Path, previous: Path) -> None:
-    """Rename `writing`, which is complete, to `folder`; what is there goes, or is kept under another name."""
-    kept, exported = False, {file.name for file in writing.iterdir()}
-    if folder.exists() or folder.is_symlink():
-        lying_there = set(os.listdir(folder)) if folder.is_dir() else {folder.name}
-        ours = all(name in exported or _OF_WEIGHTS.fullmatch(name) for name in lying_there)
-        if ours and not folder.is_symlink() and _is_untouched(folder):
-            (folder / _UNFINISHED).touch()
-        else:
-            previous, kept = name_aside(folder), True
-            _log.warning("%s holds what no export has written, and is kept as %s", folder, previous.name)
-        os.replace(folder, previous)
-    os.replace(writing, folder)
-    (folder / _UNFINISHED).unlink()
-    fsync(folder.parent)
-    if not kept:
-        with suppress(OSError):
-            _remove_unfinished(previous)
-
-
-def _is_untouched(folder: Path) -> bool:
-    """Whether the files in `folder` are as an export has left them: it gives all of them one time of change."""
-    files = (path for path in folder.rglob("*") if path.name != _UNFINISHED and (path.is_symlink() or not path.is_dir()))
-    return len({path.lstat().st_mtime_ns for path in files}) <= 1
-
-
-def check_export(hf: PreTrainedModel, tokenizer: Any | None) -> None:
-    """InputError where transformers refuses to write what an export has beside the weights, so that this is known before anything
-    is trained: it is written to a temporary folder. A model on the meta device is enough."""
-    config, key = copy.deepcopy(hf.config), "model.config"  # a copy, as writing changes it
-    if getattr(config, "output_attentions", False):
-        raise InputError(
-            "`model.config.output_attentions`: packed attention hands out no attention weights, and transformers writes no model "
-            "that asks for them; set it to false"
-        )
-    config._attn_implementation = attention.packed_sdpa.__name__  # to transformers, one packed attention is as another
-    try:
-        with tempfile.TemporaryDirectory(prefix="export-") as folder, holding(hf, config=config):
-            _save_configs(hf, Path(folder))
-            key = "data.tokenizer"
-            _save_tokenizer(tokenizer, Path(folder))
-    except OSError:  # of a temporary folder that is full or read-only, which says nothing of the run's
-        return
-    except _OF_WRONG_VALUES as error:
-        raise InputError(
-            f"`{key}`: the trained model could not be written with it, as transformers refuses: {_reason(error)}; change it"
-        ) from None
-
-
-def _save_configs(hf: PreTrainedModel, folder: Path) -> None:
-    """Into `folder` what transformers writes of a model, but for the weights: its configurations, and code that came with it."""
-    with _without_bars():
-        hf.save_pretrained(folder, state_dict={})
-
-
-def _save_tokenizer(tokenizer: Any | None, folder: Path) -> None:
-    if tokenizer is None:
-        return
-    try:
-        tokenizer.save_pretrained(folder)
-    except BaseException as error:
-        if type(error) is not Exception:  # the library below turns every OSError, also a full disk, into one of no class
-            raise
-        raise OSError(str(error)) from None
-
-
-def _remove_unfinished(folder: Path) -> None:
-    """Delete what an export that was killed has left at `folder`: its mark is its first file, and goes last. InputError where
-    something else is there."""
-    if not folder.is_symlink() and (folder / _UNFINISHED).is_file():
-        for path in folder.iterdir():
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            elif path.name != _UNFINISHED:
-                path.unlink()
-    remove_own_folder(folder, re.compile(re.escape(_UNFINISHED)))
-
-
-def _write_weights(hf: PreTrainedModel, read: Callable[[str], Tensor], folder: Path) -> None:
-    """The tensors of `hf` in safetensors files in `folder`, with an index where there are several."""
-    left_out = set(hf._keys_to_ignore_on_save or ())
-    tensors = {name: each for name, each in named_tensors(hf).items() if name not in left_out}
-    held = {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in tensors.items()}  # whole, if sharded
-    stored = revert_weight_conversion(hf, dict(held))
-    if {name: each.shape for name, each in stored.items()} != {name: each.shape for name, each in held.items()}:
-        # Some architectures are stored otherwise than they are held, their experts one by one: all is read for that.
-        held = revert_weight_conversion(hf, {name: read(name).cpu() for name in held})
-        read = held.__getitem__
-    split = split_torch_state_dict_into_shards(held, filename_pattern="model{suffix}.safetensors", max_shard_size=EXPORTED_BYTES)
-    for file, names in split.filename_to_tensors.items():
-        save_file({name: read(name).contiguous() for name in names}, folder / file, metadata={"format": "pt"})
-        advance(len(names), of="tensors")
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")

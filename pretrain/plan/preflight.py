@@ -30,6 +30,7 @@ from pretrain.model import huggingface as model
 from pretrain.model.attention import backends as attention
 from pretrain.model.attention.heads import Heads
 from pretrain.model.distributed import device_of, gathers_once_a_step, replicas_of
+from pretrain.model.export import check_export
 from pretrain.optimizer import schedule
 from pretrain.plan.checks import check_experts, check_fit, check_pack_counts, check_settings, check_sizes, steps_of
 from pretrain.plan.data import Data, check_labels, check_positions, check_tokens, most_positions, open_data
@@ -182,7 +183,7 @@ def prepare_job(
     laid_out = _lay_out(recipe, precisions, device_type)
     tokenizer = _usable_tokenizer(recipe, data, laid_out.config)
     if recipe.checkpoint.at_end:
-        model.check_export(laid_out.shapes, tokenizer)
+        check_export(laid_out.shapes, tokenizer)
     if settings.prepares:
         clock = waited or Waited(shown=False)
         before = clock.go_on_to("packs")

@@ -31,6 +31,7 @@ from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.run_record import RunRecord, own_evaluations, read_metrics, read_run
 from pretrain.model import huggingface as model
 from pretrain.model.distributed import full_state_dict, largest_over_ranks
+from pretrain.model.export import export as write_export
 from pretrain.plan.data import Data
 from pretrain.plan.tokenizer import check_same_tokenizer, load_tokenizer
 from pretrain.precision.registry import WEIGHT_DTYPES, Weights
@@ -102,7 +103,7 @@ def export_checkpoint(source: Path, out: Path, dtype: Weights | None) -> str:
         raise InputError(f"{out}: {out.parent} cannot be made or written to: {reason_of(error)}; name another folder") from None
     with lock:
         _require_new(out)
-        model.export(saved.hf, saved.read, tokenizer, out, _card_of(saved, tokenizer is not None))
+        write_export(saved.hf, saved.read, tokenizer, out, _card_of(saved, tokenizer is not None))
     joined = ", each joined with its remainder" if saved.weights.remainders and saved.to == "fp32" else ""
     without = ""
     if tokenizer is None:
@@ -237,7 +238,7 @@ def export_trained(run: Run, record: RunRecord | None) -> None:
     tokenizer, final = run.job.tokenizer, run.folder.final
     card = model_card(record, hf, tokenizer=tokenizer is not None).encode()
     beside = {CARD: card, PICTURE: run.folder.loss_plot.read_bytes()}
-    model.export(hf, read, tokenizer, final, beside)
+    write_export(hf, read, tokenizer, final, beside)
 
 
 def is_exported(run: Run) -> bool:

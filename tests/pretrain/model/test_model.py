@@ -15,8 +15,8 @@ from transformers.utils import logging as transformers_logging
 from foundation.errors import InputError
 from packing.arrow import Pack
 from packing.batch import build_microbatch
-from packing.tokenizer import load_tokenizer
 from pretrain.model import huggingface as model
+from pretrain.model.export import export
 from pretrain.model.fused.arithmetic import Arithmetic
 from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.model.wrapping import fuse, wrap_layers
@@ -207,8 +207,8 @@ def test_tied_heads_stay_tied_and_exports_load_as_plain_transformers_models(kind
     packed = packed_model(settings(kind), cast_to=torch.bfloat16)
     tied = packed.hf.get_output_embeddings().weight is packed.hf.get_input_embeddings().weight
     assert tied == (kind in ("qwen3", "gpt2"))
-    model.export(packed.hf, packed.hf.state_dict().__getitem__, None, tmp_path / "final")
-    model.export(packed.hf, packed.hf.state_dict().__getitem__, None, tmp_path / "final")  # writing again replaces
+    export(packed.hf, packed.hf.state_dict().__getitem__, None, tmp_path / "final")
+    export(packed.hf, packed.hf.state_dict().__getitem__, None, tmp_path / "final")  # writing again replaces
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "final")
     assert [p.name for p in tmp_path.iterdir()] == ["final"]
     assert (loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight) == tied
@@ -326,5 +326,3 @@ def test_a_dead_link_is_not_looked_for_on_the_hub(tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match=r"`model.source`: Qwen/Qwen3-0.6B: no such folder"):
         model.load_config(ModelSettings(source="Qwen/Qwen3-0.6B"))
-    with pytest.raises(InputError, match=r"data.tokenizer: Qwen/Qwen3-0.6B: is a dead link"):
-        load_tokenizer("Qwen/Qwen3-0.6B")

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from pretrain.model import huggingface as model
+from pretrain.model.export import export
 from pretrain.model.fused.arithmetic import Arithmetic, StackedProduct
 from pretrain.model.fused.layers import FusedLayers
 from pretrain.model.gradients import attach_main_gradients
@@ -98,7 +99,7 @@ def test_parameters_keep_their_names_values_and_identity(config: dict[str, Any])
 def test_an_exported_model_is_loaded_by_transformers(config: dict[str, Any], tmp_path: Path) -> None:
     hf = build(config)
     packed(hf, fused=True)
-    model.export(hf, hf.state_dict().__getitem__, None, tmp_path / "final")
+    export(hf, hf.state_dict().__getitem__, None, tmp_path / "final")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype=torch.float32)
     for name, parameter in loaded.named_parameters():
         assert torch.equal(parameter, hf.get_parameter(name)), name
