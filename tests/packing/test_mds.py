@@ -229,6 +229,17 @@ def test_compressed_shards_are_unpacked_once_and_then_verified_as_they_lie(fixtu
         open_mds(folder)
 
 
+def test_nothing_is_unpacked_through_a_link_out_of_the_folder(fixture, tmp_path: Path):
+    folder, outside = fixture("zstd"), tmp_path / "outside"
+    outside.mkdir()
+    (folder / "linked").symlink_to(outside)
+    index = (folder / "index.json").read_text()
+    (folder / "index.json").write_text(index.replace('"shard.00000.mds"', '"linked/shard.00000.mds"'))
+    with pytest.raises(InputError, match="leads out of its folder"):
+        open_mds(folder)
+    assert not list(outside.iterdir())
+
+
 def test_an_index_that_is_torn_or_leads_out_of_its_folder_is_refused(fixture):
     folder = fixture("reference")
     text = (folder / "index.json").read_text()
