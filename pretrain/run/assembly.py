@@ -260,7 +260,7 @@ def assemble(job: Job, accelerator: Accelerator, waited: Waited | None = None) -
             waited.on("checks", "looking at what runs", "packs", total=REHEARSALS if context.state() else 1),
         ):
             products = rehearse(job.in_precision(each.active), accelerator, packed, adamw, each.decisions)
-            each.found.update(_found_in(each, hf, products))
+            each.found.update(audit.describe(each.active, each.backend, hf, products))
     how = {"fused": what_is_fused, "built": built.how, "compiled": what_is_compiled(compiled, context, fused)}
     around = _found_around(job, precisions, attends, how, device.type)
     return Assembly(hf, packed, adamw, job.active, context, precisions, precisions[job.precision.name].found | around)
@@ -367,22 +367,6 @@ def _give_values(built: _Built, adamw: ExactAdamW, *, exact: bool) -> None:
             adamw.set_master(parameter, values)
         else:
             local_part(parameter).copy_(values)
-
-
-def _found_in(assembled: AssembledPrecision, hf: PreTrainedModel, products: list[audit.Entry]) -> dict[str, Any]:
-    """What the audit says of one precision, while the model computes in it."""
-    active, backend = assembled.active, assembled.backend
-    return {
-        "precision": active.requested,
-        "effective": active.precision.name,
-        "reason": active.reason,
-        "backend": active.backend,
-        "computes": active.precision.description,
-        "compute_dtype": active.precision.compute_dtype,
-        "computed_by": backend.describe() if backend else f"torch {torch.__version__}",
-        "loss": hf.get_output_embeddings().describe(),
-        "products": products,
-    }
 
 
 def _found_around(

@@ -1,22 +1,8 @@
 """`deterministic: true`: on a GPU too, the same bits from every run of one recipe, stopped and resumed or not.
 
-What else would add up in an order of its own, and what keeps it from that:
-
-| | |
-| --- | --- |
-| attention's backward | a kernel with a fixed order; those that have none are passed over (`attention.choose`) |
-| torch's own operations | its deterministic algorithms; one that has no such form raises, which is our message (`explaining`) |
-| matrix products | cuBLAS takes one way for one shape and workspace; torch wants the workspace to be named in the environment |
-| a table's gradient | torch's sum of rows, in place of a kernel whose programs add as they finish (`pretrain.model.gradients`) |
-| searched products | no algorithm is chosen by what it takes (`pretrain.precision.products`) |
-| compiled reductions | torch cuts them by rule and not by what it times, and by the shape that they have (`wrap_layers`) |
-| sums over processes | torch keeps NCCL from adding in the switches (NCCL_ALGO=^NVLS), whose order is nobody's |
-| the cut into microbatches | the recipe's number (`check_deterministic` refuses `auto`) |
-
-Nothing else does: other blocks of our kernels, and of Transformer Engine's, have no sum in common but maxima, which have no
-order. Its NVTE_ALLOW_NONDETERMINISTIC_ALGO is read by its own attention module, which nothing here calls, and its products bring
-their own workspace. What a step draws is seeded by its number, and a checkpoint holds the rest: weights, remainders, moments,
-histories and scales.
+Attention takes a kernel with a fixed order (`attention.choose`), torch its deterministic algorithms, cuBLAS one workspace, NCCL
+no sums in switches; tables' gradients, searched products and compiled reductions ask whether that is so. What a step draws is
+seeded by its number, and a checkpoint holds the rest.
 """
 
 from __future__ import annotations

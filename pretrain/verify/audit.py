@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
 
 from foundation.errors import InputError
 from pretrain.model.gradients import was_reached
@@ -27,7 +28,7 @@ from pretrain.model.loss.head import LossHead
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.precision.delayed_state import PLACES, of_operand
 from pretrain.precision.formats.definition import Role
-from pretrain.precision.linear import PREFIX, LinearProduct, LowPrecisionLinear, LowPrecisionNorm, PrecisionContext
+from pretrain.precision.linear import PREFIX, Backend, LinearProduct, LowPrecisionLinear, LowPrecisionNorm, PrecisionContext
 from pretrain.precision.observation import FACTORS, OPERANDS, ObservedProduct, ProductObserver, dtype_name
 from pretrain.precision.quantizers.tensor import update_scale
 from pretrain.precision.registry import UNQUANTIZED
@@ -229,25 +230,24 @@ def check_trained(hf: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def rows(found: Mapping[str, Any]) -> dict[str, str]:
-    """An audit for people: a row a kind of linear (the last part of its name), then what attention and loss run on."""
-    groups = Counter(
-        (p["name"].rsplit(".", 1)[-1], p["module"], p["stored"], p["effective"], p["backend"], p["reason"])
-        for p in found["products"]
-    )
-    kinds: dict[str, list[str]] = {}
-    for (kind, module, stored, effective, backend, reason), count in groups.items():
-        on = "" if backend == "torch" else f" on {backend.replace('_', ' ')}"
-        why = f" ({reason})" if reason else ""
-        what = "FP32 inside" if module == LowPrecisionNorm.__name__ else f"products {effective}"
-        kinds.setdefault(kind, []).append(f"{count} x {module}, weights {stored}, {what}{on}{why}")
-    backends = {name: ", ".join(f"{key} {value}" for key, value in found[name].items()) for name in ("attention", "loss")}
-    whole = {key: found[key] for key in ("gradients", "fused", "compiled", "deterministic", "algorithms") if key in found}
-    return {kind: "; ".join(lines) for kind, lines in kinds.items()} | backends | whole
+def describe(active: ActivePrecision, backend: Backend | None, hf: PreTrainedModel, products: Sequence[Entry]) -> dict[str, Any]:
+    """What audit.json says of one precision, while the model computes in it. `products`: of `observe`; `backend`: None where
+    nothing is quantized."""
+    return {
+        "precision": active.requested,
+        "effective": active.precision.name,
+        "reason": active.reason,
+        "backend": active.backend,
+        "computes": active.precision.description,
+        "compute_dtype": active.precision.compute_dtype,
+        "computed_by": backend.describe() if backend else f"torch {torch.__version__}",
+        "loss": hf.get_output_embeddings().describe(),
+        "products": products,
+    }
 
 
 def in_short(found: Mapping[str, Any]) -> dict[str, str]:
-    """An audit for people who have no question about it: a row of its products, one of what stands around them."""
+    """An audit for people: a row of its products, one of what stands around them."""
     linears, norms = defaultdict[tuple[str, ...], list[str]](list), 0
     for p in found["products"]:
         if p["module"] == LowPrecisionNorm.__name__:
