@@ -80,15 +80,16 @@ def outcome(run: Finished) -> list[Any]:
 
 # ── Killed ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-# Where a run is killed, one start after the other, and the newest checkpoint that must then be there.
+# Where a run is killed, one start after the other, and which may then be the newest checkpoint: it is written behind training,
+# and how far that has come when a step is logged depends on the machine.
 KILLS = [
-    (Moment("os.rename", r"/config\.yaml$", SIGKILL), None),  # starting
-    (Moment("logged", "^2$", SIGKILL), None),  # among steps
-    (Moment("open", r"/\.partial-step-00000004/", SIGKILL), None),  # saving: the first of all, half written
-    (Moment("logged", "^7$", SIGKILL), 4),
-    (Moment("os.rename", r"/step-00000008$", SIGKILL), 4),  # saving: whole, but not named
-    (Moment("os.rename", r"/\.final\.writing$", SIGKILL), STEPS),  # exporting
-    (Moment("open", r"/final/README\.md$|/\.final\.writing/", SIGKILL), STEPS),
+    (Moment("os.rename", r"/config\.yaml$", SIGKILL), {None}),  # starting
+    (Moment("logged", "^2$", SIGKILL), {None}),  # among steps
+    (Moment("open", r"/\.partial-step-00000004/", SIGKILL), {None}),  # saving: the first of all, half written
+    (Moment("logged", "^7$", SIGKILL), {None, 4}),
+    (Moment("os.rename", r"/step-00000008$", SIGKILL), {4}),  # saving: whole, but not named
+    (Moment("os.rename", r"/\.final\.writing$", SIGKILL), {STEPS}),  # exporting
+    (Moment("open", r"/\.final\.writing/", SIGKILL), {STEPS}),
 ]
 
 
@@ -97,8 +98,7 @@ def test_a_run_killed_again_and_again_equals_the_run_left_alone(
 ) -> None:
     for moment, newest in KILLS:
         assert start(moment).end() == -SIGKILL, (moment, (tmp_path / "log").read_text())
-        saved = checkpoints(tmp_path / "run") or [None]
-        assert saved[-1] == newest or (newest == 4 and saved[-1] == 8), moment  # its name may be given by the next start
+        assert max(checkpoints(tmp_path / "run"), default=None) in newest, moment
     finished = run()
     assert finished.status == 0, finished.output
     assert outcome(finished) == outcome(alone)
