@@ -15,7 +15,6 @@ from pretrain.compare.fairness import (
     CONFIDENCE,
     Gap,
     changes_in_words,
-    last_fifth,
     last_steps,
     loss_differences,
     of_one_text,
@@ -41,7 +40,6 @@ class Standing:
     look: Look
     is_baseline: bool
     gap: Gap | None  # of the ends of the losses, paired by step; None of the baseline, and where `not_paired` says why
-    end_gap: float | None  # the mean difference of the last fifth alone
     not_paired: str | None  # why there is no gap: other text, or the one or the other was broken off and came to no end
     held_out_gap: float | None  # of the last step in which both were evaluated, on the same packs
     speed: float | None  # tokens/s that the hardware computed for this run alone; None where it was emulated or shared
@@ -86,7 +84,6 @@ class RunComparison:
                     look=looks[place],
                     is_baseline=not place,
                     gap=None if differences is None else Gap.of(differences),
-                    end_gap=None if differences is None else float(last_fifth(differences).mean()),
                     not_paired=reason,
                     held_out_gap=held_out_difference(runs[0], run) if place else None,
                     speed=speeds[place],
@@ -113,9 +110,13 @@ class RunComparison:
         return shorter_ends({each.look.label: each.run for each in (self.baseline, *self.paired)})
 
     def over_the_gate(self) -> list[Standing]:
-        """Runs that end further above the baseline than is tolerated; one that was broken off is among them."""
-        others = self.standings[1:]
-        return [each for each in others if each.run.broken_off or (each.gap and not each.gap.mean <= self.tolerance)]
+        """Runs that do not surely end within the tolerance above the baseline: those whose interval reaches further up, and those
+        that came to no end, being broken off or unfinished. Without an interval the mean is judged."""
+        return [
+            each
+            for each in self.standings[1:]
+            if each.run.broken_off or each.run.is_unfinished or (each.gap and not each.gap.ends[1] <= self.tolerance)
+        ]
 
     def answer(self) -> str:
         """The comparison in a sentence, from its figures alone; another one for runs that were broken off."""

@@ -209,9 +209,13 @@ def loss_differences(first: RunRecord, second: RunRecord) -> tuple[np.ndarray, n
     return steps[finite], differences[finite]
 
 
-def last_fifth(differences: np.ndarray) -> np.ndarray:
-    """The last fifth of them, rounded up."""
-    return differences[len(differences) - math.ceil(len(differences) * LAST_SHARE) :]
+def at_the_end(differences: np.ndarray) -> np.ndarray:
+    """Returns those of the end: the last fifth, or the last FEWEST_STEPS where these are more, as fewer have no interval.
+
+    This is the one definition of where runs end. Tables, pictures, the page, its answer and the gate take the same steps.
+    """
+    steps = max(math.ceil(len(differences) * LAST_SHARE), FEWEST_STEPS)
+    return differences[-steps:]
 
 
 @dataclass(frozen=True)
@@ -267,9 +271,8 @@ class Gap:
 
     @classmethod
     def of(cls, differences: np.ndarray) -> Gap:
-        """Returns the gap over the last fifth of `differences`, or over the last FEWEST_STEPS where these are more: fewer have no
-        interval."""
-        last = differences[-max(len(last_fifth(differences)), min(FEWEST_STEPS, len(differences))) :]
+        """Returns the gap `at_the_end` of `differences`."""
+        last = at_the_end(differences)
         paired, batches = PairedDifference.of(last), len(last) // max(math.isqrt(len(last)), 1)
         wide = math.isnan(paired.standard_error)
         return cls(paired.mean, math.nan if wide else t_quantile(batches - 1, CONFIDENCE) * paired.standard_error, len(last))

@@ -21,7 +21,7 @@ from foundation.files import WRITTEN_BY, save_file
 from foundation.units import count, memory
 from pretrain.compare.appearance import DASHES, colour_of, looks_of
 from pretrain.compare.comparison import signed
-from pretrain.compare.fairness import Gap, Variants, last_fifth, last_steps, loss_differences, why_no_end, why_not_paired
+from pretrain.compare.fairness import Gap, Variants, at_the_end, last_steps, loss_differences, why_no_end, why_not_paired
 from pretrain.compare.smoothing import moving_mean, window_of
 from pretrain.metrics.run_record import RunRecord
 
@@ -320,7 +320,7 @@ def _scale_differences(panel: Axes, lines: Sequence[DrawnRun]) -> float | None:
     if not ended:
         panel.autoscale_view()  # now, as labels are placed by the scale
         return None
-    means, noise = np.abs([line.gap.mean for line in ended]), min(last_fifth(line.differences).std() for line in ended)
+    means, noise = np.abs([line.gap.mean for line in ended]), min(at_the_end(line.differences).std() for line in ended)
     values = [line.differences[len(line.differences) // 10 :] for line in lines if line.gap or line.is_baseline]
     lowest, highest = np.quantile(np.concatenate(values), [0.005, 0.995])
     if means.max() > 20 * means.min() and noise > 0:
@@ -340,7 +340,7 @@ def _label_differences(panel: Axes, column: Sequence[DrawnRun]) -> None:
     ends = []
     for line in column:
         if len(line.steps):
-            drawn = last_fifth(line.differences).mean()  # of the baseline itself: zero
+            drawn = at_the_end(line.differences).mean()  # of the baseline itself: zero
             ends.append((float(np.clip(to_axes((line.steps[-1], drawn))[1], 0.0, 1.0)), line.ends, line.colour))
     ends.sort(key=lambda end: end[0])
     places = LABEL_GAP * np.arange(len(ends))

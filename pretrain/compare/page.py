@@ -22,7 +22,6 @@ from pretrain.compare.figures import FROZEN_MATTERS, model_name
 from pretrain.compare.page_data import CURVES, MEASURES, as_json, page_data
 from pretrain.compare.page_differences import audits, differences
 from pretrain.compare.page_table import columns_of, rows_of
-from pretrain.compare.published import Published
 from pretrain.compare.seed_groups import SeedComparison
 from pretrain.metrics.run_record import LAST_STEPS
 
@@ -40,7 +39,6 @@ def render(
     seeds: SeedComparison | None = None,
     gate: bool = False,
     every: float | None = None,
-    published: Published | None = None,
 ) -> bytes:
     """The page. `seeds`: the same runs by their seeds; `gate`: whether the tolerance is one that was asked for; `every`: seconds
     until it is read again."""
@@ -48,7 +46,7 @@ def render(
 
     if seeds:  # a front of single runs would join two seeds of one precision
         comparison = replace(comparison, standings=[replace(each, on_front=False) for each in comparison.standings])
-    data = page_data(comparison) | {"published": published.data() if published else None, "every": every}
+    data = page_data(comparison) | {"every": every}
     columns = columns_of(comparison)
     templates = Environment(
         loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -80,7 +78,6 @@ def render(
         profiled=any(run["time"] and run["time"]["source"] == "profile" for run in data["runs"]),
         memories=any(run["memory"] for run in data["runs"]),
         memory_parts=any(run["memoryParts"] for run in data["runs"]),
-        published=published,
         audits=audits(comparison),
         differences=differences(comparison),
         css=(FOLDER / "page.css").read_text(encoding="utf-8"),

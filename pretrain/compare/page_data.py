@@ -25,7 +25,7 @@ from pretrain.metrics.run_record import RunRecord
 # The page's panels of single curves: their ids there, and the keys of the metrics that they show.
 CURVES = {"loss": "loss", "norm": "gradient_norm", "rate": "learning_rate", "frozen": "frozen_updates"}
 MEASURES = {"underflow": "underflow", "saturation": "saturation", "scale": "scale", "amax": "largest value"}  # and their titles
-_PROFILE_ROW = re.compile(r"\| ([a-z][^|*]*?) \| ([0-9.]+) \|")
+_PROFILE_ROW = re.compile(r"^\| +([a-z][^|*]*?) +\| +([0-9.]+) +\|", re.MULTILINE)
 _OF_A_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.(.*)")
 
 

@@ -148,7 +148,6 @@ _HEALTH = (
 
 def _losses(comparison: RunComparison) -> list[TableColumn]:
     steps = max((each.gap.steps for each in comparison.paired), default=0)
-    ends_apart = any(each.gap.steps > math.ceil(each.run.summary["steps"] / 5) for each in comparison.paired)
     return [
         TableColumn(
             f"loss − baseline, last {steps}",
@@ -164,11 +163,6 @@ def _losses(comparison: RunComparison) -> list[TableColumn]:
         ),
         TableColumn(
             f"loss, last {LAST_STEPS}", "training loss, mean of the last steps, nats a token", _key(LOSS_KEY, "{:.4f}".format)
-        ),
-        TableColumn(
-            "loss − baseline, last fifth",
-            f"paired by step; the end of the run, which is too short for an interval: under {FEWEST_STEPS} steps",
-            _figure(lambda each: each.end_gap if ends_apart else None, signed),
         ),
     ]
 

@@ -25,13 +25,13 @@ from pretrain.compare.appearance import as_text, unique_names
 from pretrain.compare.comparison import TOLERANCE, RunComparison, other_machines, other_splits, shorter_ends, signed, with_error
 from pretrain.compare.fairness import (
     FEWEST_STEPS,
-    LAST_SHARE,
+    Gap,
     PairedDifference,
     Variants,
+    at_the_end,
     changes_in_words,
     check_comparable,
     describe_unfairness,
-    last_fifth,
     last_steps,
     loss_differences,
     of_one_text,
@@ -43,10 +43,9 @@ from pretrain.compare.fairness import (
 from pretrain.compare.figures import plot_losses
 from pretrain.compare.kept_runs import read_kept
 from pretrain.compare.page import render
-from pretrain.compare.published import read_published
 from pretrain.compare.seed_figure import plot_seeds
 from pretrain.compare.seed_groups import SeedComparison, grouped
-from pretrain.compare.seeds import MARGIN
+from pretrain.compare.seeds import FEWEST_SEEDS, MARGIN
 from pretrain.compare.watch import follow
 from pretrain.metrics.run_record import LAST_STEPS, LOSS_KEY, RunRecord, averaged_steps, read_run
 from pretrain.precision.registry import PRECISIONS, WEIGHT_DTYPES
@@ -106,21 +105,21 @@ def names_of(runs: Sequence[RunRecord]) -> dict[Path, str]:
 
 
 def comparison_table(runs: Sequence[RunRecord], names: Mapping[Path, str] | None = None, table: Table = markdown) -> str:
-    """Each later run's loss minus the first's, paired by step, over all common steps and the last fifth of them; what was broken
-    off has no end. `names`: where others stand beside these runs."""
+    """Each later run's loss minus the first's, paired by step, over all common steps and at the end; what was broken off has no
+    end. `names`: where others stand beside these runs."""
     first, *others = [(names or names_of(runs))[run.path] for run in runs]
     figures = ["std. error", "sd", "steps"]
-    header = ["run", f"minus {first}, all", *figures, f"last {LAST_SHARE:.0%}", *figures]
+    header = ["run", f"minus {first}, all", *figures, "at the end", *figures]
     rows = []
     for name, run in zip(others, runs[1:], strict=True):
         minus, none = loss_differences(runs[0], run)[1], why_no_end(runs[0], run)
-        end = [run.broke_off or UNKNOWN, *[UNKNOWN] * len(figures)] if none else _four_figures(last_fifth(minus))
+        end = [run.broke_off or UNKNOWN, *[UNKNOWN] * len(figures)] if none else _four_figures(at_the_end(minus))
         rows.append([name, *_four_figures(minus), *end])
     return table(header, rows)
 
 
 def grid_tables(runs: Sequence[RunRecord], table: Table = markdown) -> list[str]:
-    """Weights down, precision across; in each place the paired difference to the first run over the last fifth.
+    """Weights down, precision across; in each place the paired difference to the first run at the end.
 
     A grid for each variant of the low precision (its scope, say) where there are several; what is not quantized stands in all.
     """
@@ -239,7 +238,8 @@ def tables(runs: Sequence[RunRecord], seeds: SeedComparison | None = None, table
     if len(paired) > 1:
         parts.append(comparison_table(paired, names, table))
     if len({run.config.get("weights") for run in paired}) > 1 and len({run.precision for run in paired}) > 1:
-        heading = f"Loss minus that of {runs[0].name}, paired by step, mean of the last {LAST_SHARE:.0%} of the steps:"
+        gaps = [Gap.of(loss_differences(runs[0], run)[1]) for run in paired[1:]]
+        heading = f"Loss minus that of {runs[0].name}, paired by step, mean of the {last_steps(gaps)}:"
         parts += [heading, *grid_tables(paired, table)]
     notes = {ERRORS: len(paired) > 1, NO_ERROR: any(TOO_FEW in part for part in parts)}
     notes |= {EMULATED: any(run.emulated for run in runs), SIDE_BY_SIDE: any(run.side_by_side for run in runs)}
@@ -272,6 +272,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         comparison = None if options.gate is None else RunComparison.over(runs, options.gate)
     if options.gate is None:
         return 0
+    if comparison is not None:
+        runs = [each.run for each in comparison.standings]
+        seeds = over_seeds(runs, options.vary, options.margin, options.speedups)
+        if seeds is not None and seeds.others:
+            return _judge_seeds(seeds, options.gate)
     if comparison is None:
         raise InputError("--gate: nothing is compared yet; give the command again when every run has a step")
     return _judge(comparison)
@@ -282,7 +287,7 @@ def _write_page(options: argparse.Namespace, every: float | None = None) -> tupl
     runs = read_runs(options.runs, options.baseline)
     seeds = over_seeds(runs, options.vary, options.margin, options.speedups)
     comparison = RunComparison.over(runs, TOLERANCE if options.gate is None else options.gate)
-    html = render(comparison, seeds=seeds, gate=options.gate is not None, every=every, published=options.published)
+    html = render(comparison, seeds=seeds, gate=options.gate is not None, every=every)
     save_file(options.page, html, asked_for=True)
     return comparison, seeds
 
@@ -345,13 +350,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="FILE",
         help="over seeds: YAML, `name: factor` over the baseline's speed, in place of the runs' own speeds",
     )
-    parser.add_argument("--published", type=Path, metavar="CSV", help="results of others, to stand beside in the page")
     options = parser.parse_intermixed_args(arguments)
     options.page = options.out if options.out and options.out.suffix == ".html" else None
     _check(options)
     if options.out and options.out.suffix == ".md":
         options.out, options.markdown = options.out.with_suffix(".png"), options.out
-    options.published = read_published(options.published) if options.published else None
     options.margin = None if options.margin is None else options.margin / 100
     options.speedups = read_speedups(options.speedups) if options.speedups else None
     return options
@@ -378,8 +381,6 @@ def _check(options: argparse.Namespace) -> None:
         raise InputError("--watch writes the page alone: leave --markdown out")
     if options.watch is not None and (kept := [path for path in options.runs if path.is_file()]):
         raise InputError(f"--watch follows run folders; {kept[0]} is a file, which no run goes on writing")
-    if options.published and not options.page:
-        raise InputError("--published stands in the page alone: add --out report.html")
     if options.gate is not None and len(options.runs) + bool(options.baseline) < 2 and not options.runs[0].is_file():
         raise InputError("--gate compares runs: name a baseline and at least one other")
 
@@ -400,18 +401,23 @@ def _judge(comparison: RunComparison) -> int:
         raise InputError(
             f"--gate: {base} is the only run, which is compared with nothing; name a baseline and at least one other"
         )
-    if comparison.baseline.run.broken_off:
-        raise InputError(f"--gate: the baseline {base} came to no end of its own; name one that was not halted, with --baseline")
+    if comparison.baseline.run.broken_off or comparison.baseline.run.is_unfinished:
+        raise InputError(f"--gate: the baseline {base} came to no end of its own; name a finished run with --baseline")
     for each in comparison.standings:
         if each.not_paired and not each.run.broken_off:
             raise InputError(f"--gate: {each.look.label} cannot be held against {base}: {each.not_paired}")
     for note in comparison.shorter_ends():
         print(f"gate: {note}")
+    if short := [each.look.label for each in comparison.paired if not each.gap.has_interval]:
+        print(f"gate: {', '.join(short)}: fewer than {FEWEST_STEPS} steps have no interval, so their means alone are judged")
     failed = comparison.over_the_gate()
     for each in failed:
         gap = each.gap
         if each.run.broken_off:
             print(f"gate: {each.look.label} {each.run.broke_off}")
+            continue
+        if each.run.is_unfinished:
+            print(f"gate: {each.look.label} is not finished: it has {plural(each.run.summary['steps'], 'step')}")
             continue
         apart = " ± ".join(with_error(gap.mean, gap.half_width)) if gap.has_interval else signed(gap.mean)
         print(
@@ -422,6 +428,31 @@ def _judge(comparison: RunComparison) -> int:
         f"gate of {comparison.tolerance:g} nats: "
         + (f"failed by {len(failed)} of {plural(len(comparison.standings) - 1, 'run')}" if failed else "passed")
     )
+    return 1 if failed else 0
+
+
+def _judge_seeds(seeds: SeedComparison, tolerance: float) -> int:
+    """Say which groups of seeds pass the gate; the exit status. A group passes with the upper end of its interval over seeds.
+    InputError where not every seed of the baseline came to its end."""
+    base = seeds.baseline
+    if base.broken_off or len(base.losses) < len(base.group.runs):
+        raise InputError(f"--gate: not every run of the baseline {base.group.name} came to its end; finish them, or name another")
+    failed = 0
+    for each in seeds.others:
+        without_end = len(each.group.runs) - len(each.losses)
+        half_width = each.difference.half_width() if each.difference else None
+        if without_end:
+            why = f"{plural(without_end, 'run')} of {len(each.group.runs)} came to no end that counts"
+        elif each.difference is None or half_width is None:
+            why = f"has too few seeds in common with {base.group.name}: an interval needs {FEWEST_SEEDS}"
+        elif each.difference.mean + half_width <= tolerance:
+            continue
+        else:
+            apart = " ± ".join(with_error(each.difference.mean, half_width))
+            why = f"ends {apart} nats from {base.group.name}, over {len(each.difference.by_seed)} seeds; {tolerance:g} allowed"
+        failed += 1
+        print(f"gate: {each.group.name} {why}")
+    print(f"gate of {tolerance:g} nats over seeds: " + (f"failed by {failed} of {len(seeds.others)}" if failed else "passed"))
     return 1 if failed else 0
 
 
@@ -463,7 +494,7 @@ def _compared(run: RunRecord, baseline: RunRecord) -> str:
         return "baseline"
     if why_no_end(baseline, run):
         return run.broke_off or UNKNOWN
-    mean, error, sd, _ = _four_figures(last_fifth(loss_differences(baseline, run)[1]))
+    mean, error, sd, _ = _four_figures(at_the_end(loss_differences(baseline, run)[1]))
     return UNKNOWN if mean == UNKNOWN else f"{mean} (sd {sd}; {TOO_FEW})" if error == TOO_FEW else f"{mean} ± {error} (sd {sd})"
 
 

@@ -167,9 +167,6 @@ function markKey(id, rows) {
     ...(kinds.length > 1 ? kinds.map((run) => entry(shape({ symbol: run.symbol, colour: ink("--soft") }), run.kind || "no other difference")) : []),
   ]));
 }
-function drawPublished() {
-  if (find("published")) scatter("published", data.published, []);
-}
 
 const endsHeight = (runs) => Math.max(narrow() ? 150 : find("speed") ? 320 : 170, 70 + 23 * runs);
 function drawEnds() {
@@ -399,7 +396,14 @@ function bars(id, names, traces, unit, labels = names.map((name) => shorten(name
     yaxis: axis("", { autorange: "reversed", type: "category", tickfont: { size: 11, color: ink("--ink") }, tickmode: "array", tickvals: names, ticktext: labels }),
   });
 }
-const nameKey = (id, parts) => { find(id).innerHTML = parts.map((part, i) => `<span><i style="background: ${PARTS[i % PARTS.length]}"></i>${part}</span>`).join(""); };
+function nameKey(id, parts) {  // names come from files of runs: they are text, never markup
+  find(id).replaceChildren(...parts.map((part, i) => {
+    const entry = document.createElement("span"), colour = document.createElement("i");
+    colour.style.background = PARTS[i % PARTS.length];
+    entry.append(colour, part);
+    return entry;
+  }));
+}
 
 // Two bars a run where its parts are known: what was measured, and pale what was planned.
 function drawMemoryParts(rows) {
@@ -501,7 +505,6 @@ function drawAll() {
   drawCurves();
   drawHeat();
   drawCosts();
-  drawPublished();
   if (!followed) all("[data-curve]").forEach(follow);
   followed = true;
 }

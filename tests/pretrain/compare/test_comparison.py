@@ -19,7 +19,7 @@ from pretrain.compare.appearance import colour_of, looks_of, shade
 from pretrain.compare.comparison import RunComparison, hours_to_horizon, machine_of, match_losses, pareto_front, with_error
 from pretrain.compare.fairness import Gap, check_comparable, loss_differences, varied_keys, why_not_paired
 from pretrain.compare.page import render
-from pretrain.compare.report import OTHER_TEXT, tables
+from pretrain.compare.report import OTHER_TEXT, read_runs, tables
 from pretrain.metrics import run_record
 from pretrain.metrics.run_record import RunRecord, read_run
 from pretrain.precision.registry import PRECISIONS
@@ -261,7 +261,7 @@ def test_a_run_that_was_halted_has_no_gap_is_not_counted_and_is_named_with_its_s
     note(cut, halted="step 2: the gradient norm is nan")
     comparison = RunComparison.over([*runs, read_run(cut)])
     halted = comparison.standings[-1]
-    assert (halted.gap, halted.end_gap, halted.not_paired) == (None, None, "it was halted at step 2")
+    assert (halted.gap, halted.not_paired) == (None, "it was halted at step 2")
     assert comparison.answer() == (
         "2 of 2 runs end within 0.01 nats of base (means of the last 80 steps with 95 % intervals). cut was halted at step 2."
     )
@@ -348,11 +348,53 @@ def test_the_gate_judges_the_very_steps_that_the_page_shows(more, tmp_path, caps
     assert read.count("metrics.jsonl") == (4 if "--watch" in more else 2), "watching, the page while runs go on and the last"
 
 
-def test_the_gate_says_which_run_is_shorter_and_whether_it_is_unfinished(tmp_path, capsys):
+def test_a_run_that_is_not_finished_fails_the_gate_and_is_no_baseline_of_one(tmp_path, capsys):
     base, short = (make_run(tmp_path / name, [2.0] * n, "train.steps=100") for name, n in (("base", 100), ("short", 70)))
-    assert main(["report", str(base), str(short), "--gate", "0.01", "--out", str(tmp_path / "x.html")]) == 0
+    assert main(["report", str(short), str(base), "--gate", "0.01"]) == 2
+    assert "short" in capsys.readouterr().err
+    assert main(["report", str(base), str(short), "--gate", "0.01", "--out", str(tmp_path / "x.html")]) == 1
     said = "short has 70 steps and is not finished, base 100: what is compared ends with step 70"
     assert f"gate: {said}" in capsys.readouterr().out and said in (tmp_path / "x.html").read_text()
+
+
+def test_the_gate_judges_the_whole_interval(tmp_path, capsys):
+    """A mean below the tolerance passes only where the upper end of its interval is below it, too."""
+    base, near = make_run(tmp_path / "base", noisy(3.0, 1)), make_run(tmp_path / "near", noisy(3.0, 2))
+    gap = RunComparison.over(read_runs([base, near])).standings[1].gap
+    assert gap.half_width > 0
+    for tolerance, status in ((gap.mean + gap.half_width / 2, 1), (gap.mean + gap.half_width * 2, 0)):
+        assert main(["report", str(base), str(near), "--gate", str(max(tolerance, 0.0))]) == status
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(("seeds", "above", "status"), [(3, 0.0, 0), (3, 0.5, 1), (2, 0.0, 1)])
+def test_the_gate_judges_groups_of_seeds_by_their_interval(seeds, above, status, tmp_path, capsys):
+    paths = [
+        make_run(tmp_path / f"{name}-seed{seed}", noisy(3.0 + more + seed / 1e4, seed), *settings, f"seed={seed}", held_out=False)
+        for name, more, settings in (("base", 0.0, ()), ("low", above, ("precision=delayed",)))
+        for seed in range(seeds)
+    ]
+    assert main(["report", *map(str, paths), "--gate", "0.01"]) == status
+    assert "over seeds" in capsys.readouterr().out
+
+
+def test_table_answer_and_gate_take_the_end_from_the_same_steps(tmp_path, capsys):
+    falling = [3.0 - step / 100 for step in range(80)]
+    base = make_run(tmp_path / "base", falling)
+    other = make_run(tmp_path / "other", [loss + step / 80 for step, loss in enumerate(falling)], "precision=delayed")
+    assert main(["report", str(base), str(other), "--gate", "0.01"]) == 1
+    shown = capsys.readouterr().out
+    mean = f"+{sum(range(16, 80)) / 80 / 64:.4f}"
+    assert shown.count(mean) >= 2, "in the table and in the gate"
+    assert main(["report", str(base), str(other), "--out", str(tmp_path / "x.html")]) == 0
+    assert mean in (tmp_path / "x.html").read_text()
+
+
+def test_sixteen_steps_have_no_error_behind_a_plus_minus(tmp_path, capsys):
+    runs = [str(make_run(tmp_path / name, noisy(3.0, seed)[:16])) for seed, name in enumerate(("a", "b"))]
+    assert main(["report", *runs]) == 0
+    shown = capsys.readouterr().out
+    assert "too few steps" in shown and "± 0" not in shown
 
 
 def test_a_report_says_that_a_run_is_shorter_and_unfinished_without_a_gate_too(tmp_path, capsys):
@@ -485,7 +527,6 @@ def test_a_key_to_vary_that_no_recipe_has_is_refused(tmp_path):
         (["--out", "x.html", "--watch", "--markdown", "x.md"], "leave --markdown out"),
         (["--out", "x.html", "--watch", "0"], "a number of 1 to 86400 is wanted"),
         (["--out", "x.html", "--watch", "inf"], "a number of 1 to 86400 is wanted"),
-        (["--published", "x.csv"], "add --out report.html"),
         (["--gate", "-1"], "0 or more"),
         (["--gate", "nan"], "0 or more"),
         (["--gate", "inf"], "0 or more"),

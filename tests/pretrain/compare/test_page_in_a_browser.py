@@ -210,3 +210,18 @@ def test_a_caption_says_that_losses_are_cut_off_only_where_they_are_and_that_equ
     assert halted.locator("[data-spread=loss]").inner_text() == "The longer 2 lines are equal."
     halted.evaluate("state.hidden = [1, 3]; drawCurves()")
     assert halted.locator("#cut-off").is_hidden()
+
+
+def test_markup_in_names_of_files_stays_text(browser, tmp_path):
+    """Names of a run, of memory's parts and of a profile's come from a folder that may be another's."""
+    markup = "<img src=x onerror=\"document.title='ran'\">"
+    audit = {"backend": "torch", "memory": {"microbatch": 1, "planned": {f"planned {markup}": 2**20}, "held": {}}}
+    folder = make_run(tmp_path / "<img src=x onerror=alert(1)>", audit=audit)
+    (folder / "profile.md").write_text(
+        f"| part of a step | ms |\n| a part {markup} | 12.5 |\n| gaps | 1.0 |\n| attention | 2.0 |\n"
+    )
+    address = tmp_path / "report.html"
+    address.write_bytes(render(RunComparison.over([read_run(folder)])))
+    with opened(browser, address.as_uri(), 1280, "light") as page:
+        assert page.locator("img").count() == 0 and page.title() != "ran"
+        assert markup in page.locator("#memory-key").inner_text() and markup in page.locator("#time-key").inner_text()

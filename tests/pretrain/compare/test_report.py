@@ -25,7 +25,7 @@ from foundation.errors import InputError
 from pretrain.__main__ import main
 from pretrain.compare import figures
 from pretrain.compare.comparison import RunComparison
-from pretrain.compare.fairness import PairedDifference, batch_means_error, check_comparable, last_fifth, loss_differences
+from pretrain.compare.fairness import PairedDifference, at_the_end, batch_means_error, check_comparable, loss_differences
 from pretrain.compare.figures import plot_losses
 from pretrain.compare.report import comparison_table, grid_tables, summary_table, tables, write
 from pretrain.compare.smoothing import moving_mean, window_of
@@ -139,10 +139,10 @@ def test_the_paired_difference_uses_the_steps_that_both_runs_have_and_only_finit
         "too few steps",
         "0.2000",
         "3",
-        "–",
-        "–",
-        "–",
-        "1",
+        "+0.3000",
+        "too few steps",
+        "0.2000",
+        "3",
     ]
 
 
@@ -175,15 +175,16 @@ def test_too_few_steps_have_no_spread_and_no_error():
     assert math.isnan(batch_means_error(np.arange(63.0))) and not math.isnan(batch_means_error(np.arange(64.0)))
     assert math.isnan(PairedDifference.of(np.ones(1)).sd)
     assert PairedDifference.of(np.zeros(0)).steps == 0 and math.isnan(PairedDifference.of(np.zeros(0)).mean)
-    assert last_fifth(np.arange(11)).tolist() == [8, 9, 10]
+    assert len(at_the_end(np.arange(11))) == 11 and len(at_the_end(np.arange(80))) == 64
+    assert at_the_end(np.arange(1000)).tolist() == [*range(800, 1000)]
 
 
 def test_where_steps_are_too_few_for_an_error_the_report_says_so_and_shows_none(tmp_path):
     """Two batches that happen to agree would give an error of zero."""
-    losses = [4.0 + 0.1 * (step % 2) for step in range(100)]
+    losses = [4.0 + 0.1 * (step % 2) for step in range(20)]
     runs = [trained(tmp_path / "a", losses), trained(tmp_path / "b", [loss + 0.25 for loss in losses], "precision=delayed")]
     row = cells(comparison_table(runs))[-1]
-    assert row == ["b", "+0.2500", "0.0000", "0.0000", "100", "+0.2500", "too few steps", "0.0000", "20"]
+    assert row == ["b", "+0.2500", "too few steps", "0.0000", "20", "+0.2500", "too few steps", "0.0000", "20"]
     page = write([run.path for run in runs], out=tmp_path / "x.png")
     assert "too few steps: a standard error needs at least eight batches" in page
     runs.append(trained(tmp_path / "c", losses, "weights=bf16"))
@@ -224,7 +225,7 @@ def test_a_run_that_was_broken_off_has_no_end_in_the_tables_and_they_say_how(tmp
     runs += [trained(tmp_path / "exact", losses, "weights=bf16_exact"), trained(tmp_path / "cut", losses[:2], "precision=nvfp4")]
     runs[-1].summary["halted"] = "step 2: the gradient norm is nan"
     table = rows(comparison_table(runs))
-    assert [table[name]["last 20%"] for name in table] == ["has no finite loss from step 51 on", "0", "was halted at step 2"]
+    assert [table[name]["at the end"] for name in table] == ["has no finite loss from step 51 on", "0", "was halted at step 2"]
     assert rows(grid_tables(runs)[0])["fp32"]["nvfp4"] == "was halted at step 2"
     said = "\n".join(tables(runs))
     assert "* cut was halted at step 2: step 2: the gradient norm is nan" in said
@@ -311,7 +312,7 @@ def grid_of_runs(folder: Path, scopes: Sequence[str] = ("linear",)) -> list[RunR
     return runs
 
 
-def test_the_grid_holds_the_paired_difference_of_the_last_fifth_with_its_error_and_sd(tmp_path):
+def test_the_grid_holds_the_paired_difference_at_the_end_with_its_error_and_sd(tmp_path):
     runs = grid_of_runs(tmp_path)
     [grid] = grid_tables(runs)
     assert cells(grid)[0] == ["weights", "bf16", "nvfp4"], "in the registry's order"
