@@ -57,13 +57,13 @@ def run_bare(folder: Path) -> None:
 
 
 def run_prepare(folder: Path, threads: int) -> None:
+    os.sched_setaffinity(0, set(sorted(os.sched_getaffinity(0))[:threads]))  # as many processes tokenise as there are cores
     settings = DataSettings(
         packs=Path(tempfile.mkdtemp(dir=folder)),
         source=str(folder / "corpus.jsonl"),
         tokenizer=str(folder / "tokenizer.json"),
         length=4096,
         held_out=0.01,
-        processes=threads,
     )
     _report(lambda: prepare(settings, progress=False))
 
