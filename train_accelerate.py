@@ -16,16 +16,14 @@ import gc
 import logging
 import os
 import signal
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-from foundation.ending import Ending
-
 if __name__ == "__main__":  # importing takes seconds; until the loop can save, Ctrl-C just ends the process, without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    ending = Ending()
     gc.disable()  # imports leave no garbage; looking for it while millions of objects come in took a fifth of their time
     # torch reads this when it first uses a GPU. By default its allocator keeps pieces that fit nothing else: of Llama-3.1-8B in
     # shards, 67.9 GiB beside the 67.2 GiB in use. What the user sets goes first, under either of its names.
@@ -425,4 +423,4 @@ if __name__ == "__main__":
     gc.freeze()  # what is imported stays: no later collection looks through it, of which each took a third of a second
     atexit.register(gc.unfreeze)  # or Triton's library reports as leaked what it holds
     gc.enable()
-    ending.exit(main())
+    sys.exit(main())

@@ -8,11 +8,13 @@ import os
 import re
 import shutil
 import tempfile
+import warnings
 from contextlib import suppress
 from pathlib import Path
 
 from foundation.errors import InputError
 
+CANNOT = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.ENOLCK)  # what a file system says of a call that it has not
 PARTIAL = ".partial"  # suffix of the hidden file that `replace_file` writes first; a killed process leaves it behind
 PROOF = "proof"  # `.proof.<rank>.partial`: the token by which processes prove that they see one folder
 
@@ -30,6 +32,10 @@ def fsync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if not (path.is_dir() and error.errno in CANNOT):
+            raise
+        warnings.warn(f"{path}: this file system cannot flush a folder; a crash may lose names in it", stacklevel=2)
     finally:
         os.close(descriptor)
 

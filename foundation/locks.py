@@ -8,12 +8,13 @@ import os
 import re
 import socket
 import stat
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TextIO
 
-from foundation.files import no_room
+from foundation.files import CANNOT, no_room
 
 _HOLDER = re.compile(r"(process \d+ on \S*\n?)?")  # what a lock file holds
 
@@ -55,7 +56,12 @@ class FileLock:
                 self._file = stack.enter_context(_open_lock(path))
                 try:
                     fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
+                except OSError as error:
+                    if error.errno in CANNOT:
+                        warnings.warn(f"{path}: this file system has no locks; start no second process on it", stacklevel=2)
+                        break
+                    if not isinstance(error, BlockingIOError):
+                        raise
                     self._file.seek(0)
                     when_held(self._file.read().strip() or "another process")
                     fcntl.flock(self._file, fcntl.LOCK_EX)

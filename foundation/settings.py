@@ -7,7 +7,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Iterable
 from decimal import Decimal
 from functools import cache
 from pathlib import Path
@@ -110,11 +110,10 @@ TextOrPath = Annotated[str, BeforeValidator(at_home)]  # a text too long for a p
 S = TypeVar("S", bound=BaseModel)
 
 
-def parse(cls: type[S], values: dict[str, Any], origin: str | Callable[[str, str], str]) -> S:
+def parse(cls: type[S], values: dict[str, Any], origin: str) -> S:
     """Build `cls` from `values`. Raises one InputError with a line for each mistake.
 
-    origin: what each line starts with: the file's name, or a function from the dotted key and the message to the place where the
-    value was set, as `origin_in` makes it.
+    origin: what each line starts with, the file's name.
     """
     try:
         return cls.model_validate(values)
@@ -124,7 +123,7 @@ def parse(cls: type[S], values: dict[str, Any], origin: str | Callable[[str, str
         for key, what, offered in described:
             if any(inside.startswith(f"{key}.") for inside, _, _ in described):  # another member of a union got further
                 continue
-            line = f"{origin if isinstance(origin, str) else origin(key, what)}: {what}"
+            line = f"{origin}: {what}"
             lines.setdefault(line, {})[offered] = None
         raise InputError("\n".join(line + ", or ".join(filter(None, offered)) for line, offered in lines.items())) from None
 
@@ -224,6 +223,8 @@ def value_from_text(cls: type[BaseModel], key: str, text: str) -> Any:
         raise InputError(f"command line: `{key}=` is empty; write {none}, or leave it out")
     if members & {str, Path} and (blank := _QUOTED_BLANK.fullmatch(text)):
         return blank[2]
+    if members and all(typing.get_origin(member) in (list, tuple) for member in members) and not text.lstrip().startswith("["):
+        return [text]  # one value is a list of one
     a_list = text.lstrip().startswith("[") and any(typing.get_origin(member) in (list, tuple) for member in members)
     if members & {str, Path} and text != "null" and not a_list:
         return text.replace("\\n", "\n").replace("\\t", "\t") if str in members else text
@@ -304,42 +305,3 @@ def load_with_bases(path: str | os.PathLike[str]) -> list[tuple[Path, dict[str, 
         if not wanted.is_file():
             raise InputError(f"{path}: `base`: {wanted} is no file; the path is taken from this file on")
         path = wanted
-
-
-def origin_in(
-    chain: Sequence[tuple[Path, dict[str, Any]]], overridden: Collection[str], command_line: str = "command line"
-) -> Callable[[str, str], str]:
-    """Returns a function that tells `parse` where a value was set, from what `load_with_bases` has found and the dotted keys that
-    the command line sets. A mistake of a whole section lies where those of its keys were set that its message names."""
-
-    def origin(key: str, message: str) -> str:
-        inside = [f"{key}.{name}" for name in re.findall(r"`([\w.]+)", message)]
-        given = any(f"{key}.".startswith(f"{each}.") or each in inside for each in overridden)
-        # What no file has, and something in which the command line sets; where a file has it too, the file is named.
-        missing = [name for name in (key, *inside) if not any(_says(own, name) for _, own in chain)]
-        given |= any(each.startswith(f"{name}.") for each in overridden for name in missing)
-        if given or not chain:
-            return command_line
-        files = [path for path, own in chain if any(_says(own, name) for name in inside)]
-        return str(files[-1] if files else _file_of(key, chain))
-
-    return origin
-
-
-def _says(own: Any, key: str) -> bool:
-    """Returns whether a file sets `key`, or something in it."""
-    for part in key.split("."):
-        if not isinstance(own, dict) or part not in own:
-            return False
-        own = own[part]
-    return True
-
-
-def _file_of(key: str, chain: Sequence[tuple[Path, dict[str, Any]]]) -> Path:
-    """The file that said `key` last; for a key that none has said, the one that the others are bases of."""
-    section, _, name = key.partition(".")
-    for path, own in reversed(chain):
-        said = own.get(section)
-        if section in own and (not isinstance(said, dict) or name.partition(".")[0] in said):
-            return path
-    return chain[-1][0]

@@ -20,7 +20,7 @@ from typing import Any
 
 from foundation.command import CommandParser, number, run_command
 from foundation.errors import InputError
-from foundation.settings import Settings, given_once, load_with_bases, origin_in, parse, place_of, value_from_text
+from foundation.settings import Settings, given_once, load_with_bases, parse, place_of, value_from_text
 from packing.settings import DataSettings
 
 
@@ -110,7 +110,7 @@ def _data_settings(arguments: Sequence[str]) -> DataSettings:
             raise InputError(f"command line: {key}: prepare takes the keys of data only, as in data.length=1024")
         place, name = place_of({"data": data}, key)  # which may lie deeper, as data.validation.source
         place[name] = value_from_text(_Recipe, key, value)
-    return parse(_Recipe, {"data": data}, origin_in(chain, given)).data
+    return parse(_Recipe, {"data": data}, str(files[0]) if files else "command line").data
 
 
 def _inspect(options: argparse.Namespace) -> None:

@@ -14,7 +14,6 @@ from types import ModuleType
 from typing import NoReturn
 
 from foundation.command import run_command
-from foundation.ending import Ending
 
 # By name: the module whose `main(arguments)` runs the command and returns its exit status, and what it does.
 RUNS = {
@@ -40,7 +39,7 @@ SCRIPT = "low-precision"  # as pyproject.toml names it
 
 def console() -> NoReturn:
     """The installed command."""
-    Ending().exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))
 
 
 def main(arguments: list[str]) -> int:

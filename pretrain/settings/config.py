@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from foundation.errors import InputError, shown
-from foundation.settings import given_once, load_with_bases, origin_in, parse, place_of, value_from_text
+from foundation.settings import given_once, load_with_bases, parse, place_of, value_from_text
 from pretrain.precision import schedule
 from pretrain.settings.recipe import Recipe
 
@@ -43,7 +43,7 @@ _MEANT_BEFORE = {"model.from_scratch": False, "fp8_config.keep_bf16": [], "train
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read the recipe at `path`, apply `overrides`, check every key.
 
-    Raises InputError naming the file (or the command line) and the key of every mistake.
+    Raises InputError naming the file and the key of every mistake.
     """
     chain = load_with_bases(path)
     values: dict[str, Any] = {}
@@ -52,7 +52,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     overridden = parse_overrides(overrides)
     for key, value in overridden.items():
         _set(values, key, value)
-    return parse(Recipe, values, origin_in(chain, overridden, f"command line, over {path}"))
+    return parse(Recipe, values, f"command line, over {path}" if overridden else str(path))
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:

@@ -34,7 +34,6 @@ SETTINGS = {
     "weights": "'weights'",
     "--seed 3": "--seed",
     "--plan --profile": "--profile",
-    "fp8_config.keep_bf16=down_proj": "fp8_config.keep_bf16",
     "train.steps=many": "`train.steps`",
     "train.steps=0": "`train.steps`",
     "train={steps: 3, tokens: 5}": "`tokens`",

@@ -16,7 +16,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from foundation.errors import InputError
-from foundation.files import free_bytes, name_aside, remove_own_folder, replace_file, save_file
+from foundation.files import free_bytes, fsync, name_aside, remove_own_folder, replace_file, save_file
 from foundation.integrity import STAMP, FileRecord, InnerName, check_files, find_damage, hash_file
 from foundation.locks import FileLock
 
@@ -227,3 +227,15 @@ def test_a_recorded_file_that_is_a_link_out_of_its_folder_is_refused_but_for_the
 def test_the_room_for_a_folder_that_is_not_there_is_that_of_the_nearest_one_above(tmp_path: Path) -> None:
     assert free_bytes(tmp_path / "not" / "there") > 0
     assert free_bytes(Path("/proc/not/there")) == 0, "a file system without room, on that of /"
+
+
+def test_a_file_system_without_locks_or_flushes_of_folders_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cannot(*arguments: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", cannot)
+    with pytest.warns(UserWarning, match="no locks"), FileLock(tmp_path / ".lock", pytest.fail) as lock:
+        assert lock.in_place
+    monkeypatch.setattr("os.fsync", cannot)
+    with pytest.warns(UserWarning, match="cannot flush a folder"):
+        fsync(tmp_path)

@@ -266,9 +266,7 @@ def run_elsewhere(program: str, arguments: list[str], environment: dict[str, str
 PROGRAM = """
 import gc, sys
 from pathlib import Path
-from foundation.ending import Ending
 if __name__ == "__main__":
-    ending = Ending()
     gc.disable()
 import matplotlib.image
 import numpy
@@ -293,7 +291,7 @@ if __name__ == "__main__":
         for name, run_dir in zip(sys.argv[1::2], map(Path, sys.argv[2::2])):
             matplotlib.image.imsave(run_dir.parent / "loss.png", numpy.zeros((8, 8, 3)))
             run(name, run_dir, *start)
-    ending.exit(0)
+    sys.exit(0)
 """
 
 
@@ -353,9 +351,6 @@ def test_trackio_has_both_starts_in_one_run_and_a_folder_of_equal_name_in_anothe
 KILLED = """
 import os, signal, sys, time
 from pathlib import Path
-from foundation.ending import Ending
-if __name__ == "__main__":
-    ending = Ending()
 from accelerate import PartialState
 from pretrain.metrics.trackers import resolve
 from pretrain.settings.recipe import LogSettings
@@ -374,7 +369,7 @@ if __name__ == "__main__":
     if last < 100:
         os.kill(os.getpid(), signal.SIGKILL)
     trackers.finish()
-    ending.exit(0)
+    sys.exit(0)
 """
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from pathlib import Path
 
@@ -74,68 +73,6 @@ def test_a_models_config_takes_numbers_with_an_exponent_that_yaml_reads_as_text(
         load_recipe(path, ["model.config.rms_norm_eps=1e999"])
 
 
-def test_a_mistake_names_the_file_of_the_chain_that_it_stands_in(tmp_path: Path) -> None:
-    (tmp_path / "root.yaml").write_text(yaml.safe_dump({**SMALLEST, "seed": -1}))
-    path = write(tmp_path, {"base": "root.yaml", "optimizer": {"clip": "none"}})
-    with pytest.raises(InputError) as mistake:
-        load_recipe(path)
-    root, own = sorted(str(mistake.value).splitlines(), reverse=True)
-    assert root.startswith(f"{tmp_path / 'root.yaml'}: `seed`") and own.startswith(f"{path}: `optimizer.clip`")
-
-
-NO_PENALTY = {"penalty_weight": 0.1}
-TEXT_AND_MORE = {"packs": "p", "source": "s", "tokenizer": "t", "text": "{x}"}
-
-
-@pytest.mark.parametrize(
-    ("base", "own", "overrides", "place", "message"),
-    [
-        ({}, {"loss": {"kind": "reference"}}, ["loss.penalty_weight=0.1"], "command line", "`loss`: `penalty_weight` is set"),
-        ({}, {"loss": NO_PENALTY}, ["loss.kind=reference", "loss.chunk=8"], "own", "`loss`: `penalty_weight` is set"),
-        ({"loss": NO_PENALTY}, {"loss": {"kind": "reference"}}, ["loss.chunk=8"], "root", "`loss`: `penalty_weight` is set"),
-        ({"loss": NO_PENALTY}, {"loss": {"penalty": None}}, [], "own", "`loss`: `penalty_weight` is set"),
-        ({"loss": {"kind": "reference"}}, {}, ["loss={penalty_weight: 0.1}"], "command line", "`loss`: `penalty_weight` is set"),
-        (
-            {"optimizer": {"eps": 1e-60}},
-            {"optimizer": {"clip": 1.0}},
-            ["optimizer.weight_decay=0"],
-            "root",
-            "`optimizer`: `eps: 1e-60`",
-        ),
-        ({}, {"optimizer": {"clip": 1.0}}, ["optimizer.eps=1e-60"], "command line", "`optimizer`: `eps: 1e-60` is as good as"),
-        ({}, {"train": {"tokens": 5}}, ["train.tokens=null"], "command line", "`train`: set exactly one of"),
-        ({}, {"data": TEXT_AND_MORE}, ["data.source=null"], "command line", "`data`: `text`: for preparing packs, but no"),
-        ({"data": TEXT_AND_MORE}, {"data": {"held_out": 0.1}}, ["data.validation.split=x"], "command line", "`held_out` and"),
-        ({}, {"data": TEXT_AND_MORE | {"source": ""}}, ["data.length=64"], "own", "`data`: `source` is empty"),
-        ({}, {"fp8_config": {"margin": 1}}, ["fp8_config.recipe=mxfp8"], "command line", "`fp8_config`: `recipe` is a key of"),
-        ({}, {"model": {"config": {"model_type": "m"}}}, ["model.config.rms_norm_eps=-1"], "command line", "`rms_norm_eps: -1`"),
-        ({}, {"model": {"config": {"a_eps": -1}}}, ["model.config.model_type=m"], "own", "`model.config`: `a_eps: -1` is below"),
-        ({}, {"model": {"config": {"model_type": "m"}}}, ["model.config.a={b: .inf}"], "command line", "`a` holds one of them"),
-        ({}, {"model": {"config": {"model_type": "m"}}}, ["model.config.a.b=.inf"], "command line", "`a` holds one of them"),
-        ({}, {"model": {"config": {"model_type": "m", "a": {"b": math.nan}}}}, ["model.config.a.c=1"], "own", "`a` holds one of"),
-        (
-            {},
-            {"model": {"config": {"hidden_size": 64}}},
-            ["model.config.vocab_size=512"],
-            "own",
-            "`model`: set `source` (hub name",
-        ),
-        ({}, {"model": {}}, ["model.config.vocab_size=512"], "command line", "`model`: set `source` (hub name"),
-    ],
-)
-def test_a_mistake_of_a_whole_section_names_where_its_keys_were_set(
-    base: dict, own: dict, overrides: list[str], place: str, message: str, tmp_path: Path
-) -> None:
-    values = {key: value for key, value in SMALLEST.items() if key not in (base | own)}
-    (tmp_path / "root.yaml").write_text(yaml.safe_dump(values | base))
-    path = write(tmp_path, {"base": "root.yaml", **own})
-    with pytest.raises(InputError) as mistake:
-        load_recipe(path, overrides)
-    (line,) = str(mistake.value).splitlines()
-    places = {"command line": f"command line, over {path}", "own": str(path), "root": str(tmp_path / "root.yaml")}
-    assert line.startswith(f"{places[place]}: `") and message in line
-
-
 @pytest.mark.parametrize(
     ("base", "message"),
     [
@@ -158,7 +95,7 @@ def test_the_resolved_recipe_reads_back_equal(tmp_path: Path) -> None:
 
 
 TEXT = {"packs": "p", "tokenizer": "t", "text": "TT {text}"}
-CHAT = {"packs": "p", "tokenizer": "t", "messages": "m", "train_on": "all", "chat_template": "{{ x }}", "subset": "en"}
+CHAT = {"packs": "p", "tokenizer": "t", "messages": "m", "chat_template": "{{ x }}", "subset": "en"}
 WEIGHTED = [{"source": "a", "weight": 0.5}, {"source": "b", "weight": 0.5, "text": "{text}"}]
 
 
@@ -405,3 +342,12 @@ def test_settings_that_only_low_precision_has_are_no_part_of_another_training(tm
 
     assert identity("precision=bf16", "fp8_config.scope=linear+head") == identity("precision=bf16")
     assert not [key for key in identity("precision=bf16") if key.startswith("fp8_config")]
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [("log.trackers=wandb", ("jsonl", "wandb")), ("log.trackers=[wandb, trackio]", ("jsonl", "wandb", "trackio"))],
+)
+def test_one_value_is_a_list_of_one(text: str, values: tuple[str, ...], tmp_path: Path) -> None:
+    recipe = load_recipe(write(tmp_path, SMALLEST), [text, "evaluate.samples=Hello"])
+    assert recipe.log.trackers == values and recipe.evaluate.samples == ("Hello",)
