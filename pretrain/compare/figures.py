@@ -7,10 +7,8 @@ get a column for each kind of weights, and a line style for each variant of a pr
 from __future__ import annotations
 
 import io
-import re
 import warnings
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,56 +48,17 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def _png(figure: Figure) -> bytes:
-    """Names may be in any script, and `$` in them begins no formula. What the usual font lacks is drawn in fonts of this machine
-    that have it, or else as boxes."""
+    """The PNG. `$` in a name begins no formula, and a character that the font lacks is drawn as a box."""
     from matplotlib.text import Text
 
     for text in figure.findobj(Text):
         if "$" in text.get_text():  # until it is drawn no number on an axis has one
             text.set_parse_math(False)
-    picture, lacking = _drawn(figure)
-    if families := _families_with(lacking):
-        for text in figure.findobj(Text):
-            text.set_fontfamily([*text.get_fontfamily(), *families])
-        picture, _ = _drawn(figure)
-    return picture
-
-
-def _drawn(figure: Figure) -> tuple[bytes, set[int]]:
-    """The PNG, and the characters that its fonts lack, of which matplotlib would warn one by one."""
-    picture, lacking = io.BytesIO(), set()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    picture = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")
         figure.savefig(picture, format="png", metadata={"Software": WRITTEN_BY})
-    for warning in caught:
-        if glyph := re.match(r"Glyph (\d+) .*missing from", str(warning.message)):
-            lacking.add(int(glyph[1]))
-        else:
-            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-    return picture.getvalue(), lacking
-
-
-def _families_with(lacking: set[int]) -> list[str]:
-    """The fewest font families of this machine that have as many as can be of the characters."""
-    if not lacking:
-        return []
-    from matplotlib.font_manager import fontManager
-    from matplotlib.ft2font import FT2Font
-
-    found: dict[str, set[int]] = {}
-    for entry in fontManager.ttflist:
-        with suppress(OSError, RuntimeError):  # a font that has gone, or is none
-            font = FT2Font(entry.fname)
-            if font.scalable and not entry.name.startswith("Last Resort"):  # which has a box for every character there is
-                found[entry.name] = {each for each in lacking if font.get_char_index(each)}
-    families = []
-    while found:
-        best = max(found, key=lambda name: len(found[name] & lacking))
-        if not found[best] & lacking:
-            break
-        families.append(best)
-        lacking = lacking - found[best]
-    return families
+    return picture.getvalue()
 
 
 def style_panel(panel: Axes) -> None:
