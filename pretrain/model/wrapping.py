@@ -24,12 +24,10 @@ from pretrain.model.packed import PackedLanguageModel
 from pretrain.precision.linear import (
     Backend,
     LowPrecisionLinear,
-    LowPrecisionNorm,
     PrecisionContext,
-    norm_kind,
     summing_where,
 )
-from pretrain.precision.scope import LINEARS, Decision, eps_of, features_of
+from pretrain.precision.scope import LINEARS, Decision, features_of
 from pretrain.settings.recipe import ModelSettings
 
 Forward = Callable[..., Any]
@@ -72,11 +70,6 @@ def convert(
                 module.low_precision = LowPrecisionHead(name, product, context)
             else:
                 hf.set_submodule(name, LowPrecisionLinear(module, name, product, context))
-        elif isinstance(module, LowPrecisionNorm):
-            module.functions[backend] = backend.norm(module.kind, module.weight.shape[0], module.eps)
-        else:
-            function = backend.norm(norm_kind(module), module.weight.shape[0], eps_of(module))
-            hf.set_submodule(name, LowPrecisionNorm(module, eps_of(module), function, context))
 
 
 def low_precision_weights(packed: PackedLanguageModel) -> int:
@@ -118,7 +111,7 @@ def wrap_layers(
         # rounding of its weight out. The norm's graph serves any number of tokens: beside fused layers nothing else is compiled.
         # How such a graph cuts its sums follows the number that it saw first, which in a resumed run is another: where bits are
         # to repeat, each number has a graph of its own.
-        in_pieces = any(isinstance(module, LowPrecisionLinear | LowPrecisionNorm) for module in unit.modules())
+        in_pieces = any(isinstance(module, LowPrecisionLinear) for module in unit.modules())
         alone = not isinstance(unit, GradientCheckpointingLayer)
         casts_outside = in_pieces or alone
         if compile_layers and casts_outside:

@@ -11,19 +11,17 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from foundation.attributes import holding
 from pretrain.precision.delayed_state import DelayedState
 from pretrain.precision.formats.definition import Along, Role
-from pretrain.precision.linear import NormFunction, NormKind, norm_in_fp32
 from pretrain.precision.observation import BITS, ProductObserver, ScalesOf, dtype_name
+from pretrain.precision.product import Product
 from pretrain.precision.quantizers.blocks import BlockQuantized
 from pretrain.precision.quantizers.tensor import absolute_maximum
 from pretrain.precision.settings import ActivePrecision
@@ -74,9 +72,6 @@ class EmulationBackend:
         product = EmulatedProduct(self, name)
         self._products.append(product)
         return product
-
-    def norm(self, kind: NormKind, size: int, eps: float) -> NormFunction:
-        return _compiled(lambda x, weight, bias: norm_in_fp32(kind, x, weight, bias, eps), self.device)
 
     def forward(self) -> AbstractContextManager[None]:
         return nullcontext() if self.delayed is None else self.delayed.forward()
@@ -143,29 +138,26 @@ class EmulationBackend:
             yield
 
 
-class EmulatedProduct:
-    """y = x w^T + b of one linear."""
-
+class EmulatedProduct(Product):
     def __init__(self, backend: EmulationBackend, name: str) -> None:
         self.name = name
-        self.serves_both = partial(backend.active.precision.serves_both, backend.active.settings)
         self._backend = backend
         self._module = None if backend.delayed is None else backend.delayed.register(name)
         self.weight: tuple[Operand, Operand] | None = None  # quantized, for the forward product and for the gradient of the input
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, first_microbatch: bool) -> Tensor:
-        """See LinearProduct; of any float dtype. Gradients have their tensors' dtypes; all sums are in FP32, into a weight's
-        `main_grad` too. Raises RuntimeError where the precision's blocks do not divide a dimension."""
-        if self.weight is None or (first_microbatch and not self._backend.recomputing):
-            self._quantize_weight(weight.detach())
-        return _Products.apply(x, weight, bias, self)
+    def serves_both(self, role: Role) -> bool:
+        return self._backend.active.precision.serves_both(self._backend.active.settings, role)
 
     def scale(self, role: Role) -> Tensor | None:
-        """The scale in force of delayed scaling, an FP32 scalar; None for other precisions."""
         return None if self._module is None else self._backend.delayed.scale(self._module, role)
 
-    def operand(self, role: Role, x: Tensor, along: Along, scale: Tensor | None) -> Operand:
-        """`EmulationBackend.prepare`; delayed scaling notes x's amax."""
+    def operand(
+        self, role: Role, x: Tensor, along: Along, scale: Tensor | None = None, *, made: Any = None, both: bool = True
+    ) -> Operand:
+        """Delayed scaling notes x's amax where it is quantized along features."""
+        if along == "rows" and role == "grad_output" and self.serves_both(role):
+            made = self.operand(role, x, "features", scale) if made is None else made
+            return made.t()
         operand, amax = self._backend.prepare(role, x, along, scale)
         if amax is not None:
             self._backend.delayed.record(self._module, role, amax)
@@ -176,6 +168,11 @@ class EmulatedProduct:
         with observer.during((self.name,), gemm, scales=(left.scales, right.scales)) if observer else nullcontext():
             return multiply(left, right, dtype, bias)
 
+    def weight_operands(self, matrix: Callable[[], Tensor], *, refresh: bool, differentiable: bool) -> tuple[Operand, Operand]:
+        if self.weight is None or (refresh and not self._backend.recomputing):
+            self._quantize_weight(matrix())
+        return self.weight
+
     @torch.no_grad()
     def _quantize_weight(self, weight: Tensor) -> None:
         self.weight = None  # or two of the largest would be in memory at once
@@ -183,48 +180,6 @@ class EmulatedProduct:
         forward = self.operand("weight", weight, "features", scale)
         dgrad = forward.t() if self.serves_both("weight") else self.operand("weight", weight, "rows", scale)
         self.weight = (forward, dgrad)
-
-
-class _Products(torch.autograd.Function):
-    """The three products of a linear."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor | None, product: EmulatedProduct) -> Tensor:
-        quantized_weight, ctx.weight_for_dgrad = product.weight
-        ctx.input_scale = product.scale("input")
-        ctx.product = product
-        ctx.weight_dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
-        ctx.main_gradient = getattr(weight, "main_grad", None)
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
-        inputs = product.operand("input", x, "features", ctx.input_scale)
-        return product.multiply("forward", inputs, quantized_weight, x.dtype, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        (x,) = ctx.saved_tensors
-        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        product, grad_output = ctx.product, grad_output.contiguous()
-        scale = product.scale("grad_output")
-        grad_input = grad_weight = along_features = None
-        if needs_input or product.serves_both("grad_output"):
-            along_features = product.operand("grad_output", grad_output, "features", scale)
-        if needs_input:
-            grad_input = product.multiply("dgrad", along_features, ctx.weight_for_dgrad, grad_output.dtype)
-        if needs_weight:
-            if product.serves_both("grad_output"):
-                along_tokens = along_features.t()
-            else:
-                del along_features  # two of them would be in memory at once
-                along_tokens = product.operand("grad_output", grad_output, "rows", scale)
-            inputs = product.operand("input", x, "rows", ctx.input_scale)
-            main = ctx.main_gradient
-            grad_weight = product.multiply("wgrad", along_tokens, inputs, ctx.weight_dtype if main is None else torch.float32)
-            if main is not None:  # in FP32, as the hardware's products add to it
-                main += grad_weight
-                grad_weight = None
-        grad_bias = grad_output.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None
-        return grad_input, grad_weight, grad_bias, None
 
 
 def multiply(left: Operand, right: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:

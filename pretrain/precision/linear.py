@@ -1,4 +1,4 @@
-"""Linears and norms that compute in low precision, and the context that all of a model's share.
+"""Linears that compute in low precision, and the context that all of a model's share.
 
 The modules hold the very Parameters of the modules they stand in for, under the same names, so that tying, checkpoints, sharding
 and export see the model that transformers built. torch.compile steps over them: a graph ends before each low-precision product.
@@ -10,8 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,10 +21,9 @@ from transformers.pytorch_utils import Conv1D
 from foundation.attributes import holding
 from pretrain.precision.formats.definition import Role
 from pretrain.precision.observation import ProductObserver
+from pretrain.precision.product import PlainProduct, Product
 
 PREFIX = "fp8/"  # of the names that `Backend.state` gives, which stand beside the optimizer's in a checkpoint
-NormKind = Literal["rms", "layer"]
-NormFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def summing_where(parameter: Tensor, copy: Tensor, *, transposed: bool = False) -> Tensor:
@@ -37,55 +35,11 @@ def summing_where(parameter: Tensor, copy: Tensor, *, transposed: bool = False) 
     return copy
 
 
-def adding_up(operand: Tensor, seen: Callable[[Tensor], None] = lambda gradient: None) -> Tensor:
-    """`operand` for one product alone, whose gradient goes to `seen`, and to the operand's `main_grad` if it has one: what the
-    product delivers, and what it adds up, which it does here in a sum of its own that begins with what there is.
-
-    For parity, which compares gradients where a run's products add them up, with the quantization off too: products in BF16 have
-    autograd deliver them, which knows by itself where they belong."""
-    if not operand.requires_grad:
-        return operand
-    alone, main = operand.view_as(operand), getattr(operand, "main_grad", None)
-    own = before = None
-    if main is not None:
-        before = main.to(torch.float32, copy=True)  # kept, as FSDP2 may have freed `main` when the gradient comes
-        own = alone.main_grad = before.clone()
-
-    def add(delivered: Tensor | None) -> Tensor | None:
-        if main is None:
-            seen(delivered)
-            return None
-        gradient = own - before if delivered is None else own - before + delivered
-        seen(gradient)
-        main.add_(gradient)
-        return None if delivered is None else torch.zeros_like(delivered)
-
-    alone.register_hook(add)
-    return alone
-
-
-class LinearProduct(Protocol):
-    """y = x w^T + b with operands in low precision, in forward and in backward.
-
-    A weight may have a `main_grad`, of its shape. A product may then add the weight's gradient to it and return none, as emulated
-    ones do, and those of fused layers.
-    """
-
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, first_microbatch: bool) -> Tensor:
-        """x [tokens, in], weight [out, in], bias [out], all BF16 -> [tokens, out] BF16, differentiable in each.
-
-        `first_microbatch` quantizes the weight and keeps the result; later microbatches of a step use what was kept.
-        """
-
-
 class Backend(Protocol):
     """What computes one model's low-precision products; made once a model."""
 
-    def product(self, name: str, in_features: int, out_features: int, *, bias: bool) -> LinearProduct:
+    def product(self, name: str, in_features: int, out_features: int, *, bias: bool) -> Product:
         """The product of the linear called `name`, with a state of its own where the precision keeps one."""
-
-    def norm(self, kind: NormKind, size: int, eps: float) -> NormFunction:
-        """(x [..., size], weight, bias or None) -> the norm of x over its last dimension, statistics in FP32, in x's dtype."""
 
     def forward(self) -> AbstractContextManager[Any]:
         """Entered around each low-precision forward of the whole model. Leaving it, delayed scaling makes new scales."""
@@ -110,7 +64,7 @@ class Backend(Protocol):
         """Library and version, for the audit."""
 
 
-Observer = Callable[[str, Role, Tensor, LinearProduct], None]
+Observer = Callable[[str, Role, Tensor, Product], None]
 # (name of the product, gemm: forward, dgrad or wgrad, its result, the bias that the result holds)
 ResultObserver = Callable[[str, str, Tensor, Tensor | None], None]
 
@@ -167,7 +121,7 @@ class PrecisionContext:
         return self.backend.checkpoint(function, *args, context_fn=contexts, **kwargs)
 
     def multiply(
-        self, name: str, product: LinearProduct, x: Tensor, weight: Tensor, bias: Tensor | None, *, later_call: bool = False
+        self, name: str, product: Product, x: Tensor, weight: Tensor, bias: Tensor | None, *, later_call: bool = False
     ) -> Tensor:
         """x [tokens, in] times weight [out, in], in the low precision; operands in another dtype than BF16 are cast here.
 
@@ -176,19 +130,10 @@ class PrecisionContext:
         """
         x, weight = x.to(self.compute_dtype), summing_where(weight, weight.to(self.compute_dtype))
         bias = None if bias is None else bias.to(self.compute_dtype)
-        if self.result_observers:
-            x = adding_up(x, partial(self.show_result, name, "dgrad"))
-            weight = adding_up(weight, partial(self.show_result, name, "wgrad"))
-        y = product(x, weight, bias, first_microbatch=(self.first_microbatch or not torch.is_grad_enabled()) and not later_call)
-        if self.observers:
-            self.show(name, "input", x, product)
-            self.show(name, "weight", weight, product)
-            if y.requires_grad:
-                y.register_hook(partial(self.show, name, "grad_output", product=product))
-        self.show_result(name, "forward", y, bias)
-        return y
+        refresh = (self.first_microbatch or not torch.is_grad_enabled()) and not later_call
+        return product(x, weight, bias, first_microbatch=refresh, context=self)
 
-    def show(self, name: str, role: Role, tensor: Tensor, product: LinearProduct) -> None:
+    def show(self, name: str, role: Role, tensor: Tensor, product: Product) -> None:
         """An operand of `product`, before it is quantized, to all observers."""
         for observer in self.observers:
             observer(name, role, tensor.detach(), product)
@@ -257,7 +202,7 @@ class TakesTurns:
     """What has products of its own in some of the run's precisions, by the backend that computes them, and none in the others."""
 
     context: PrecisionContext
-    products: dict[Backend | None, LinearProduct]
+    products: dict[Backend | None, Product]
 
     @property
     def is_low(self) -> bool:
@@ -265,14 +210,14 @@ class TakesTurns:
         return self.context.backend in self.products
 
     @property
-    def product(self) -> LinearProduct:
+    def product(self) -> Product:
         return self.products[self.context.backend]
 
 
 class LowPrecisionLinear(TakesTurns, nn.Module):
     """Stands in for an nn.Linear or a transformers Conv1D, whose weight [in, out] is `transposed`."""
 
-    def __init__(self, linear: nn.Linear | Conv1D, name: str, product: LinearProduct, context: PrecisionContext) -> None:
+    def __init__(self, linear: nn.Linear | Conv1D, name: str, product: Product, context: PrecisionContext) -> None:
         """`product`: of the context's present backend."""
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
@@ -287,48 +232,10 @@ class LowPrecisionLinear(TakesTurns, nn.Module):
         weight = summing_where(self.weight, self.weight.t(), transposed=True) if self.transposed else self.weight
         if not (self.context.low_precision and self.is_low):
             self.context.calls_outside[self.name] += 1
-            weight = summing_where(weight, weight.to(x.dtype))
-            weight = weight if self.context.quantizing else adding_up(weight)
-            return F.linear(x, weight, None if self.bias is None else self.bias.to(x.dtype))
+            weight, bias = summing_where(weight, weight.to(x.dtype)), None if self.bias is None else self.bias.to(x.dtype)
+            if self.context.quantizing:
+                return F.linear(x, weight, bias)
+            y = PlainProduct(self.name)(x.reshape(-1, x.shape[-1]), weight, bias, first_microbatch=True)
+            return y.view(*x.shape[:-1], -1)
         y = self.context.multiply(self.name, self.product, x.reshape(-1, x.shape[-1]), weight, self.bias)
         return y.view(*x.shape[:-1], -1)
-
-
-class LowPrecisionNorm(nn.Module):
-    """Stands in for an RMSNorm or a LayerNorm; in evaluation it computes the same in torch, all of it in FP32."""
-
-    def __init__(self, norm: nn.Module, eps: float, function: NormFunction, context: PrecisionContext) -> None:
-        super().__init__()
-        self.weight, self.bias = norm.weight, getattr(norm, "bias", None)
-        self.eps = eps
-        self.kind = norm_kind(norm)
-        self.functions: dict[Backend | None, NormFunction] = {context.backend: function}
-        self.context = context
-        self.calls = 0  # in low precision; for the audit
-
-    @torch.compiler.disable
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., size] -> the same shape and dtype."""
-        function = self.functions.get(self.context.backend)
-        # Nothing is quantized in here, so parity looks at it too.
-        if function is not None and (self.context.low_precision or not self.context.quantizing):
-            self.calls += self.context.low_precision
-            dtype = self.context.compute_dtype
-            return function(x.to(dtype), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
-        return norm_in_fp32(self.kind, x, self.weight, self.bias, self.eps)
-
-
-def norm_kind(module: nn.Module) -> NormKind | None:
-    """Which norm `module` is by its class; None if it is none, or one without a weight."""
-    if getattr(module, "weight", None) is None:
-        return None
-    if isinstance(module, nn.LayerNorm):
-        return "layer"
-    return "rms" if type(module).__name__.endswith("RMSNorm") else None
-
-
-def norm_in_fp32(kind: NormKind, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """The norm of x over its last dimension, all of it in FP32 and rounded once, to x's dtype."""
-    if kind == "rms":
-        return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
-    return F.layer_norm(x.float(), weight.shape, weight.float(), None if bias is None else bias.float(), eps).to(x.dtype)

@@ -98,8 +98,7 @@ class _Finding:
 class ProductObserver:
     """Notes the products of each linear in the order they run, in `products` by name; a recomputed forward is noted twice.
 
-    In forward a GEMM of te.Linear belongs to the product that is being called, in backward to the one whose node the autograd
-    engine runs. Recomputation nests forwards in such a node, hence a stack.
+    Recomputation nests forwards in the backward of a product, hence a stack.
     """
 
     def __init__(self, active: ActivePrecision | None, seed: int = 0, examined: Set[str] | None = None) -> None:
@@ -139,13 +138,6 @@ class ProductObserver:
                 return function(*args, **kwargs)
 
         return observed
-
-    def watch_backward(self, name: str, output: Tensor) -> None:
-        """Attribute to `name` what the node that made `output` multiplies in backward."""
-        if output.grad_fn is not None:
-            output.grad_fn.register_prehook(lambda _: self._calls.append(_Call((name,), None)))
-            # None, as what a hook returns would replace the gradients.
-            output.grad_fn.register_hook(lambda *_: self._calls.pop() and None)
 
     @contextmanager
     def installed(self, te: ModuleType) -> Iterator[None]:

@@ -7,22 +7,18 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from foundation.errors import InputError
-from pretrain.precision.linear import norm_in_fp32, norm_kind
 from pretrain.precision.registry import UNQUANTIZED
 from pretrain.precision.settings import ActivePrecision
 
 LINEARS = (nn.Linear, Conv1D)
-# How far a norm may be from the formula it is replaced by, in units of its largest output: BF16 rounded twice.
-_SAME_NORM = 0.02
 
 
 @dataclass(frozen=True)
@@ -70,11 +66,7 @@ def check_kept(hf: PreTrainedModel, layers: Sequence[nn.Module], active: ActiveP
 
 def low_precision_linears(hf: PreTrainedModel, layers: Sequence[nn.Module], active: ActivePrecision) -> list[str]:
     """Names of the linears that compute in `active`, which is quantized. Shapes are enough."""
-    # Whether a norm is what its class says takes weights, and is not asked here.
-    scope = "linear" if active.settings.scope == "linear" else "linear+head"
-    settings = active.settings.model_copy(update={"scope": scope})
-    decisions = decide(hf, layers, replace(active, settings=settings))
-    return [name for name, decision in decisions.items() if decision.reason is None]
+    return [name for name, decision in decide(hf, layers, active).items() if decision.reason is None]
 
 
 def is_called(name: str, pattern: str) -> bool:
@@ -91,7 +83,7 @@ def ends_of(name: str) -> Iterator[str]:
 
 
 def decide(hf: PreTrainedModel, layers: Sequence[nn.Module], active: ActivePrecision) -> dict[str, Decision]:
-    """A decision for each linear of `hf`, and for each norm if the scope has norms, by name. `layers`: in order."""
+    """A decision for each linear of `hf`, by name. `layers`: in order."""
     settings, head = active.settings, hf.get_output_embeddings()
     scope, keep = settings.scope, settings.keep_bf16_layers
     kept = [layer for index, layer in enumerate(layers) if index < keep.first or index >= len(layers) - keep.last]
@@ -103,8 +95,6 @@ def decide(hf: PreTrainedModel, layers: Sequence[nn.Module], active: ActivePreci
         elif isinstance(module, LINEARS):
             by_name = next((f"keep_bf16: {pattern}" for pattern in settings.keep_bf16 if is_called(name, pattern)), None)
             reason = "keep_bf16_layers" if id(module) in inside else by_name or _misfit(module, active)
-        elif scope == "linear+head+norm" and norm_kind(module):
-            reason = "keep_bf16_layers" if id(module) in inside else _other_norm(module)
         else:
             continue
         decisions[name] = Decision(name, active.precision.name if reason is None else left_out, reason)
@@ -117,31 +107,8 @@ def features_of(linear: nn.Module) -> tuple[int, int]:
     return tuple(linear.weight.shape if transposed else reversed(linear.weight.shape))
 
 
-def eps_of(norm: nn.Module) -> float | None:
-    """Returns the norm's epsilon under whichever name its class has it; None where it has none."""
-    return next((getattr(norm, key) for key in ("variance_epsilon", "eps", "epsilon") if hasattr(norm, key)), None)
-
-
 def _misfit(linear: nn.Module, active: ActivePrecision) -> str | None:
     """Why the precision cannot take a linear of this shape; in emulation too, which is to show what the hardware does."""
     multiple = active.precision.multiple_of
     odd = [size for size in features_of(linear) if size % multiple]
     return f"{odd[0]} is not a multiple of {multiple}" if odd else None
-
-
-@torch.no_grad()
-def _other_norm(norm: nn.Module) -> str | None:
-    """Why `norm` is not what its class name says: tried, as some RMSNorms add one to their weight, or cast in another order."""
-    weight, bias, eps = norm.weight, getattr(norm, "bias", None), eps_of(norm)
-    if eps is None or weight.dim() != 1:
-        return f"{type(norm).__name__} is not a plain norm"
-    own = {name: each for name, each in (("weight", weight), ("bias", bias)) if each is not None}
-    if weight.is_meta:  # built in parts, which are not there yet: any values tell
-        own = {name: torch.linspace(0.5, 1.5, len(each), dtype=each.dtype) for name, each in own.items()}
-    probe: Tensor = torch.linspace(-2, 3, 4 * len(weight), device=own["weight"].device, dtype=weight.dtype).view(4, -1)
-    expected = norm_in_fp32(norm_kind(norm), probe, own["weight"], own.get("bias"), eps).float()
-    if (torch.func.functional_call(norm, own, probe).float() - expected).abs().max() > _SAME_NORM * expected.abs().max().clamp(
-        min=1e-3
-    ):
-        return f"{type(norm).__name__} computes something else"
-    return None

@@ -35,7 +35,7 @@ class KeepBf16Layers(Settings):
 
 class _ForEveryPrecision(Settings):
     backend: Literal["TE", "emulation"] = "TE"  # TE: Transformer Engine; emulation: in software, also where the hardware could
-    scope: Literal["linear", "linear+head", "linear+head+norm"] = "linear"  # all linears but the LM head; with it; with norms
+    scope: Literal["linear", "linear+head"] = "linear"  # all linears but the LM head; with it
     on_unsupported: Literal["error", "emulate", "fallback"] = "error"  # where the device lacks it; fallback: delayed, else bf16
     keep_bf16_layers: KeepBf16Layers = KeepBf16Layers()
     keep_bf16: tuple[str, ...] = ()  # linears that stay in BF16, by patterns of names: ["layers.0.*", "down_proj"]

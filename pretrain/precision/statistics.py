@@ -20,7 +20,8 @@ from torch import Tensor
 
 from pretrain.precision.delayed_state import of_operand
 from pretrain.precision.formats.definition import QuantizedPrecision, Role
-from pretrain.precision.linear import Backend, LinearProduct, PrecisionContext
+from pretrain.precision.linear import Backend, PrecisionContext
+from pretrain.precision.product import Product
 from pretrain.precision.quantizers.grid import Grid, Quantized
 from pretrain.precision.settings import ActivePrecision
 
@@ -66,7 +67,7 @@ class OperandStatistics:
             context.observers.remove(self)
 
     @torch.no_grad()
-    def __call__(self, name: str, role: Role, x: Tensor, product: LinearProduct) -> None:
+    def __call__(self, name: str, role: Role, x: Tensor, product: Product) -> None:
         """Measure x [rows, features]. A further call for the same operand adds to what is known: the LM head takes its tokens in
         chunks, gradient checkpointing computes a layer twice."""
         figures = self._measure(name, role, x)

@@ -1,7 +1,7 @@
-"""Low-precision products on Transformer Engine: its te.Linear as arithmetic, on parameters that are not its own.
+"""Low-precision products on Transformer Engine: its quantizers and its GEMM, called one by one.
 
-te.Linear wants to own its weight, and to write a pickled "extra state" into every state_dict. Here it is built on the meta
-device, outside of the model's module tree, and lent the Hugging Face parameter for the length of a call.
+A te.Linear wants to own its weight, and to write a pickled "extra state" into every state_dict. Here one is built on the meta
+device, outside of the model's module tree: it holds a product's quantizers, histories and scales, and never computes.
 
 The library is imported when it is first needed: it takes seconds, and cannot be imported without a GPU's driver.
 """
@@ -12,9 +12,8 @@ import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -25,14 +24,18 @@ from torch.utils.checkpoint import noop_context_fn
 from foundation.attributes import holding
 from foundation.errors import InputError
 from foundation.reading import one_line
-from pretrain.precision.formats.definition import OptionValues, QuantizedPrecision
-from pretrain.precision.linear import NormFunction, NormKind
+from pretrain.precision import products
+from pretrain.precision.delayed_state import PLACES
+from pretrain.precision.formats.definition import Along, OptionValues, QuantizedPrecision, Role
 from pretrain.precision.observation import ProductObserver
+from pretrain.precision.product import Gemm, Product
 from pretrain.precision.settings import ActivePrecision
 
 OLDEST = (2, 20)  # the first whose recipes have every field that is set here
 # A direction's state as checkpoints and `delayed_state.PLACES` call it -> Transformer Engine's name of it.
 TE_DIRECTIONS = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
+TE_GEMMS = {"forward": ("TN", "fprop"), "dgrad": ("NN", "dgrad"), "wgrad": ("NT", "wgrad")}  # layout, and the recipe's name
+_WEIGHT = "weight"  # the quantized copy's place in the linear's own cache, which `reset` empties
 _MISSING = object()
 _STASH = "global_fp8_buffer_pos_fwd_recompute"
 
@@ -96,29 +99,135 @@ def split_accumulator(te_recipe: Any, product: str) -> bool:
     return product != "fprop" if wanted is None else wanted.use_split_accumulator
 
 
-@dataclass(eq=False)
-class TransformerEngineProduct:
-    """y = x w^T + b by a te.Linear that is lent weight and bias; a `LinearProduct`, inside of the backend's `forward` only."""
+class TransformerEngineProduct(Product):
+    """Multiplies by the quantizers of a te.Linear, which has no weight, and Transformer Engine's GEMM; only inside the
+    backend's `forward`, and in backward."""
 
-    name: str
-    linear: nn.Module
-    backend: TransformerEngineBackend
+    keeps_input = False
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, first_microbatch: bool) -> Tensor:
-        # Without gradients the weight is quantized for this call alone: evaluation neither uses nor replaces training's copy.
-        cached = first_microbatch if torch.is_grad_enabled() else None
-        observer = self.backend.observer
-        with observer.during((self.name,)) if observer else nullcontext(), _lent(self.linear, weight, bias):
-            y = self.linear(x, is_first_microbatch=cached)
-        if observer:
-            observer.watch_backward(self.name, y)
-        return y
+    def __init__(self, name: str, linear: nn.Module, backend: TransformerEngineBackend) -> None:
+        self.name, self.linear, self.backend = name, linear, backend
+        self.members: Sequence[str] = (name,)  # the linears that it computes, for whoever looks on
 
     @property
     def supports_fused_loss(self) -> bool:
         """Whether the softmax of the LM head can write its gradient as this product's operand: where FP8 products take one scale
         a tensor and operands along the inner dimension, and without a bias."""
         return not self.linear.use_bias and self.backend.precision.fuses_head_on(torch.cuda.get_device_capability())
+
+    def begin(self, x: Tensor) -> None:
+        self.linear.prepare_forward(x)
+        forward, backward = (self.linear.quantizers[key] for key in TE_DIRECTIONS.values())
+        for quantizer in (*forward[:2], backward[0]):
+            quantizer.internal = True  # bare storage in place of tensors that autograd could see
+        for quantizer in (forward[0], backward[0]):
+            quantizer.optimize_for_gemm = True
+
+    def end(self) -> None:
+        self.linear.end_forward()
+
+    def quantizer(self, role: Role, *, both: bool) -> Any:
+        """Transformer Engine's quantizer of an operand: for products along features, and along rows too if `both`."""
+        direction, slot = PLACES[role]
+        quantizer = self.linear.quantizers[TE_DIRECTIONS[direction]][slot]
+        quantizer.set_usage(rowwise=True, columnwise=both)
+        return quantizer
+
+    def operand(
+        self, role: Role, x: Tensor, along: Along, scale: Tensor | None = None, *, made: Any = None, both: bool = True
+    ) -> Any:
+        return self.quantizer(role, both=both)(x.contiguous()) if made is None else made
+
+    def weight_operands(self, matrix: Callable[[], Tensor], *, refresh: bool, differentiable: bool) -> tuple[Any, Any]:
+        weight = self._weight(matrix, refresh=refresh, differentiable=differentiable)
+        return weight, weight
+
+    def _weight(self, matrix: Callable[[], Tensor], *, refresh: bool, differentiable: bool) -> Any:
+        kept = self.linear._fp8_workspaces
+        if differentiable and not refresh and _WEIGHT in kept:
+            return kept[_WEIGHT]
+        weight, quantizer = matrix(), self.quantizer("weight", both=differentiable)
+        # Blackwell's products read scales in an order of their own, which is made here once or else in every product.
+        quantizer.optimize_for_gemm = self.linear._enable_weight_preswizzle(quantizer, weight)
+        if not differentiable:  # evaluation neither uses nor replaces the copy that training made
+            return quantizer(weight)
+        kept.pop(_WEIGHT, None)
+        kept[_WEIGHT] = quantizer(weight)
+        return kept[_WEIGHT]
+
+    def multiply(
+        self,
+        gemm: Gemm,
+        left: Any,
+        right: Any,
+        dtype: torch.dtype = torch.bfloat16,
+        bias: Tensor | None = None,
+        *,
+        residual: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """`residual` [tokens, out] is added to the forward product, and stays as it was. `out` takes a gradient, in its dtype."""
+        if gemm != "forward":
+            if gemm == "dgrad":
+                right.update_usage(columnwise_usage=True)
+            into = {} if out is None else {"out": out}
+            return self._gemm(gemm, right, left, out_dtype=dtype, **into)
+        y = None
+        if bias is None and dtype == torch.bfloat16:
+            fast = not split_accumulator(self.backend.te_recipe, "fprop")
+            with self._observed(gemm):
+                y = products.multiply(right, left, fast_accumulation=fast, residual=residual)
+        if y is not None:
+            return y
+        y = self._gemm(gemm, right, left, out_dtype=dtype, **({} if bias is None else {"bias": bias}))
+        return y if residual is None else y.add_(residual)
+
+    def accumulate(self, total: Tensor, left: Any, right: Any, *, overwrite: bool = False) -> None:
+        self._gemm("wgrad", right, left, out=total, out_dtype=total.dtype, accumulate=not overwrite)
+
+    def _gemm(self, gemm: Gemm, left: Any, right: Any, **options: Any) -> Tensor:
+        """Multiplies with the operands in TE's order: cuBLAS counts columns first, so what multiplies from the left is named
+        second."""
+        layout, theirs = TE_GEMMS[gemm]
+        options |= {"layout": layout, "grad": gemm != "forward"}
+        split = split_accumulator(self.backend.te_recipe, theirs)
+        with self._observed(gemm):
+            return cpp_extensions().general_gemm(left, right, use_split_accumulator=split, **options)[0]
+
+    def _observed(self, gemm: Gemm) -> AbstractContextManager[None]:
+        observer = self.backend.observer
+        return observer.during(self.members, gemm) if observer else nullcontext()
+
+    def save(self, operand: Any) -> tuple[Sequence[Tensor | None], Any]:
+        operand.update_usage(rowwise_usage=False)
+        return importlib.import_module("transformer_engine.pytorch.quantized_tensor").prepare_for_saving(operand)
+
+    def restore(self, tensors: Sequence[Tensor | None], rest: Any) -> Any:
+        restored = importlib.import_module("transformer_engine.pytorch.quantized_tensor").restore_from_saved(rest, list(tensors))
+        return restored[0]
+
+    def is_first_in_forward(self) -> bool:
+        return is_first_in_forward()
+
+    def finish_backward(self) -> None:
+        finish_backward()
+
+
+def is_first_in_forward() -> bool:
+    """Whether no quantized product of the forward under way came before; asked once by each."""
+    manager = library().quantization.FP8GlobalStateManager
+    if not manager.is_fp8_enabled():
+        return False
+    state = manager.quantization_state
+    before, first = state.is_first_fp8_module, manager.is_first_fp8_module()
+    if importlib.import_module("transformer_engine.pytorch.distributed").in_fp8_activation_recompute_phase():
+        state.is_first_fp8_module = before  # the answer was given in forward, and is asked for again
+    return first
+
+
+def finish_backward() -> None:
+    """Delayed scaling moves its backward histories on: all gradients of this microbatch have been seen."""
+    library().quantization.FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
 
 
 class TransformerEngineBackend:
@@ -140,22 +249,6 @@ class TransformerEngineBackend:
             linear.init_fp8_metadata()
         self._products[name] = TransformerEngineProduct(name, linear, self)
         return self._products[name]
-
-    def norm(self, kind: NormKind, size: int, eps: float) -> NormFunction:
-        make = {"rms": self.te.RMSNorm, "layer": self.te.LayerNorm}[kind]
-        norm = make(size, eps=eps, zero_centered_gamma=False, dtype=torch.bfloat16, device="meta")
-
-        def normalize(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            if kind == "layer" and bias is None:
-                bias = torch.zeros_like(weight, requires_grad=False)
-            parameters = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
-            norm._parameters.update(parameters)
-            y = norm(x)
-            # Unlike te.Linear, the norm looks its weight up again in backward; detached, it keeps no graph alive until then.
-            norm._parameters.update({key: value.detach() for key, value in parameters.items()})
-            return y
-
-        return normalize
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -218,23 +311,15 @@ class TransformerEngineBackend:
             yield
 
 
-@contextmanager
-def _lent(linear: nn.Module, weight: Tensor, bias: Tensor | None) -> Iterator[None]:
-    """`linear` with these for parameters. torch.func.functional_call does the same for a quarter more of the host's time."""
-    own = dict(linear._parameters)
-    linear._parameters["weight"] = weight
-    if bias is not None:
-        linear._parameters["bias"] = bias
-    try:
-        yield
-    finally:
-        linear._parameters.update(own)
-
-
 def library() -> ModuleType:
     import transformer_engine.pytorch as te
 
     return te
+
+
+def cpp_extensions() -> ModuleType:
+    """Where `general_gemm` is, looked up at each call."""
+    return importlib.import_module("transformer_engine.pytorch.cpp_extensions")
 
 
 def _version() -> str:

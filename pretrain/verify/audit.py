@@ -28,8 +28,9 @@ from pretrain.model.loss.head import LossHead
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.precision.delayed_state import PLACES, of_operand
 from pretrain.precision.formats.definition import Role
-from pretrain.precision.linear import PREFIX, Backend, LinearProduct, LowPrecisionLinear, LowPrecisionNorm, PrecisionContext
+from pretrain.precision.linear import PREFIX, Backend, LowPrecisionLinear, PrecisionContext
 from pretrain.precision.observation import FACTORS, OPERANDS, ObservedProduct, ProductObserver, dtype_name
+from pretrain.precision.product import Product
 from pretrain.precision.quantizers.tensor import update_scale
 from pretrain.precision.registry import UNQUANTIZED
 from pretrain.precision.scope import LINEARS, Decision
@@ -44,7 +45,7 @@ def observe(
     active: ActivePrecision,
     decisions: Mapping[str, Decision],
 ) -> list[Entry]:
-    """One `_entry` for each linear, low-precision norm and other module with matrices.
+    """One `_entry` for each linear and other module with matrices.
 
     `run` computes a loss of one small batch; it is run once, uncompiled, and differentiated. Gradients are left for the caller to
     clear. `decisions`: what `convert` was to do; empty where nothing is quantized. InputError if a product computed in another
@@ -54,9 +55,6 @@ def observe(
     linears = {n: m for n, m in hf.named_modules() if isinstance(m, (*LINEARS, LowPrecisionLinear))}
     others = {n: m for n, m in hf.named_modules() if n not in linears and not isinstance(m, nn.Embedding) and matrices_of(m)}
     stored = {name: dtype_name(matrices_of(module)[0].dtype) for name, module in (linears | others).items()}
-    norms = {n: m for n, m in hf.named_modules() if isinstance(m, LowPrecisionNorm) and context.backend in m.functions}
-    for norm in norms.values():
-        norm.calls = 0
     context.calls_outside.clear()
     with (
         torch.compiler.set_stance("force_eager"),
@@ -82,9 +80,6 @@ def observe(
         if name in members:
             entry |= {"module": f"fused {type(module).__name__}", "part_of": members[name].name}
         entries.append(entry)
-    for name, module in norms.items():
-        effective, weight = precision if module.calls else "not run", dtype_name(module.weight.dtype)
-        entries.append(_entry(name, module, precision, effective, active.backend, weight))
     _refuse(entries, active)
     _check_reached(hf)
     # Modules whose matrices are no linear's, such as the stacked experts of a mixture and their router. Nothing was asked of
@@ -166,7 +161,7 @@ def confirming_histories(context: PrecisionContext, active: ActivePrecision) -> 
         return
     not_zero: dict[tuple[str, Role], Tensor] = {}
 
-    def see(name: str, role: Role, operand: Tensor, _: LinearProduct) -> None:
+    def see(name: str, role: Role, operand: Tensor, _: Product) -> None:
         not_zero[name, role] = (operand.abs() > 0).any() | not_zero.get((name, role), False)
 
     context.observers.append(see)
@@ -248,20 +243,15 @@ def describe(active: ActivePrecision, backend: Backend | None, hf: PreTrainedMod
 
 def in_short(found: Mapping[str, Any]) -> dict[str, str]:
     """An audit for people: a row of its products, one of what stands around them."""
-    linears, norms = defaultdict[tuple[str, ...], list[str]](list), 0
+    linears = defaultdict[tuple[str, ...], list[str]](list)
     for p in found["products"]:
-        if p["module"] == LowPrecisionNorm.__name__:
-            norms += 1
-        else:
-            linears[p["effective"], p["backend"], p["stored"], p["reason"]].append(p["name"].rsplit(".", 1)[-1])
+        linears[p["effective"], p["backend"], p["stored"], p["reason"]].append(p["name"].rsplit(".", 1)[-1])
     products = []
     for (effective, backend, stored, reason), names in sorted(linears.items(), key=lambda group: -len(group[1])):
         kinds = list(dict.fromkeys(names))
         named = f" ({', '.join(kinds)}: {reason})" if reason else f" ({kinds[0]})" if len(kinds) == 1 else ""
         on = "" if backend == "torch" else f" on {backend.replace('_', ' ')}"
         products.append(f"{len(names)} in {effective}{on}, weights {stored}{named}")
-    if norms:
-        products.append(f"{norms} norms on {found['backend'].replace('_', ' ')}")
     if "algorithms" in found:
         products.append(f"cublasLt's algorithms: {found['algorithms']}")
     fused = "not fused" if found["fused"].startswith("nothing") else f"fused: {found['fused']}"

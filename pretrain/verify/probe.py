@@ -32,8 +32,8 @@ from foundation.attributes import holding
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.precision.delayed_state import of_operand
 from pretrain.precision.formats.definition import Along, Role
-from pretrain.precision.linear import LinearProduct
 from pretrain.precision.observation import OPERANDS
+from pretrain.precision.product import Product
 from pretrain.precision.settings import ActivePrecision
 
 ROWS = 128  # of a result that is sampled, and as many columns: a multiple of every format's block
@@ -119,7 +119,7 @@ class ProductProbe:
         self._microbatch += 1
 
     @torch.no_grad()
-    def see_operand(self, name: str, role: Role, tensor: Tensor, product: LinearProduct) -> None:
+    def see_operand(self, name: str, role: Role, tensor: Tensor, product: Product) -> None:
         amax = tensor.abs().amax().float()
         if self.active.precision.keeps_history:
             of_tensor, at = self._amaxes[name, role], self._microbatch

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from packing.arrow import IGNORE
 from pretrain.model.loss.head import LossHead, LowPrecisionHead
 from pretrain.precision.formats.definition import Role
-from pretrain.precision.linear import LinearProduct, LowPrecisionLinear, PrecisionContext
+from pretrain.precision.linear import LowPrecisionLinear, PrecisionContext
 from pretrain.precision.observation import ProductObserver
+from pretrain.precision.product import Product
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
 from pretrain.precision.statistics import OperandStatistics
@@ -136,9 +137,7 @@ def test_observers_see_the_same_tensors_and_change_nothing(recipe: str) -> None:
         model.microbatch(0, first=True)
         roles = seen[kind] = {"input": [], "weight": [], "grad_output": []}
 
-        def observe(
-            name: str, role: Role, tensor: Tensor, product: LinearProduct, roles: dict[str, list[Tensor]] = roles
-        ) -> None:
+        def observe(name: str, role: Role, tensor: Tensor, product: Product, roles: dict[str, list[Tensor]] = roles) -> None:
             if name == "head":
                 roles[role].append(tensor.clone())
 

@@ -11,133 +11,89 @@ dimension.
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from packing.arrow import IGNORE
 from pretrain.model.loss.chunk import ChunkLoss, HeadGradients, softmax_gradient_
 from pretrain.model.loss.softmax_kernel import QuantizedGradient, quantized_softmax_gradient
-from pretrain.precision import products
-from pretrain.precision.formats.definition import Role
-from pretrain.precision.transformer_engine import TransformerEngineBackend, TransformerEngineProduct, split_accumulator
+from pretrain.precision import transformer_engine
+from pretrain.precision.linear import PrecisionContext
+from pretrain.precision.products import fp8_dtype
+from pretrain.precision.transformer_engine import TransformerEngineProduct
 
 _BF16 = torch.bfloat16
-Show = Callable[[Role, Tensor], None]  # a tensor to whoever is watching
-ShowResult = Callable[[str, Tensor], None]  # forward, dgrad or wgrad, and what it gave
 
 
 @contextmanager
-def fused_head(
-    product: TransformerEngineProduct,
-    weight: Tensor,
-    *,
-    first_microbatch: bool,
-    show: Show | None,
-    show_result: ShowResult | None,
-) -> Iterator[ChunkLoss]:
+def fused_head(product: TransformerEngineProduct, weight: Tensor, context: PrecisionContext) -> Iterator[ChunkLoss]:
     """`product` as the LM head with its loss, around the chunks of one forward with gradients, inside of the backend's `forward`.
 
-    weight [vocabulary, hidden] FP32 or BF16, quantized in the step's first microbatch. `show` is called with each operand as it
-    stands before it is quantized: its role, and the tensor in BF16. `show_result`: with what the first chunk's products give.
+    weight [vocabulary, hidden] FP32 or BF16, quantized in the step's first microbatch. The observers of `context` see each
+    operand in BF16, as it stands before it is quantized, and what the first chunk's products give.
     """
-    backend, linear = product.backend, product.linear
-    module = importlib.import_module("transformer_engine.pytorch.module.linear")
-    watched = backend.observer.during((product.name,)) if backend.observer else nullcontext()
-    probe = torch.empty(0, dtype=_BF16, device=weight.device)  # all that is asked of the input is its dtype and device
-    with watched, linear.prepare_forward_ctx(probe):
-        alone = module.FP8GlobalStateManager.is_first_fp8_module()
-        quantized = _quantized_weight(module, linear, weight, first_microbatch=first_microbatch)
-        if show:
-            show("weight", weight.detach().to(_BF16))
-        yield Fp8ChunkLoss(backend, module, linear, quantized, show, show_result)
-    if alone and backend.precision.keeps_history:
+    product.begin(torch.empty(0, dtype=_BF16, device=weight.device))  # all that is asked of the input is its dtype and device
+    try:
+        alone = transformer_engine.is_first_in_forward()
+        quantized, _ = product.weight_operands(
+            lambda: weight.detach().to(_BF16), refresh=context.first_microbatch, differentiable=True
+        )
+        if context.observers:
+            context.show(product.name, "weight", weight.detach().to(_BF16), product)
+        yield Fp8ChunkLoss(product, quantized, context)
+    finally:
+        product.end()
+    if alone and product.backend.precision.keeps_history:
         # Histories of backward move on in the backward of a forward's first module. With nothing before it, that is this one.
-        module.FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
-
-
-def _quantized_weight(module: ModuleType, linear: nn.Module, weight: Tensor, *, first_microbatch: bool) -> Any:
-    """Row-major and transposed, made once a step and kept where te.Linear keeps its own."""
-    quantizer = linear.quantizers["scaling_fwd"][module.FP8FwdTensorIdx.GEMM1_WEIGHT]
-    quantizer.set_usage(rowwise=True, columnwise=True)
-    kept = linear._fp8_workspaces.get("weight")
-    refresh = first_microbatch or kept is None
-    quantized, made = module.quantize_weight(
-        tensor=weight.detach().to(_BF16) if refresh else None,  # FP32 weights are cast when they are quantized and never again
-        quantizer=quantizer,
-        workspace=kept,
-        update_workspace=refresh,
-        workspace_dtype=_BF16,
-        cache=True,
-    )
-    if made is not None:
-        linear._fp8_workspaces["weight"] = made
-    return quantized
+        transformer_engine.finish_backward()
 
 
 @dataclass(frozen=True)
 class Fp8ChunkLoss:
     """`weight`: quantized, both layouts."""
 
-    backend: TransformerEngineBackend
-    module: ModuleType  # of te.Linear
-    linear: nn.Module
+    product: TransformerEngineProduct
     weight: Any
-    show: Show | None
-    show_result: ShowResult | None
+    context: PrecisionContext
 
     def __call__(self, hidden: Tensor, labels: Tensor, gradients: HeadGradients, *, first: bool) -> Tensor:
         """See `ChunkLoss`. No bias: a head that has one is not fused."""
-        x = hidden.to(_BF16)
-        if self.show:
-            self.show("input", x)
-        quantizer = self.linear.quantizers["scaling_fwd"][self.module.FP8FwdTensorIdx.GEMM1_INPUT]
-        quantizer.internal = True  # no tensor that autograd would have to know
-        quantizer.set_usage(rowwise=True, columnwise=gradients.weight is not None)
-        x = quantizer(x)
-        fast = not split_accumulator(self.backend.te_recipe, "fprop")
-        logits = products.multiply(self.weight, x, fast_accumulation=fast)
-        if logits is None:
-            logits, *_ = self._multiply(self.weight, x, "fprop", out_dtype=_BF16)
-        watched = self.show_result if first else None
-        if watched:
-            watched("forward", logits)
+        product, x = self.product, hidden.to(_BF16)
+        self.context.show(product.name, "input", x, product)
+        x = product.operand("input", x, "features", both=gradients.weight is not None)
+        logits = product.multiply("forward", x, self.weight)
+        self._show_result("forward", logits, first)
         losses, codes = self._softmax_gradient(logits, labels)
-        if self.show:
+        if self.context.observers:
             softmax_gradient_(logits, labels)  # the logits have been used, and take the gradient in BF16
-            self.show("grad_output", logits)
+            self.context.show(product.name, "grad_output", logits, product)
         del logits
         if gradients.hidden is not None:
             by_rows = self._operand(codes.rows, None, torch.ones_like(codes.scale_inv))
-            self._multiply(self.weight, by_rows, "dgrad", layout="NN", out=gradients.hidden, out_dtype=gradients.hidden.dtype)
+            product.multiply("dgrad", by_rows, self.weight, gradients.hidden.dtype, out=gradients.hidden)
             gradients.hidden.mul_(codes.rows_scale_inv[:, None])
-            if watched:
-                watched("dgrad", gradients.hidden)
+            self._show_result("dgrad", gradients.hidden, first)
         if gradients.weight is not None:
-            into = {"out": gradients.weight, "out_dtype": torch.float32, "accumulate": not first}
-            self._multiply(x, self._operand(None, codes.columns, codes.scale_inv), "wgrad", layout="NT", **into)
-            if watched:
-                watched("wgrad", gradients.weight)
+            product.accumulate(gradients.weight, self._operand(None, codes.columns, codes.scale_inv), x, overwrite=first)
+            self._show_result("wgrad", gradients.weight, first)
         return losses
 
     def _softmax_gradient(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, QuantizedGradient]:
         """Delayed scaling's scale is the quantizer's, and the chunk's amax goes where its history begins."""
-        quantizer = self._gradient_quantizer
-        fp8 = products.fp8_dtype(self.backend.te, quantizer.dtype)
-        if self.backend.precision.keeps_history:
+        quantizer, backend = self._gradient_quantizer, self.product.backend
+        fp8 = fp8_dtype(backend.te, quantizer.dtype)
+        if backend.precision.keeps_history:
             return quantized_softmax_gradient(logits, labels, IGNORE, fp8, quantizer.amax, quantizer.scale)
         amax = torch.zeros(1, dtype=torch.float32, device=logits.device)
-        power_of_two = quantizer.force_pow_2_scales
-        return quantized_softmax_gradient(logits, labels, IGNORE, fp8, amax, None, power_of_two=power_of_two)
+        return quantized_softmax_gradient(logits, labels, IGNORE, fp8, amax, None)
 
     def _operand(self, rows: Tensor | None, columns: Tensor | None, scale_inv: Tensor) -> Any:
-        return self.backend.te.Float8TensorStorage(
+        return self.product.backend.te.Float8TensorStorage(
             data=rows,
             data_transpose=columns,
             fp8_scale_inv=scale_inv,
@@ -147,9 +103,8 @@ class Fp8ChunkLoss:
 
     @property
     def _gradient_quantizer(self) -> Any:
-        return self.linear.quantizers["scaling_bwd"][self.module.FP8BwdTensorIdx.GRAD_OUTPUT1]
+        return self.product.quantizer("grad_output", both=True)
 
-    def _multiply(self, left: Any, right: Any, product: str, **options: Any) -> Any:
-        """TE's GEMM, looked up at each call, with the accumulators that te.Linear takes for `product`."""
-        split = split_accumulator(self.backend.te_recipe, product)
-        return self.module.general_gemm(left, right, use_split_accumulator=split, grad=product != "fprop", **options)
+    def _show_result(self, gemm: str, result: Tensor, first: bool) -> None:
+        if first:
+            self.context.show_result(self.product.name, gemm, result)

@@ -40,7 +40,8 @@ from packing.arrow import IGNORE
 from pretrain.model.loss.chunk import ChunkLoss, HeadGradients, softmax_gradient_, token_losses
 from pretrain.model.loss.penalty import Penalty
 from pretrain.precision import products
-from pretrain.precision.linear import LinearProduct, PrecisionContext, TakesTurns, summing_where
+from pretrain.precision.linear import PrecisionContext, TakesTurns, summing_where
+from pretrain.precision.product import LinearCall, Product
 from pretrain.precision.products import add_product_, products_sum_in_fp32
 from pretrain.settings.recipe import LossSettings
 
@@ -203,7 +204,7 @@ def cut_cross_entropy_options() -> dict[str, bool]:
 class LowPrecisionHead(TakesTurns):
     """The head's product in low precision: the head stays where it is, and tied, and only its products change."""
 
-    def __init__(self, name: str, product: LinearProduct, context: PrecisionContext) -> None:
+    def __init__(self, name: str, product: Product, context: PrecisionContext) -> None:
         """`product`: of the context's present backend."""
         self.name, self.context = name, context
         self.products = {context.backend: product}
@@ -214,17 +215,38 @@ class LowPrecisionHead(TakesTurns):
         return getattr(self.product, "supports_fused_loss", False)
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, later_call: bool = False) -> Tensor:
-        """x [n, hidden] -> logits [n, vocabulary], differentiable; `later_call`: not the first chunk of this forward."""
+        """x [n, hidden] -> logits [n, vocabulary], for evaluation; `later_call`: not the first chunk of this forward."""
         return self.context.multiply(self.name, self.product, x, weight, bias, later_call=later_call)
 
+    def chunk(
+        self,
+        gradient_: LogitGradient,
+        weight: Tensor,
+        bias: Tensor | None,
+        hidden: Tensor,
+        labels: Tensor,
+        gradients: HeadGradients,
+        *,
+        first: bool,
+    ) -> Tensor:
+        """A `ChunkLoss` after its first three arguments, by this product's operands and gemms; the weight's gradient adds up in
+        FP32."""
+        call = LinearCall(self.product, self.context, refresh=self.context.first_microbatch and first, differentiable=True)
+        logits = call.forward(hidden.to(weight.dtype), weight, bias, keeps=gradients.weight is not None)
+        losses = gradient_(logits, labels)
+        needs = (gradients.hidden is not None, gradients.weight is not None)
+        dx, _ = call.backward(logits, needs, torch.float32, gradients.weight, overwrite=first)
+        if dx is not None:
+            gradients.hidden.copy_(dx)
+        if gradients.bias is not None:
+            gradients.bias += logits.sum(dim=0, dtype=torch.float32)
+        return losses
+
     def fused_loss(self, weight: Tensor) -> AbstractContextManager[ChunkLoss]:
-        """Entered around the chunks of one training forward. Its observers see what those of `multiply` see."""
+        """Entered around the chunks of one training forward. Its observers see what those of `chunk` see."""
         from pretrain.model.loss.fp8_head import fused_head  # brings Triton, which takes a while
 
-        context, product = self.context, self.product
-        show = functools.partial(context.show, self.name, product=product) if context.observers else None
-        results = functools.partial(context.show_result, self.name) if context.result_observers else None
-        return fused_head(product, weight, first_microbatch=context.first_microbatch, show=show, show_result=results)
+        return fused_head(self.product, weight, self.context)
 
 
 # ── The loss in chunks ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -308,8 +330,9 @@ def _chunk_loss(
 ) -> AbstractContextManager[ChunkLoss]:
     if low_precision and low_precision.supports_fused_loss and not penalty:
         return low_precision.fused_loss(weight)
+    computes = low_precision.chunk if low_precision else _torch_chunk
     gradient_ = penalty.gradient_ if penalty else softmax_gradient_
-    computes = functools.partial(_differentiated_chunk, low_precision.multiply) if low_precision else _torch_chunk
+    dtype = low_precision.context.compute_dtype if low_precision else dtype
     return nullcontext(functools.partial(computes, gradient_, *in_dtype(dtype, weight, bias)))
 
 
@@ -331,37 +354,6 @@ def _torch_chunk(
         add_product_(gradients.weight, logits.t(), hidden, overwrite=first)
     if gradients.bias is not None:
         gradients.bias += logits.sum(dim=0, dtype=torch.float32)
-    return losses
-
-
-def _differentiated_chunk(
-    multiply: Callable[..., Tensor],
-    gradient_: LogitGradient,
-    weight: Tensor,
-    bias: Tensor | None,
-    hidden: Tensor,
-    labels: Tensor,
-    gradients: HeadGradients,
-    *,
-    first: bool,
-) -> Tensor:
-    """Computes a chunk by a product that brings its own backward and keeps nothing of the logits. So these may be overwritten, as
-    `data`: Transformer Engine returns a view, and a view that autograd knows to be written to cannot be differentiated. An
-    emulated product adds the weight's gradient to the sum by itself, in FP32, and returns none; so does one that parity watches,
-    which returns zeros."""
-    leaves = [None if t is None else t.detach().requires_grad_() for t in (hidden, weight, bias)]
-    if gradients.weight is not None:
-        leaves[1].main_grad = gradients.weight.zero_() if first else gradients.weight
-    with torch.enable_grad():
-        logits = multiply(*leaves, not first)
-    losses = gradient_(logits.data, labels)
-    found = torch.autograd.grad(logits, [leaf for leaf in leaves if leaf is not None], logits.data, allow_unused=True)
-    if gradients.hidden is not None:
-        gradients.hidden.copy_(found[0])
-    if gradients.weight is not None and found[1] is not None:
-        gradients.weight.add_(found[1])
-    if gradients.bias is not None:
-        gradients.bias += found[2]
     return losses
 
 

@@ -13,9 +13,6 @@ from transformers import AutoModelForCausalLM
 
 from pretrain.model import huggingface as model
 from pretrain.model.parts import NotInParts, Part, build_in_parts
-from pretrain.precision.registry import PRECISIONS
-from pretrain.precision.scope import decide
-from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
 from pretrain.settings.recipe import ModelSettings
 from tests.pretrain.conftest import _SHAPES, VOCABULARY
 
@@ -125,11 +122,3 @@ def test_a_folder_whose_tensors_are_named_otherwise_is_read_whole(tmp_path: Path
         both(
             ModelSettings(source=str(tmp_path), config={"architectures": ["Qwen3ForCausalLM"]}), Part(0, 2), *[torch.float32] * 2
         )
-
-
-def test_norms_of_a_model_in_parts_are_known_as_those_of_a_whole_one() -> None:
-    whole, built = both(settings_of("llama"), Part(1, 2), torch.float32, torch.float32)
-    scope = LowPrecisionSettings(scope="linear+head+norm").resolved("current")
-    active = ActivePrecision("current", PRECISIONS["current"], "emulation", scope)
-    decided = [decide(hf, list(model.decoder_layers(hf).values()), active) for hf in (whole, built.hf)]
-    assert decided[0] == decided[1] and "model.norm" in decided[0]

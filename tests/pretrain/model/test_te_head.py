@@ -5,10 +5,7 @@ Kernels and the real library are in tests/gpu/test_softmax_gpu.py and test_te_he
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +20,9 @@ from pretrain.model.loss import fp8_head as te_head
 from pretrain.model.loss.chunk import softmax_gradient_
 from pretrain.model.loss.head import LowPrecisionHead, chunked_loss
 from pretrain.model.loss.softmax_kernel import QuantizedGradient
+from pretrain.precision import products, transformer_engine
 from pretrain.precision.linear import PrecisionContext
+from pretrain.precision.transformer_engine import TransformerEngineProduct
 
 TOKENS, HIDDEN, VOCABULARY, CHUNK = 96, 16, 48, 32
 MODULE = "transformer_engine.pytorch.module.linear"
@@ -34,6 +33,9 @@ class Storage:
 
     def __init__(self, data: Tensor | None, data_transpose: Tensor | None, fp8_scale_inv: Tensor, **kind: Any) -> None:
         self.rows, self.columns, self.scale_inv = data, data_transpose, fp8_scale_inv
+
+    def update_usage(self, *, columnwise_usage: bool) -> None:
+        assert self.columns is not None or not columnwise_usage
 
 
 class Quantizer:
@@ -64,11 +66,15 @@ class StandInLinear:
         self._fp8_workspaces: dict[str, Storage] = {}
         self.prepared = 0
 
-    @contextmanager
-    def prepare_forward_ctx(self, x: Tensor) -> Iterator[Tensor]:
+    def prepare_forward(self, x: Tensor) -> None:
         assert x.dtype == torch.bfloat16
         self.prepared += 1
-        yield x
+
+    def end_forward(self) -> None:
+        self.prepared += 1
+
+    def _enable_weight_preswizzle(self, *_: Any) -> bool:
+        return False
 
 
 def general_gemm(
@@ -90,14 +96,6 @@ def general_gemm(
         return product, None
     out.copy_(out + product if accumulate else product)
     return out, None
-
-
-def quantize_weight(*, tensor: Tensor | None, quantizer: Quantizer, workspace: Any, update_workspace: bool, **rest: Any) -> Any:
-    if workspace is None:
-        return (made := quantizer(tensor)), made
-    if update_workspace:
-        vars(workspace).update(vars(quantizer(tensor)))
-    return workspace, None
 
 
 def quantized_softmax_gradient(
@@ -134,35 +132,25 @@ class Head:
                 setattr(self.te_recipe, f"fp8_gemm_{gemm}", SimpleNamespace(use_split_accumulator=split))
         self.first_module = first_module
         self.context = PrecisionContext(None, torch.bfloat16, low_precision=True)
-        self.low_precision = LowPrecisionHead("head", self, self.context)
-
-    @property
-    def supports_fused_loss(self) -> bool:
-        return True
-
-    @property
-    def backend(self) -> Any:
         te = SimpleNamespace(Float8TensorStorage=Storage, DType=SimpleNamespace(cast=lambda name: SimpleNamespace(name=name)))
-        return SimpleNamespace(te=te, te_recipe=self.te_recipe, precision=self.precision, observer=None)
+        backend = SimpleNamespace(te=te, te_recipe=self.te_recipe, precision=self.precision, observer=None)
+        self.low_precision = FusedHead("head", TransformerEngineProduct("head", self.linear, backend), self.context)
 
-    def _update(self, *, forward: bool) -> None:
-        assert not forward
+    def _update(self) -> None:
         self.updates += 1
 
     def loss(self, hidden: Tensor, weight: Tensor, labels: Tensor, monkeypatch: pytest.MonkeyPatch) -> Tensor:
-        state = SimpleNamespace(is_first_fp8_module=lambda: self.first_module, reduce_and_update_fp8_tensors=self._update)
-        module = ModuleType(MODULE)
-        vars(module).update(general_gemm=general_gemm, quantize_weight=quantize_weight, FP8GlobalStateManager=state)
-        module.FP8FwdTensorIdx = SimpleNamespace(GEMM1_INPUT=0, GEMM1_WEIGHT=1)
-        module.FP8BwdTensorIdx = SimpleNamespace(GRAD_OUTPUT1=0)
-        for name in ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.module"):
-            monkeypatch.setitem(sys.modules, name, ModuleType(name))
-        library = sys.modules["transformer_engine.pytorch"]
-        library.Float8TensorStorage = library.Float8BlockwiseQTensorStorage = type("NoneHere", (), {})
-        monkeypatch.setitem(sys.modules, MODULE, module)
+        monkeypatch.setattr(transformer_engine, "cpp_extensions", lambda: SimpleNamespace(general_gemm=general_gemm))
+        monkeypatch.setattr(transformer_engine, "is_first_in_forward", lambda: self.first_module)
+        monkeypatch.setattr(transformer_engine, "finish_backward", self._update)
         monkeypatch.setattr(te_head, "quantized_softmax_gradient", quantized_softmax_gradient)
+        monkeypatch.setattr(products, "multiply", lambda *args, **options: None)
         calls.clear()
         return chunked_loss(hidden, weight, None, labels, CHUNK, self.low_precision)[0]
+
+
+class FusedHead(LowPrecisionHead):
+    supports_fused_loss = True
 
 
 @pytest.fixture
@@ -192,7 +180,7 @@ def test_loss_and_gradients_are_right_and_the_products_those_of_te_linear(
     assert relative_error(value, expected) < 1e-3
     assert max(relative_error(t.grad, e.grad) for t, e in zip((hidden, weight), exact, strict=True)) < 2**-7
     assert calls == [("TN", False, False), ("NN", True, True), ("NT", True, True)] * 3
-    assert head.linear.prepared == 1 and head.updates == 0
+    assert head.linear.prepared == 2 and head.updates == 0
     assert (head.linear.quantizers["scaling_bwd"][0].amax.item() > 0.5) == delayed  # where its history begins, or not at all
 
 
@@ -204,14 +192,12 @@ def test_the_weight_is_quantized_in_the_first_microbatch_of_a_step_and_kept(
     head = Head(delayed=True)
     quantizer = head.linear.quantizers["scaling_fwd"][1]
     before = head.loss(hidden, weight, labels, monkeypatch)
-    kept = head.linear._fp8_workspaces["weight"]
     with torch.no_grad():
         weight.mul_(2)
     head.context.first_microbatch = False
     assert head.loss(hidden, weight, labels, monkeypatch) == before and quantizer.calls == 1
     head.context.first_microbatch = True
     assert head.loss(hidden, weight, labels, monkeypatch) != before and quantizer.calls == 2
-    assert head.linear._fp8_workspaces["weight"] is kept
 
 
 @pytest.mark.parametrize("frozen", [0, 1])

@@ -159,10 +159,6 @@ def test_layers_that_stay_in_bf16_are_counted_in_bf16_and_hold_no_quantized_weig
     assert low.quantized_weights == 2 * 50_331_648 and bf16.quantized_weights == 0
 
 
-def test_norms_in_the_scope_change_nothing_about_fused_layers() -> None:
-    assert layers(QWEN3, "delayed", fp8_config={"scope": "linear+head+norm"}) == layers(QWEN3, "delayed")
-
-
 def test_fp32_weights_are_copied_for_bf16_products_and_only_quantized_for_others() -> None:
     assert layers(QWEN3, "bf16", weights="fp32")[0].working_copies == 2 * 50_331_648
     assert layers(QWEN3, "bf16", weights="bf16_exact")[0].working_copies == 0

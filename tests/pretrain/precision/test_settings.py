@@ -25,7 +25,7 @@ VALUES = {
 }
 GENERAL = {
     "backend": st.sampled_from(["TE", "emulation"]),
-    "scope": st.sampled_from(["linear", "linear+head", "linear+head+norm"]),
+    "scope": st.sampled_from(["linear", "linear+head"]),
     "on_unsupported": st.sampled_from(["error", "emulate", "fallback"]),
     "keep_bf16_layers": st.fixed_dictionaries({}, optional={"first": st.integers(0, 3), "last": st.integers(0, 3)}),
     "use_autocast_during_eval": st.booleans(),

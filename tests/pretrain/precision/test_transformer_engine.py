@@ -8,21 +8,17 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from foundation.errors import InputError
-from pretrain.precision.observation import ProductObserver
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.settings import LowPrecisionSettings
-from pretrain.precision.transformer_engine import _lent, build_te_recipe, unavailable_because
+from pretrain.precision.transformer_engine import build_te_recipe, unavailable_because
 
 CLASSES = {
     "delayed": "DelayedScaling",
@@ -215,91 +211,7 @@ def test_the_backend_imports_where_transformer_engine_cannot_be_imported(monkeyp
     assert importlib.import_module("pretrain.precision.transformer_engine").build_te_recipe is not build_te_recipe
 
 
-def test_a_lent_parameter_gets_the_gradient_and_the_module_its_own_back() -> None:
-    linear = nn.Linear(4, 3, device="meta")
-    own = dict(linear.named_parameters())
-    weight, bias = torch.randn(3, 4, requires_grad=True), torch.randn(3, requires_grad=True)
-    x = torch.randn(2, 4)
-    with _lent(linear, weight * 2, bias):
-        y = linear(x)
-    y.sum().backward()
-    assert torch.allclose(y, x @ weight.T * 2 + bias)
-    assert torch.allclose(weight.grad, 2 * x.sum(0).expand(3, 4)) and bias.grad.tolist() == [2, 2, 2]
-    with pytest.raises(ZeroDivisionError), _lent(linear, weight, None):
-        raise ZeroDivisionError
-    assert all(parameter is own[name] for name, parameter in linear.named_parameters())
-
-
-class StandInLinear(torch.autograd.Function):
-    """te.Linear's three GEMMs, called as its `general_gemm` calls them: in cuBLAS's order, by way of the extension's module."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return sys.modules[MODULE].generic_gemm(weight.double(), True, x, False, None)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        multiply = sys.modules[MODULE].generic_gemm
-        return (
-            multiply(weight.double(), False, gradient, False, None),
-            multiply(x, False, gradient.half(), True, None),
-        )
-
-
 MODULE = "transformer_engine_torch"
 
 
-def generic_gemm(left: Tensor, transposes_left: bool, right: Tensor, transposes_right: bool, out: None) -> Tensor:
-    left, right = left.float(), right.float()
-    return (right.T if transposes_right else right) @ (left.T if transposes_left else left)
-
-
-@pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """What the observer asks Transformer Engine for, where there is none."""
-    module = ModuleType(MODULE)
-    module.generic_gemm = generic_gemm
-    monkeypatch.setitem(sys.modules, MODULE, module)
-    storages = ("Float8TensorStorage", "Float8BlockwiseQTensorStorage", "MXFP8TensorStorage", "NVFP4TensorStorage")
-    return SimpleNamespace(DType=SimpleNamespace(cast=lambda dtype: dtype), **{name: type(name, (), {}) for name in storages})
-
-
-def multiply(observer: ProductObserver, name: str, x: Tensor, weight: Tensor) -> Tensor:
-    with observer.during((name,)):
-        y = StandInLinear.apply(x, weight)
-    observer.watch_backward(name, y)
-    return y
-
-
 FORWARD, DGRAD, WGRAD = ("forward", "float32", "float64"), ("dgrad", "float32", "float64"), ("wgrad", "float16", "float32")
-
-
-@pytest.mark.parametrize("recomputed", [False, True])
-def test_every_gemm_is_attributed_to_its_product_with_operands_in_the_formulas_order(
-    library: SimpleNamespace, recomputed: bool
-) -> None:
-    observer = ProductObserver(None)
-    x = torch.randn(5, 4, requires_grad=True)
-    weights = {name: torch.randn(4, 4, requires_grad=True) for name in ("first", "second", "third")}
-
-    def block(x: Tensor, *names: str) -> Tensor:
-        for name in names:
-            x = multiply(observer, name, x, weights[name]).relu()
-        return x
-
-    run = partial(checkpoint, use_reentrant=False, early_stop=False) if recomputed else (lambda function, *args: function(*args))
-    with observer.installed(library):
-        y = run(block, x, "first", "second") + run(block, x, "third")
-        StandInLinear.apply(x, weights["first"])  # nobody's
-        y.sum().backward()
-    assert observer.products == {name: [FORWARD, *([FORWARD] if recomputed else []), DGRAD, WGRAD] for name in weights}
-    assert sys.modules[MODULE].generic_gemm is generic_gemm
-
-    exact = {name: weight.detach().clone().requires_grad_() for name, weight in weights.items()}
-    plain = x.detach()
-    expected = ((plain @ exact["first"].T).relu() @ exact["second"].T).relu() + (plain @ exact["third"].T).relu()
-    expected.sum().backward()
-    for name, weight in weights.items():
-        assert torch.allclose(weight.grad, exact[name].grad, atol=1e-2)  # observing has changed no gradient

@@ -57,8 +57,8 @@ def held_otherwise(operand: Any, names: tuple[str, ...], change: Change | None) 
 def changing_gemms(patch: Patch, gemm: str, side: int, codes: Change | None = None, scales: Change | None = None) -> None:
     """Of the model's low-precision products of one kind, the left (0) or right (1) operand."""
     layout, *read = GEMMS[gemm]
-    linear = importlib.import_module("transformer_engine.pytorch.module.linear")
-    for module, name in ((te_arithmetic, "general_gemm"), (linear, "general_gemm"), (products, "multiply")):
+    extensions = importlib.import_module("transformer_engine.pytorch.cpp_extensions")
+    for module, name in ((te_arithmetic, "general_gemm"), (extensions, "general_gemm"), (products, "multiply")):
         patch.setattr(module, name, _changed(getattr(module, name), layout, side, read[side], codes, scales))
 
 
@@ -137,10 +137,10 @@ def te_another_format(run: SmallRun, patch: Patch) -> None:
 def te_stale_copy(run: SmallRun, patch: Patch) -> None:
     multiply, quantize, made = TransformerEngineProduct.__call__, te_arithmetic.TEStackedProduct._weight, set()
 
-    def once(product: TransformerEngineProduct, *args: Any, first_microbatch: bool) -> Tensor:
+    def once(product: TransformerEngineProduct, *args: Any, first_microbatch: bool, **options: Any) -> Tensor:
         first = product.name not in made
         made.add(product.name)
-        return multiply(product, *args, first_microbatch=first)
+        return multiply(product, *args, first_microbatch=first, **options)
 
     patch.setattr(TransformerEngineProduct, "__call__", once)
     patch.setattr(te_arithmetic.TEStackedProduct, "_weight", lambda product, *, refresh: quantize(product, refresh=False))

@@ -164,9 +164,8 @@ def test_in_short_an_audit_names_what_stays_out_of_low_precision_and_why() -> No
         {"name": f"layers.{n}.{kind}", "module": "LowPrecisionLinear", "effective": "delayed"} for n in (0, 1) for kind in kinds
     ]
     low = [entry | {"backend": "transformer_engine", "stored": "bfloat16", "reason": None} for entry in low]
-    norm = {"name": "norm", "module": "LowPrecisionNorm", "effective": "delayed", "backend": "transformer_engine"}
     head = {"name": "lm_head", "module": "LossHead", "effective": "bf16", "backend": "torch", "stored": "bfloat16"}
-    out = [norm | {"stored": "bfloat16", "reason": None}, head | {"reason": "scope linear leaves it out"}]
+    out = [head | {"reason": "scope linear leaves it out"}]
     around = {"attention": {"kind": "packed_cudnn"}, "loss": {"kind": "chunked"}, "gradients": "fp32", "compiled": "nothing"}
     found = {
         "products": low + out,
@@ -176,11 +175,13 @@ def test_in_short_an_audit_names_what_stays_out_of_low_precision_and_why() -> No
     } | around
     assert audit.in_short(found) == {
         "products": "4 in delayed on transformer engine, weights bfloat16; 1 in bf16, weights bfloat16 (lm_head: scope linear "
-        "leaves it out); 1 norms on transformer engine",
+        "leaves it out)",
         "around them": "attention cudnn, loss chunked, gradients fp32, fused: 28 of 28 layers, compiled: nothing, deterministic",
     }
     searched = found | {"algorithms": "8 searched"}
-    assert audit.in_short(searched)["products"].endswith("1 norms on transformer engine; cublasLt's algorithms: 8 searched")
+    assert audit.in_short(searched)["products"].endswith(
+        "lm_head: scope linear leaves it out); cublasLt's algorithms: 8 searched"
+    )
 
 
 # ── Fused products, which the audit watches from outside ───────────────────────────────────────────────────────────────────────
@@ -263,8 +264,8 @@ class Layer(nn.Module):
     def changed(self, change: Change, role: str) -> Layer:
         honest = self.product.operand
 
-        def operand(its: str, x: torch.Tensor, along: str, scale: torch.Tensor | None) -> Operand:
-            made = honest(its, x, along, scale)
+        def operand(its: str, x: torch.Tensor, along: str, scale: torch.Tensor | None, **options: object) -> Operand:
+            made = honest(its, x, along, scale, **options)
             return change(made) if its == role else made
 
         self.product.operand = operand

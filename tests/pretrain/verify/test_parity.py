@@ -26,9 +26,9 @@ from pretrain.model import huggingface as model
 from pretrain.model.gradients import attach_main_gradients, was_reached
 from pretrain.model.loss.penalty import Penalty
 from pretrain.model.packed import PackedLanguageModel
-from pretrain.precision import emulation, linear
+from pretrain.precision import linear
 from pretrain.precision.emulation import EmulatedProduct
-from pretrain.precision.linear import LowPrecisionNorm
+from pretrain.precision.product import LinearFunction
 from pretrain.precision.registry import PRECISIONS
 from pretrain.settings.recipe import LossSettings
 from pretrain.verify.comparison import NEGLIGIBLE, TOTAL, distances, total_norm, typical_error
@@ -354,15 +354,6 @@ def test_tensors_of_few_values_are_no_mismatch(small: Callable, monkeypatch: pyt
         assert run.parity().failures == [], seed
 
 
-def test_a_norm_that_is_wrong_in_low_precision_alone_is_found(small: Callable) -> None:
-    """It quantizes nothing, so it is held to rounding, and not to what quantization makes of gradients."""
-    run = small("nvfp4", layers=2, scope="linear+head+norm")
-    norm = next(module for module in run.packed.hf.modules() if isinstance(module, LowPrecisionNorm))
-    function = norm.functions[run.packed.context.backend]
-    norm.functions[run.packed.context.backend] = lambda *arguments: function(*arguments) * 1.05
-    assert any("the packed path, unquantized," in line for line in run.parity().failures)
-
-
 def test_a_fault_at_one_end_of_every_product_is_found(small: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a kernel that forgets its last tile: each product is looked at somewhere, and all of them everywhere."""
     multiply = EmulatedProduct.multiply
@@ -403,35 +394,19 @@ def test_a_product_that_adds_its_gradient_up_wrongly_is_found(
     assert wrong == {"transformer.h.0.attn.c_proj"}
 
 
-@pytest.mark.parametrize("penalty", [None, "neg_entropy"])
-@pytest.mark.parametrize("precision", ["delayed", "block"])
-def test_a_head_whose_product_delivers_its_gradient_passes(
-    precision: str, penalty: str | None, small: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By autograd, as Transformer Engine's do, and not into a sum."""
-    product = EmulatedProduct.__call__
-
-    def delivering(self: EmulatedProduct, x: torch.Tensor, weight: torch.Tensor, *rest: object, **options: bool) -> torch.Tensor:
-        return product(self, x, weight.view_as(weight), *rest, **options)  # which has no main_grad
-
-    monkeypatch.setattr(EmulatedProduct, "__call__", delivering)
-    loss = LossSettings(chunk=256, penalty=penalty, penalty_weight=0.1 if penalty else None)
-    assert not small(precision, "llama", scope="linear+head", loss=loss).parity().failures
-
-
 def test_a_product_that_counts_its_gradient_twice_is_found(small: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """In its sum, and by autograd."""
-    backward = emulation._Products.backward
+    backward = LinearFunction.backward
 
     def wrong(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if (main := ctx.main_gradient) is None:
             return backward(ctx, *gradients)
         before = main.clone()
         results = list(backward(ctx, *gradients))
-        results[1] = (main - before).to(ctx.weight_dtype)
+        results[1] = (main - before).to(ctx.dtypes[0])
         return tuple(results)
 
-    monkeypatch.setattr(emulation._Products, "backward", staticmethod(wrong))
+    monkeypatch.setattr(LinearFunction, "backward", staticmethod(wrong))
     assert small("delayed", "llama").parity().failures
 
 

@@ -1,0 +1,238 @@
+"""The three products of a linear, in whatever computes them: one interface, and the autograd Function of a linear by itself.
+
+    forward  y  = x w^T + b     x [tokens, in], w [out, in]
+    dgrad    dx = dy w          dy [tokens, out]
+    wgrad    dw = dy^T x        added to the weight's FP32 `main_grad` where it has one
+
+Implementations: `PlainProduct` here, in the dtype of the operands; `emulation.EmulatedProduct`;
+`transformer_engine.TransformerEngineProduct`. Callers: `LinearFunction` (a lone linear), the fused nodes of a decoder layer
+(pretrain.model.fused), and each chunk of the LM head (pretrain.model.loss.head). "Quantization off", which parity compares with,
+is `LinearFunction` on a `PlainProduct`: gradients then add up where those of quantized products do.
+
+A caller goes through one microbatch in this order (`LinearCall` does):
+
+    product.begin(x)
+    left, right = product.operand("input", x, "features"), product.weight_operands(matrix, refresh=first_microbatch, ...)[0]
+    y = product.multiply("forward", left, right, torch.bfloat16, bias)
+    product.end()
+    ...
+    by_features = product.operand("grad_output", dy, "features")
+    dx = product.multiply("dgrad", by_features, weight_for_dgrad, torch.bfloat16)
+    by_rows = product.operand("grad_output", dy, "rows", made=by_features)
+    product.accumulate(main_grad, by_rows, input_by_rows)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from pretrain.precision.formats.definition import Along, Role
+from pretrain.precision.products import add_product_
+
+Operand = Any  # a Tensor, an emulated operand, or a quantized tensor of Transformer Engine
+Gemm = Literal["forward", "dgrad", "wgrad"]
+
+
+class Product:
+    """The products of one linear, or of several whose weights are stacked into one. Raises RuntimeError where the precision's
+    blocks do not divide a dimension."""
+
+    name: str  # of its history and its scales in a checkpoint
+    keeps_input = True  # backward quantizes the input once more; False: it takes what forward quantized
+
+    def begin(self, x: Tensor) -> None:
+        """Called before the first operand of a forward over `x` [tokens, in]."""
+
+    def end(self) -> None:
+        """Called after the forward product."""
+
+    def operand(
+        self, role: Role, x: Tensor, along: Along, scale: Tensor | None = None, *, made: Operand = None, both: bool = True
+    ) -> Operand:
+        """x [rows, features] as the factor of a product that sums `along` its features or its rows.
+
+        `made`: what the same x became along its features. A quantizer that writes both layouts at once returns it again, and
+        writes both only if `both`. `scale`: of delayed scaling, where it is not the one in force (`scale`)."""
+        raise NotImplementedError
+
+    def weight_operands(self, matrix: Callable[[], Tensor], *, refresh: bool, differentiable: bool) -> tuple[Operand, Operand]:
+        """The weight as forward and as dgrad multiply it. `matrix` gives it, [out, in]; it is called where the weight must be
+        quantized: where `refresh` (the first microbatch of a step), and where nothing is kept from one."""
+        raise NotImplementedError
+
+    def multiply(self, gemm: Gemm, left: Operand, right: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+        """The result of `gemm` in `dtype`, summed in FP32; `bias` [out] is added before it is rounded."""
+        raise NotImplementedError
+
+    def accumulate(self, total: Tensor, left: Operand, right: Operand, *, overwrite: bool = False) -> None:
+        """Adds the weight's gradient to `total` [out, in], FP32 or BF16; `overwrite`: takes its place."""
+        gradient = self.multiply("wgrad", left, right, torch.float32)
+        if overwrite:
+            total.zero_()
+        total += gradient
+
+    def serves_both(self, role: Role) -> bool:
+        """Whether one quantization of an operand enters both of its products."""
+        return True
+
+    def scale(self, role: Role) -> Tensor | None:
+        """The scale in force of delayed scaling, an FP32 scalar; None for other precisions, and where a library has it."""
+        return None
+
+    def save(self, operand: Operand) -> tuple[Sequence[Tensor | None], Any]:
+        """An operand, no longer needed along its features, as tensors that autograd can save, and what `restore` needs."""
+        return [operand], None
+
+    def restore(self, tensors: Sequence[Tensor | None], rest: Any) -> Operand:
+        return tensors[0]
+
+    def is_first_in_forward(self) -> bool:
+        """Whether this is the first product of the forward under way: its backward is the last one's, and calls
+        `finish_backward`."""
+        return False
+
+    def finish_backward(self) -> None:
+        """All gradients of this microbatch have been quantized: histories of delayed scaling move on."""
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, first_microbatch: bool, context: Any = None) -> Tensor:
+        """x [tokens, in], weight [out, in], bias [out], all of one dtype -> [tokens, out], differentiable in each.
+
+        `first_microbatch` quantizes the weight and keeps the result; later microbatches of a step use what was kept. Gradients
+        have their tensors' dtypes; the weight's is added to its `main_grad` where it has one, and none is returned. `context`:
+        the model's PrecisionContext, whose observers see operands and results."""
+        call = LinearCall(self, context, refresh=first_microbatch, differentiable=torch.is_grad_enabled())
+        return LinearFunction.apply(x, weight, bias, call)
+
+
+class PlainProduct(Product):
+    """Operands as they are: nothing is quantized."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def operand(self, role: Role, x: Tensor, along: Along, scale: Tensor | None = None, **options: Any) -> Tensor:
+        return x
+
+    def weight_operands(self, matrix: Callable[[], Tensor], **options: bool) -> tuple[Tensor, Tensor]:
+        weight = matrix()
+        return weight, weight
+
+    def multiply(self, gemm: Gemm, left: Tensor, right: Tensor, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+        if gemm == "forward":
+            return F.linear(left, right, bias)
+        return (left @ right if gemm == "dgrad" else left.t() @ right).to(dtype)
+
+    def accumulate(self, total: Tensor, left: Tensor, right: Tensor, *, overwrite: bool = False) -> None:
+        add_product_(total, left.t(), right, overwrite=overwrite)
+
+
+class LinearCall:
+    """One forward of a product over a microbatch (or a part of it), and its backward."""
+
+    def __init__(self, product: Product, context: Any = None, *, refresh: bool, differentiable: bool) -> None:
+        """`refresh`: the weight is quantized, though a copy may be kept. `differentiable`: there may be a backward. `context`:
+        see `Product.__call__`."""
+        self.product, self._context, self._refresh, self._differentiable = product, context, refresh, differentiable
+        self._input: Operand = None
+        self._rest: Any = None
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, keeps: bool) -> Tensor:
+        """`keeps`: a gradient of the weight will be computed."""
+        product = self.product
+        self._show("input", x)
+        self._show("weight", weight)
+        product.begin(x)
+        self._ends_backward = self._differentiable and product.is_first_in_forward()
+        for_forward, self._weight = product.weight_operands(
+            lambda: weight, refresh=self._refresh, differentiable=self._differentiable
+        )
+        self._scale = product.scale("input")
+        operand = product.operand("input", x, "features", self._scale, both=keeps)
+        y = product.multiply("forward", operand, for_forward, x.dtype, bias)
+        product.end()
+        self._show_result("forward", y, bias)
+        self._input = x if product.keeps_input else operand
+        return y
+
+    def save(self) -> Sequence[Tensor | None]:
+        """The input as tensors for autograd to save; it is not held here any longer."""
+        kept, self._input = self._input, None
+        if self.product.keeps_input:
+            return [kept]
+        tensors, self._rest = self.product.save(kept)
+        return tensors
+
+    def restore(self, tensors: Sequence[Tensor | None]) -> None:
+        self._input = tensors[0] if self.product.keeps_input else self.product.restore(tensors, self._rest)
+
+    def backward(
+        self, dy: Tensor, needs: Sequence[bool], dtype: torch.dtype, total: Tensor | None, *, overwrite: bool = False
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of input and weight, of those that it `needs`: dx in dy's dtype; dw in `dtype`, or None where it was
+        added to `total`."""
+        product, dy, dx, dw = self.product, dy.contiguous(), None, None
+        self._show("grad_output", dy)
+        scale = product.scale("grad_output")
+        operand = product.operand("grad_output", dy, "features", scale) if needs[0] else None
+        if needs[0]:
+            dx = product.multiply("dgrad", operand, self._weight, dy.dtype)
+            self._show_result("dgrad", dx)
+        if needs[1]:
+            if not product.serves_both("grad_output"):
+                operand = None  # or the two would be in memory at once
+            left = product.operand("grad_output", dy, "rows", scale, made=operand)
+            right = product.operand("input", self._input, "rows", self._scale, made=None if product.keeps_input else self._input)
+            if total is None:
+                dw = product.multiply("wgrad", left, right, dtype)
+                self._show_result("wgrad", dw)
+            elif self._results_watched:  # whoever looks on is to see this product alone
+                gradient = product.multiply("wgrad", left, right, torch.float32)
+                self._show_result("wgrad", gradient)
+                (total.zero_() if overwrite else total).add_(gradient)
+            else:
+                product.accumulate(total, left, right, overwrite=overwrite)
+        if self._ends_backward:
+            product.finish_backward()
+        return dx, dw
+
+    @property
+    def _results_watched(self) -> bool:
+        return self._context is not None and bool(self._context.result_observers)
+
+    def _show(self, role: Role, tensor: Tensor) -> None:
+        if self._context is not None:
+            self._context.show(self.product.name, role, tensor, self.product)
+
+    def _show_result(self, gemm: Gemm, result: Tensor, bias: Tensor | None = None) -> None:
+        if self._context is not None:
+            self._context.show_result(self.product.name, gemm, result, bias)
+
+
+class LinearFunction(torch.autograd.Function):
+    """A linear by itself: x, weight and bias in, y out, see `Product.__call__`."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
+        ctx.call, ctx.dtypes = call, (weight.dtype, None if bias is None else bias.dtype)
+        ctx.main_gradient = getattr(weight, "main_grad", None)
+        keeps = ctx.needs_input_grad[1]
+        y = call.forward(x.detach(), weight.detach(), None if bias is None else bias.detach(), keeps=keeps)
+        tensors = call.save()
+        ctx.save_for_backward(*(tensors if keeps else ()))
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor | None, ...]:
+        weight_dtype, bias_dtype = ctx.dtypes
+        if ctx.needs_input_grad[1]:
+            ctx.call.restore(ctx.saved_tensors)
+        dx, dw = ctx.call.backward(dy, ctx.needs_input_grad[:2], weight_dtype, ctx.main_gradient)
+        db = dy.sum(0, dtype=torch.float32).to(bias_dtype) if ctx.needs_input_grad[2] else None
+        return dx, dw, db, None
