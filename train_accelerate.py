@@ -78,8 +78,6 @@ from pretrain.run.resume import (
     keep_findings,
     new_past,
     planned_resume,
-    put_other_steps_aside,
-    renamed_source,
     take_up,
     where_to_resume,
 )
@@ -135,11 +133,9 @@ def launch(arguments: argparse.Namespace) -> int:
     for text in (*asked.notices, *job.notices):
         console.notice(text)
     if arguments.plan:
-        job, resumed, warnings = planned_resume(job, arguments.resume, arguments.accept_changes)
+        job, resumed = planned_resume(job, arguments.resume, arguments.accept_changes)
         warn_of_precisions(job, console)
         console.notice("\n".join(filter(None, [render(job.plan), resumed])))
-        for warning in warnings:
-            console.warning(warning)
         return 0
     if arguments.eval_only:
         warn_of_precisions(job, console)
@@ -211,11 +207,8 @@ def build(
         begin_stream(None, job)
     with waited.on("checks", "finding the microbatch"):
         job = job.with_microbatch(choose_microbatch(job, assembly, source.record if source else None, accelerator))
-    if main_process:
-        put_other_steps_aside(job, source, state.step, wanted)
     if source:
-        checkpoints.set_aside_newer(state.step)
-        source = renamed_source(source, checkpoints)
+        checkpoints.abandon_newer(state.step)
 
     log_settings = job.recipe.log
     run = Run(
@@ -248,9 +241,7 @@ def get_ready(run: Run, source: ResumePoint | None, notes: list[str]) -> None:
     if not run.begins:
         keep_findings(source, run.assembly, run.job)
     parity, run.ended, run.environment = find_parity(run), has_ended(run), environment_of_start(run)
-    if not run.begins:
-        run.past = run.past.going_on(source.record, run.environment)
-    introduce(run, notes, source.warnings if source else [])
+    introduce(run, notes)
     run.best = best_so_far(run)
     prepare_saves(run)
     require_parity(run, parity)

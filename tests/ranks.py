@@ -154,14 +154,12 @@ def _launch(
 ) -> None:
     _begin(environment, logs)
     import train_accelerate
-    from pretrain.checkpoint import disks
     from pretrain.run import keeping
     from tests.blank_picture import plot_losses
 
     keeping.plot_losses = plot_losses
     if machine is not None:
         os.chdir(machine)
-        disks.SECONDS = 0.2  # no folder here is a network's, which may be late
     sys.argv = ["train_accelerate.py", *arguments]
     if before:
         before(int(environment["RANK"]))

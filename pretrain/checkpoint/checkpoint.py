@@ -1,14 +1,15 @@
 """Checkpoints that are complete or absent, never half, and that any world size can load.
 
-    checkpoints/
-      step-00000100/                            complete
-        model-00000-of-00002.safetensors        parameters under their Hugging Face names, by rank
+    checkpoints/                                  on a disk that all processes share
+      step-00000100/                              complete
+        model-00000-of-00002.safetensors          parameters under their Hugging Face names, by rank
         optimizer-00000-of-00002.safetensors
-        state.json                              step, tokens and what defines the training
-        manifest.json                           sizes, SHA-256 and tensor index; written last
-      .partial-step-00000200/                   while it is written; once its manifest is there, only the name is missing
-      step-00000150.replaced-1/                 given up by the run, kept for the user to look at or remove
-      .removed-step-00000050/                   while it is deleted
+        state.json                                step, tokens and what defines the training
+        manifest.json                             sizes, SHA-256 and tensor index; written last
+      .partial-step-00000200/                     while it is written; once its manifest is there, only the name is missing
+      abandoned-step-00000150/                    a run went back to before it; deleted when the run has saved its next one
+      replaced-step-00000160/                     damaged; kept for the user to look at or remove
+      .removed-step-00000050/                     while it is deleted
 
 Each file is flushed to the disk, the manifest comes last, and only then does the folder get its name. So a process may die at any
 instruction, and the machine at any moment: a folder named step-* is whole. Disks still flip bits and people still copy folders
@@ -20,9 +21,11 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import os
 import shutil
+import socket
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,39 +35,33 @@ import torch.distributed
 from torch import Tensor
 
 from foundation.errors import InputError
-from foundation.files import free_bytes
+from foundation.files import PARTIAL, PROOF, free_bytes
 from foundation.integrity import find_damage
 from foundation.reading import load_object
 from foundation.units import GIB, duration, memory
-from pretrain.checkpoint.disks import Disks, name_ranks
 from pretrain.checkpoint.folders import (
+    ABANDONED_STEP,
+    REPLACED_STEP,
+    abandoned,
     finish_renames,
     looks_complete,
     make_empty,
+    move_aside,
     partial_folder,
     remove,
-    set_aside,
     step_folder,
     step_folders,
     step_of,
 )
-from pretrain.checkpoint.manifest import NOT_HERE, Manifest, TensorEntry, missing_disks, read_manifest
-from pretrain.checkpoint.saving import STATE, PendingSave
-from pretrain.checkpoint.shards import (
-    PART_BYTES,
-    ShardBlock,
-    block_of,
-    lay_out,
-    load_tensors,
-    mismatches,
-    not_covered,
-    rank_stem,
-)
+from pretrain.checkpoint.manifest import STATE, Manifest, TensorEntry, read_manifest
+from pretrain.checkpoint.saving import PendingSave
+from pretrain.checkpoint.shards import PART_BYTES, ShardBlock, block_of, lay_out, load_tensors, mismatches, rank_stem
 from pretrain.checkpoint.staging import Files, Staging, bytes_staged, gpu_of, room_for
 from pretrain.model.distributed import from_all_ranks, in_a_group, local_part
 
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 _AFTER_AN_ERROR = 20.0  # seconds: how long a process that ends by an error waits for the other ranks' part of a save
+_SEEN_WITHIN = 5.0  # seconds: a network disk may show a new file late
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -77,7 +74,7 @@ class _Layout:
     """Which rank writes what, for as long as all ranks hold the same blocks."""
 
     mine: Blocks
-    index: dict[str, dict[str, TensorEntry]]  # of this rank's disk
+    index: dict[str, dict[str, TensorEntry]]
 
 
 class Checkpoints:
@@ -87,33 +84,22 @@ class Checkpoints:
     same order. A save that was begun is written by threads, one save at a time; every other method waits for it first.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        keep: int,
-        *,
-        disks: Disks | None = None,
-        part_bytes: int = PART_BYTES,
-    ) -> None:
-        """`keep`: the newest so many are kept, and those among them all, newest first, that `early` returns, from which a run can
-        be prolonged."""
+    def __init__(self, folder: Path, keep: int, *, before: int | None = None, part_bytes: int = PART_BYTES) -> None:
+        """`keep`: the newest so many are kept, and the newest up to step `before`, where the rate begins to fall."""
         self.folder = folder
         self.keep = keep
-        self.early: Callable[[Sequence[Path]], Collection[Path | None]] = lambda _: ()
+        self.before = before
         self.part_bytes = part_bytes
         self.rank = torch.distributed.get_rank() if in_a_group() else 0
         self.world_size = torch.distributed.get_world_size() if in_a_group() else 1
-        self.disks = disks or Disks.shared(self.rank, self.world_size)
         self.current: Path | None = None  # what the tensors in memory were last saved to or loaded from
-        self.damaged: dict[Path, list[str]] = {}  # found by newest(): what is wrong with each
-        self._verified: Path | None = None  # found intact by newest(): load() need not hash it again
+        self.damaged: dict[Path, list[str]] = {}  # seen by newest(): what is wrong with each
+        self._verified: Path | None = None  # intact when newest() looked: load() need not hash it again
         self._layout: _Layout | None = None
         self._staging = Staging()
         self._reserving: Future[None] | None = None
         self._pending: PendingSave | None = None
-        self._last: PendingSave | None = None  # which may have ended
         self._news: list[str] = []
-        self._told_of_no_room = False
 
     # ── Saving ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -124,11 +110,11 @@ class Checkpoints:
 
         `model` holds parameters and persistent buffers by Hugging Face name (a tied tensor once), `optimizer` whatever tensors
         the optimizer keeps, under names that a later run gives them again; both on any device, plain or DTensor. `state` is JSON.
-        Raises InputError where the file system refuses (full, read-only, a part that does not come); what was saved before stays.
+        Raises InputError where it cannot be written (disk full, read-only, out of memory); what was saved before stays.
         """
         self._begin(step, model, optimizer, state, spared, copied=False)
         self.wait()
-        self._prune(self.current, spared)  # now that every disk has it, and where it was there already
+        self._prune(self.current, spared)  # once more, for a step that was there already and is now the one that is spared
         return self.current
 
     def begin(
@@ -157,29 +143,26 @@ class Checkpoints:
             return
         entered = time.perf_counter()
         self.wait()
-        began, previous = time.perf_counter(), self.current
+        began = time.perf_counter()
         partial, groups = partial_folder(final), {"model": model, "optimizer": optimizer}
         state_json = json.dumps(dict(state), indent=1, allow_nan=False).encode()
-        needed = bytes_needed(model, optimizer)
+        self._needed = bytes_needed(model, optimizer)
         files = self._my_files(groups)
         try:
-            self._on_every_rank(lambda: self.disks.leads and make_empty(partial))
+            self._on_every_rank(lambda: self.rank == 0 and make_empty(partial))
         except OSError as refusal:
-            raise InputError(self._describe(refusal, step, needed)) from None
+            raise InputError(self._describe(refusal, step)) from None
         to_write, written_first = self._copy(files) if copied else (files, True)
         stopped = time.perf_counter() - entered  # the wait for a slower save before this one counts
 
         def afterwards() -> None:
-            # What another disk may not have yet must not cost the last one that all of them have.
-            self._prune(final if self.disks.are_one else previous, spared)
+            remove(self.folder, abandoned(self.folder))
+            self._prune(final, spared)
             behind = "" if written_first else f"; training stopped for {duration(stopped)}"
             self._news.append(f"saved {final} in {duration(time.perf_counter() - began)}{behind}")
 
-        manifest = Manifest(
-            step, self.world_size, [], self._layout.index["model"], self._layout.index["optimizer"], self._notes(final)
-        )
-        self._pending = PendingSave(partial, final, to_write, manifest, state_json, self.disks, afterwards, needed)
-        self._last = self._pending
+        manifest = Manifest(step, self.world_size, [], self._layout.index["model"], self._layout.index["optimizer"])
+        self._pending = PendingSave(partial, final, to_write, manifest, state_json, self.rank, afterwards)
         if written_first:
             self._pending.written.exception()
 
@@ -190,24 +173,21 @@ class Checkpoints:
             self._reserving = None
         needed = bytes_staged(files)
         if not self._staging.holds(needed) and not (room_for(needed) and self._staging.reserve(needed, gpu_of(files))):
-            if self.disks.leads and not self._told_of_no_room:
+            if self.rank == 0:
                 _log.warning(
                     "host memory has no room for copies of %s a process, so training stops while a checkpoint is written",
                     memory(needed / GIB),
                 )
-            self._told_of_no_room = True
             return files, True
         return self._staging.copy(files), False
 
     def _my_files(self, groups: Mapping[str, Tensors]) -> dict[str, dict[str, Tensor]]:
         """What this rank writes, by file; as the ranks agree on it. Exchanged again only where a rank's blocks have changed."""
         mine = {kind: {name: block_of(tensor) for name, tensor in group.items()} for kind, group in groups.items()}
-        known = self._layout is not None and self._layout.mine == mine
-        if not all(from_all_ranks(known)):
+        if not all(from_all_ranks(self._layout is not None and self._layout.mine == mine)):
             offers = from_all_ranks(mine)
-            members = set(self.disks.members)
-            by_kind = {kind: [offer[kind] if rank in members else {} for rank, offer in enumerate(offers)] for kind in groups}
-            self._layout = _Layout(mine, {kind: lay_out(kind, offers, self.part_bytes) for kind, offers in by_kind.items()})
+            index = {kind: lay_out(kind, [offer[kind] for offer in offers], self.part_bytes) for kind in groups}
+            self._layout = _Layout(mine, index)
         files: dict[str, dict[str, Tensor]] = {}
         for kind, group in groups.items():
             for name, entry in self._layout.index[kind].items():
@@ -215,14 +195,6 @@ class Checkpoints:
                     if piece.file.startswith(rank_stem(kind, self.rank, self.world_size)):
                         files.setdefault(piece.file, {})[name] = local_part(group[name])
         return files
-
-    def _notes(self, final: Path) -> dict[str, tuple[str, str]]:
-        """What a manifest says of the disks, where there are several."""
-        if self.disks.are_one:
-            return {}
-        leaders = sorted(set(self.disks.leaders))
-        inside = final.relative_to(self.folder.parent)
-        return {str(each): (name_ranks(self.disks.ranks_of(each)), f"{self.disks.places[each]}/{inside}") for each in leaders}
 
     @property
     def latest(self) -> Path | None:
@@ -235,16 +207,12 @@ class Checkpoints:
         return self._pending is not None and self._pending.failed
 
     def news(self) -> list[str]:
-        """What was saved since the last call, one line each; not collective, and only the ranks that lead a disk know."""
+        """What was saved since the last call, one line each; not collective, and only the first rank knows."""
         news, self._news = self._news, []
         return news
 
-    def written(self) -> tuple[int, int | None]:
-        """Bytes that this process has written of its last save, and of how many; for other threads to ask."""
-        return (save.done, save.total) if (save := self._last) else (0, None)
-
     def wait(self) -> None:
-        """Return when the save under way, if there is one, is complete. InputError on all ranks where it has failed."""
+        """Return when the save under way, if there is one, is complete. InputError on all ranks where it has failed on any."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -253,19 +221,11 @@ class Checkpoints:
             self._on_every_rank(lambda: pending.completed and pending.completed.result())
         except OSError as refusal:
             pending.give_up()
-            if self.disks.leads:
+            if self.rank == 0:
                 shutil.rmtree(pending.partial, ignore_errors=True)
-            raise InputError(self._describe(refusal, step_of(pending.final), pending.needed)) from None
+            raise InputError(self._describe(refusal, step_of(pending.final))) from None
         self.current = pending.final
-        self.damaged.pop(pending.final, None)  # set aside, where it was
-
-    def settle(self) -> str | None:
-        """Waits as `wait` does, for a run that ends in any case: returns the text of what that would have raised."""
-        try:
-            self.wait()
-        except InputError as error:
-            return str(error)
-        return None
+        self.damaged.pop(pending.final, None)  # it is a new one now
 
     def close(self) -> None:
         """Return when no thread of this process writes any more. For a process that may end by an error: not collective."""
@@ -274,72 +234,48 @@ class Checkpoints:
             self._pending.join()
 
     def _on_every_rank(self, work: Callable[[], T]) -> list[T]:
-        """What `work` returned on each rank, once all are done. Where the file system refused any, all raise its OSError."""
+        """What `work` returned on each rank, once all are done. Where it failed on any, all raise an OSError with the reason."""
         try:
             outcome: T | OSError = work()
         except OSError as error:
             outcome = OSError(error.errno, f"{error.strerror or error} (rank {self.rank})")
+        except Exception as error:  # whatever it is, the other ranks wait here for the word
+            _log.exception("rank %d cannot save", self.rank)
+            outcome = OSError(errno.EIO, f"{type(error).__name__}: {error} (rank {self.rank})")
         outcomes = from_all_ranks(outcome)
         if refusals := [each for each in outcomes if isinstance(each, OSError)]:
             raise refusals[0]
         return outcomes
 
-    def _describe(self, refusal: OSError, step: int, needed: int) -> str:
+    def _describe(self, refusal: OSError, step: int) -> str:
         before = f"{self.current} is untouched" if self.current else "no earlier checkpoint was touched"
-        remedy = "Check that folder and its permissions"
-        space = f"It takes {memory(needed / GIB)}, {memory(free_bytes(self.folder) / GIB)} are free"
-        if refusal.errno in _DISK_FULL:
-            remedy = "Free space there, or move the run folder to a larger disk"
-        elif refusal.errno == errno.EFBIG:  # whatever is free
-            space = f"It takes {memory(needed / GIB)} in a few files, and a file may not become so large here"
-            remedy = "Raise `ulimit -f`, or move the run folder to a disk whose file system takes larger files"
+        space = f"it takes {memory(self._needed / GIB)}, {memory(free_bytes(self.folder) / GIB)} are free"
+        remedy = "free space there, or set a `run_dir` on a larger disk" if refusal.errno in _DISK_FULL else "check that folder"
         return (
-            f"{self.folder}: the checkpoint of step {step} could not be saved: {refusal.strerror}. {space}; {before}. {remedy}, "
-            "then start the same command again to resume."
+            f"{self.folder}: the checkpoint of step {step} could not be saved: {refusal.strerror}; {space}; {before}. {remedy}, "
+            "then start the same command again to resume"
         )
 
     # ── Which are kept, and which is the newest ───────────────────────────────────────────────────────────────────────────────
 
     def _prune(self, newest: Path | None, spared: int | None) -> None:
-        """Remove all but the `keep` newest checkpoints, that of step `spared` and the `early` ones, when `newest` is what was
-        saved last; not collective.
-
-        Damaged checkpoints, and newer ones, are neither removed nor counted. Does nothing before a run's first save.
-        """
-        if self.disks.leads and newest is not None and newest.parent == self.folder:
+        """Remove all but the `keep` newest checkpoints, that of step `spared` and the newest up to step `before`, when `newest`
+        is what was saved last; not collective. Damaged checkpoints are neither removed nor counted."""
+        if self.rank == 0 and newest is not None and newest.parent == self.folder:
             steps = [path for path in step_folders(self.folder) if step_of(path) <= step_of(newest)]
             intact = [path for path in steps if path not in self.damaged and looks_complete(path)]
-            early = self.early(intact)
-            remove(self.folder, [path for path in intact[self.keep :] if path not in early and step_of(path) != spared])
+            early = next((path for path in intact if self.before is not None and step_of(path) <= self.before), None)
+            remove(self.folder, [path for path in intact[self.keep :] if path != early and step_of(path) != spared])
 
-    def set_aside_newer(self, step: int) -> list[Path]:
-        """Rename every checkpoint after `step` to `<name>.replaced-<n>`, for a run that goes back and continues from `step`.
-
-        Otherwise the next automatic resume would continue the abandoned training. Returns the new paths.
-        """
+    def abandon_newer(self, step: int) -> None:
+        """Rename every checkpoint after `step`, for a run that goes on from `step`: otherwise the next automatic resume would
+        continue the abandoned training. They are deleted when the run has saved its next checkpoint; damaged ones are not."""
         self.wait()
-        newer = [path for path in step_folders(self.folder) if step_of(path) > step] if self.disks.leads else []
-        return from_all_ranks([set_aside(path) for path in newer])[0]
-
-    def take_back(self, path: Path, step: int) -> Path:
-        """Give the checkpoint at `path`, of `step`, the name that it had before it was set aside, for a run that goes on from it;
-        what has that name now is set aside. Returns the new path.
-
-        Otherwise the next automatic resume, or a rollback, would go on from the other checkpoint of this step.
-        """
-        self.wait()
-        final = step_folder(self.folder, step)
-
-        def rename() -> None:
-            if self.disks.leads and path.exists():
-                if final.exists():
-                    set_aside(final)
-                path.rename(final)
-                _log.warning("%s is this run's again, as %s", path, final.name)
-
-        self._on_every_rank(rename)
-        self.current = final
-        return final
+        if self.rank == 0:
+            for path in [path for path in step_folders(self.folder) if step_of(path) > step]:
+                aside = move_aside(path, REPLACED_STEP if path in self.damaged else ABANDONED_STEP)
+                _log.warning("%s was renamed to %s: the run goes on from step %d", path, aside.name, step)
+        from_all_ranks(None)  # nobody looks before all have their names
 
     def newest(self, *, before: int | None = None, look_only: bool = False) -> Path | None:
         """The newest intact checkpoint, of a step earlier than `before` if that is given, every byte verified; None if there is
@@ -348,13 +284,11 @@ class Checkpoints:
         A damaged one is reported through `logging`, kept in `damaged` and left where it is; then the one before it is tried.
         """
         self.wait()
-        found = []
-        if self.disks.leads:
-            if not look_only:
-                finish_renames(self.folder)
-                remove(self.folder, [])  # now: the next save would wait for it, seconds where a large one was broken off
-            found = [step for step in map(step_of, step_folders(self.folder)) if before is None or step < before]
-        for step in sorted({step for steps in from_all_ranks(found) for step in steps}, reverse=True):
+        if self.rank == 0 and not look_only:
+            finish_renames(self.folder)
+            remove(self.folder, [])  # now: the next save would wait for it, seconds where a large one was broken off
+        steps = from_all_ranks([step_of(path) for path in step_folders(self.folder)] if self.rank == 0 else [])[0]
+        for step in [step for step in steps if before is None or step < before]:
             path = step_folder(self.folder, step)
             problems = self._verify(path)
             if not problems:
@@ -362,16 +296,11 @@ class Checkpoints:
                 return path
             self.damaged[path] = problems
             if self.rank == 0:
-                what = "is not whole here" if all(NOT_HERE in problem for problem in problems) else "is DAMAGED"
-                _log.warning("%s %s and is not used; trying the one before it. %s", path, what, "; ".join(problems))
+                _log.warning("%s is DAMAGED and is not used; trying the one before it. %s", path, "; ".join(problems))
         return None
 
-    def is_there(self, path: Path) -> bool:
-        """Whether any rank sees a checkpoint at `path`."""
-        return any(from_all_ranks(path.exists()))
-
     def owns(self, path: Path) -> bool:
-        """Whether the checkpoint at `path` lies in this run's folder."""
+        """Whether the checkpoint at `path` lies in this run's folder; not collective."""
         return path.resolve().parent == self.folder.resolve()
 
     def read_state(self, path: Path) -> dict[str, Any]:
@@ -379,15 +308,11 @@ class Checkpoints:
         self._require_intact(path)
         return load_object(path / STATE, "resume from another checkpoint")
 
-    def misfits(self, path: Path, model: Tensors) -> list[str]:
-        """Why the checkpoint at `path` is none of this model, whose tensors may be without values; empty: it is one."""
-        return self._first_of_each(mismatches(read_manifest(path).model, model) if path.exists() else [])
-
     def load(self, path: Path, model: Tensors, optimizer: Tensors) -> list[str]:
         """Copy the checkpoint at `path` into the given tensors, in place and whatever their sharding.
 
         Returns notes for the user, on dtypes that were converted. Raises InputError, before anything is copied, where a file is
-        damaged, where names, shapes or integer dtypes differ, and where a rank's values lie on another machine's disk.
+        damaged and where names, shapes or integer dtypes differ.
 
         A rank reads the bytes of its own part, by mapping the files. Before that, every byte is hashed once, by one of the ranks.
         """
@@ -397,9 +322,6 @@ class Checkpoints:
         if differing := [f"{kind}: {problem}" for kind, tensors, index in parts for problem in mismatches(index, tensors)]:
             remedy = "Resume with the recipe it was made by, or set another `run_dir`"
             raise InputError(f"{path}: does not fit this run: {'; '.join(differing)}. {remedy}")
-        lacking = [f"{name} is not whole" for _, tensors, index in parts for name in not_covered(index, tensors)]
-        if lacking := self._first_of_each(lacking[:1] and (self._lines(missing_disks(path, manifest)) or lacking[:1])):
-            raise InputError(f"{path}: cannot be loaded: {'; '.join(lacking)}; then start the same command again")
         notes = [f"{kind}: {note}" for kind, tensors, index in parts for note in load_tensors(path, index, tensors)]
         self.current = path
         return notes
@@ -412,31 +334,12 @@ class Checkpoints:
         self._verified = path
 
     def _verify(self, path: Path) -> list[str]:
-        """What is wrong with the checkpoint at `path`; each rank hashes its share of the files that it sees."""
-        members = self.disks.members
+        """What is wrong with the checkpoint at `path`; each rank hashes its share of the files."""
         try:
-            manifest = read_manifest(path)
-            files = sorted(manifest.files, key=lambda file: file.name)
-            problems = find_damage(path, files[members.index(self.rank) :: len(members)])
-            if not problems and not self._may_suffice(manifest):
-                problems = missing_disks(path, manifest) or [f"{manifest.uncovered[0]} is not whole in it"]
+            files = sorted(read_manifest(path).files, key=lambda file: file.name)
+            problems = find_damage(path, files[self.rank :: self.world_size])
         except InputError as error:
-            elsewhere = not self.disks.are_one and not path.exists()
-            problems = [f"its files {NOT_HERE}; copy them from a machine that has them" if elsewhere else str(error)]
-        return self._first_of_each(self._lines(problems))
-
-    def _may_suffice(self, manifest: Manifest) -> bool:
-        """Whether this rank's part may be among what its disk holds: all is there, or the ranks lie as when it was written."""
-        as_written = {str(leader): name_ranks(self.disks.ranks_of(leader)) for leader in self.disks.leaders}
-        alike = as_written == {leader: ranks for leader, (ranks, _) in manifest.disks.items()}
-        return not manifest.uncovered or (alike and manifest.world_size == self.world_size)
-
-    def _lines(self, problems: list[str]) -> list[str]:
-        """Returns the problems with the host before each, where machines have disks of their own."""
-        host = "" if self.disks.are_one else f"{self.disks.places[self.rank].partition(':')[0]}: "
-        return [host + problem for problem in problems]
-
-    def _first_of_each(self, problems: list[str]) -> list[str]:
+            problems = [str(error)]
         return list(dict.fromkeys(problem for rank in from_all_ranks(problems) for problem in rank))
 
 
@@ -456,3 +359,21 @@ def check_space(folder: Path, needed: int) -> None:
             f"{folder}: checkpoints need {memory(needed / GIB)} there and {memory(free / GIB)} are free; "
             "free space, lower `checkpoint.keep`, or point `run_dir` to a larger disk"
         )
+
+
+def require_shared(folder: Path) -> None:
+    """InputError unless all processes see `folder`, which the first has made, as one folder. Collective."""
+    if not in_a_group():
+        return
+    token = folder / f".{PROOF}.0{PARTIAL}"
+    if torch.distributed.get_rank() == 0:
+        token.touch()
+    from_all_ranks(None)  # it is there
+    end = time.monotonic() + _SEEN_WITHIN
+    while not (seen := folder.is_dir() and token.name in os.listdir(folder)) and time.monotonic() < end:
+        time.sleep(0.05)
+    blind = [host for host in from_all_ranks(None if seen else socket.gethostname()) if host]
+    if torch.distributed.get_rank() == 0:
+        token.unlink()
+    if blind:
+        raise InputError(f"{folder}: {blind[0]} does not see the folder of the first machine; put it on a disk that all share")

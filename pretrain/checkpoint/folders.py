@@ -1,4 +1,4 @@
-"""Checkpoint folders by their names: made, completed, set aside, deleted. The kinds of names are in checkpoint.py."""
+"""Checkpoint folders by their names: made, completed, abandoned, deleted. checkpoint.py shows the kinds of names."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 from foundation.errors import InputError
-from foundation.files import fsync, name_aside
+from foundation.files import fsync
 from foundation.integrity import wrong_sizes
-from pretrain.checkpoint.manifest import is_manifest, read_manifest
+from pretrain.checkpoint.manifest import read_manifest
 
-PARTIAL_STEP, REMOVED_STEP = ".partial-", ".removed-"
+PARTIAL_STEP, REMOVED_STEP, ABANDONED_STEP, REPLACED_STEP = ".partial-", ".removed-", "abandoned-", "replaced-"
 _STEP = re.compile(r"step-\d{8,}")
 _log = logging.getLogger(__name__)
 
@@ -46,10 +45,10 @@ def make_empty(folder: Path) -> None:
 
 
 def give_name(partial: Path, final: Path) -> None:
-    """Let what is complete in `partial` appear as `final`; what had that name is set aside. Raises OSError."""
+    """Let what is complete in `partial` appear as `final`; what had that name keeps its files under another. Raises OSError."""
     fsync(partial)
     if final.exists():
-        set_aside(final)
+        move_aside(final, REPLACED_STEP)
     os.rename(partial, final)
     fsync(final.parent)
 
@@ -71,40 +70,32 @@ def looks_complete(folder: Path) -> bool:
         return False
 
 
-def set_aside(path: Path) -> Path:
-    """Free the name of a checkpoint, or of a file, without losing the data."""
-    aside = name_aside(path)
-    os.rename(path, aside)
-    _log.warning("%s was set aside as %s; remove it when you do not need it", path, aside.name)
+def move_aside(folder: Path, prefix: str) -> Path:
+    """Rename a checkpoint so that no run resumes from it unless it is named; returns the new path.
+
+    An older one of that step and prefix goes: the run has saved a whole checkpoint of the step since.
+    """
+    aside = folder.with_name(f"{prefix}{folder.name}")
+    if aside.exists():
+        shutil.rmtree(aside)
+    os.rename(folder, aside)
     return aside
 
 
 def remove(parent: Path, folders: list[Path]) -> None:
-    """Delete `folders` and what dead writers and deleters left in `parent`. A failure is logged: it costs only space, and
-    does not keep the others. What others have put into a folder is set aside. Of a link the link alone goes: whoever made it may
-    want what it leads to."""
-    for folder in folders:
-        _attempt(_begin_removal, folder)
-    for prefix in (REMOVED_STEP, PARTIAL_STEP):
-        for leftover in parent.glob(f"{prefix}step-*"):
-            _attempt(os.unlink if leftover.is_symlink() else shutil.rmtree, leftover)
-
-
-def _begin_removal(folder: Path) -> None:
-    if not folder.is_symlink():
-        ours = {file.name for file in read_manifest(folder).files}
-        if others := [path for path in folder.iterdir() if path.name not in ours and not is_manifest(path.name)]:
-            aside = name_aside(folder)
-            aside.mkdir()
-            for path in others:
-                path.rename(aside / path.name)
-            _log.warning("%s is none of the run's: it is kept in %s, as the checkpoint goes", others[0], aside.name)
-    # Renamed first, so that an interrupted deletion leaves nothing that looks like a checkpoint.
-    os.rename(folder, folder.with_name(f"{REMOVED_STEP}{folder.name}"))
-
-
-def _attempt(work: Callable[[Path], object], path: Path) -> None:
+    """Delete `folders`, and what dead writers and deleters left in `parent`. A failure is logged: it costs only space."""
     try:
-        work(path)
+        for folder in folders:
+            # Renamed first, so that an interrupted deletion leaves nothing that looks like a checkpoint.
+            os.rename(folder, folder.with_name(f"{REMOVED_STEP}{folder.name}"))
+        for prefix in (REMOVED_STEP, PARTIAL_STEP):
+            for leftover in parent.glob(f"{prefix}*step-*"):
+                # Of a link the link alone goes: whoever made it may want what it leads to.
+                leftover.unlink() if leftover.is_symlink() else shutil.rmtree(leftover)
     except OSError as error:
-        _log.warning("%s: an old checkpoint could not be removed: %s", path, error)
+        _log.warning("%s: an old checkpoint could not be removed: %s", parent, error)
+
+
+def abandoned(parent: Path) -> list[Path]:
+    """The checkpoints in `parent` from which a run has gone back."""
+    return list(parent.glob(f"{ABANDONED_STEP}step-*"))

@@ -13,29 +13,21 @@ from torch import Tensor
 from foundation.errors import InputError
 from foundation.integrity import check_files
 from foundation.reading import load_object
-from pretrain.checkpoint.manifest import TensorEntry, missing_disks, read_manifest
-from pretrain.checkpoint.saving import STATE
+from pretrain.checkpoint.manifest import STATE, TensorEntry, read_manifest
 from pretrain.checkpoint.shards import DTYPES, load_tensors
-from pretrain.checkpoint.state import SavedIdentity
 from pretrain.optimizer.adamw_update import convert_weight
 from pretrain.precision.registry import Weights
 
 
 class SavedWeights:
-    """What the checkpoint at `folder` holds of the model. InputError where it is no checkpoint, or not all of it is there."""
+    """What the checkpoint at `folder` holds of the model. InputError where it is no checkpoint."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.manifest = read_manifest(folder)
         state = load_object(folder / STATE, "name another checkpoint")
-        try:
-            self.mode: Weights = SavedIdentity.model_validate(state.get("identity")).weights
-            self.identity: dict[str, Any] = state["identity"]  # what defines the training that it is of
-        except ValueError:
-            raise InputError(f"{folder}: its state.json does not say what the weights are stored in; name another") from None
-        if any(not entry.is_covered for entry in self.manifest.model.values()):
-            missing = missing_disks(folder, self.manifest) or ["its manifest does not hold all of every tensor"]
-            raise InputError(f"checkpoint {folder}: {'; '.join(missing)}")
+        self.identity: dict[str, Any] = state["identity"]  # what defines the training that it is of
+        self.mode: Weights = self.identity["weights"]
 
     def verify(self, to: Weights) -> None:
         """InputError unless every byte that `read` takes to mode `to` is as it was written; the moments are left alone."""

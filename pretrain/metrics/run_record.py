@@ -98,11 +98,8 @@ class RunRecord:
 
     @property
     def starts(self) -> dict[int, dict[str, Any]]:
-        """The environment of each start that trained some of its steps, by the first of these; of starts alike only the first."""
-        at, machines = [step["step"] for step in self.steps], self.past.machines
-        firsts = [*at[:1], *(start.until + 1 for start in machines)]
-        environments = [*(self.environment | start.on.model_dump() for start in machines), self.environment]
-        return {first: found for first, found in zip(firsts, environments, strict=False) if first <= at[-1]}
+        """The environment of its last start, by the first of its steps."""
+        return {step["step"]: self.environment for step in self.steps[:1]}
 
     def versions_of(self, package: str) -> str:
         """The versions of `package` that its steps were computed by, in order, as far as they are told: "2.12.0, then 2.13.0"."""

@@ -30,7 +30,7 @@ from pretrain.compare.figures import picture_of_losses
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.run_record import RunRecord, own_evaluations, read_metrics, read_run
 from pretrain.model import huggingface as model
-from pretrain.model.distributed import full_state_dict, largest_over_ranks
+from pretrain.model.distributed import largest_over_ranks
 from pretrain.model.export import export as write_export
 from pretrain.plan.data import Data
 from pretrain.plan.tokenizer import check_same_tokenizer, load_tokenizer
@@ -227,14 +227,12 @@ def export_trained(run: Run, record: RunRecord | None) -> None:
     """Write `final/` of a run whose last step is saved, with the card that its `record` makes and its curves, drawn already.
     All ranks call it; only the main process has a record.
 
-    From the checkpoint, so that no process holds the model whole; but gathered where machines share no disk.
+    From the checkpoint, so that no process holds the model whole.
     """
-    hf, weights = run.assembly.hf, {}
-    if not run.checkpoints.disks.are_one:
-        weights = full_state_dict(run.accelerator, run.assembly.model)
+    hf = run.assembly.hf
     if not run.accelerator.is_main_process:
         return
-    read = weights.__getitem__ if weights else _reader(SavedWeights(run.checkpoints.current), hf, run.job.recipe.weights)
+    read = _reader(SavedWeights(run.checkpoints.current), hf, run.job.recipe.weights)
     tokenizer, final = run.job.tokenizer, run.folder.final
     card = model_card(record, hf, tokenizer=tokenizer is not None).encode()
     beside = {CARD: card, PICTURE: run.folder.loss_plot.read_bytes()}

@@ -5,16 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
-from pathlib import Path
-
-from accelerate.utils import broadcast_object_list
 
 from foundation.errors import InputError
-from foundation.files import name_aside
 from packing.batch import Prefetch, StepBatches
 from packing.stream import StreamEnded
-from pretrain.checkpoint.checkpoint import Checkpoints
-from pretrain.checkpoint.folders import step_folder
 from pretrain.plan.preflight import Job
 from pretrain.plan.remedies import is_out_of_memory, out_of_memory
 from pretrain.run.running import Run
@@ -64,8 +58,7 @@ def unread(steps: Prefetch[StepBatches]) -> BaseException | None:
 def prepare_rescue(run: Run, what: int, steps: Prefetch[StepBatches]) -> BaseException:
     """The error to raise for `what`, a `fault_of` the run, once the step in memory is saved.
 
-    All ranks call it, and then save: where the folder is gone, `run.checkpoints` is set to a new one beside it, since a folder of
-    the same name may be somebody else's.
+    All ranks call it, and then save; but not where the folder is gone: one of the same name may be somebody else's.
     """
     step = run.state.step
     if what == Stop.PACKS_FAILED:
@@ -75,18 +68,12 @@ def prepare_rescue(run: Run, what: int, steps: Prefetch[StepBatches]) -> BaseExc
             return InputError(f"{said}. Step {step} is saved")
         error.add_note(f"Step {step} is saved")
         return error
-    if what == Stop.METRICS_GONE:
-        return InputError(
-            f"{run.folder.metrics}: was deleted or replaced while the run was going on, and its lines up to step {step} are gone "
-            "with it. The step is saved: start the same command again to go on; the metrics begin after it"
+    if what == Stop.FOLDER_GONE:
+        raise InputError(
+            f"{run.folder.path}: the run folder was deleted or renamed while the run was going on; put it back, and start "
+            "the same command again to go on from its newest checkpoint"
         )
-    run.checkpoints.settle()  # what was being written went with the folder
-    path, moved = broadcast_object_list([str(name_aside(run.folder.path, ".rescued-")), run.folder.moved_to()])
-    run.checkpoints = Checkpoints(Path(path) / "checkpoints", run.checkpoints.keep, disks=run.checkpoints.disks)
-    saved = step_folder(run.checkpoints.folder, step)
-    where, folder = ("renamed", moved) if moved else ("deleted or replaced", run.folder.path)
-    left = f"It is {moved} now" if moved else "Its metrics and checkpoints went with it"
     return InputError(
-        f"{run.folder.path}: the run folder was {where} while the run was going on. {left}; nothing was written to it since. "
-        f"Step {step} is saved as {saved}: to go on, start again with run_dir={folder} --resume {saved}"
+        f"{run.folder.metrics}: was deleted or replaced while the run was going on, and its lines up to step {step} are gone "
+        "with it. The step is saved: start the same command again to go on; the metrics begin after it"
     )

@@ -55,8 +55,8 @@ def environment_of_start(run: Run) -> dict[str, Any]:
     return broadcast_object_list([found])[0]
 
 
-def introduce(run: Run, notes: Iterable[str], warnings: Iterable[str]) -> None:
-    """Say and write down what this run is, before its first step; `notes` and `warnings` are of what it goes on from."""
+def introduce(run: Run, notes: Iterable[str]) -> None:
+    """Say and write down what this run is, before its first step; `notes` are of what it goes on from."""
     run.console.notice(render(run.job.plan, brief=True))
     found, plan = run.assembly.audit, run.job.plan
     planned = plan.memory.parts(plan.expected_microbatch)
@@ -70,10 +70,6 @@ def introduce(run: Run, notes: Iterable[str], warnings: Iterable[str]) -> None:
         run.console.notice(f"the model was built {built}")
     for note in notes:
         run.console.notice(note)
-    for warning in warnings:
-        run.console.warning(warning)
-    if not run.checkpoints.disks.are_one:
-        run.console.notice(run.checkpoints.disks.describe())
     settings = _keep_records(run) if run.ended else _write_records(run)
     run.trackers.start(settings)
 
@@ -83,9 +79,8 @@ def _write_records(run: Run) -> dict[str, Any]:
     settings = config.resolved(run.job.recipe)
     if run.accelerator.is_main_process and not run.state.finished:  # steps are to come: an earlier end is none any more
         run.folder.summary.unlink(missing_ok=True)  # first: it does not describe the other records
-    if run.accelerator.is_main_process or run.checkpoints.disks.leads:  # which makes it a run's folder on that machine's disk
-        run.folder.write_yaml(run.folder.config, settings)
     if run.accelerator.is_main_process:
+        run.folder.write_yaml(run.folder.config, settings)
         run.folder.write_json(run.folder.environment, _fingerprints(run.job) | run.environment | run.past.record())
         run.folder.write_json(run.folder.audit, run.assembly.audit)
     return settings

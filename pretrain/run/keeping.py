@@ -11,7 +11,6 @@ from accelerate import Accelerator
 from foundation.errors import InputError
 from foundation.signals import StopRequest
 from packing.batch import Prefetch, StepBatches
-from pretrain.checkpoint.state import ComputedOn
 from pretrain.compare.figures import plot_losses
 from pretrain.metrics.console import Console
 from pretrain.metrics.run_folder import RunFolder
@@ -42,14 +41,13 @@ def save(run: Run, *, behind: bool = False) -> None:
         "microbatch": run.job.plan.microbatch,
         "loss_chunk": run.job.plan.loss.tokens_at_once,
         "world_size": run.accelerator.num_processes,
-        **({"computed_on": ComputedOn.of(run.environment).model_dump()} if run.environment else {}),
         **run.past.record(),
         **({"stream": run.job.data.stream.record()} if run.job.data.stream else {}),
     }
     write = run.checkpoints.begin if behind else run.checkpoints.save
     spared = run.best.step if run.job.recipe.checkpoint.best and run.best else None
     task = f"saving step {run.state.step}"
-    with run.waited.on("saves", task, "B", poll=run.checkpoints.written):
+    with run.waited.on("saves", task):
         write(run.state.step, run.assembly.tensors, run.assembly.state_tensors, record, spared=spared)
     tell_saved(run)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -16,58 +16,37 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
 from foundation.errors import InputError
-from foundation.files import REPLACED, name_aside, replace_file
-from foundation.reading import load_json, load_object, read_lines, reason_of
-from foundation.settings import load_yaml, parse
+from foundation.reading import load_json
+from foundation.settings import parse
 from foundation.units import plural
-from pretrain.checkpoint.checkpoint import Checkpoints
-from pretrain.checkpoint.disks import find_disks, look_at_disks
-from pretrain.checkpoint.folders import set_aside, step_folder, step_folders
-from pretrain.checkpoint.manifest import NOT_HERE, TensorEntry, read_manifest
-from pretrain.checkpoint.state import Past, TrainState, changed_keys, check_record, check_same_training, differences
+from pretrain.checkpoint.checkpoint import Checkpoints, require_shared
+from pretrain.checkpoint.folders import step_folder, step_folders
+from pretrain.checkpoint.manifest import MANIFEST, TensorEntry, read_manifest
+from pretrain.checkpoint.shards import mismatches
+from pretrain.checkpoint.state import Change, Past, TrainState, changed_keys, check_same_training, differences
 from pretrain.metrics.health import Health
-from pretrain.metrics.recorded import RecordedAudit, RecordedEnvironment
-from pretrain.metrics.run_folder import (
-    AUDIT_FILE,
-    METRICS_FILE,
-    PROFILE_FILE,
-    STATISTICS_FILE,
-    SUMMARY_FILE,
-    TENSORBOARD,
-    TRACKERS_FILE,
-    RunFolder,
-)
-from pretrain.metrics.run_record import RunRecord, read_finished, read_metrics
-from pretrain.metrics.tracked_run import TAKEN_BACK
-from pretrain.metrics.trackers import last_steps, read_kept
+from pretrain.metrics.recorded import RecordedAudit
+from pretrain.metrics.run_folder import AUDIT_FILE, METRICS_FILE, SUMMARY_FILE, RunFolder
+from pretrain.metrics.run_record import RunRecord, is_step, read_finished, read_metrics
 from pretrain.model.distributed import local_part, refused_together, require_same_on_all_ranks
 from pretrain.model.huggingface import named_tensors, weights_fingerprint
+from pretrain.optimizer import schedule
 from pretrain.optimizer.adamw import set_updates_done
 from pretrain.optimizer.adamw_update import convert_weight, describe_conversion
 from pretrain.plan.preflight import Job
-from pretrain.plan.tokenizer import check_same_tokenizer
 from pretrain.precision.linear import PREFIX
 from pretrain.precision.registry import WEIGHT_DTYPES, Weights
+from pretrain.precision.schedule import in_phases, last_steps, phases_of
 from pretrain.precision.settings import ActivePrecision
 from pretrain.run.assembly import REHEARSALS, Assembly
-from pretrain.run.changes import (
-    extending_a_decayed_run,
-    last_before,
-    of_another_stream,
-    other_text,
-    past_of,
-    precision_has_moved,
-    precisions_around,
-    precisions_so_far,
-    rate_has_moved,
-    shift_of,
-    steps_so_far,
-)
 from pretrain.settings.config import begin_of, identity_of
-from pretrain.settings.recipe import USUAL_CHUNK, Recipe
+from pretrain.settings.recipe import Recipe, ScheduleSettings
 
-_log = logging.getLogger(__name__)
 BEGIN_WITH = "`train.begin_with`: "  # before what is wrong with its checkpoint
+HORIZON = {"train.steps", "train.tokens", "train.epochs"}
+
+
+# ── Which checkpoint ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
@@ -77,9 +56,8 @@ class ResumePoint:
     path: Path
     record: dict[str, Any]  # its state.json
     notes: list[str]  # what differs between its recipe and the present one
-    begins: bool = False  # it is that of `train.begin_with`: another training's is what was asked for
+    begins: bool = False  # it is that of `train.begin_with`
     past: Past = field(default_factory=Past)  # of the run that goes on from it
-    warnings: list[str] = field(default_factory=list)  # which differences the user should look at
 
 
 def find_resume_point(
@@ -91,212 +69,87 @@ def find_resume_point(
     Raises InputError where it does not exist, where it belongs to another training and `accept_changes` is not set, and where all
     checkpoints are damaged: a new run in their place would bury what may still be rescued.
     """
-    path = _to_resume(checkpoints, wanted, look_only=look_only)
+    path = checkpoints.newest(look_only=look_only) if wanted == "auto" else Path(wanted)
+    if path is None and checkpoints.damaged:
+        raise InputError(f"{checkpoints.folder}: every checkpoint is damaged; name another `run_dir` to train from the beginning")
     begins = path is None
-    if begins:
-        path = begin_of(job.recipe)
-        if path is None:
-            return None
-        named, remedy = BEGIN_WITH, _to_begin_with(path)
-        if not checkpoints.is_there(path):
-            raise InputError(f"{named}{path}: no such checkpoint; {remedy}")
-    else:
-        named, remedy = "", "--resume takes a step-* folder of a run's `checkpoints`, or auto, which finds the newest intact one"
+    path = path or begin_of(job.recipe)
+    if path is None:
+        return None
+    named = BEGIN_WITH if begins else "" if wanted == "auto" else "--resume "
+    if not path.exists():
+        there = ", ".join(folder.name for folder in step_folders(path.parent)) or "no checkpoint"
+        raise InputError(f"{named}{path}: no such checkpoint; {path.parent} holds {there}; name a step-* folder of a run")
     try:
         record = checkpoints.read_state(path)
-        check_record(record, path)
     except InputError as error:
-        raise InputError(f"{named}{error}; {remedy}") from None
-    hint = extending_a_decayed_run(path, record, job, begins=begins)
-    try:  # who begins with a checkpoint asks for another training
-        changes = check_same_training(record, job.identity, path, accept_changes or begins)
-    except InputError as error:
-        raise InputError("\n".join(filter(None, [str(error), hint]))) from None
-    if misfits := checkpoints.misfits(path, named_tensors(job.shapes)):
-        more = f", and {len(misfits) - 2} more" if len(misfits) > 2 else ""
-        settings = [change for change in changes if change.startswith("model.")]
-        because = f" ({'; '.join(settings[:2])})" if settings else ""
-        fits = "name a checkpoint of this model" if begins else "resume with the recipe it was made by, or set another `run_dir`"
-        raise InputError(f"{named}{path}: does not fit this run's model{because}: {'; '.join(misfits[:2])}{more}; {fits}")
-    notes = [f"the recipe has changed: {each}" for each in changes if not (begins and each.startswith("train.begin_with:"))]
-    moved = None if hint else rate_has_moved(record, job)
-    notes += filter(None, [*other_text(record, job), moved])
-    warnings = [*filter(None, [precision_has_moved(record, job), hint])]
-    past = past_of(path, record, job, begins=begins, own=checkpoints.owns(path))
-    return ResumePoint(path, record, notes, begins, past, warnings)
-
-
-def _to_resume(checkpoints: Checkpoints, wanted: str, *, look_only: bool) -> Path | None:
-    """The checkpoint that `wanted` names, or for "auto" the run's newest; None where it has none yet. InputError as above."""
-    path = checkpoints.newest(look_only=look_only) if wanted == "auto" else Path(wanted)
-    if path is not None and not checkpoints.is_there(path):
-        there = ", ".join(folder.name for folder in step_folders(checkpoints.folder)) or "no checkpoint"
+        raise InputError(f"{named}{error}; name a step-* folder of a run's `checkpoints`") from None
+    changes = check_same_training(record, job.identity, path, accept_changes or begins)
+    if misfits := mismatches(read_manifest(path).model, named_tensors(job.shapes)):
         raise InputError(
-            f"--resume {path}: no such checkpoint; {checkpoints.folder} holds {there}; name a step-* folder, or auto"
+            f"{named}{path}: does not fit this run's model: {'; '.join(misfits[:2])}; name a checkpoint of this model"
         )
-    if path is None and checkpoints.damaged:
-        newest, problems = max(checkpoints.damaged.items())
-        if all(NOT_HERE in problem for problem in problems):
-            raise InputError(f"checkpoint {newest}: {'; '.join(problems)}; then start the same command again")
-        raise InputError(f"{checkpoints.folder}: every checkpoint is damaged; name another `run_dir` to train from the beginning")
-    return path
-
-
-def _to_begin_with(path: Path) -> str:
-    """What `train.begin_with` may name in place of `path`: what lies in it as a run's folder, or beside it."""
-    folders = (path, path / "checkpoints", path.parent, path.parent / "checkpoints")
-    there = next(filter(None, ([each for each in step_folders(folder) if each != path] for folder in folders)), [])
-    listed = f": {there[0].parent} holds {', '.join(each.name for each in there[:8])}" if there else ""
-    return (
-        f"name a step-* folder of another run's `checkpoints`, whose `checkpoint.every` and `checkpoint.keep` decide which there "
-        f"are{listed}"
-    )
+    notes = [f"the recipe has changed: {each}" for each in changes if not (begins and each.startswith("train.begin_with:"))]
+    return ResumePoint(path, record, notes, begins, past_of(path, record, job, begins=begins, own=checkpoints.owns(path)))
 
 
 def require_steps_to_come(source: ResumePoint | None, checkpoints: Checkpoints, job: Job) -> None:
-    """InputError where nothing can be trained from a checkpoint on: it has no place in this run's stream, and is none to begin
-    with; it is from another folder and at the horizon already, so that the run would have no step of its own to tell of; or its
-    steps were of other sizes, and the horizon counts tokens; or the run folder has a curve of its own that is not the
-    checkpoint's. And where a run would begin over one that is finished, whose checkpoints somebody has removed."""
-    if (source is None or source.begins) and (end := _end_of_a_run(job)):
-        raise InputError(
-            f"{end} of a finished run, of which {checkpoints.folder} has no checkpoint to go on from; training anew would write "
-            f"over it and {METRICS_FILE}; set another `run_dir`, or move {job.run_dir} away"
-        )
+    """InputError where nothing can be trained from `source` on: it has no place in this run's stream, is of another run than the
+    metrics in the run folder, is at the horizon already, or its steps were of other sizes and the horizon counts tokens. And
+    where a run would begin over one that is finished, whose checkpoints somebody has removed."""
+    if source is None or source.begins:
+        for end in (job.run_dir / "final", job.run_dir / SUMMARY_FILE):
+            if end.exists():
+                raise InputError(
+                    f"{end}: is of a finished run that has no checkpoint to go on from; set another `run_dir`, or move it away"
+                )
     if source is None:
         return
+    named = BEGIN_WITH if source.begins else "--resume "
     if of_another_stream(source.record, job) and not source.begins:
         raise InputError(
-            f"{source.path}: was trained on other text, sources or shares than this stream has, and has no place in it; set "
-            f"another `run_dir`, and `train.begin_with: {source.path}` to begin this stream with its weights, or "
-            "`data.streaming: false` to prepare all packs before the run"
+            f"{source.path}: was trained on other text, sources or shares than this stream has; set another `run_dir`, and "
+            f"`train.begin_with: {source.path}` to begin this stream with its weights"
+        )
+    own = checkpoints.owns(source.path) and source.path in step_folders(checkpoints.folder)
+    if not own and not _goes_on_here(source, job.run_dir):
+        raise InputError(
+            f"{named}{source.path}: is of another run than the steps in {job.run_dir / METRICS_FILE}; set another `run_dir`"
         )
     progress, train, plan = source.record["progress"], job.recipe.train, job.plan
     step, tokens = progress["step"], progress["tokens"]
-    of_this_curve = checkpoints.owns(source.path) and REPLACED not in source.path.name  # what was set aside has its own
-    if not of_this_curve and not _goes_on_here(source, job.run_dir):
-        raise InputError(
-            f"{BEGIN_WITH if source.begins else '--resume '}{source.path}: is of another run than the steps in "
-            f"{job.run_dir / METRICS_FILE}, whose curve would go on with it; set another `run_dir`"
-        )
     key = next(key for key in ("steps", "tokens", "epochs") if getattr(train, key) is not None)
-    named, asked = BEGIN_WITH if source.begins else "", f"`train.{key}: {getattr(train, key)}`"
     if key != "steps" and tokens != step * plan.tokens_per_step:
         steps = step + max(math.ceil((plan.total_tokens - tokens) / plan.tokens_per_step), 0)
         raise InputError(
-            f"{named}{source.path}: {asked} does not say at which step to end: this checkpoint's {plural(step, 'step')} took "
-            f"{tokens:,} tokens, and as many steps of `batch.tokens: {plan.tokens_per_step}` take "
-            f"{step * plan.tokens_per_step:,}; set `train.steps: {steps}` in its place, which ends the run after as many tokens"
+            f"{named}{source.path}: its {plural(step, 'step')} were of another `batch.tokens`, so `train.{key}` does not say at "
+            f"which step to end; set `train.steps: {steps}` in its place, which ends the run after as many tokens"
         )
     if step >= plan.steps and not checkpoints.owns(source.path):
-        horizon = f"this run's horizon, {asked}, is {plural(plan.steps, 'step')}"
-        raise InputError(f"{named}{source.path}: is from step {step:,}, and {horizon}: nothing is left; set a longer one")
-
-
-def require_its_tokenizer(source: ResumePoint | None, job: Job) -> None:
-    """InputError where the run that goes on was trained with another tokenizer than there is now: packs of mere token ids fit
-    any, and `final/` would get the wrong one."""
-    if source is None or source.begins:
-        return
-    trained_with = None
-    with suppress(OSError, ValueError):  # no record, or a damaged one
-        written = load_json(RunFolder(source.path.absolute().parent.parent, owner=False).environment)
-        trained_with = RecordedEnvironment.model_validate(written).tokenizer_fingerprint
-    try:
-        check_same_tokenizer(job.recipe.data, job.recipe.model, job.data, trained_with)
-    except InputError as error:
         raise InputError(
-            f"{source.path}: its tokenizer is another now: {error}, or set another `run_dir`, with `train.begin_with` to go on "
-            "from this checkpoint"
-        ) from None
+            f"{named}{source.path}: is from step {step:,}, and `train.{key}` ends the run at {plan.steps:,}; set a longer one"
+        )
 
 
-def _end_of_a_run(job: Job) -> str | None:
-    """What the run folder has of the end of a run, whatever its recipe was, as the beginning of a message."""
-    ends = {"final": "is the model", SUMMARY_FILE: "is the summary"}
-    return next((f"{job.run_dir / name}: {what}" for name, what in ends.items() if (job.run_dir / name).exists()), None)
-
-
-def finished_before(job: Job) -> RunRecord | None:
-    """What the run folder holds, where it is this very training and that has reached its end already; else None."""
-    run = read_finished(job.run_dir)
-    ended = run is not None and run.summary["steps"] == job.plan.steps
-    return run if ended and _is_this(run.config, run.data_fingerprint, run.source_config, job) else None
-
-
-def _is_this(config: dict[str, Any], fingerprint: str | None, source: Mapping[str, Any], job: Job) -> bool:
-    """Whether a run of `config`, on data of this `fingerprint`, with a `model.source` that said `source`, is this training."""
-    try:
-        recipe = parse(Recipe, config, str(job.run_dir / "config.yaml"))
-    except InputError:  # another version wrote it
-        return False
-    ours = identity_of(job.recipe, job.data.train.fingerprint) | job.source_config
-    return not changed_keys(identity_of(recipe, fingerprint or "") | source, ours)
-
-
-def put_other_steps_aside(job: Job, source: ResumePoint | None, step: int, wanted: str) -> None:
-    """Keeps under other names what the run folder's files tell of steps that were given up. Call it before newer checkpoints make
-    way: where a kill came between, the next start would go on from `step` unasked, and cut those lines. InputError where that
-    cannot be written."""
-    if source is None or source.begins:
-        set_aside_another(job)
-    elif wanted != "auto":
-        keep_what_is_cut(job, step)
-
-
-def set_aside_another(job: Job) -> None:
-    """Renames to `<name>.replaced-<n>` what another training has left in the run folder, so that neither a file nor a tracker
-    takes its steps for this one's. For a run without a checkpoint of its own, where that training came to none either."""
-    folder = RunFolder(job.run_dir, owner=False)
-    with suppress(InputError):  # there is none, or it is damaged
-        read_metrics(job.run_dir)
-        environment = load_object(folder.environment, "start the run again to write it")
-        told = environment.get("data_fingerprint"), environment.get("source_config", {})
-        if _is_this(load_yaml(folder.config), *told, job):  # its steps are trained again
-            return
-    for name in (METRICS_FILE, STATISTICS_FILE, PROFILE_FILE, TENSORBOARD):
-        path = job.run_dir / name
-        if path.is_file() and path.stat().st_size == 0:
-            path.unlink()
-        elif path.exists():
-            set_aside(path)
-
-
-def keep_what_is_cut(job: Job, step: int) -> None:
-    """Copy to `<name>.replaced-<n>` what the run folder's files tell of steps after `step`, for a run that the user has sent back
-    there: those lines are about to be cut, and what comes may be another training. Says which trackers cannot follow. InputError
-    where that cannot be written."""
-    for path in (job.run_dir / METRICS_FILE, job.run_dir / STATISTICS_FILE):
-        if not path.exists() or max(last_steps(path).values(), default=0) <= step:
-            continue
-        aside = name_aside(path)
-        try:
-            replace_file(aside, b"".join(read_lines(path)))
-        except OSError as error:
-            what = "the steps that are abandoned cannot be kept there"
-            raise InputError(f"{aside}: {what}: {reason_of(error)}; make room, or move {path.name} away") from None
-        _log.warning("%s holds steps after %d, which are abandoned; they are kept in %s", path, step, aside.name)
-    had = max(last_steps(metrics).values(), default=0) if (metrics := job.run_dir / METRICS_FILE).exists() else 0
-    given = read_kept(kept_in) if (kept_in := job.run_dir / TRACKERS_FILE).exists() else {}
-    for name, entry in given.items():
-        # Where a tracker did not end cleanly, `seen` is a lower bound.
-        beyond = max(entry["seen"].values(), default=0) > step or (had > step and not entry["complete"])
-        if name in job.recipe.log.trackers and name not in TAKEN_BACK and beyond:
-            _log.warning(
-                "`log.trackers`: %s cannot take back steps after %d and keeps the values that it has; to begin another run "
-                "there, stop this one, remove %s and start again",
-                name,
-                step,
-                kept_in,
-            )
+def _goes_on_here(source: ResumePoint, run_dir: Path) -> bool:
+    """Whether the metrics in `run_dir` have no step up to the checkpoint's, or those that it has seen: its last loss."""
+    before = steps_so_far(run_dir, source.record)
+    losses = [line["loss"] for line in before if line["loss"] is not None and not line.get("skipped")]
+    return not losses or not source.record["health"]["losses"] or losses[-1] == source.record["health"]["losses"][-1]
 
 
 def nothing_left(job: Job, wanted: str) -> RunRecord | None:
-    """The run as it ended, where starting it again has nothing left to do: it has ended without a checkpoint of its last step, as
-    `checkpoint.at_end: false` has it, and without one there is nothing to evaluate or to export. None where a checkpoint is
-    `wanted` by its name: its steps are to be trained again."""
+    """The run as it ended, where starting it again has nothing left to do: this very training has ended without a checkpoint of
+    its last step (`checkpoint.at_end: false`). None where a checkpoint is `wanted` by its name: its steps are trained again."""
     saved = step_folder(job.run_dir / "checkpoints", job.plan.steps).exists()
-    return None if job.recipe.checkpoint.at_end or saved or wanted != "auto" else finished_before(job)
+    if job.recipe.checkpoint.at_end or saved or wanted != "auto":
+        return None
+    run = read_finished(job.run_dir)
+    if run is None or run.summary["steps"] != job.plan.steps:
+        return None
+    trained = identity_of(parse(Recipe, run.config, str(job.run_dir / "config.yaml")), run.data_fingerprint or "")
+    ours = identity_of(job.recipe, job.data.train.fingerprint) | job.source_config
+    return None if changed_keys(trained | run.source_config, ours) else run
 
 
 def said_of_the_end(job: Job) -> str:
@@ -307,33 +160,24 @@ def said_of_the_end(job: Job) -> str:
     )
 
 
-def _goes_on_here(source: ResumePoint, run_dir: Path) -> bool:
-    """Whether the metrics in `run_dir` tell of no step up to the checkpoint's, or of those that it has seen: its last loss."""
-    before = steps_so_far(run_dir, source.record)
-    losses = [line["loss"] for line in before if line["loss"] is not None and not line.get("skipped")]
-    return not losses or not source.record["health"]["losses"] or losses[-1] == source.record["health"]["losses"][-1]
-
-
 def look_for_resume_point(wanted: str, job: Job, accept_changes: bool) -> tuple[Checkpoints, ResumePoint | None]:
     """Returns the checkpoints of the run folder, and what `find_resume_point` finds among them; changes nothing on the disk."""
-    disks = look_at_disks(job.run_dir)
-    checkpoints = Checkpoints(job.run_dir / "checkpoints", job.recipe.checkpoint.keep, disks=disks)
+    checkpoints = Checkpoints(job.run_dir / "checkpoints", job.recipe.checkpoint.keep)
     return checkpoints, find_resume_point(checkpoints, wanted, job, accept_changes, look_only=True)
 
 
-def planned_resume(job: Job, wanted: str, accept_changes: bool) -> tuple[Job, str | None, list[str]]:
-    """Returns, for --plan, the job as it would go on, a text about what it would go on from, None where it would begin, and
-    warnings. InputError where the run would refuse."""
+def planned_resume(job: Job, wanted: str, accept_changes: bool) -> tuple[Job, str | None]:
+    """Returns, for --plan, the job as it would go on, and a text about what it would go on from, None where it would begin.
+    InputError where the run would refuse."""
     if job.data is None:  # packs that are not prepared belong to no checkpoint yet
-        return job, None, []
+        return job, None
     if nothing_left(job, wanted):
-        return job, said_of_the_end(job), []
+        return job, said_of_the_end(job)
     checkpoints, source = look_for_resume_point(wanted, job, accept_changes)
     require_steps_to_come(source, checkpoints, job)
-    require_its_tokenizer(source, job)
     if source is None:
-        return job, None, []
-    return going_on(job, source), "\n".join([f"would resume from {source.path}", *source.notes]), source.warnings
+        return job, None
+    return going_on(job, source), "\n".join([f"would resume from {source.path}", *source.notes])
 
 
 def where_to_resume(
@@ -341,13 +185,10 @@ def where_to_resume(
 ) -> tuple[Job, Checkpoints, ResumePoint | None]:
     """The checkpoint from which the run goes on, among the checkpoints of its folder, and the job as it goes on from there.
     Collective. InputError as `find_resume_point` and `require_steps_to_come`."""
-    disks, keep = find_disks(folder.path, folder.take), job.recipe.checkpoint.keep
-    checkpoints = Checkpoints(folder.checkpoints, keep, disks=disks)
+    require_shared(folder.path)
+    checkpoints = Checkpoints(folder.checkpoints, job.recipe.checkpoint.keep, before=job.plan.before_decay)
     source = find_resume_point(checkpoints, wanted, job, accept_changes)
     require_steps_to_come(source, checkpoints, job)
-    require_its_tokenizer(source, job)
-    decays = (job.plan.before_decay, source.past.left_decay if source else None)
-    checkpoints.early = lambda folders: {last_before(decay, folders) for decay in decays}
     return going_on(job, source).with_chunk(chunk_of(job, source)), checkpoints, source
 
 
@@ -363,24 +204,111 @@ def chunk_of(job: Job, source: ResumePoint | None) -> int:
     """Tokens of the loss at once: the recipe's, or where that is `auto` those that the run began with, so that sums keep their
     order; of a fresh run, what its memory allows."""
     if job.recipe.loss.chunk == "auto" and source:
-        return source.record.get("loss_chunk", USUAL_CHUNK)
+        return source.record["loss_chunk"]
     return job.plan.loss.tokens_at_once
 
 
+# ── What the checkpoint's steps were trained under ────────────────────────────────────────────────────────────────────────────
+
+
+def of_another_stream(record: Mapping[str, Any], job: Job) -> bool:
+    """Whether this run's packs are streamed, and the checkpoint has no place in that text: it begins at its first pack."""
+    return job.data.stream is not None and record["identity"].get("data.fingerprint") != job.identity["data.fingerprint"]
+
+
+def shift_of(record: Mapping[str, Any], job: Job) -> int:
+    """`TrainState.shift` with which the text goes on where the checkpoint's ended, however many packs a step takes now."""
+    identity, progress = record["identity"], record["progress"]
+    steps = progress["step"] + progress["left_out"]
+    if of_another_stream(record, job):
+        return -steps * job.plan.packs_per_step
+    packs = steps * (identity["batch.tokens"] // identity["data.length"]) + progress["shift"]
+    return -(-packs * identity["data.length"] // job.recipe.data.length) - steps * job.plan.packs_per_step
+
+
+def precisions_around(record: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """Returns two precisions of the schedule that a checkpoint was saved under: that of its last step, whose histories can be
+    used further, and that of the step to come; None for both where there was no schedule."""
+    phases, progress = phases_of(record["identity"].get("precision")), record["progress"]
+    if len(phases) < 2:
+        return None, None
+    begins = [0, *last_steps([until for until, _ in phases], progress["steps"])]
+
+    def precision_of(step: int) -> str:
+        return [name for begin, (_, name) in zip(begins, phases, strict=False) if begin < step][-1]
+
+    return precision_of(max(progress["step"], 1)), precision_of(progress["step"] + 1)
+
+
+def precisions_so_far(job: Job, record: Mapping[str, Any], past: Past) -> dict[int, str]:
+    """Returns the precisions of the steps in the run folder's metrics up to the checkpoint's, each under the first step that it
+    computed. Empty for a run that has only ever had one precision."""
+    changes = [(change.step, change.was["precision"]) for change in past.changed if "precision" in change.was]
+    if not (changes or job.plan.phases):
+        return {}
+
+    def precision_of(line: Mapping[str, Any]) -> str:
+        earlier = next((was for until, was in changes if line["step"] <= until and isinstance(was, str)), None)
+        return line.get("precision") or earlier or job.plan.active_after(line["step"] - 1).precision.name
+
+    return in_phases({line["step"]: precision_of(line) for line in steps_so_far(job.run_dir, record)})
+
+
+def steps_so_far(run_dir: Path, record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The steps in the metrics of `run_dir`, as far as the checkpoint's; none where there are no metrics."""
+    try:
+        return [line for line in read_metrics(run_dir) if is_step(line) and line["step"] <= record["progress"]["step"]]
+    except InputError:
+        return []
+
+
 def new_past(job: Job, accelerator: Accelerator) -> Past:
-    """What a run that begins here keeps: the hash of the weights in the folder of `model.source`, which only the main process
+    """The past of a run that begins here: the hash of the weights in the folder of `model.source`, which only the main process
     reads, as all ranks have begun with the same. Collective; InputError on all of them where a file cannot be read."""
     main, settings = accelerator.is_main_process, job.recipe.model
-    found = refused_together(lambda: weights_fingerprint(settings) if main else None)
-    return Past(source_weights=broadcast_object_list([found])[0])
+    fingerprint = refused_together(lambda: weights_fingerprint(settings) if main else None)
+    return Past(source_weights=broadcast_object_list([fingerprint])[0])
+
+
+def past_of(path: Path, record: Mapping[str, Any], job: Job, *, begins: bool, own: bool) -> Past:
+    """The past of the run that goes on from `path`: what the checkpoint says of it, and what `job` has changed since.
+
+    A run that `begins` with another's checkpoint keeps the hash of its manifest: another checkpoint may come to lie at the same
+    path. `own`: the checkpoint lies in the run's folder, whose metrics have its rollbacks.
+    """
+    progress, past = record["progress"], Past.model_validate(record["past"])
+    left_out = past.left_out if own else progress["left_out"]
+    if begins:
+        return Past(begin_with=sha256((path / MANIFEST).read_bytes()).hexdigest(), left_out=left_out)
+    was = {key: record["identity"].get(key) for key in changed_keys(record["identity"], job.identity)}
+    if was and _same_rates(record, job):  # the checkpoint's steps were none other under the longer horizon
+        was = {key: old for key, old in was.items() if key not in HORIZON and not key.startswith("schedule.")}
+    change = [Change(step=progress["step"], was=was)] if was else []
+    return past.model_copy(update={"changed": [*past.changed, *change], "left_out": left_out})
+
+
+def _same_rates(record: Mapping[str, Any], job: Job) -> bool:
+    """Whether the present schedule and horizon give the checkpoint's steps the rates that they had, of one largest rate, and
+    there is no schedule of precisions, which follows the horizon too."""
+    identity, recipe = record["identity"], job.recipe
+    saved = ScheduleSettings(**{k.removeprefix("schedule."): v for k, v in identity.items() if k.startswith("schedule.")})
+    optimizer, horizon = recipe.optimizer, record["progress"]["steps"]
+    return len(phases_of(identity.get("precision"))) < 2 and all(
+        schedule.learning_rate(step, saved, optimizer, horizon)
+        == schedule.learning_rate(step, recipe.schedule, optimizer, job.plan.steps)
+        for step in range(record["progress"]["step"])
+    )
+
+
+# ── Its state copied back ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def begin_stream(source: ResumePoint | None, job: Job) -> None:
     """Have packs made from where `source` was in the stream; from its beginning where there is no source, or one of another
     stream. Does nothing for packs that were prepared."""
     if job.data.stream is not None:
-        known = source is not None and not of_another_stream(source.record, job)
-        job.data.stream.begin(source.record.get("stream", {}) if known else None)
+        continues = source is not None and not of_another_stream(source.record, job)
+        job.data.stream.begin(source.record.get("stream", {}) if continues else None)
 
 
 def take_up(
@@ -391,32 +319,17 @@ def take_up(
     health: Health,
     accelerator: Accelerator,
 ) -> tuple[TrainState, list[str]]:
-    """Put the run's memory and its stream into the state of `source`, which all ranks must have read alike; returns what
-    `restore` does. Collective; `Checkpoints.set_aside_newer` is left to do."""
+    """Put the run's memory and its stream into the state of `source`, which all ranks must have read alike; returns the counters,
+    and notes for the user. Collective; `Checkpoints.abandon_newer` is left to do."""
     begin_stream(source, job)
-    state, notes = restore(source, checkpoints, job, assembly, health)
-    require_same_on_all_ranks(accelerator, assembly.tensors | assembly.state_tensors, f"all must read the same {source.path}")
-    return state, notes
-
-
-def restore(
-    source: ResumePoint, checkpoints: Checkpoints, job: Job, assembly: Assembly, health: Health
-) -> tuple[TrainState, list[str]]:
-    """Copy the checkpoint's weights, moments and counters back; returns the state, and notes about it for the user."""
-    state = TrainState.from_record(source.record, job.plan.steps, source.path)
+    state = TrainState.from_record(source.record, job.plan.steps)
     state.shift = shift_of(source.record, job)
     scales, scale_notes = scales_to_load(source.path, assembly.context.saved_state())
     notes = scale_notes + load_weights(source, checkpoints, job.recipe.weights, assembly, scales)
     set_updates_done(assembly.optimizer, state.step - state.skipped_steps)
     health.load_state_dict(source.record["health"], anew=source.begins)
+    require_same_on_all_ranks(accelerator, assembly.tensors | assembly.state_tensors, f"all must read the same {source.path}")
     return state, [f"resumed from {source.path} at step {state.step}", *source.notes, *notes]
-
-
-def renamed_source(source: ResumePoint, checkpoints: Checkpoints) -> ResumePoint:
-    """Returns `source`, from which the run goes on now; one of its own that was set aside gets its step's name back."""
-    if source.begins or REPLACED not in source.path.name or not checkpoints.owns(source.path):
-        return source
-    return replace(source, path=checkpoints.take_back(source.path, source.record["progress"]["step"]))
 
 
 def keep_findings(source: ResumePoint, assembly: Assembly, job: Job) -> None:

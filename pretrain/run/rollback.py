@@ -6,10 +6,10 @@ import math
 
 import torch
 
+from foundation.errors import InputError
 from foundation.reading import load_object
 from foundation.units import plural
 from pretrain.checkpoint.folders import step_folders, step_of
-from pretrain.checkpoint.state import TrainState
 from pretrain.metrics.health import MOST_ROLLBACKS, StepDecision, TrainingHalted, some_of
 from pretrain.metrics.run_record import read_metrics
 from pretrain.metrics.trackers import resolve
@@ -35,13 +35,14 @@ def roll_back(run: Run, reason: str) -> None:
     checkpoints.wait()
     path = checkpoints.newest() or checkpoints.current  # none of this run's own yet: the one that it was resumed from
     record = checkpoints.read_state(path)
-    if TrainState.from_record(record, judged.steps, path).left_out != judged.left_out:
+    if record["progress"]["left_out"] != judged.left_out:
         path = checkpoints.newest(before=record["progress"]["step"]) or path
         record = checkpoints.read_state(path)
     run.assembly.context.forget()
     source = ResumePoint(path, record, [], begins=not checkpoints.owns(path))
     run.state, notes = take_up(source, checkpoints, run.job, run.assembly, run.health, run.accelerator)
-    checkpoints.set_aside_newer(run.state.step)
+    checkpoints.abandon_newer(run.state.step)
+    run.resumed_step = min(run.resumed_step, run.state.step)  # what is trained from here is no checkpoint's yet
     run.health.rollbacks = rollbacks
     run.state.left_out = judged.left_out + judged.step - run.state.step
     run.state.shift = judged.shift  # the text goes on after the judged step's packs, whatever shift the checkpoint had
@@ -88,8 +89,10 @@ def halted(run: Run, decision: StepDecision) -> TrainingHalted:
     """The end of a run at a step that it does not survive, with what to change. All ranks call it. What was being saved is saved
     then, or the reason says why not."""
     reason, remedy = decision.reason, decision.remedy
-    if failure := run.checkpoints.settle():
-        reason += f". {failure.rstrip('.')}"
+    try:
+        run.checkpoints.wait()
+    except InputError as failure:
+        reason += f". {failure}"
     if names := tensors_not_finite(run):
         reason += f". The weights themselves hold infinity or NaN, in {some_of(names)}"
         source, untrained = run.job.recipe.model.weights_source, run.state.step - run.state.skipped_steps <= 1

@@ -10,8 +10,8 @@ from accelerate import Accelerator
 from foundation.errors import InputError
 from packing.batch import Prefetch, StepBatches
 from packing.packer import PackerProcess
-from pretrain.checkpoint.disks import find_disks
-from pretrain.model.distributed import from_all_ranks, largest_over_ranks
+from pretrain.checkpoint.checkpoint import require_shared
+from pretrain.model.distributed import from_all_ranks, largest_over_ranks, refused_together
 from pretrain.plan.preflight import Job
 from pretrain.run.running import Run
 
@@ -19,26 +19,19 @@ _LOOK = 0.5  # seconds that a rank waits for packs, until all say whether they g
 
 
 def pack_stream(job: Job, accelerator: Accelerator) -> None:
-    """Take the folder of the packs, on each disk that holds it: that of all machines, or of each its own. Packs are made once
+    """Take the folder of the packs, which all machines share. Packs are made once
     `begin_stream` says from where. Collective. InputError where another run has the folder. Does nothing for prepared packs."""
-    stream, packing = job.data.stream, None
+    stream = job.data.stream
     if stream is None:
         return
-
-    def take() -> None:
-        nonlocal packing
-        packing = packing or PackerProcess(job.recipe.data)
 
     if len(set(from_all_ranks(stream.fingerprint))) > 1:
         raise InputError(
             f"{stream.path}: not all processes see the same text: their first parts differ; give every machine the same source, "
             "tokenizer and settings, and remove the folder where it is of another"
         )
-    if accelerator.is_main_process:
-        take()
-    disks = find_disks(stream.path, take)
-    if disks.leads:
-        stream.packing = packing
+    stream.packing = refused_together(lambda: PackerProcess(job.recipe.data) if accelerator.is_main_process else None)
+    require_shared(stream.path)
 
 
 def tell_stream(run: Run) -> None:

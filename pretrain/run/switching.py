@@ -7,8 +7,7 @@ at any later one it finds the histories in its checkpoint. So both have the same
 from __future__ import annotations
 
 from pretrain.precision.settings import ActivePrecision
-from pretrain.run.changes import precisions_around
-from pretrain.run.resume import ResumePoint, complete_histories
+from pretrain.run.resume import ResumePoint, complete_histories, precisions_around
 from pretrain.run.running import Run
 from pretrain.verify.audit import in_short
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -83,6 +86,30 @@ def test_rollbacks_end_at_their_limit_and_the_step_that_halts_is_written_down(
     assert run.status == 3 and run.err.count("halted: ") == 1, run.output
     assert "halted" in steps_of(run)[-1] and not (run.run_dir / "summary.json").exists()
     assert not (run.run_dir / "final").exists()
+
+
+def test_a_run_stopped_after_two_rollbacks_saves_its_step_and_their_count(
+    train_here: Callable, delayed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Resumed at 4 it goes back to 4 and, as other data fail there too, to 2; the signal comes in step 3."""
+    assert train_here("train.steps=4", recipe=delayed).status == 0
+    backward, run_dir, steps_before = Accelerator.backward, Path(delayed["run_dir"]), []
+
+    def poison(accelerator: Accelerator, loss: torch.Tensor, **options: Any) -> None:
+        if steps_before[-1:] != [logged := steps_logged(run_dir)]:
+            steps_before.append(logged)
+            if logged == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+        backward(accelerator, loss * math.inf if logged == 5 else loss, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Accelerator, "backward", poison)
+        stopped = train_here("health.on_nan=rollback", "--accept-changes", recipe=delayed)
+    assert stopped.status == 128 + signal.SIGTERM and steps_before == [4, 5, 4, 5, 2], stopped.output
+    saved = json.loads((run_dir / "checkpoints" / "step-00000003" / "state.json").read_text())
+    assert (saved["progress"]["left_out"], saved["health"]["rollbacks"]) == (6, 2)
+    finished = train_here("health.on_nan=rollback", "--accept-changes", recipe=delayed)
+    assert finished.status == 0 and "at step 3" in finished.output, finished.output
 
 
 def test_weights_that_an_update_has_overflowed_are_never_saved(train_here: Callable, small_recipe: dict[str, Any]) -> None:

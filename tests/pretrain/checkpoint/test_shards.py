@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pretrain.checkpoint import shards
 from pretrain.checkpoint.checkpoint import Checkpoints
-from pretrain.checkpoint.shards import DTYPE_NAMES, ShardBlock, block_of, lay_out, load_tensors, not_covered, write_tensors
+from pretrain.checkpoint.shards import DTYPE_NAMES, ShardBlock, block_of, lay_out, load_tensors, write_tensors
 from pretrain.model.distributed import local_part
 
 
@@ -114,11 +114,10 @@ def test_any_number_of_processes_load_what_any_other_number_has_saved(data: st.D
         for piece in index["t"].pieces:
             write_tensors(Path(folder, piece.file), {"t": local_part(parts[int(piece.file.split("-")[1])])})
         written = sum(math.prod(piece.shape) for piece in index["t"].pieces)
-        assert written == tensor.numel() and index["t"].is_covered, "replicas are written once"
+        assert written == tensor.numel(), "replicas are written once"
         for rank in range(math.prod(mesh)):
             wanted = as_rank(rank, mesh, placements, tensor)
             found = as_rank(rank, mesh, placements, torch.full_like(tensor, 7))
-            assert not_covered(index, {"t": found}) == []
             load_tensors(Path(folder), index, {"t": found})
             assert torch.equal(local_part(found), local_part(wanted))
 

@@ -9,7 +9,6 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -271,10 +270,6 @@ def test_runs_with_scales_of_whole_tensors_that_split_a_step_in_other_ways_are_n
     auto = trained(tmp_path / "auto", (3.0, 2.0), "precision=nvfp4", audit=searched)
     assert said not in "\n".join(tables([auto, read_run(tmp_path / "nvfp4-4")]))
     assert "auto (4 packs x 1 rank)" in "\n".join(tables([auto, read_run(tmp_path / "nvfp4-1")]))
-    on = {"gpus": [], "cpu_cores": 2, "system": "Linux", "git": None, "accelerate": {"processes": 2}}
-    environment = auto.environment | {"past": {"machines": [{"until": 1, "on": on}]}}
-    moved = replace(auto, environment=environment)
-    assert "auto (4 packs x 2 ranks, then 1 rank)" in "\n".join(tables([moved, read_run(tmp_path / "nvfp4-4")]))
 
 
 def test_a_speed_that_is_not_the_hardwares_is_marked_and_one_that_was_shared_is_not_shown(tmp_path):

@@ -103,9 +103,7 @@ def test_a_chunk_that_is_set_stays(plan: Plan) -> None:
     assert of(plan, loss={"kind": "reference"}).chunk is None
 
 
-@pytest.mark.parametrize(
-    ("set_to", "record", "taken"), [("auto", None, 4096), ("auto", {"loss_chunk": 8192}, 8192), ("auto", {}, 4096)]
-)
+@pytest.mark.parametrize(("set_to", "record", "taken"), [("auto", None, 4096), ("auto", {"loss_chunk": 8192}, 8192)])
 def test_a_resumed_run_keeps_the_chunk_that_it_began_with(
     plan: Plan, tmp_path: Any, set_to: str, record: dict[str, int] | None, taken: int
 ) -> None:
