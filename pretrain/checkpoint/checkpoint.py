@@ -217,8 +217,8 @@ class Checkpoints:
         if pending is None:
             return
         try:
-            self._on_every_rank(pending.written.result)
-            self._on_every_rank(lambda: pending.completed and pending.completed.result())
+            self._on_every_rank(lambda: _result(pending.written))
+            self._on_every_rank(lambda: pending.completed and _result(pending.completed))
         except OSError as refusal:
             pending.give_up()
             if self.rank == 0:
@@ -239,9 +239,6 @@ class Checkpoints:
             outcome: T | OSError = work()
         except OSError as error:
             outcome = OSError(error.errno, f"{error.strerror or error} (rank {self.rank})")
-        except Exception as error:  # whatever it is, the other ranks wait here for the word
-            _log.exception("rank %d cannot save", self.rank)
-            outcome = OSError(errno.EIO, f"{type(error).__name__}: {error} (rank {self.rank})")
         outcomes = from_all_ranks(outcome)
         if refusals := [each for each in outcomes if isinstance(each, OSError)]:
             raise refusals[0]
@@ -341,6 +338,14 @@ class Checkpoints:
         except InputError as error:
             problems = [str(error)]
         return list(dict.fromkeys(problem for rank in from_all_ranks(problems) for problem in rank))
+
+
+def _result(future: Future[T]) -> T:
+    """The result of a saving thread's work; OSError for whatever it raised, so that all ranks are told."""
+    error = future.exception()
+    if error is not None and not isinstance(error, OSError):
+        raise OSError(errno.EIO, f"{type(error).__name__}: {error}") from error
+    return future.result()
 
 
 def bytes_needed(model: Tensors, optimizer: Tensors) -> int:

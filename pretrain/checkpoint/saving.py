@@ -91,7 +91,7 @@ class PendingSave:
                 records = [job.result() for job in jobs]
             self._report({"files": [asdict(record) for record in records]})
             return records
-        except Exception as error:
+        except BaseException as error:  # raised again; the first rank must not wait for this part
             for file in self._files:  # they are of no use any more, and the report may find no room otherwise
                 (self.partial / file).unlink(missing_ok=True)
             with suppress(OSError):  # without a report the first rank learns it when the ranks next meet
