@@ -168,6 +168,26 @@ def document_mask(cu_seqlens: Tensor, max_seqlen: int, tokens: int) -> Tensor:
     return (document[..., :, None] == document[..., None, :]).tril_()
 
 
+class Packed(NamedTuple):
+    """What a kernel is told of the documents, and what it multiplies q k^T by."""
+
+    cu_seqlens: Tensor
+    max_seqlen: int
+    mask: Tensor | None  # as `document_mask` makes it, of packed_sdpa alone
+    scale: float
+    window: int | None  # keys that a query sees, its own the last; None: all before it
+
+    @property
+    def offsets(self) -> tuple[Tensor, Tensor, int, int]:
+        """Of queries, and of keys."""
+        return self.cu_seqlens, self.cu_seqlens, self.max_seqlen, self.max_seqlen
+
+    @property
+    def window_size(self) -> tuple[int, int]:
+        """Keys before and after a query's own that it sees; -1: all. None after it: causal."""
+        return (-1 if self.window is None else self.window - 1, 0)
+
+
 def _packed(kernel: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None]]:
     """`kernel`, of q, k, v [T, heads, D] to the same, as a layer of transformers calls its attention: [1, heads, T, D]. It is
     told of a sliding window, of so many keys up to the query's own, where that is shorter than a pack.
@@ -197,59 +217,40 @@ def _packed(kernel: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None]]
         states = (each.squeeze(0).transpose(0, 1).to(value.dtype) for each in (query, key, value))
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         window = None if sliding_window is None or sliding_window >= max_seqlen else sliding_window
-        return kernel(*states, cu_seqlens, max_seqlen, document_mask, scale, window)[None], None
+        return kernel(*states, Packed(cu_seqlens, max_seqlen, document_mask, scale, window))[None], None
 
     attention.__name__ = kernel.__name__
     return attention
 
 
 @_packed
-def packed_sdpa(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    _: Tensor | None,
-    max_seqlen: int,
-    document_mask: Tensor,
-    scale: float,
-    window: int | None,
-) -> Tensor:
+def packed_sdpa(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Tensor:
     """Attends by torch's own kernels: any device, any dtype.
 
     Packs become the batch, so the mask and the work grow with T x max_seqlen and not with T squared. KV heads are repeated here:
     with a mask, `enable_gqa` gains 5 % on a CPU and leaves the fused kernels on CUDA.
     """
-    return _under_mask(query, key, value, max_seqlen, document_mask, scale, window)
+    return _under_mask(query, key, value, packed)
 
 
-def _under_mask(
-    query: Tensor, key: Tensor, value: Tensor, max_seqlen: int, mask: Tensor, scale: float, window: int | None
-) -> Tensor:
+def _under_mask(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Tensor:
     def by_pack(states: Tensor) -> Tensor:  # [T, KV heads, D] -> [packs, heads, max_seqlen, D]
-        return _repeated(states, query.shape[1]).unflatten(0, (-1, max_seqlen)).transpose(1, 2)
+        return _repeated(states, query.shape[1]).unflatten(0, (-1, packed.max_seqlen)).transpose(1, 2)
 
-    mask = mask if window is None else mask.triu(1 - window)
-    output = F.scaled_dot_product_attention(by_pack(query), by_pack(key), by_pack(value), attn_mask=mask, scale=scale)
+    mask = packed.mask if packed.window is None else packed.mask.triu(1 - packed.window)
+    output = F.scaled_dot_product_attention(by_pack(query), by_pack(key), by_pack(value), attn_mask=mask, scale=packed.scale)
     return output.transpose(1, 2).flatten(0, 1)
 
 
 @_packed
-def packed_documents(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    _: Tensor | None,
-    scale: float,
-    window: int | None,
-) -> Tensor:
+def packed_documents(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Tensor:
     """Attends by torch's kernel for CPUs, a document at a time (pretrain.model.attention.documents); within a window, which that
     kernel does not know, by `packed_sdpa`."""
-    if window is not None:
-        mask = document_mask(cu_seqlens, max_seqlen, len(query))
-        return _under_mask(query, key, value, max_seqlen, mask, scale, window)
-    return attend_by_document(query, *(_repeated(each, query.shape[1]) for each in (key, value)), cu_seqlens, scale)
+    if packed.window is not None:
+        mask = document_mask(packed.cu_seqlens, packed.max_seqlen, len(query))
+        return _under_mask(query, key, value, packed._replace(mask=mask))
+    repeated = (_repeated(each, query.shape[1]) for each in (key, value))
+    return attend_by_document(query, *repeated, packed.cu_seqlens, packed.scale)
 
 
 def _repeated(states: Tensor, heads: int) -> Tensor:
@@ -258,83 +259,39 @@ def _repeated(states: Tensor, heads: int) -> Tensor:
 
 
 @_packed
-def packed_varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    _: Tensor | None,
-    scale: float,
-    window: int | None,
-) -> Tensor:
+def packed_varlen(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Tensor:
     """Attends by torch's variable-length kernel, which skips what lies between documents; bf16 or fp16."""
-    return _varlen(query, key, value, cu_seqlens, max_seqlen, scale, window)
+    return _varlen(query, key, value, packed)
 
 
-def _varlen(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None
-) -> Tensor:
-    options: dict[str, Any] = {"scale": scale, "window_size": _within(window)}
+def _varlen(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Tensor:
+    options: dict[str, Any] = {"scale": packed.scale, "window_size": packed.window_size}
     if VARLEN_HAS_GQA_FLAG:
         options["enable_gqa"] = query.shape[1] != key.shape[1]
-    return varlen_attn(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)
-
-
-def _within(window: int | None) -> tuple[int, int]:
-    """How many keys before and after its own a query sees; -1: all. None after it: causal."""
-    return (-1 if window is None else window - 1, 0)
+    return varlen_attn(query, key, value, *packed.offsets, **options)
 
 
 @_packed
-def packed_fa2(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    _: Tensor | None,
-    scale: float,
-    window: int | None,
-) -> Tensor:
+def packed_fa2(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Tensor:
     """Attends by the flash-attn package of version 2; bf16 or fp16."""
-    offsets = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    options = {"softmax_scale": scale, "causal": True, "deterministic": torch.are_deterministic_algorithms_enabled()}
-    return flash_attn_varlen_func(query, key, value, *offsets, window_size=_within(window), **options)
+    options = {"softmax_scale": packed.scale, "causal": True, "deterministic": torch.are_deterministic_algorithms_enabled()}
+    return flash_attn_varlen_func(query, key, value, *packed.offsets, window_size=packed.window_size, **options)
 
 
 @_packed
-def packed_fa4(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    _: Tensor | None,
-    scale: float,
-    window: int | None,
-) -> Tensor:
+def packed_fa4(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Tensor:
     """Attends by FlashAttention-4 (pretrain.model.attention.flash), within a window by torch's kernel; bf16 or fp16."""
-    if window is not None:
-        return _varlen(query, key, value, cu_seqlens, max_seqlen, scale, window)
-    return flash.flash_attention(query, key, value, cu_seqlens, max_seqlen, scale)
+    if packed.window is not None:
+        return _varlen(query, key, value, packed)
+    return flash.flash_attention(query, key, value, packed.cu_seqlens, packed.max_seqlen, packed.scale)
 
 
 @_packed
-def packed_cudnn(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    _: Tensor | None,
-    scale: float,
-    window: int | None,
-) -> Tensor:
+def packed_cudnn(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Tensor:
     """Attends by cuDNN's variable-length kernels (pretrain.model.attention.cudnn), within a window by torch's; bf16 or fp16."""
-    if window is not None:
-        return _varlen(query, key, value, cu_seqlens, max_seqlen, scale, window)
-    return cudnn.cudnn_attention(query, key, value, cu_seqlens, max_seqlen, scale)
+    if packed.window is not None:
+        return _varlen(query, key, value, packed)
+    return cudnn.cudnn_attention(query, key, value, packed.cu_seqlens, packed.max_seqlen, packed.scale)
 
 
 def _refuse_what_is_not_computed(options: Mapping[str, Any]) -> None:
