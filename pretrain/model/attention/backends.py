@@ -179,7 +179,7 @@ class Packed(NamedTuple):
 
     @property
     def offsets(self) -> tuple[Tensor, Tensor, int, int]:
-        """Of queries, and of keys."""
+        """Returns those of queries and of keys, as variable-length kernels take them."""
         return self.cu_seqlens, self.cu_seqlens, self.max_seqlen, self.max_seqlen
 
     @property
