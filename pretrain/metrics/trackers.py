@@ -1,211 +1,197 @@
-"""Where a step's figures go: `metrics.jsonl` and any of accelerate's trackers, by name.
+"""Where a step's figures go: `metrics.jsonl`, and any of accelerate's trackers by name.
 
-After a resume `metrics.jsonl` is cut back to the checkpoint, so it holds every step exactly once. The other trackers go on with
-the run that they had, which `trackers.json` in the run folder names.
+`metrics.jsonl` holds every step exactly once. A hosted service goes on with the run that `trackers.json` in the run folder names;
+what it shows after a resume or a kill is its own business. A service that fails while the run trains gets nothing more, and costs
+the training nothing.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
+import difflib
 import json
-import math
+import logging
 import os
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
+
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
 
 from foundation.errors import InputError
-from foundation.files import replace_file, save_file
-from foundation.locks import in_place
-from foundation.reading import load_object, parse_json, read_lines, reason_of
+from foundation.files import replace_file
+from pretrain.metrics.jsonl import JsonlTracker
 from pretrain.metrics.run_folder import METRICS_FILE, TRACKERS_FILE
-from pretrain.metrics.services import check_installed, errors_of
-from pretrain.metrics.tracked_run import CONTINUED, TrackedRun, does_not_start, kind_of
+from pretrain.settings.config import flatten
 from pretrain.settings.recipe import LogSettings
 
+# How the field calls what has another name in `metrics.jsonl`. Trackers get both.
+OTHER_NAMES = {"mfu": "mfu_bf16_peak", "throughput_per_sec": "tokens_per_second", "grad_norm": "gradient_norm"}
 
-class JsonlTracker:
-    """One JSON object a line, flushed at each: a killed run loses at most the line it was writing, which `start` removes."""
 
-    name = "jsonl"
+@dataclass
+class Service:
+    """One of accelerate's trackers, of the run that the service knows by `id`."""
 
-    def __init__(self, path: Path, resumed_step: int = 0) -> None:
-        self.path = path
-        self.resumed_step = resumed_step
-        self._file: TextIO | None = None
+    name: str
+    id: str
+    tracker: GeneralTracker | None = None
+    failed: bool = False
 
-    def start(self) -> None:
-        """Remove the steps after the resumed checkpoint's from the file, and open it to append."""
+    def build(self, log: LogSettings, run_dir: Path, resumed_step: int) -> GeneralTracker:
+        """The tracker as accelerate makes it, which goes on with the run where the service can."""
+        make, title = LOGGER_TYPE_TO_CLASS[self.name], run_dir.name
+        if self.name == "tensorboard":  # purge_step takes back what a killed run logged beyond its checkpoint
+            return make("tensorboard", run_dir, purge_step=resumed_step + 1 if resumed_step else None)
+        if self.name == "wandb":
+            # A sweep's agent and WANDB_RUN_ID name the run themselves.
+            given = os.environ.get("WANDB_SWEEP_ID") or os.environ.get("WANDB_RUN_ID")
+            named = {} if given else {"id": self.id, "resume": "allow"}
+            return make(log.project, dir=str(run_dir), name=title, **named)
+        if self.name == "mlflow":
+            return make(log.project, run_name=title)
+        if self.name == "trackio":  # it finds a run by its name alone
+            return make(log.project, name=f"{title}-{self.id}", resume="allow")
+        return make(log.project, run_dir) if make.requires_logging_directory else make(log.project)
+
+    def start(self, log: LogSettings, run_dir: Path, resumed_step: int, config: Mapping[str, Any]) -> None:
+        """Open it and hand over the run's configuration as flat `section.key` pairs; InputError where the service refuses."""
+        scalars = {k: v if isinstance(v, int | float | str) else json.dumps(v, default=str) for k, v in flatten(config).items()}
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            cut_back(self.path, self.resumed_step)
-            self._file = self.path.open("a", encoding="utf-8")
-        except OSError as error:
-            raise InputError(f"{self.path}: cannot be written: {reason_of(error)}; move it away") from None
+            self.tracker = self.build(log, run_dir, resumed_step)
+            self.tracker.start()
+            self.tracker.store_init_configuration(scalars)
+        except Exception as error:  # each service has errors of its own
+            remedy = "`wandb login` again, or WANDB_MODE=offline" if self.name == "wandb" else "mend that, or take it out"
+            raise InputError(f"`log.trackers`: {self.name} does not start: {error}; {remedy}") from None
 
-    def log(self, values: Mapping[str, Any]) -> None:
-        """Write `values`, which hold their own `step`; JSON has no infinity and no not-a-number, so these become null."""
-        finite = json.loads(json.dumps(values), parse_constant=lambda _: None)
+    def attempt(self, what: Callable[[GeneralTracker], object]) -> None:
+        """Do `what` with the tracker; where the service fails, say so once, and leave it alone from then on."""
+        if self.failed:
+            return
         try:
-            self._file.write(json.dumps(finite) + "\n")
-            self._file.flush()
-        except OSError as error:
-            with contextlib.suppress(OSError):  # it cannot flush either; the next start removes a part of a line
-                self._file.close()
-            remedy = "Raise `ulimit -f`" if error.errno == errno.EFBIG else "Free space there"
-            raise InputError(
-                f"{self.path}: cannot be written: {error.strerror}; every checkpoint is untouched. {remedy}, then start the same "
-                "command again to resume."
-            ) from None
+            what(self.tracker)
+        except Exception as error:  # a service must not cost the training, whatever it raises
+            self.failed = True
+            logging.getLogger(__name__).warning(
+                "`log.trackers`: %s has failed and gets nothing more until the next start: %s. metrics.jsonl has every step",
+                self.name,
+                error,
+            )
 
-    def sync(self) -> None:
-        """Flush to the disk before a checkpoint is saved: a power cut must not lose the steps before it."""
-        os.fsync(self._file.fileno())
+    def log(self, record: Mapping[str, Any]) -> None:
+        """What the service can show of a line of `metrics.jsonl`: the numbers of a step or an evaluation, and samples."""
+        if "samples" in record:
+            self.attempt(lambda tracker: log_samples(self.name, tracker, record["samples"], record["step"]))
+        elif record.get("event", "evaluation") == "evaluation":
+            numbers = {key: value for key, value in record.items() if type(value) in (int, float) and key != "step"}
+            others = {name: numbers[ours] for name, ours in OTHER_NAMES.items() if ours in numbers}
+            self.attempt(lambda tracker: tracker.log(numbers | others, step=record["step"]))
 
-    def finish(self) -> None:
-        self._file.close()
 
-    @property
-    def in_place(self) -> bool:
-        """Whether what is written still goes into the file of that name."""
-        return in_place(self._file, self.path)
-
-    def go_back(self, step: int) -> None:
-        """Take the steps after `step` out of the file, and go on after it."""
-        self.finish()
-        self.resumed_step = step
-        self.start()
+def log_samples(name: str, tracker: GeneralTracker, samples: Sequence[Mapping[str, str]], step: int) -> None:
+    """Prompts and what the model wrote: a table in W&B, text in TensorBoard; other services have neither."""
+    if name == "wandb":
+        rows = [[step, each["prompt"], each["text"]] for each in samples]
+        tracker.log_table("samples", columns=["step", "prompt", "text"], data=rows, step=step)
+    elif name == "tensorboard":
+        tracker.log({f"samples/{n}": f"{each['prompt']}{each['text']}" for n, each in enumerate(samples)}, step=step)
 
 
 @dataclass(frozen=True)
 class Trackers:
-    """What is told of one run: its `metrics.jsonl`, and trackers of accelerate's.
-
-    Other processes than the main one have neither, and there every call does nothing.
-    """
+    """What is told of one run: its `metrics.jsonl`, and services. Processes other than the main one have neither, and there every
+    call does nothing."""
 
     file: JsonlTracker | None = None
-    others: Sequence[TrackedRun] = ()
-    kept_in: Path = Path(TRACKERS_FILE)
-    kept: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # of all that this run has ever had, as of its start
+    services: Sequence[Service] = ()
+    settings: LogSettings = field(default_factory=LogSettings)
 
     def start(self, config: Mapping[str, Any]) -> None:
-        """Open all of them, and hand over the run's whole configuration. What a tracker does not have yet, it gets now.
-
-        Accelerate's trackers want its state to exist: make the Accelerator first. InputError where one does not start.
-        """
+        """Open all of them. Accelerate's trackers want its state to exist: make the Accelerator first."""
         if self.file is None:
             return
         self.file.start()
-        for tracker in self.others:
-            try:
-                tracker.start(config)
-            except errors_of(tracker.name) as error:
-                raise does_not_start(tracker.name, error, self.kept_in) from None
-        self._keep()  # before they are given anything: a kill must not cost them the run that they have begun
-        missed = [tracker for tracker in self.others if tracker.name in CONTINUED]
-        for line in read_lines(self.file.path) if missed else ():
-            for tracker in missed:
-                tracker.log(parse_json(line))
-        self._keep()
-
-    def _keep(self) -> None:
-        """Write down which run each tracker goes on with, and what it has; those that are not named any more fall behind."""
-        entries = {name: entry | {"complete": False} for name, entry in self.kept.items()}
-        entries |= {tracker.name: tracker.kept for tracker in self.others if tracker.name in CONTINUED}
-        if entries:
-            save_file(self.kept_in, json.dumps(entries, indent=2).encode() + b"\n", "put that right, then start again")
+        run_dir = self.file.path.parent
+        if self.services:
+            ids = {service.name: service.id for service in self.services}
+            replace_file(run_dir / TRACKERS_FILE, json.dumps(known_ids(run_dir) | ids, indent=2).encode() + b"\n")
+        for service in self.services:
+            service.start(self.settings, run_dir, self.file.resumed_step, config)
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Give `record`, a line of `metrics.jsonl`, to the file whole, and to the others what they can show of it."""
+        """Give `record`, a line of `metrics.jsonl`, to the file whole, and to the services what they can show of it."""
         if self.file is None:
             return
         self.file.log(record)
-        failed_before = [tracker.failed for tracker in self.others]
-        for tracker in self.others:
-            tracker.log(record)
-        if kind_of(record) != "step" or failed_before != [tracker.failed for tracker in self.others]:
-            # Now: an evaluation may come after the checkpoint of its step, and a failed tracker must not be taken to have more.
-            self._keep()
-
-    @property
-    def in_place(self) -> bool:
-        return self.file is None or self.file.in_place
+        for service in self.services:
+            service.log(record)
 
     def picture(self, path: Path, step: int) -> None:
-        """Show the PNG at `path` in the trackers that can."""
-        for tracker in self.others:
-            tracker.picture(path, step)
+        """Show the PNG at `path` in W&B."""
+        for service in self.services:
+            if service.name == "wandb":
+                import wandb
+
+                picture = {f"{path.stem}_picture": wandb.Image(str(path))}
+                service.attempt(lambda tracker, picture=picture: tracker.log(picture, step=step))
 
     def sync(self) -> None:
         """Call this before saving a checkpoint: after a resume from it, nothing repeats the steps before it."""
         if self.file:
             self.file.sync()
-            self._keep()
 
     def finish(self) -> None:
-        if self.file is None:
-            return
-        self.file.finish()
-        for tracker in self.others:
-            tracker.finish()
-        self._keep()
+        if self.file:
+            self.file.finish()
+        for service in self.services:
+            service.attempt(lambda tracker: tracker.finish())
 
 
 def resolve(log: LogSettings, *, run_dir: Path, resumed_step: int = 0, main_process: bool = True) -> Trackers:
     """The trackers that `log` names, not yet started. On every process InputError for an unknown name, or a missing package."""
-    for name in log.trackers:
+    names = [name for name in log.trackers if name != "jsonl"]
+    for name in names:
         check_installed(name)
     if not main_process:
         return Trackers()
-    kept_in, file = run_dir / TRACKERS_FILE, run_dir / METRICS_FILE
-    kept = read_kept(kept_in) if file.exists() else {}  # without its metrics, what trains there begins anew
-    written = last_steps(file) if kept else {}
-    for entry in kept.values():
-        if entry["complete"]:  # it has all that the file has had; older versions wrote so at the start, and `seen` as of then
-            entry["seen"] = {kind: max(entry["seen"].get(kind, 0), written.get(kind, 0)) for kind in entry["seen"] | written}
-    names = (name for name in log.trackers if name != "jsonl")
-    others = tuple(TrackedRun(name, run_dir, log, resumed_step, kept.get(name, {})) for name in names)
-    return Trackers(JsonlTracker(file, resumed_step), others, kept_in, kept)
+    ids = known_ids(run_dir) if resumed_step else {}
+    services = tuple(Service(name, ids.get(name) or secrets.token_hex(4)) for name in names)
+    return Trackers(JsonlTracker(run_dir / METRICS_FILE, resumed_step), services, log)
 
 
-def read_kept(path: Path) -> dict[str, dict[str, Any]]:
-    """What `_keep` has written: of each tracker its run's `id`, what it has for sure, and whether it ended with all."""
-    kept = load_object(path, "remove it, and trackers begin another run") if path.exists() else {}
-    for entry in kept.values():
-        seen = entry.get("seen") if isinstance(entry, dict) else None
-        if not isinstance(seen, dict) or not all(type(step) is int for step in seen.values()) or "complete" not in entry:
-            raise InputError(f"{path}: is not what a run writes there; remove it, and trackers begin another run")
-    return kept
+def known_ids(run_dir: Path) -> dict[str, str]:
+    """By which id each service knows the run in `run_dir`."""
+    path = run_dir / TRACKERS_FILE
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
-def last_steps(path: Path) -> dict[str, int]:
-    """Returns the last step of each kind of record in the metrics file at `path`."""
-    last: dict[str, int] = {}
-    for line in read_lines(path):
-        if math.isfinite(step := _step_of(line)):
-            last[kind_of(parse_json(line))] = int(step)
-    return last
+def check_installed(name: str) -> None:
+    """InputError where accelerate knows no tracker of that name, or its package is not installed."""
+    if name not in LOGGER_TYPE_TO_CLASS:
+        near = difflib.get_close_matches(name, LOGGER_TYPE_TO_CLASS, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"known trackers: {', '.join(sorted(LOGGER_TYPE_TO_CLASS))}"
+        raise InputError(f"`log.trackers`: there is no tracker {name!r}; {hint}")
+    if name not in map(str, get_available_trackers()):
+        package = name.replace("_", "-")
+        raise InputError(
+            f"`log.trackers`: {name!r} needs a package that is not installed; `pip install {package}`, or take it out"
+        )
 
 
-def cut_back(path: Path, last_step: int) -> None:
-    """Rewrite the metrics file at `path` without the steps after `last_step` and without lines that were not written whole."""
-    if not path.exists():
+def check_login(names: Sequence[str]) -> None:
+    """InputError where W&B is wanted and has no key here, without asking the user anything. Called before GPUs have work."""
+    if "wandb" not in names:
         return
-    lines = read_lines(path)
-    kept = [line for line in lines if _step_of(line) <= last_step]
-    if len(kept) < len(lines):
-        replace_file(path, b"".join(kept))
+    import wandb
 
-
-def _step_of(line: bytes) -> float:
-    """The step of a line of metrics, or infinity where a kill or crash left only a part of the line."""
-    if not (line.endswith(b"\n") and line.rstrip().endswith(b"}")):  # an editor may have ended lines as Windows does
-        return math.inf
+    if wandb.setup().settings.mode not in ("online", "shared"):
+        return
+    offline = "WANDB_MODE=offline writes the run into its folder, for `wandb sync` later; or take wandb out of `log.trackers`"
     try:
-        step = parse_json(line).get("step")
-    except ValueError:
-        return math.inf
-    return step if type(step) is int else math.inf
+        known = wandb.login(prompt=False, timeout=10)
+    except Exception as error:  # a server that is away, a key that it does not take
+        raise InputError(f"`log.trackers`: wandb: {error}; `wandb login` again. {offline}") from None
+    if not known:
+        raise InputError(f"`log.trackers`: wandb has no key; run `wandb login` or set WANDB_API_KEY. {offline}")

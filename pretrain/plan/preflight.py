@@ -23,8 +23,7 @@ from packing.stream import StreamedPacks, order_of
 from pretrain.metrics.flops import ModelFlops, Shape
 from pretrain.metrics.run_folder import check_ours
 from pretrain.metrics.run_record import read_run
-from pretrain.metrics.services import check_services
-from pretrain.metrics.trackers import resolve
+from pretrain.metrics.trackers import check_login, resolve
 from pretrain.metrics.waited import Waited
 from pretrain.model import huggingface as model
 from pretrain.model.attention import backends as attention
@@ -213,7 +212,7 @@ def _check_surroundings(recipe: Recipe, accelerator: Accelerator) -> Path:
     check_ours(run_dir)
     resolve(recipe.log, run_dir=run_dir, main_process=accelerator.is_main_process)
     if accelerator.is_main_process:
-        check_services(recipe.log.trackers)
+        check_login(recipe.log.trackers)
     return run_dir
 
 
