@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from foundation.units import percent
-from pretrain.metrics.run_folder import STATISTICS_FILE
 from pretrain.metrics.jsonl import JsonlTracker
+from pretrain.metrics.run_folder import STATISTICS_FILE
 from pretrain.precision.formats.definition import Condition
 from pretrain.precision.linear import PrecisionContext
 from pretrain.precision.settings import ActivePrecision

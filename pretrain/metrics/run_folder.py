@@ -81,11 +81,6 @@ class RunFolder(ExitStack):
                 f"{self.path}: cannot be used as the run folder: {reason_of(error)}; set another `run_dir`"
             ) from None
 
-    @property
-    def in_place(self) -> bool:
-        """Whether the folder is still there and ours; a rank that is not its owner takes it for granted."""
-        return self._lock is None or self._lock.in_place
-
     def moved_to(self) -> Path | None:
         """Returns where the folder is now, if somebody renamed it and the system says so."""
         lock = self._lock.moved_to() if self._lock else None

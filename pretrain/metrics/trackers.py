@@ -62,7 +62,7 @@ class Service:
             self.tracker = self.build(log, run_dir, resumed_step)
             self.tracker.start()
             self.tracker.store_init_configuration(scalars)
-        except Exception as error:  # each service has errors of its own
+        except errors_of(self.name) as error:
             remedy = "`wandb login` again, or WANDB_MODE=offline" if self.name == "wandb" else "mend that, or take it out"
             raise InputError(f"`log.trackers`: {self.name} does not start: {error}; {remedy}") from None
 
@@ -72,7 +72,7 @@ class Service:
             return
         try:
             what(self.tracker)
-        except Exception as error:  # a service must not cost the training, whatever it raises
+        except errors_of(self.name) as error:
             self.failed = True
             logging.getLogger(__name__).warning(
                 "`log.trackers`: %s has failed and gets nothing more until the next start: %s. metrics.jsonl has every step",
@@ -162,7 +162,7 @@ def resolve(log: LogSettings, *, run_dir: Path, resumed_step: int = 0, main_proc
 
 
 def known_ids(run_dir: Path) -> dict[str, str]:
-    """By which id each service knows the run in `run_dir`."""
+    """Return the ids by which services know the run in `run_dir`."""
     path = run_dir / TRACKERS_FILE
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
@@ -180,6 +180,19 @@ def check_installed(name: str) -> None:
         )
 
 
+def errors_of(name: str) -> tuple[type[Exception], ...]:
+    """What a service raises that refuses or is away; most of it is OSError, as that of `requests` is."""
+    if name == "wandb":
+        import wandb
+
+        return OSError, ValueError, RuntimeError, wandb.Error
+    if name == "mlflow":
+        from mlflow.exceptions import MlflowException
+
+        return OSError, ValueError, RuntimeError, MlflowException
+    return OSError, ValueError, RuntimeError
+
+
 def check_login(names: Sequence[str]) -> None:
     """InputError where W&B is wanted and has no key here, without asking the user anything. Called before GPUs have work."""
     if "wandb" not in names:
@@ -191,7 +204,7 @@ def check_login(names: Sequence[str]) -> None:
     offline = "WANDB_MODE=offline writes the run into its folder, for `wandb sync` later; or take wandb out of `log.trackers`"
     try:
         known = wandb.login(prompt=False, timeout=10)
-    except Exception as error:  # a server that is away, a key that it does not take
+    except errors_of("wandb") as error:  # a server that is away, a key that it does not take
         raise InputError(f"`log.trackers`: wandb: {error}; `wandb login` again. {offline}") from None
     if not known:
         raise InputError(f"`log.trackers`: wandb has no key; run `wandb login` or set WANDB_API_KEY. {offline}")

@@ -1,4 +1,4 @@
-"""What may happen to a run from outside: memory that runs out, a run folder that vanishes. One message, nothing lost."""
+"""What may happen to a run from outside: memory that runs out, packs that cannot be read. One message, nothing lost."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pretrain.run.running import Run
 class Stop(IntEnum):
     """Why ranks leave, where it is no signal. Above all numbers of signals: ranks agree on the largest."""
 
-    PACKS_FAILED, SAVE_FAILED, METRICS_GONE, FOLDER_GONE = range(997, 1001)
+    PACKS_FAILED, SAVE_FAILED = 997, 998
 
 
 @contextmanager
@@ -33,16 +33,11 @@ def explaining_memory(job: Job, run: Run | None = None) -> Iterator[None]:
 
 
 def fault_of(run: Run, steps: Prefetch[StepBatches]) -> int:
-    """FOLDER_GONE or METRICS_GONE of `Stop` where somebody has taken away what this run writes into, SAVE_FAILED where the
-    checkpoint being written cannot be, PACKS_FAILED where no more packs come of a stream or those of the next of `steps` cannot
-    be read, else 0; also 0 before this run's first step, when nothing can be lost. A rank knows only of the files that it writes
-    and the packs that it reads itself; every rank knows that no more packs come."""
+    """SAVE_FAILED of `Stop` where the checkpoint being written cannot be, PACKS_FAILED where no more packs come of a stream or
+    those of the next of `steps` cannot be read, else 0; also 0 before this run's first step, when nothing can be lost. A rank
+    knows only of the files that it writes and the packs that it reads itself; every rank knows that no more packs come."""
     if run.state.step == run.resumed_step:
         return 0
-    if not run.folder.in_place:
-        return Stop.FOLDER_GONE
-    if not run.trackers.in_place:
-        return Stop.METRICS_GONE
     if run.checkpoints.failed:
         return Stop.SAVE_FAILED
     stream = run.job.data.stream
@@ -55,25 +50,11 @@ def unread(steps: Prefetch[StepBatches]) -> BaseException | None:
     return None if isinstance(steps.failure, StreamEnded) else steps.failure
 
 
-def prepare_rescue(run: Run, what: int, steps: Prefetch[StepBatches]) -> BaseException:
-    """The error to raise for `what`, a `fault_of` the run, once the step in memory is saved.
-
-    All ranks call it, and then save; but not where the folder is gone: one of the same name may be somebody else's.
-    """
-    step = run.state.step
-    if what == Stop.PACKS_FAILED:
-        stream, error = run.job.data.stream, unread(steps)
-        said = (stream.failure if stream else None) or error or "another process or machine has no more packs, and says why"
-        if error is None or isinstance(error, InputError):
-            return InputError(f"{said}. Step {step} is saved")
-        error.add_note(f"Step {step} is saved")
-        return error
-    if what == Stop.FOLDER_GONE:
-        raise InputError(
-            f"{run.folder.path}: the run folder was deleted or renamed while the run was going on; put it back, and start "
-            "the same command again to go on from its newest checkpoint"
-        )
-    return InputError(
-        f"{run.folder.metrics}: was deleted or replaced while the run was going on, and its lines up to step {step} are gone "
-        "with it. The step is saved: start the same command again to go on; the metrics begin after it"
-    )
+def why_no_packs(run: Run, steps: Prefetch[StepBatches]) -> BaseException:
+    """The error to raise for PACKS_FAILED, once the step in memory is saved. All ranks call it, and then save."""
+    step, stream, error = run.state.step, run.job.data.stream, unread(steps)
+    reason = (stream.failure if stream else None) or error or "another process or machine has no more packs, and says why"
+    if error is None or isinstance(error, InputError):
+        return InputError(f"{reason}. Step {step} is saved")
+    error.add_note(f"Step {step} is saved")
+    return error

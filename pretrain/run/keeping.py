@@ -18,7 +18,7 @@ from pretrain.metrics.run_record import RunRecord, last_screen, read_metrics, re
 from pretrain.metrics.waited import Waited
 from pretrain.model.distributed import largest_over_ranks
 from pretrain.plan.preflight import Job
-from pretrain.run.faults import Stop, prepare_rescue
+from pretrain.run.faults import Stop, why_no_packs
 from pretrain.run.resume import nothing_left, said_of_the_end
 from pretrain.run.rollback import halted, judge_weights
 from pretrain.run.running import Run
@@ -64,7 +64,7 @@ def leave(run: Run, asked: int, steps: Prefetch[StepBatches]) -> int:
     if asked == Stop.SAVE_FAILED:
         with run.waited.on("saves", "saving"):
             run.checkpoints.wait()  # which raises what has failed
-    lost = prepare_rescue(run, asked, steps) if asked in (Stop.FOLDER_GONE, Stop.METRICS_GONE, Stop.PACKS_FAILED) else None
+    lost = why_no_packs(run, steps) if asked == Stop.PACKS_FAILED else None
     if not (decision := judge_weights(run)).proceed:
         raise halted(run, decision)
     if run.state.step > run.resumed_step:  # else it still waits for the packs of its first step, and has none of its own to save

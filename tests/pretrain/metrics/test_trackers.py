@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import os
-from pathlib import Path
 
 import pytest
 from accelerate import PartialState

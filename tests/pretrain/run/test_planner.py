@@ -54,7 +54,6 @@ def test_a_plan_needs_no_packs_and_counts_tokens_and_steps_both_ways(plan):
     assert cells(memory, "8 x B200")[4:] == ["1", "batch.tokens=1024"], "8 devices x 4 microbatches x 1 pack of 32"
     assert "5,000 steps x 256 tokens = 1,280,000 tokens" in plan(missing, "train.steps=5000")[1]
     assert "schedule.decay" not in out
-    assert "`schedule.decay: 0.4` has no effect" in plan(missing, "schedule.kind=cosine", "schedule.decay=0.4")[1]
     out = plan("data.validation.source=/no/such.jsonl", "data.tokenizer=/no/such", "train={epochs: 1}")[1]
     assert " = 1.00 epochs" in out and "`data.validation`: " in out and "`data.packs`" not in out
 
