@@ -21,7 +21,7 @@ QWEN3 |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 
 @pytest.fixture(scope="module")
 def hf() -> PreTrainedModel:
-    return model.build_on_meta(model.load_config(ModelSettings(config=QWEN3)), False)
+    return model.build_on_meta(model.load_config(ModelSettings(config=QWEN3)))
 
 
 def active(*patterns: str, precision: str = "delayed", **fp8_config: Any) -> ActivePrecision:

@@ -24,6 +24,7 @@ from pretrain.model.loss import head as loss_head
 from pretrain.precision import delayed_state, emulation
 from pretrain.precision.emulation import Operand
 from pretrain.precision.formats.definition import QuantizedPrecision
+from pretrain.precision.product import Product
 from pretrain.precision.quantizers import blocks, hadamard, nvfp4, rounding, tensor
 from pretrain.precision.quantizers.grid import E2M1, E4M3, E5M2, Grid
 from pretrain.verify import parity
@@ -286,15 +287,15 @@ def gradient_too_large(run: SmallRun, patch: Patch) -> None:
 @fault("a square weight's gradient adds up transposed", emulated)
 def adds_up_transposed(run: SmallRun, patch: Patch) -> None:
     """As where shapes told what is a transpose."""
-    multiply = emulation.EmulatedProduct.__call__
+    multiply = Product.__call__
 
-    def transposed(product: emulation.EmulatedProduct, x: Tensor, weight: Tensor, *rest: Any, **options: Any) -> Tensor:
+    def transposed(product: Product, x: Tensor, weight: Tensor, *rest: Any, **options: Any) -> Tensor:
         main = getattr(weight, "main_grad", None)
         if main is not None and main.shape[0] == main.shape[1]:
             weight.main_grad = main.t()
         return multiply(product, x, weight, *rest, **options)
 
-    patch.setattr(emulation.EmulatedProduct, "__call__", transposed)
+    patch.setattr(Product, "__call__", transposed)
 
 
 # ── Copies of weights ───────────────────────────────────────────────────────────────────────────────────────────────────────────

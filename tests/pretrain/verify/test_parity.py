@@ -390,8 +390,7 @@ def test_a_product_that_adds_its_gradient_up_wrongly_is_found(
 ) -> None:
     run = small(precision, "gpt2")
     adds_up_transposed(run, monkeypatch)
-    wrong = {each.name for each in run.parity().products if each.excess > 1}
-    assert wrong == {"transformer.h.0.attn.c_proj"}
+    assert any("transformer.h.0.attn.c_proj" in line for line in run.parity().failures)
 
 
 def test_a_product_that_counts_its_gradient_twice_is_found(small: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
