@@ -52,16 +52,14 @@ class Task:
         return hf.train()
 
     def adamw(self, parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
-        """torch's, fused where it can be, with the recipe's settings; every parameter decays, as in a plain loop."""
-        settings = self.recipe.optimizer
-        return torch.optim.AdamW(
-            parameters,
-            lr=settings.learning_rate,
-            betas=settings.betas,
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
-            fused=self.device.type == "cuda",
-        )
+        """torch's, fused where it can be, with the recipe's settings; matrices and embeddings decay, as in the launcher."""
+        settings, every = self.recipe.optimizer, list(parameters)
+        groups = [
+            {"params": [p for p in every if p.ndim > 1], "weight_decay": settings.weight_decay},
+            {"params": [p for p in every if p.ndim <= 1], "weight_decay": 0.0},
+        ]
+        options = {"lr": settings.learning_rate, "betas": settings.betas, "eps": settings.eps}
+        return torch.optim.AdamW(groups, **options, fused=self.device.type == "cuda")
 
     def autocast(self) -> AbstractContextManager[Any]:
         """BF16 for FP32 weights on a GPU; on a CPU, where BF16 is slow, the tiny model computes in FP32."""

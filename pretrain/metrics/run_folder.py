@@ -81,11 +81,6 @@ class RunFolder(ExitStack):
                 f"{self.path}: cannot be used as the run folder: {reason_of(error)}; set another `run_dir`"
             ) from None
 
-    def moved_to(self) -> Path | None:
-        """Returns where the folder is now, if somebody renamed it and the system says so."""
-        lock = self._lock.moved_to() if self._lock else None
-        return lock.parent if lock else None
-
     def _refuse(self, holder: str) -> None:
         raise InputError(f"{self.path}: the run folder is in use by {holder}; wait for it or stop it, or set another `run_dir`")
 

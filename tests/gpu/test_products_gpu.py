@@ -394,7 +394,7 @@ def test_a_call_that_fails_leaves_the_product_to_others(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "delayed", "current", "block"])
-@pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama", "gpt2"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama"])
 def test_fused_layers_give_what_they_give_by_transformer_engines_products(
     name: str, recipe: str, monkeypatch: pytest.MonkeyPatch
 ):
@@ -405,7 +405,7 @@ def test_fused_layers_give_what_they_give_by_transformer_engines_products(
     plain = train(assemble(larger(name), recipe, fused=True), steps=3)
     assert searched[0] == pytest.approx(plain[0], rel=2e-3)
     assert min(cosines(searched[1], plain[1]).values()) > (0.995 if recipe == "bf16" else 0.97)
-    direct = name != "gpt2" and (recipe == "bf16" or torch.cuda.get_device_capability() == (9, 0))
+    direct = recipe == "bf16" or torch.cuda.get_device_capability() == (9, 0)
     assert used >= direct  # the head in BF16 is always computed so
 
 

@@ -90,7 +90,8 @@ class Fp8ChunkLoss:
         if backend.precision.keeps_history:
             return quantized_softmax_gradient(logits, labels, IGNORE, fp8, quantizer.amax, quantizer.scale)
         amax = torch.zeros(1, dtype=torch.float32, device=logits.device)
-        return quantized_softmax_gradient(logits, labels, IGNORE, fp8, amax, None)
+        power_of_two = quantizer.force_pow_2_scales
+        return quantized_softmax_gradient(logits, labels, IGNORE, fp8, amax, None, power_of_two=power_of_two)
 
     def _operand(self, rows: Tensor | None, columns: Tensor | None, scale_inv: Tensor) -> Any:
         return self.product.backend.te.Float8TensorStorage(
