@@ -146,7 +146,7 @@ class TransformerEngineProduct(Product):
         kept = self.linear._fp8_workspaces
         if differentiable and not refresh and _WEIGHT in kept:
             return kept[_WEIGHT]
-        weight, quantizer = matrix(), self.quantizer("weight", both=differentiable)
+        weight, quantizer = matrix().contiguous(), self.quantizer("weight", both=differentiable)  # Conv1D's is a transpose
         # Blackwell's products read scales in an order of their own, which is made here once or else in every product.
         quantizer.optimize_for_gemm = self.linear._enable_weight_preswizzle(quantizer, weight)
         if not differentiable:  # evaluation neither uses nor replaces the copy that training made
@@ -183,6 +183,8 @@ class TransformerEngineProduct(Product):
         return y if residual is None else y.add_(residual)
 
     def accumulate(self, total: Tensor, left: Any, right: Any, *, overwrite: bool = False) -> None:
+        if not total.is_contiguous():  # Conv1D's is a transpose, which the library's product does not add to
+            return super().accumulate(total, left, right, overwrite=overwrite)
         self._gemm("wgrad", right, left, out=total, out_dtype=total.dtype, accumulate=not overwrite)
 
     def _gemm(self, gemm: Gemm, left: Any, right: Any, **options: Any) -> Tensor:

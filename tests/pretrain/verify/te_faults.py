@@ -135,15 +135,15 @@ def te_another_format(run: SmallRun, patch: Patch) -> None:
 
 @fault("a weight's quantized copy is that of an earlier step", on_te)
 def te_stale_copy(run: SmallRun, patch: Patch) -> None:
-    multiply, quantize, made = TransformerEngineProduct.__call__, te_arithmetic.TEStackedProduct._weight, set()
+    quantize, quantize_stacked, made = TransformerEngineProduct._weight, te_arithmetic.TEStackedProduct._weight, set()
 
-    def once(product: TransformerEngineProduct, *args: Any, first_microbatch: bool, **options: Any) -> Tensor:
+    def once(product: TransformerEngineProduct, matrix: Any, *, refresh: bool, differentiable: bool) -> Any:
         first = product.name not in made
         made.add(product.name)
-        return multiply(product, *args, first_microbatch=first, **options)
+        return quantize(product, matrix, refresh=first, differentiable=differentiable)
 
-    patch.setattr(TransformerEngineProduct, "__call__", once)
-    patch.setattr(te_arithmetic.TEStackedProduct, "_weight", lambda product, *, refresh: quantize(product, refresh=False))
+    patch.setattr(TransformerEngineProduct, "_weight", once)
+    patch.setattr(te_arithmetic.TEStackedProduct, "_weight", lambda product, *, refresh: quantize_stacked(product, refresh=False))
 
 
 @fault("a scale is never updated, in hardware", delayed_on_te)
