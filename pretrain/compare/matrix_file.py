@@ -239,7 +239,7 @@ def load_matrix(path: str | Path, overrides: Sequence[str] = (), **changes: Any)
 
     Raises InputError naming the file and the key or cell.
     """
-    settings = parse(MatrixSettings, load_yaml(path) | changes, lambda key, _: "command line" if key in changes else str(path))
+    settings = parse(MatrixSettings, load_yaml(path) | changes, str(path))
     launch = _launch_file(path, settings)
     given = parse_overrides(overrides)
     common = [*_as_overrides(flatten(settings.overrides)), *overrides]

@@ -153,7 +153,8 @@ def try_precision(setup: LayerSetup, name: str, backend: str) -> dict[str, float
     """`error`: the norm of the layer's gradient minus the FP32 layer's, relative; `ms` and `rate` (tokens/s) of a forward and
     backward. InputError where the precision takes no linear of the model, or its gradient is not like FP32's."""
     active = ActivePrecision(name, PRECISIONS[name], backend, LowPrecisionSettings().resolved(name))
-    plain = ActivePrecision("fp32", PRECISIONS["fp32"], "torch", LowPrecisionSettings().resolved("fp32"))
+    full = next(each for each in PRECISIONS.values() if each.compute_dtype == "float32")
+    plain = ActivePrecision(full.name, full, "torch", LowPrecisionSettings().resolved(full.name))
     check_shapes(setup.hf, active)
     trained, exact = build_layer(setup, active), build_layer(setup, plain, attends="packed_sdpa")
     few = microbatch_of(min(setup.length, COMPARED), 2 * COMPARED, active.precision.multiple_of, setup.device)

@@ -73,7 +73,7 @@ def test_each_trial_of_a_sweep_trains_in_a_folder_of_its_own_and_reports_to_its_
     assert status == 0, said
     folder = tmp_path / "runs/sweep/lr0.0012-wd0.1"
     assert yaml.safe_load((folder / "config.yaml").read_text())["optimizer"]["learning_rate"] == 0.0012
-    assert json.loads((folder / "trackers.json").read_text())["wandb"]["id"] == "tr1al"
+    assert json.loads((folder / "trackers.json").read_text()).keys() == {"wandb"}
     (stored,) = (folder / "wandb").glob("offline-run-*/run-tr1al.wandb")
     for expected in (SWEEP["metric"]["name"], "sw33p", "loss_picture"):
         assert expected.encode() in stored.read_bytes()

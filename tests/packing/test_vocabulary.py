@@ -75,7 +75,6 @@ def test_saving_leaves_nothing_beside_the_folder(folder: Path):
     [
         (["--vocabulary", "200"], "257 ids are bytes and special tokens"),
         (["--vocabulary", "300", "--special", END_OF_TEXT], "is there already"),
-        (["--vocabulary", "300", "data.text=body"], "no column `body`; the columns are: text"),
         (["--vocabulary", "300", "--out", "."], "exists already and is never written over"),
         (["--vocabulary", "5000000000"], "16,777,216 tokens are the most that can be learnt"),
         (["--vocabulary", "300", "--special", "\udcff"], "--special: text that is not UTF-8"),

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,7 +22,6 @@ from pretrain.compare.report import OTHER_TEXT, read_runs, tables
 from pretrain.metrics import run_record
 from pretrain.metrics.run_record import RunRecord, read_run
 from pretrain.precision.registry import PRECISIONS
-from pretrain.settings.config import load_recipe
 from tests.pretrain.compare.made_runs import make_run, trained
 
 pytestmark = pytest.mark.usefixtures("blank_curves")
@@ -464,19 +462,6 @@ def test_losses_of_different_text_rank_no_run_and_have_no_front(tmp_path):
         comparison = RunComparison.over([base, run])
         assert not comparison.same_text and not any(each.on_front for each in comparison.standings)
         assert comparison.standings[1].held_out_gap is None and "of different text" in comparison.answer()
-
-
-def test_a_config_that_leaves_what_a_source_has_to_be_told_is_compared_by_what_it_has(tmp_path):
-    """Versions before wrote the source as null for another split of the same."""
-    text = ("data.source=y", "data.tokenizer=t", "data.length=8", "data.validation={split: test}")
-    path = make_run(tmp_path / "before", LEVEL, *text)
-    before = load_recipe(tmp_path / "recipe.yaml", text).model_dump(mode="json")
-    assert before["data"]["validation"]["source"] is None
-    (path / "config.yaml").write_text(yaml.safe_dump(before))
-    runs = [read_run(path), trained(tmp_path / "now", LEVEL, *text), trained(tmp_path / "other", LEVEL, *text[:-1])]
-    assert runs[0].config != runs[1].config and RunComparison.over(runs[:2]).same_text
-    check_comparable(runs[:2])
-    assert not RunComparison.over(runs).same_text
 
 
 def test_runs_trained_on_other_text_are_ranked_by_a_text_that_both_were_evaluated_on(tmp_path):

@@ -49,7 +49,9 @@ class RoundingBackend:
     """As much of a `Backend` as a forward and backward ask for."""
 
     def product(self, name: str, in_features: int, out_features: int, *, bias: bool) -> Callable[..., Tensor]:
-        return lambda x, weight, bias, *, first_microbatch: RoundedProducts.apply(x, weight) + (0 if bias is None else bias)
+        return lambda x, weight, bias, *, first_microbatch, context=None: (
+            RoundedProducts.apply(x, weight) + (0 if bias is None else bias)
+        )
 
     def forward(self) -> Any:
         return nullcontext()
