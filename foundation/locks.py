@@ -81,14 +81,6 @@ class FileLock:
         """Whether the file that we lock is still the one at `path`."""
         return in_place(self._file, self.path)
 
-    def moved_to(self) -> Path | None:
-        """Returns where the file that we lock is now, as far as the system says it."""
-        try:
-            path = Path(os.readlink(f"/proc/self/fd/{self._file.fileno()}"))
-        except OSError:
-            return None
-        return path if path.exists() else None
-
     def fileno(self) -> int:
         """The open file, for `pass_fds`: a child that has it holds the lock too, until both have ended."""
         return self._file.fileno()

@@ -29,7 +29,6 @@ AUDIT_FILE = "audit.json"  # what runs in which precision, as it was found
 SUMMARY_FILE = "summary.json"  # written at a run's end
 STATISTICS_FILE = "fp8_statistics.jsonl"  # of quantized operands; `pretrain.metrics.precision_health` writes it
 PROFILE_FILE = "profile.md"  # where a step's time went; `pretrain.metrics.profile` writes it
-TENSORBOARD = "tensorboard"  # the folder of that tracker's events
 TRACKERS_FILE = "trackers.json"  # which run each tracker goes on with; `pretrain.metrics.trackers` writes it
 _WRITTEN_WHOLE = (
     *("config.yaml", "environment.json", AUDIT_FILE, METRICS_FILE, STATISTICS_FILE, SUMMARY_FILE),
