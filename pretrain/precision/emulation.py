@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from foundation.attributes import holding
 from pretrain.precision.delayed_state import DelayedState
 from pretrain.precision.formats.definition import Along, Role
-from pretrain.precision.observation import BITS, ProductObserver, ScalesOf, dtype_name
+from pretrain.precision.observed import BITS, ProductObserver, ScalesOf, dtype_name
 from pretrain.precision.product import Product
 from pretrain.precision.quantizers.blocks import BlockQuantized
 from pretrain.precision.quantizers.tensor import absolute_maximum

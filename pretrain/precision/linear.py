@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from foundation.attributes import holding
 from pretrain.precision.formats.definition import Role
-from pretrain.precision.observation import ProductObserver
+from pretrain.precision.observed import ProductObserver
 from pretrain.precision.product import PlainProduct, Product
 
 PREFIX = "fp8/"  # of the names that `Backend.state` gives, which stand beside the optimizer's in a checkpoint

@@ -27,7 +27,7 @@ from foundation.reading import one_line
 from pretrain.precision import products
 from pretrain.precision.delayed_state import PLACES
 from pretrain.precision.formats.definition import Along, OptionValues, QuantizedPrecision, Role
-from pretrain.precision.observation import ProductObserver
+from pretrain.precision.observed import ProductObserver
 from pretrain.precision.product import Gemm, Product
 from pretrain.precision.settings import ActivePrecision
 

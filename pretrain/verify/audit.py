@@ -29,7 +29,7 @@ from pretrain.model.packed import PackedLanguageModel
 from pretrain.precision.delayed_state import PLACES, of_operand
 from pretrain.precision.formats.definition import Role
 from pretrain.precision.linear import PREFIX, Backend, LowPrecisionLinear, PrecisionContext
-from pretrain.precision.observation import FACTORS, OPERANDS, ObservedProduct, ProductObserver, dtype_name
+from pretrain.precision.observed import FACTORS, OPERANDS, ObservedProduct, ProductObserver, dtype_name
 from pretrain.precision.product import Product
 from pretrain.precision.quantizers.tensor import update_scale
 from pretrain.precision.registry import UNQUANTIZED

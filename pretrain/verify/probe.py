@@ -32,7 +32,7 @@ from foundation.attributes import holding
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.precision.delayed_state import of_operand
 from pretrain.precision.formats.definition import Along, Role
-from pretrain.precision.observation import OPERANDS
+from pretrain.precision.observed import OPERANDS
 from pretrain.precision.product import Product
 from pretrain.precision.settings import ActivePrecision
 

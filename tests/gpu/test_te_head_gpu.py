@@ -12,7 +12,7 @@ from packing.arrow import IGNORE
 from pretrain.model.loss.head import LossHead, LowPrecisionHead
 from pretrain.precision.formats.definition import Role
 from pretrain.precision.linear import LowPrecisionLinear, PrecisionContext
-from pretrain.precision.observation import ProductObserver
+from pretrain.precision.observed import ProductObserver
 from pretrain.precision.product import Product
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings

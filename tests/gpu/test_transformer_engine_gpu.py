@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pretrain.precision.emulation import EmulationBackend
 from pretrain.precision.linear import Backend, LowPrecisionLinear, PrecisionContext
-from pretrain.precision.observation import ProductObserver
+from pretrain.precision.observed import ProductObserver
 from pretrain.precision.product import Product
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.selection import missing_on

@@ -27,7 +27,7 @@ from torch.autograd.function import FunctionCtx
 
 from pretrain.precision import products
 from pretrain.precision.linear import Backend, PrecisionContext
-from pretrain.precision.observation import OPERANDS, ProductObserver
+from pretrain.precision.observed import OPERANDS, ProductObserver
 
 Operand = Any  # a Tensor, or a quantized tensor of Transformer Engine
 

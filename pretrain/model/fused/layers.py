@@ -29,7 +29,7 @@ from pretrain.model.attention.heads import HeadNorms, Heads
 from pretrain.model.fused.arithmetic import Arithmetic, Norm, StackedProduct, StackedWeight
 from pretrain.model.fused.rotary import rotate, rotate_backward
 from pretrain.precision.linear import Backend, PrecisionContext
-from pretrain.precision.observation import ProductObserver
+from pretrain.precision.observed import ProductObserver
 from pretrain.precision.scope import LINEARS, Decision
 from pretrain.precision.settings import ActivePrecision
 from pretrain.settings.recipe import Switch

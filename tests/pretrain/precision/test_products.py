@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pretrain.precision import products
 from pretrain.precision.cublaslt import ALIGNMENT, KEY_BYTES, ScaleEach
-from pretrain.precision.observation import ProductObserver
+from pretrain.precision.observed import ProductObserver
 from pretrain.precision.products import Factor, KeptChoices, Problem, fastest, problem_of
 
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2

@@ -25,8 +25,7 @@ from pretrain.model.wrapping import fuse
 from pretrain.precision import delayed_state
 from pretrain.precision.emulation import EmulationBackend, Operand
 from pretrain.precision.linear import PrecisionContext
-from pretrain.precision.observation import OPERANDS, ProductObserver
-from pretrain.precision.operand_check import sample
+from pretrain.precision.observed import OPERANDS, ProductObserver, sample
 from pretrain.precision.quantizers.grid import Grid
 from pretrain.precision.quantizers.rounding import round_to_grid
 from pretrain.precision.quantizers.tensor import update_scale

@@ -22,7 +22,7 @@ from pretrain.model.wrapping import convert, wrap_layers
 from pretrain.precision.delayed_state import DelayedState
 from pretrain.precision.emulation import EmulationBackend
 from pretrain.precision.linear import PrecisionContext
-from pretrain.precision.observation import ObservedProduct
+from pretrain.precision.observed import ObservedProduct
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.scope import LINEARS, Decision, check_shapes, decide
 from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings

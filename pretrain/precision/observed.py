@@ -1,0 +1,397 @@
+"""What the matrix products of a model really multiply, seen from underneath: the operands as they reach the kernel.
+
+A module may carry the right name and multiply in BF16 all the same, so nothing here asks a module anything. Whoever looks on says
+around a call which product it is (`ProductObserver.during`); what is multiplied inside is seen where it is multiplied: torch's
+products underneath autograd, Transformer Engine's at the one function of its extension that multiplies, and those that cublasLt
+computes in its place.
+
+Emulated operands, and FP8 operands of Transformer Engine, are held against their format as well: every value is a code times its
+scale, every scale a fit one. A `sample` of whole blocks is looked at, so that this costs the same however large the operand is;
+statistics take theirs from it too. Nothing waits for the device until somebody reads what was found.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from foundation.attributes import holding
+from pretrain.precision import products
+from pretrain.precision.formats.definition import Role, Scaling
+from pretrain.precision.quantizers.grid import E4M3, E5M2, Grid
+from pretrain.precision.quantizers.rounding import FP32_MANTISSA_BITS, round_to_grid
+from pretrain.precision.settings import ActivePrecision
+
+BITS = {"bfloat16": 8, "float32": 24}  # significant bits of a dtype's values, the leading one included
+
+# The left and the right operand of a linear's products: x w^T, g w and g^T x.
+OPERANDS: dict[str, tuple[Role, Role]] = {
+    "forward": ("input", "weight"),
+    "dgrad": ("grad_output", "weight"),
+    "wgrad": ("grad_output", "input"),
+}
+
+# Products of torch, and where their two factors stand: what addmm adds the product to is no factor, and may be an FP32 sum.
+FACTORS = {
+    torch.ops.aten.mm: slice(0, 2),
+    torch.ops.aten.bmm: slice(0, 2),
+    torch.ops.aten.linear: slice(0, 2),
+    torch.ops.pretrain.linear: slice(0, 2),
+    torch.ops.pretrain.input_gradient: slice(0, 2),
+    torch.ops.pretrain.add_product: slice(1, 3),
+    torch.ops.aten.addmm: slice(1, 3),
+    torch.ops.aten.addmm_: slice(1, 3),
+    torch.ops.aten.baddbmm: slice(1, 3),
+    torch.ops.aten._grouped_mm: slice(0, 2),
+}
+
+SAMPLED_VALUES = 2**15  # of an operand, at most, in whole blocks
+PIECE = 128  # values that are looked at together where the whole tensor has one scale
+SMALLEST_SCALE = 2.0**-100  # below it, a code times its scale leaves the exponents that FP32 has
+ROUNDING = 2.0**-20  # a code times an FP32 scale was rounded to FP32, and is divided by it again
+_FP8 = {"e4m3": (torch.float8_e4m3fn, E4M3), "e5m2": (torch.float8_e5m2, E5M2)}
+_TE_BLOCK = 128
+LARGEST_CODE = 6  # the place of it in what `examine` returns
+
+
+# ── A sample of an operand ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Sample(NamedTuple):
+    """Some blocks of an operand: its values [n, values]; `scale` FP32 [n]; the row and the column at which each begins, int64
+    [n]."""
+
+    values: Tensor
+    scale: Tensor
+    row: Tensor
+    column: Tensor
+
+
+def sample(matrix: Tensor, scales: Tensor | None, scaling: Scaling, generator: torch.Generator) -> Sample:
+    """Some blocks of `matrix` [rows, k], k the axis of the sum, of any dtype and strides.
+
+    `scales` FP32: [rows or rows / block, k / block], or the scalar of a tensor with one scale. Where there are none, or not as
+    many as blocks, the scale is 0, which fits no value.
+    """
+    size = scaling.block or math.gcd(matrix.shape[1], PIECE)
+    high = size if scaling.square else 1
+    missing = (0, -matrix.shape[1] % size, 0, -matrix.shape[0] % high)
+    matrix = F.pad(matrix, missing) if any(missing) else matrix
+    blocks = matrix.unflatten(1, (-1, size)).unflatten(0, (-1, high)).transpose(1, 2)  # [down, across, high, size]
+    down, across = blocks.shape[:2]
+    most = max(SAMPLED_VALUES // (high * size), 1)
+    if down * across > most:
+        chosen = torch.randint(down * across, (most,), generator=generator, device=matrix.device)
+    else:
+        chosen = torch.arange(down * across, device=matrix.device)
+    at, along = chosen // across, chosen % across
+    if scales is not None and scales.dim() == 0 and scaling.block is None:
+        scale = scales.float().expand(len(chosen))
+    elif scales is not None and scales.shape == (down, across):
+        scale = scales[at, along]
+    else:
+        scale = torch.zeros(len(chosen), device=matrix.device)
+    return Sample(blocks[at, along].flatten(1), scale, at * high, along * size)
+
+
+def generators(seed: int) -> Callable[[torch.device], torch.Generator]:
+    """Returns what gives a generator for each device: a number drawn from torch's own would change the run."""
+    return functools.cache(lambda device: torch.Generator(device).manual_seed(seed))
+
+
+# ── Whether operands are what their format says ─────────────────────────────────────────────────────────────────────────────────
+
+
+def examine(codes: Tensor, blocks: Sample, grid: Grid, scaling: Scaling, largest: Tensor | None = None) -> Tensor:
+    """What is wrong with blocks whose values, divided by their scale, are `codes` FP32 [n, values].
+
+    Returns an FP64 vector: how many there are, how many hold a value that is no code of `grid`, how many have a scale that is
+    none of the format, how many one that is too large; of the first of them the row, the column, the largest code and the scale.
+
+    `largest`: the largest code of the whole operand, where one scale serves all of it and the blocks are but a part. Left alone
+    are blocks that hold NaN or infinities, which are the health check's to judge, and those with tiny scales.
+    """
+    scale = blocks.scale
+    foreign = ((round_to_grid(codes, grid) - codes).abs() > ROUNDING * codes.abs()) & codes.isfinite()
+    amax = codes.abs().amax(1)
+    judged = scale.isfinite() & (scale.abs() >= SMALLEST_SCALE) & amax.isfinite()
+    worthless = (scale == 0) & (codes != 0).any(1)  # a scale of zero, as NVFP4 has them, makes every value zero
+    foreign = (foreign.any(1) & judged) | worthless
+
+    unfit = ~_is_scale(scale, scaling) & scale.isfinite()
+    if largest is not None:
+        amax = largest.expand_as(amax)
+        judged = judged & largest.isfinite()
+    least = torch.full_like(amax, scaling.least * grid.maximum)
+    if scaling.kind == "E4M3":  # a subnormal scale may be half of what was wanted, or a third too small
+        least = torch.where(scale < 2.0**E4M3.min_exponent, 0.75 * least, least)
+    loose = judged & (amax > 0) & (amax < least)
+
+    first = (foreign | unfit | loose).int().argmax()
+    counts = [torch.full_like(amax[0], len(amax)), foreign.sum(), unfit.sum(), loose.sum()]
+    where = [blocks.row[first], blocks.column[first], amax[first], scale[first]]
+    return torch.stack([figure.double() for figure in counts + where])
+
+
+def _is_scale(scale: Tensor, scaling: Scaling) -> Tensor:
+    if scaling.kind == "E4M3":
+        return (scale >= 0) & (round_to_grid(scale, E4M3) == scale)
+    if scaling.kind == "FP32":
+        return scale > 0
+    bits = scale.view(torch.int32)
+    mantissa = bits & ((1 << FP32_MANTISSA_BITS) - 1)
+    return (bits > 0) & ((mantissa == 0) | (bits == 1 << (FP32_MANTISSA_BITS - 1)))  # the last is 2^-127
+
+
+def _examine_tensor_scale(scales: Tensor) -> Tensor:
+    """The same of the scale above NVFP4's: it brings the largest block scale to the top of E4M3."""
+    largest = scales.amax().double()
+    zero = torch.zeros_like(largest)
+    loose = (largest > 0) & (largest < 0.85 * E4M3.maximum)
+    return torch.stack([zero + 1, zero, zero, loose.double(), zero, zero, largest, zero + 1])
+
+
+def describe(figures: Sequence[float], grid: Grid, scaling: Scaling) -> str | None:
+    """What `examine` found, in words; None where nothing is wrong."""
+    blocks, foreign, unfit, loose, row, column, amax, scale = figures
+    faults = {
+        f"hold values that are no {grid.name} numbers times their scale": foreign,
+        f"have a scale that is no {scaling.kind if scaling.kind != 'FP32' else 'positive number'}": unfit,
+        f"have a scale too large for their values, whose largest code could be {grid.maximum:g}": loose,
+    }
+    counted = " and ".join(f"{count:.0f} {fault}" for fault, count in faults.items() if count)
+    place = f"row {row:.0f}, column {column:.0f}, whose scale is {scale:.4g} and largest code {amax:.4g}"
+    return f"of {blocks:.0f} blocks {counted}, the first at {place}" if counted else None
+
+
+# ── Which products there are ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class ObservedProduct(NamedTuple):
+    """One product of a linear: `gemm` is forward, dgrad or wgrad; `left` and `right` say what its operands were."""
+
+    gemm: str
+    left: str
+    right: str
+
+
+class ScalesOf(NamedTuple):
+    """The scales of an emulated operand, beside its values: `blocks` as `sample` takes them, and the scale of the tensor."""
+
+    blocks: Tensor | None
+    tensor: Tensor | None
+
+
+class _Call(NamedTuple):
+    """A product that is under way."""
+
+    names: Sequence[str]
+    gemm: str
+    scales: tuple[ScalesOf, ScalesOf] | None  # of an emulated product's operands
+
+
+class _Finding(NamedTuple):
+    call: _Call
+    role: Role
+    grid: Grid
+    scaling: Scaling
+    figures: Tensor  # of `examine`
+
+
+class ProductObserver:
+    """Notes the products of each linear in the order they run, in `products` by name; a recomputed forward is noted twice.
+
+    Recomputation nests forwards in the backward of a product, hence a stack.
+    """
+
+    def __init__(self, active: ActivePrecision | None, seed: int = 0, examined: Set[str] | None = None) -> None:
+        """`active`: what low-precision operands are held against; None: only their kinds are noted. `seed` picks the blocks.
+        `examined`: the linears whose operands are held against it, where not all are."""
+        self.products: dict[str, list[ObservedProduct]] = {}
+        self._active = active if active and active.precision.quantized else None
+        self._examined = examined
+        self._calls: list[_Call] = []
+        self._findings: list[_Finding] = []
+        self._generator = generators(seed)
+
+    @property
+    def multiplying(self) -> bool:
+        return bool(self._calls)
+
+    @contextmanager
+    def during(self, names: Sequence[str], gemm: str, scales: tuple[ScalesOf, ScalesOf] | None = None) -> Iterator[None]:
+        """What is multiplied inside is `gemm` of the linears called `names`; `scales`: of an emulated product's operands.
+
+        Products of torch are looked at in here alone: a dispatch mode around a whole step would keep it from being compiled."""
+        self._calls.append(_Call(names, gemm, scales))
+        try:
+            with _TorchProducts(self):
+                yield
+        finally:
+            self._calls.pop()
+
+    def watched(self, function: Callable[..., Any], names: Sequence[str], gemm: str) -> Callable[..., Any]:
+        """`function`, whatever it multiplies being `gemm` of `names`."""
+
+        @functools.wraps(function)
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            with self.during(names, gemm):
+                return function(*args, **kwargs)
+
+        return observed
+
+    @contextmanager
+    def installed(self, te: ModuleType) -> Iterator[None]:
+        """While entered, every GEMM of Transformer Engine is seen, and those that are computed in its place."""
+
+        def seen(multiply: Callable[..., Any]) -> Callable[..., Any]:
+            def observed(left: Any, transposes_left: bool, right: Any, transposes_right: bool, *args: Any, **kwargs: Any) -> Any:
+                result = multiply(left, transposes_left, right, transposes_right, *args, **kwargs)
+                if self._calls and result is not None:  # None: not computed here
+                    with torch.no_grad():
+                        # cuBLAS counts columns first, so Transformer Engine names the operands the other way round.
+                        self._te_product(te, (right, not transposes_right), (left, transposes_left))
+                return result
+
+            return observed
+
+        extension = importlib.import_module("transformer_engine_torch")
+        gemm, multiply = seen(extension.generic_gemm), seen(products.generic_multiply)
+        with holding(extension, generic_gemm=gemm), holding(products, generic_multiply=multiply):
+            yield
+
+    def faults(self) -> dict[str, list[str]]:
+        """What is wrong with operands, by the linear's name; waits for the device, once."""
+        faults: dict[str, list[str]] = {}
+        for (call, role, grid, scaling, _), figures in self._read():
+            if fault := describe(figures, grid, scaling):
+                for name in call.names:
+                    faults.setdefault(name, []).append(f"{call.gemm} {role}: {fault}")
+        return faults
+
+    def scaled(self) -> set[tuple[str, Role]]:
+        """Linear and role of each operand of one scale that was not all zeros."""
+        whole = [each for each, figures in self._read() if each.scaling.block is None and figures[LARGEST_CODE] > 0]
+        return {(name, finding.role) for finding in whole for name in finding.call.names}
+
+    def _read(self) -> Iterator[tuple[_Finding, list[float]]]:
+        figures = torch.stack([finding.figures for finding in self._findings]).tolist() if self._findings else []
+        return zip(self._findings, figures, strict=True)
+
+    @torch.no_grad()
+    def torch_product(self, left: Tensor, right: Tensor) -> None:
+        """left [m, k] times right [k, n], as the kernel gets them."""
+        call = self._calls[-1]
+        if call.scales is None or self._active is None:
+            self._note(call, dtype_name(left.dtype), dtype_name(right.dtype))
+            return
+        precision, settings = self._active.precision, self._active.settings
+        roles = OPERANDS[call.gemm]
+        self._note(call, *(precision.operand_kind(settings, role) for role in roles))
+        if not self._is_examined(call):
+            return
+        for role, matrix, scales in zip(roles, (left, right.mT), call.scales, strict=True):
+            grid, scaling = precision.grid(settings, role), precision.scaling(settings, role)
+            of_blocks = scales.tensor if scaling.block is None else scales.blocks
+            blocks = sample(matrix, of_blocks, scaling, self._generator(matrix.device))
+            codes, largest = blocks.values.float(), None
+            if scaling.block is None:  # the scale is not in the values
+                least, most = torch.aminmax(matrix)
+                largest = torch.maximum(-least, most).float()
+            else:
+                scale = blocks.scale[:, None]
+                codes = torch.where(scale == 0, codes, codes / scale)
+                if precision.tensor_scaled and scales.blocks is not None:
+                    self._findings.append(_Finding(call, role, grid, scaling, _examine_tensor_scale(scales.blocks)))
+            self._findings.append(_Finding(call, role, grid, scaling, examine(codes, blocks, grid, scaling, largest)))
+
+    def _te_product(self, te: ModuleType, *operands: tuple[Any, bool]) -> None:
+        """The left and the right operand, each with whether it is read by rows."""
+        call = self._calls[-1]
+        self._note(call, *(operand_kind(te, operand) for operand, _ in operands))
+        if self._active is not None and self._is_examined(call):
+            for role, (operand, by_rows) in zip(OPERANDS[call.gemm], operands, strict=True):
+                self._examine_te(te, call, role, operand, by_rows)
+
+    def _examine_te(self, te: ModuleType, call: _Call, role: Role, operand: Any, by_rows: bool) -> None:
+        """The scales of FP8 operands against their codes; any byte is a code. MXFP8's and NVFP4's scales lie in an order of the
+        kernel's own, and are left to the library."""
+        per_tensor = isinstance(operand, te.Float8TensorStorage)
+        if not per_tensor and not isinstance(operand, te.Float8BlockwiseQTensorStorage):
+            return
+        dtype, grid = _FP8[_format(te, operand._fp8_dtype)]
+        scaling = self._active.precision.scaling(self._active.settings, role)
+        if per_tensor:
+            # On GPUs whose products read operands either way there are no transposes.
+            transposed = None if by_rows or operand._transpose_invalid else operand._transpose
+            data, scales = operand._data if transposed is None else transposed, operand._scale_inv.reshape(())
+            if data is None or scaling.block is not None:
+                return
+            codes = data.reshape(-1, data.shape[-1])
+            # Magnitudes of codes order as their bits do.
+            largest = (data.view(torch.uint8) & 0x7F).amax().reshape(1).view(dtype).float().reshape(())
+        else:
+            data = operand._rowwise_data if by_rows else operand._columnwise_data
+            scales = operand._rowwise_scale_inv if by_rows else operand._columnwise_scale_inv
+            if data is None or scales is None or scaling.block != _TE_BLOCK or scaling.square != operand._is_2D_scaled:
+                return
+            codes, largest = data.reshape(-1, data.shape[-1]) if by_rows else data.reshape(data.shape[0], -1), None
+            down = -(-codes.shape[0] // _TE_BLOCK) if scaling.square else codes.shape[0]
+            scales = (scales if scaling.square else scales.t())[:down, : -(-codes.shape[1] // _TE_BLOCK)]  # they are padded
+        blocks = sample(codes.view(torch.uint8), scales, scaling, self._generator(data.device))
+        figures = examine(blocks.values.view(dtype).float(), blocks, grid, scaling, largest)
+        self._findings.append(_Finding(call, role, grid, scaling, figures))
+
+    def _note(self, call: _Call, left: str, right: str) -> None:
+        for name in call.names:
+            self.products.setdefault(name, []).append(ObservedProduct(call.gemm, left, right))
+
+    def _is_examined(self, call: _Call) -> bool:
+        return self._examined is None or not self._examined.isdisjoint(call.names)
+
+
+class _TorchProducts(TorchDispatchMode):
+    """While entered, tells `observer` of each product of two matrices."""
+
+    def __init__(self, observer: ProductObserver) -> None:
+        super().__init__()
+        self._observer = observer
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if factors := FACTORS.get(function.overloadpacket):
+            self._observer.torch_product(*args[factors])
+        return function(*args, **(kwargs or {}))
+
+
+def operand_kind(te: ModuleType, operand: Any) -> str:
+    """The number format and the scaling of a GEMM's operand, such as "e4m3 tensor-scaled"; of an unquantized tensor its dtype."""
+    if isinstance(operand, te.Float8TensorStorage):
+        return f"{_format(te, operand._fp8_dtype)} tensor-scaled"
+    if isinstance(operand, te.Float8BlockwiseQTensorStorage):
+        return f"{_format(te, operand._fp8_dtype)} {'128x128' if operand._is_2D_scaled else '1x128'} blocks"
+    if isinstance(operand, te.MXFP8TensorStorage):
+        return f"mxfp8 {_format(te, operand._fp8_dtype)}"
+    if isinstance(operand, te.NVFP4TensorStorage):
+        return "nvfp4 e2m1"
+    return dtype_name(operand.dtype) if isinstance(operand, torch.Tensor) else type(operand).__name__
+
+
+def _format(te: ModuleType, dtype: Any) -> str:
+    """kFloat8E4M3 -> e4m3."""
+    return te.DType.cast(dtype).name[-4:].lower()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
