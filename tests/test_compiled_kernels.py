@@ -109,6 +109,15 @@ def activation() -> None:
         kernel.backward(gradient, hidden, d_hidden, again)
 
 
+def norm() -> None:
+    kernel = kernels("model.fused.norm_kernel")
+    for width in (HIDDEN, 5120):
+        x, weight = bf16(TOKENS, width), bf16(width)
+        _, rstd = kernel.rms_norm(x, weight, 1e-6)
+        for residual in (x, None):
+            kernel.rms_norm_backward(x, x, rstd, weight, residual)
+
+
 def rotation() -> None:
     kernel = kernels("model.fused.rotary_kernel")
     for heads, normed in ((Heads(16, 8, 128), True), (Heads(14, 2, 64), False)):
@@ -136,13 +145,14 @@ def update() -> None:
         remainder = torch.zeros(4096, dtype=torch.int16) if weight == BF16 else None
         moments = (torch.zeros(4096, dtype=moment) for _ in range(2))
         parameter = ParameterTensors(torch.zeros(4096, dtype=weight), remainder, torch.zeros(4096), *moments)
-        kernel.update_by_kernel(parameter, hyper, None)
+        kernel.update_by_kernel([parameter], hyper, None)
 
 
 @pytest.mark.parametrize(
     ("launch", "modules"),
     [
         (activation, ["model.fused.activation_kernel"]),
+        (norm, ["model.fused.norm_kernel"]),
         (rotation, ["model.fused.rotary_kernel"]),
         (loss, ["model.loss.softmax_kernel"]),
         (update, ["optimizer.adamw_kernel"]),

@@ -6,7 +6,8 @@ of FP32 weights bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from pretrain.model.distributed import local_part
 from pretrain.model.gradients import clear_main_gradients, gradient_of
-from pretrain.optimizer.adamw_update import Hyperparameters, ParameterTensors, convert_weight, mode_of, update_parameter
+from pretrain.optimizer.adamw_update import Hyperparameters, ParameterTensors, convert_weight, mode_of, update_parameters
 from pretrain.precision.registry import WEIGHT_DTYPES
 from pretrain.settings.recipe import OptimizerSettings
 
@@ -52,7 +53,7 @@ class ExactAdamW(torch.optim.Optimizer):
         self.exact = exact
         self.moments = moments
         self._updated = 0  # values, in the last step
-        self._lost: dict[int, Tensor] = {}  # counts of its lost updates, to be summed, by the address of a weight
+        self._lost: list[tuple[list[ParameterTensors], Tensor]] = []  # parameters, and how many updates each has lost in it
 
     def materialise(self) -> None:
         """Allocate all state now: what does not fit fails at the start, and a checkpoint has a place to load into."""
@@ -95,11 +96,10 @@ class ExactAdamW(torch.optim.Optimizer):
     def step(self, *, clip_coefficient: Tensor | None = None) -> None:
         """One update of every parameter with a gradient, each gradient times `clip_coefficient`, an FP32 scalar on its device.
 
-        Clipping here spares reading and writing all gradients once more, and the rounding of clipped BF16 gradients. On a GPU
-        each parameter is updated while the next one is prepared.
+        Clipping here spares reading and writing all gradients once more, and the rounding of clipped BF16 gradients.
         """
-        self._updated, self._lost = 0, {}
-        counts = []
+        self._updated, self._lost = 0, []
+        counts, alike = [], defaultdict(list)
         for group in self.param_groups:
             numbers = (group["lr"], group["weight_decay"], *group["betas"], group["eps"])
             for parameter in group["params"]:
@@ -110,10 +110,12 @@ class ExactAdamW(torch.optim.Optimizer):
                 counts.append(state["step"])
                 tensors = _tensors_of(parameter, gradient, state)
                 if tensors.weight.numel():  # a process may hold no part of a sharded parameter
-                    update = _update_by_kernel() if tensors.weight.is_cuda else update_parameter
                     hyper = Hyperparameters(*numbers, int(state["step"].item()) + 1)
-                    self._lost[tensors.weight.data_ptr()] = update(tensors, hyper, clip_coefficient)
+                    alike[hyper, tensors.weight.device, tensors.kind].append(tensors)
                     self._updated += tensors.weight.numel()
+        for (hyper, device, _), parameters in alike.items():
+            update = _update_by_kernel() if device.type == "cuda" else update_parameters
+            self._lost.append((parameters, update(parameters, hyper, clip_coefficient)))
         if counts:
             torch._foreach_add_(counts, 1)
 
@@ -126,16 +128,20 @@ class ExactAdamW(torch.optim.Optimizer):
         """
         if not self._lost:
             return torch.zeros(2, dtype=torch.int64)
-        lost = torch.cat([each.reshape(-1) for each in self._lost.values()]).sum(dtype=torch.int64)
+        lost = torch.cat([counts for _, counts in self._lost]).sum()
         return torch.stack([lost, torch.full_like(lost, self._updated)])
 
     def frozen_by_weight(self) -> dict[int, Tensor]:
         """Returns this process's count of lost updates in the last step of each weight, by the address of its local part."""
-        return {address: each.sum(dtype=torch.int64) for address, each in self._lost.items()}
+        return {
+            each.weight.data_ptr(): count
+            for parameters, counts in self._lost
+            for each, count in zip(parameters, counts, strict=True)
+        }
 
 
 @cache
-def _update_by_kernel() -> Callable[[ParameterTensors, Hyperparameters, Tensor | None], Tensor]:
+def _update_by_kernel() -> Callable[[Sequence[ParameterTensors], Hyperparameters, Tensor | None], Tensor]:
     from pretrain.optimizer.adamw_kernel import update_by_kernel  # needs Triton, which machines without a GPU may lack
 
     return update_by_kernel

@@ -1,4 +1,7 @@
-"""AdamW on a GPU: one launch a tensor, each value read once and written once.
+"""AdamW on a GPU: one launch for all tensors of the same dtypes, each value read once and written once.
+
+A launch finds its tensors through a table of their addresses. With a launch a tensor an H200 waits for the host for some 15 ms a
+step of Qwen3-1.7B, which has 310 tensors: 0.9 % of a step in FP8.
 
 The arithmetic is written rounding by rounding, and the compiler may not fuse what is written apart. All ways to store weights
 share it, so FP32 masters and BF16 weights with remainders get the same bits. It rounds where torch's CPU operations round: lerp_
@@ -8,26 +11,33 @@ root here is the nearest FP32 number; torch's on a CPU may be the one beside it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from pretrain.optimizer.adamw_update import Hyperparameters, ParameterTensors
+from pretrain.optimizer.adamw_update import ALIGNMENT, Hyperparameters, ParameterTensors
 
 BLOCK, WARPS = 1024, 4  # values of a program: 8 a thread, 16 bytes of BF16
+_ALIGNMENT = tl.constexpr(ALIGNMENT)
+_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
+
+
+@triton.jit
+def _pointers(row, column: tl.constexpr, dtype: tl.constexpr, at, aligned: tl.constexpr):
+    """Pointers to the values `at` of the tensor in `column` of a row of the table."""
+    pointers = tl.load(row + column).to(tl.pointer_type(dtype)) + at
+    return tl.multiple_of(pointers, _ALIGNMENT) if aligned else pointers
 
 
 @triton.jit
 def _adamw(
-    weight_at,
-    remainder_at,  # int16, in mode bf16_exact; or None
-    gradient_at,
-    exp_avg_at,
-    exp_avg_sq_at,
+    table,  # int64 [tensors, 7]: addresses of weight, remainder, gradient and moments; how many values; the first program
+    tensor_of,  # int64 [programs]: its row of the table
     frozen,  # int32 [programs]: lost updates
     clip_coefficient,  # FP32 scalar
-    values,  # of the tensor
     decay,
     one_minus_beta1,
     beta2,
@@ -37,18 +47,30 @@ def _adamw(
     negative_step_size,
     learning_rate,
     weight_decay,
+    weight_type: tl.constexpr,
+    gradient_type: tl.constexpr,
+    moment_type: tl.constexpr,
+    exact: tl.constexpr,
+    aligned: tl.constexpr,
     block: tl.constexpr,
 ):
     program = tl.program_id(0)
+    row = table + 7 * tl.load(tensor_of + program)
     # 64 bits: one tensor may have more than 2**31 values.
-    at = program.to(tl.int64) * block + tl.arange(0, block)
-    inside = at < values
-    weight = tl.load(weight_at + at, mask=inside, other=0)
-    gradient = tl.load(gradient_at + at, mask=inside, other=0).to(tl.float32)
-    exp_avg = tl.load(exp_avg_at + at, mask=inside, other=0).to(tl.float32)
-    exp_avg_sq = tl.load(exp_avg_sq_at + at, mask=inside, other=0).to(tl.float32)
-    if remainder_at is not None:  # adamw_update.join
-        remainder = tl.load(remainder_at + at, mask=inside, other=0)
+    at = (program - tl.load(row + 6)) * block + tl.arange(0, block)
+    inside = at < tl.load(row + 5)
+    if aligned:  # neighbours are inside or outside together, so that they may be loaded together
+        inside = tl.max_constancy(inside, _ALIGNMENT)
+    weight_at = _pointers(row, 0, weight_type, at, aligned)
+    remainder_at = _pointers(row, 1, tl.int16, at, aligned)
+    exp_avg_at = _pointers(row, 3, moment_type, at, aligned)
+    exp_avg_sq_at = _pointers(row, 4, moment_type, at, aligned)
+    weight = tl.load(weight_at, mask=inside, other=0)
+    gradient = tl.load(_pointers(row, 2, gradient_type, at, aligned), mask=inside, other=0).to(tl.float32)
+    exp_avg = tl.load(exp_avg_at, mask=inside, other=0).to(tl.float32)
+    exp_avg_sq = tl.load(exp_avg_sq_at, mask=inside, other=0).to(tl.float32)
+    if exact:  # adamw_update.join
+        remainder = tl.load(remainder_at, mask=inside, other=0)
         bits = (weight.to(tl.int16, bitcast=True).to(tl.int32) << 16) + remainder.to(tl.int32)
         before = bits.to(tl.float32, bitcast=True)
     else:
@@ -60,37 +82,45 @@ def _adamw(
     denominator = tl.div_rn(tl.sqrt_rn(exp_avg_sq), bias_correction2_sqrt) + eps
     after = before * decay + tl.div_rn(negative_step_size * exp_avg, denominator)
 
-    tl.store(exp_avg_at + at, exp_avg.to(exp_avg_at.dtype.element_ty), mask=inside)
-    tl.store(exp_avg_sq_at + at, exp_avg_sq.to(exp_avg_sq_at.dtype.element_ty), mask=inside)
-    if remainder_at is not None:  # adamw_update.split
+    tl.store(exp_avg_at, exp_avg.to(moment_type), mask=inside)
+    tl.store(exp_avg_sq_at, exp_avg_sq.to(moment_type), mask=inside)
+    if exact:  # adamw_update.split
         bits = tl.where(after == after, after.to(tl.int32, bitcast=True), 0x7FC00000)
-        tl.store(weight_at + at, ((bits + 0x8000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), mask=inside)
-        tl.store(remainder_at + at, bits.to(tl.int16), mask=inside)
+        tl.store(weight_at, ((bits + 0x8000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), mask=inside)
+        tl.store(remainder_at, bits.to(tl.int16), mask=inside)
         stored = after
     else:
-        rounded = after.to(weight_at.dtype.element_ty)
-        tl.store(weight_at + at, rounded, mask=inside)
+        rounded = after.to(weight_type)
+        tl.store(weight_at, rounded, mask=inside)
         stored = rounded.to(tl.float32)
     moved = (learning_rate != 0) & ((exp_avg != 0) | ((weight_decay != 0) & (before != 0)))
     # A counter per program: adding to one counter would queue a million programs up behind each other.
     tl.store(frozen + program, tl.sum((inside & moved & (stored == before)).to(tl.int32)))
 
 
-def update_by_kernel(tensors: ParameterTensors, hyper: Hyperparameters, clip_coefficient: Tensor | None) -> Tensor:
-    """`adamw_update.update_parameter` for tensors on a GPU; returns counts of lost updates, int32, to be summed."""
-    values, device = tensors.weight.numel(), tensors.weight.device
+def update_by_kernel(parameters: Sequence[ParameterTensors], hyper: Hyperparameters, clip_coefficient: Tensor | None) -> Tensor:
+    """`adamw_update.update_parameters` on a GPU, for parameters of one device and kind."""
+    device = parameters[0].weight.device
     coefficient = torch.ones((), device=device) if clip_coefficient is None else clip_coefficient
     if coefficient.dtype != torch.float32 or coefficient.device != device:
         raise ValueError(f"the clip coefficient is FP32 on {device}, not {coefficient.dtype} on {coefficient.device}")
+    rows, programs = [], 0
+    for each in parameters:
+        rows.append((*each.addresses, each.weight.numel(), programs))
+        programs += triton.cdiv(each.weight.numel(), BLOCK)
+    table = torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    ends = torch.cat([table[1:, 6], table.new_full((1,), programs)])
+    tensor_of = torch.repeat_interleave(ends - table[:, 6], output_size=programs)
+    frozen = torch.empty(programs, dtype=torch.int32, device=device)
     # Floats, as Triton would compile a kernel of its own for the integers 0 and 1.
     numbers = (hyper.decay, 1 - hyper.beta1, hyper.beta2, 1 - hyper.beta2, hyper.bias_correction2_sqrt, hyper.eps)
     numbers = map(float, (*numbers, -hyper.step_size, hyper.learning_rate, hyper.weight_decay))
-    frozen = torch.empty(triton.cdiv(values, BLOCK), dtype=torch.int32, device=device)
+    weight, gradient, moment, exact, aligned = parameters[0].kind
     with torch.cuda.device_of(frozen):
-        _adamw[(len(frozen),)](
-            *(tensors.weight, tensors.remainder, tensors.gradient, tensors.exp_avg, tensors.exp_avg_sq),
-            *(frozen, coefficient, values, *numbers, BLOCK),
+        _adamw[(programs,)](
+            *(table, tensor_of, frozen, coefficient, *numbers, _TYPES[weight], _TYPES[gradient], _TYPES[moment], exact, aligned),
+            BLOCK,
             num_warps=WARPS,
             enable_fp_fusion=False,
         )
-    return frozen
+    return torch.cumsum(frozen, 0, dtype=torch.int64)[ends - 1].diff(prepend=ends.new_zeros(1))

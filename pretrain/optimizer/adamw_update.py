@@ -19,7 +19,7 @@ infinities and signs are kept, because the arithmetic is on integers. Every NaN 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 
@@ -32,6 +32,7 @@ _NAN = 0x7FC00000
 # Values of a parameter that a CPU updates at once. The dozen operations then find them in its caches, a megabyte of each
 # tensor; a whole matrix would come from memory for each of them.
 _IN_CACHE = 1 << 18
+ALIGNMENT = 16  # bytes that a GPU's thread loads at once
 _CONVERSIONS: dict[tuple[Weights, Weights], str] = {
     ("fp32", "bf16_exact"): "split each FP32 weight into a BF16 weight and its 16 remaining bits; nothing is lost",
     ("bf16_exact", "fp32"): "joined each BF16 weight and its remainder into the FP32 weight they are; nothing is lost",
@@ -116,11 +117,29 @@ class ParameterTensors:
     exp_avg: Tensor  # FP32 or BF16, both moments alike
     exp_avg_sq: Tensor
 
+    @property
+    def addresses(self) -> list[int]:
+        """Where weight, remainder, gradient and moments begin; 0 where there is no remainder."""
+        tensors = (self.weight, self.remainder, self.gradient, self.exp_avg, self.exp_avg_sq)
+        return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+    @property
+    def kind(self) -> tuple[torch.dtype, torch.dtype, torch.dtype, bool, bool]:
+        """What one launch of the kernel for GPUs has in common: the dtypes of weight, gradient and moments, whether there are
+        remainders, and whether all is aligned, as it is unless FSDP2 cut a tensor at an odd place."""
+        aligned = all(number % ALIGNMENT == 0 for number in (*self.addresses, self.weight.numel()))
+        return self.weight.dtype, self.gradient.dtype, self.exp_avg.dtype, self.remainder is not None, aligned
+
     def split(self, values: int) -> Iterator[ParameterTensors]:
         """Views of so many values each, fewer the last."""
         tensors = (self.weight, self.remainder, self.gradient, self.exp_avg, self.exp_avg_sq)
         parts = (repeat(None) if each is None else each.view(-1).split(values) for each in tensors)
         return (ParameterTensors(*part) for part in zip(*parts, strict=False))  # a missing remainder has no end
+
+
+def update_parameters(parameters: Sequence[ParameterTensors], hyper: Hyperparameters, clip_coefficient: Tensor | None) -> Tensor:
+    """`update_parameter` of each; returns how many updates each has lost, int64 [parameters]."""
+    return torch.stack([update_parameter(each, hyper, clip_coefficient) for each in parameters])
 
 
 def update_parameter(tensors: ParameterTensors, hyper: Hyperparameters, clip_coefficient: Tensor | None) -> Tensor:

@@ -1,8 +1,8 @@
 """What the pieces of a fused layer compute with: the stacked weights of a product, the products, norms and activations.
 
 Without kernels the arithmetic is torch's own operations, nothing quantized: a CPU trains with it, and tests hold the kernels to
-it. With kernels (BF16 on a GPU) products are those of pretrain.precision.products, SwiGLU is Triton's and RMSNorm is torch's for
-CUDA. pretrain.model.fused.te_arithmetic adds products in low precision by Transformer Engine.
+it. With kernels (BF16 on a GPU) products are those of pretrain.precision.products, SwiGLU and RMSNorm are Triton's.
+pretrain.model.fused.te_arithmetic adds products in low precision by Transformer Engine.
 
 An operand is a tensor as a product takes it: quantized, or as it was. What makes it is told which product it is for, so that a
 norm or an activation can write it in the format of that product's input.
@@ -230,7 +230,9 @@ class Arithmetic:
             x.add_(residual)
         weight = self._weight_of(norm)
         if self.by_kernels and x.is_cuda:
-            y, rstd = torch.ops.aten._fused_rms_norm(x, [x.shape[-1]], weight, norm.eps)
+            from pretrain.model.fused import norm_kernel
+
+            y, rstd = norm_kernel.rms_norm(x, weight, norm.eps)
             return y, (rstd,)
         wide = x.float()
         rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
@@ -242,8 +244,9 @@ class Arithmetic:
         """The gradient of x, `residual` [tokens, hidden] added to it, and that of the norm's weight."""
         (rstd,), weight = statistics, self._weight_of(norm)
         if self.by_kernels and x.is_cuda:
-            dx, of_weight = torch.ops.aten._fused_rms_norm_backward(dy, x, [x.shape[-1]], rstd, weight, [True, True])
-            return dx if residual is None else dx.add_(residual), of_weight
+            from pretrain.model.fused import norm_kernel
+
+            return norm_kernel.rms_norm_backward(dy, x, rstd, weight, residual)
         dy = dy.float()
         normed = x.float() * rstd
         of_weight = (dy * normed).sum(0)
