@@ -1,9 +1,8 @@
 """Run every cell of a comparison: `python -m pretrain matrix MATRIX.yaml [key=value ...] [--only precision=bf16] [--dry-run]`.
 
 Each is a run of the launcher in processes of its own: one that fails is reported and does not touch the others. A run that is
-finished is left alone and one that was interrupted is resumed; one that a killed matrix has left running is waited for. A table
-shows the cells best first whenever one has ended. Ctrl-C and SIGTERM are passed on: what is running saves and stops, and nothing
-else is started. A second Ctrl-C makes it exit at once.
+finished is left alone and one that was interrupted is resumed. A table shows the cells best first whenever one has ended. Ctrl-C
+and SIGTERM are passed on: what is running saves and stops, and nothing else is started. A second Ctrl-C makes it exit at once.
 
 Exit status: 0 all finished, 1 some run failed, 2 something given cannot be used (one message says what), 130 or 143 stopped, 138
 hours are over, those of some run or of the whole.
@@ -13,12 +12,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import shlex
-import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -37,7 +36,6 @@ from pretrain.compare.ranking import BEST, Ranking
 from pretrain.metrics.run_folder import RunFolder
 
 POLL_SECONDS = 0.2
-PROGRESS_SECONDS = 5.0
 HALTED = 3  # the status of a run that its health has stopped
 
 Status = Literal["finished", "finished before", "failed", "halted", "stopped", "not started"]
@@ -64,87 +62,58 @@ class Outcome:
 def run_all(matrix: Matrix, runs: Sequence[MatrixRun], stop: StopRequest, ranking: Ranking) -> list[Outcome]:
     """Run what is not finished, in its order and at most `matrix.at_once` at a time, until all have ended, a signal comes or the
     matrix's hours are over."""
-    queue = _Queue(matrix, runs, stop, ranking)
-    queue.take_over()
+    outcomes = {run.name: Outcome(run, "finished before" if run.is_finished() else "not started") for run in runs}
+    waiting = [run for run in runs if outcomes[run.name].status == "not started"]
+    running: list[StartedRun] = []
+    at_once, slots = min(matrix.at_once, len(waiting)), matrix.slots
+    ends, told = time.monotonic() + (matrix.settings.max_hours or math.inf) * 3600, False
+    if done := len(runs) - len(waiting):
+        say(f"{done} of {len(runs)} cells are finished already")
+
+    def goes_on() -> bool:
+        return not stop.requested and time.monotonic() < ends
+
+    def signal_all(number: signal.Signals, why: str) -> None:
+        say(f"{why} {', '.join(one.run.name for one in running)}")
+        for one in running:
+            one.signal(number)
+
     try:
-        while queue.running or (queue.waiting and queue.may_start):
-            queue.start()
-            queue.pass_on_signals()
-            queue.end_with_the_hours()
-            queue.collect()
-            queue.screen.progress(queue.running)
+        while running or (waiting and goes_on()):
+            while len(running) < at_once and goes_on() and (run := next_of(waiting, [one.run for one in running])):
+                waiting.remove(run)
+                try:
+                    run.check_folder()
+                    slot = least_busy(slots, running)
+                    running.append(StartedRun.start(matrix, run, slot, side_by_side=at_once > (slots or 1)))
+                    say(f"{run.name}: started; its output goes to {run.log}")
+                except InputError as error:
+                    outcomes[run.name].status = "failed"
+                    say(f"{run.name}: failed: {error}")
+            for received in stop.take():
+                signal_all(received, f"{received.name}: passed on to")
+            if not told and time.monotonic() >= ends:
+                told = True
+                signal_all(signal.SIGTERM, f"`max_hours: {matrix.settings.max_hours:g}` are over; what runs saves and stops:")
+            for one in [one for one in running if one.has_ended()]:
+                running.remove(one)
+                outcomes[one.run.name] = outcome = Outcome.of(one, asked_to_stop=not goes_on())
+                ended = sum(each.status.startswith("finished") for each in outcomes.values())
+                say(f"{one.run.name}: {outcome.status} after {duration(outcome.seconds)}, {ended} of {len(runs)} cells done")
+                if outcome.status in ("failed", "halted"):
+                    say(f"  exit status {outcome.exit_status}; the last of {one.run.log}:")
+                    say("\n".join(f"  | {line}" for line in one.end_of_log()))
+                if running or waiting:
+                    say(f"\n{ranking.table(BEST)}\n")
             time.sleep(POLL_SECONDS)
     finally:  # only after an error of our own something is running still: nothing may go on that nobody watches
-        queue.signal_all(signal.SIGTERM)
-    return list(queue.outcomes.values())
+        for one in running:
+            one.signal(signal.SIGTERM)
+    return list(outcomes.values())
 
 
-class _Queue:
-    """The runs of a matrix: those that wait, those that are running, and how each has ended."""
-
-    def __init__(self, matrix: Matrix, runs: Sequence[MatrixRun], stop: StopRequest, ranking: Ranking) -> None:
-        self.matrix, self.stop, self.ranking = matrix, stop, ranking
-        self.outcomes = {run.name: Outcome(run, "finished before" if run.is_finished() else "not started") for run in runs}
-        self.waiting = [run for run in runs if self.outcomes[run.name].status == "not started"]
-        self.running: list[StartedRun] = []
-        self.at_once = min(matrix.at_once, len(self.waiting))
-        self.screen = Screen(len(runs), len(runs) - len(self.waiting))
-        self.hours = Hours(matrix.settings.max_hours)
-
-    @property
-    def may_start(self) -> bool:
-        return not self.stop.requested and not self.hours.over
-
-    def take_over(self) -> None:
-        """Watch what a matrix that was killed has left running."""
-        for one in filter(None, [StartedRun.found(self.matrix, run) for run in self.waiting]):
-            self.running.append(one)
-            self.waiting.remove(one.run)
-            said = f"is running still, started by a matrix that has ended; its output goes to {one.run.log}"
-            self.screen.say(f"{one.run.name}: {said}")
-
-    def start(self) -> None:
-        """Start what waits and may start, as far as there is room. One that cannot be started has failed."""
-        slots = self.matrix.slots
-        side_by_side = self.at_once > (slots or 1)
-        while len(self.running) < self.at_once and self.may_start:
-            run = next_of(self.waiting, [one.run for one in self.running])
-            if run is None:
-                return
-            self.waiting.remove(run)
-            try:
-                run.check_folder()
-                one = StartedRun.start(self.matrix, run, least_busy(slots, self.running), side_by_side=side_by_side)
-            except InputError as error:
-                self.outcomes[run.name].status = "failed"
-                self.screen.say(f"{run.name}: failed: {error}")
-                continue
-            self.running.append(one)
-            self.screen.say(f"{run.name}: started; its output goes to {run.log}")
-
-    def pass_on_signals(self) -> None:
-        for received in self.stop.take():
-            self.screen.say(f"{received.name}: passed on to {', '.join(one.run.name for one in self.running)}")
-            self.signal_all(received)
-
-    def end_with_the_hours(self) -> None:
-        if self.hours.just_over():
-            self.screen.say(f"`max_hours: {self.matrix.settings.max_hours:g}` are over; what is running saves and stops")
-            self.signal_all(signal.SIGTERM)
-
-    def collect(self) -> None:
-        """Take note of what has ended, and show how the cells compare so far unless it was the last one."""
-        for one in [one for one in self.running if one.has_ended()]:
-            self.running.remove(one)
-            outcome = Outcome.of(one, asked_to_stop=not self.may_start)
-            self.outcomes[one.run.name] = outcome
-            self.screen.ended(outcome, one)
-            if self.running or self.waiting:
-                self.screen.say(f"\n{self.ranking.table(BEST)}\n")
-
-    def signal_all(self, number: signal.Signals) -> None:
-        for one in self.running:
-            one.signal(number)
+def say(text: str) -> None:
+    print(text, flush=True)
 
 
 def next_of(waiting: Sequence[MatrixRun], running: Sequence[MatrixRun]) -> MatrixRun | None:
@@ -157,75 +126,21 @@ def next_of(waiting: Sequence[MatrixRun], running: Sequence[MatrixRun]) -> Matri
     return waiting[0] if waiting and not running else None  # which says what it lacks
 
 
-def require_beginnings(matrix: Matrix, runs: Sequence[MatrixRun], cells: Sequence[MatrixRun]) -> None:
+def require_beginnings(matrix: Matrix, runs: Sequence[MatrixRun]) -> None:
     """InputError where one of `runs` is to begin with a checkpoint of another cell that is not there, and none of `runs` will
-    make it. `cells`: of which `--cell` counts. What lies outside of the matrix the launcher itself asks for."""
+    make it. What lies outside of the matrix the launcher itself asks for."""
     to_come = {run.run_dir.resolve() for run in runs if not run.is_finished()}
     for run in runs:
         begin, started = run.begin, step_folders(run.run_dir / "checkpoints")  # with its own it needs no other's any more
-        if begin is None or begin.exists() or started or run.is_finished():
+        if begin is None or begin.exists() or started or run.is_finished() or begin.parent.parent in to_come:
             continue
-        origin = next((each for each in matrix.runs if each.run_dir.resolve() == begin.parent.parent), None)
-        if origin is None or begin.parent.parent in to_come:
-            continue
-        lacks = f"cell {run.name}: `train.begin_with`: {begin} of cell {origin.name} is not there"
-        if not origin.is_finished():
-            how = f"`--cell {cells.index(origin)}`" if origin in cells else "which `--only` leaves out"
-            raise InputError(f"{matrix.path}, {lacks}; train that cell first ({how}), or wait where it is training")
-        kept = ", ".join(folder.name for folder in step_folders(begin.parent)) or "no checkpoint"
-        raise InputError(
-            f"{matrix.path}, {lacks}: it is finished, and has kept {kept}; name one of these, or train it again in an empty "
-            "folder with another `checkpoint.every` or `checkpoint.keep`"
-        )
-
-
-class Hours:
-    """Whether the matrix's own hours are over."""
-
-    def __init__(self, most: float | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._end = None if most is None else clock() + most * 3600
-        self._told = False
-
-    @property
-    def over(self) -> bool:
-        return self._end is not None and self._clock() >= self._end
-
-    def just_over(self) -> bool:
-        """True once."""
-        told, self._told = self._told, self.over
-        return self._told and not told
-
-
-class Screen:
-    """What is printed meanwhile: a line as each run starts and ends and, on a terminal, one that says how far they are."""
-
-    def __init__(self, runs: int, done: int) -> None:
-        self.runs, self.done = runs, done
-        self._on_terminal = sys.stdout.isatty()
-        self._progress_at = 0.0  # when the progress line was last written
-        if done:
-            self.say(f"{done} of {runs} cells are finished already")
-
-    def say(self, text: str) -> None:
-        print(f"\r\x1b[2K{text}" if self._on_terminal else text, flush=True)
-
-    def ended(self, outcome: Outcome, one: StartedRun) -> None:
-        self.done += outcome.status == "finished"
-        took = duration(outcome.seconds or 0.0)
-        self.say(f"{one.run.name}: {outcome.status} after {took}, {self.done} of {self.runs} cells done")
-        if outcome.status == "failed" and outcome.exit_status == 0:  # a run that we did not start, from other settings
-            self.say(f"  {one.run.why_not_of_its_folder()}")
-        elif outcome.status in ("failed", "halted"):
-            self.say(f"  exit status {or_dash(outcome.exit_status)}; the last of {one.run.log}:")
-            self.say("\n".join(f"  | {line}" for line in one.end_of_log()))
-
-    def progress(self, running: Sequence[StartedRun]) -> None:
-        now = time.monotonic()
-        if self._on_terminal and running and now - self._progress_at >= PROGRESS_SECONDS:
-            self._progress_at = now
-            text = "; ".join(one.progress() for one in running)[: shutil.get_terminal_size().columns - 1]
-            print(f"\r\x1b[2K{text}", end="", flush=True)
+        for origin in matrix.runs:
+            if origin.run_dir.resolve() == begin.parent.parent:
+                has = ", ".join(folder.name for folder in step_folders(begin.parent)) or "no checkpoint"
+                raise InputError(
+                    f"{matrix.path}, cell {run.name}: `train.begin_with`: {begin} is not there; cell {origin.name} has {has}: "
+                    "train that cell first, or name what it keeps (`checkpoint.every`, `checkpoint.keep`)"
+                )
 
 
 def write_report(matrix: Matrix) -> str:
@@ -259,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     changes = {key: getattr(options, key) for key in ("at_once", "gpus", "processes", "max_hours")}
     matrix = load_matrix(options.matrix, options.overrides, **{key: value for key, value in changes.items() if value is not None})
-    runs = cells = matrix.only(options.only)
+    runs = matrix.only(options.only)
     if options.count:
         print(len(runs))
         return 0
@@ -274,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.table:
         print(Ranking(matrix, runs).table())
         return 0
-    require_beginnings(matrix, runs, cells)
+    require_beginnings(matrix, runs)
     return carry_out(matrix, runs, single=options.cell is not None)
 
 

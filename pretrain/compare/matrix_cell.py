@@ -1,7 +1,7 @@
-"""One cell of a matrix as processes: started, found running, signalled, ended.
+"""One cell of a matrix as processes: started, signalled, ended.
 
 A cell's processes are a session of their own, so that a terminal's Ctrl-C reaches them only through the matrix, once. They
-outlive a matrix that was killed. The next one finds them by the file in which each is to leave its exit status, and waits.
+outlive a matrix that was killed; until they have ended, the lock of the run folder refuses to start the cell again.
 """
 
 from __future__ import annotations
@@ -22,11 +22,8 @@ import psutil
 from foundation.errors import InputError
 from foundation.files import replace_file
 from foundation.reading import load_object
-from foundation.tables import or_dash
-from foundation.units import duration
 from pretrain.compare.matrix_file import Matrix, MatrixRun
 from pretrain.metrics.run_folder import MATRIX_FILE, check_ours
-from pretrain.metrics.run_record import is_step, read_metrics
 
 SHOWN_LOG_LINES = 12
 TIME_IS_UP_STATUS = 128 + signal.SIGUSR1  # the status of a run that SIGUSR1, a scheduler's warning, has ended
@@ -41,7 +38,7 @@ class StartedRun:
 
     run: MatrixRun
     group: int
-    process: subprocess.Popen[bytes] | None  # None for what an earlier matrix has started
+    process: subprocess.Popen[bytes]
     slot: int | None
     log_begins: int  # bytes of the log before this start
     started: float = field(default_factory=time.monotonic)
@@ -62,22 +59,6 @@ class StartedRun:
             raise InputError(f"{run.run_dir}: cannot be used as its run folder: {error}") from None
         return cls(run, process.pid, process, slot, begins)
 
-    @classmethod
-    def found(cls, matrix: Matrix, run: MatrixRun) -> StartedRun | None:
-        """The run as a matrix that was killed has left it running; None where nothing of it runs."""
-        for process in psutil.process_iter():
-            try:
-                environment = process.environ()
-                if environment.get(STATUS_FILE) != str(status_file(run)) or process.status() == psutil.STATUS_ZOMBIE:
-                    continue
-                group = os.getpgid(process.pid)
-            except (psutil.Error, OSError):  # somebody else's, or just gone
-                continue
-            slots = {devices_of(matrix, slot): slot for slot in range(matrix.slots or 0)}
-            log_begins = run.log.stat().st_size if run.log.exists() else 0
-            return cls(run, group, None, slots.get(environment.get(DEVICES)), log_begins)
-        return None
-
     def signal(self, number: int) -> None:
         """Signal the whole group: accelerate's launcher of a single process passes nothing on by itself."""
         with contextlib.suppress(ProcessLookupError):  # it has just ended
@@ -86,26 +67,22 @@ class StartedRun:
     def has_ended(self) -> bool:
         """Returns whether nothing of the group runs. A launcher that was signalled ends without waiting for its trainer to
         save."""
-        return (self.process is None or self.process.poll() is not None) and not any(members(self.group))
+        return self.process.poll() is not None and not any(members(self.group))
 
-    def exit_status(self) -> int | None:
-        """Returns what the run has left, else its launcher's; None where neither is known."""
-        left = take_status(self.run)
-        return self.process.returncode if left is None and self.process else left
+    def exit_status(self) -> int:
+        """Returns what the run has left, else its launcher's."""
+        file = status_file(self.run)
+        try:
+            return int(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # it was killed
+            return self.process.returncode
+        finally:
+            file.unlink(missing_ok=True)
 
     def end_of_log(self) -> list[str]:
         """The last lines of its output since it was started this time."""
         output = self.run.log.read_bytes()[self.log_begins :].decode(errors="replace") if self.run.log.exists() else ""
         return output.rstrip().splitlines()[-SHOWN_LOG_LINES:]
-
-    def progress(self) -> str:
-        """Says how far it is, by the last line of its metrics."""
-        try:
-            steps = [record for record in read_metrics(self.run.run_dir) if is_step(record)]
-        except InputError:  # not there yet
-            steps = []
-        at = f"step {steps[-1]['step']}, loss {or_dash(steps[-1]['loss'], '{:.4f}'.format)}" if steps else "starting"
-        return f"{self.run.name}: {at}, {duration(round(time.monotonic() - self.started))}"
 
 
 def members(group: int) -> Iterator[psutil.Process]:
@@ -150,16 +127,6 @@ def least_busy(slots: int | None, running: Sequence[StartedRun]) -> int | None:
 def status_file(run: MatrixRun) -> Path:
     """Returns the file in which the run leaves its exit status, as accelerate's launcher ends with one of its own."""
     return run.log.with_suffix(".status").absolute()
-
-
-def take_status(run: MatrixRun) -> int | None:
-    """The exit status that the run has left, None where it was killed; asked for once."""
-    try:
-        return int(status_file(run).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    finally:
-        status_file(run).unlink(missing_ok=True)
 
 
 def mark(matrix: Matrix, run: MatrixRun, *, side_by_side: bool) -> None:

@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,13 +18,7 @@ import yaml
 from pydantic import Field
 
 from foundation.errors import InputError, shown
-from foundation.reading import load_object
 from foundation.settings import FilePath, PathText, PositiveCount, Settings, load_yaml, parse, value_from_text
-from packing.manifest import read_manifest
-from packing.parts import training_parts, validation_parts
-from packing.prepare import content_settings, differences
-from packing.settings import DataSettings
-from packing.store import open_packs
 from pretrain.compare.fairness import in_words
 from pretrain.metrics.run_record import read_finished, read_run
 from pretrain.plan.checks import check_launch
@@ -49,9 +42,9 @@ Axes = dict[str, Annotated[list[Any], Field(min_length=1)]]  # any keys of a rec
 CELL = "cell"  # in the values of a run of a group: what its settings are called
 _FROM_TOKENIZER = re.compile(r"model\.config\.(vocab_size|\w+_token_id)")
 _WITHOUT_KEY = (CELL, "precision", "weights", "scope")  # keys whose values need no key beside them in a run's name
-# Of a training on other data, or measured otherwise; and keys of these that are paths.
-_DATA_AND_MEASURE = ("data.", "evaluate.", "fp8_config.use_autocast_during_eval")
-_PATHS = {"data.packs", "data.source", "data.tokenizer", "data.validation.source"}
+# Settings that decide how fast a training runs and not which it is.
+_SPEED = ("batch.microbatch", "loss.kind", "loss.chunk", "deterministic", "fp8_config.backend", "model.attention")
+_SPEED += ("model.compile", "model.fused", "model.gradient_checkpointing", "log.gradient_statistics", "log.fp8_statistics")
 
 
 class MatrixGroup(Settings):
@@ -92,8 +85,9 @@ class MatrixRun:
     overrides: tuple[str, ...]  # for the launcher's command line, `run_dir` among them
     recipe: Recipe
     run_dir: Path
+    timed: bool = False  # its speed is what is looked for, so settings that decide it tell it from another run
 
-    @cached_property
+    @property
     def begin(self) -> Path | None:
         """The checkpoint of another run with which it begins, by its real path; None where it begins with none."""
         begin = begin_of(self.recipe)
@@ -128,53 +122,32 @@ class MatrixRun:
         """Returns whether what the run folder holds is of this very training."""
         try:
             return not self.unlike_in_its_folder()
-        except InputError:  # damaged, or of another version: its launcher decides whether it can go on
+        except InputError:  # not begun, or damaged: its launcher decides whether it can go on
             return False
 
     def check_folder(self) -> None:
-        """InputError where the run folder holds the end of a training on other data, or one that was evaluated otherwise: its
-        launcher would prepare packs before it refuses the one, and would take the other for finished."""
+        """InputError where the run folder holds the end of a training on other text, or of one that was measured otherwise: its
+        launcher would take it for finished. Of what else differs, the launcher says whether it can go on."""
         if read_finished(self.run_dir) is None:
             return
         differ = self.unlike_in_its_folder()
-        if any(key.startswith(_DATA_AND_MEASURE) for key in differ):
+        if any(key.startswith(("data.", "evaluate.", "fp8_config.use_autocast_during_eval", *_SPEED)) for key in differ):
             raise InputError(
                 f"{self.run_dir}: was trained with other settings (now, and then): {in_words(differ)}; set them back, name "
-                f"another `run_dir` in the matrix, or remove {self.run_dir} to train it again"
+                f"another `run_dir`, or remove {self.run_dir} to train it again"
             )
 
-    def why_not_of_its_folder(self) -> str:
-        """Returns why what the run folder holds is not this training, in words."""
-        try:
-            return f"{self.run_dir}: came to its end with other settings (now, and then): {in_words(self.unlike_in_its_folder())}"
-        except InputError as error:  # damaged
-            return str(error)
-
     def unlike_in_its_folder(self) -> dict[str, tuple[Any, Any]]:
-        """Returns what `unlike` does for the run that the run folder holds. Where the packs are here, they decide whether the
-        text is the same, and not how it is named: a path may have moved, and a file may have changed. Raises InputError where a
-        file is damaged."""
-        config, environment = self.run_dir / "config.yaml", self.run_dir / "environment.json"
-        found = parse(Recipe, load_yaml(config), str(config))
-        differ = self.unlike(found)
-        told = load_object(environment, "start the run again to write it") if environment.exists() else {}
-        theirs = {key: told[key] for key in ("data_fingerprint", "held_out_fingerprint") if key in told}
-        ours = _fingerprints(self.recipe.data) if theirs else {}
-        if ours and ours == theirs:
-            named = {**_text_of(self.recipe), **_text_of(found)}
-            return {key: both for key, both in differ.items() if key not in named}
-        other = [key for key in ours if theirs.get(key, ours[key]) != ours[key]]
-        return differ | {f"data.{key.removeprefix('data_')}": (ours[key][:12], theirs[key][:12]) for key in other}
-
-    def unlike(self, found: Recipe) -> dict[str, tuple[Any, Any]]:
-        """The keys by which a run of `found` was another training, on other text or evaluated otherwise, with our value and its;
-        None where one has no such key.
+        """The keys by which the run in the run folder was another training, on other text or measured otherwise, with our value
+        and its. InputError where no readable config.yaml is there.
 
         What the recipe leaves open of a model's vocabulary, its launcher took from the tokenizer.
         """
-        ours, theirs = (identity_of(each, "") | _text_of(each) | _measure_of(each) for each in (self.recipe, found))
+        config = self.run_dir / "config.yaml"
+        found = parse(Recipe, load_yaml(config), str(config))
+        ours, theirs = (_identity(each, timed=self.timed) for each in (self.recipe, found))
         keys = [key for key in dict.fromkeys([*ours, *theirs]) if key in ours or not _FROM_TOKENIZER.fullmatch(key)]
-        return {key: (ours.get(key), theirs.get(key)) for key in keys if not _is_same(key, ours.get(key), theirs.get(key))}
+        return {key: (ours.get(key), theirs.get(key)) for key in keys if ours.get(key) != theirs.get(key)}
 
 
 @dataclass(frozen=True)
@@ -239,12 +212,16 @@ def load_matrix(path: str | Path, overrides: Sequence[str] = (), **changes: Any)
 
     Raises InputError naming the file and the key or cell.
     """
-    settings = parse(MatrixSettings, load_yaml(path) | changes, str(path))
+    return make_matrix(path, parse(MatrixSettings, load_yaml(path) | changes, str(path)), overrides)
+
+
+def make_matrix(path: str | Path, settings: MatrixSettings, overrides: Sequence[str] = (), *, timed: bool = False) -> Matrix:
+    """Work out the runs of `settings`, which messages call `path`; `timed`: for the sake of their speed."""
     launch = _launch_file(path, settings)
     given = parse_overrides(overrides)
     common = [*_as_overrides(flatten(settings.overrides)), *overrides]
     _check_common(path, settings, common)
-    runs = [_make_run(path, settings, *found, common, launch) for found in _combinations(path, settings)]
+    runs = [_make_run(path, settings, *found, common, launch, timed=timed) for found in _combinations(path, settings)]
     if not runs:
         raise InputError(f"{path}: describes no cell; set `axes`, or list `cells`")
     _check_distinct(path, runs)
@@ -308,6 +285,8 @@ def _make_run(
     own: Values,
     common: Sequence[str],
     launch: LaunchFile,
+    *,
+    timed: bool,
 ) -> MatrixRun:
     name = _name_of(values)
     if "run_dir" in own:
@@ -328,7 +307,7 @@ def _make_run(
             for line in str(error).splitlines()
         )
         raise InputError("\n".join(f"{path}, cell {name}: {line}" for line in lines)) from None
-    return MatrixRun(name, values, own, overrides, recipe, Path(run_dir))
+    return MatrixRun(name, values, own, overrides, recipe, Path(run_dir), timed)
 
 
 def _launch_file(path: str | Path, settings: MatrixSettings) -> LaunchFile:
@@ -379,39 +358,15 @@ def _computed(recipe: Recipe) -> Values:
     return {key: value for key, value in resolved(recipe).items() if key not in unused}
 
 
-def _text_of(recipe: Recipe) -> Values:
-    """The settings, beside those of the training's identity, that decide the text and its packs: of packs that no `source`
-    makes, where they lie is all there is."""
-    idle = {"data.packs" if recipe.data.prepares else "data.tokenizer", *identity_of(recipe, "")}
-    return {key: value for key, value in flatten({"data": resolved(recipe)["data"]}).items() if key not in idle}
-
-
-def _measure_of(recipe: Recipe) -> Values:
-    """The settings that decide which held-out loss is measured of a model."""
-    low = {"fp8_config.use_autocast_during_eval": recipe.fp8_config.use_autocast_during_eval}
-    return {"evaluate.packs": recipe.evaluate.packs} | (low if is_quantized(recipe.precision) else {})
-
-
-def _is_same(key: str, ours: Any, theirs: Any) -> bool:
-    """Returns whether two values of `key` are equal, or one path said in two ways."""
-    named = key in _PATHS and isinstance(ours, str) and isinstance(theirs, str)
-    return ours == theirs or (named and os.path.abspath(ours) == os.path.abspath(theirs))
-
-
-def _fingerprints(data: DataSettings) -> dict[str, str]:
-    """Returns the fingerprints of the packs that a run on `data` reads, by their keys in environment.json; none where packs are
-    not here or were made with other settings, and none of a stream, whose packs come and go."""
-    if data.stream:
-        return {}
-    parts = [*(training_parts(data) or {"": data}).values(), *validation_parts(data).values()]
-    try:
-        for part in [part for part in parts if part.source is not None]:
-            if differences(read_manifest(part.packs)["settings"], content_settings(part)):
-                return {}
-        packs = {"data_fingerprint": open_packs(data, "train"), "held_out_fingerprint": open_packs(data, "held_out")}
-    except InputError:  # not there, or damaged, which its launcher will say
-        return {}
-    return {key: each.fingerprint for key, each in packs.items() if each is not None}
+def _identity(recipe: Recipe, *, timed: bool) -> Values:
+    """The settings that decide which training this is, on which text, and which held-out loss is measured of it; where it is
+    `timed`, how fast it is too."""
+    flat = flatten(resolved(recipe))
+    text = {key: value for key, value in flat.items() if key.startswith("data.")}
+    text.pop("data.packs" if recipe.data.prepares else "data.tokenizer", None)
+    measure = ["evaluate.packs", *(["fp8_config.use_autocast_during_eval"] if is_quantized(recipe.precision) else [])]
+    speed = [key for key in flat if timed and key.startswith(_SPEED) and flat[key] != "auto"]
+    return identity_of(recipe, "") | text | {key: flat[key] for key in (*measure, *speed)}
 
 
 def _find_baseline(path: str | Path, wanted: Values | None, runs: Sequence[MatrixRun]) -> MatrixRun:

@@ -16,14 +16,12 @@ import math
 import shlex
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
 from pydantic import Field
 
 from foundation.command import CommandParser, number
@@ -33,19 +31,15 @@ from foundation.settings import FilePath, PathText, PositiveCount, Settings, Sha
 from foundation.signals import StopRequest
 from foundation.tables import UNKNOWN, markdown, or_dash
 from foundation.units import count, duration, memory, percent, plural
-from pretrain.compare.fairness import in_words, recipe_of
 from pretrain.compare.matrix import Outcome, run_all
 from pretrain.compare.matrix_cell import TIME_IS_UP_STATUS, command_of
-from pretrain.compare.matrix_file import Axes, LaunchFile, Matrix, MatrixRun, Values, load_matrix
+from pretrain.compare.matrix_file import Axes, Matrix, MatrixRun, MatrixSettings, Values, make_matrix
 from pretrain.compare.ranking import Ranking
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.run_record import WARM_UP_STEPS, RunRecord, is_rollback, is_unlabelled, read_run
-from pretrain.settings.config import filled_in, flatten, parse_overrides, resolved
+from pretrain.settings.config import filled_in, flatten, parse_overrides
 
 LEAST_STEPS = 3  # after those that warm up, for a median that means something
-# Settings that decide how fast a training runs and not which it is, so that a finished one may have had others.
-_SPEED = ("batch.microbatch", "loss.kind", "loss.chunk", "deterministic", "fp8_config.backend", "model.attention")
-_SPEED += ("model.compile", "model.fused", "model.gradient_checkpointing", "log.gradient_statistics", "log.fp8_statistics")
 
 
 class PhaseSettings(Settings):
@@ -89,20 +83,18 @@ class Candidate:
         try:
             record = read_run(run.run_dir)
         except InputError as error:
-            record, unread = None, str(error)
-        if record is not None and "halted" in record.summary:
-            why = record.summary["halted"].partition(". ")[0]
-            return cls(phase, run, because=f"unstable: halted at step {record.summary['steps']}: {why}", figures=record.summary)
-        if outcome.status not in ("finished", "finished before"):
-            return cls(phase, run, because=f"{outcome.status}: see {run.log}", figures=record.summary if record else {})
-        if record is None:
-            return cls(phase, run, because=unread)
+            return cls(phase, run, because=f"{outcome.status}: see {run.log}" if outcome.status == "failed" else str(error))
         because = _unstable(record)
-        return cls(phase, run, None if because else _speed(record), because, record.summary)
+        if because is None and not outcome.status.startswith("finished"):
+            because = f"{outcome.status}: see {run.log}"
+        speed = statistics.median(each["tokens_per_second"] for each in record.steps[WARM_UP_STEPS:]) if because is None else None
+        return cls(phase, run, speed, because, record.summary)
 
 
 def _unstable(record: RunRecord) -> str | None:
     steps = record.steps
+    if "halted" in record.summary:
+        return f"unstable: halted at step {record.summary['steps']}: {record.summary['halted'].partition('. ')[0]}"
     if len(steps) < WARM_UP_STEPS + LEAST_STEPS:
         least = WARM_UP_STEPS + LEAST_STEPS
         return f"of {plural(len(steps), 'step')} no speed can be told; set `train.steps` to {least} or more"
@@ -116,10 +108,6 @@ def _unstable(record: RunRecord) -> str | None:
     if any(map(is_rollback, record.metrics)):
         return "unstable: it went back to a checkpoint"
     return None
-
-
-def _speed(record: RunRecord) -> float:
-    return statistics.median(each["tokens_per_second"] for each in record.steps[WARM_UP_STEPS:])
 
 
 @dataclass
@@ -146,12 +134,13 @@ class Search:
         """The names of the chosen cells; two of them may be called alike."""
         return [run.name for run in self.chosen]
 
-    def matrix(self, number: int, chosen: Values, file: Path, place: Path) -> Matrix:
-        """Phase `number`, from 1, on `chosen`, its runs in `place`; written to `file` as a matrix of its own. InputError for a
-        mistake in it, which names the phase."""
+    def matrix(self, number: int, chosen: Values) -> Matrix:
+        """Phase `number`, from 1, on the `chosen` values. Its runs lie in a folder of the choices so far, as others would give
+        other runs. InputError for a mistake in it, which names the phase."""
         settings, phase = self.settings, self.settings.phases[number - 1]
         below, axes = flatten(settings.overrides) | chosen, flatten(phase.axes)
         beside = {key: value for key, value in below.items() if key in axes}  # a matrix has no override of an axis; its cells do
+        place = self.folder.joinpath(f"{number}-{phase.name}", *self.names)
         content = {
             "name": f"{settings.name}-{phase.name}",
             "recipe": str(settings.recipe),
@@ -165,60 +154,29 @@ class Search:
             "processes": settings.processes,
             "max_hours": self._hours_left(),
         }
-        save_file(file, yaml.safe_dump(content, sort_keys=False).encode(), "set another `run_dir`", makes_folder=True)
-        try:
-            return load_matrix(file, self.overrides)
-        except InputError as error:
-            raise InputError(str(error).replace(str(file), f"{self.path}, phase {phase.name}")) from None
-
-    def next_matrix(self, number: int) -> Matrix:
-        """Phase `number` on what is chosen so far. Its runs lie in a folder of these choices, as others would give other runs."""
-        place = self.folder.joinpath(f"{number}-{self.settings.phases[number - 1].name}", *self.names)
-        matrix = self.matrix(number, self.values, place / "matrix.yaml", place)
-        for run in matrix.runs:
-            self._require_measured_alike(run, matrix.launch)
-        return matrix
-
-    def _require_measured_alike(self, run: MatrixRun, launch: LaunchFile) -> None:
-        """InputError where steps of `run` were timed under settings that it has no more: their speed is not its own."""
-        try:
-            record = read_run(run.run_dir)
-            measured = recipe_of(record)
-        except InputError:  # not begun, or damaged, which its launcher will say
-            return
-        told = record.environment.get("accelerate") or {}
-        known = launch.knows_processes and "processes" in told
-        now = flatten(resolved(run.recipe)) | ({"processes": launch.processes} if known else {})
-        then = flatten(resolved(measured)) | told
-        keys = [key for key in now if key.startswith((*_SPEED, "processes")) and now[key] != "auto"]
-        if differ := {key: (now[key], then.get(key)) for key in keys if now[key] != then.get(key)}:
-            raise InputError(
-                f"{run.run_dir}: was measured with other settings (now, and then): {in_words(differ)}; set them back, name "
-                f"another `run_dir` in {self.path}, or remove {run.run_dir} to measure it again"
-            )
+        origin = f"{self.path}, phase {phase.name}"
+        return make_matrix(origin, parse(MatrixSettings, content, origin), self.overrides, timed=True)
 
     def check(self) -> list[Matrix]:
         """Every phase as a matrix, before the first is begun: on the base, or where that takes it not, on a cell of the phase
-        before, which may set what it needs. InputError for a mistake in any; nothing is left on the disk."""
-        found: list[Matrix] = []
-        with tempfile.TemporaryDirectory() as folder:
-            for number, phase in enumerate(self.settings.phases, start=1):
-                bases = [{}, *(run.values for run in found[-1].runs)] if found else [{}]
-                place, refused = self.folder / f"{number}-{phase.name}", None
-                for base in bases:
-                    try:
-                        found.append(self.matrix(number, base, Path(folder) / "matrix.yaml", place))
-                        break
-                    except InputError as error:
-                        refused = refused or error
-                else:
-                    raise refused
+        before, which may set what it needs. InputError for a mistake in any."""
+        matrices: list[Matrix] = []
+        for place in range(1, len(self.settings.phases) + 1):
+            refused = None
+            for base in ({}, *(run.values for run in matrices[-1].runs)) if matrices else ({},):
+                try:
+                    matrices.append(self.matrix(place, base))
+                    break
+                except InputError as error:
+                    refused = refused or error
+            else:
+                raise refused
         least = WARM_UP_STEPS + LEAST_STEPS
-        for run in (run for matrix in found for run in matrix.runs):
+        for run in (run for matrix in matrices for run in matrix.runs):
             if (steps := run.recipe.train.steps) is not None and steps < least:
                 few = f"of {plural(steps, 'step')} no speed can be told; set `train.steps` to {least} or more"
                 raise InputError(f"{self.path}: {run.name}: {few}")
-        return found
+        return matrices
 
     def _hours_left(self) -> float | None:
         most = self.settings.max_hours
@@ -317,25 +275,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure(search: Search) -> int:
     """Run phase after phase, until one gains nothing; returns the exit status."""
     page = search.folder / "phases.md"
-    was_there = page.exists()
     with StopRequest(passed_on=True) as stop:
-        for number, phase in enumerate(search.settings.phases, start=1):
-            matrix = search.next_matrix(number)
+        for place, phase in enumerate(search.settings.phases, start=1):
+            matrix = search.matrix(place, search.values)
+            for run in matrix.runs:
+                run.check_folder()
             on = f", on {' + '.join(search.names)}" if search.chosen else ""
             print(
-                f"\nphase {number} of {len(search.settings.phases)}, {phase.name}: {plural(len(matrix.runs), 'cell')}{on}",
+                f"\nphase {place} of {len(search.settings.phases)}, {phase.name}: {plural(len(matrix.runs), 'cell')}{on}",
                 flush=True,
             )
             outcomes = run_all(matrix, matrix.runs, stop, Ranking(matrix, by_speed=True))
             if stop.requested or any(each.status in ("stopped", "not started") for each in outcomes):
                 print("\nstopped; the same command goes on from here", file=sys.stderr)
                 return 128 + stop.requested if stop.requested else TIME_IS_UP_STATUS
-            goes_on = search.take(number, outcomes)
-            if search.best or not page.exists():  # a table with an answer is not written over by one without
-                save_file(page, f"{report(search)}\n".encode(), "put that right, and start again")
+            goes_on = search.take(place, outcomes)
+            save_file(page, f"{report(search)}\n".encode(), "put that right, and start again")
             if not goes_on:
                 break
-    took = duration(time.monotonic() - search.began)
-    where = f"{page} stays as an earlier search left it" if was_there and not search.best else f"the table is in {page}"
-    print(f"\n{report(search)}\n\nmeasured in {took}; {where}")
+    print(f"\n{report(search)}\n\nmeasured in {duration(time.monotonic() - search.began)}; the table is in {page}")
     return 0 if search.best else 1

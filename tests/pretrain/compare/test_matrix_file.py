@@ -2,9 +2,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,12 +11,8 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models
 
 from foundation.errors import InputError
-from packing.prepare import prepare
-from packing.settings import DataSettings
-from packing.store import open_packs
 from pretrain.compare.matrix_file import Matrix, MatrixRun, load_matrix
 from pretrain.settings.config import identity_of, layered, load_recipe, resolved
 
@@ -65,13 +59,6 @@ def test_keys_that_end_alike_are_told_apart_in_a_cells_name(matrix):
     assert names(found) == ["loss.kind=reference-learning_rate=0.001-schedule.kind=cosine"]
 
 
-def test_the_weight_of_a_penalty_is_an_axis_whose_cells_are_trainings_of_their_own(matrix):
-    found = matrix(overrides={"loss.penalty": "neg_entropy"}, axes={"loss.penalty_weight": [0, 0.01]})
-    assert [run.recipe.loss.penalty_weight for run in found.runs] == [0, 0.01] and len(set(names(found))) == 2
-    first, second = (identity_of(run.recipe, "") for run in found.runs)
-    assert [key for key in first if first[key] != second[key]] == ["loss.penalty_weight"]
-
-
 def test_overrides_come_from_the_matrix_then_the_command_line_then_the_cell(matrix, tmp_path):
     cell = matrix("train.steps=7", overrides={"optimizer": {"clip": None}, "train.steps": 5}, axes={"seed": [3]}).runs[0]
     assert cell.overrides == ("optimizer.clip=null", "train.steps=7", "seed=3", f"run_dir={tmp_path}/runs/seed=3")
@@ -92,18 +79,6 @@ def test_the_launcher_reads_a_runs_command_line_back_to_the_recipe_that_was_chec
         again = load_recipe(found.settings.recipe, cell.overrides)
         assert resolved(again) == resolved(cell.recipe)
         assert again.model.config["rope_theta"] == 1e-6 and again.evaluate.samples == ("a: {b}", "no")
-
-
-def test_every_path_of_a_matrix_may_lie_in_the_home_folder(matrix, small_recipe, tmp_path, monkeypatch):
-    (home := tmp_path / "home").mkdir()
-    monkeypatch.setenv("HOME", str(home))
-    (home / "cpu.yaml").write_text(Path(CPU).read_text())
-    (home / "mine.yaml").write_text(yaml.safe_dump(small_recipe))
-    found = matrix(recipe="~/mine.yaml", accelerate="~/cpu.yaml", run_dir="~/runs/{cell}", overrides={"data.packs": "~/packs"})
-    assert (found.settings.recipe, found.settings.accelerate) == (home / "mine.yaml", home / "cpu.yaml")
-    assert (found.runs[0].recipe.data.packs, found.folder) == (home / "packs", home / "runs")
-    with pytest.raises(InputError, match=f"{home}/my.yaml: no such file"):
-        matrix(recipe="~/my.yaml")
 
 
 @settings(max_examples=30)  # each reads its recipe up to 192 times
@@ -268,11 +243,6 @@ def test_the_shipped_matrices_load(path: Path, monkeypatch: pytest.MonkeyPatch):
     assert load_matrix(path).baseline.values == plainest.get(path.stem, {"precision": "bf16", "weights": "fp32"})
 
 
-def test_a_value_that_needs_quotes_has_none_in_the_name_of_its_run(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(ROOT)
-    assert names(load_matrix("benchmarks/evidence/matrices/fused.yaml"))[:2] == ["bf16-fused=off", "bf16"]
-
-
 def test_the_references_matrices_are_its_eight_and_its_twenty_runs(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
     eight, twenty = (load_matrix(f"recipes/matrices/small_malaysian_lm{name}.yaml").runs for name in ("", "_scopes"))
@@ -361,7 +331,6 @@ SOURCE = ("data.source=c.jsonl", "data.tokenizer=tok", "data.packs=not/there", "
     ("change", "same"),
     [
         ("data.source=c.parquet", False),
-        (f"data.source={Path('c.jsonl').resolve()}", True),
         ("data.text='{a}//{b}'", False),
         ("data.text='{a}/{b}'", True),
         ("data.packing=best_fit", False),
@@ -384,63 +353,12 @@ def test_where_no_packs_are_here_the_settings_say_whether_the_text_is_the_same(m
             cell.check_folder()
 
 
-def told_of(data: DataSettings) -> dict[str, str]:
-    return {f"{name}_fingerprint": open_packs(data, split).fingerprint for name, split in (("data", "train"), ("held_out",) * 2)}
-
-
-def test_packs_that_are_here_say_whether_the_text_is_the_same_wherever_they_lie(matrix, small_packs: Path, tmp_path: Path):
-    cell = matrix().runs[0]
-    leave_behind(cell)
-    (cell.run_dir / "environment.json").write_text(json.dumps(told_of(DataSettings(packs=small_packs, length=32))))
-    moved = matrix(f"data.packs={shutil.copytree(small_packs, tmp_path / 'moved')}").runs[0]
-    assert cell.is_finished() and moved.is_finished()
-    assert not matrix(f"data.packs={tmp_path / 'moved'}", "data.mask_boundaries=false").runs[0].is_finished()
-    other = {"data_fingerprint": "0" * 64}
-    (cell.run_dir / "environment.json").write_text(json.dumps(told_of(DataSettings(packs=small_packs, length=32)) | other))
-    assert not cell.is_finished()
-    with pytest.raises(InputError, match=r"\(now, and then\): `data.fingerprint`: [0-9a-f]{12} and 0{12}; set them back"):
-        cell.check_folder()
-    shutil.rmtree(tmp_path / "moved")
-    assert not moved.is_finished(), "packs that are not there, and other ones than it was trained on"
-
-
-def test_a_file_that_has_changed_in_place_is_other_text_once_its_packs_are_made_again(matrix, tmp_path: Path):
-    words = {word: number for number, word in enumerate(["<|endoftext|>", "a", "b"])}
-    Tokenizer(models.WordLevel(words, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
-    text, data = tmp_path / "text.jsonl", {"tokenizer": str(tmp_path / "tokenizer.json"), "length": 32, "held_out": 0.1}
-
-    def prepared(word: str) -> DataSettings:
-        text.write_text((json.dumps({"text": word}) + "\n") * 1000)
-        settings = DataSettings(source=str(text), packs=tmp_path / "packs", **data)
-        prepare(settings, progress=False)
-        return settings
-
-    settings = prepared("a")
-    given = tuple(f"data.{key}={value}" for key, value in (data | {"source": text, "packs": settings.packs}).items())
-    cell = matrix(*given).runs[0]
-    leave_behind(cell)
-    (cell.run_dir / "environment.json").write_text(json.dumps(told_of(settings)))
-    assert cell.is_finished() and not matrix(*given, "data.source=other.jsonl").runs[0].is_finished()
-    shutil.rmtree(settings.packs)
-    assert cell.is_finished(), "made elsewhere"
-    prepared("b")
-    assert list(cell.unlike_in_its_folder()) == ["data.fingerprint", "data.held_out_fingerprint"]
-
-
 @pytest.mark.parametrize(("steps", "of"), [(8, 8), (10, 8), (12, 8), (6, 12)])
 def test_a_run_that_was_prolonged_or_sent_back_is_not_finished_by_its_older_summary(matrix, steps: int, of: int):
     """Whichever file is newer: before its first step more, among them, after the last, and sent back to a checkpoint."""
     cell = matrix().runs[0]
     leave_behind(cell, steps, of)
     assert not cell.is_finished()
-
-
-@pytest.mark.parametrize("older", ["config.yaml", "metrics.jsonl", "summary.json"])
-def test_the_times_of_files_do_not_say_whether_a_cell_is_finished(matrix, older: str):
-    cell = matrix().runs[0]
-    leave_behind(cell)
-    os.utime(cell.run_dir / older, ns=(0, 0))
-    assert cell.is_finished()
 
 
 @pytest.mark.parametrize("horizon", [{"tokens": 3000}, {"epochs": 0.1}], ids=str)
