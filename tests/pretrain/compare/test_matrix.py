@@ -179,7 +179,7 @@ def test_when_the_hours_are_over_nothing_else_is_started_and_the_status_says_so(
     leave_behind(matrix({"seed": [1, 2]}).runs[0], 2.0)
     assert main(["matrix", str(tmp_path / "m.yaml"), "--max-hours", "1e-9"]) == 138
     out, err = capsys.readouterr()
-    assert "| seed=2 | not started |" in out and "the same command goes on from here" in err
+    assert "| seed=2 | not started " in out and "the same command goes on from here" in err
 
 
 # ── The table ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
