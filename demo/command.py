@@ -35,15 +35,17 @@ def shown(command: Sequence[str], settings: Mapping[str, str] | None = None) -> 
     return " ".join([*(f"{key}={value}" for key, value in (settings or {}).items()), shlex.join(command)])
 
 
-def run(command: Sequence[str], settings: Mapping[str, str] | None = None) -> None:
-    """Print and run `command`, with `settings` added to its environment, until it and what it started have ended.
+def run(command: Sequence[str], settings: Mapping[str, str] | None = None, *, shows: bool = True) -> str:
+    """Print and run `command`, with `settings` added to its environment, until it and what it started have ended. Returns what it
+    printed where it `shows` nothing, else nothing.
 
     Ctrl-C reaches every process of a terminal at once. The trainer then saves a checkpoint, but the launcher between may go
     without waiting for it; we wait, so that a second `make demo` does not meet the first one's trainer in the run folder.
     Raises KeyboardInterrupt after such an end, and CommandFailed for any other exit code than 0.
     """
     print(f"$ {shown(command, settings)}", flush=True)
-    process = subprocess.Popen(command, env={**os.environ, **(settings or {})})
+    output = None if shows else subprocess.PIPE
+    process = subprocess.Popen(command, env={**os.environ, **(settings or {})}, stdout=output, text=True)
     still_saving: list[psutil.Process] = []
     interrupted = False
 
@@ -55,11 +57,12 @@ def run(command: Sequence[str], settings: Mapping[str, str] | None = None) -> No
 
     previous = signal.signal(signal.SIGINT, note_interrupt)
     try:
-        exit_code = process.wait()
+        printed, _ = process.communicate()
         psutil.wait_procs(still_saving, timeout=LONGEST_SAVE)
     finally:
         signal.signal(signal.SIGINT, previous)
     if interrupted:
         raise KeyboardInterrupt
-    if exit_code != 0:
-        raise CommandFailed(shown(command), exit_code if exit_code > 0 else 128 - exit_code)  # -9 is how Popen says "killed"
+    if code := process.returncode:
+        raise CommandFailed(shown(command), code if code > 0 else 128 - code)  # -9 is how Popen says "killed"
+    return printed or ""

@@ -49,7 +49,7 @@ def _places(demo: Demo) -> dict[str, str]:
 def _commands(demo: Demo) -> dict[str, str]:
     longer = ("name=longer", "train.steps=3000")
     return {
-        "another text": shown([PYTHON, "-m", "demo.sample", str(demo.model), "class "]),
+        "another text": shown([PYTHON, "-m", "pretrain", "sample", str(demo.model), "class "]),
         "read the packs": shown([PYTHON, "-m", "packing", "inspect", str(demo.packs)]),
         "report": shown([PYTHON, "-m", "pretrain", "report", str(demo.run_dir), "--out", str(demo.run_dir / "report.html")]),
         "train longer": shown(train_command("cpu", RECIPE, *longer)),

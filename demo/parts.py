@@ -106,12 +106,18 @@ class Demo:
         return self.sample.is_file() and self.sample.stat().st_mtime >= (self.run_dir / "summary.json").stat().st_mtime
 
     def check(self) -> None:
-        from demo.sample import load, sample
-
-        tokenizer, model = load(self.model)
-        texts = [sample(tokenizer, model, prompt, self.recipe.evaluate.sample_tokens) for prompt in self.recipe.evaluate.samples]
-        self.sample.write_text("\n\n".join(texts) + "\n", encoding="utf-8")
-        print(f"{model.num_parameters():,} parameters load with AutoModelForCausalLM, and continue a text:")
+        settings = self.recipe.evaluate
+        command = [
+            PYTHON,
+            "-m",
+            "pretrain",
+            "sample",
+            str(self.model),
+            *settings.samples,
+            "--tokens",
+            str(settings.sample_tokens),
+        ]
+        self.sample.write_text(run(command, shows=False), encoding="utf-8")
 
     def is_compared(self) -> bool:
         return self.report.is_file() and self.report.stat().st_mtime >= (self.run_dir / "summary.json").stat().st_mtime

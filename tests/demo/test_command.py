@@ -33,8 +33,8 @@ LAUNCHER = "import subprocess, sys; subprocess.Popen([sys.executable, *sys.argv[
 
 def test_a_command_is_shown_as_one_would_type_it():
     assert (
-        shown(["python", "-m", "demo.sample", "class "], {"OMP_NUM_THREADS": "2"})
-        == "OMP_NUM_THREADS=2 python -m demo.sample 'class '"
+        shown(["python", "-m", "pretrain", "sample", "class "], {"OMP_NUM_THREADS": "2"})
+        == "OMP_NUM_THREADS=2 python -m pretrain sample 'class '"
     )
 
 
