@@ -43,8 +43,8 @@ import torch
 from transformers import PreTrainedModel
 
 from pretrain.metrics.flops import ModelFlops
-from pretrain.model.fused.arithmetic import StackedWeight
 from pretrain.model.fused.layers import ROTATED_ATTENTION, Parts, assess_layer, not_fused_because, parts_of
+from pretrain.model.fused.stacked import StackedWeight
 from pretrain.model.huggingface import decoder_layers
 from pretrain.precision.delayed_state import SLOTS
 from pretrain.precision.emulation import operand_dtype_of

@@ -32,8 +32,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from pretrain.precision import products
 from pretrain.precision.formats.definition import Along, Role
-from pretrain.precision.products import add_product_
 
 Operand = Any  # a Tensor, an emulated operand, or a quantized tensor of Transformer Engine
 Gemm = Literal["forward", "dgrad", "wgrad"]
@@ -44,6 +44,7 @@ class Product:
     blocks do not divide a dimension."""
 
     name: str  # of its history and its scales in a checkpoint
+    members: Sequence[str]  # the linears that it computes, for whoever looks on
     keeps_input = True  # backward quantizes the input once more; False: it takes what forward quantized
 
     def begin(self, x: Tensor) -> None:
@@ -61,13 +62,27 @@ class Product:
         writes both only if `both`. `scale`: of delayed scaling, where it is not the one in force (`scale`)."""
         raise NotImplementedError
 
+    def quantizer(self, role: Role, *, both: bool) -> Any | None:
+        """The library's own, for a kernel that writes the operand itself; None where only `operand` makes it."""
+        return None
+
     def weight_operands(self, matrix: Callable[[], Tensor], *, refresh: bool, differentiable: bool) -> tuple[Operand, Operand]:
         """The weight as forward and as dgrad multiply it. `matrix` gives it, [out, in]; it is called where the weight must be
         quantized: where `refresh` (the first microbatch of a step), and where nothing is kept from one."""
         raise NotImplementedError
 
-    def multiply(self, gemm: Gemm, left: Operand, right: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        """The result of `gemm` in `dtype`, summed in FP32; `bias` [out] is added before it is rounded."""
+    def multiply(
+        self,
+        gemm: Gemm,
+        left: Operand,
+        right: Operand,
+        dtype: torch.dtype,
+        bias: Tensor | None = None,
+        *,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """The result of `gemm` in `dtype`, summed in FP32; `bias` [out] is added before it is rounded, and so may
+        be `residual` [tokens, out] of a fused layer's forward product, which stays as it was."""
         raise NotImplementedError
 
     def accumulate(self, total: Tensor, left: Operand, right: Operand, *, overwrite: bool = False) -> None:
@@ -113,23 +128,38 @@ class Product:
 class PlainProduct(Product):
     """Operands as they are: nothing is quantized."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, *, searched: bool = False) -> None:
+        """`searched`: by the fastest of cublasLt's algorithms (pretrain.precision.products)."""
+        self.name, self.members, self.searched = name, (name,), searched
 
     def operand(self, role: Role, x: Tensor, along: Along, scale: Tensor | None = None, **options: Any) -> Tensor:
-        return x
+        return x.contiguous() if self.searched and role == "grad_output" else x
 
     def weight_operands(self, matrix: Callable[[], Tensor], **options: bool) -> tuple[Tensor, Tensor]:
         weight = matrix()
         return weight, weight
 
-    def multiply(self, gemm: Gemm, left: Tensor, right: Tensor, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    def multiply(
+        self,
+        gemm: Gemm,
+        left: Tensor,
+        right: Tensor,
+        dtype: torch.dtype,
+        bias: Tensor | None = None,
+        *,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        if gemm == "forward" and self.searched and bias is None:
+            return products.linear(left, right, residual)
         if gemm == "forward":
-            return F.linear(left, right, bias)
-        return (left @ right if gemm == "dgrad" else left.t() @ right).to(dtype)
+            y = F.linear(left, right, bias)
+            return y if residual is None else y.add_(residual)
+        if gemm == "dgrad":
+            return (products.input_gradient(left, right) if self.searched else left @ right).to(dtype)
+        return (left.t() @ right).to(dtype)
 
     def accumulate(self, total: Tensor, left: Tensor, right: Tensor, *, overwrite: bool = False) -> None:
-        add_product_(total, left.t(), right, overwrite=overwrite)
+        products.add_product_(total, left.t(), right, overwrite=overwrite)
 
 
 class LinearCall:

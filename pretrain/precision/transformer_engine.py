@@ -107,7 +107,7 @@ class TransformerEngineProduct(Product):
 
     def __init__(self, name: str, linear: nn.Module, backend: TransformerEngineBackend) -> None:
         self.name, self.linear, self.backend = name, linear, backend
-        self.members: Sequence[str] = (name,)  # the linears that it computes, for whoever looks on
+        self.members = (name,)
 
     @property
     def supports_fused_loss(self) -> bool:
@@ -201,18 +201,30 @@ class TransformerEngineProduct(Product):
         return observer.during(self.members, gemm) if observer else nullcontext()
 
     def save(self, operand: Any) -> tuple[Sequence[Tensor | None], Any]:
-        operand.update_usage(rowwise_usage=False)
-        return importlib.import_module("transformer_engine.pytorch.quantized_tensor").prepare_for_saving(operand)
+        return save(operand)
 
     def restore(self, tensors: Sequence[Tensor | None], rest: Any) -> Any:
-        restored = importlib.import_module("transformer_engine.pytorch.quantized_tensor").restore_from_saved(rest, list(tensors))
-        return restored[0]
+        return restore(tensors, rest)[0]
 
     def is_first_in_forward(self) -> bool:
         return is_first_in_forward()
 
     def finish_backward(self) -> None:
         finish_backward()
+
+
+def save(*operands: Any) -> tuple[Sequence[Tensor | None], Any]:
+    """`Product.save` for several operands, plain tensors among them."""
+    quantized_tensor = importlib.import_module("transformer_engine.pytorch.quantized_tensor")
+    for operand in operands:
+        if isinstance(operand, quantized_tensor.QuantizedTensorStorage):
+            operand.update_usage(rowwise_usage=False)
+    return quantized_tensor.prepare_for_saving(*operands)
+
+
+def restore(tensors: Sequence[Tensor | None], rest: Any) -> list[Any]:
+    quantized_tensor = importlib.import_module("transformer_engine.pytorch.quantized_tensor")
+    return list(quantized_tensor.restore_from_saved(rest, list(tensors)))
 
 
 def is_first_in_forward() -> bool:

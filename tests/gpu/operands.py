@@ -50,7 +50,7 @@ def compare_operands(active: ActivePrecision, device: torch.device) -> Iterator[
             quantizer.scale.fill_(37.0)
             scale = torch.tensor(37.0, device=device)
         theirs = quantizer(x)
-        # As pretrain.model.fused.te_arithmetic and the library's own linears ask for it.
+        # As pretrain.precision.transformer_engine and the library's own linears ask for it.
         quantizer.optimize_for_gemm = role != "weight" or linear._enable_weight_preswizzle(quantizer, x)
         in_training = quantizer(x)
         quantizer.optimize_for_gemm = False

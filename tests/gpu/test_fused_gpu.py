@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -245,22 +245,25 @@ def test_in_bf16_every_product_is_seen_multiplying_bf16(name: str, main: torch.d
 @pytest.mark.parametrize("recipe", ["current", "block"])
 def test_scales_that_do_not_fit_the_codes_are_found_on_transformer_engine(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A weight whose codes were divided by four, as by a kernel that took its scale elsewhere: they are codes still."""
-    from pretrain.model.fused.te_arithmetic import TEStackedProduct
+    from pretrain.precision.transformer_engine import TransformerEngineProduct
     from pretrain.verify.audit import observing
 
     packed = assemble(larger("qwen3"), recipe, fused=True)
     active = ActivePrecision(recipe, PRECISIONS[recipe], "transformer_engine", LowPrecisionSettings().resolved(recipe))
-    honest = TEStackedProduct._weight
+    honest = TransformerEngineProduct._weight
 
-    def halved(product: TEStackedProduct, **options: Any) -> Any:
-        weight = honest(product, **options)
+    def halved(product: TransformerEngineProduct, matrix: Callable[[], Tensor], *, refresh: bool, **options: Any) -> Any:
+        kept = product.linear._fp8_workspaces.get("weight")
+        weight = honest(product, matrix, refresh=refresh, **options)
+        if weight is kept:
+            return weight
         for name in ("_data", "_transpose", "_rowwise_data", "_columnwise_data"):
             if getattr(weight, name, None) is not None:
                 codes = getattr(weight, name)
                 codes.copy_((codes.view(torch.float8_e4m3fn).float() / 4).to(torch.float8_e4m3fn).view(torch.uint8))
         return weight
 
-    monkeypatch.setattr(TEStackedProduct, "_weight", halved)
+    monkeypatch.setattr(TransformerEngineProduct, "_weight", halved)
     with observing(packed, active) as observer:
         train(packed, steps=1)
     faults = observer.faults()

@@ -20,8 +20,9 @@ pytest.importorskip("triton")
 
 from pretrain.model import huggingface as model
 from pretrain.model.attention import flash
-from pretrain.model.fused.arithmetic import Arithmetic, StackedProduct, StackedWeight
+from pretrain.model.fused.arithmetic import Arithmetic
 from pretrain.model.fused.layers import choose_arithmetic
+from pretrain.model.fused.stacked import By, StackedProduct, StackedWeight
 from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel
@@ -61,7 +62,7 @@ def assemble(
     model.round_weights(hf, torch.bfloat16)
     model.round_weights(hf, weights or dtype)
     packed = PackedLanguageModel(hf, attention, LossSettings(chunk=64), PrecisionContext(None, dtype)).train()
-    packed.fused = fuse(decoder_layers(hf), {}, Arithmetic(packed.context, by_kernels=by_kernels))
+    packed.fused = fuse(decoder_layers(hf), {}, Arithmetic(packed.context, By.KERNELS if by_kernels else By.FORMULAS))
     assert not packed.fused.left_out
     attach_main_gradients(packed, torch.float32, packed.fused.stacks)
     return packed
@@ -130,7 +131,7 @@ def test_weight_gradients_of_two_microbatches_add_up_in_fp32(searched: bool, mon
     linear = torch.nn.Linear(512, 768, bias=False, device="cuda", dtype=torch.bfloat16)
     linear.weight.main_grad = torch.zeros(768, 512, device="cuda")
     context = PrecisionContext(None, torch.bfloat16)
-    product = StackedProduct("p", ("p",), StackedWeight([linear]), Arithmetic(context, by_kernels=True))
+    product = StackedProduct("p", ("p",), StackedWeight([linear]), Arithmetic(context, By.KERNELS))
     generator, expected = torch.Generator("cuda").manual_seed(0), 0
     for _ in range(2):
         x, dy = (torch.randn(1024, n, device="cuda", dtype=torch.bfloat16, generator=generator) for n in (512, 768))
@@ -145,7 +146,7 @@ def test_it_is_chosen_and_the_audit_sees_bf16() -> None:
     from pretrain.verify.audit import observing
 
     chosen, why_not = choose_arithmetic("auto", BF16_ACTIVE, "cuda", PrecisionContext(None, torch.bfloat16))
-    assert chosen.by_kernels and not why_not
+    assert chosen.by == By.KERNELS and not why_not
     for name in ("qwen3", "llama with biases"):
         packed = assemble(name, by_kernels=True)
         assert packed.fused.describe() == "2 of 2 layers"

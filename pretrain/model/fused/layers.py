@@ -26,12 +26,14 @@ from foundation.errors import InputError
 from pretrain.model.attention.cudnn import cudnn_backward, cudnn_forward
 from pretrain.model.attention.flash import flash_backward_in_parts, flash_forward
 from pretrain.model.attention.heads import HeadNorms, Heads
-from pretrain.model.fused.arithmetic import Arithmetic, Norm, StackedProduct, StackedWeight
+from pretrain.model.fused.arithmetic import Arithmetic, Norm
 from pretrain.model.fused.rotary import rotate, rotate_backward
+from pretrain.model.fused.stacked import By, StackedProduct, StackedWeight
 from pretrain.precision.linear import Backend, PrecisionContext
 from pretrain.precision.observed import ProductObserver
 from pretrain.precision.scope import LINEARS, Decision
 from pretrain.precision.settings import ActivePrecision
+from pretrain.precision.transformer_engine import finish_backward
 from pretrain.settings.recipe import Switch
 
 Gradients = tuple[Tensor | None, ...]
@@ -62,10 +64,8 @@ def choose_arithmetic(
     if reason := not_fused_because(setting, active, device_type, dtype):
         return None, reason
     if active.backend == "torch":
-        return Arithmetic(context, by_kernels=not _no_faster(device_type, dtype)), ""
-    from pretrain.model.fused.te_arithmetic import TransformerEngineArithmetic
-
-    return TransformerEngineArithmetic(context), ""
+        return Arithmetic(context, By.FORMULAS if _no_faster(device_type, dtype) else By.KERNELS), ""
+    return Arithmetic(context, By.TRANSFORMER_ENGINE), ""
 
 
 def not_fused_because(setting: Switch, active: ActivePrecision, device_type: str, dtype: torch.dtype) -> str | None:
@@ -190,7 +190,7 @@ class FusedLayers:
 
     def low_precision_weights(self, backend: Backend | None) -> int:
         """How many weights are multiplied in low precision where `backend` computes."""
-        low = [product for product in self.products if backend in product.computed_low_by]
+        low = [product for product in self.products if backend in product.low]
         return sum(weight.numel() for product in low for weight in product.weights.weights)
 
     @property
@@ -233,7 +233,7 @@ class FusedLayer:
             members = tuple(f"{name}.{member}" for member in linears)
             stacked = members[0] if len(members) == 1 else f"{name}.{joined}"
             backends = [backend for backend, low in low_precision.items() if members[0] in low]  # of one stack all are, or none
-            return arithmetic.product(stacked, members, weights, low_precision=backends)
+            return StackedProduct(stacked, members, weights, arithmetic, backends)
 
         self.qkv = make(parts.qkv, "self_attn.qkv_proj")
         self.output = make(parts.output, "")
@@ -321,7 +321,7 @@ class NormProduct(torch.autograd.Function):
         weight_gradients = product.weight_gradients(dy, normed)
         dx, of_norm = arithmetic.norm_backward(d_normed, x, statistics, norm, residual)
         if ctx.is_first_in_forward:
-            arithmetic.finish_backward()
+            finish_backward()
         return None, None, None, dx, of_norm, *weight_gradients, *bias_gradients
 
 
@@ -385,7 +385,7 @@ class NormAttention(torch.autograd.Function):
         weight_gradients = product.weight_gradients(dqkv, normed)
         dx, of_norm = arithmetic.norm_backward(d_normed, x, statistics, norm, residual)
         if ctx.is_first_in_forward:
-            arithmetic.finish_backward()
+            finish_backward()
         of_heads = head_gradients[:normed_heads]
         return *(None,) * 7, dx, None, None, of_norm, *of_heads, *weight_gradients, *bias_gradients
 

@@ -18,7 +18,7 @@ from foundation.attributes import holding
 from packing.arrow import IGNORE
 from packing.batch import build_microbatch
 from pretrain.model.attention import backends
-from pretrain.model.fused import arithmetic
+from pretrain.model.fused import arithmetic, stacked
 from pretrain.model.gradients import gradient_of
 from pretrain.model.loss import head as loss_head
 from pretrain.precision import delayed_state, emulation
@@ -179,7 +179,7 @@ def attention_scale(run: SmallRun, patch: Patch) -> None:
 
 def in_torch(run: SmallRun) -> bool:
     """Fused, by torch's own operations."""
-    return run.packed.fused is not None and type(run.packed.fused.arithmetic) is arithmetic.Arithmetic
+    return run.packed.fused is not None and run.packed.fused.arithmetic.by < stacked.By.TRANSFORMER_ENGINE
 
 
 def rotates(run: SmallRun) -> bool:
@@ -307,12 +307,12 @@ def stale_copy(run: SmallRun, patch: Patch) -> None:
         if product.weight is None:
             quantize(product, weight)
 
-    def cached(weight: arithmetic.StackedWeight, dtype: torch.dtype, *, refresh: bool) -> Tensor:
+    def cached(weight: stacked.StackedWeight, dtype: torch.dtype, *, refresh: bool) -> Tensor:
         return matrix(weight, dtype, refresh=weight._copy is None)
 
-    quantize, matrix = emulation.EmulatedProduct._quantize_weight, arithmetic.StackedWeight.cached_matrix
+    quantize, matrix = emulation.EmulatedProduct._quantize_weight, stacked.StackedWeight.cached_matrix
     patch.setattr(emulation.EmulatedProduct, "_quantize_weight", once)
-    patch.setattr(arithmetic.StackedWeight, "cached_matrix", cached)
+    patch.setattr(stacked.StackedWeight, "cached_matrix", cached)
 
 
 # ── Products ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────

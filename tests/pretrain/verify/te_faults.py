@@ -16,7 +16,8 @@ from torch import Tensor
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from foundation.attributes import holding
-from pretrain.model.fused import te_arithmetic
+from pretrain.model.fused.arithmetic import Arithmetic
+from pretrain.model.fused.stacked import StackedProduct
 from pretrain.precision import products
 from pretrain.precision.transformer_engine import TransformerEngineProduct
 from tests.pretrain.verify.faults import Patch, fault
@@ -58,7 +59,7 @@ def changing_gemms(patch: Patch, gemm: str, side: int, codes: Change | None = No
     """Of the model's low-precision products of one kind, the left (0) or right (1) operand."""
     layout, *read = GEMMS[gemm]
     extensions = importlib.import_module("transformer_engine.pytorch.cpp_extensions")
-    for module, name in ((te_arithmetic, "general_gemm"), (extensions, "general_gemm"), (products, "multiply")):
+    for module, name in ((extensions, "general_gemm"), (products, "multiply")):
         patch.setattr(module, name, _changed(getattr(module, name), layout, side, read[side], codes, scales))
 
 
@@ -127,7 +128,8 @@ def te_half_of_the_scale(run: SmallRun, patch: Patch) -> None:
 
 @fault("E4M3 in place of E5M2, or E5M2 in place of E4M3, for gradients in hardware", on_te)
 def te_another_format(run: SmallRun, patch: Patch) -> None:
-    e4m3, e5m2 = te_arithmetic.tex.DType.kFloat8E4M3, te_arithmetic.tex.DType.kFloat8E5M2
+    dtypes = importlib.import_module("transformer_engine_torch").DType
+    e4m3, e5m2 = dtypes.kFloat8E4M3, dtypes.kFloat8E5M2
     for product in run.packed.context.backend._products.values():
         quantizer = product.linear.quantizers["scaling_bwd"][0]
         patch.setattr(quantizer, "dtype", e4m3 if quantizer.dtype == e5m2 else e5m2)
@@ -135,7 +137,7 @@ def te_another_format(run: SmallRun, patch: Patch) -> None:
 
 @fault("a weight's quantized copy is that of an earlier step", on_te)
 def te_stale_copy(run: SmallRun, patch: Patch) -> None:
-    quantize, quantize_stacked, made = TransformerEngineProduct._weight, te_arithmetic.TEStackedProduct._weight, set()
+    quantize, made = TransformerEngineProduct._weight, set()
 
     def once(product: TransformerEngineProduct, matrix: Any, *, refresh: bool, differentiable: bool) -> Any:
         first = product.name not in made
@@ -143,7 +145,6 @@ def te_stale_copy(run: SmallRun, patch: Patch) -> None:
         return quantize(product, matrix, refresh=first, differentiable=differentiable)
 
     patch.setattr(TransformerEngineProduct, "_weight", once)
-    patch.setattr(te_arithmetic.TEStackedProduct, "_weight", lambda product, *, refresh: quantize_stacked(product, refresh=False))
 
 
 @fault("a scale is never updated, in hardware", delayed_on_te)
@@ -164,7 +165,7 @@ def te_backward_never_updated(run: SmallRun, patch: Patch) -> None:
 
 @fault("a fused norm leaves its weight out", fused_on_te)
 def te_norm_without_weight(run: SmallRun, patch: Patch) -> None:
-    real = te_arithmetic.TransformerEngineArithmetic.norm
+    real = Arithmetic.norm
 
     def bare(self: Any, x: Tensor, norm: Any, *rest: Any) -> Any:
         with torch.no_grad():
@@ -176,22 +177,22 @@ def te_norm_without_weight(run: SmallRun, patch: Patch) -> None:
             finally:
                 weight.copy_(before)
 
-    patch.setattr(te_arithmetic.TransformerEngineArithmetic, "norm", bare)
+    patch.setattr(Arithmetic, "norm", bare)
 
 
 @fault("a fused norm's backward drops the residual's gradient", fused_on_te)
 def te_residual_lost(run: SmallRun, patch: Patch) -> None:
-    real = te_arithmetic.TransformerEngineArithmetic.norm_backward
+    real = Arithmetic.norm_backward
 
     def without(self: Any, dy: Tensor, x: Tensor, statistics: Any, norm: Any, residual: Tensor | None) -> Any:
         return real(self, dy, x, statistics, norm, None)
 
-    patch.setattr(te_arithmetic.TransformerEngineArithmetic, "norm_backward", without)
+    patch.setattr(Arithmetic, "norm_backward", without)
 
 
 @fault("a fused activation's gradient is that of the gate alone", fused_on_te)
 def te_half_of_the_activation(run: SmallRun, patch: Patch) -> None:
-    real = te_arithmetic.TEStackedProduct.weight_gradients
+    real = StackedProduct.weight_gradients
 
     def gate_only(product: Any, dy: Any, x: Any) -> Any:
         found = real(product, dy, x)
@@ -200,4 +201,4 @@ def te_half_of_the_activation(run: SmallRun, patch: Patch) -> None:
             main[len(main) // 2 :].zero_()
         return found
 
-    patch.setattr(te_arithmetic.TEStackedProduct, "weight_gradients", gate_only)
+    patch.setattr(StackedProduct, "weight_gradients", gate_only)

@@ -18,7 +18,8 @@ from transformers.pytorch_utils import Conv1D
 
 from foundation.errors import InputError
 from packing.batch import build_microbatch
-from pretrain.model.fused.arithmetic import Arithmetic, StackedProduct
+from pretrain.model.fused.arithmetic import Arithmetic
+from pretrain.model.fused.stacked import StackedProduct
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.model.wrapping import fuse

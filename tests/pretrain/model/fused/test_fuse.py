@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,12 +11,14 @@ from torch import Tensor, nn
 
 from pretrain.model import huggingface as model
 from pretrain.model.fused import layers as choice
-from pretrain.model.fused.arithmetic import Arithmetic, StackedProduct, StackedWeight
+from pretrain.model.fused.arithmetic import Arithmetic
+from pretrain.model.fused.stacked import By
 from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.model.wrapping import fuse, wrap_layers
 from pretrain.precision.linear import PrecisionContext
+from pretrain.precision.product import PlainProduct
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.scope import LINEARS, Decision
 from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
@@ -35,20 +36,15 @@ def packed(config: dict[str, Any], dtype: torch.dtype = torch.float32) -> Packed
 # ── Decisions ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class AnyPrecision(Arithmetic):
-    """Says in which precision each product was asked for, and computes it in none but its own."""
+class Named:
+    """A backend that notes what it is asked for."""
 
     def __init__(self) -> None:
-        super().__init__(PrecisionContext(None, torch.float32))
-        self.asked: dict[str, bool] = {}
+        self.names: set[str] = set()
 
-    def product(
-        self, name: str, members: tuple[str, ...], weights: StackedWeight, *, low_precision: Sequence[Any] = ()
-    ) -> StackedProduct:
-        self.asked |= dict.fromkeys(members, bool(low_precision))
-        product = super().product(name, members, weights)
-        product.computed_low_by = tuple(low_precision)
-        return product
+    def product(self, name: str, in_features: int, out_features: int, *, bias: bool) -> PlainProduct:
+        self.names.add(name)
+        return PlainProduct(name)
 
 
 def decided(hf: nn.Module, reasons: dict[str, str | None]) -> dict[str, Decision]:
@@ -76,16 +72,15 @@ def decided(hf: nn.Module, reasons: dict[str, str | None]) -> dict[str, Decision
 def test_a_fused_layer_has_products_of_different_precisions_but_none_of_two(
     reasons: dict[str, str | None], fused_layers: set[int], said: str
 ) -> None:
-    hf, arithmetic = build(ARCHITECTURES["llama"]), AnyPrecision()
+    hf, backend = build(ARCHITECTURES["llama"]), Named()
     decisions = decided(hf, reasons)
-    fused = fuse(decoder_layers(hf), {"delayed": decisions}, arithmetic)
+    fused = fuse(decoder_layers(hf), {backend: decisions}, Arithmetic(PrecisionContext(None, torch.float32)))
     assert {int(name.rpartition(".")[2]) for name in fused.layers} == fused_layers
     assert fused.describe() == said
-    assert fused.members.keys() == arithmetic.asked.keys()
-    for member, asked in arithmetic.asked.items():
-        assert asked == (decisions[member].reason is None), member
-    low = sum(hf.get_submodule(member).weight.numel() for member, asked in arithmetic.asked.items() if asked)
-    assert fused.low_precision_weights("delayed") == low and fused.low_precision_weights(None) == 0
+    low = [member for member in fused.members if decisions[member].reason is None]
+    assert backend.names == {fused.members[member].name for member in low}
+    assert fused.low_precision_weights(backend) == sum(hf.get_submodule(member).weight.numel() for member in low)
+    assert fused.low_precision_weights(None) == 0
 
 
 @pytest.mark.parametrize(
@@ -108,7 +103,7 @@ def test_bf16_on_a_gpu_is_fused_by_kernels_and_all_else_on_demand(
     name = {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
     active = ActivePrecision(name, PRECISIONS[name], "torch", LowPrecisionSettings())
     arithmetic, why_not = choice.choose_arithmetic(setting, active, device, PrecisionContext(None, dtype))
-    assert why_not.startswith("nothing: ") if by_kernels is None else arithmetic.by_kernels == by_kernels
+    assert why_not.startswith("nothing: ") if by_kernels is None else arithmetic.by == (By.KERNELS if by_kernels else By.FORMULAS)
 
 
 # ── Weights ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────

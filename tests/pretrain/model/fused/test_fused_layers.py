@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from pretrain.model import huggingface as model
 from pretrain.model.export import export
-from pretrain.model.fused.arithmetic import Arithmetic, StackedProduct
+from pretrain.model.fused.arithmetic import Arithmetic
 from pretrain.model.fused.layers import FusedLayers
+from pretrain.model.fused.stacked import StackedProduct
 from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel

@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from foundation.attributes import holding
-from pretrain.model.fused.arithmetic import Arithmetic, StackedProduct, StackedWeight
+from pretrain.model.fused.arithmetic import Arithmetic
 from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.model.wrapping import convert, fuse, low_precision_weights
-from pretrain.precision.linear import Backend, PrecisionContext
+from pretrain.precision.formats.definition import Role
+from pretrain.precision.linear import PrecisionContext
+from pretrain.precision.product import PlainProduct
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.scope import decide, is_called
 from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
@@ -31,72 +32,27 @@ def rounded(x: Tensor) -> Tensor:
     return torch.ldexp((16 * mantissa).round() / 16, exponent)
 
 
-class RoundedProducts(torch.autograd.Function):
+class RoundingProduct(PlainProduct):
     """x w^T of rounded operands, in forward and in backward."""
 
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(rounded(x), rounded(weight))
-        return rounded(x) @ rounded(weight).t()
+    def operand(self, role: Role, x: Tensor, *rest: Any, **options: Any) -> Tensor:
+        return rounded(x)
 
-    @staticmethod
-    def backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        return rounded(dy) @ weight, rounded(dy).t() @ x
+    def weight_operands(self, matrix: Callable[[], Tensor], **options: bool) -> tuple[Tensor, Tensor]:
+        return super().weight_operands(lambda: rounded(matrix()))
 
 
 class RoundingBackend:
     """As much of a `Backend` as a forward and backward ask for."""
 
-    def product(self, name: str, in_features: int, out_features: int, *, bias: bool) -> Callable[..., Tensor]:
-        return lambda x, weight, bias, *, first_microbatch, context=None: (
-            RoundedProducts.apply(x, weight) + (0 if bias is None else bias)
-        )
+    def product(self, name: str, in_features: int, out_features: int, *, bias: bool) -> RoundingProduct:
+        return RoundingProduct(name)
 
     def forward(self) -> Any:
         return nullcontext()
 
     def state(self) -> dict[str, Tensor]:
         return {}
-
-
-class RoundingProduct(StackedProduct):
-    low = False  # of the forward under way, and of its backward
-
-    def begin(self, x: Tensor) -> None:
-        context = self._arithmetic.context
-        self.low = context.low_precision and context.backend in self.computed_low_by
-
-    def operand(self, x: Tensor) -> Tensor:
-        return rounded(x) if self.low else x
-
-    gradient_operand = operand
-
-    def _matrix(self, *, refresh: bool) -> Tensor:
-        matrix = super()._matrix(refresh=refresh)
-        return rounded(matrix) if self.low else matrix
-
-
-class RoundingArithmetic(Arithmetic):
-    """What is in front of a product writes that product's operand."""
-
-    def product(self, name: str, members: tuple[str, ...], weights: StackedWeight, *, low_precision: Sequence[Backend] = ()):
-        product = RoundingProduct(name, members, weights, self)
-        product.computed_low_by = tuple(low_precision)
-        return product
-
-    def norm(self, x: Tensor, norm: Any, product: StackedProduct, *residual: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        y, statistics = super().norm(x, norm, product, *residual)
-        return product.operand(y), statistics
-
-    def activate(self, hidden: Tensor, gate_up: StackedProduct, down: StackedProduct) -> tuple[Tensor, None]:
-        activated, kept = super().activate(hidden, gate_up, down)
-        return down.operand(activated), kept
-
-    def activate_backward(self, *given: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
-        d_hidden, activated, biases = super().activate_backward(*given)
-        gate_up, down = given[-2:]
-        return gate_up.gradient_operand(d_hidden), down.operand(activated), biases
 
 
 def assembled(architecture: str, patterns: Sequence[str], *, fused: bool) -> PackedLanguageModel:
@@ -108,7 +64,7 @@ def assembled(architecture: str, patterns: Sequence[str], *, fused: bool) -> Pac
     layers = decoder_layers(hf)
     decisions = decide(hf, list(layers.values()), active)
     if fused:
-        packed.fused = fuse(layers, {low: decisions}, RoundingArithmetic(context))
+        packed.fused = fuse(layers, {low: decisions}, Arithmetic(context))
         assert not packed.fused.left_out
     convert(hf, decisions, context, packed.fused)
     attach_main_gradients(packed, torch.float32, packed.fused.stacks if fused else ())

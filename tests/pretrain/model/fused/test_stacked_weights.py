@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from pretrain.model.fused.arithmetic import Arithmetic, StackedWeight
+from pretrain.model.fused.arithmetic import Arithmetic
+from pretrain.model.fused.stacked import StackedProduct, StackedWeight
 from pretrain.model.gradients import attach_main_gradients
 from pretrain.precision.linear import PrecisionContext
 
@@ -98,7 +99,7 @@ def test_products_write_through_to_main_gradients_that_lie_as_the_weights_do(
     assert address(gradients) == address(stack.weights)
     assert stack.main_gradient.data_ptr() == gradients[0].data_ptr()
     arithmetic = Arithmetic(PrecisionContext(None, torch.float32))
-    product = arithmetic.product("all", tuple(f"linear {i}" for i in range(len(stack.linears))), stack)
+    product = StackedProduct("all", ("a linear",), stack, arithmetic)
     expected = torch.zeros(stack.out_features, stack.in_features)
     for tokens in microbatches:
         x, dy = torch.randn(tokens, stack.in_features), torch.randn(tokens, stack.out_features)
@@ -114,7 +115,7 @@ def test_gradients_that_do_not_lie_together_are_returned_to_autograd(stack: Stac
     """As over several processes, and where nobody said which parameters are stacked."""
     if attached:
         attach_main_gradients(nn.ModuleList(stack.linears), torch.float32)
-    product = Arithmetic(PrecisionContext(None, torch.float32)).product("all", ("a linear",), stack)
+    product = StackedProduct("all", ("a linear",), stack, Arithmetic(PrecisionContext(None, torch.float32)))
     x, dy = torch.randn(2, stack.in_features), torch.randn(2, stack.out_features)
     returned, wanted = product.weight_gradients(dy, x), stack.weight_gradients(dy.t() @ x)
     for weight, gradient, expected in zip(stack.weights, returned, wanted, strict=True):
