@@ -4,8 +4,8 @@ r"""Train a causal language model on packed documents, in the precision that the
         train_accelerate.py recipes/small_malaysian_lm.yaml weights=bf16_exact
 
 The first argument is the recipe: what is trained. `key=value` arguments, or `--key=value`, override it, with dots for nesting.
-`--plan` says what would happen and checks every setting; `--preview-schedule` draws the learning rate; `--profile` shows where a
-step's time goes; `--eval-only` evaluates and trains nothing. A run that is started again goes on where it was.
+`--plan` says what would happen and checks every setting; `--profile` shows where a step's time goes. A run that is started again
+goes on where it was. `python -m pretrain` has what else is done with runs.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ from __future__ import annotations
 import argparse
 import atexit
 import gc
-import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -34,53 +32,47 @@ import torch
 from accelerate import Accelerator
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from foundation.errors import InputError, permissions_named
+from foundation.errors import InputError
 from foundation.signals import StopRequest
 from packing.batch import Prefetch, StepBatches
 from packing.stream import StreamEnded
-from pretrain.checkpoint.checkpoint import bytes_needed, check_space
 from pretrain.checkpoint.state import TrainState, seed_step
 from pretrain.metrics.console import Console
 from pretrain.metrics.gradient_statistics import gradient_statistics
-from pretrain.metrics.health import Health, StepDecision, TrainingHalted, frozen_names_due
+from pretrain.metrics.health import Health, StepDecision, frozen_names_due
 from pretrain.metrics.profile import StepProfile
-from pretrain.metrics.run_folder import RunFolder, check_free, check_writable
-from pretrain.metrics.run_record import last_screen
+from pretrain.metrics.run_folder import RunFolder, check_free
 from pretrain.metrics.trackers import resolve
 from pretrain.metrics.waited import Waited, since_the_command
 from pretrain.model.distributed import (
+    RANKS_WAIT,
+    as_accelerate_reads_it,
+    complete_topology,
     end_processes,
     largest_over_ranks,
-    make_accelerator,
+    placed_as_planned,
     refused_together,
     same_on_all_ranks,
 )
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import forward_backward
+from pretrain.model.wrapping import wrap_layers
 from pretrain.optimizer import adamw, schedule
-from pretrain.plan.preflight import Job, planned_steps, prepare_job
-from pretrain.plan.rendering import render
+from pretrain.plan.preflight import Job, prepare_job
+from pretrain.run import assembly as assembling
 from pretrain.run import determinism
-from pretrain.run.assembly import assemble
-from pretrain.run.command_line import leave_status, parse_arguments, say_once
-from pretrain.run.eval_only import evaluate_only, require_weights
+from pretrain.run.assembly import Assembly
+from pretrain.run.command_line import exit_status, parse_arguments
 from pretrain.run.evaluate import best_so_far, evaluate, evaluate_once, is_best
 from pretrain.run.export import export_trained, is_exported
-from pretrain.run.faults import explaining_memory, fault_of
-from pretrain.run.introduction import environment_of_start, first_step, has_ended, introduce, warn_of_precisions
-from pretrain.run.keeping import conclude, ended_before, leave, prepare_saves, save, save_last, sum_up, tell_saved
+from pretrain.run.faults import explaining_errors, fault_of
+from pretrain.run.introduction import first_step, has_ended, introduce, warn_of_precisions
+from pretrain.run.keeping import check_room, conclude, ended_before, leave, prepare_saves, save, save_last, sum_up, tell_saved
 from pretrain.run.microbatch import choose_microbatch
 from pretrain.run.parity import find_parity, require_parity
+from pretrain.run.previews import plan_launch
 from pretrain.run.recording import log, record_of_step, recorder_of
-from pretrain.run.resume import (
-    ResumePoint,
-    begin_stream,
-    keep_findings,
-    new_past,
-    planned_resume,
-    take_up,
-    where_to_resume,
-)
+from pretrain.run.resume import begin_stream, keep_findings, new_past, take_up, where_to_resume
 from pretrain.run.rollback import halted, judge_weights, oldest_checkpoint, roll_back
 from pretrain.run.running import Run
 from pretrain.run.streaming import ending_stream, pack_stream, reading_stream, tell_stream, wait_for_packs
@@ -92,112 +84,90 @@ from pretrain.settings.launch_topology import put_right
 
 @record  # an error that is none of the user's: its traceback is in torchrun's table
 def main() -> int:
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    try:
-        with permissions_named():
-            return launch(parse_arguments(__doc__))
-    except InputError as error:
-        say_once(f"error: {error}", error)
-        return leave_status(2)
-    except TrainingHalted as halt:
-        say_once(f"halted: {halt}", halt)
-        return leave_status(3)
+    return exit_status(lambda: launch(parse_arguments(__doc__)))
 
 
-# ── Act 1: what is asked for, and what would happen ───────────────────────────────────────────────────────────────────────────
+# ── Act 1: settings, Accelerator, packs ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def launch(arguments: argparse.Namespace) -> int:
     """Refuse what can be refused without the model's weights, before the run folder is touched; then run. Returns the status."""
+    if arguments.plan:
+        return plan_launch(arguments)
     recipe = with_precision(config.load_recipe(arguments.recipe, arguments.overrides), os.environ)
     if recipe.deterministic:
         determinism.begin(os.environ)
-    asked = put_right(recipe, os.environ, has_gpu=torch.accelerator.is_available())
-    recipe, accelerator = asked.recipe, make_accelerator(asked.replicas)
+    launched = put_right(recipe, os.environ, has_gpu=torch.accelerator.is_available())
+    with as_accelerate_reads_it():  # in no precision of its own: the linears are converted below
+        accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[RANKS_WAIT])
+    complete_topology(accelerator, launched.replicas)
+
     main_process = accelerator.is_main_process
-    if arguments.preview_schedule:
-        steps, picture = planned_steps(recipe, accelerator), arguments.preview_schedule
-        if main_process:
-            print(schedule.preview(recipe.schedule, recipe.optimizer, steps, recipe.batch.tokens, picture))
-        return 0
-    # Before packs are prepared, which may take hours; a plan may be made while the run is going on.
-    if arguments.eval_only:
-        refused_together(lambda: main_process and require_weights(recipe, arguments.resume))
-    else:
-        check_run_dir = check_writable if arguments.plan else check_free
-        refused_together(lambda: main_process and check_run_dir(config.run_dir_of(recipe)))
+    refused_together(lambda: main_process and check_free(config.run_dir_of(launched.recipe)))  # packs may take hours
     waited = Waited(shown=main_process, already=since_the_command())
-    purpose = "plan" if arguments.plan else "run"
-    job = prepare_job(recipe, accelerator, arguments.tokens_per_second, purpose=purpose, waited=waited)
+    job = prepare_job(launched.recipe, accelerator, arguments.tokens_per_second, waited=waited)
     console = Console(job.plan.steps, enabled=main_process)
-    for text in (*asked.notices, *job.notices):
+    for text in (*launched.notices, *job.notices):
         console.notice(text)
-    if arguments.plan:
-        job, resumed = planned_resume(job, arguments.resume, arguments.accept_changes)
-        warn_of_precisions(job, console)
-        console.notice("\n".join(filter(None, [render(job.plan), resumed])))
-        return 0
-    if arguments.eval_only:
-        warn_of_precisions(job, console)
-        with explaining_memory(job), determinism.explaining():
-            evaluate_only(job, accelerator, console, arguments.resume)
-        return ended(accelerator)
-
-    with refused_together(lambda: RunFolder(job.run_dir, owner=main_process)) as folder:
-        stopped_by, wanted, profiled = None, arguments.resume, arguments.profile
-        if not ended_before(job, accelerator, folder, console, waited, wanted=wanted, profiled=profiled):
-            options = {"wanted": wanted, "accept_changes": arguments.accept_changes, "profiled": profiled}
-            begin = partial(build, job, accelerator, folder, console, waited, **options)
-            stopped_by = carry_out(job, begin)
-    return ended(accelerator, stopped_by)
+    stopped_by = None
+    with refused_together(lambda: RunFolder(job.run_dir, owner=main_process)) as folder, ending_stream(job):
+        if not ended_before(job, accelerator, folder, console, waited, arguments):
+            stopped_by = carry_out(job, accelerator, folder, console, waited, arguments)
+    end_processes(accelerator)  # nothing refers to the run any more
+    return 128 + stopped_by if stopped_by else 0  # what a shell reports for a process that a signal ended
 
 
-def ended(accelerator: Accelerator, stopped_by: int | None = None) -> int:
-    """End the process group; returns the exit status, for a run that the signal `stopped_by` ended."""
-    status = leave_status(128 + stopped_by if stopped_by else 0)  # what a shell reports for a process that a signal ended
-    end_processes(accelerator)
-    return status
+def carry_out(job: Job, *surroundings: Any) -> int | None:
+    """Build the run and train it; returns the number of the signal that stopped it."""
+    with explaining_errors(job):
+        run = build(job, *surroundings)
+    try:
+        with explaining_errors(run.job, run):
+            return run_to_its_end(run)
+    finally:
+        run.checkpoints.close()
 
 
-def carry_out(job: Job, begin: Callable[[], Run]) -> int | None:
-    """Build the run and train it; returns the number of the signal that stopped it. Nothing refers to the run any more then."""
-    with ending_stream(job):
-        with explaining_memory(job), determinism.explaining():
-            run = begin()
-        try:
-            with explaining_memory(run.job, run), determinism.explaining():
-                return run_to_its_end(run)
-        finally:
-            run.checkpoints.close()
+# ── Act 2: the model on its devices and audited, resumed where there is something to resume ───────────────────────────────────
 
 
-# ── Act 2: the model in memory and audited, resumed where there is something to resume, and all that watches over it ──────────
+def assemble(job: Job, accelerator: Accelerator, waited: Waited | None = None) -> Assembly:
+    """The model of `job`, ready to train, and its optimizer. Each line changes what the next ones find: docs/architecture.md says
+    why they stand in this order. Collective."""
+    recipe, device, exact = job.recipe, accelerator.device, job.recipe.weights == "bf16_exact"
+    attention = assembling.choose_attention(job, accelerator)
+    built = assembling.build_model(job, accelerator, attention.name)  # transformers' model; under FSDP2 this process's part
+    model, precisions, fused = assembling.in_its_precisions(job, built.hf, attention.name, device)
+    # Around each layer: FP32 weights as BF16 working copies, torch.compile, gradient checkpointing.
+    compiled, cast_to = assembling.compiles_layers(job, device), assembling.working_dtype(job, accelerator)
+    wrap_layers(model, recipe.model, cast_to=cast_to, compile_layers=compiled)
+
+    optimizer = adamw.build_optimizer(model, recipe.optimizer, exact=exact)
+    with placed_as_planned(accelerator, model, optimizer, job.compute_dtype, once_a_step=job.plan.devices.gathered):
+        model, _ = accelerator.prepare(model, optimizer)  # around the optimizer comes what only FP16 needs
+    assembling.give_values(built, optimizer, exact=exact)
+    assembling.sum_gradients_apart(job, accelerator, model)
+    optimizer.materialise()
+
+    around = {"attention": {"kind": attention.name, "reason": attention.reason}, "fused": fused}
+    around |= {"built": built.how} if built.how else {}
+    around["compiled"] = assembling.what_is_compiled(compiled, model)
+    assembly = Assembly(built.hf, model, optimizer, job.active, model.context, precisions, {})
+    assembling.observe(job, accelerator, assembly, around, waited or Waited(shown=False))
+    return assembly
 
 
 def build(
-    job: Job,
-    accelerator: Accelerator,
-    folder: RunFolder,
-    console: Console,
-    waited: Waited,
-    *,
-    wanted: str,
-    accept_changes: bool,
-    profiled: bool,
+    job: Job, accelerator: Accelerator, folder: RunFolder, console: Console, waited: Waited, arguments: argparse.Namespace
 ) -> Run:
-    """Returns the run before its first step, or its next: nothing but the steps is left to do. Collective.
-
-    `wanted`: the checkpoint to go on from, or "auto". `profiled`: a step is to be recorded."""
+    """Returns the run before its first step, or its next: nothing but the steps is left to do. Collective; raises TrainingHalted
+    where parity failed."""
     health, main_process = Health(job.recipe.health, job.precision_remedy), accelerator.is_main_process
-    job, checkpoints, source = where_to_resume(job, folder, wanted, accept_changes)
+    job, checkpoints, source = where_to_resume(job, folder, arguments.resume, arguments.accept_changes)
     warn_of_precisions(job, console)
     pack_stream(job, accelerator)
     assembly = assemble(job, accelerator, waited)
-    in_own_folder = source is not None and checkpoints.owns(source.path)
-    to_come = 1 if in_own_folder else job.plan.checkpoints_at_once  # the kept ones are on disk already
-    if in_own_folder and source.record["progress"]["step"] >= job.plan.steps:
-        to_come = 0  # no step is to come
-    check_space(folder.path, to_come * bytes_needed(assembly.tensors, assembly.state_tensors))
+    check_room(folder, job, assembly, checkpoints, source)
 
     state, notes = TrainState(steps=job.plan.steps), []
     if source:
@@ -224,27 +194,21 @@ def build(
         recorder=recorder_of(job, assembly, accelerator),
         trackers=resolve(log_settings, run_dir=folder.path, resumed_step=state.step, main_process=main_process),
         precision_watch=assembly.precision_watch(log_settings.fp8_statistics, folder.path, state.step, main_process),
-        profile=StepProfile.of(folder.path, accelerator, state) if profiled else None,
+        profile=StepProfile.of(folder.path, accelerator, state) if arguments.profile else None,
         console=console,
         waited=waited,
         past=source.past if source else new_past(job, accelerator),
     )
-    get_ready(run, source, notes)
-    return run
-
-
-def get_ready(run: Run, source: ResumePoint | None, notes: list[str]) -> None:
-    """Do what is left before the first step: the precision in force and parity are found, the run is introduced and watched.
-    Collective; raises TrainingHalted where parity failed."""
     if source:
         go_on_as_scheduled(run, source)
     if not run.begins:
-        keep_findings(source, run.assembly, run.job)
-    parity, run.ended, run.environment = find_parity(run), has_ended(run), environment_of_start(run)
+        keep_findings(source, assembly, job)
+    parity, run.ended = find_parity(run), has_ended(run)
     introduce(run, notes)
     run.best = best_so_far(run)
     prepare_saves(run)
     require_parity(run, parity)
+    return run
 
 
 # ── Act 3: the training loop ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -404,9 +368,7 @@ def finish(run: Run) -> int | None:
     if run.job.recipe.checkpoint.at_end and not is_exported(run):
         with run.waited.on("saves", "writing final/", "tensors", total=len(run.assembly.tensors)):
             export_trained(run, finished)
-    if finished:
-        conclude(run, finished)
-        run.console.panel(*last_screen(finished, run.folder, run.waited.describe()))
+    conclude(run, finished)
     return None
 
 

@@ -18,6 +18,8 @@ from foundation.command import run_command
 # By name: the module whose `main(arguments)` runs the command and returns its exit status, and what it does.
 RUNS = {
     "plan": ("pretrain.run.planner", "time, cost, microbatch and expected loss of a recipe on devices that are not here"),
+    "schedule": ("pretrain.run.previews", "the learning rate of every step, drawn"),
+    "evaluate": ("pretrain.run.eval_only", "the held-out loss of a checkpoint; behind `accelerate launch ... -m pretrain`"),
     "report": ("pretrain.compare.report", "curves and tables of run folders, and how one run differs from another"),
     "doctor": ("pretrain.run.doctor", "which precision works on this machine, on what, and how fast"),
     "export": ("pretrain.run.export", "any checkpoint as a Hugging Face folder, on a machine without a GPU"),
@@ -49,6 +51,8 @@ def main(arguments: list[str]) -> int:
 
         def run() -> int:
             module = imported(COMMANDS[arguments[0]][0])
+            if arguments[0] == "evaluate":
+                return module.main(arguments[1:], imported("train_accelerate").assemble)
             return module.main(arguments if arguments[0] in PACKS else arguments[1:])
 
         return run_command(run, on_ctrl_c="stopped by Ctrl-C")

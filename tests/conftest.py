@@ -296,7 +296,8 @@ def start_as_ranks(caches: str) -> Callable[..., Finished]:
 
 @pytest.fixture(scope="session")
 def launcher_here(caches: str) -> Callable[..., tuple[int, str, str]]:
-    """The launcher with these arguments in this process and on its CPU: exit status, stdout and stderr.
+    """The launcher with these arguments in this process and on its CPU: exit status, stdout and stderr. With "evaluate" among
+    them, that command of `python -m pretrain`.
 
     Of a small run in a process of its own, nine tenths are the import of torch.
     """
@@ -304,6 +305,7 @@ def launcher_here(caches: str) -> Callable[..., tuple[int, str, str]]:
     from accelerate.state import AcceleratorState
 
     import train_accelerate
+    from pretrain import __main__ as pretrain
     from pretrain.run import keeping
     from tests import blank_picture
 
@@ -319,7 +321,10 @@ def launcher_here(caches: str) -> Callable[..., tuple[int, str, str]]:
             torch.set_num_threads(1)  # sums as in the processes that `start_in_processes` starts
             logging.getLogger().addHandler(warnings)
             try:
-                status = train_accelerate.main()
+                if "evaluate" in arguments:
+                    status = pretrain.main(["evaluate", *(each for each in arguments if each != "evaluate")])
+                else:
+                    status = train_accelerate.main()
             finally:
                 logging.getLogger().removeHandler(warnings)
                 torch.set_num_threads(threads)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,49 +12,59 @@ import psutil
 import torch
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.state import PartialState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, InitProcessGroupKwargs, fsdp2_prepare_model
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, InitProcessGroupKwargs
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from foundation.attributes import holding
 from foundation.errors import InputError
 from foundation.reading import one_line
 
-M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
-RANKS_WAIT = timedelta(minutes=30)  # in a collective, for a rank that hangs or does what takes long: a save, an export
+# How long ranks wait in a collective for one that hangs or does what takes long: a save, an export.
+RANKS_WAIT = InitProcessGroupKwargs(timeout=timedelta(minutes=30))
 _RESHARD = "FSDP_RESHARD_AFTER_FORWARD"  # `fsdp_reshard_after_forward` of an accelerate configuration
 
 
-def make_accelerator(replicas: int = 1) -> Accelerator:
-    """The Accelerator of this process, in no precision of its own; the environment is as `settings.launch_topology` leaves it.
+@contextmanager
+def as_accelerate_reads_it() -> Iterator[None]:
+    """Make the Accelerator within this: the environment has no value that accelerate does not know, and what it refuses is an
+    InputError."""
+    _check_device()
+    reshard = os.environ.get(_RESHARD, "")
+    if reshard.lower() == "auto":
+        os.environ[_RESHARD] = "true"
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, ImportError, AssertionError) as error:
+        raise InputError(f"accelerate configuration: accelerate does not take it: {one_line(error)}") from None
+    finally:
+        if reshard:
+            os.environ[_RESHARD] = reshard
+
+
+def complete_topology(accelerator: Accelerator, replicas: int = 1) -> None:
+    """Set up of the launched topology what accelerate leaves out: FSDP2 on CPUs, HSDP, shards gathered as memory allows.
 
     `replicas`: under FSDP2, so many times the parameters are held, each time sharded over the processes of one replica (HSDP).
     InputError where several processes were launched but do not form a group: accelerate would train that many copies.
     """
-    _check_device()
-    by_memory = os.environ.get(_RESHARD, "").lower() == "auto"
-    if by_memory:
-        os.environ[_RESHARD] = "true"  # accelerate knows no third value
-    try:
-        launched = int(os.environ.get("WORLD_SIZE", "1"))
-        accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[InitProcessGroupKwargs(timeout=RANKS_WAIT)])
-    except (ValueError, LookupError, TypeError, ImportError, AssertionError) as error:
-        raise InputError(f"accelerate configuration: accelerate does not take it: {one_line(error)}") from None
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched != accelerator.num_processes:
         raise InputError(
             f"accelerate configuration: {launched} processes were launched but each runs alone (accelerate sees "
             f"{accelerator.num_processes}). On CPUs use `distributed_type: MULTI_GPU` and set ACCELERATE_USE_CPU=true"
         )
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" and accelerator.distributed_type != DistributedType.FSDP:
-        _enable_fsdp(accelerator)
+        with as_accelerate_reads_it():
+            _enable_fsdp(accelerator)
     if replicas > 1:  # after FSDP2, without which accelerate refuses them
         _set_replicas(accelerator, replicas)
-    if accelerator.is_fsdp2 and by_memory:
+    if accelerator.is_fsdp2 and os.environ.get(_RESHARD, "").lower() == "auto":
         accelerator.state.fsdp_plugin.reshard_after_forward = None
-    return accelerator
 
 
 def _check_device() -> None:
@@ -76,9 +85,9 @@ def _check_device() -> None:
 
 def end_processes(accelerator: Accelerator) -> None:
     """End the process group, once nobody refers to the model any more. Collective."""
-    # The process group must end after the model, whose wrapped layers refer to themselves until they are collected: under FSDP2 a
-    # group that ended first was seen to abort its process.
-    gc.collect()
+    # The process group must end after the model, which accelerate keeps too: under FSDP2 a group that ended first was seen to
+    # abort its process.
+    accelerator.free_memory()
     accelerator.wait_for_everyone()
     accelerator.end_training()
 
@@ -92,15 +101,17 @@ def gathers_once_a_step(accelerator: Accelerator) -> bool | None:
     return None if reshards is None else not reshards
 
 
-def prepare(
+@contextmanager
+def placed_as_planned(
     accelerator: Accelerator,
-    model: M,
+    model: nn.Module,
     optimizer: torch.optim.Optimizer,
     compute_dtype: torch.dtype,
     *,
     once_a_step: bool = False,
-) -> tuple[M, torch.optim.Optimizer]:
-    """The model on its device, sharded under FSDP2, and the optimizer over its (perhaps sharded) parameters.
+) -> Iterator[None]:
+    """`accelerator.prepare(model, optimizer)` within this puts the model on its device, or shards it under FSDP2, and leaves
+    `optimizer` with the parameters that training uses.
 
     Under FSDP2, parameters are gathered in `compute_dtype`, `once_a_step` or for each use, and gradients are added up over ranks
     in FP32 (pretrain.model.sharding): its own mean is turned into a sum, which is what pretrain.model.packed counts on under
@@ -108,7 +119,9 @@ def prepare(
     the parameters' dtype; pretrain.model.rank_sums does in FP32.
     """
     if not accelerator.is_fsdp2:
-        return model.to(accelerator.device), optimizer
+        with holding(accelerator.state, distributed_type=DistributedType.NO):
+            yield
+        return
     plugin = accelerator.state.fsdp_plugin
     plugin.reshard_after_forward = not once_a_step
     # A group of each decoder layer, whatever was asked for. accelerate asks the model for the classes of its layers; ours is
@@ -118,23 +131,20 @@ def prepare(
     plugin.mixed_precision_policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    if any(parameter.is_meta for parameter in model.parameters()):
-        # accelerate finds an optimizer's parameters again by their address, which these have none of.
-        names = {parameter: name for name, parameter in model.named_parameters()}
-        model = fsdp2_prepare_model(accelerator, model)
-        kept_on = torch.device("cpu") if isinstance(plugin.cpu_offload, CPUOffloadPolicy) else accelerator.device
-        model._apply(lambda each: torch.empty_like(each, device=kept_on) if each.is_meta else each)
-        shards = dict(model.named_parameters())
-        for group in optimizer.param_groups:
-            group["params"] = [shards[names[parameter]] for parameter in group["params"]]
-    else:
-        model, wrapped = accelerator.prepare(model, optimizer)
-        optimizer = wrapped.optimizer
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+    del names  # or FSDP2 could not free the whole parameters as it shards them
+    yield
+    kept_on = torch.device("cpu") if isinstance(plugin.cpu_offload, CPUOffloadPolicy) else accelerator.device
+    model._apply(lambda each: torch.empty_like(each, device=kept_on) if each.is_meta else each)
+    # accelerate finds an optimizer's parameters again by their address, and those of a model in parts have none.
+    shards = dict(model.named_parameters())
+    for group, of_group in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = [shards[name] for name in of_group]
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # a plain sum, or it would be one of values times a factor
-    return model, optimizer
 
 
 def sharded_like(tensor: Tensor, parameter: Tensor) -> Tensor:

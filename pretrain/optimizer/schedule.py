@@ -76,7 +76,7 @@ def preview(
     """
     if path_png.suffix.lower() != ".png":
         raise InputError(f"{path_png}: the schedule is drawn as a PNG; give the file a name that ends in .png")
-    check_replaceable(path_png, "--preview-schedule")
+    check_replaceable(path_png, "schedule PNG")
     check(settings, total_steps)
     points = min(total_steps, _MOST_POINTS)
     steps = [1 + point * (total_steps - 1) // max(points - 1, 1) for point in range(points)]

@@ -1,6 +1,6 @@
 """The model in memory, in its precision and on its devices, with its optimizer and the proof of what runs in it.
 
-`assemble` puts it together in one order, because every part changes what the next ones find; docs/architecture.md says why.
+`assemble` of train_accelerate.py puts it together from what stands here; docs/architecture.md says why in that order.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from pretrain.model.attention.trial import choose_tried
 from pretrain.model.distributed import (
     largest_over_ranks,
     local_part,
-    prepare,
     replicas_of,
     require_same_on_all_ranks,
     sharded_like,
@@ -47,8 +46,8 @@ from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.model.parts import InParts, NotInParts, Part, build_in_parts
 from pretrain.model.rank_sums import RankSums
 from pretrain.model.sharding import Sharding
-from pretrain.model.wrapping import convert, fuse, low_precision_weights, wrap_layers
-from pretrain.optimizer.adamw import ExactAdamW, build_optimizer, clear_gradients, named_state
+from pretrain.model.wrapping import convert, fuse, low_precision_weights
+from pretrain.optimizer.adamw import ExactAdamW, clear_gradients, named_state
 from pretrain.plan.plan import Plan
 from pretrain.plan.preflight import Job
 from pretrain.precision.linear import Backend, PrecisionContext
@@ -221,52 +220,7 @@ class Assembly:
             yield
 
 
-def assemble(job: Job, accelerator: Accelerator, waited: Waited | None = None) -> Assembly:
-    """Build the model of `job` and make it ready to train, in the order that docs/architecture.md explains."""
-    recipe, plan, device = job.recipe, job.plan, accelerator.device
-    waited = waited or Waited(shown=False)
-    attends = _choose_attention(job, accelerator)
-    built = _build(job, accelerator, attends.name)
-    hf = built.hf
-
-    backends = {each.precision.name: make_backend(each, device) if each.precision.quantized else None for each in plan.actives}
-    context = PrecisionContext(
-        backends[job.precision.name],
-        job.compute_dtype,
-        evaluates_low=job.active.settings.use_autocast_during_eval,
-        backends=[*filter(None, backends.values())],
-    )
-    packed = PackedLanguageModel(hf, attends.name, plan.loss, context)
-    layers = model.decoder_layers(hf)
-    precisions = {}
-    for each in plan.actives:
-        decisions = decide(hf, list(layers.values()), each) if each.precision.quantized else {}
-        precisions[each.precision.name] = AssembledPrecision(each, backends[each.precision.name], decisions, {})
-
-    fused, what_is_fused = _fuse(job, layers, precisions, context, device.type)
-    packed.fused = fused
-    for each in precisions.values():
-        with holding(context, backend=each.backend):
-            convert(hf, each.decisions, context, fused)
-    # FSDP2 gathers parameters in the compute dtype: its working copies are made by the gathering.
-    cast_to = job.compute_dtype if job.compute_dtype != job.weight_dtype and not accelerator.is_fsdp2 else None
-    compiled = recipe.model.compile == "layer" or (recipe.model.compile == "auto" and device.type == "cuda")
-    wrap_layers(packed, recipe.model, cast_to=cast_to, compile_layers=compiled)
-
-    packed, adamw = _put_on_devices(job, accelerator, built, packed)
-    for each in precisions.values():
-        with (
-            holding(context, backend=each.backend),
-            waited.on("checks", "looking at what runs", "packs", total=REHEARSALS if context.state() else 1),
-        ):
-            products = rehearse(job.in_precision(each.active), accelerator, packed, adamw, each.decisions)
-            each.found.update(audit.describe(each.active, each.backend, hf, products))
-    how = {"fused": what_is_fused, "built": built.how, "compiled": what_is_compiled(compiled, context, fused)}
-    around = _found_around(job, precisions, attends, how, device.type)
-    return Assembly(hf, packed, adamw, job.active, context, precisions, precisions[job.precision.name].found | around)
-
-
-def _choose_attention(job: Job, accelerator: Accelerator) -> attention.Choice:
+def choose_attention(job: Job, accelerator: Accelerator) -> attention.Choice:
     """The planned attention, or the next fastest where it computes something else than its formula here. Collective."""
     shape, choice = Shape.of(job.shapes), job.attention
     heads, together = Heads(shape.heads, shape.kv_heads, shape.head_dim), partial(largest_over_ranks, accelerator)
@@ -278,7 +232,7 @@ def _choose_attention(job: Job, accelerator: Accelerator) -> attention.Choice:
 
 
 @dataclass(frozen=True)
-class _Built:
+class Built:
     """A model, and the values that its parameters get once they have their place on the devices."""
 
     hf: PreTrainedModel
@@ -287,20 +241,45 @@ class _Built:
     how: str | None = None  # in parts, or why not; None where the topology asks for none
 
 
-def _build(job: Job, accelerator: Accelerator, attention: str) -> _Built:
+def build_model(job: Job, accelerator: Accelerator, attention: str) -> Built:
     """The model of `job`, the same on all ranks: in parts under FSDP2 where that can be done, else whole. Collective."""
     recipe, exact = job.recipe, job.recipe.weights == "bf16_exact"
     weights = torch.float32 if exact else job.weight_dtype
     why_whole = None
     if accelerator.is_fsdp2:
-        found, why_whole = build_in_parts_of(job, accelerator, weights, attention)
-        if found:
-            require_same_on_all_ranks(accelerator, found.witness | dict(found.hf.named_buffers()), SAME_MODEL)
-            return _Built(found.hf, found.parts, in_parts=True, how=IN_PARTS)
+        parts, why_whole = build_in_parts_of(job, accelerator, weights, attention)
+        if parts:
+            require_same_on_all_ranks(accelerator, parts.witness | dict(parts.hf.named_buffers()), SAME_MODEL)
+            return Built(parts.hf, parts.parts, in_parts=True, how=IN_PARTS)
     options = {"weights": weights, "seed": recipe.seed, "device": accelerator.device, "backend": attention}
     hf = model.build(recipe.model, job.model_config, **options)
     require_same_on_all_ranks(accelerator, dict(hf.named_parameters()) | dict(hf.named_buffers()), SAME_MODEL)
-    return _Built(hf, model.round_weights(hf, job.weight_dtype) if exact else {}, how=why_whole)
+    return Built(hf, model.round_weights(hf, job.weight_dtype) if exact else {}, how=why_whole)
+
+
+def in_its_precisions(
+    job: Job, hf: PreTrainedModel, attention: str, device: torch.device
+) -> tuple[PackedLanguageModel, dict[str, AssembledPrecision], str]:
+    """`hf` for packed batches, its layers fused where they can be and its linears in low precision; each of the run's precisions
+    by name; and what is fused, for the audit."""
+    actives, layers = job.plan.actives, model.decoder_layers(hf)
+    backends = {each.precision.name: make_backend(each, device) if each.precision.quantized else None for each in actives}
+    context = PrecisionContext(
+        backends[job.precision.name],
+        job.compute_dtype,
+        evaluates_low=job.active.settings.use_autocast_during_eval,
+        backends=[*filter(None, backends.values())],
+    )
+    packed = PackedLanguageModel(hf, attention, job.plan.loss, context)
+    precisions = {}
+    for each in actives:
+        decisions = decide(hf, list(layers.values()), each) if each.precision.quantized else {}
+        precisions[each.precision.name] = AssembledPrecision(each, backends[each.precision.name], decisions, {})
+    packed.fused, what_is_fused = _fuse(job, layers, precisions, context, device.type)
+    for each in precisions.values():
+        with holding(context, backend=each.backend):
+            convert(hf, each.decisions, context, packed.fused)
+    return packed, precisions, what_is_fused
 
 
 def _fuse(
@@ -321,25 +300,15 @@ def _fuse(
     return fused if fused.layers else None, fused.describe()
 
 
-def _put_on_devices(
-    job: Job, accelerator: Accelerator, built: _Built, packed: PackedLanguageModel
-) -> tuple[PackedLanguageModel, ExactAdamW]:
-    """The wrapped model where it is trained, and its optimizer: its parameters have their values there, and its gradients and
-    moments their places. Collective."""
-    recipe, fused, once_a_step = job.recipe, packed.fused, job.plan.devices.gathered
-    exact = recipe.weights == "bf16_exact"
-    adamw = build_optimizer(packed, recipe.optimizer, exact=exact)
-    packed, adamw = prepare(accelerator, packed, adamw, job.compute_dtype, once_a_step=once_a_step)
-    stacks = fused.stacks if fused else ()
-    summed_in = getattr(torch, WEIGHT_DTYPES[recipe.gradients_kept_in])
-    if not accelerator.is_fsdp2 and _sums_apart(job, accelerator, fused):
+def sum_gradients_apart(job: Job, accelerator: Accelerator, packed: PackedLanguageModel) -> None:
+    """Give the gradients of the placed model the sums that they are added up in, and ranks the way to exchange them."""
+    summed_in = getattr(torch, WEIGHT_DTYPES[job.recipe.gradients_kept_in])
+    stacks = packed.fused.stacks if packed.fused else ()
+    if accelerator.is_fsdp2:
+        packed.sharding = Sharding(packed, summed_in, stacks, once_a_step=job.plan.devices.gathered)
+    elif _sums_apart(job, accelerator, packed.fused):
         attach_main_gradients(packed, summed_in, stacks)
         packed.rank_sums = RankSums(packed.parameters()) if accelerator.num_processes > 1 else None
-    _give_values(built, adamw, exact=exact)
-    if accelerator.is_fsdp2:
-        packed.sharding = Sharding(packed, summed_in, stacks, once_a_step=once_a_step)
-    adamw.materialise()
-    return packed, adamw
 
 
 def _sums_apart(job: Job, accelerator: Accelerator, fused: FusedLayers | None) -> bool:
@@ -353,7 +322,7 @@ def _sums_apart(job: Job, accelerator: Accelerator, fused: FusedLayers | None) -
     return fused is not None or accelerator.num_processes > 1 or (emulated and kept_in == "fp32")
 
 
-def _give_values(built: _Built, adamw: ExactAdamW, *, exact: bool) -> None:
+def give_values(built: Built, optimizer: ExactAdamW, *, exact: bool) -> None:
     """Give the parameters, where they lie now, the values that were set aside: taken out one by one, so that FP32 weights go as
     moments and remainders come."""
     for name, parameter in built.hf.named_parameters():
@@ -364,32 +333,39 @@ def _give_values(built: _Built, adamw: ExactAdamW, *, exact: bool) -> None:
         else:
             continue
         if exact:
-            adamw.set_master(parameter, values)
+            optimizer.set_master(parameter, values)
         else:
             local_part(parameter).copy_(values)
 
 
-def _found_around(
+def observe(
     job: Job,
-    precisions: Mapping[str, AssembledPrecision],
-    attends: attention.Choice,
-    how: Mapping[str, str | None],
-    device_type: str,
-) -> dict[str, Any]:
-    """What the audit says beside that: of the whole run, `how` the model was put together among it."""
-    recipe, plan = job.recipe, job.plan
-    found = {
-        "weights": recipe.weights,
-        "gradients": recipe.gradients_kept_in,
-        "attention": {"kind": attends.name, "reason": attends.reason},
-        **{key: said for key, said in how.items() if said is not None},
-        "deterministic": determinism.describe(device_type, os.environ),
+    accelerator: Accelerator,
+    assembly: Assembly,
+    around: Mapping[str, Any],
+    waited: Waited,
+) -> None:
+    """Run a pack through the model in each of its precisions under observation, and fill `assembly.audit`, in which `around`
+    says how the model was put together. Last, as it must see what training will run. Collective."""
+    context, plan = assembly.context, job.plan
+    rehearsing = "looking at what runs", "packs"
+    for each in assembly.precisions.values():
+        with (
+            holding(context, backend=each.backend),
+            waited.on("checks", *rehearsing, total=REHEARSALS if context.state() else 1),
+        ):
+            products = rehearse(job.in_precision(each.active), accelerator, assembly.model, assembly.optimizer, each.decisions)
+            each.found.update(audit.describe(each.active, each.backend, assembly.hf, products))
+    assembly.audit |= assembly.precisions[job.precision.name].found | {
+        "weights": job.recipe.weights,
+        "gradients": job.recipe.gradients_kept_in,
+        **around,
+        "deterministic": determinism.describe(accelerator.device.type, os.environ),
     }
     if (algorithms := describe_algorithms()) is not None:
-        found["algorithms"] = algorithms
+        assembly.audit["algorithms"] = algorithms
     if course := found_of_course(plan):
-        found |= course | {"precisions": {name: each.found for name, each in precisions.items()}}
-    return found
+        assembly.audit |= course | {"precisions": {name: each.found for name, each in assembly.precisions.items()}}
 
 
 def found_of_course(plan: Plan) -> dict[str, Any]:
@@ -459,7 +435,18 @@ def beginning_of(batch: Microbatch, tokens: int) -> Microbatch:
     return replace(batch, **cut, cu_seqlens=batch.cu_seqlens.clamp(max=length), max_seqlen=length)
 
 
-def what_is_compiled(compiled: bool, context: PrecisionContext, fused: FusedLayers | None) -> str:
-    if not compiled or (fused and not fused.left_out):
+def compiles_layers(job: Job, device: torch.device) -> bool:
+    """Whether torch compiles what is not fused of a layer."""
+    choice = job.recipe.model.compile
+    return choice == "layer" or (choice == "auto" and device.type == "cuda")
+
+
+def working_dtype(job: Job, accelerator: Accelerator) -> torch.dtype | None:
+    """The dtype of the working copies of a layer's weights; None where it has none: FSDP2's come of its gathering."""
+    return job.compute_dtype if job.compute_dtype != job.weight_dtype and not accelerator.is_fsdp2 else None
+
+
+def what_is_compiled(compiled: bool, packed: PackedLanguageModel) -> str:
+    if not compiled or (packed.fused and not packed.fused.left_out):
         return "nothing"
-    return "each layer, between its low-precision products" if context.backends else "each layer"
+    return "each layer, between its low-precision products" if packed.context.backends else "each layer"

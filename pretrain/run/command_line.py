@@ -1,62 +1,82 @@
-"""What a user types, and the one message of a launch that ends early, however many processes come to it."""
+"""What a user types, how a launch is set up, and the one message of a launch that ends early, however many processes it has."""
 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
+from accelerate import Accelerator
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from foundation.command import CommandParser, number
-from foundation.errors import InputError
+from foundation.errors import InputError, permissions_named
+from pretrain.metrics.health import TrainingHalted
+from pretrain.model.distributed import RANKS_WAIT, as_accelerate_reads_it, complete_topology
+from pretrain.settings.launch_topology import put_right
+from pretrain.settings.recipe import Recipe
 
 
-class LauncherParser(CommandParser):
+class LaunchParser(CommandParser):
+    """Reads a recipe and what is set over it, as key=value or --key=value, which W&B's agents write."""
+
     remedy = "a setting is key=value or --key=value, and --help lists the options"
+
+    def __init__(self, description: str | None, prog: str | None = None) -> None:
+        super().__init__(prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+        self.add_argument("recipe", type=Path, help="what is trained: a YAML file, see recipes/")
+        self.add_argument(
+            "overrides", nargs="*", metavar="key=value", help="over the recipe's settings: weights=bf16 train.steps=9"
+        )
+
+    def read(self, arguments: Sequence[str]) -> argparse.Namespace:
+        options = [option for action in self._actions for option in action.option_strings]
+
+        def is_setting(text: str) -> bool:
+            name, equals, _ = text.partition("=")
+            return bool(equals) and name.startswith("--") and not any(option.startswith(name) for option in options)
+
+        # Intermixed, so that key=value may follow an option.
+        return self.parse_intermixed_args([text[2:] if is_setting(text) else text for text in arguments])
 
 
 def parse_arguments(description: str | None) -> argparse.Namespace:
     """`description`: what the launcher is, for --help. Raises InputError for an option that there is not."""
-    parser = LauncherParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", type=Path, help="what is trained: a YAML file, see recipes/")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="over the recipe's settings: weights=bf16 train.steps=9"
-    )
-    parser.add_argument("--plan", action="store_true", help="say what would happen, check every setting, and stop")
-    parser.add_argument("--tokens-per-second", type=number(), metavar="N", help="speed at which the plan reckons the hours")
-    parser.add_argument("--preview-schedule", type=Path, metavar="PNG", help="draw the learning rate of every step, and stop")
-    parser.add_argument("--eval-only", action="store_true", help="say the held-out loss of --resume's checkpoint, and stop")
-    parser.add_argument("--profile", action="store_true", help="record a step: profile.md and a trace in the run folder")
+    parser = LaunchParser(description)
     parser.add_argument("--resume", default="auto", metavar="CHECKPOINT", help="default auto: the run's newest intact one")
     parser.add_argument("--accept-changes", action="store_true", help="continue a checkpoint although the recipe has changed")
-    arguments = parser.parse_intermixed_args(without_dashes(sys.argv[1:], parser))  # so that key=value may follow an option
-    _check_together(arguments)
-    return arguments
+    parser.add_argument("--tokens-per-second", type=number(), metavar="N", help="speed at which the plan reckons the hours")
+    one = parser.add_mutually_exclusive_group()
+    one.add_argument("--plan", action="store_true", help="say what would happen, check every setting, and stop")
+    one.add_argument("--profile", action="store_true", help="record a step: profile.md and a trace in the run folder")
+    return parser.read(sys.argv[1:])
 
 
-def _check_together(arguments: argparse.Namespace) -> None:
-    """InputError for options of which one would be passed over."""
-    instead = [f"--{name.replace('_', '-')}" for name in ("plan", "preview_schedule", "eval_only") if getattr(arguments, name)]
-    if len(instead) > 1:
-        raise InputError(f"command line: {' and '.join(instead)} each do one thing and stop; give one of them at a time")
-    if instead and arguments.profile:
-        raise InputError(
-            f"command line: --profile records a step of training, and {instead[0]} trains none; leave one of them out"
-        )
+def as_launched(recipe: Recipe) -> tuple[Recipe, Accelerator, tuple[str, ...]]:
+    """The recipe, the Accelerator and the notices of a command that trains nothing."""
+    launch = put_right(recipe, os.environ, has_gpu=torch.accelerator.is_available())
+    with as_accelerate_reads_it():
+        accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[RANKS_WAIT])
+    complete_topology(accelerator, launch.replicas)
+    return launch.recipe, accelerator, launch.notices
 
 
-def without_dashes(arguments: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
-    """`arguments` with `--key=value`, as W&B's agents write a setting, as `key=value`; options of `parser` stay as they are."""
-    options = [option for action in parser._actions for option in action.option_strings]
-
-    def is_setting(text: str) -> bool:
-        name, equals, _ = text.partition("=")
-        return bool(equals) and name.startswith("--") and not any(option.startswith(name) for option in options)
-
-    return [text[2:] if is_setting(text) else text for text in arguments]
+def exit_status(launch: Callable[[], int]) -> int:
+    """What `launch` returns; 2 for a mistake of the user's and 3 for a training that cannot go on, each said in one message."""
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    try:
+        with permissions_named():
+            return leave_status(launch())
+    except InputError as error:
+        say_once(f"error: {error}", error)
+        return leave_status(2)
+    except TrainingHalted as halt:
+        say_once(f"halted: {halt}", halt)
+        return leave_status(3)
 
 
 def say_once(text: str, error: BaseException) -> None:

@@ -1,8 +1,12 @@
-"""`--eval-only`: the held-out loss of a checkpoint, or of the model that a run would begin with. Nothing is trained."""
+"""The held-out loss of a checkpoint, or of the model that a run would begin with. Nothing is trained, and nothing written.
+
+accelerate launch --config_file accelerate_configs/bf16.yaml -m pretrain evaluate my.yaml [--resume CHECKPOINT]
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -12,39 +16,67 @@ from foundation.attributes import holding
 from foundation.errors import InputError
 from pretrain.checkpoint.state import check_same_source
 from pretrain.metrics.console import Console
-from pretrain.plan.preflight import Job
+from pretrain.model.distributed import end_processes
+from pretrain.plan.preflight import Job, prepare_job
 from pretrain.precision.settings import ActivePrecision
-from pretrain.run.assembly import Assembly, assemble
+from pretrain.run import determinism
+from pretrain.run.assembly import Assembly
+from pretrain.run.command_line import LaunchParser, as_launched, exit_status
 from pretrain.run.evaluate import held_out_figures
+from pretrain.run.faults import explaining_errors
+from pretrain.run.introduction import warn_of_precisions
 from pretrain.run.resume import complete_histories, load_weights, look_for_resume_point, scales_to_load
-from pretrain.settings.config import run_dir_of
+from pretrain.settings.config import load_recipe, run_dir_of
+from pretrain.settings.launch_environment import with_precision
 from pretrain.settings.recipe import Recipe
 
 
-def require_weights(recipe: Recipe, wanted: str) -> None:
-    """InputError where `evaluate_only` will find no weights, as far as the file system tells without the job."""
-    if wanted == "auto" and recipe.train.begin_with is None and not run_dir_of(recipe).exists():
-        _refuse_random_weights(recipe)
+def main(arguments: Sequence[str], assemble: Callable[[Job, Accelerator], Assembly]) -> int:
+    """`assemble`: the launcher's, which builds the model."""
+    parser = LaunchParser(__doc__, "python -m pretrain evaluate")
+    parser.add_argument("--resume", default="auto", metavar="CHECKPOINT", help="default auto: the run's newest intact one")
+    parsed = parser.read(arguments)
+
+    def evaluate() -> int:
+        recipe = with_precision(load_recipe(parsed.recipe, parsed.overrides), os.environ)
+        if recipe.deterministic:
+            determinism.begin(os.environ)
+        recipe, accelerator, notices = as_launched(recipe)
+        if parsed.resume == "auto" and recipe.train.begin_with is None and not run_dir_of(recipe).exists():
+            _refuse_random_weights(recipe)  # before packs are prepared
+        job = prepare_job(recipe, accelerator)
+        console = Console(job.plan.steps, enabled=accelerator.is_main_process)
+        for text in (*notices, *job.notices):
+            console.notice(text)
+        warn_of_precisions(job, console)
+        with explaining_errors(job):
+            evaluate_only(job, accelerator, console, parsed.resume, assemble)
+        end_processes(accelerator)
+        return 0
+
+    return exit_status(evaluate)
 
 
 def _refuse_random_weights(recipe: Recipe) -> None:
     """InputError where a run of `recipe` without a checkpoint begins with weights that are drawn."""
     if recipe.model.weights_source is None:
         raise InputError(
-            f"`--eval-only`: the run folder, {run_dir_of(recipe)}, has no checkpoint, and this recipe begins with random "
-            "weights; set `run_dir` to that of a run that has saved one, name a checkpoint with --resume, or set `model.source`"
+            f"`run_dir`: {run_dir_of(recipe)} has no checkpoint, and this recipe begins with random weights; set it to that of "
+            "a run that has saved one, name a checkpoint with --resume, or set `model.source`"
         )
 
 
-def evaluate_only(job: Job, accelerator: Accelerator, console: Console, wanted: str) -> None:
+def evaluate_only(
+    job: Job, accelerator: Accelerator, console: Console, wanted: str, assemble: Callable[[Job, Accelerator], Assembly]
+) -> None:
     """Say the held-out loss in the recipe's precision, and in BF16 where that is another. Collective.
 
-    Nothing is written. `wanted`: a checkpoint, of whatever recipe with the same model, or "auto": the run folder's newest, or the
-    weights with which the run would begin where there is none. InputError where no packs are held out, where there are no weights
-    but random ones, and where the config.json of `model.source` has changed since the checkpoint.
+    `wanted`: a checkpoint, of whatever recipe with the same model, or "auto": the run folder's newest, or the weights with which
+    the run would begin where there is none. InputError where no packs are held out, where there are no weights but random ones,
+    and where the config.json of `model.source` has changed since the checkpoint.
     """
     if job.data.held_out is None:
-        raise InputError("`--eval-only` needs held-out packs and there are none; set `data.held_out`")
+        raise InputError("`data.held_out`: no packs are held out to evaluate on; set it")
     job = job.with_microbatch(job.plan.expected_microbatch)
     checkpoints, source = look_for_resume_point(wanted, job, accept_changes=True)
     if source is not None and not source.begins:

@@ -11,6 +11,7 @@ from packing.batch import Prefetch, StepBatches
 from packing.stream import StreamEnded
 from pretrain.plan.preflight import Job
 from pretrain.plan.remedies import is_out_of_memory, out_of_memory
+from pretrain.run import determinism
 from pretrain.run.running import Run
 
 
@@ -21,10 +22,12 @@ class Stop(IntEnum):
 
 
 @contextmanager
-def explaining_memory(job: Job, run: Run | None = None) -> Iterator[None]:
-    """InputError with the settings that take less where a device, or the host, runs out of memory inside."""
+def explaining_errors(job: Job, run: Run | None = None) -> Iterator[None]:
+    """InputError with the settings that take less where a device, or the host, runs out of memory inside, and for an operation
+    that `deterministic` rules out."""
     try:
-        yield
+        with determinism.explaining():
+            yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise

@@ -6,8 +6,6 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from accelerate.utils import broadcast_object_list
-
 from pretrain.checkpoint.state import differences
 from pretrain.metrics.console import Console
 from pretrain.metrics.peaks import is_known
@@ -49,12 +47,6 @@ def has_ended(run: Run) -> bool:
     return bool(largest_over_ranks(run.accelerator, int(ended)))
 
 
-def environment_of_start(run: Run) -> dict[str, Any]:
-    """What this start's steps are computed on, and by which versions; of several machines the main process's. Collective."""
-    found = describe_environment(describe_topology(run.accelerator)) if run.accelerator.is_main_process else None
-    return broadcast_object_list([found])[0]
-
-
 def introduce(run: Run, notes: Iterable[str]) -> None:
     """Say and write down what this run is, before its first step; `notes` are of what it goes on from."""
     run.console.notice(render(run.job.plan, brief=True))
@@ -81,7 +73,8 @@ def _write_records(run: Run) -> dict[str, Any]:
         run.folder.summary.unlink(missing_ok=True)  # first: it does not describe the other records
     if run.accelerator.is_main_process:
         run.folder.write_yaml(run.folder.config, settings)
-        run.folder.write_json(run.folder.environment, _fingerprints(run.job) | run.environment | run.past.record())
+        environment = describe_environment(describe_topology(run.accelerator))
+        run.folder.write_json(run.folder.environment, _fingerprints(run.job) | environment | run.past.record())
         run.folder.write_json(run.folder.audit, run.assembly.audit)
     return settings
 
@@ -109,8 +102,8 @@ def _keep_records(run: Run) -> dict[str, Any]:
     others = differences(*({key: all_of[key] for key in all_of if key.startswith(HOW_EVALUATED)} for all_of in (then, now)))
     if others:
         run.console.notice(
-            f"{run.folder.path}: the run has finished and stays as it was evaluated ({'; '.join(others)}); `--eval-only` "
-            "evaluates its model with the present values"
+            f"{run.folder.path}: the run has finished and stays as it was evaluated ({'; '.join(others)}); "
+            "`python -m pretrain evaluate` evaluates its model with the present values"
         )
     return ended.config
 

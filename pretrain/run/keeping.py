@@ -3,6 +3,7 @@ run that has ended without a checkpoint, when it is started again."""
 
 from __future__ import annotations
 
+import argparse
 import signal
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from accelerate import Accelerator
 from foundation.errors import InputError
 from foundation.signals import StopRequest
 from packing.batch import Prefetch, StepBatches
+from pretrain.checkpoint.checkpoint import Checkpoints, bytes_needed, check_space
 from pretrain.compare.figures import plot_losses
 from pretrain.metrics.console import Console
 from pretrain.metrics.run_folder import RunFolder
@@ -18,12 +20,21 @@ from pretrain.metrics.run_record import RunRecord, last_screen, read_metrics, re
 from pretrain.metrics.waited import Waited
 from pretrain.model.distributed import largest_over_ranks
 from pretrain.plan.preflight import Job
+from pretrain.run.assembly import Assembly
 from pretrain.run.faults import Stop, why_no_packs
-from pretrain.run.resume import nothing_left, said_of_the_end
+from pretrain.run.resume import ResumePoint, nothing_left, said_of_the_end
 from pretrain.run.rollback import halted, judge_weights
 from pretrain.run.running import Run
 
 # ── Checkpoints ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def check_room(folder: RunFolder, job: Job, assembly: Assembly, checkpoints: Checkpoints, source: ResumePoint | None) -> None:
+    """InputError where the disk has no room for the checkpoints to come, of which the kept ones are on it already."""
+    at_once = job.plan.checkpoints_at_once
+    if source is not None and checkpoints.owns(source.path):
+        at_once = int(source.record["progress"]["step"] < job.plan.steps)
+    check_space(folder.path, at_once * bytes_needed(assembly.tensors, assembly.state_tensors))
 
 
 def prepare_saves(run: Run) -> None:
@@ -117,30 +128,22 @@ def sum_up(run: Run) -> RunRecord | None:
     return finished
 
 
-def conclude(run: Run, finished: RunRecord) -> None:
-    """Write the summary, the last thing that a run does: who finds it of the last step finds all else."""
+def conclude(run: Run, finished: RunRecord | None) -> None:
+    """Write the summary, the last thing that a run does: who finds it of the last step finds all else. And say where all is."""
+    if finished is None:
+        return
     if not run.ended:
         run.folder.write_json(run.folder.summary, finished.summary)
+    run.console.panel(*last_screen(finished, run.folder, run.waited.describe()))
 
 
 def ended_before(
-    job: Job,
-    accelerator: Accelerator,
-    folder: RunFolder,
-    console: Console,
-    waited: Waited,
-    *,
-    wanted: str,
-    profiled: bool,
+    job: Job, accelerator: Accelerator, folder: RunFolder, console: Console, waited: Waited, arguments: argparse.Namespace
 ) -> bool:
-    """Whether the run has nothing left to do, and needs no model to say so: then it says where everything is. Collective.
-
-    `wanted`: the checkpoint that the command names, or "auto". `profiled`: it asks for a step to be recorded."""
-    finished = nothing_left(job, wanted) if accelerator.is_main_process else None
+    """Whether the run has nothing left to do, and needs no model to say so: then it says where everything is. Collective."""
+    finished = nothing_left(job, arguments.resume) if accelerator.is_main_process else None
     if not largest_over_ranks(accelerator, int(finished is not None)):
         return False
-    if profiled:
-        raise InputError(f"`--profile` records a step to come. {said_of_the_end(job)}")
     if finished:
         if not folder.loss_plot.exists():
             plot_losses([finished], folder.loss_plot)

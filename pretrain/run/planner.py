@@ -18,8 +18,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from foundation import units
 from foundation.command import CommandParser, number
 from foundation.errors import InputError
@@ -28,16 +26,15 @@ from foundation.units import GIB, plural
 from pretrain.metrics.peaks import known_as
 from pretrain.metrics.run_folder import METRICS_FILE
 from pretrain.metrics.run_record import read_run
-from pretrain.model.distributed import make_accelerator
 from pretrain.plan.checks import shares_out
 from pretrain.plan.plan import Plan
 from pretrain.plan.preflight import Job, prepare_job
 from pretrain.plan.rendering import WIDTH, wrapped
 from pretrain.plan.spare import KEPT_FREE
 from pretrain.plan.targets import LEAST, USUAL, Estimate, MeasuredRun, Target, estimates, left_out, span
+from pretrain.run.command_line import as_launched
 from pretrain.settings.config import load_recipe
 from pretrain.settings.launch_environment import with_precision
-from pretrain.settings.launch_topology import put_right
 
 DEFAULT_PRECISION = "bf16"  # where neither recipe nor command line names one, as there is no accelerate configuration here
 
@@ -89,9 +86,8 @@ def main(arguments: list[str]) -> int:
     # What this machine lacks, another one may have.
     recipe = recipe.model_copy(update={"fp8_config": recipe.fp8_config.model_copy(update={"on_unsupported": "emulate"})})
     runs = [MeasuredRun.of(read_run(folder)) for folder in options.run]
-    asked = put_right(with_precision(recipe, os.environ), os.environ, has_gpu=torch.accelerator.is_available())
-    accelerator = make_accelerator(asked.replicas)
-    job = prepare_job(asked.recipe, accelerator, purpose="elsewhere")
+    recipe, accelerator, put_right = as_launched(with_precision(recipe, os.environ))
+    job = prepare_job(recipe, accelerator, purpose="elsewhere")
     if not runs and (job.run_dir / METRICS_FILE).exists():  # the recipe's own run has begun already
         try:
             runs = [MeasuredRun.of(read_run(job.run_dir))]
@@ -100,7 +96,7 @@ def main(arguments: list[str]) -> int:
     devices = [target.name for target in targets] + [run.device for run in runs]
     if unknown := [name for name in prices if name and not any(known_as(device, [name]) for device in devices)]:
         raise InputError(f"--price-per-hour {unknown[0]}=...: no such device is planned for; add it with --on, or correct it")
-    for line in sections(job, options, targets, runs, prices, [*asked.notices, *job.notices, *notices]):
+    for line in sections(job, options, targets, runs, prices, [*put_right, *job.notices, *notices]):
         print(line)
     return 0
 

@@ -64,5 +64,4 @@ class Run:
     waited: Waited
     best: BestEvaluation | None = None  # whose checkpoint is kept, where that is asked for
     past: Past = field(default_factory=Past)
-    environment: Mapping[str, Any] = field(default_factory=dict)  # this start's, of the main process
     ended: bool = False  # in an earlier start, which left nothing to train or to evaluate: its records stay as they are

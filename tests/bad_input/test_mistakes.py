@@ -102,7 +102,6 @@ SETTINGS = {
     "data.tokenizr=x": "`data.tokenizer`",
     "--resume nowhere": "nowhere",
     "--resume tests": "tests",
-    "--eval-only": "no checkpoint",
     "model.config.hiden_size=32": "`hidden_size`",
     "model.config.hidden_size=wide": "hidden_size",
     "model.config.hidden_size=0": "`model.config.hidden_size: 0`",

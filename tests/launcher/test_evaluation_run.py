@@ -1,4 +1,4 @@
-"""Evaluations of a run: its best checkpoint, `--eval-only`, and the samples that it records."""
+"""Evaluations of a run: its best checkpoint, `python -m pretrain evaluate`, and the samples that it records."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def evaluations(finished: Finished) -> dict[int, float]:
 
 
 def losses_printed(finished: Finished) -> dict[str, float]:
-    """The held-out losses that --eval-only prints, by precision."""
+    """The held-out losses that `evaluate` prints, by precision."""
     return {name: float(loss) for name, loss in re.findall(r"^  (\w+) +(\d\.\d+)   perplexity", finished.out, re.MULTILINE)}
 
 
@@ -45,13 +45,17 @@ def test_the_best_checkpoint_is_kept_and_exported(
     assert resumed.status == 0 and evaluations(resumed) == losses and kept(run.run_dir) == [6, 7, 8]
     assert main(["export", str(run.run_dir), str(tmp_path / "out"), "--best"]) == 0
     assert "step-00000006" in capsys.readouterr().out
-    source = ("--eval-only", f"model.source={tmp_path / 'out'}", "model.config=null", f"run_dir={tmp_path / 'none'}")
+    source = ("evaluate", f"model.source={tmp_path / 'out'}", "model.config=null", f"run_dir={tmp_path / 'none'}")
     alone = train_here(*source, recipe=recipe)
     assert alone.status == 0 and losses_printed(alone)["fp32"] == pytest.approx(losses[6], abs=1e-4)
     assert not (tmp_path / "none").exists()
 
 
-def test_eval_only_prints_the_losses_in_low_precision_and_in_bf16_and_writes_nothing(
+def test_random_weights_are_not_evaluated(train_here: Callable) -> None:
+    assert "has no checkpoint" in train_here("evaluate").refusal
+
+
+def test_evaluate_prints_the_losses_in_low_precision_and_in_bf16_and_writes_nothing(
     train_here: Callable, low_precision_recipe: dict[str, Any]
 ) -> None:
     recipe = low_precision_recipe | {"train": {"steps": 2}, "batch": {"tokens": 256, "microbatch": 2}, "parity": "off"}
@@ -59,7 +63,7 @@ def test_eval_only_prints_the_losses_in_low_precision_and_in_bf16_and_writes_not
     run = train_here(recipe=recipe)
     assert run.status == 0, run.output
     before = contents(run.run_dir)
-    printed = losses_printed(alone := train_here("--eval-only", recipe=recipe))
+    printed = losses_printed(alone := train_here("evaluate", recipe=recipe))
     assert alone.status == 0 and contents(run.run_dir) == before, alone.output
     assert list(printed) == ["current", "bf16"] and printed["current"] == pytest.approx(evaluations(run)[2], abs=1e-4)
     assert 0 < abs(printed["bf16"] - printed["current"]) < 0.02

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pretrain.run.command_line import without_dashes
+from pretrain.run.command_line import LaunchParser
 from pretrain.settings.config import load_recipe, run_dir_of
 
 ROOT = Path(__file__).parents[2]
@@ -79,5 +78,5 @@ def test_each_trial_of_a_sweep_trains_in_a_folder_of_its_own_and_reports_to_its_
         assert expected.encode() in stored.read_bytes()
 
     arguments, _ = start_trial("tr2al", 3e-5)
-    settings = without_dashes(arguments, argparse.ArgumentParser())
+    settings = LaunchParser(None).read([str(recipe), *arguments]).overrides
     assert run_dir_of(load_recipe(recipe, settings)) == tmp_path / "runs/sweep/lr3e-05-wd0.1"

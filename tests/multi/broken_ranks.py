@@ -8,9 +8,10 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from accelerate import Accelerator
 from torch import Tensor
 
-from pretrain.model.distributed import make_accelerator
+from pretrain.model.distributed import complete_topology
 from tests.pretrain.verify.small_runs import SmallRun, build_run
 from tests.ranks import start_ranks
 
@@ -52,7 +53,7 @@ def start(topology: str, *precisions: str) -> dict[str, dict[str, list[str]]]:
 
 def find_faults() -> None:
     """What each process does; the first prints what was found."""
-    accelerator = make_accelerator()
+    complete_topology(accelerator := Accelerator(mixed_precision="no"))
     found: dict[str, dict[str, list[str]]] = {}
     for precision in sys.argv[1:]:
         for what, make in FAULTS.items():

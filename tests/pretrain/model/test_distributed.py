@@ -7,10 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import nn
 
-from pretrain.model.distributed import describe_topology, device_of, make_accelerator, prepare
+from pretrain.model.distributed import complete_topology, describe_topology, device_of, placed_as_planned
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +27,7 @@ def fresh_state() -> Iterator[None]:
 
 
 def test_one_process_on_a_cpu() -> None:
-    accelerator = make_accelerator()
+    complete_topology(accelerator := Accelerator())
     assert describe_topology(accelerator) == {"distributed_type": "NO", "processes": 1, "device": "cpu", "sharded": False}
     name, memory = device_of(accelerator)
     assert name == "CPU" and memory > 2**28
@@ -36,9 +37,10 @@ def test_one_process_on_a_cpu() -> None:
 def test_preparing_on_one_process_changes_neither_model_nor_optimizer() -> None:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters())
-    accelerator = make_accelerator()
-    prepared, same = prepare(accelerator, model, optimizer, torch.bfloat16)
-    assert prepared is model and same is optimizer
+    complete_topology(accelerator := Accelerator())
+    with placed_as_planned(accelerator, model, optimizer, torch.bfloat16):
+        prepared, wrapped = accelerator.prepare(model, optimizer)
+    assert prepared is model and wrapped.optimizer is optimizer and optimizer.param_groups[0]["params"][0] is model.weight
     assert model.weight.dtype == torch.float32
     accelerator.backward(prepared(torch.ones(1, 4)).sum())
     assert (model.weight.grad == 1).all()

@@ -16,7 +16,7 @@ from accelerate.state import AcceleratorState
 from packing.arrow import Pack
 from packing.batch import StepBatches, build_microbatch, sum_of_squares
 from pretrain.model import huggingface as model
-from pretrain.model.distributed import prepare
+from pretrain.model.distributed import placed_as_planned
 from pretrain.model.fused.layers import choose_arithmetic
 from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.huggingface import decoder_layers
@@ -137,7 +137,8 @@ def build_run(
     convert(hf, decisions, context, packed.fused)
     wrap_layers(packed, settings, cast_to=compute if compute != weights else None, compile_layers=False)
     prepared, optimizer = packed.train(), build_optimizer(packed, OptimizerSettings(), exact=False)
-    prepared, optimizer = prepare(accelerator, packed, optimizer, compute)
+    with placed_as_planned(accelerator, packed, optimizer, compute):
+        prepared, _ = accelerator.prepare(packed, optimizer)
     stacks = packed.fused.stacks if packed.fused else ()
     if accelerator.is_fsdp2:
         packed.sharding = Sharding(packed, torch.float32, stacks, once_a_step=False)
