@@ -20,14 +20,13 @@ from foundation.reading import load_json
 from foundation.settings import parse
 from foundation.units import plural
 from pretrain.checkpoint.checkpoint import Checkpoints, require_shared
-from pretrain.checkpoint.folders import step_folder, step_folders
+from pretrain.checkpoint.folders import step_folder
 from pretrain.checkpoint.manifest import MANIFEST, TensorEntry, read_manifest
 from pretrain.checkpoint.shards import mismatches
 from pretrain.checkpoint.state import Change, Past, TrainState, changed_keys, check_same_training, differences
 from pretrain.metrics.health import Health
-from pretrain.metrics.recorded import RecordedAudit
 from pretrain.metrics.run_folder import AUDIT_FILE, METRICS_FILE, SUMMARY_FILE, RunFolder
-from pretrain.metrics.run_record import RunRecord, is_step, read_finished, read_metrics
+from pretrain.metrics.run_record import NoStepYet, RunRecord, is_step, read_finished, read_metrics, read_run
 from pretrain.model.distributed import local_part, refused_together, require_same_on_all_ranks
 from pretrain.model.huggingface import named_tensors, weights_fingerprint
 from pretrain.optimizer import schedule
@@ -77,9 +76,6 @@ def find_resume_point(
     if path is None:
         return None
     named = BEGIN_WITH if begins else "" if wanted == "auto" else "--resume "
-    if not path.exists():
-        there = ", ".join(folder.name for folder in step_folders(path.parent)) or "no checkpoint"
-        raise InputError(f"{named}{path}: no such checkpoint; {path.parent} holds {there}; name a step-* folder of a run")
     try:
         record = checkpoints.read_state(path)
     except InputError as error:
@@ -94,15 +90,12 @@ def find_resume_point(
 
 
 def require_steps_to_come(source: ResumePoint | None, checkpoints: Checkpoints, job: Job) -> None:
-    """InputError where nothing can be trained from `source` on: it has no place in this run's stream, is of another run than the
-    metrics in the run folder, is at the horizon already, or its steps were of other sizes and the horizon counts tokens. And
-    where a run would begin over one that is finished, whose checkpoints somebody has removed."""
-    if source is None or source.begins:
-        for end in (job.run_dir / "final", job.run_dir / SUMMARY_FILE):
-            if end.exists():
-                raise InputError(
-                    f"{end}: is of a finished run that has no checkpoint to go on from; set another `run_dir`, or move it away"
-                )
+    """InputError where the run folder holds what another training has written, and where nothing can be trained from `source` on:
+    it has no place in this run's stream, is at the horizon already, or its steps were of other sizes and the horizon counts
+    tokens."""
+    own = source is not None and checkpoints.owns(source.path)
+    if not own:
+        _require_own_records(job)
     if source is None:
         return
     named = BEGIN_WITH if source.begins else "--resume "
@@ -110,11 +103,6 @@ def require_steps_to_come(source: ResumePoint | None, checkpoints: Checkpoints, 
         raise InputError(
             f"{source.path}: was trained on other text, sources or shares than this stream has; set another `run_dir`, and "
             f"`train.begin_with: {source.path}` to begin this stream with its weights"
-        )
-    own = checkpoints.owns(source.path) and source.path in step_folders(checkpoints.folder)
-    if not own and not _goes_on_here(source, job.run_dir):
-        raise InputError(
-            f"{named}{source.path}: is of another run than the steps in {job.run_dir / METRICS_FILE}; set another `run_dir`"
         )
     progress, train, plan = source.record["progress"], job.recipe.train, job.plan
     step, tokens = progress["step"], progress["tokens"]
@@ -125,17 +113,31 @@ def require_steps_to_come(source: ResumePoint | None, checkpoints: Checkpoints, 
             f"{named}{source.path}: its {plural(step, 'step')} were of another `batch.tokens`, so `train.{key}` does not say at "
             f"which step to end; set `train.steps: {steps}` in its place, which ends the run after as many tokens"
         )
-    if step >= plan.steps and not checkpoints.owns(source.path):
+    if step >= plan.steps and not own:
         raise InputError(
             f"{named}{source.path}: is from step {step:,}, and `train.{key}` ends the run at {plan.steps:,}; set a longer one"
         )
 
 
-def _goes_on_here(source: ResumePoint, run_dir: Path) -> bool:
-    """Whether the metrics in `run_dir` have no step up to the checkpoint's, or those that it has seen: its last loss."""
-    before = steps_so_far(run_dir, source.record)
-    losses = [line["loss"] for line in before if line["loss"] is not None and not line.get("skipped")]
-    return not losses or not source.record["health"]["losses"] or losses[-1] == source.record["health"]["losses"][-1]
+def _require_own_records(job: Job) -> None:
+    """InputError where a start that goes on from none of the run folder's checkpoints would write over what stands there: the
+    model of a finished run, or the steps of another training."""
+    for end in (job.run_dir / "final", job.run_dir / SUMMARY_FILE):
+        if end.exists():
+            raise InputError(
+                f"{end}: is of a finished run that has no checkpoint to go on from; set another `run_dir`, or move it away"
+            )
+    metrics = job.run_dir / METRICS_FILE
+    with suppress(NoStepYet):
+        if metrics.exists() and (changed := _changed_since(read_run(job.run_dir), job)):
+            raise InputError(f"{metrics}: is of another training ({', '.join(changed)}); set another `run_dir`, or move it away")
+
+
+def _changed_since(run: RunRecord, job: Job) -> list[str]:
+    """The keys by which `run` was another training than this one."""
+    trained = identity_of(parse(Recipe, run.config, str(run.path / "config.yaml")), run.data_fingerprint or "")
+    ours = identity_of(job.recipe, job.data.train.fingerprint) | job.source_config
+    return changed_keys(trained | run.source_config, ours)
 
 
 def nothing_left(job: Job, wanted: str) -> RunRecord | None:
@@ -145,11 +147,7 @@ def nothing_left(job: Job, wanted: str) -> RunRecord | None:
     if job.recipe.checkpoint.at_end or saved or wanted != "auto":
         return None
     run = read_finished(job.run_dir)
-    if run is None or run.summary["steps"] != job.plan.steps:
-        return None
-    trained = identity_of(parse(Recipe, run.config, str(job.run_dir / "config.yaml")), run.data_fingerprint or "")
-    ours = identity_of(job.recipe, job.data.train.fingerprint) | job.source_config
-    return None if changed_keys(trained | run.source_config, ours) else run
+    return run if run and run.summary["steps"] == job.plan.steps and not _changed_since(run, job) else None
 
 
 def said_of_the_end(job: Job) -> str:
@@ -166,20 +164,6 @@ def look_for_resume_point(wanted: str, job: Job, accept_changes: bool) -> tuple[
     return checkpoints, find_resume_point(checkpoints, wanted, job, accept_changes, look_only=True)
 
 
-def planned_resume(job: Job, wanted: str, accept_changes: bool) -> tuple[Job, str | None]:
-    """Returns, for --plan, the job as it would go on, and a text about what it would go on from, None where it would begin.
-    InputError where the run would refuse."""
-    if job.data is None:  # packs that are not prepared belong to no checkpoint yet
-        return job, None
-    if nothing_left(job, wanted):
-        return job, said_of_the_end(job)
-    checkpoints, source = look_for_resume_point(wanted, job, accept_changes)
-    require_steps_to_come(source, checkpoints, job)
-    if source is None:
-        return job, None
-    return going_on(job, source), "\n".join([f"would resume from {source.path}", *source.notes])
-
-
 def where_to_resume(
     job: Job, folder: RunFolder, wanted: str, accept_changes: bool
 ) -> tuple[Job, Checkpoints, ResumePoint | None]:
@@ -188,7 +172,7 @@ def where_to_resume(
     require_shared(folder.path)
     checkpoints = Checkpoints(folder.checkpoints, job.recipe.checkpoint.keep, before=job.plan.before_decay)
     source = find_resume_point(checkpoints, wanted, job, accept_changes)
-    require_steps_to_come(source, checkpoints, job)
+    refused_together(lambda: require_steps_to_come(source, checkpoints, job))
     return going_on(job, source).with_chunk(chunk_of(job, source)), checkpoints, source
 
 
@@ -334,30 +318,26 @@ def take_up(
 
 def keep_findings(source: ResumePoint, assembly: Assembly, job: Job) -> None:
     """Let the audit of a run that goes on from `source` keep what earlier starts alone have found: parity, which is looked at
-    before a run's first step, which step has confirmed a precision that no next step is in, and all of a precision that
-    steps of the run were in and no step to come can be."""
+    before a run's first step; the step that confirmed a precision of no step to come; and precisions that this start lacks."""
     step, written = source.record["progress"]["step"], source.path.absolute().parent.parent / AUDIT_FILE
     coming = job.plan.active_after(step).precision.name
     of_precision: dict[str, dict[str, Any]] = {}
     with suppress(OSError, ValueError):  # none, or damaged: what it held is not known
-        found = load_json(written)
-        earlier = RecordedAudit.model_validate(found)
-        of_precision = found["precisions"] if earlier.precisions else {earlier.effective or "": found}
+        earlier = load_json(written)
+        of_precision = earlier.get("precisions") or {earlier["effective"]: earlier}
     for name, each in assembly.precisions.items():
         known = of_precision.get(name, {})
-        if isinstance(parity := known.get("parity"), dict):
+        if "parity" in known:
             when = f"before the run's first step; its start from step {step:,} did not look again"
-            each.found["parity"] = parity | {"when": when}
+            each.found["parity"] = known["parity"] | {"when": when}
         elif job.recipe.parity:
             why = f"it is checked before a run's first step only, and {written} has no record of that for {name}"
             each.found["parity"] = {"source": "this run", "left_out": why}
-        confirmed = known.get("confirmed_in_step")
-        if (name != coming or step >= job.plan.steps) and isinstance(confirmed, int) and confirmed <= step:
-            each.found["confirmed_in_step"] = confirmed
+        if (name != coming or step >= job.plan.steps) and known.get("confirmed_in_step", math.inf) <= step:
+            each.found["confirmed_in_step"] = known["confirmed_in_step"]
     of_each = {key for each in assembly.precisions.values() for key in each.found} | {"confirmed_in_step"}
     for name in set(job.plan.course.values()) & of_precision.keys() - assembly.precisions.keys():
-        own = {key: value for key, value in of_precision[name].items() if key in of_each}
-        assembly.audit["precisions"][name] = own
+        assembly.audit["precisions"][name] = {key: value for key, value in of_precision[name].items() if key in of_each}
     assembly.use(assembly.active)
 
 

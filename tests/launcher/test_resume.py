@@ -178,6 +178,17 @@ def test_a_run_sent_back_repeats_the_same_curve(alone: Finished, copied: Callabl
     assert checkpoints(run_dir)[-1] == STEPS and not list((run_dir / "checkpoints").glob("abandoned-*"))
 
 
+def test_the_steps_of_another_training_are_not_cut_away(alone: Finished, copied: Callable, run: Callable) -> None:
+    """Where it has left no checkpoint, a start would begin at step 0, and with it metrics.jsonl."""
+    run_dir = copied(4, 8, STEPS)
+    (run_dir / "summary.json").unlink()
+    before = (run_dir / "metrics.jsonl").read_bytes()
+    refused = run("optimizer.learning_rate=0.5")
+    assert refused.status == 2 and "metrics.jsonl" in refused.refusal and "optimizer.learning_rate" in refused.refusal
+    assert (run_dir / "metrics.jsonl").read_bytes() == before
+    assert outcome(run()) == outcome(alone), "the same training begins anew"
+
+
 def test_a_finished_run_started_again_changes_nothing(alone: Finished, start_here: Callable, recipe: dict[str, Any]) -> None:
     before = outcome(alone)
     again = start_here(recipe, Path(recipe["run_dir"]).parent)
