@@ -183,6 +183,7 @@ def build(
     log_settings = job.recipe.log
     run = Run(
         job=job,
+        identity=job.identity,
         assembly=assembly,
         accelerator=accelerator,
         folder=folder,
@@ -296,13 +297,16 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int |
 def is_confirming(run: Run, steps: int) -> bool:
     """Whether the step that follows `steps` is the first of this process, after a rollback, or of a phase: its products are held
     to the audit."""
-    return steps == run.job.plan.done or run.job.plan.begins_phase(steps)
+    plan = run.job.plan
+    return steps == plan.done or (bool(plan.phases) and plan.begins_phase(steps))
 
 
 def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDecision]:
     """One optimizer step; returns its part of the metrics, and what its health has decided."""
-    recipe, state, optimizer, context = run.job.recipe, run.state, run.assembly.optimizer, run.assembly.context
-    follow_the_schedule(run)
+    plan, state, optimizer, context = run.job.plan, run.state, run.assembly.optimizer, run.assembly.context
+    recipe = plan.recipe
+    if plan.phases:
+        follow_the_schedule(run)
     learning_rate = schedule.learning_rate(state.step, recipe.schedule, recipe.optimizer, state.steps)
     adamw.set_learning_rate(optimizer, learning_rate)
     seed_step(recipe.seed, state.step, run.accelerator.process_index)
@@ -311,7 +315,8 @@ def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDeci
 
     # Forward and backward over all microbatches.
     watching = run.precision_watch.watching(state.step + 1) if run.precision_watch else None
-    with run.assembly.confirming_audit(state.step + 1) if is_confirming(run, state.step) else nullcontext():
+    audited = context.backend is not None and is_confirming(run, state.step)
+    with run.assembly.confirming_audit(state.step + 1) if audited else nullcontext():
         mean_loss = forward_backward(run.assembly.model, batches, run.accelerator, watching)
     norm = adamw.gradient_norm(run.assembly.model.parameters())
     parts = run.assembly.model.mean_parts(run.accelerator, batches.valid_tokens)

@@ -47,7 +47,7 @@ def prepare_saves(run: Run) -> None:
 def save(run: Run, *, behind: bool = False) -> None:
     """A checkpoint of this step, after which the older ones may go. `behind`: return once its tensors are copied, and go on."""
     run.trackers.sync()
-    record = run.state.record(run.job.identity) | {
+    record = run.state.record(run.identity) | {
         "health": run.health.state_dict(),
         "microbatch": run.job.plan.microbatch,
         "loss_chunk": run.job.plan.loss.tokens_at_once,
@@ -56,7 +56,7 @@ def save(run: Run, *, behind: bool = False) -> None:
         **({"stream": run.job.data.stream.record()} if run.job.data.stream else {}),
     }
     write = run.checkpoints.begin if behind else run.checkpoints.save
-    spared = run.best.step if run.job.recipe.checkpoint.best and run.best else None
+    spared = run.best.step if run.job.plan.recipe.checkpoint.best and run.best else None
     task = f"saving step {run.state.step}"
     with run.waited.on("saves", task):
         write(run.state.step, run.assembly.tensors, run.assembly.state_tensors, record, spared=spared)

@@ -48,6 +48,7 @@ class Run:
     """Everything that a running training consists of."""
 
     job: Job
+    identity: Mapping[str, Any]  # what a checkpoint must agree with to be continued
     assembly: Assembly
     accelerator: Accelerator
     folder: RunFolder

@@ -8,7 +8,11 @@ it. Elsewhere a class, or `Class.method`, must be defined somewhere, and any oth
 from __future__ import annotations
 
 import ast
+import json
 import re
+import subprocess
+import sys
+import textwrap
 from functools import cache
 from pathlib import Path
 
@@ -95,3 +99,20 @@ def test_the_page_names_enough_to_follow_a_walk_by():
 )
 def test_what_is_not_there_is_found(passage: str, missing: int):
     assert len(missing_from(passage)) == missing
+
+
+def entered(files: dict[str, list[str]]) -> str:
+    """The page's lists of the files that a small run has entered, as they must stand there."""
+    paragraphs = []
+    for act in ("step", "save"):
+        names = ", ".join(f"`{file}`" for file in files[act])
+        paragraphs.append(textwrap.fill(f"**A {act}** enters {len(files[act])} files: {names}.", 100, break_on_hyphens=False))
+    return "\n\n".join([*paragraphs, f"**The whole run** enters {len(files['run'])}."])
+
+
+def test_the_page_lists_the_files_that_a_step_and_a_save_enter(tmp_path: Path):
+    """Where it fails, look whether the new hop is worth it, and put what is printed into the page."""
+    command = [sys.executable, "-m", "tests.launcher.entered_files", str(tmp_path)]
+    out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    text = entered(json.loads(out.splitlines()[-1]))
+    assert text in PAGE.read_text(encoding="utf-8"), text

@@ -1,0 +1,80 @@
+"""A small training in FP32 on a CPU, watched: `python -m tests.launcher.entered_files FOLDER` prints which files of the project a
+step, a save and the whole run enter, as JSON. In a process of its own, as what an earlier run has cached is not entered again."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import yaml
+
+import train_accelerate
+from tests.conftest import PACK_LENGTH, VOCABULARY, write_packs
+
+ROOT = Path(__file__).resolve().parents[2]
+PRODUCT = tuple(f"{ROOT}/{part}" for part in ("foundation/", "packing/", "pretrain/", "train_accelerate.py"))
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+
+
+def watched_run(folder: Path) -> dict[str, list[str]]:
+    """Files by act. A step is what its thread does from batch to metrics; a save also what writes behind the training."""
+    entered: dict[str, set[str]] = {"step": set(), "save": set(), "run": set()}
+    acts: list[str] = []
+
+    def look(frame: FrameType, event: str, argument: object) -> None:
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        if event != "call" or name == "<module>" or not file.startswith(PRODUCT):
+            return
+        entered["run"].add(file)
+        if acts and threading.current_thread() is threading.main_thread():
+            entered[acts[-1]].add(file)
+        elif file.endswith(("checkpoint/saving.py", "checkpoint/shards.py", "checkpoint/manifest.py")):
+            entered["save"].add(file)
+
+    def during(act: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*arguments: Any, **options: Any) -> Any:
+            acts.append(act)
+            try:
+                return function(*arguments, **options)
+            finally:
+                acts.pop()
+
+        return watched
+
+    for name, act in (("train_step", "step"), ("save", "save")):
+        setattr(train_accelerate, name, during(act, getattr(train_accelerate, name)))
+    write_packs(folder / "packs", PACK_LENGTH)
+    config = {"model_type": "qwen3", "vocab_size": VOCABULARY, "head_dim": 16, "max_position_embeddings": PACK_LENGTH} | SIZES
+    recipe = {
+        "name": "watched",
+        "run_dir": str(folder / "run"),
+        "model": {"config": config},
+        "data": {"packs": str(folder / "packs"), "length": PACK_LENGTH},
+        "batch": {"tokens": 8 * PACK_LENGTH, "microbatch": 4},
+        "optimizer": {"learning_rate": 0.01},
+        "train": {"steps": 6},
+        "checkpoint": {"every": 2},
+        "precision": "fp32",
+        "parity": False,
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    sys.argv = ["train_accelerate.py", str(folder / "recipe.yaml")]
+    threading.setprofile(look)
+    sys.setprofile(look)
+    try:
+        assert train_accelerate.main() == 0
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    return {act: sorted(file.removeprefix(f"{ROOT}/") for file in files) for act, files in entered.items()}
+
+
+if __name__ == "__main__":
+    print(json.dumps(watched_run(Path(sys.argv[1]))))
