@@ -269,11 +269,6 @@ class Plan:
         return (self.steps - min(self.course) + 1) / time * self.devices.count
 
     @property
-    def microbatch_candidates(self) -> list[int]:
-        """Microbatches for `auto` to try, largest first."""
-        return microbatch_candidates(self.microbatch_sizes, self.memory, self.devices.memory)
-
-    @property
     def expected_microbatch(self) -> int:
         """The microbatch, or the one that `auto` should find by the estimate."""
         return self.microbatch or microbatch_candidates(self.microbatch_sizes, self.memory, self.devices.memory, share=1.0)[0]

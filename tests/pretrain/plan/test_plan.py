@@ -145,7 +145,6 @@ def test_packs_that_do_not_divide_leave_places_empty_and_the_plan_says_how_many(
 def test_auto_has_no_accumulation_until_its_microbatch_is_found(qwen3: PreTrainedModel) -> None:
     made = plan(qwen3, recipe(batch={"tokens": 131_072, "microbatch": "auto"}), devices=Devices(memory=120 * GIB))
     assert made.accumulation is None
-    assert made.microbatch_candidates == [8, 4, 2, 1]
     found = made.with_microbatch(4)
     assert (found.microbatch, found.accumulation, found.tokens_per_step) == (4, 8, made.tokens_per_step)
 

@@ -18,7 +18,7 @@ from pretrain.precision.linear import PrecisionContext
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.scope import decide
 from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
-from pretrain.run.microbatch import grow, largest_by_growth, largest_that_fits, trials_are_collective
+from pretrain.run.microbatch import grow, largest_that_fits
 
 LENGTH = 8
 
@@ -62,90 +62,34 @@ def make_batch(random_packs: Callable) -> Callable[[int], Microbatch]:
     return lambda packs: build_microbatch(random_packs([[5, 3]] * packs, LENGTH), mask_boundaries=True)
 
 
-def test_where_everything_fits_the_first_candidate_is_taken(
-    accelerator: Accelerator, build_model: Callable, make_batch: Callable
-) -> None:
-    model = SmallDevice(build_model(), packs=8)
-    assert largest_that_fits(model, accelerator, [8, 4, 2, 1], make_batch) == 8
-    assert set(model.tried) == {8}
+def find(model: SmallDevice, accelerator: Accelerator, make_batch: Callable, used: int = 1) -> int | None:
+    """On a device of which each trial takes `used` of 100 bytes, or fails."""
+    return largest_that_fits(model, accelerator, [1, 2, 4, 8], make_batch, multiple_of=8, usable=100, most_reserved=lambda: used)
 
 
 @pytest.mark.parametrize(("device", "fails_in"), [(SmallDevice, "forward"), (SmallDevice, "backward"), (CublasDevice, "forward")])
-def test_the_first_candidate_that_fits_is_taken(
+def test_a_size_that_runs_out_of_memory_is_not_taken(
     device: type[SmallDevice], fails_in: str, accelerator: Accelerator, build_model: Callable, make_batch: Callable
 ) -> None:
     model = device(build_model(), packs=3, fails_in=fails_in)
-    assert largest_that_fits(model, accelerator, [8, 4, 2, 1], make_batch) == 2
-    assert list(dict.fromkeys(model.tried)) == [8, 4, 2]
-
-
-def test_a_fit_is_tried_with_gradients_in_memory(accelerator: Accelerator, build_model: Callable, make_batch: Callable) -> None:
-    model = SmallDevice(build_model(), packs=1)
-    largest_that_fits(model, accelerator, [1], make_batch)
-    assert model.tried == [1, 1]
-
-
-@pytest.mark.parametrize("fails_in", ["forward", "backward"])
-def test_gradients_are_zero_and_training_mode_is_on_afterwards(
-    fails_in: str, accelerator: Accelerator, build_model: Callable, make_batch: Callable
-) -> None:
-    model = SmallDevice(build_model(), packs=1, fails_in=fails_in).eval()  # as a model that was loaded from a folder
-    largest_that_fits(model, accelerator, [2, 1], make_batch)
-    assert all(module.training for module in model.modules())
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None and not parameter.grad.any(), name
-
-
-@pytest.mark.parametrize("fails_in", ["forward", "backward"])
-def test_main_gradients_are_cleared_after_every_trial(
-    fails_in: str, accelerator: Accelerator, build_model: Callable, make_batch: Callable
-) -> None:
-    model = SmallDevice(build_model(), packs=1, fails_in=fails_in)
     attach_main_gradients(model, torch.float32)
-    largest_that_fits(model, accelerator, [2, 1], make_batch)
+    assert find(model.eval(), accelerator, make_batch) == 2
+    assert model.tried.count(1) == 2, "once more with gradients in memory"
+    assert all(module.training for module in model.modules())
     for name, parameter in model.named_parameters():
         assert parameter.grad is None and not was_reached(parameter), name
 
 
 def test_where_nothing_fits_there_is_no_largest(accelerator: Accelerator, build_model: Callable, make_batch: Callable) -> None:
-    assert largest_that_fits(SmallDevice(build_model(), packs=0), accelerator, [4, 2, 1], make_batch) is None
+    assert find(SmallDevice(build_model(), packs=0), accelerator, make_batch) is None
+    assert find(SmallDevice(build_model(), packs=8), accelerator, make_batch, used=101) is None
 
 
 def test_other_errors_are_not_taken_for_a_lack_of_memory(
     accelerator: Accelerator, build_model: Callable, make_batch: Callable
 ) -> None:
     with pytest.raises(IndexError):
-        largest_that_fits(build_model(vocab_size=2), accelerator, [4, 2, 1], make_batch)
-
-
-def test_more_sizes_may_be_tried_than_the_compiler_takes_of_one_function(
-    accelerator: Accelerator, build_model: Callable, make_batch: Callable
-) -> None:
-    packed = build_model()
-    norm = packed.hf.base_model.norm
-    norm.forward = torch.compile(norm.forward, backend="eager", fullgraph=True, dynamic=False)
-    small = SmallDevice(packed, packs=1, fails_in="backward")
-    with torch._dynamo.config.patch(recompile_limit=2):
-        assert largest_that_fits(small, accelerator, [5, 4, 3, 2, 1], make_batch) == 1
-
-
-@pytest.mark.parametrize(
-    ("precision", "processes", "expected"), [("delayed", 2, True), ("delayed", 1, False), ("current", 2, False)]
-)
-def test_a_rank_is_not_left_waiting_for_the_amaxes_of_one_that_ran_out_of_memory(
-    precision: str,
-    processes: int,
-    expected: bool,
-    accelerator: Accelerator,
-    build_model: Callable,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    packed = build_model()
-    active = ActivePrecision(precision, PRECISIONS[precision], "emulation", LowPrecisionSettings().resolved(precision))
-    packed.context = PrecisionContext(EmulationBackend(active, torch.device("cpu")), torch.bfloat16)
-    packed.context.backend.product("linear", 16, 16, bias=False)
-    monkeypatch.setattr(type(accelerator), "num_processes", processes)
-    assert trials_are_collective(packed, accelerator) == expected
+        find(build_model(vocab_size=2), accelerator, make_batch)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +144,7 @@ def test_growth_begins_with_as_many_tokens_as_the_precision_takes(
     tokens: list[int] = []
     packed.register_forward_pre_hook(lambda _, args, inputs: tokens.append(inputs["input_ids"].numel()), with_kwargs=True)
 
-    found = largest_by_growth(
+    found = largest_that_fits(
         packed,
         accelerator,
         [6, 4, 2, 1],
