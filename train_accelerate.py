@@ -150,7 +150,6 @@ def assemble(job: Job, accelerator: Accelerator, waited: Waited | None = None) -
     optimizer.materialise()
 
     around = {"attention": {"kind": attention.name, "reason": attention.reason}, "fused": fused}
-    around |= {"built": built.how} if built.how else {}
     around["compiled"] = assembling.what_is_compiled(compiled, model)
     assembly = Assembly(built.hf, model, optimizer, job.active, model.context, precisions, {})
     assembling.observe(job, accelerator, assembly, around, waited or Waited(shown=False))

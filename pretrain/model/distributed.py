@@ -137,7 +137,7 @@ def placed_as_planned(
     yield
     kept_on = torch.device("cpu") if isinstance(plugin.cpu_offload, CPUOffloadPolicy) else accelerator.device
     model._apply(lambda each: torch.empty_like(each, device=kept_on) if each.is_meta else each)
-    # accelerate finds an optimizer's parameters again by their address, and those of a model in parts have none.
+    # accelerate finds an optimizer's parameters again by their address, and on the meta device they have none.
     shards = dict(model.named_parameters())
     for group, of_group in zip(optimizer.param_groups, groups, strict=True):
         group["params"] = [shards[name] for name in of_group]
@@ -147,9 +147,12 @@ def placed_as_planned(
             module.set_force_sum_reduction_for_comms(True)  # a plain sum, or it would be one of values times a factor
 
 
-def sharded_like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """`tensor`, the same on all ranks, laid out as `parameter` is: a DTensor where that is one."""
-    return distribute_tensor(tensor, parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else tensor
+def part_from_first(values: Tensor | None, parameter: DTensor, dtype: torch.dtype) -> Tensor:
+    """This process's part, as `parameter` is sharded, of the first rank's `values`, which have the parameter's whole shape and
+    `dtype`; the other ranks pass None. Collective."""
+    device = torch.device(parameter.device_mesh.device_type)
+    whole = torch.empty(parameter.shape, dtype=dtype, device=device) if values is None else values.to(device)
+    return distribute_tensor(whole, parameter.device_mesh, parameter.placements).to_local()
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from foundation.attributes import holding
@@ -36,14 +37,13 @@ from pretrain.model.attention.trial import choose_tried
 from pretrain.model.distributed import (
     largest_over_ranks,
     local_part,
-    replicas_of,
+    part_from_first,
     require_same_on_all_ranks,
-    sharded_like,
 )
 from pretrain.model.fused.layers import FusedLayers, choose_arithmetic
 from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.packed import PackedLanguageModel, inputs_of
-from pretrain.model.parts import InParts, NotInParts, Part, build_in_parts
+from pretrain.model.parts import build_on_first_rank
 from pretrain.model.rank_sums import RankSums
 from pretrain.model.sharding import Sharding
 from pretrain.model.wrapping import convert, fuse, low_precision_weights
@@ -66,7 +66,6 @@ EXAMINED_AGAIN = 13
 # the largest values of a microbatch: after one pack alone, the first gradient of a 1.7 B model was cut to 82 % of its norm.
 REHEARSALS = 8
 SAME_MODEL = "give every machine the same files at `model.source`, and the same versions of torch and transformers"
-IN_PARTS = "in parts"  # how the audit says that no process held the whole model
 # Tokens of the pack observed where nothing is quantized or fused: uncompiled, a whole one may not fit where training does. To a
 # CPU 512 are half a step of a small model, and in a quarter of them every linear multiplies too.
 SEEN_UNQUANTIZED, SEEN_ON_CPU = 512, 128
@@ -233,25 +232,20 @@ class Built:
     """A model, and the values that its parameters get once they have their place on the devices."""
 
     hf: PreTrainedModel
-    aside: dict[str, Tensor]  # by parameter: of `bf16_exact` the FP32 values; of a model in parts, this process's rows
-    in_parts: bool = False
-    how: str | None = None  # in parts, or why not; None where the topology asks for none
+    aside: dict[str, Tensor]  # by parameter: of `bf16_exact` the FP32 values; under FSDP2 all values, on the first rank alone
 
 
 def build_model(job: Job, accelerator: Accelerator, attention: str) -> Built:
-    """The model of `job`, the same on all ranks: in parts under FSDP2 where that can be done, else whole. Collective."""
+    """The model of `job`, the same on all ranks; under FSDP2 only the first has its weights. Collective."""
     recipe, exact = job.recipe, job.recipe.weights == "bf16_exact"
     weights = torch.float32 if exact else job.weight_dtype
-    why_whole = None
+    options = {"seed": recipe.seed, "backend": attention}
     if accelerator.is_fsdp2:
-        parts, why_whole = build_in_parts_of(job, accelerator, weights, attention)
-        if parts:
-            require_same_on_all_ranks(accelerator, parts.witness | dict(parts.hf.named_buffers()), SAME_MODEL)
-            return Built(parts.hf, parts.parts, in_parts=True, how=IN_PARTS)
-    options = {"weights": weights, "seed": recipe.seed, "device": accelerator.device, "backend": attention}
-    hf = model.build(recipe.model, job.model_config, **options)
+        options |= {"kept": weights, "weights": job.weight_dtype}
+        return Built(*build_on_first_rank(recipe.model, job.model_config, accelerator, **options))
+    hf = model.build(recipe.model, job.model_config, weights=weights, device=accelerator.device, **options)
     require_same_on_all_ranks(accelerator, dict(hf.named_parameters()) | dict(hf.named_buffers()), SAME_MODEL)
-    return Built(hf, model.round_weights(hf, job.weight_dtype) if exact else {}, how=why_whole)
+    return Built(hf, model.round_weights(hf, job.weight_dtype) if exact else {})
 
 
 def in_its_precisions(
@@ -322,12 +316,12 @@ def _sums_apart(job: Job, accelerator: Accelerator, fused: FusedLayers | None) -
 def give_values(built: Built, optimizer: ExactAdamW, *, exact: bool) -> None:
     """Give the parameters, where they lie now, the values that were set aside: taken out one by one, so that FP32 weights go as
     moments and remainders come."""
+    weights = torch.float32 if exact else built.hf.dtype
     for name, parameter in built.hf.named_parameters():
-        if built.in_parts:
-            values = built.aside.pop(name)
-        elif name in built.aside:
-            values = sharded_like(built.aside.pop(name), parameter)
-        else:
+        values = built.aside.pop(name, None)
+        if isinstance(parameter, DTensor):
+            values = part_from_first(values, parameter, weights)
+        elif values is None:
             continue
         if exact:
             optimizer.set_master(parameter, values)
@@ -368,20 +362,6 @@ def observe(
 def found_of_course(plan: Plan) -> dict[str, Any]:
     """What the audit says of the order of several precisions: those that ran, and as planned those to come. Empty for one."""
     return {"schedule": plan.computes, "phases": plan.course} if plan.has_several else {}
-
-
-def build_in_parts_of(job: Job, accelerator: Accelerator, kept: torch.dtype, backend: str) -> tuple[InParts | None, str | None]:
-    """The model of `job` in this process's parts, of dtype `kept`; or None, and why it has to be built whole. Collective."""
-    recipe, shards = job.recipe, accelerator.num_processes // replicas_of(accelerator)
-    part, found, reason = Part(accelerator.process_index % shards, shards), None, None
-    options = {"kept": kept, "weights": job.weight_dtype, "seed": recipe.seed, "device": accelerator.device, "backend": backend}
-    try:
-        found = build_in_parts(recipe.model, job.model_config, part, **options)
-    except NotInParts as error:
-        reason = f"whole on each process: {error}"
-    if not largest_over_ranks(accelerator, int(found is None)):
-        return found, None
-    return None, reason or "whole on each process, as another one cannot build its part"
 
 
 def rehearse(

@@ -15,7 +15,6 @@ from pretrain.model.distributed import describe_topology, largest_over_ranks
 from pretrain.plan.preflight import Job
 from pretrain.plan.rendering import render
 from pretrain.plan.tokenizer import fingerprint_in_use
-from pretrain.run.assembly import IN_PARTS
 from pretrain.run.running import Run
 from pretrain.settings import config
 from pretrain.verify import audit
@@ -58,8 +57,6 @@ def introduce(run: Run, notes: Iterable[str]) -> None:
     device = run.job.plan.devices.name
     if run.accelerator.device.type == "cuda" and not is_known(device):
         run.console.notice(f"no peak of {device} is known, so there is no MFU; pretrain/metrics/peaks.py has those that are")
-    if (built := run.assembly.audit.get("built", IN_PARTS)) != IN_PARTS:
-        run.console.notice(f"the model was built {built}")
     for note in notes:
         run.console.notice(note)
     settings = _keep_records(run) if run.ended else _write_records(run)
