@@ -38,8 +38,7 @@ from packing.batch import Prefetch, StepBatches
 from packing.stream import StreamEnded
 from pretrain.checkpoint.state import TrainState, seed_step
 from pretrain.metrics.console import Console
-from pretrain.metrics.gradient_statistics import gradient_statistics
-from pretrain.metrics.health import Health, StepDecision, frozen_names_due
+from pretrain.metrics.health import Health, StepDecision
 from pretrain.metrics.profile import StepProfile
 from pretrain.metrics.run_folder import RunFolder, check_free
 from pretrain.metrics.trackers import resolve
@@ -54,7 +53,6 @@ from pretrain.model.distributed import (
     refused_together,
     same_on_all_ranks,
 )
-from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import forward_backward
 from pretrain.model.wrapping import wrap_layers
 from pretrain.optimizer import adamw, schedule
@@ -71,7 +69,7 @@ from pretrain.run.keeping import check_room, conclude, ended_before, leave, prep
 from pretrain.run.microbatch import choose_microbatch
 from pretrain.run.parity import find_parity, require_parity
 from pretrain.run.previews import plan_launch
-from pretrain.run.recording import log, record_of_step, recorder_of
+from pretrain.run.recording import due, log, record_of_step, recorder_of, statistics_of_step
 from pretrain.run.resume import begin_stream, keep_findings, new_past, take_up, where_to_resume
 from pretrain.run.rollback import halted, judge_weights, oldest_checkpoint, roll_back
 from pretrain.run.running import Run
@@ -323,10 +321,7 @@ def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDeci
     clip_coefficient = adamw.clip_coefficient(norm, recipe.optimizer.clip)
     loss, gradient_norm, *penalty = same_on_all_ranks(run.accelerator, *figures)  # waits for the device
 
-    gradients = {}
-    if due(state.step + 1, recipe.log.gradient_statistics):
-        gradients = gradient_statistics(run.assembly.hf, decoder_layers(run.assembly.hf), run.accelerator)
-    precision_figures, precision_warning = run.precision_watch.report(state.step + 1) if run.precision_watch else ({}, None)
+    statistics = statistics_of_step(run)
 
     # Update, unless the figures say that it would do harm.
     labelled = batches.valid_tokens > 0
@@ -337,23 +332,9 @@ def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDeci
     elif decision.action == "skip":
         context.go_back()
     adamw.clear_gradients(optimizer, run.assembly.model)  # queued before what waits for the update
-    frozen_updates = adamw.frozen_share(optimizer, run.accelerator) if decision.proceed else 0.0
-    most_frozen = {}
-    if frozen_names_due(state.step + 1, state.steps, frozen_updates):
-        most_frozen = adamw.most_frozen(optimizer, run.assembly.hf, run.accelerator)
-    told = decision.reason if decision.action in ("update", "skip") else None
-    frozen = run.health.frozen_warning(state.step + 1, frozen_updates, most_frozen)
-    unlabelled = run.health.unlabelled_warning(state.step + 1, batches.valid_tokens)
-    for warning in filter(None, (told, precision_warning, frozen, unlabelled)):
-        run.console.warning(warning)
     state.advance(tokens=batches.tokens, valid_tokens=batches.valid_tokens, skipped=not decision.proceed)
-    measured = {"learning_rate": learning_rate, "gradient_norm": gradient_norm, "frozen_updates": frozen_updates}
-    statistics = gradients | precision_figures
-    return record_of_step(run, batches, decision, [loss, *penalty], measured, most_frozen, statistics), decision
-
-
-def due(step: int, every: int | None) -> bool:
-    return every is not None and step % every == 0
+    measured = {"learning_rate": learning_rate, "gradient_norm": gradient_norm}
+    return record_of_step(run, batches, decision, [loss, *penalty], measured, statistics), decision
 
 
 # ── Act 4: what is kept ───────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from pretrain.checkpoint.state import differences
 from pretrain.metrics.console import Console
 from pretrain.metrics.peaks import is_known
 from pretrain.metrics.run_folder import describe_environment
@@ -26,17 +25,6 @@ def warn_of_precisions(job: Job, console: Console) -> None:
         console.warning(notice)
 
 
-# What may be another in a start of a run that has ended, and would have evaluated it otherwise.
-HOW_EVALUATED = (
-    "data.held_out",
-    "data.validation",
-    "evaluate.packs",
-    "fp8_config.use_autocast_during_eval",
-    "held_out_fingerprint",
-    "weights",
-)
-
-
 def has_ended(run: Run) -> bool:
     """Whether an earlier start has trained and evaluated all of the run, and this one may only export it again. Collective."""
     found = read_finished(run.folder.path) if run.accelerator.is_main_process and run.state.finished and not run.begins else None
@@ -52,28 +40,24 @@ def introduce(run: Run, notes: Iterable[str]) -> None:
     found, plan = run.assembly.audit, run.job.plan
     planned = plan.memory.parts(plan.expected_microbatch)
     found["memory"] = {"microbatch": plan.expected_microbatch, "planned": planned, "held": run.assembly.memory_held()}
-    title = f"what runs in which precision (all of it: {run.folder.audit})"
-    run.console.panel(title, audit.in_short(found))
-    device = run.job.plan.devices.name
-    if run.accelerator.device.type == "cuda" and not is_known(device):
-        run.console.notice(f"no peak of {device} is known, so there is no MFU; pretrain/metrics/peaks.py has those that are")
+    run.console.panel(f"what runs in which precision (all of it: {run.folder.audit})", audit.in_short(found))
+    if run.accelerator.device.type == "cuda" and not is_known(plan.devices.name):
+        run.console.notice(f"no peak of {plan.devices.name} is known, so there is no MFU; pretrain/metrics/peaks.py has others")
     for note in notes:
         run.console.notice(note)
-    settings = _keep_records(run) if run.ended else _write_records(run)
-    run.trackers.start(settings)
+    if run.accelerator.is_main_process and not run.ended:  # what describes a run that has ended stays as it is
+        _write_records(run)
+    run.trackers.start(config.resolved(run.job.recipe))
 
 
-def _write_records(run: Run) -> dict[str, Any]:
-    """Write config.yaml, environment.json and audit.json as of this start; returns the settings."""
-    settings = config.resolved(run.job.recipe)
-    if run.accelerator.is_main_process and not run.state.finished:  # steps are to come: an earlier end is none any more
+def _write_records(run: Run) -> None:
+    """Write config.yaml, environment.json and audit.json as of this start."""
+    if not run.state.finished:  # steps are to come: an earlier end is none any more
         run.folder.summary.unlink(missing_ok=True)  # first: it does not describe the other records
-    if run.accelerator.is_main_process:
-        run.folder.write_yaml(run.folder.config, settings)
-        environment = describe_environment(describe_topology(run.accelerator))
-        run.folder.write_json(run.folder.environment, _fingerprints(run.job) | environment | run.past.record())
-        run.folder.write_json(run.folder.audit, run.assembly.audit)
-    return settings
+    environment = describe_environment(describe_topology(run.accelerator))
+    run.folder.write_yaml(run.folder.config, config.resolved(run.job.recipe))
+    run.folder.write_json(run.folder.environment, _fingerprints(run.job) | environment | run.past.record())
+    run.folder.write_json(run.folder.audit, run.assembly.audit)
 
 
 def _fingerprints(job: Job) -> dict[str, Any]:
@@ -86,23 +70,6 @@ def _fingerprints(job: Job) -> dict[str, Any]:
     if tokenizer := fingerprint_in_use(job.recipe.data, job.recipe.model, job.data):
         found["tokenizer_fingerprint"] = tokenizer
     return found
-
-
-def _keep_records(run: Run) -> dict[str, Any]:
-    """Leave what describes a run that has ended as it is, and say so where it would now be evaluated otherwise; returns its
-    settings."""
-    if not run.accelerator.is_main_process:
-        return {}
-    ended = read_finished(run.folder.path)
-    now = config.flatten(config.resolved(run.job.recipe)) | _fingerprints(run.job)
-    then = {"held_out_fingerprint": now.get("held_out_fingerprint")} | config.flatten(ended.config) | ended.environment
-    others = differences(*({key: all_of[key] for key in all_of if key.startswith(HOW_EVALUATED)} for all_of in (then, now)))
-    if others:
-        run.console.notice(
-            f"{run.folder.path}: the run has finished and stays as it was evaluated ({'; '.join(others)}); "
-            "`python -m pretrain evaluate` evaluates its model with the present values"
-        )
-    return ended.config
 
 
 def first_step(run: Run) -> AbstractContextManager[object]:

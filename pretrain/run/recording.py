@@ -10,9 +10,12 @@ from accelerate import Accelerator
 
 from packing.batch import StepBatches
 from pretrain.metrics.energy import EnergyMeter
-from pretrain.metrics.health import StepDecision
+from pretrain.metrics.gradient_statistics import gradient_statistics
+from pretrain.metrics.health import StepDecision, frozen_names_due
 from pretrain.metrics.peaks import peak
 from pretrain.metrics.recorder import Recorder
+from pretrain.model.huggingface import decoder_layers
+from pretrain.optimizer import adamw
 from pretrain.plan.preflight import Job
 from pretrain.run.assembly import Assembly
 from pretrain.run.running import Run
@@ -31,17 +34,42 @@ def recorder_of(job: Job, assembly: Assembly, accelerator: Accelerator) -> Recor
     )
 
 
+def due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
+
+
+def statistics_of_step(run: Run) -> dict[str, float]:
+    """What the recipe wants to know of the gradients and the low-precision operands of the step whose backward is done."""
+    step, hf, statistics = run.state.step + 1, run.assembly.hf, {}
+    if due(step, run.job.plan.recipe.log.gradient_statistics):
+        statistics = gradient_statistics(hf, decoder_layers(hf), run.accelerator)
+    if run.precision_watch:
+        figures, warning = run.precision_watch.report(step)
+        statistics |= figures
+        if warning:
+            run.console.warning(warning)
+    return statistics
+
+
 def record_of_step(
     run: Run,
     batches: StepBatches,
     decision: StepDecision,
     losses: Sequence[float],
     measured: Mapping[str, float],
-    most_frozen: Mapping[str, float],
     statistics: Mapping[str, float],
 ) -> dict[str, Any]:
-    """The part of the metrics of the step just done. `losses`: its mean loss and, where the recipe has one, its penalty."""
+    """The part of the metrics of the step just done, and warnings of it. `losses`: its mean loss and, where the recipe has one,
+    its penalty."""
     plan, labelled, (loss, *penalty) = run.job.plan, batches.valid_tokens > 0, losses
+    step, optimizer, most_frozen = run.state.step, run.assembly.optimizer, {}
+    frozen = adamw.frozen_share(optimizer, run.accelerator) if decision.proceed else 0.0
+    if frozen_names_due(step, run.state.steps, frozen):
+        most_frozen = adamw.most_frozen(optimizer, run.assembly.hf, run.accelerator)
+    reason = decision.reason if decision.action in ("update", "skip") else None
+    unlabelled = run.health.unlabelled_warning(step, batches.valid_tokens)
+    for warning in filter(None, (reason, run.health.frozen_warning(step, frozen, most_frozen), unlabelled)):
+        run.console.warning(warning)
     return {
         "step": run.state.step,
         "tokens": run.state.tokens,
@@ -52,6 +80,7 @@ def record_of_step(
         **({"loss": loss} if labelled or not math.isfinite(loss) else {"loss": None, "unlabelled": True}),
         **({"penalty": penalty[0] if labelled else None} if penalty else {}),
         **measured,
+        "frozen_updates": frozen,
         "step_tokens": batches.tokens,
         "sum_squared_lengths": batches.sum_squared_lengths,
         **({"frozen_most": most_frozen} if most_frozen else {}),
