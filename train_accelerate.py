@@ -134,7 +134,7 @@ def assemble(job: Job, accelerator: Accelerator, waited: Waited | None = None) -
     why they stand in this order. Collective."""
     recipe, device, exact = job.recipe, accelerator.device, job.recipe.weights == "bf16_exact"
     attention = assembling.choose_attention(job, accelerator)
-    built = assembling.build_model(job, accelerator, attention.name)  # transformers' model; under FSDP2 this process's part
+    built = assembling.build_model(job, accelerator, attention.name)  # transformers' own
     model, precisions, fused = assembling.in_its_precisions(job, built.hf, attention.name, device)
     # Around each layer: FP32 weights as BF16 working copies, torch.compile, gradient checkpointing.
     compiled, cast_to = assembling.compiles_layers(job, device), assembling.working_dtype(job, accelerator)
