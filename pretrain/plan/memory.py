@@ -49,9 +49,9 @@ from pretrain.model.huggingface import decoder_layers
 from pretrain.precision.delayed_state import SLOTS
 from pretrain.precision.emulation import operand_dtype_of
 from pretrain.precision.formats.definition import Precision
-from pretrain.precision.products import WORKSPACE
 from pretrain.precision.registry import PRECISIONS, UNQUANTIZED
 from pretrain.precision.scope import decide
+from pretrain.precision.searched import WORKSPACE
 from pretrain.precision.settings import ActivePrecision
 from pretrain.settings.recipe import Recipe
 
@@ -98,7 +98,7 @@ class MemoryEstimate:
     logits_at_most: int | None  # the same for one chunk; None: not chunked
     backward: int  # of shards, a group's sums on their way
     backward_by_pack: int  # of a layer: its gradients, and where it is recomputed what it had not kept
-    workspace: int  # of the products whose algorithms may be searched (pretrain.precision.products)
+    workspace: int  # of the products whose algorithms may be searched (pretrain.precision.searched)
     histories: int = 0  # the largest values of past microbatches, of which delayed scaling makes its scales
 
     @classmethod

@@ -56,7 +56,7 @@ class ScaleEach(IntEnum):
 
 
 class OpaqueAlgorithm(ctypes.Structure):
-    """cublasLtMatmulAlgo_t: 64 bytes that may be copied and kept."""
+    """cublasLtMatmulAlgo_t: one way to compute one product, 64 bytes that may be copied and kept."""
 
     _fields_ = [("data", c_uint64 * 8)]
 
@@ -84,7 +84,6 @@ _SIGNATURES: dict[str, list[Any]] = {
     "cublasLtMatmulPreferenceCreate": [POINTER(c_void_p)],
     "cublasLtMatmulPreferenceSetAttribute": [c_void_p, c_int, *_VALUE],
     "cublasLtMatmulAlgoGetHeuristic": [c_void_p, c_void_p, *_LAYOUTS, c_void_p, c_int, POINTER(HeuristicResult), POINTER(c_int)],
-    "cublasLtMatmulAlgoCheck": [c_void_p, c_void_p, *_LAYOUTS, POINTER(OpaqueAlgorithm), POINTER(HeuristicResult)],
     "cublasLtMatmul": [
         *(c_void_p, c_void_p),  # handle, operation
         *(c_void_p, c_void_p, c_void_p, c_void_p, c_void_p),  # alpha, A and its layout, B and its layout
@@ -92,22 +91,6 @@ _SIGNATURES: dict[str, list[Any]] = {
         *(POINTER(OpaqueAlgorithm), c_void_p, c_size_t, c_void_p),  # algorithm, workspace and its bytes, stream
     ],
 }
-
-
-KEY_BYTES = sizeof(OpaqueAlgorithm)
-
-
-@dataclass(frozen=True, eq=False)
-class Algorithm:
-    """One way to compute one product, and the bytes of workspace that it needs."""
-
-    opaque: OpaqueAlgorithm
-    workspace: int
-
-    @property
-    def key(self) -> bytes:
-        """All of it, for the same version of the library on a GPU of the same kind."""
-        return bytes(self.opaque)
 
 
 class CublasLtError(RuntimeError):
@@ -120,17 +103,10 @@ class CublasLt:
     def __init__(self) -> None:
         self.path = loaded_library()
         self._library = ctypes.CDLL(self.path)
-        self._library.cublasLtGetVersion.restype = c_size_t
-        self._library.cublasLtGetVersion.argtypes = []
         for name, arguments in _SIGNATURES.items():
             function = getattr(self._library, name)
             function.restype, function.argtypes = c_int, arguments
         self.multiply = self._library.cublasLtMatmul
-
-    @property
-    def version(self) -> int:
-        """130100 for 13.1.0."""
-        return self._library.cublasLtGetVersion()
 
     @cached_property
     def handle(self) -> c_void_p:
@@ -139,11 +115,8 @@ class CublasLt:
         self.require("cublasLtCreate", byref(handle))
         return handle
 
-    def status(self, name: str, *arguments: Any) -> int:
-        return getattr(self._library, name)(*arguments)
-
     def require(self, name: str, *arguments: Any) -> None:
-        if status := self.status(name, *arguments):
+        if status := getattr(self._library, name)(*arguments):
             raise CublasLtError(f"{name} of {self.path} returned status {status}")
 
     def matmul(
@@ -206,7 +179,7 @@ class Matmul:
             self.library.set_value("MatmulDesc", self.operation, attribute, c_void_p(place))
         self._scales = places
 
-    def named_by_heuristic(self, count: int, workspace: int) -> list[Algorithm]:
+    def named_by_heuristic(self, count: int, workspace: int) -> list[OpaqueAlgorithm]:
         """Returns up to `count` algorithms that need no more than `workspace` bytes, the fastest by cublasLt's estimate first.
         They take tensors that begin at a multiple of ALIGNMENT bytes."""
         self.library.set_value("MatmulPreference", self.preference, _PREFERENCE_WORKSPACE_BYTES, c_uint64(workspace))
@@ -214,23 +187,11 @@ class Matmul:
         problem = (self.library.handle, self.operation, *self.layouts, self.preference)
         self.library.require("cublasLtMatmulAlgoGetHeuristic", *problem, count, results, byref(found))
         return [
-            Algorithm(OpaqueAlgorithm.from_buffer_copy(result.algorithm), result.workspace)
-            for result in results[: found.value]
-            if result.state == SUCCESS
+            OpaqueAlgorithm.from_buffer_copy(result.algorithm) for result in results[: found.value] if result.state == SUCCESS
         ]
 
-    def restored(self, key: bytes, workspace: int) -> Algorithm | None:
-        """The algorithm that had this `key` in another process; None where cublasLt refuses it, or it needs more than `workspace`
-        bytes."""
-        opaque, result = OpaqueAlgorithm.from_buffer_copy(key), HeuristicResult()
-        problem = (self.library.handle, self.operation, *self.layouts)
-        status = self.library.status("cublasLtMatmulAlgoCheck", *problem, opaque, byref(result))
-        if status != SUCCESS or result.state != SUCCESS or result.workspace > workspace:
-            return None
-        return Algorithm(opaque, result.workspace)
-
     def run(
-        self, a: Tensor, b: Tensor, c: Tensor, d: Tensor, beta: float, algorithm: Algorithm, workspace: Tensor, stream: int
+        self, a: Tensor, b: Tensor, c: Tensor, d: Tensor, beta: float, algorithm: OpaqueAlgorithm, workspace: Tensor, stream: int
     ) -> int:
         """d = a b + beta c on `stream`, beta being 0 or 1; a cublasStatus_t, other than 0 where nothing was started."""
         layout_a, layout_b, layout_c, layout_d = self.layouts
@@ -238,7 +199,7 @@ class Matmul:
             *(self.library.handle, self.operation),
             *(_FACTORS[1.0], a.data_ptr(), layout_a, b.data_ptr(), layout_b),
             *(_FACTORS[beta], c.data_ptr(), layout_c, d.data_ptr(), layout_d),
-            *(algorithm.opaque, workspace.data_ptr(), workspace.numel(), stream),
+            *(algorithm, workspace.data_ptr(), workspace.numel(), stream),
         )
 
 

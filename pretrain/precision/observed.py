@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from foundation.attributes import holding
-from pretrain.precision import products
+from pretrain.precision import searched
 from pretrain.precision.formats.definition import Role, Scaling
 from pretrain.precision.quantizers.grid import E4M3, E5M2, Grid
 from pretrain.precision.quantizers.rounding import FP32_MANTISSA_BITS, round_to_grid
@@ -254,20 +254,25 @@ class ProductObserver:
     def installed(self, te: ModuleType) -> Iterator[None]:
         """While entered, every GEMM of Transformer Engine is seen, and those that are computed in its place."""
 
-        def seen(multiply: Callable[..., Any]) -> Callable[..., Any]:
-            def observed(left: Any, transposes_left: bool, right: Any, transposes_right: bool, *args: Any, **kwargs: Any) -> Any:
-                result = multiply(left, transposes_left, right, transposes_right, *args, **kwargs)
-                if self._calls and result is not None:  # None: not computed here
-                    with torch.no_grad():
-                        # cuBLAS counts columns first, so Transformer Engine names the operands the other way round.
-                        self._te_product(te, (right, not transposes_right), (left, transposes_left))
-                return result
+        def see(left: Any, transposes_left: bool, right: Any, transposes_right: bool) -> None:
+            if self._calls:
+                with torch.no_grad():
+                    # cuBLAS counts columns first, so Transformer Engine names the operands the other way round.
+                    self._te_product(te, (right, not transposes_right), (left, transposes_left))
 
-            return observed
+        def gemm(*args: Any, **kwargs: Any) -> Any:
+            see(*args[:4])
+            return generic_gemm(*args, **kwargs)
+
+        def multiply(left: Any, right: Any, *, layout: str = "TN", **options: Any) -> Tensor | None:
+            result = by_searched(left, right, layout=layout, **options)
+            if result is not None:  # None: not computed here
+                see(left, layout[0] == "T", right, layout[1] == "T")
+            return result
 
         extension = importlib.import_module("transformer_engine_torch")
-        gemm, multiply = seen(extension.generic_gemm), seen(products.generic_multiply)
-        with holding(extension, generic_gemm=gemm), holding(products, generic_multiply=multiply):
+        generic_gemm, by_searched = extension.generic_gemm, searched.multiply
+        with holding(extension, generic_gemm=gemm), holding(searched, multiply=multiply):
             yield
 
     def faults(self) -> dict[str, list[str]]:

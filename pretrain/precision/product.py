@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from pretrain.precision import products
+from pretrain.precision import searched
 from pretrain.precision.formats.definition import Along, Role
 
 Operand = Any  # a Tensor, an emulated operand, or a quantized tensor of Transformer Engine
@@ -129,11 +129,11 @@ class PlainProduct(Product):
     """Operands as they are: nothing is quantized."""
 
     def __init__(self, name: str, *, searched: bool = False) -> None:
-        """`searched`: by the fastest of cublasLt's algorithms (pretrain.precision.products)."""
-        self.name, self.members, self.searched = name, (name,), searched
+        """`searched`: by the fastest of cublasLt's algorithms (pretrain.precision.searched)."""
+        self.name, self.members, self._searched = name, (name,), searched
 
     def operand(self, role: Role, x: Tensor, along: Along, scale: Tensor | None = None, **options: Any) -> Tensor:
-        return x.contiguous() if self.searched and role == "grad_output" else x
+        return x.contiguous() if self._searched and role == "grad_output" else x
 
     def weight_operands(self, matrix: Callable[[], Tensor], **options: bool) -> tuple[Tensor, Tensor]:
         weight = matrix()
@@ -149,17 +149,17 @@ class PlainProduct(Product):
         *,
         residual: Tensor | None = None,
     ) -> Tensor:
-        if gemm == "forward" and self.searched and bias is None:
-            return products.linear(left, right, residual)
+        if gemm == "forward" and self._searched and bias is None:
+            return searched.linear(left, right, residual)
         if gemm == "forward":
             y = F.linear(left, right, bias)
             return y if residual is None else y.add_(residual)
         if gemm == "dgrad":
-            return (products.input_gradient(left, right) if self.searched else left @ right).to(dtype)
+            return (searched.input_gradient(left, right) if self._searched else left @ right).to(dtype)
         return (left.t() @ right).to(dtype)
 
     def accumulate(self, total: Tensor, left: Tensor, right: Tensor, *, overwrite: bool = False) -> None:
-        products.add_product_(total, left.t(), right, overwrite=overwrite)
+        searched.add_product_(total, left.t(), right, overwrite=overwrite)
 
 
 class LinearCall:

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import noop_context_fn
 from foundation.attributes import holding
 from foundation.errors import InputError
 from foundation.reading import one_line
-from pretrain.precision import products
+from pretrain.precision import searched
 from pretrain.precision.delayed_state import PLACES
 from pretrain.precision.formats.definition import Along, OptionValues, QuantizedPrecision, Role
 from pretrain.precision.observed import ProductObserver
@@ -176,7 +176,7 @@ class TransformerEngineProduct(Product):
         if bias is None and dtype == torch.bfloat16:
             fast = not split_accumulator(self.backend.te_recipe, "fprop")
             with self._observed(gemm):
-                y = products.multiply(right, left, fast_accumulation=fast, residual=residual)
+                y = searched.multiply(right, left, fast_accumulation=fast, residual=residual)
         if y is not None:
             return y
         y = self._gemm(gemm, right, left, out_dtype=dtype, **({} if bias is None else {"bias": bias}))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from packing.arrow import IGNORE
 from pretrain.model.loss.head import LossHead
-from pretrain.precision.products import add_product_, products_sum_in_fp32
+from pretrain.precision.searched import add_product_, products_sum_in_fp32
 from pretrain.settings.recipe import LossSettings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -21,7 +21,7 @@ from pretrain.precision.formats.definition import Role
 from pretrain.precision.linear import Backend, PrecisionContext
 from pretrain.precision.observed import OPERANDS, ProductObserver
 from pretrain.precision.product import Gemm, Operand, PlainProduct, Product
-from pretrain.precision.products import takes
+from pretrain.precision.searched import takes
 
 
 class By(IntEnum):

@@ -24,7 +24,7 @@ from pretrain.model.loss.chunk import ChunkLoss, HeadGradients, softmax_gradient
 from pretrain.model.loss.softmax_kernel import QuantizedGradient, quantized_softmax_gradient
 from pretrain.precision import transformer_engine
 from pretrain.precision.linear import PrecisionContext
-from pretrain.precision.products import fp8_dtype
+from pretrain.precision.searched import fp8_dtype
 from pretrain.precision.transformer_engine import TransformerEngineProduct
 
 _BF16 = torch.bfloat16

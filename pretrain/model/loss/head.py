@@ -39,10 +39,10 @@ from foundation.errors import InputError
 from packing.arrow import IGNORE
 from pretrain.model.loss.chunk import ChunkLoss, HeadGradients, softmax_gradient_, token_losses
 from pretrain.model.loss.penalty import Penalty
-from pretrain.precision import products
+from pretrain.precision import searched
 from pretrain.precision.linear import PrecisionContext, TakesTurns, summing_where
 from pretrain.precision.product import LinearCall, Product
-from pretrain.precision.products import add_product_, products_sum_in_fp32
+from pretrain.precision.searched import add_product_, products_sum_in_fp32
 from pretrain.settings.recipe import LossSettings
 
 LogitGradient = Callable[[Tensor, Tensor], Tensor]  # as `softmax_gradient_` and `Penalty.gradient_`
@@ -346,7 +346,7 @@ def _torch_chunk(
     *,
     first: bool,
 ) -> Tensor:
-    logits = products.linear(hidden, weight) if hidden.is_cuda and bias is None else F.linear(hidden, weight, bias)
+    logits = searched.linear(hidden, weight) if hidden.is_cuda and bias is None else F.linear(hidden, weight, bias)
     losses = gradient_(logits, labels)
     if gradients.hidden is not None:
         torch.mm(logits, weight, out=gradients.hidden)

@@ -17,7 +17,7 @@ from foundation.errors import InputError
 from packing.arrow import IGNORE
 from pretrain.model.loss import head as loss
 from pretrain.model.loss.head import LossHead, chunks
-from pretrain.precision.products import add_product_
+from pretrain.precision.searched import add_product_
 from pretrain.settings.recipe import LossSettings
 
 

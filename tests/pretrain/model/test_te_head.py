@@ -20,7 +20,7 @@ from pretrain.model.loss import fp8_head as te_head
 from pretrain.model.loss.chunk import softmax_gradient_
 from pretrain.model.loss.head import LowPrecisionHead, chunked_loss
 from pretrain.model.loss.softmax_kernel import QuantizedGradient
-from pretrain.precision import products, transformer_engine
+from pretrain.precision import searched, transformer_engine
 from pretrain.precision.linear import PrecisionContext
 from pretrain.precision.transformer_engine import TransformerEngineProduct
 
@@ -144,7 +144,7 @@ class Head:
         monkeypatch.setattr(transformer_engine, "is_first_in_forward", lambda: self.first_module)
         monkeypatch.setattr(transformer_engine, "finish_backward", self._update)
         monkeypatch.setattr(te_head, "quantized_softmax_gradient", quantized_softmax_gradient)
-        monkeypatch.setattr(products, "multiply", lambda *args, **options: None)
+        monkeypatch.setattr(searched, "multiply", lambda *args, **options: None)
         calls.clear()
         return chunked_loss(hidden, weight, None, labels, CHUNK, self.low_precision)[0]
 

@@ -18,7 +18,7 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from foundation.attributes import holding
 from pretrain.model.fused.arithmetic import Arithmetic
 from pretrain.model.fused.stacked import StackedProduct
-from pretrain.precision import products
+from pretrain.precision import searched
 from pretrain.precision.transformer_engine import TransformerEngineProduct
 from tests.pretrain.verify.faults import Patch, fault
 from tests.pretrain.verify.small_runs import SmallRun
@@ -59,7 +59,7 @@ def changing_gemms(patch: Patch, gemm: str, side: int, codes: Change | None = No
     """Of the model's low-precision products of one kind, the left (0) or right (1) operand."""
     layout, *read = GEMMS[gemm]
     extensions = importlib.import_module("transformer_engine.pytorch.cpp_extensions")
-    for module, name in ((extensions, "general_gemm"), (products, "multiply")):
+    for module, name in ((extensions, "general_gemm"), (searched, "multiply")):
         patch.setattr(module, name, _changed(getattr(module, name), layout, side, read[side], codes, scales))
 
 

@@ -1,9 +1,8 @@
 """Matrix products by the fastest of cublasLt's algorithms, found by trying them, where Transformer Engine takes the first named.
 
 The heuristic of cublasLt names some eight algorithms for a product. Which is the fastest depends on shape, clock and power, and
-it is often not the first: `docs/performance.md` has the figures. So the first product of a kind is computed by each of them, in
-turns and in place. One that gives other bits than the first named is not taken: then times do not choose what is computed. What
-is found is kept in a file for this GPU and this version of the library, and the next start reads it.
+it is often not the first: docs/results.md has the figures. So the first product of a kind is computed by each of them, in turns
+and in place. One that gives other bits than the first named is not taken: then times do not choose what is computed.
 
 A product may also add a residual, d = a b + c with c apart from d, which spares the kernel that would add it, and a rounding.
 Or it adds to an FP32 sum of gradients, c being d: then the algorithms are tried into another place, so that it adds once.
@@ -15,14 +14,11 @@ where runs are to repeat their bits (`deterministic: true`): that two algorithms
 from __future__ import annotations
 
 import functools
-import json
 import math
-import re
 import statistics
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -30,16 +26,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foundation.files import cache_folder, replace_file
 from pretrain.precision.cublaslt import (
     ALIGNMENT,
-    KEY_BYTES,
     SCALE_ALIGNMENT,
     SUCCESS,
-    Algorithm,
     CublasLt,
     CublasLtError,
     Matmul,
+    OpaqueAlgorithm,
     ScaleEach,
 )
 
@@ -52,9 +46,7 @@ _LEAST_GAIN = 0.01  # below it the first named stays
 _HEAD_START = 2_000_000  # cycles, a millisecond in which launches are queued
 _MULTIPLE_OF = 16  # of all sizes: FP8's products take no other
 _BLOCK = 128  # values along k that share a scale, where a tensor has more than one
-_ONE_SCALE = (ScaleEach.TENSOR, ScaleEach.TENSOR)
 _BF16_SINCE, _FP8_ON = (8, 0), (9, 0)  # compute capabilities; Blackwell's FP8 products read operands in other ways
-_BLOCKS_SINCE = 120900  # cublasLt's version
 
 
 class Factor(NamedTuple):
@@ -77,21 +69,12 @@ class Problem(NamedTuple):
     fast_accumulation: bool
     adds: bool  # c, in BF16 as d is
     sums: bool = False  # c and d are one, in FP32
-    scales: tuple[ScaleEach, ScaleEach] = _ONE_SCALE  # of a and b
-
-    @property
-    def key(self) -> str:
-        """The problem's name in the file."""
-        types = " x ".join(str(dtype).removeprefix("torch.") for dtype in self.types)
-        layout = "".join("NT"[transposed] for transposed in self.transposed)
-        blocks = "" if self.scales == _ONE_SCALE else " in {} x {}".format(*(each.name.lower() for each in self.scales))
-        options = blocks + " fast" * self.fast_accumulation + " + residual" * self.adds + " + sum" * self.sums
-        return f"{self.m} x {self.n} x {self.k} {layout} {types}{options}"
+    scales: tuple[ScaleEach, ScaleEach] = (ScaleEach.TENSOR, ScaleEach.TENSOR)  # of a and b
 
 
 class _Chosen(NamedTuple):
     matmul: Matmul
-    algorithm: Algorithm
+    algorithm: OpaqueAlgorithm
 
 
 # ── What the rest of training calls ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -115,28 +98,12 @@ def multiply(
 
     With `total` [n, m] FP32 the product is added to it, or with `overwrite` takes the place of what it held, and it is returned.
     """
-    options = {"fast_accumulation": fast_accumulation, "residual": residual, "total": total, "overwrite": overwrite}
-    return generic_multiply(left, layout[0] == "T", right, layout[1] == "T", **options)
-
-
-def generic_multiply(
-    left: Any,
-    transposes_left: bool,
-    right: Any,
-    transposes_right: bool,
-    *,
-    fast_accumulation: bool,
-    residual: Tensor | None,
-    total: Tensor | None,
-    overwrite: bool,
-) -> Tensor | None:
-    """`multiply`, where an observer looks on; looked up at each call."""
-    if not enabled():
+    if torch.are_deterministic_algorithms_enabled():
         return None
     a, b = _factor(left), _factor(right)
     if a is None or b is None:
         return None
-    transposed = transposes_left, transposes_right
+    transposed = layout[0] == "T", layout[1] == "T"
     problem = problem_of(a, b, transposed, residual, fast_accumulation=fast_accumulation, total=total)
     products = _of_device(a.values.device)
     return products.multiply(problem, a, b, residual, total, overwrite=overwrite) if products and problem else None
@@ -202,24 +169,17 @@ def products_sum_in_fp32() -> bool:
 
 def takes(operand: Any) -> bool:
     """Whether `multiply` is for such operands, on this GPU and in this run; a single product may still be none for it."""
-    if not enabled():
+    if torch.are_deterministic_algorithms_enabled():
         return False
     factor = _factor(operand)
     products = None if factor is None else _of_device(factor.values.device)
     return products is not None and products.multiplies(factor)
 
 
-def enabled() -> bool:
-    """Whether times may choose how this run computes."""
-    return not torch.are_deterministic_algorithms_enabled()
-
-
 def describe() -> str | None:
-    """Says for the audit how many algorithms were found in which way so far; None where none were."""
-    made = [products for products in _by_device.values() if products]
-    searched, read = (sum(getattr(products, name) for products in made) for name in ("searched", "read"))
-    parts = [f"{searched} searched"] * bool(searched) + [f"{read} from the file of an earlier search"] * bool(read)
-    return " and ".join(parts) or None
+    """Says for the audit for how many products algorithms were searched so far; None where for none."""
+    count = sum(products.searched for products in _by_device.values() if products)
+    return f"{count} searched" if count else None
 
 
 # ── Operands ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -268,12 +228,12 @@ def problem_of(
     (m, k), (n, inner) = (
         shape if along else shape[::-1] for shape, along in ((a.values.shape, transposed[0]), (b.values.shape, not transposed[1]))
     )
-    scales_of = a.each, b.each
-    in_blocks, adds, sums = scales_of != _ONE_SCALE, residual is not None, total is not None
-    if in_blocks and (ScaleEach.TENSOR in scales_of or scales_of == (ScaleEach.SQUARE, ScaleEach.SQUARE) or k % _BLOCK):
+    per_tensor = a.each is b.each is ScaleEach.TENSOR
+    if not per_tensor and (ScaleEach.TENSOR in (a.each, b.each) or a.each is b.each is ScaleEach.SQUARE or k % _BLOCK):
         return None
-    fast = is_fp8 and fast_accumulation and not in_blocks  # Transformer Engine's neither: tensor cores cannot
-    problem = Problem(m, n, k, (a.dtype, b.dtype), transposed, fast, adds, sums, scales_of)
+    fast = is_fp8 and fast_accumulation and per_tensor  # Transformer Engine's neither: tensor cores cannot
+    adds, sums = residual is not None, total is not None
+    problem = Problem(m, n, k, (a.dtype, b.dtype), transposed, fast, adds, sums, (a.each, b.each))
     if inner != k or 0 in (m, n, k) or any(size % _MULTIPLE_OF for size in (m, n, k)):
         return None
     if residual is not None and (residual.dtype != _BF16 or residual.shape != (n, m)):
@@ -306,24 +266,19 @@ def _is_scaled(factor: Factor, rows: int, inner: int) -> bool:
 class Products:
     """The products of one GPU, on the stream on which the first of them is computed: they share a workspace."""
 
-    def __init__(self, device: torch.device, folder: Path) -> None:
+    def __init__(self, device: torch.device) -> None:
         """`device` is the current one. CublasLtError or OSError where its library cannot be used."""
-        self.searched = self.read = 0
+        self.searched = 0
         self._device, self._library = device, CublasLt()
         self._capability = torch.cuda.get_device_capability(device)
         self._stream = torch.cuda.current_stream(device).cuda_stream
         self._bytes = WORKSPACE if self._capability >= _FP8_ON else 4 * 2**20
         self._workspace = torch.empty(self._bytes, dtype=torch.uint8, device=device)
-        version = self._library.version
-        self._takes_blocks = version >= _BLOCKS_SINCE
-        self._choices = KeptChoices(folder, torch.cuda.get_device_name(device), version)
         self._chosen: dict[Problem, _Chosen | None] = {}
 
     def multiplies(self, factor: Factor) -> bool:
-        """Whether this GPU and its library have products of such factors."""
-        if factor.dtype == _BF16:
-            return self._capability >= _BF16_SINCE
-        return self._capability == _FP8_ON and (factor.each is ScaleEach.TENSOR or self._takes_blocks)
+        """Whether this GPU has products of such factors."""
+        return self._capability >= _BF16_SINCE if factor.dtype == _BF16 else self._capability == _FP8_ON
 
     def multiply(
         self,
@@ -344,13 +299,12 @@ class Products:
             return None
         added = residual if total is None or overwrite else total
         d = torch.empty(problem.n, problem.m, dtype=_BF16, device=self._device) if total is None else total
-        done = False
         with suppress(CublasLtError):
             chosen = self._chosen.get(problem) or self._choose(problem, a, b, added, d)
-            done = chosen is not None and self._run(chosen, a, b, added, d) == SUCCESS
-        if not done:
-            self._chosen[problem] = None
-        return d if done else None
+            if chosen is not None and self._run(chosen, a, b, added, d) == SUCCESS:
+                return d
+        self._chosen[problem] = None
+        return None
 
     def _run(self, chosen: _Chosen, a: Factor, b: Factor, added: Tensor | None, d: Tensor) -> int:
         matmul, algorithm = chosen
@@ -360,18 +314,13 @@ class Products:
         return matmul.run(a.values, b.values, c, d, beta, algorithm, self._workspace, self._stream)
 
     def _choose(self, problem: Problem, a: Factor, b: Factor, added: Tensor | None, d: Tensor) -> _Chosen | None:
-        """The algorithm of the file, or else the fastest; None where none runs. d is written over, more than once, unless it is
-        `added`: then it stays as it is."""
+        """The fastest algorithm; None where none runs. d is written over, more than once, unless it is `added`: then it stays as
+        it is."""
         sizes, types = (problem.m, problem.n, problem.k), (*problem.types, d.dtype)
         options = {"fast_accumulation": problem.fast_accumulation, "scales": problem.scales}
         matmul = self._library.matmul(sizes, types, problem.transposed, **options)
         if a.scale is not None:  # not all algorithms can scale
             matmul.set_scales(a.scale, b.scale)
-        kept = self._choices.get(problem)
-        if kept and (algorithm := matmul.restored(kept, self._bytes)):
-            self.read += 1
-            self._chosen[problem] = _Chosen(matmul, algorithm)
-            return self._chosen[problem]
         named = [_Chosen(matmul, algorithm) for algorithm in matmul.named_by_heuristic(_ASKED, self._bytes)]
         if d is added:
             try:
@@ -388,7 +337,6 @@ class Products:
         best, _ = same[fastest(_times([run for _, run in same])) if len(same) > 1 else 0]
         self.searched += 1
         self._chosen[problem] = best
-        self._choices.keep(problem, best.algorithm.key)
         return best
 
 
@@ -437,53 +385,14 @@ def _times(launches: Sequence[Callable[[], int]]) -> list[list[float]]:
 
 def _of_device(device: torch.device) -> Products | None:
     """Returns the products of the current device; None for another one, and where cublasLt cannot be called."""
-    return _products(device.index) if device.index == torch.cuda.current_device() else None
-
-
-def _products(index: int) -> Products | None:
-    if index not in _by_device:
+    if device.index != torch.cuda.current_device():
+        return None
+    if device.index not in _by_device:
         try:
-            _by_device[index] = Products(torch.device("cuda", index), cache_folder("products"))
+            _by_device[device.index] = Products(device)
         except (CublasLtError, OSError, AttributeError):  # no such library, or one that lacks a function
-            _by_device[index] = None
-    return _by_device[index]
+            _by_device[device.index] = None
+    return _by_device[device.index]
 
 
 _by_device: dict[int, Products | None] = {}
-
-
-# ── The file ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class KeptChoices:
-    """The algorithms that were found for one GPU and one version of the library, in a file of `folder`.
-
-    Several processes may write it: each adds its own to what is there, and whoever reads sees a whole file. What one of them
-    writes at the moment in which another does may be lost, and is searched again. A file that is damaged, or of another format,
-    counts as none, and so does a folder that cannot be written to."""
-
-    def __init__(self, folder: Path, gpu: str, version: int) -> None:
-        self.path = folder / f"{re.sub(r'[^A-Za-z0-9]+', '_', gpu)}-cublaslt-{version}.json"
-        self._header = {"gpu": gpu, "cublaslt": version}
-        self._keys = self._read()
-
-    def get(self, problem: Problem) -> bytes | None:
-        """The `Algorithm.key` that was kept for `problem`."""
-        return self._keys.get(problem.key)
-
-    def keep(self, problem: Problem, key: bytes) -> None:
-        self._keys = self._read() | self._keys | {problem.key: key}
-        algorithms = {name: key.hex() for name, key in sorted(self._keys.items())}
-        with suppress(OSError):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(self.path, (json.dumps(self._header | {"algorithms": algorithms}, indent=1) + "\n").encode())
-
-    def _read(self) -> dict[str, bytes]:
-        try:
-            found = json.loads(self.path.read_bytes())
-            algorithms = found.pop("algorithms")
-            keys = {name: bytes.fromhex(key) for name, key in algorithms.items()}
-        except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError):
-            return {}
-        fits = found == self._header and all(len(key) == KEY_BYTES for key in keys.values())
-        return keys if fits else {}
