@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from huggingface_hub import ModelCardData
 from transformers import PreTrainedModel
 
 from foundation.tables import cell
@@ -32,25 +33,24 @@ def model_card(run: RunRecord, hf: PreTrainedModel, *, tokenizer: bool) -> str:
     recipe, figures = run.config, run.summary
     source, name = recipe["model"].get("source"), recipe["name"]
     parameters = count(sum(parameter.numel() for parameter in hf.parameters()))
-    front: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation", "model_name": name}
     trained_on = source and not recipe["model"].get("from_scratch")  # to the hub, a base model is one whose weights these were
-    if trained_on and not Path(source).exists() and HUB_NAME.fullmatch(source):
-        front["base_model"] = source
-    if found := [each for each in _sources(recipe["data"]) if HUB_NAME.fullmatch(each) and not Path(each).exists()]:
-        front["datasets"] = found
-    rows = {"model": _model(hf, parameters), "started from": _origin(recipe)} | _rows(run)
-    held_out, earlier = "", run.evaluated_before
-    if "held_out_loss" in figures:
-        when = "is" if earlier is None else f"after {earlier:,} of these steps was"
-        held_out = f" Its held-out loss {when} {figures['held_out_loss']:.4f} nats a token."
+    front = ModelCardData(
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        model_name=name,
+        base_model=source if trained_on and _on_the_hub(source) else None,
+        datasets=[each for each in _sources(recipe["data"]) if _on_the_hub(each)] or None,
+    )
+    rows = _rows(run) | {"model": f"{type(hf).__name__} in {str(hf.dtype).removeprefix('torch.')}"}
+    held_out = f" Its held-out loss is {figures['held_out_loss']:.4f} nats a token." if "held_out_loss" in figures else ""
     parts = [
-        "---\n" + yaml.safe_dump(front, sort_keys=False, allow_unicode=True) + "---",
+        f"---\n{front.to_yaml()}\n---",
         f"# {name}",
         f"A `{hf.config.model_type}` language model of {parameters} parameters, trained on {count(figures['tokens'])} tokens in "
         f"{figures['steps']:,} steps.{held_out}",
         "## How to load it",
         _loading(tokenizer),
-        *([] if tokenizer else [f"No tokenizer lies beside it: {_not_beside(run)}."]),
+        *([] if tokenizer else ["No tokenizer lies beside it: the run's was not found, or it knew only token ids."]),
         "## How it was trained",
         "\n".join(["| | |", "| --- | --- |", *(f"| {key} | {cell(text)} |" for key, text in rows.items() if text)]),
         f"![Loss by step: training and, where packs were held out, held-out loss]({PICTURE})",
@@ -61,14 +61,18 @@ def model_card(run: RunRecord, hf: PreTrainedModel, *, tokenizer: bool) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def _on_the_hub(name: str) -> bool:
+    return bool(HUB_NAME.fullmatch(name)) and not Path(name).exists()
+
+
 def _precision(run: RunRecord) -> str:
-    """What was asked for, and ran; and what the products computed in, of several precisions in each."""
-    asked, found = run.precision, run.audited or {"": run.audit}
+    """What ran, and what the products computed in, of several precisions in each."""
+    names = run.precision
     if 0 < len(run.phases) < len(run.audit.get("phases") or {}):  # the checkpoint is from before its run's end
-        asked = f"{label(run.config.get('precision'))} (ran {label_of_course(run.phases)})"
-    each_computes = {name: each.get("computes", "") for name, each in found.items()}
-    said = each_computes.values() if len(found) == 1 else (f"{computes} ({name})" for name, computes in each_computes.items())
-    return f"{asked}: {', '.join(said)}" + ("; emulated in software" if run.emulated else "")
+        names = f"{label(run.config.get('precision'))} (ran {label_of_course(run.phases)})"
+    audits = run.audited or {"": run.audit}
+    computes = [f"{each.get('computes', '')}{f' ({name})' if len(audits) > 1 else ''}" for name, each in audits.items()]
+    return f"{names}: {', '.join(computes)}" + ("; emulated in software" if run.emulated else "")
 
 
 def _sources(data: Mapping[str, Any]) -> list[str]:
@@ -80,15 +84,6 @@ def _data(data: Mapping[str, Any]) -> str:
     """What was trained on; of several sources each with its share of the tokens, which packs that exist have by their name."""
     shares = [f"{percent(each['weight'])} {each.get('source') or each['name']}" for each in data.get("sources") or ()]
     return ", ".join(shares) or data.get("source") or f"packs in {data['packs']}"
-
-
-def _model(hf: PreTrainedModel, parameters: str) -> str:
-    config = hf.config.get_text_config()
-    dtype = str(next(hf.parameters()).dtype).removeprefix("torch.")
-    return (
-        f"{type(hf).__name__}, {parameters} parameters in {dtype}, {config.num_hidden_layers} layers of {config.hidden_size}, "
-        f"vocabulary {config.vocab_size:,}"
-    )
 
 
 def _origin(recipe: Mapping[str, Any]) -> str:
@@ -103,50 +98,37 @@ def _origin(recipe: Mapping[str, Any]) -> str:
 
 def _rows(run: RunRecord) -> dict[str, str]:
     recipe, figures = run.config, run.summary
-    data, optimizer, schedule = recipe["data"], recipe["optimizer"], recipe["schedule"]
+    data, optimizer, schedule, loss = recipe["data"], recipe["optimizer"], recipe["schedule"], recipe.get("loss") or {}
     clip = f", gradients clipped at {optimizer['clip']:g}" if optimizer.get("clip") else ""
-    warmup = f"{schedule['warmup']:,} steps"
-    loss = recipe.get("loss") or {}
-    penalty = f"{loss['penalty_weight']:g} x {loss['penalty']}" if loss.get("penalty") else ""
-    last = f"{figures[LOSS_KEY]:.4f}, mean of the last {averaged_steps(figures)} steps" if LOSS_KEY in figures else ""
     held_out = ""
     if "held_out_loss" in figures:
-        held_out = f"{figures['held_out_loss']:.4f} nats a token, perplexity {figures['held_out_perplexity']:.4g}"
-        held_out += "" if run.evaluated_before is None else f", after {run.evaluated_before:,} of these steps"
+        after = "" if run.evaluated_before is None else f", after {run.evaluated_before:,} of these steps"
+        held_out = f"{figures['held_out_loss']:.4f} nats a token, perplexity {figures['held_out_perplexity']:.4g}{after}"
     starts = run.starts.values()
     devices = ", then ".join(dict.fromkeys("{} x {}".format(*devices_of(each)) for each in starts))
     known = {each: run.versions_of(each) for each in ("torch", "transformers", "transformer-engine")}
-    versions = ", ".join(f"{each} {version}" for each, version in known.items() if version)
-    code = [git for each in starts if (git := each.get("git") or {}).get("commit")]
-    commits = dict.fromkeys(f"{str(git['commit'])[:12]}{' with changes' if git.get('dirty') else ''}" for git in code)
+    commits = dict.fromkeys(str(git["commit"])[:12] for each in starts if (git := each.get("git") or {}).get("commit"))
     return {
+        "model": "",
+        "started from": _origin(recipe),
         "data": _data(data),
         "data fingerprint": (run.data_fingerprint or "")[:16],
         "packs": f"{data['length']:,} tokens; documents do not see each other",
         "tokens": f"{figures['tokens']:,}, padding included; {figures['epoch']:.3g} epochs, {recipe['batch']['tokens']:,} a step",
         "precision": _precision(run),
         "weights": f"{recipe['weights']} in training",
-        "loss": last,
-        "penalty": f"{penalty}, added to the loss" if penalty else "",
+        "loss": f"{figures[LOSS_KEY]:.4f}, mean of the last {averaged_steps(figures)} steps" if LOSS_KEY in figures else "",
+        "penalty": f"{loss['penalty_weight']:g} x {loss['penalty']}, added to the loss" if loss.get("penalty") else "",
         "held-out loss": held_out,
         "optimizer": f"AdamW, rate {optimizer['learning_rate']:g}, betas {tuple(optimizer['betas'])}, weight decay "
         f"{optimizer['weight_decay']:g}{clip}",
-        "schedule": f"{schedule['kind']}, warmup {warmup}",
+        "schedule": f"{schedule['kind']}, warmup {schedule['warmup']:,} steps",
         "seed": str(recipe["seed"]),
         "changed on the way": changes_in_words(run),
         "computed on": f"{devices}, {duration(figures['hours'] * 3600)} inside of steps",
-        "software": versions + (f", launcher commit {', then '.join(commits)}" if commits else ""),
+        "software": ", ".join(f"{each} {version}" for each, version in known.items() if version),
+        "launcher's commit": ", then ".join(commits),
     }
-
-
-def _not_beside(run: RunRecord) -> str:
-    """Which tokenizer the run had that does not lie beside its model, where it had one."""
-    fingerprint, data, model = run.environment.get("tokenizer_fingerprint"), run.config["data"], run.config["model"]
-    if not (fingerprint or data.get("tokenizer")):
-        return "the run knew only token ids"
-    name = data.get("tokenizer") or model.get("source") or data["packs"]
-    known = f" (fingerprint {fingerprint[:12]})" if fingerprint else ""
-    return f"the run's, of `{name}`{known}, was not found when this was written, or another had taken its place"
 
 
 def _loading(tokenizer: bool) -> str:

@@ -19,8 +19,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from foundation.command import CommandParser
 from foundation.errors import InputError
-from foundation.locks import FileLock
-from foundation.reading import load_object, reason_of
+from foundation.reading import load_object
 from foundation.settings import load_yaml
 from packing.store import open_packs
 from pretrain.checkpoint.folders import step_folder, step_folders, step_of
@@ -62,13 +61,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def best_checkpoint(run_dir: Path) -> Path:
-    """The run's checkpoint with the lowest held-out loss. InputError where there is none, or where it was not kept, and for
-    what is no run."""
-    if not (run_dir / "metrics.jsonl").exists():
-        raise InputError(
-            f"--best {run_dir}: is no run folder that has trained, of whose checkpoints the best is taken; name a run, or leave "
-            "--best out to export a checkpoint by its name"
-        )
+    """The run's checkpoint with the lowest held-out loss. InputError where there is none, or where it was not kept."""
     evaluated = None
     for record in own_evaluations(read_metrics(run_dir)):
         evaluated = BestEvaluation.after(record, evaluated)
@@ -76,10 +69,9 @@ def best_checkpoint(run_dir: Path) -> Path:
         raise InputError(f"{run_dir}: has evaluated no step of its own, so none is the best; leave --best out")
     folder = step_folder(run_dir / "checkpoints", evaluated.step)
     if not folder.is_dir():
-        there = ", ".join(path.name for path in step_folders(folder.parent)) or "none"
         raise InputError(
             f"{run_dir}: step {evaluated.step} has the lowest held-out loss and is not kept; set `checkpoint.best: true` in the "
-            f"next run. Of this one there are: {there}"
+            "next run"
         )
     return folder
 
@@ -87,29 +79,14 @@ def best_checkpoint(run_dir: Path) -> Path:
 def export_checkpoint(source: Path, out: Path, dtype: Weights | None) -> str:
     """Write the model at `source`, a run folder or a checkpoint in one, to the new folder `out`; returns what was done.
 
-    InputError, before anything is written, where `out` exists, is being exported to or lies among checkpoints, and where the
-    checkpoint is damaged or not all there.
+    InputError, before anything is written, where `out` exists or lies among checkpoints, and where the checkpoint is damaged.
     """
     _require_new(out)
     saved = SavedModel.open(source, dtype)
     tokenizer, why_not = tokenizer_of(saved.recipe, saved.run_dir)
-
-    def refuse(holder: str) -> None:
-        raise InputError(f"{out}: is being exported to by {holder}; name another folder")
-
-    try:
-        lock = FileLock(out.with_name(f".{out.name}.lock"), refuse)
-    except OSError as error:
-        raise InputError(f"{out}: {out.parent} cannot be made or written to: {reason_of(error)}; name another folder") from None
-    with lock:
-        _require_new(out)
-        write_export(saved.hf, saved.read, tokenizer, out, _card_of(saved, tokenizer is not None))
-    joined = ", each joined with its remainder" if saved.weights.remainders and saved.to == "fp32" else ""
-    without = ""
-    if tokenizer is None:
-        packs = saved.recipe.data.packs
-        without = f"; WITHOUT a tokenizer: {why_not}" if why_not else f"; without a tokenizer: none lies with {packs}"
-    return f"{saved.weights.folder} is exported to {out}: weights in {saved.to}{joined}{without}"
+    write_export(saved.hf, saved.read, tokenizer, out, _card_of(saved, tokenizer is not None))
+    without = f"; without a tokenizer: {why_not}" if tokenizer is None else ""
+    return f"{saved.weights.folder} is exported to {out}: weights in {saved.to}{without}"
 
 
 def _require_new(out: Path) -> None:
@@ -194,22 +171,17 @@ def _shapes(recipe: Recipe, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def tokenizer_of(recipe: Recipe, run_dir: Path) -> tuple[PreTrainedTokenizerBase | None, str]:
-    """The tokenizer that the run in `run_dir` was trained with; or None, and why in words for the user, which are none where the
-    run knew only token ids."""
-    written, named, known = RunFolder(run_dir, owner=False).environment, recipe.data.tokenizer, None
+    """The tokenizer that the run in `run_dir` was trained with; or None, and why."""
+    environment = RunFolder(run_dir, owner=False).environment
     try:
-        if written.exists():  # runs of older versions do not say which theirs was
-            known = load_object(written, "start the run again to write it").get("tokenizer_fingerprint")
+        known = load_object(environment, "start the run again to write it").get("tokenizer_fingerprint")
         data = Data(open_packs(recipe.data, "train"), None) if recipe.data.packs.exists() else None  # opened, never prepared
         tokenizer = load_tokenizer(recipe.data, recipe.model, data, needed=False)
         if tokenizer is not None:
             check_same_tokenizer(recipe.data, recipe.model, data, known)
     except InputError as error:
-        if named is None or Path(named).exists():
-            return None, str(error)
-        return None, f"`data.tokenizer: {named}` is not in {Path.cwd()}, from where it was looked for, nor found on the hub"
-    gone = known is not None and tokenizer is None
-    return tokenizer, f"{recipe.data.packs.absolute()}, with which it lay, does not hold it any more" if gone else ""
+        return None, str(error)
+    return tokenizer, "" if tokenizer else f"none lies with {recipe.data.packs.absolute()}"
 
 
 def _card_of(saved: SavedModel, tokenizer: bool) -> dict[str, bytes]:

@@ -63,11 +63,10 @@ def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     saved = SavedModel.open(folder)
     tokenizer, why = tokenizer_of(saved.recipe, saved.run_dir)
     if tokenizer is None:
-        final, remedy = saved.run_dir / "final", f"set `data.tokenizer` in {saved.run_dir / 'config.yaml'}"
-        if _has_tokenizer(final):
-            remedy = f"{final} holds the run's tokenizer: sample from there, or {remedy} to {final.resolve()}"
-        why = why or f"no tokenizer lies with {saved.recipe.data.packs}"
-        raise InputError(f"{folder}: its prompts cannot be read: {why}; {remedy}")
+        raise InputError(
+            f"{folder}: its prompts cannot be read: {why}; set `data.tokenizer` in {saved.run_dir / 'config.yaml'}, or sample "
+            "from a folder that has one, such as the run's final/"
+        )
     tensors = {name: saved.read(name) for name in saved.weights.names()}
     hf = type(saved.hf).from_pretrained(None, config=saved.hf.config, state_dict=tensors, dtype=saved.hf.dtype)
     hf.generation_config = saved.hf.generation_config
