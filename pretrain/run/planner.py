@@ -3,7 +3,6 @@
     python -m pretrain plan my.yaml train.tokens=20e9                             hours on H100, H200, B200 and 8 x B200
     python -m pretrain plan my.yaml --on 8xH200 --run runs/my --price-per-hour H200=3.50       by the speed of a run of yours
     python -m pretrain plan my.yaml --hours 24                                    what a day buys
-    python -m pretrain plan my.yaml --on 8xB200 --accumulation 2                  the batch.tokens of two microbatches a device
 
 What a launch on this machine would do is told by `accelerate launch ... train_accelerate.py RECIPE --plan`. Neither needs packs.
 """
@@ -43,7 +42,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """What is asked for; InputError for a mistake in it."""
     parser = CommandParser("python -m pretrain plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add, several = parser.add_argument, {"action": "append", "default": []}
-    count = number(1, 2**20, whole=True)
     add("recipe", type=Path, help="what would be trained: a YAML file, see recipes/")
     add("overrides", nargs="*", metavar="key=value", help="over the recipe's settings: train.tokens=2e9")
     add("--on", metavar="DEVICE", help=f"H200, 8xB200, 'RTX 4090'; may be repeated; default: {', '.join(USUAL)}", **several)
@@ -51,7 +49,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--run", type=Path, metavar="FOLDER", help="a run of yours, to reckon by its speed; may be repeated", **several)
     add("--price-per-hour", metavar="PRICE", help="of one device: 2.5, or H200=3.5; may be repeated", **several)
     add("--hours", type=number(), metavar="H", help="also: the steps and tokens that fit into so many hours")
-    add("--accumulation", type=count, metavar="N", help="also: the batch.tokens of N microbatches on each device")
     parsed = parser.parse_intermixed_args(arguments)
     if len(parsed.mfu) > 2:
         raise InputError("--mfu: give one share, or two: from, to")
@@ -110,27 +107,26 @@ def sections(
     notices: Sequence[str],
 ) -> Iterator[str]:
     """All that is printed, by lines."""
-    plan, accumulation = job.plan, options.accumulation
-    found = list(estimates(job, targets, runs, options.mfu))
-    model = f"{units.count(plan.flops.parameters)} parameters"
-    yield f"{plan.recipe.name}: {plan.requested} compute, {plan.recipe.weights} weights, {model}"
+    plan, rows = job.plan, list(estimates(job, targets, runs, options.mfu))
+    yield f"{plan.recipe.name}: {plan.requested} compute, {plan.recipe.weights} weights, {_parameters(plan)}"
     yield "─" * screen_width(WIDTH)
     yield wrapped("horizon", _horizon(plan), screen_width(WIDTH))
     yield wrapped("step", _batch(plan), screen_width(WIDTH))
     yield "\nTime" + (" and cost, at the prices given" if prices else "; --price-per-hour PRICE adds the cost")
-    yield _time_table(found, prices, options.hours)
-    yield from _noted([*_notes_on_time(found, runs), *left_out(job, runs, targets), *notices])
-    asked = f", and batch.tokens for {plural(accumulation, 'microbatch')} on each device" if accumulation else ""
-    yield f"\nMicrobatch, by the estimate of memory{asked}"
-    yield _memory_table(found, accumulation)
-    free = f"{units.percent(KEPT_FREE)} of a device's memory is left free"
-    yield from _noted([f"{free}; H100, H200 and B200 as with Transformer Engine"])
-    if warnings := [f"warning: {text}" for text in plan.warnings if text.startswith("`data.")]:
-        yield from ("", *_noted(warnings))
+    yield _time_table(rows, prices, options.hours)
+    yield from _noted([*_notes_on_time(rows), *left_out(job, runs, targets), *notices])
+    yield "\nMicrobatch, by the estimate of memory"
+    yield _memory_table(rows)
+    yield from _noted([f"{units.percent(KEPT_FREE)} of a device's memory is left free"])
+    yield from _noted(f"warning: {text}" for text in plan.warnings if text.startswith("`data."))
 
 
 def _noted(texts: Iterable[str]) -> Iterator[str]:
     return (textwrap.fill(f"* {text}", screen_width(WIDTH), subsequent_indent="  ") for text in texts)
+
+
+def _parameters(plan: Plan) -> str:
+    return f"{units.count(plan.flops.parameters)} parameters"
 
 
 def _horizon(plan: Plan) -> str:
@@ -149,11 +145,11 @@ def _batch(plan: Plan) -> str:
     return f"{plan.tokens_per_step:,} tokens = {packs}; microbatch x accumulation on one device: {shown}"
 
 
-def _time_table(found: Sequence[Estimate], prices: Mapping[str, float], hours: float | None) -> str:
+def _time_table(rows: Sequence[Estimate], prices: Mapping[str, float], hours: float | None) -> str:
     header = ["on", "speed by", "tokens/s", "time", *(["cost"] if prices else [])]
     header += [f"steps in {hours:g} h", f"tokens in {hours:g} h"] if hours else []
     lines = []
-    for row in found:
+    for row in rows:
         row = replace(row, tflops=()) if row.is_guess else row
         line = [str(row.target), row.obstacle or row.by, span(row.tokens_per_second, "{:,.0f}".format)]
         line.append(span(row.hours, lambda each: units.duration(3600 * each)))
@@ -166,28 +162,19 @@ def _time_table(found: Sequence[Estimate], prices: Mapping[str, float], hours: f
     return on_screen(header, lines, names=2)
 
 
-def _notes_on_time(found: Sequence[Estimate], runs: Sequence[MeasuredRun]) -> Iterator[str]:
-    yield "time is that of training steps alone: no compiling, evaluation, checkpoints, queues or failures"
-    if any(row.target.count > 1 and row.tflops and not row.with_exchanges for row in found):
-        yield "several devices are those of one machine; what they exchange is fitted to four H200s (docs/scaling.md)"
-    if any(row.is_guess for row in found):
+def _notes_on_time(rows: Sequence[Estimate]) -> Iterator[str]:
+    yield (
+        "time is that of training steps alone; of another device or model it is taken by the ratio of peaks and of operations a "
+        "token: docs/planning.md says how far that holds"
+    )
+    if any(row.is_guess for row in rows):
         small = units.count(LEAST)
         yield f"how fast a model below {small} parameters is, no share of a peak says; --mfu states one, --run FOLDER has its own"
-    elif any("assumed" in row.by for row in found):
-        yield (
-            "assumed shares are those between which dense models of a billion parameters and more usually lie, smaller ones "
-            "below; --mfu states one, --run FOLDER takes a measured one"
-        )
-    if any(row.by.endswith("TFLOP/s") for row in found):
-        yield "a run's speed is taken to another device by the ratio of their peaks, as if the same share of it were reached"
-    if runs:
-        yield "a run's speed is taken to this model by operations a token; how near a model comes to the peak is its own"
 
 
-def _memory_table(found: Sequence[Estimate], accumulation: int | None) -> str:
-    header = ["on", "of each", "microbatch", "takes", "x accumulation", *(["for this accumulation"] if accumulation else [])]
+def _memory_table(rows: Sequence[Estimate]) -> str:
     lines: dict[Target, list[str]] = {}
-    for row in found:
+    for row in rows:
         plan, limit = row.plan, row.plan.devices.memory
         if row.obstacle or row.target in lines:
             continue
@@ -201,11 +188,14 @@ def _memory_table(found: Sequence[Estimate], accumulation: int | None) -> str:
             chosen = "fits barely" if takes <= (all_of_it or limit) else "does not fit"
         if not shares_out(plan.packs_per_step, row.target.count, size):
             chosen = f"refused, as it does not divide {plan.packs_per_rank}"
-        shards = {(True, True): ", sharded", (True, False): ", sharded for each use"}
-        where = f"{row.target}{shards.get((plan.devices.sharded, plan.devices.gathered), '')}"
-        line = [where, or_dash(row.target.memory, lambda each: units.memory(each / GIB)), f"{plural(size, 'pack')}: {chosen}"]
-        line += [units.memory(takes / GIB), str(-(-plan.packs_per_rank // size))]
-        if accumulation:
-            line.append(f"batch.tokens={size * accumulation * row.target.count * plan.recipe.data.length}")
-        lines[row.target] = line
+        of_each = or_dash(row.target.memory, lambda each: units.memory(each / GIB))
+        accumulation = str(-(-plan.packs_per_rank // size))
+        lines[row.target] = [
+            str(row.target),
+            of_each,
+            f"{plural(size, 'pack')}: {chosen}",
+            units.memory(takes / GIB),
+            accumulation,
+        ]
+    header = ["on", "of each", "microbatch", "takes", "x accumulation"]
     return on_screen(header, list(lines.values()), names=1) if lines else "none of these devices can run it"
