@@ -16,7 +16,6 @@ from torch import Tensor
 
 from pretrain.model.fused import activation_kernel as kernel
 from pretrain.model.fused.fp8_tile import (
-    FP32_MAX,
     TensorScaled,
     reciprocal,
     record_amax,
@@ -74,9 +73,9 @@ def _quantize(x, scale, rows, columns, amax, M, K, fp8: tl.constexpr, tile: tl.c
 @triton.jit
 def _scales(amax, scale, scale_inv, epsilon, power_of_two: tl.constexpr, fp8: tl.constexpr, count: tl.constexpr):
     at = tl.arange(0, count)
-    value = scale_from_amax(tl.load(amax + at), epsilon, FP32_MAX, power_of_two, fp8)
+    value = scale_from_amax(tl.load(amax + at), epsilon, power_of_two, fp8)
     tl.store(scale + at, value)
-    tl.store(scale_inv + at, reciprocal(value, power_of_two))
+    tl.store(scale_inv + at, reciprocal(value))
 
 
 def special_values() -> Tensor:

@@ -62,18 +62,18 @@ class Problem:
         return other
 
 
-def kernel_forward(problem: Problem, **options: object) -> tuple[Tensor, Tensor, Tensor]:
+def kernel_forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     from pretrain.model.fused import rotary_kernel
 
-    return rotary_kernel.rotate(problem.qkv, problem.cos, problem.sin, problem.heads, problem.norms, **options)
+    return rotary_kernel.rotate(problem.qkv, problem.cos, problem.sin, problem.heads, problem.norms)
 
 
-def kernel_backward(problem: Problem, **options: object) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def kernel_backward(problem: Problem) -> tuple[Tensor, Tensor | None, Tensor | None]:
     from pretrain.model.fused import rotary_kernel
 
     qkv = problem.qkv if problem.norms else None
     arguments = (*problem.gradients, qkv, problem.cos, problem.sin, problem.heads, problem.norms)
-    return rotary_kernel.rotate_backward(*arguments, **options)
+    return rotary_kernel.rotate_backward(*arguments)
 
 
 def check(problem: Problem) -> None:
@@ -128,18 +128,6 @@ def test_no_tokens_give_empty_results_and_norm_gradients_of_zero() -> None:
     assert dqkv.shape == (0, 128) and not query_norm.any() and not key_norm.any()
 
 
-@pytest.mark.parametrize(("values", "tokens", "programs"), [(256, 4, 1), (512, 16, 12), (4096, 64, 528)])
-def test_how_a_launch_is_cut_changes_nothing_but_the_order_of_sums(values: int, tokens: int, programs: int) -> None:
-    from pretrain.model.fused.rotary_kernel import BackwardTiling, ForwardTiling
-
-    problem = Problem(18, Heads(4, 2, 32), FP32, normed=True)
-    for ours, usual in zip(kernel_forward(problem, tiling=ForwardTiling(values, 2)), kernel_forward(problem), strict=True):
-        torch.testing.assert_close(ours, usual, rtol=1e-6, atol=1e-6)
-    tiling = BackwardTiling(tokens, warps=8, registers=80, programs=programs, stages=2)
-    for ours, usual in zip(kernel_backward(problem, tiling=tiling), kernel_backward(problem), strict=True):
-        torch.testing.assert_close(ours, usual, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("dim", "parts", "value_bytes", "angle_bytes", "kibibytes", "stages"),
     [
@@ -155,7 +143,7 @@ def test_a_gpu_of_less_shared_memory_loads_fewer_tiles_at_once(
 ) -> None:
     from pretrain.model.fused import rotary_kernel as kernel
 
-    assert kernel._stages(kernel.BACKWARD, Heads(16, 8, dim), parts, value_bytes, angle_bytes, kibibytes * 1024) == stages
+    assert kernel._stages(Heads(16, 8, dim), parts, value_bytes, angle_bytes, kibibytes * 1024) == stages
 
 
 # ── On a GPU ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -176,15 +164,6 @@ def test_two_runs_agree_bit_for_bit() -> None:
     problem = Problem(32_767, Heads(16, 8, 128), BF16, normed=True)
     for run in (kernel_forward, kernel_backward):
         assert all(torch.equal(a, b) for a, b in zip(run(problem), run(problem), strict=True))
-
-
-@cuda_only
-def test_heads_of_other_sizes_are_rotated_by_torch() -> None:
-    problem = Problem(64, Heads(4, 2, 96), BF16, normed=True)
-    assert not has_kernel(problem.qkv, problem.heads)
-    arguments = (problem.cos, problem.sin, problem.heads, problem.norms)
-    expected = rotate_by_formula(problem.qkv, *arguments)
-    assert all(torch.equal(a, b) for a, b in zip(rotate(problem.qkv, *arguments), expected, strict=True))
 
 
 @cuda_only

@@ -195,59 +195,31 @@ def divides(hidden: Tensor) -> bool:
     return whole and hidden.dtype == torch.bfloat16 and hidden.is_contiguous()
 
 
-def forward(hidden: Tensor, activated: TensorScaled, tile: Tile | None = None) -> None:
+def forward(hidden: Tensor, activated: TensorScaled) -> None:
     """Write the activated values of `hidden` [T, 2 F] BF16 to the rows of `activated`."""
-    width = hidden.shape[1] // 2
-    tile = tile or _tile(hidden, FORWARD)
+    tile = _tile(hidden, FORWARD)
     if activated.scale is None:
         _find_amax(None, hidden, activated.amax)
     _swiglu_forward[_grid(hidden, tile)](
-        hidden,
-        activated.rows,
-        activated.scale,
-        activated.amax,
-        activated.used,
-        activated.scale_inv,
-        width,
-        activated.epsilon,
-        activated.power_of_two,
-        TYPES[activated.dtype],
-        tile.rows,
-        tile.columns,
+        *(hidden, activated.rows, activated.scale, activated.amax, activated.used, activated.scale_inv, hidden.shape[1] // 2),
+        *(activated.epsilon, activated.power_of_two, TYPES[activated.dtype], tile.rows, tile.columns),
         num_warps=tile.warps,
         enable_fp_fusion=False,
     )
 
 
-def backward(
-    d_activated: Tensor, hidden: Tensor, d_hidden: TensorScaled, activated: TensorScaled, tile: Tile | None = None
-) -> None:
+def backward(d_activated: Tensor, hidden: Tensor, d_hidden: TensorScaled, activated: TensorScaled) -> None:
     """Write the gradient of `hidden` [T, 2 F], from that of the activated values [T, F], both BF16, and the activated values.
 
     Both are rounded to BF16 first. The activated values are written with the scale that `activated` gives.
     """
-    tile = tile or _tile(hidden, BACKWARD)
+    tile = _tile(hidden, BACKWARD)
     if d_hidden.scale is None:
         _find_amax(d_activated, hidden, d_hidden.amax)
     _swiglu_backward[_grid(hidden, tile)](
-        d_activated,
-        hidden,
-        d_hidden.rows,
-        d_hidden.columns,
-        d_hidden.scale,
-        d_hidden.amax,
-        d_hidden.scale_inv,
-        activated.rows,
-        activated.columns,
-        activated.scale,
-        activated.scale_inv,
-        *d_activated.shape,
-        d_hidden.epsilon,
-        d_hidden.power_of_two,
-        TYPES[d_hidden.dtype],
-        TYPES[activated.dtype],
-        tile.rows,
-        tile.columns,
+        *(d_activated, hidden, d_hidden.rows, d_hidden.columns, d_hidden.scale, d_hidden.amax, d_hidden.scale_inv),
+        *(activated.rows, activated.columns, activated.scale, activated.scale_inv, *d_activated.shape),
+        *(d_hidden.epsilon, d_hidden.power_of_two, TYPES[d_hidden.dtype], TYPES[activated.dtype], tile.rows, tile.columns),
         num_warps=tile.warps,
         enable_fp_fusion=False,
     )

@@ -1,7 +1,7 @@
 """What stands between the products of a fused layer: norms and activations, which write the format of the product after them.
 
 `FORMULAS` are torch's own operations: a CPU trains with them, and tests hold the kernels to them. `KERNELS`, for BF16 on a GPU:
-SwiGLU is Triton's, RMSNorm torch's for CUDA. `TRANSFORMER_ENGINE`: norms are its own, which add the residual's gradient in
+SwiGLU and RMSNorm are Triton's. `TRANSFORMER_ENGINE`: norms are its own, which add the residual's gradient in
 backward; in low precision they and SwiGLU write quantized operands. Its LayerNormLinear and LayerNormMLP fuse less: they add the
 residual's gradient in a kernel of its own, write the gradient of SwiGLU in BF16 before they quantize it, and sum gradients of
 biases that do not exist.
@@ -56,7 +56,9 @@ class Arithmetic(Shared):
             y, _, rstd = tex.rmsnorm_fwd(x, weight, norm.eps, None, product.quantizer("input"), *options)
             return y, (rstd,)
         if self.by >= By.KERNELS and x.is_cuda:
-            y, rstd = torch.ops.aten._fused_rms_norm(x, [x.shape[-1]], weight, norm.eps)
+            from pretrain.model.fused import norm_kernel
+
+            y, rstd = norm_kernel.rms_norm(x, weight, norm.eps)
         else:
             wide = x.float()
             rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
@@ -75,8 +77,9 @@ class Arithmetic(Shared):
                 return tex.rmsnorm_bwd(dy, x, rstd, weight, 0, False)
             return tex.rmsnorm_bwd_add(dy, x, residual, rstd, weight, 0, False)
         if self.by >= By.KERNELS and x.is_cuda:
-            dx, of_weight = torch.ops.aten._fused_rms_norm_backward(dy, x, [x.shape[-1]], rstd, weight, [True, True])
-            return dx if residual is None else dx.add_(residual), of_weight
+            from pretrain.model.fused import norm_kernel
+
+            return norm_kernel.rms_norm_backward(dy, x, rstd, weight, residual)
         dy = dy.float()
         normed = x.float() * rstd
         of_weight = (dy * normed).sum(0)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-FP32_MAX = tl.constexpr(3.4028234663852886e38)
+_FP32_MAX = tl.constexpr(3.4028234663852886e38)
 _INFINITY = tl.constexpr(float("inf"))
 _LOG2_E = tl.constexpr(1.4426950408889634)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -59,9 +59,9 @@ def tensor_scale(scale, amax, used, scale_inv, epsilon, power_of_two: tl.constex
 
     Of a two-dimensional grid the first program writes it to `used`, unless that is None, and its reciprocal to `scale_inv`.
     """
-    value = tl.load(scale) if scale is not None else scale_from_amax(tl.load(amax), epsilon, FP32_MAX, power_of_two, fp8)
+    value = tl.load(scale) if scale is not None else scale_from_amax(tl.load(amax), epsilon, power_of_two, fp8)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-        tl.store(scale_inv, reciprocal(value, False))
+        tl.store(scale_inv, reciprocal(value))
         if used is not None:
             tl.store(used, value)
     return value
@@ -71,12 +71,13 @@ def tensor_scale(scale, amax, used, scale_inv, epsilon, power_of_two: tl.constex
 def record_amax(amax, values):
     """Raise `amax`, a pointer to one FP32 number that is not negative, to the largest magnitude in `values`. NaN does not count.
     Such numbers order as their bits do, so the maximum is one of integers."""
-    largest = largest_magnitude(values, None)
+    largest = tl.max(tl.abs(values), None)
+    largest = tl.where(largest == largest, largest, 0.0)  # a maximum passes NaN over, unless there is nothing else
     tl.atomic_max(amax.to(tl.pointer_type(tl.int32), bitcast=True), largest.to(tl.int32, bitcast=True), sem="relaxed")
 
 
 @triton.jit
-def scale_from_amax(amax, epsilon, overflow: tl.constexpr, power_of_two: tl.constexpr, fp8: tl.constexpr):
+def scale_from_amax(amax, epsilon, power_of_two: tl.constexpr, fp8: tl.constexpr):
     """What to multiply by so that `amax` (FP32, any shape), but at least `epsilon`, lands on the largest value of `fp8`:
     the rule of pretrain.precision.quantizers.tensor.scale_from_amax."""
     amax = tl.where(amax < epsilon, epsilon, amax)
@@ -88,7 +89,7 @@ def scale_from_amax(amax, epsilon, overflow: tl.constexpr, power_of_two: tl.cons
         scale = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
     else:
         scale = tl.div_rn(tl.zeros_like(amax) + (448.0 if fp8 == tl.float8e4nv else 57344.0), amax)
-        scale = tl.where(scale == _INFINITY, overflow, scale)
+        scale = tl.where(scale == _INFINITY, _FP32_MAX, scale)
     return tl.where((amax > 0) & (amax < _INFINITY), scale, 1.0)
 
 
@@ -142,16 +143,6 @@ def exponential(x):
 
 
 @triton.jit
-def largest_magnitude(values, axis: tl.constexpr):
-    """The amax along `axis`, or of all (None). A maximum passes NaN over, unless there is nothing else."""
-    largest = tl.max(tl.abs(values), axis)
-    return tl.where(largest == largest, largest, 0.0)
-
-
-@triton.jit
-def reciprocal(scale, power_of_two: tl.constexpr):
-    """1 / scale, rounded to nearest: what TE stores as scale_inv. Subnormal for the largest scales, of 2^127 too."""
-    if power_of_two:
-        bits = tl.maximum((254 << 23) - scale.to(tl.int32, bitcast=True), 1 << 22)
-        return bits.to(tl.float32, bitcast=True)
+def reciprocal(scale):
+    """1 / scale, rounded to nearest: what TE stores as scale_inv. Subnormal for the largest scales."""
     return tl.div_rn(tl.zeros_like(scale) + 1.0, scale)

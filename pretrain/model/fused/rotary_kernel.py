@@ -15,7 +15,6 @@ and each goes through the tokens in strides; everything else starts one program 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -24,29 +23,13 @@ from torch import Tensor
 
 from pretrain.model.attention.heads import HeadNorms, Heads
 
-
-@dataclass(frozen=True)
-class ForwardTiling:
-    """How forward is cut. Of a tile of 4,096 values a thread loads 32: in BF16, four times 16 bytes. It is bound by memory, so
-    tiles are so small that a multiprocessor holds five or more."""
-
-    values: int  # of a tile; 4,096 are 32 heads of 128
-    warps: int
-
-
-@dataclass(frozen=True)
-class BackwardTiling:
-    """How backward is cut: of a head, so many tokens a tile."""
-
-    tokens: int
-    warps: int  # where a head has 128 values; for others in proportion
-    registers: int  # of a thread, at most
-    programs: int  # of a backward that sums norm gradients
-    stages: int  # tiles that such a program loads at once, at most: all but the last of them go through shared memory
-
-
-FORWARD = ForwardTiling(4096, 4)
-BACKWARD = BackwardTiling(32, 8, 112, 264, 3)  # the fastest measured on an H200
+# Forward: of a tile of 4,096 values, 32 heads of 128, a thread loads 32: in BF16, four times 16 bytes. It is bound by memory, so
+# tiles are so small that a multiprocessor holds five or more.
+_TILE, _FORWARD_WARPS = 4096, 4
+# Backward, the fastest measured on an H200: tokens of a tile of one head; warps where a head has 128 values, for others in
+# proportion; registers of a thread, at most; programs where norm gradients are summed, and the tiles that each of these loads at
+# once, at most: all but the last of them go through shared memory.
+_TOKENS, _BACKWARD_WARPS, _REGISTERS, _PROGRAMS, _STAGES = 32, 8, 112, 264, 3
 MOST_HEADS = 8  # in a block of forward: 2 KB of a token in BF16, all in one stretch
 
 
@@ -280,15 +263,13 @@ def rotate(
     sin: Tensor,
     heads: Heads,
     norms: HeadNorms | None,
-    *,
-    tiling: ForwardTiling = FORWARD,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """pretrain.model.fused.rotary.rotate, for rows that it says have a kernel."""
     tokens = len(qkv)
     q = qkv.new_empty(tokens, heads.query, heads.dim)
     k = qkv.new_empty(tokens, heads.kv, heads.dim)
     v = torch.empty_like(k)
-    *_, block, rows = layout = _layout(heads, tiling)
+    *_, block, rows = layout = _layout(heads)
     query_norm, key_norm, eps = _of(norms)
     if tokens:
         with torch.cuda.device_of(qkv):
@@ -304,7 +285,7 @@ def rotate(
                 tokens,
                 eps,
                 *layout,
-                num_warps=tiling.warps,
+                num_warps=_FORWARD_WARPS,
                 enable_fp_fusion=True,
             )
     return q, k, v
@@ -319,26 +300,23 @@ def rotate_backward(
     sin: Tensor,
     heads: Heads,
     norms: HeadNorms | None,
-    *,
-    tiling: BackwardTiling | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """pretrain.model.fused.rotary.rotate_backward, for rows that it says have a kernel."""
-    tiling = tiling or BACKWARD
     (dq, dk, dv), cos, sin = map(_as_read, (dq, dk, dv)), cos.contiguous(), sin.contiguous()
     dqkv, tokens, parts = dq.new_empty(len(dq), heads.width), len(dq), dk.shape[2] if dk.dim() == 4 else 1
-    programs, sums, stages = triton.cdiv(tokens, tiling.tokens), None, 1
+    programs, sums, stages = triton.cdiv(tokens, _TOKENS), None, 1
     if norms is not None:
-        programs = min(programs, max(1, tiling.programs // heads.count))
+        programs = min(programs, max(1, _PROGRAMS // heads.count))
         sums = torch.empty(programs, heads.rotated, heads.dim, dtype=torch.float32, device=dq.device)
-        stages = _stages(tiling, heads, parts, dq.element_size(), cos.element_size(), _shared_memory(dq))
+        stages = _stages(heads, parts, dq.element_size(), cos.element_size(), _shared_memory(dq))
     if tokens:
         with torch.cuda.device_of(dq):
             _rotate_backward[(heads.count * programs,)](
                 *(dq, dk, dv, *dq.stride()[:2], *_strides(dk), *_strides(dv)),
                 *(None if norms is None else qkv, cos, sin, *_of(norms)[:2], dqkv, sums, tokens, _of(norms)[2]),
-                *(heads.query, heads.kv, heads.dim, tiling.tokens, tokens % tiling.tokens == 0, parts, stages),
-                num_warps=max(1, tiling.warps * heads.dim // 128),
-                maxnreg=tiling.registers,
+                *(heads.query, heads.kv, heads.dim, _TOKENS, tokens % _TOKENS == 0, parts, stages),
+                num_warps=max(1, _BACKWARD_WARPS * heads.dim // 128),
+                maxnreg=_REGISTERS,
                 enable_fp_fusion=False,
             )
     if sums is None:
@@ -369,15 +347,15 @@ def _strides(gradient: Tensor) -> tuple[int, int, int]:
     return token, head, part[0] if part else 0
 
 
-def _stages(tiling: BackwardTiling, heads: Heads, parts: int, value_bytes: int, angle_bytes: int, shared_memory: int) -> int:
-    """Returns how many of the tiling's stages fit into shared memory beside a byte a value and 1 KiB for sums."""
-    tile = tiling.tokens * heads.dim
+def _stages(heads: Heads, parts: int, value_bytes: int, angle_bytes: int, shared_memory: int) -> int:
+    """Returns how many stages fit into shared memory beside a byte a value and 1 KiB for sums."""
+    tile = _TOKENS * heads.dim
     of_a_stage = tile * (value_bytes * (parts + 1) + angle_bytes)  # dy and x; half of cos and half of sin
-    return max(1, min(tiling.stages, 1 + (shared_memory - tile - 1024) // of_a_stage))
+    return max(1, min(_STAGES, 1 + (shared_memory - tile - 1024) // of_a_stage))
 
 
-def _layout(heads: Heads, tiling: ForwardTiling) -> tuple[int, int, int, int, int]:
+def _layout(heads: Heads) -> tuple[int, int, int, int, int]:
     """The kernels' constants, `query` to `rows`. A block has as many heads as a power of two that divides queries and keys."""
     both = heads.query | heads.kv
-    rows = tiling.values // heads.dim
+    rows = _TILE // heads.dim
     return heads.query, heads.kv, heads.dim, min(both & -both, MOST_HEADS, rows), rows

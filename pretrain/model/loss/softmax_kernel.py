@@ -24,7 +24,6 @@ import triton.language as tl
 from torch import Tensor
 
 from pretrain.model.fused.fp8_tile import (
-    FP32_MAX,
     TYPES,
     exponential,
     fp8_codes,
@@ -186,9 +185,9 @@ def _softmax_statistics(
     magnitude = tl.abs(score_gradient(target, maximum, reciprocal, 1.0).to(logits.dtype.element_ty).to(tl.float32))
     magnitude = tl.where(label == ignore, 0.0, magnitude)
     record_amax(amax, magnitude + tl.zeros((1,), tl.float32))
-    scale = scale_from_amax(magnitude, 0.0, FP32_MAX, False, fp8)
+    scale = scale_from_amax(magnitude, 0.0, False, fp8)
     tl.store(scales + token, scale)
-    tl.store(scales_inv + token, inverse(scale, False))
+    tl.store(scales_inv + token, inverse(scale))
     tl.store(losses + token, tl.where(label == ignore, 0.0, tl.log(total) + (maximum - target)))
     tl.store(maxima + token, maximum)
     tl.store(reciprocals + token, reciprocal)
@@ -216,9 +215,9 @@ def _softmax_quantized_gradient(
 ):
     token = tl.program_id(0) * tokens_of_tile + tl.arange(0, tokens_of_tile)
     word = tl.program_id(1) * words_of_tile + tl.arange(0, words_of_tile)
-    used = scale_from_amax(tl.load(amax), 0.0, FP32_MAX, power_of_two, fp8) if scale is None else tl.load(scale)
+    used = scale_from_amax(tl.load(amax), 0.0, power_of_two, fp8) if scale is None else tl.load(scale)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-        tl.store(scale_inv, inverse(used, False))
+        tl.store(scale_inv, inverse(used))
     label = tl.load(labels + token)[:, None]
     scores = load_rows(logits, token, word, vocabulary)
     maximum, reciprocal = tl.load(maxima + token)[:, None], tl.load(reciprocals + token)[:, None]
