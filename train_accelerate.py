@@ -65,7 +65,7 @@ from pretrain.run.evaluate import best_so_far, evaluate, evaluate_once, is_best
 from pretrain.run.export import export_trained, is_exported
 from pretrain.run.faults import explaining_errors, fault_of
 from pretrain.run.introduction import first_step, has_ended, introduce, warn_of_precisions
-from pretrain.run.keeping import check_room, conclude, ended_before, leave, prepare_saves, save, save_last, sum_up, tell_saved
+from pretrain.run.keeping import check_room, conclude, leave, prepare_saves, save, save_last, sum_up, tell_saved
 from pretrain.run.microbatch import choose_microbatch
 from pretrain.run.parity import find_parity, require_parity
 from pretrain.run.previews import plan_launch
@@ -107,10 +107,8 @@ def launch(arguments: argparse.Namespace) -> int:
     console = Console(job.plan.steps, enabled=main_process)
     for text in (*launched.notices, *job.notices):
         console.notice(text)
-    stopped_by = None
     with refused_together(lambda: RunFolder(job.run_dir, owner=main_process)) as folder, ending_stream(job):
-        if not ended_before(job, accelerator, folder, console, waited, arguments):
-            stopped_by = carry_out(job, accelerator, folder, console, waited, arguments)
+        stopped_by = carry_out(job, accelerator, folder, console, waited, arguments)
     end_processes(accelerator)  # nothing refers to the run any more
     return 128 + stopped_by if stopped_by else 0  # what a shell reports for a process that a signal ended
 

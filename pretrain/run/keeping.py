@@ -3,26 +3,21 @@ run that has ended without a checkpoint, when it is started again."""
 
 from __future__ import annotations
 
-import argparse
 import signal
 from dataclasses import replace
-
-from accelerate import Accelerator
 
 from foundation.errors import InputError
 from foundation.signals import StopRequest
 from packing.batch import Prefetch, StepBatches
 from pretrain.checkpoint.checkpoint import Checkpoints, bytes_needed, check_space
 from pretrain.compare.figures import plot_losses
-from pretrain.metrics.console import Console
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.run_record import RunRecord, last_screen, read_metrics, read_run, summary
-from pretrain.metrics.waited import Waited
 from pretrain.model.distributed import largest_over_ranks
 from pretrain.plan.preflight import Job
 from pretrain.run.assembly import Assembly
 from pretrain.run.faults import Stop, why_no_packs
-from pretrain.run.resume import ResumePoint, nothing_left, said_of_the_end
+from pretrain.run.resume import ResumePoint
 from pretrain.run.rollback import halted, judge_weights
 from pretrain.run.running import Run
 
@@ -135,18 +130,3 @@ def conclude(run: Run, finished: RunRecord | None) -> None:
     if not run.ended:
         run.folder.write_json(run.folder.summary, finished.summary)
     run.console.panel(*last_screen(finished, run.folder, run.waited.describe()))
-
-
-def ended_before(
-    job: Job, accelerator: Accelerator, folder: RunFolder, console: Console, waited: Waited, arguments: argparse.Namespace
-) -> bool:
-    """Whether the run has nothing left to do, and needs no model to say so: then it says where everything is. Collective."""
-    finished = nothing_left(job, arguments.resume) if accelerator.is_main_process else None
-    if not largest_over_ranks(accelerator, int(finished is not None)):
-        return False
-    if finished:
-        if not folder.loss_plot.exists():
-            plot_losses([finished], folder.loss_plot)
-        console.notice(said_of_the_end(job))
-        console.panel(*last_screen(finished, folder, waited.describe()))
-    return True

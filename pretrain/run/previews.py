@@ -19,7 +19,7 @@ from pretrain.plan.preflight import Job, planned_steps, prepare_job
 from pretrain.plan.rendering import render
 from pretrain.run.command_line import LaunchParser, as_launched
 from pretrain.run.introduction import warn_of_precisions
-from pretrain.run.resume import going_on, look_for_resume_point, nothing_left, require_steps_to_come, said_of_the_end
+from pretrain.run.resume import going_on, look_for_resume_point, require_steps_to_come
 from pretrain.settings.config import load_recipe, run_dir_of
 from pretrain.settings.launch_environment import with_precision
 
@@ -43,8 +43,6 @@ def plan_launch(arguments: argparse.Namespace) -> int:
 
 def _going_on(job: Job, wanted: str, accept_changes: bool) -> tuple[Job, list[str]]:
     """Returns the job as it would go on, and what it would go on from. InputError where the run would refuse."""
-    if nothing_left(job, wanted):
-        return job, [said_of_the_end(job)]
     checkpoints, source = look_for_resume_point(wanted, job, accept_changes)
     require_steps_to_come(source, checkpoints, job)
     return going_on(job, source), [f"would resume from {source.path}", *source.notes] if source else []

@@ -20,16 +20,14 @@ from foundation.reading import load_json
 from foundation.settings import parse
 from foundation.units import plural
 from pretrain.checkpoint.checkpoint import Checkpoints, require_shared
-from pretrain.checkpoint.folders import step_folder
 from pretrain.checkpoint.manifest import MANIFEST, TensorEntry, read_manifest
 from pretrain.checkpoint.shards import mismatches
 from pretrain.checkpoint.state import Change, Past, TrainState, changed_keys, check_same_training, differences
 from pretrain.metrics.health import Health
 from pretrain.metrics.run_folder import AUDIT_FILE, METRICS_FILE, SUMMARY_FILE, RunFolder
-from pretrain.metrics.run_record import NoStepYet, RunRecord, is_step, read_finished, read_metrics, read_run
+from pretrain.metrics.run_record import NoStepYet, is_step, read_metrics, read_run
 from pretrain.model.distributed import local_part, refused_together, require_same_on_all_ranks
 from pretrain.model.huggingface import named_tensors, weights_fingerprint
-from pretrain.optimizer import schedule
 from pretrain.optimizer.adamw import set_updates_done
 from pretrain.optimizer.adamw_update import convert_weight, describe_conversion
 from pretrain.plan.preflight import Job
@@ -39,10 +37,9 @@ from pretrain.precision.schedule import in_phases, last_steps, phases_of
 from pretrain.precision.settings import ActivePrecision
 from pretrain.run.assembly import REHEARSALS, Assembly
 from pretrain.settings.config import begin_of, identity_of
-from pretrain.settings.recipe import Recipe, ScheduleSettings
+from pretrain.settings.recipe import Recipe
 
 BEGIN_WITH = "`train.begin_with`: "  # before what is wrong with its checkpoint
-HORIZON = {"train.steps", "train.tokens", "train.epochs"}
 
 
 # ── Which checkpoint ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -128,34 +125,14 @@ def _require_own_records(job: Job) -> None:
                 f"{end}: is of a finished run that has no checkpoint to go on from; set another `run_dir`, or move it away"
             )
     metrics = job.run_dir / METRICS_FILE
+    if not metrics.exists():
+        return
     with suppress(NoStepYet):
-        if metrics.exists() and (changed := _changed_since(read_run(job.run_dir), job)):
+        run = read_run(job.run_dir)
+        trained = identity_of(parse(Recipe, run.config, str(run.path / "config.yaml")), run.data_fingerprint or "")
+        ours = identity_of(job.recipe, job.data.train.fingerprint) | job.source_config
+        if changed := changed_keys(trained | run.source_config, ours):
             raise InputError(f"{metrics}: is of another training ({', '.join(changed)}); set another `run_dir`, or move it away")
-
-
-def _changed_since(run: RunRecord, job: Job) -> list[str]:
-    """The keys by which `run` was another training than this one."""
-    trained = identity_of(parse(Recipe, run.config, str(run.path / "config.yaml")), run.data_fingerprint or "")
-    ours = identity_of(job.recipe, job.data.train.fingerprint) | job.source_config
-    return changed_keys(trained | run.source_config, ours)
-
-
-def nothing_left(job: Job, wanted: str) -> RunRecord | None:
-    """The run as it ended, where starting it again has nothing left to do: this very training has ended without a checkpoint of
-    its last step (`checkpoint.at_end: false`). None where a checkpoint is `wanted` by its name: its steps are trained again."""
-    saved = step_folder(job.run_dir / "checkpoints", job.plan.steps).exists()
-    if job.recipe.checkpoint.at_end or saved or wanted != "auto":
-        return None
-    run = read_finished(job.run_dir)
-    return run if run and run.summary["steps"] == job.plan.steps and not _changed_since(run, job) else None
-
-
-def said_of_the_end(job: Job) -> str:
-    """What to tell of a run that has `nothing_left`."""
-    return (
-        f"{job.run_dir}: the run has finished after {plural(job.plan.steps, 'step')}, and is not trained again: "
-        "`checkpoint.at_end: false` wants no model of it. To train it once more set another `run_dir`, or move this one away"
-    )
 
 
 def look_for_resume_point(wanted: str, job: Job, accept_changes: bool) -> tuple[Checkpoints, ResumePoint | None]:
@@ -265,23 +242,8 @@ def past_of(path: Path, record: Mapping[str, Any], job: Job, *, begins: bool, ow
     if begins:
         return Past(begin_with=sha256((path / MANIFEST).read_bytes()).hexdigest(), left_out=left_out)
     was = {key: record["identity"].get(key) for key in changed_keys(record["identity"], job.identity)}
-    if was and _same_rates(record, job):  # the checkpoint's steps were none other under the longer horizon
-        was = {key: old for key, old in was.items() if key not in HORIZON and not key.startswith("schedule.")}
     change = [Change(step=progress["step"], was=was)] if was else []
     return past.model_copy(update={"changed": [*past.changed, *change], "left_out": left_out})
-
-
-def _same_rates(record: Mapping[str, Any], job: Job) -> bool:
-    """Whether the present schedule and horizon give the checkpoint's steps the rates that they had, of one largest rate, and
-    there is no schedule of precisions, which follows the horizon too."""
-    identity, recipe = record["identity"], job.recipe
-    saved = ScheduleSettings(**{k.removeprefix("schedule."): v for k, v in identity.items() if k.startswith("schedule.")})
-    optimizer, horizon = recipe.optimizer, record["progress"]["steps"]
-    return len(phases_of(identity.get("precision"))) < 2 and all(
-        schedule.learning_rate(step, saved, optimizer, horizon)
-        == schedule.learning_rate(step, recipe.schedule, optimizer, job.plan.steps)
-        for step in range(record["progress"]["step"])
-    )
 
 
 # ── Its state copied back ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from pretrain.checkpoint.folders import step_folders
 from tests.conftest import write_recipe
@@ -104,25 +103,3 @@ def test_a_job_of_two_nodes_saves_when_told_that_time_is_up_and_is_queued_again(
     checkpoints = Path(small_recipe["run_dir"]) / "checkpoints"
     newest, *_, older = (int(path.name.removeprefix("step-")) for path in step_folders(checkpoints))
     assert 4 <= older < newest < 12  # training goes on while step 4 is written, so the signal comes in one of the next steps
-
-
-def test_what_a_job_lacks_is_said_before_anything_starts(tmp_path: Path) -> None:
-    for script, variables, said in (
-        ("train.sbatch", {"CONFIG": "a.yaml"}, "RECIPE: is not set: sbatch --export=ALL,CONFIG="),
-        ("matrix.sbatch", {"MATRIX": "m.yaml"}, "SLURM_ARRAY_TASK_ID: is not set: sbatch --array=0-5"),
-        ("train.sbatch", {"CONFIG": "a.yaml", "RECIPE": "r.yaml"}, "how many processes a node runs: PROCESSES_PER_NODE"),
-    ):
-        job = Job(tmp_path, script, **variables)
-        assert job.process.wait() != 0 and said in job.log.read_text(), job.log.read_text()
-    assert not job.scontrol.exists()
-
-
-def test_the_scripts_are_bash_and_the_sky_file_is_yaml() -> None:
-    scripts = [*CLUSTER.glob("*.sbatch"), *CLUSTER.glob("*.sh")]
-    for path in scripts:
-        assert subprocess.run(["bash", "-n", path]).returncode == 0
-        assert "\nset -euo pipefail\n" in path.read_text()
-    sky = yaml.safe_load((CLUSTER / "sky.yaml").read_text())
-    assert {"resources", "num_nodes", "envs", "setup", "run"} <= sky.keys()
-    for part in ("setup", "run"):
-        assert subprocess.run(["bash", "-n"], input=sky[part], text=True).returncode == 0

@@ -41,14 +41,6 @@ def test_memory_that_runs_out_is_one_message_and_leaves_what_was_saved(
     assert again.status == 0 and "at step 4" in again.output
 
 
-def test_an_error_that_is_not_of_memory_keeps_its_traceback(
-    train_here: Callable, small_recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fail_after(0, small_recipe["run_dir"], RuntimeError("a bug of ours"), monkeypatch)
-    with pytest.raises(RuntimeError, match="a bug of ours"):
-        train_here("parity=off")
-
-
 # ── While a checkpoint is written behind training ─────────────────────────────────────────────────────────────────────────────
 
 

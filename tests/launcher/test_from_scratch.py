@@ -11,7 +11,6 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from pretrain.__main__ import main
 from tests.conftest import Finished
 
 PAD, EOS = "<|pad|>", "<|end|>"  # ids 0 and 1: not what any architecture has by default
@@ -64,33 +63,6 @@ def test_the_exported_model_has_the_tokenizers_vocabulary_and_stops_where_docume
     model, tokenizer = AutoModelForCausalLM.from_pretrained(final), AutoTokenizer.from_pretrained(final)
     prompt = tokenizer("four five", return_tensors="pt", return_token_type_ids=False)
     assert tokenizer.decode(model.generate(**prompt, max_new_tokens=40)[0]) == f"four five six{EOS}"
-
-
-@pytest.mark.parametrize("where", ["", "checkpoints/step-00000060", "final"])
-def test_a_run_a_checkpoint_and_an_exported_folder_continue_a_text_alike(where: str, trained: Finished, capsys: Any) -> None:
-    assert main(["sample", str(trained.run_dir / where), "one two", "four five", "--temperature", "0"]) == 0
-    lines = capsys.readouterr().out.split()
-    assert "three" in lines and "six" in lines
-
-
-def test_what_contradicts_the_tokenizer_is_refused(
-    trained: Finished, start_here: Callable, recipe: dict[str, Any], tmp_path: Path
-) -> None:
-    changes = ["model.config.vocab_size=200", "model.config.eos_token_id=[2]"]
-    message = start_here(recipe | {"run_dir": str(tmp_path / "run")}, tmp_path, *changes).refusal
-    assert "vocab_size" in message and "eos_token_id" in message
-    Tokenizer(models.WordLevel({PAD: 0, EOS: 1, "one": 2}, unk_token=PAD)).save(str(tmp_path / "other.json"))
-    data = {"packs": recipe["data"]["packs"], "length": 32, "tokenizer": str(tmp_path / "other.json")}
-    assert "data.tokenizer" in start_here(recipe | {"data": data, "run_dir": str(tmp_path / "run")}, tmp_path).refusal
-
-
-def test_from_scratch_in_the_shape_of_a_source_is_what_its_configuration_alone_trains(
-    trained: Finished, start_here: Callable, recipe: dict[str, Any], tmp_path: Path
-) -> None:
-    shape = {"source": str(trained.run_dir / "final"), "from_scratch": True}
-    again = start_here(recipe | {"model": shape, "run_dir": str(tmp_path / "run")}, tmp_path)
-    assert again.status == 0, again.output
-    assert again.losses() == trained.losses(), "the same weights drawn, and none of those that were trained"
 
 
 def test_the_cards_own_code_loads_the_model_and_continues_a_text(

@@ -53,9 +53,3 @@ def test_a_run_that_would_train_something_else_stops_before_its_first_step(
     assert parity_of(run)["failures"] and ".mlp." in run.output
     metrics = run.run_dir / "metrics.jsonl"
     assert not metrics.exists() or metrics.read_text() == ""
-
-
-def test_a_run_is_held_to_parity_where_nothing_is_set(train_here: Callable, small_recipe: dict[str, Any]) -> None:
-    del small_recipe["parity"]
-    run = train_here("train.steps=2", recipe=small_recipe)
-    assert run.status == 0 and parity_of(run)["failures"] == [], run.output

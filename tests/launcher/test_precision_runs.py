@@ -63,29 +63,6 @@ def test_a_run_goes_on_in_another_precision_and_other_weights_if_that_is_accepte
     assert audit_of(then)["phases"] == {"1": "bf16", "4": "delayed"}
 
 
-def test_exact_bf16_weights_keep_what_plain_bf16_weights_lose(started: Callable) -> None:
-    """At a rate at which most updates are smaller than half a unit in a BF16 weight's last place."""
-    slow = ("precision=bf16", "optimizer.learning_rate=2e-5")
-    frozen = {
-        weights: [step["frozen_updates"] for step in started(weights, *slow, f"weights={weights}").records() if "loss" in step]
-        for weights in ("fp32", "bf16_exact", "bf16")
-    }
-    assert max(frozen["fp32"]) < 0.01 and max(frozen["bf16_exact"]) < 0.01 and min(frozen["bf16"]) > 0.5
-
-
-def test_a_fallback_is_written_down(started: Callable) -> None:
-    run = started("run", "precision=mxfp8", "fp8_config.on_unsupported=fallback", "train.steps=1")
-    audit = audit_of(run)
-    assert audit["effective"] == "bf16" and {product["effective"] for product in audit["products"]} == {"bf16"}
-
-
-def test_kept_linears_stay_in_bf16_and_the_audit_names_them(started: Callable) -> None:
-    run = started("run", "precision=current", "fp8_config.keep_bf16=[layers.0.*, down_proj]", "train.steps=1")
-    effective = {product["name"]: product["effective"] for product in audit_of(run)["products"]}
-    kept = {name for name, precision in effective.items() if precision == "bf16" and "lm_head" not in name}
-    assert kept == {name for name in effective if "layers.0." in name or "down_proj" in name} and len(kept) == 8
-
-
 # ── Branches: a run that begins with another run's checkpoint ─────────────────────────────────────────────────────────────────
 
 

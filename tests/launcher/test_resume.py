@@ -5,7 +5,6 @@ Kills at random moments, under `accelerate launch`, are in benchmarks/kill_resum
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -128,20 +127,6 @@ def test_a_signal_while_the_last_step_is_saved_loses_nothing_of_it(
     assert checkpoints(run_dir)[-1] == STEPS
     finished = run()
     assert finished.status == 0 and outcome(finished) == outcome(alone)
-
-
-def test_a_run_whose_terminal_is_gone_still_saves_when_stopped(recipe: dict[str, Any], tmp_path: Path) -> None:
-    """`2>&1 | tee log`: Ctrl-C ends tee first, and every later write of the run fails."""
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    tee = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    path = write_recipe(recipe | {"run_dir": str(tmp_path / "run")}, tmp_path)
-    process = LauncherProcess([str(path)], pipe, Moment("logged", "^3$"))
-    process.wait_until_it_waits()
-    os.close(tee)
-    process.send_signal(SIGINT)
-    process.go_on()
-    assert process.end() == 130 and checkpoints(tmp_path / "run") == [3]
 
 
 def test_a_second_launcher_on_the_same_run_folder_is_refused_and_the_first_goes_on(

@@ -9,12 +9,9 @@ from typing import Any
 
 import pytest
 from torch import distributed as dist
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 from pretrain.metrics.run_folder import RunFolder
-from pretrain.metrics.run_record import read_metrics, read_run
-from pretrain.model.huggingface import weights_fingerprint
-from pretrain.settings.recipe import ModelSettings
+from pretrain.metrics.run_record import read_metrics
 from tests.conftest import write_recipe
 from tests.moments import LauncherProcess
 
@@ -57,29 +54,6 @@ def test_processes_that_begin_with_other_weights_stop_and_say_so(small_recipe: d
     error = "error: the processes do not begin with the same model: of 26 tensors 15 are others on rank 1 than on rank 0, "
     error += "model.embed_tokens.weight among them; give every machine the same files"
     assert first.count(error) == 1 and second.count(error) == 1, first + second
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_the_main_process_alone_hashes_the_weights_that_a_run_begins_with(
-    rank: int, small_recipe: dict[str, Any], tmp_path: Path
-) -> None:
-    """Each rank has its own copy of the model; among the files of one of them is a folder, which cannot be hashed."""
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    hf = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, max_position_embeddings=64))
-    copies = [tmp_path / "first", tmp_path / "second"]
-    for folder in copies:
-        hf.save_pretrained(folder)
-    expected = weights_fingerprint(ModelSettings(source=str(copies[0])))
-    (copies[rank] / "model-extra.safetensors").mkdir()
-    recipe = small_recipe | {"model": {"source": str(copies[0])}, "train": {"steps": 3}, "evaluate": {}}
-    statuses, first, second = start(recipe, tmp_path, f"model.source={copies[1]}")
-    if rank == 1:
-        assert statuses == [0, 0], first + second
-        assert read_run(Path(recipe["run_dir"])).past.source_weights == expected
-    else:
-        error = f"error: {copies[0]}/model-extra.safetensors: cannot be read: "
-        assert statuses == [2, 2] and "Traceback" not in first + second, first + second
-        assert first.count(error) == 1 and second.count(error) == 1, first + second
 
 
 def test_a_run_folder_in_use_is_refused_by_every_process_in_the_same_words(small_recipe: dict[str, Any], tmp_path: Path) -> None:

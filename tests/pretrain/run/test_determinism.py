@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -39,17 +38,6 @@ def write_by_index() -> torch.Tensor:
     return torch.zeros(3).put_(torch.tensor([1]), torch.ones(1))
 
 
-def test_torch_is_deterministic_and_fills_no_memory_and_cublas_has_a_workspace_of_its_own() -> None:
-    environment: dict[str, str] = {}
-    assert determinism.describe("cuda", environment) == "no"
-    determinism.begin(environment)
-    assert environment == {determinism.WORKSPACE: ":4096:8"}
-    assert torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
-    assert not torch.utils.deterministic.fill_uninitialized_memory
-    said = determinism.describe("cuda", environment)
-    assert said.startswith("yes: torch's deterministic algorithms, CUBLAS_WORKSPACE_CONFIG=:4096:8, ")
-
-
 @pytest.mark.parametrize("workspace", [":16:8", ":4096:8", ":4096:2:16:8", ""])
 def test_a_workspace_of_the_users_is_kept_or_refused(workspace: str) -> None:
     environment = {determinism.WORKSPACE: workspace}
@@ -69,14 +57,6 @@ def test_an_operation_without_a_deterministic_form_is_one_message_and_other_erro
         write_by_index()
     with pytest.raises(RuntimeError, match="something else"), determinism.explaining():
         raise RuntimeError("something else")
-
-
-def test_what_is_no_part_of_training_may_use_it() -> None:
-    determinism.begin({})
-    with pytest.raises(RuntimeError, match="deliberate"), determinism.any_order():
-        assert write_by_index().tolist() == [0.0, 1.0, 0.0]
-        raise RuntimeError("deliberate")
-    assert torch.are_deterministic_algorithms_enabled()
 
 
 @pytest.mark.parametrize("repeats", [False, True])
@@ -120,11 +100,3 @@ def test_a_model_that_needs_what_cannot_repeat_is_refused_before_the_first_step(
     finished = train_here("deterministic=true")
     assert finished.refusal.startswith("`deterministic: true`: torch's put_ has no deterministic form on this device")
     assert not (finished.run_dir / "metrics.jsonl").exists()
-
-
-def test_the_audit_and_the_screen_say_so(train_here: Callable[..., Any], small_recipe: dict[str, Any]) -> None:
-    short = small_recipe | {"train": {"steps": 3}, "checkpoint": {"every": None, "at_end": False}}
-    finished = train_here("deterministic=true", recipe=short)
-    assert finished.status == 0, finished.output
-    assert json.loads((finished.run_dir / "audit.json").read_text())["deterministic"].startswith("yes: torch's deterministic")
-    assert "deterministic" in finished.output

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from foundation.errors import InputError
 from pretrain import __main__ as commands
@@ -35,16 +33,6 @@ def test_every_precision_asked_for_has_a_row_with_its_speed_and_what_the_device_
     assert float(bf16[4].rstrip("%")) < 3 < float(nvfp4[4].rstrip("%")) < 75
 
 
-def test_a_model_that_a_precision_cannot_take_is_a_row_with_the_reason(
-    small_recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(small_recipe))
-    assert commands.main(["doctor", *SOME, "--recipe", str(path), "--precisions", "block"]) == 1
-    output = capsys.readouterr().out
-    assert "hidden 32, feed-forward 64" in output and "multiples of 128" in row_of(output, "block")[-1]
-
-
 def test_a_product_that_computes_something_else_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     multiply = EmulatedProduct.multiply
     monkeypatch.setattr(EmulatedProduct, "multiply", lambda *operands: -multiply(*operands))
@@ -61,9 +49,3 @@ def test_a_precision_that_hangs_or_dies_is_a_row_and_emulation_is_tried(monkeypa
     monkeypatch.setattr(subprocess, "run", run)
     row = doctor._row("mxfp8", None, [])
     assert row[1] == "nothing" and "transformer_engine fails: took longer" in row[-1] and "status 139" in row[-1]
-
-
-@pytest.mark.parametrize("arguments", [["--precisions", "bf16,fp9"], ["--tokens", "0"]])
-def test_a_mistyped_option_is_one_message(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert commands.main(["doctor", *arguments]) == 2
-    assert arguments[0] in capsys.readouterr().err

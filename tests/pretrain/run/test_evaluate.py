@@ -11,7 +11,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import GenerationConfig, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from foundation.errors import InputError
 from packing.arrow import Pack, Packs
@@ -19,8 +19,7 @@ from packing.batch import evaluation_batches
 from packing.mixture import MixedPacks
 from packing.settings import DataSettings
 from packing.store import open_packs
-from pretrain.run import evaluate as evaluation
-from pretrain.run.evaluate import evaluation_turns, figures_of, held_out_figures, held_out_sums, sample
+from pretrain.run.evaluate import figures_of, held_out_figures, held_out_sums, sample
 from pretrain.run.running import BestEvaluation
 from pretrain.settings.recipe import LossSettings
 
@@ -91,33 +90,6 @@ def test_the_ranks_shares_add_up_to_the_whole(
     assert sum(share.loss * share.tokens for share in shares) / whole.tokens == pytest.approx(whole.loss, rel=1e-9)
 
 
-def test_a_share_of_padding_alone_is_no_tokens_and_no_loss(
-    held_out: Packs, accelerator: Accelerator, build_model: Callable
-) -> None:
-    assert evaluate(build_model(), held_out, accelerator, 10, rank=1, world_size=2) == SimpleNamespace(
-        loss=0.0, perplexity=1.0, tokens=0
-    )
-
-
-@pytest.mark.parametrize(("sources", "limit", "turns"), [(1, None, 4), (1, 4, 2), (2, None, 8), (2, 2, 2), (3, 15, 6)])
-def test_a_bar_has_as_many_turns_as_the_evaluation_of_all_sources(
-    sources: int,
-    limit: int | None,
-    turns: int,
-    held_out: Packs,
-    accelerator: Accelerator,
-    build_model: Callable,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    names = [f"source{number}" for number in range(sources)]  # of 10 packs each, in microbatches of 3
-    packs = MixedPacks(held_out.path, dict.fromkeys(names, held_out), dict.fromkeys(names, 1.0)) if sources > 1 else held_out
-    job = job_of(packs, limit)
-    counted: list[str] = []
-    monkeypatch.setattr(evaluation, "advance", lambda of: counted.append(of))
-    held_out_figures(job, build_model(), accelerator)
-    assert evaluation_turns(SimpleNamespace(job=job, accelerator=accelerator)) == len(counted) == turns
-
-
 @pytest.mark.parametrize("penalty", [None, "non_max_sum"])
 def test_the_figures_of_several_sources_are_those_of_all_their_tokens(
     penalty: str | None, small_packs: Path, held_out: Packs, accelerator: Accelerator, build_model: Callable
@@ -140,13 +112,6 @@ def test_the_figures_of_several_sources_are_those_of_all_their_tokens(
     assert ("held_out_penalty" in mixed) == bool(penalty)
 
 
-def test_dropout_is_off_and_back_on_afterwards(held_out: Packs, accelerator: Accelerator, build_model: Callable) -> None:
-    dropping = build_model("gpt2", resid_pdrop=0.5, embd_pdrop=0.5).train()
-    keeping = build_model("gpt2", resid_pdrop=0.0, embd_pdrop=0.0).train()
-    assert evaluate(dropping, held_out, accelerator, 5) == evaluate(keeping, held_out, accelerator, 5)
-    assert all(module.training for module in dropping.modules())
-
-
 @pytest.mark.parametrize("training", [True, False])
 def test_evaluation_leaves_mode_weights_and_gradients_alone(
     training: bool, held_out: Packs, accelerator: Accelerator, build_model: Callable
@@ -159,13 +124,6 @@ def test_evaluation_leaves_mode_weights_and_gradients_alone(
     assert all(module.training == training for module in packed.modules())
     assert all((parameter.grad == 7.0).all() for parameter in packed.parameters())
     assert all(torch.equal(tensor, before[name]) for name, tensor in packed.state_dict().items())
-
-
-def test_an_error_in_evaluation_leaves_training_mode_on(held_out: Packs, accelerator: Accelerator, build_model: Callable) -> None:
-    packed = build_model(vocab_size=8).train()  # the packs hold tokens beyond it
-    with pytest.raises(IndexError):
-        evaluate(packed, held_out, accelerator, 4)
-    assert packed.training
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
@@ -182,66 +140,12 @@ def test_samples_are_what_plain_transformers_generates_from_the_same_seed(
     assert ours == tokenizer.decode(ids[0, 3:], skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
-@pytest.mark.parametrize("cast_to", [None, torch.bfloat16])
-def test_samples_depend_on_the_seed_alone_and_leave_the_model_as_it_was(
-    kind: str,
-    cast_to: torch.dtype | None,
-    tokenizer: PreTrainedTokenizerFast,
-    held_out: Packs,
-    accelerator: Accelerator,
-    build_model: Callable,
-) -> None:
-    packed = build_model(kind, cast_to=cast_to).train()
-    before = evaluate(packed, held_out, accelerator, 5)
-    first, again, other = (sample(packed.hf, tokenizer, "w1 w2", tokens=16, seed=seed) for seed in (1, 1, 2))
-    assert first == again != other
-    assert packed.hf.config._attn_implementation == "packed_sdpa"
-    assert all(module.training for module in packed.modules())
-    assert all(parameter.grad is None and parameter.dtype == torch.float32 for parameter in packed.parameters())
-    assert evaluate(packed, held_out, accelerator, 5) == before
-
-
-def test_an_empty_prompt_samples_a_text_from_its_beginning(tokenizer: PreTrainedTokenizerFast, build_model: Callable) -> None:
-    assert sample(build_model().hf, tokenizer, "", tokens=8, seed=0)
-
-
-def test_sampling_warns_of_nothing(
-    tokenizer: PreTrainedTokenizerFast, build_model: Callable, recwarn: pytest.WarningsRecorder, caplog: pytest.LogCaptureFixture
-) -> None:
-    for temperature in (0.0, 0.8):
-        sample(build_model().hf, tokenizer, "w1 w2", tokens=4, seed=0, temperature=temperature)
-    assert [str(each.message) for each in recwarn] == []
-    assert caplog.messages == []
-
-
 def test_a_temperature_of_zero_takes_the_likeliest_token_whatever_the_seed(
     tokenizer: PreTrainedTokenizerFast, build_model: Callable
 ) -> None:
     hf = build_model().hf
     cold = [sample(hf, tokenizer, "w1 w2", tokens=8, seed=seed, temperature=heat) for seed, heat in ((1, 0.0), (2, 1e-6))]
     assert cold[0] == cold[1] == sample(hf, tokenizer, "w1 w2", tokens=8, seed=3, temperature=1.0, top_p=1e-6)
-
-
-def test_of_how_a_published_model_wants_to_generate_only_its_end_tokens_count(
-    tokenizer: PreTrainedTokenizerFast, build_model: Callable, plain_copy: Callable
-) -> None:
-    packed = build_model()
-    plain, ids = plain_copy(packed), tokenizer("w1 w2", return_tensors="pt")["input_ids"]
-    with torch.no_grad():
-        for _ in range(12):
-            ids = torch.cat([ids, plain(ids).logits[:, -1:].argmax(-1)], dim=1)
-    likeliest = ids[0, 2:].tolist()
-    theirs = {"repetition_penalty": 50.0, "num_beams": 4, "no_repeat_ngram_size": 1, "suppress_tokens": [likeliest[1]]}
-    wanted = packed.hf.generation_config = GenerationConfig(**theirs, do_sample=True, top_k=1, min_new_tokens=8, max_length=99)
-    cold = {"tokens": 12, "seed": 0, "temperature": 0.0}
-    assert sample(packed.hf, tokenizer, "w1 w2", **cold) == tokenizer.decode(likeliest, skip_special_tokens=True)
-    assert packed.hf.generation_config is wanted, "an export still has it"
-
-    wanted.eos_token_id, warm = [60, likeliest[8]], {"tokens": 12, "temperature": 1.0, "top_p": 1.0}
-    until = likeliest[: likeliest.index(likeliest[8]) + 1]
-    assert sample(packed.hf, tokenizer, "w1 w2", **cold) == tokenizer.decode(until, skip_special_tokens=True)
-    assert len({sample(packed.hf, tokenizer, "w1 w2", seed=seed, **warm) for seed in range(8)}) > 1, "their top_k is 1"
 
 
 def test_a_continuation_ends_with_the_models_positions_and_a_prompt_without_room_is_refused(

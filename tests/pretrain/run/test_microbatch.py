@@ -85,13 +85,6 @@ def test_where_nothing_fits_there_is_no_largest(accelerator: Accelerator, build_
     assert find(SmallDevice(build_model(), packs=8), accelerator, make_batch, used=101) is None
 
 
-def test_other_errors_are_not_taken_for_a_lack_of_memory(
-    accelerator: Accelerator, build_model: Callable, make_batch: Callable
-) -> None:
-    with pytest.raises(IndexError):
-        find(build_model(vocab_size=2), accelerator, make_batch)
-
-
 @pytest.mark.parametrize(
     ("whatever", "a_pack", "bent", "expected", "most_trials"),
     [(10, 10, 0, 8, 4), (60, 3, 0, 12, 4), (0, 40, 0, 2, 3), (70, 1, 0, 24, 5), (95, 10, 0, None, 2), (10, 5, 0.5, 8, 5)],
@@ -110,11 +103,6 @@ def test_a_microbatch_grows_to_the_largest_that_fits_and_never_far_beyond(
     assert tried[:2] == [0.5, 1] and len(tried) <= most_trials and len(set(tried)) == len(tried)
     if not bent and expected:
         assert max(tried) == expected, "nothing was tried that does not fit"
-
-
-def test_what_is_larger_than_it_looked_is_not_taken() -> None:
-    taken = {0.5: 5, 1: 10, 4: 40, 8: 121, 6: 90}
-    assert grow([1, 4, 6, 7, 8], 100, taken.__getitem__) == 6
 
 
 @pytest.mark.parametrize(

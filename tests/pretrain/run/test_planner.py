@@ -17,7 +17,6 @@ from pretrain.__main__ import main
 from pretrain.plan.preflight import measured_speed
 from tests.conftest import write_recipe
 
-LLAMA = Path(__file__).parents[3] / "benchmarks/llama_3_1_8b.yaml"
 Planned = Callable[..., tuple[int, str, str]]
 
 
@@ -56,15 +55,6 @@ def test_a_plan_needs_no_packs_and_counts_tokens_and_steps_both_ways(plan):
     assert " = 1.00 epochs" in out and "`data.validation`: " in out and "`data.packs`" not in out
 
 
-@pytest.mark.parametrize(("microbatch", "says"), [("1", "1 pack: fits barely"), ("auto", "does not fit"), ("2", "does not fit")])
-def test_a_microbatch_that_is_named_may_leave_less_free_than_auto_does(microbatch, says, plan):
-    """Llama-3.1-8B with BF16 moments and FP32 gradients: runs of it took 132.2 to 136.2 GiB of an H200's 139.8."""
-    options = ["precision=delayed", "optimizer.moments=bf16", "optimizer.gradients=fp32", "model.gradient_checkpointing=none"]
-    status, out, _ = plan(*options, f"batch.microbatch={microbatch}", "--on", "H200", of=LLAMA)
-    [_, of_each, size, *_] = cells(out[out.index("Microbatch, by the estimate") :], "1 x H200")
-    assert status == 0 and of_each == "139.8 GiB" and size.endswith(says)
-
-
 def test_what_is_far_outside_of_what_is_known_is_not_forecast(plan):
     status, out, _ = plan("--on", "H100")
     assert status == 0 and cells(out, "1 x H100")[1:] == ["30 to 50 % of the bf16 peak, assumed", UNKNOWN, UNKNOWN]
@@ -81,14 +71,6 @@ def test_prices_hours_and_a_budget_are_reckoned_with(plan):
     assert steps == pytest.approx(float(of_h200[2].replace(",", "")) * 7200 / 256, rel=1e-3)
 
 
-def test_a_price_is_that_of_a_device_by_either_of_its_names(plan):
-    for on, priced in (("NVIDIA H200", "H200"), ("H200", "nvidia h200"), ("NVIDIA H100 80GB HBM3", "H100")):
-        status, out, _ = plan("--on", on, "--mfu", "0.5", "--price-per-hour", f"{priced}=3600")
-        assert status == 0 and cells(out, f"1 x {on}")[4] == "0.00"
-    status, _, err = plan("--on", "NVIDIA H100 PCIe", "--price-per-hour", "H100=3")
-    assert status == 2 and "--price-per-hour H100=...: no such device is planned for" in err
-
-
 def test_a_run_of_ones_own_is_reckoned_by(plan, start_here, small_recipe, tmp_path):
     finished = start_here(small_recipe | {"evaluate": {}, "checkpoint": {"at_end": False}}, tmp_path)
     assert finished.status == 0, finished.output
@@ -102,22 +84,6 @@ def test_a_run_of_ones_own_is_reckoned_by(plan, start_here, small_recipe, tmp_pa
     measured = partial(measured_speed, finished.run_dir)
     assert measured({"fp32", "bf16"}, (1, "CPU")) == median and measured({"bf16"}, (1, "CPU")) is None
     assert measured({"fp32"}, (2, "CPU")) is None and measured({"fp32"}, (1, "NVIDIA H200")) is None
-
-
-def test_text_that_is_not_here_is_said_to_be_unchecked_and_text_that_is_here_is_checked(plan, tmp_path):
-    to_come = ("data.packs=/no/such", "data.tokenizer=/no/such", "data.held_out=0.1", "--on", "H100")
-    status, out, err = plan("data.source=/no/such.jsonl", *to_come)
-    assert (status, err) == (0, "") and "* data.source: /no/such.jsonl: no such file or folder" in out and "not checked" in out
-    (tmp_path / "text.txt").touch()
-    status, _, err = plan(f"data.source={tmp_path / 'text.txt'}", "data.text=body", *to_come)
-    assert status == 2 and "data.text: " in err and "a text file is one document" in err
-
-
-def test_a_microbatch_is_held_to_the_devices_that_are_planned_for(plan):
-    status, out, _ = plan("batch.microbatch=3", "--on", "3xH100", "--on", "H100")
-    memory = out[out.index("Microbatch, by the estimate") :]
-    assert status == 0 and cells(memory, "3 x H100")[2] == "3 packs: the recipe's"
-    assert cells(memory, "1 x H100")[2] == "3 packs: refused, as it does not divide 8"
 
 
 @pytest.mark.parametrize(

@@ -27,12 +27,6 @@ def test_the_precisions_around_a_checkpoint_are_those_of_its_own_schedule(step: 
     assert precisions_around(record) == around
 
 
-@pytest.mark.parametrize("precision", [None, "nvfp4"])
-def test_without_a_schedule_there_are_no_precisions_around_a_checkpoint(precision: str | None) -> None:
-    record = {"identity": {"precision": precision}, "progress": {"step": 5, "steps": 20}}
-    assert precisions_around(record) == (None, None)
-
-
 @pytest.mark.parametrize(
     ("tokens", "length", "packs_per_step", "shift"),
     [(1024, 256, 4, 0), (1024, 256, 8, -24), (2048, 256, 4, 24), (1024, 512, 4, -12)],
