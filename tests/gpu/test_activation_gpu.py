@@ -15,10 +15,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 if torch.cuda.is_available():
     te = pytest.importorskip("transformer_engine.pytorch", reason="needs Transformer Engine")
     import transformer_engine_torch as tex
-    from transformer_engine.pytorch.cpp_extensions import general_gemm
-    from transformer_engine.pytorch.quantized_tensor import prepare_for_saving, restore_from_saved
 
-    from pretrain.model.fused.activation import swiglu, swiglu_backward, takes
+    from pretrain.model.fused.activation import swiglu, swiglu_backward
 
 TOKENS, WIDTH, OUT = 1024, 1536, 512
 SCALES = {"activated": 3.1, "gradient": 40.0, "weight": 100.0}
@@ -107,57 +105,6 @@ def test_values_transposes_scales_and_amaxes_are_those_of_the_library(recipe: st
     assert torch.equal(parts(again)["columns"], parts(activated)["rows"].t())
     assert torch.equal(again._scale_inv, activated._scale_inv)
     assert torch.equal(parts(d_hidden)["columns"], parts(d_hidden)["rows"].t())
-
-
-def exact(operand: Any) -> Tensor:
-    """What the codes stand for that products along the rows read."""
-    return operand.dequantize(dtype=torch.float32).double()
-
-
-def test_results_are_operands_of_the_librarys_products(recipe: str) -> None:
-    """Forward and both gradients of the product above, and of the one below, against products of what the operands stand for."""
-    hidden, d_activated = inputs(seed=1)
-    generator = torch.Generator("cuda").manual_seed(2)
-
-    def quantized(role: str, *shape: int) -> Any:
-        values = torch.randn(shape, generator=generator, device="cuda").bfloat16()
-        return quantizer(recipe, role)(values if role == "gradient" else values / 50)
-
-    above, below = quantized("weight", OUT, WIDTH), quantized("weight", 2 * WIDTH, OUT)
-    x, dy = quantized("activated", TOKENS, OUT), quantized("gradient", TOKENS, OUT)
-    quantizers = quantizer(recipe, "gradient"), quantizer(recipe, "activated")
-    activated, kept = swiglu(hidden, quantizers[1])
-    d_hidden, again = swiglu_backward(d_activated, hidden, quantizers[0], quantizers[1], kept)
-    saved, objects = prepare_for_saving(d_hidden, again)  # as autograd functions keep them
-    d_hidden, again = restore_from_saved(objects, saved)
-
-    def multiply(left: Any, right: Any, layout: str) -> Tensor:
-        return general_gemm(left, right, out_dtype=torch.float32, layout=layout, use_split_accumulator=True)[0]
-
-    for name, product, expected in (
-        ("forward", multiply(above, activated, "TN"), exact(activated) @ exact(above).t()),
-        ("weight gradient above", multiply(again, dy, "NT"), exact(dy).t() @ exact(again)),
-        ("input gradient below", multiply(below, d_hidden, "NN"), exact(d_hidden) @ exact(below)),
-        ("weight gradient below", multiply(x, d_hidden, "NT"), exact(d_hidden).t() @ exact(x)),
-    ):
-        error = ((product.double() - expected).norm() / expected.norm()).item()
-        print(f"{name}: relative error {error:.1e}")
-        assert error < 5e-3, f"{name}: {error}"
-
-
-def test_the_gradient_is_written_as_its_usages_say(recipe: str) -> None:
-    hidden, d_activated = inputs(256, 256)
-    for rows, columns in ((True, False), (False, True)):
-        gradient, activated = quantizer(recipe, "gradient", rows=rows, columns=columns), quantizer(recipe, "activated")
-        kept = swiglu(hidden, activated)[1]
-        d_hidden, _ = swiglu_backward(d_activated, hidden, gradient, activated, kept)
-        assert [parts(d_hidden)[name] is not None for name in ("rows", "columns")] == [rows, columns]
-
-
-def test_the_kernels_take_whole_tiles_of_formats_with_one_scale() -> None:
-    blocks = te.Float8BlockQuantizer(te.DType.kFloat8E4M3, rowwise=True, columnwise=True)
-    current = quantizer("current", "activated")
-    assert takes(inputs()[0], current) and not takes(inputs(96, 160)[0], current) and not takes(inputs()[0], blocks)
 
 
 def test_a_step_of_the_real_size_repeats_to_the_bit(recipe: str) -> None:

@@ -94,19 +94,6 @@ def test_what_is_not_finite_shows_in_its_own_token_alone_and_not_where_it_is_ign
     assert logits.isnan().any(1).tolist() == [False, False, True, False, False, False]
 
 
-@pytest.mark.parametrize("label", [-1, 40, 2**40])
-def test_a_label_outside_of_the_vocabulary_gives_nan(label: int) -> None:
-    logits, labels = draw(3, 40, torch.float32)
-    labels[1] = label
-    assert softmax_kernel.token_losses(logits, labels, IGNORE).isnan().tolist() == [False, True, False]
-
-
-def test_rows_that_do_not_follow_each_other_are_refused() -> None:
-    logits, labels = draw(4, 40, torch.float32)
-    with pytest.raises(ValueError, match=r"shape \[4, 20\] .* are not rows one after the other"):
-        softmax_kernel.softmax_gradient_(logits[:, ::2], labels, IGNORE)
-
-
 # ── In FP8 ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

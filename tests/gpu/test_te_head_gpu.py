@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +16,6 @@ from pretrain.precision.observed import ProductObserver
 from pretrain.precision.product import Product
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
-from pretrain.precision.statistics import OperandStatistics
 from pretrain.precision.transformer_engine import TransformerEngineBackend, unavailable_because
 from pretrain.settings.recipe import LossSettings
 
@@ -151,36 +150,6 @@ def test_observers_see_the_same_tensors_and_change_nothing(recipe: str) -> None:
         assert len(seen["fused"][role]) == 3
         assert all(torch.equal(a, b) for a, b in zip(seen["fused"][role], seen["one by one"][role], strict=True)), role
     assert torch.equal(seen["fused"]["weight"][0], seen["one by one"]["weight"][0])
-
-
-def test_statistics_of_a_watched_step_are_measured() -> None:
-    model = Model("delayed", fused=True)
-    model.microbatch(0, first=True)
-    statistics = OperandStatistics(model.active, model.backend)
-    with statistics.watching(model.context):
-        model.microbatch(1, first=True)
-    records = {(record["layer"], record["operand"]): record for record in statistics.records()}
-    assert records["head", "grad_output"]["amax"] == pytest.approx(1, abs=0.01)
-    assert records["head", "weight"]["amax"] == model.head.weight.abs().max()
-
-
-@pytest.mark.parametrize("frozen", ["below", "head"])
-def test_a_frozen_part_gets_no_gradient_and_the_other_its_own(frozen: Literal["below", "head"]) -> None:
-    whole = Model("current", fused=True).microbatch(0, first=True)
-    model = Model("current", fused=True)
-    getattr(model, frozen).weight.requires_grad_(False)
-    found = model.microbatch(0, first=True)
-    assert found["below" if frozen == "below" else "weight"] is None
-    trained = "weight" if frozen == "below" else "below"
-    assert torch.equal(found[trained], whole[trained])
-
-
-def test_a_head_alone_moves_its_own_history_on() -> None:
-    model = Model("delayed", fused=True)
-    model.below = nn.Linear(HIDDEN, HIDDEN, bias=False, device="cuda", dtype=torch.bfloat16)
-    model.microbatch(0, first=True)
-    history = model.backend.state()["fp8/head/backward/amax_history"]
-    assert history[0, 0] == 0 and history[-1, 0] > 0.9
 
 
 def test_peak_memory_is_the_logits_twice_the_sum_and_the_weight_in_fp8_without_a_second_copy() -> None:

@@ -19,7 +19,6 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from pretrain.model import huggingface as model
-from pretrain.model.attention import flash
 from pretrain.model.fused.arithmetic import Arithmetic
 from pretrain.model.fused.layers import choose_arithmetic
 from pretrain.model.fused.stacked import By, StackedProduct, StackedWeight
@@ -157,14 +156,3 @@ def test_it_is_chosen_and_the_audit_sees_bf16() -> None:
         for seen in observer.products.values():
             assert {product.gemm for product in seen} == {"forward", "dgrad", "wgrad"}
             assert {kind for product in seen for kind in product[1:]} == {"bfloat16"}
-
-
-@cuda_only
-@pytest.mark.parametrize("name", ["qwen3", "llama"])
-def test_with_flash_attention_4_it_is_the_same(name: str) -> None:
-    if reason := flash.obstacle():
-        pytest.skip(f"fa4 {reason}")
-    sizes = {"hidden_size": 256, "head_dim": 64}
-    one, other = (train(assemble(name, by_kernels=True, attention=f"packed_{a}", **sizes)) for a in ("sdpa", "fa4"))
-    assert one[0] == pytest.approx(other[0], rel=2e-3)
-    assert max(errors(one[1], other[1]).values()) < 0.1

@@ -25,7 +25,6 @@ from pretrain.precision.linear import PrecisionContext
 from pretrain.precision.transformer_engine import TransformerEngineProduct
 
 TOKENS, HIDDEN, VOCABULARY, CHUNK = 96, 16, 48, 32
-MODULE = "transformer_engine.pytorch.module.linear"
 
 
 class Storage:
@@ -198,39 +197,3 @@ def test_the_weight_is_quantized_in_the_first_microbatch_of_a_step_and_kept(
     assert head.loss(hidden, weight, labels, monkeypatch) == before and quantizer.calls == 1
     head.context.first_microbatch = True
     assert head.loss(hidden, weight, labels, monkeypatch) != before and quantizer.calls == 2
-
-
-@pytest.mark.parametrize("frozen", [0, 1])
-def test_what_needs_no_gradient_is_not_multiplied_for(
-    frozen: int, tensors: tuple[Tensor, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hidden, weight, labels = tensors
-    tensors[frozen].requires_grad_(False)
-    head = Head(delayed=False)
-    head.loss(hidden, weight, labels, monkeypatch).backward()
-    assert {layout for layout, *_ in calls} == {"TN", "NT" if frozen == 0 else "NN"}
-    assert head.linear.quantizers["scaling_fwd"][0].usage == (True, frozen == 0)
-
-
-def test_observers_get_the_operands_in_bf16_and_change_nothing(
-    tensors: tuple[Tensor, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hidden, weight, labels = tensors
-    plain = F.linear(hidden.detach(), weight.detach())
-    softmax_gradient_(plain, labels)
-    head = Head(delayed=True)
-    unwatched = head.loss(hidden, weight, labels, monkeypatch)
-    seen: dict[str, list[Tensor]] = {"input": [], "weight": [], "grad_output": []}
-    head.context.observers.append(lambda name, role, tensor, product: seen[role].append(tensor.clone()))
-    assert head.loss(hidden, weight, labels, monkeypatch) == unwatched
-    assert torch.equal(torch.cat(seen["input"]), hidden) and torch.equal(seen["weight"][0], weight)
-    assert relative_error(torch.cat(seen["grad_output"]), plain) < 2**-7
-
-
-@pytest.mark.parametrize("delayed", [True, False])
-def test_a_head_with_nothing_before_it_moves_the_histories_of_backward_on(
-    delayed: bool, tensors: tuple[Tensor, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    head = Head(delayed=delayed, first_module=True)
-    head.loss(*tensors[:2], tensors[2], monkeypatch)
-    assert head.updates == int(delayed)

@@ -58,9 +58,3 @@ def test_the_library_is_told_what_has_a_scale_of_its_own(scales: tuple[ScaleEach
 
 def places(of_a: Tensor, of_b: Tensor) -> dict[str, int]:
     return {"A_SCALE_POINTER": of_a.data_ptr(), "B_SCALE_POINTER": of_b.data_ptr()}
-
-
-def test_fast_accumulation_is_asked_for_by_name_alone():
-    library = Told()
-    library.matmul((64, 32, 128), (E4M3, E4M3, BF16), (True, False), fast_accumulation=True)
-    assert library.values == {"TRANSA": 1, "TRANSB": 0, "FAST_ACCUM": 1}

@@ -126,17 +126,6 @@ def test_gradient_scales_stay_as_they_are_until_the_backward_has_ended() -> None
     assert seen == [1.0] and amax_histories(emulation, "layer")[2][1] == 57344.0
 
 
-def test_a_forward_without_gradients_leaves_no_trace_and_neither_does_one_that_fails() -> None:
-    emulation = backend(amax_history_len=2)
-    product = emulation.product("layer", SIZE, SIZE, bias=False)
-    x, weight = torch.full((TOKENS, SIZE), 2.0).bfloat16(), torch.eye(SIZE).bfloat16()
-    with torch.no_grad(), emulation.forward():
-        product(x, weight, None, first_microbatch=True)
-    with pytest.raises(ZeroDivisionError), emulation.forward():
-        raise ZeroDivisionError
-    assert amax_histories(emulation, "layer")[0] == ([0.0, 0.0], 1.0)
-
-
 def test_a_run_goes_on_exactly_from_the_state_it_left() -> None:
     torch.manual_seed(0)
     weight = torch.randn(SIZE, SIZE).bfloat16()
@@ -161,28 +150,6 @@ def test_a_run_goes_on_exactly_from_the_state_it_left() -> None:
         live.copy_(saved[name])
     rest = train(resumed, product, batches[3:])
     assert all(torch.equal(a, b) for a, b in zip(whole[-len(rest) :], rest, strict=True))
-
-
-def test_the_state_has_transformer_engines_slots() -> None:
-    emulation = backend(amax_history_len=7)
-    for name in ("a", "b.c"):
-        emulation.product(name, SIZE, SIZE, bias=False)
-    shapes = {name: tuple(tensor.shape) for name, tensor in emulation.state().items()}
-    assert shapes == {
-        f"fp8/{name}/{direction}/{key}": shape
-        for name in ("a", "b.c")
-        for direction, slots in (("forward", 3), ("backward", 2))
-        for key, shape in (("amax_history", (7, slots)), ("scale", (slots,)))
-    }
-
-
-def test_modules_come_before_the_first_forward_and_products_inside_of_one() -> None:
-    emulation = backend()
-    product = emulation.product("layer", SIZE, SIZE, bias=False)
-    with pytest.raises(RuntimeError, match="before the backend's first forward"):
-        product(torch.ones(TOKENS, SIZE).bfloat16(), torch.eye(SIZE).bfloat16(), None, first_microbatch=True)
-    with emulation.forward(), pytest.raises(RuntimeError, match="late: delayed scaling takes no further modules"):
-        emulation.product("late", SIZE, SIZE, bias=False)
 
 
 def _train_on_a_rank(rank: int, folder: Path) -> None:

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from pretrain.precision import searched
 from pretrain.precision.cublaslt import ALIGNMENT, ScaleEach
-from pretrain.precision.observed import ProductObserver
-from pretrain.precision.searched import Factor, Problem, fastest, problem_of
+from pretrain.precision.searched import Factor, Problem, problem_of
 
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 TENSOR, VECTOR, SQUARE = ScaleEach.TENSOR, ScaleEach.VECTOR, ScaleEach.SQUARE
@@ -148,22 +147,7 @@ def test_tensors_that_are_on_no_gpu_are_left_to_torch():
     assert torch.equal(searched.input_gradient(residual, weight), residual @ weight)
 
 
-def test_products_of_torch_are_seen_by_the_audit_once():
-    observer = ProductObserver(None)
-    with observer.during(("head",), "forward"):
-        searched.linear(aligned(32, 16), aligned(64, 16), aligned(32, 64))
-    with observer.during(("head",), "dgrad"):
-        searched.input_gradient(aligned(32, 64), aligned(64, 16))
-    assert observer.products == {"head": [(gemm, "bfloat16", "bfloat16") for gemm in ("forward", "dgrad")]}
-
-
 # ── Which is taken ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_the_least_median_wins_where_it_is_worth_a_change():
-    assert fastest([[10.0, 10.0, 10.0], [9.0, 30.0, 9.5], [9.6, 9.6, 9.6]]) == 1
-    assert fastest([[10.0], [9.95], [10.5]]) == 0
-    assert fastest([[10.0]]) == 0
 
 
 def runs_into(d: Tensor, *writes: Tensor | None) -> list[tuple[int, Callable[[], int]]]:

@@ -5,7 +5,6 @@ Recipes are built by Transformer Engine's own file. What needs its kernels is in
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -150,34 +149,6 @@ def test_an_option_reaches_what_the_quantizers_read(
         assert found == value, path
 
 
-def test_every_option_of_the_registry_changes_the_recipe_object(te_recipes: Install) -> None:
-    te_recipes()
-    other = {
-        "fp8_format": {"HYBRID": "E4M3", "E4M3": "HYBRID"},
-        "margin": {0: 1},
-        "amax_history_len": {1024: 16},
-        "amax_compute_algo": {"max": "most_recent"},
-    }
-    for name in ON_TE:
-        for key, option in PRECISIONS[name].options.items():
-            if key == "scale_rounding" or (option.allowed and len(option.allowed) == 1):
-                continue  # emulation's alone; no other value to choose
-            value = other[key][option.default] if key in other else not option.default
-            changed, plain = (
-                vars(build_te_recipe(PRECISIONS[name], resolved(name, **options))) for options in ({key: value}, {})
-            )
-            changed, plain = ({k: repr(v) for k, v in each.items() if k != "_cached_repr"} for each in (changed, plain))
-            assert changed != plain, (name, key)
-
-
-def test_a_rounding_that_the_hardware_lacks_is_refused(te_recipes: Install) -> None:
-    te_recipes()
-    with pytest.raises(
-        InputError, match=r"mxfp8` needs emulation for `fp8_config.scale_rounding: floor`.*fp8_config.backend: emulation"
-    ):
-        build_te_recipe(PRECISIONS["mxfp8"], resolved("mxfp8", scale_rounding="floor"))
-
-
 @pytest.mark.parametrize(
     ("name", "changed", "named"),
     [
@@ -200,18 +171,3 @@ def test_without_a_gpu_the_reason_is_the_gpu_and_the_library_is_not_touched(name
     loaded = {module for module in sys.modules if module.startswith("transformer_engine")}
     assert unavailable_because(PRECISIONS[name]) == "a CUDA device"
     assert {module for module in sys.modules if module.startswith("transformer_engine")} == loaded
-
-
-def test_the_backend_imports_where_transformer_engine_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of this room anew, though not torch."""
-    monkeypatch.setitem(sys.modules, "transformer_engine", None)
-    for name in [name for name in sys.modules if name.startswith(("pretrain.precision.", "transformer_engine."))]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr("pretrain.precision.transformer_engine", None)  # back to the present one afterwards
-    assert importlib.import_module("pretrain.precision.transformer_engine").build_te_recipe is not build_te_recipe
-
-
-MODULE = "transformer_engine_torch"
-
-
-FORWARD, DGRAD, WGRAD = ("forward", "float32", "float64"), ("dgrad", "float32", "float64"), ("wgrad", "float16", "float32")

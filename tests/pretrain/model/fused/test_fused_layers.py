@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from pretrain.model import huggingface as model
 from pretrain.model.export import export
 from pretrain.model.fused.arithmetic import Arithmetic
 from pretrain.model.fused.layers import FusedLayers
@@ -20,7 +19,6 @@ from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.model.wrapping import fuse, wrap_layers
 from pretrain.precision.linear import PrecisionContext
-from pretrain.precision.observed import ProductObserver
 from pretrain.settings.recipe import LossSettings, ModelSettings
 from tests.pretrain.model.fused.fused_models import ARCHITECTURES, build, inputs
 
@@ -74,15 +72,6 @@ def test_rotation_and_attention_in_one_are_what_they_are_apart(name: str) -> Non
     assert kept_loss == whole_loss and all(torch.equal(gradient, whole[parameter]) for parameter, gradient in kept.items())
 
 
-def test_layers_hand_their_gradients_on_without_a_copy() -> None:
-    """The gradient of an index is a tensor of zeros with a part written over: in a step of 28 layers, a hundredth of its time."""
-    whole = packed(build(ARCHITECTURES["qwen3"]), fused=True)
-    loss = whole(**inputs())
-    with torch.profiler.profile() as recorded:
-        loss.backward()
-    assert not [event for event in recorded.events() if event.name == "aten::select_backward"]
-
-
 def test_parameters_keep_their_names_values_and_identity(config: dict[str, Any]) -> None:
     hf, untouched = build(config), build(config)
     before = dict(hf.named_parameters())
@@ -104,26 +93,6 @@ def test_an_exported_model_is_loaded_by_transformers(config: dict[str, Any], tmp
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype=torch.float32)
     for name, parameter in loaded.named_parameters():
         assert torch.equal(parameter, hf.get_parameter(name)), name
-
-
-def test_a_folder_is_loaded_into_a_fused_model(tmp_path: Path) -> None:
-    trained = build(ARCHITECTURES["qwen3"])
-    trained.save_pretrained(tmp_path)
-    settings = ModelSettings(source=str(tmp_path))
-    loaded = model.build(
-        settings, model.load_config(settings), weights=torch.float32, seed=0, device=torch.device("cpu"), backend="packed_sdpa"
-    )
-    assert loss_and_gradients(packed(loaded, fused=True))[0] == pytest.approx(
-        loss_and_gradients(packed(trained, fused=False))[0], rel=1e-6
-    )
-
-
-def test_an_update_of_a_parameter_is_seen_by_the_next_forward() -> None:
-    whole = packed(build(ARCHITECTURES["llama"]), fused=True)
-    before = whole(**inputs()).item()
-    with torch.no_grad():
-        whole.hf.model.layers[0].mlp.up_proj.weight.mul_(50)
-    assert whole(**inputs()).item() != pytest.approx(before, rel=1e-3)
 
 
 def test_without_packed_documents_a_layer_is_transformers_own(config: dict[str, Any]) -> None:
@@ -163,38 +132,6 @@ def test_working_copies_are_made_in_the_first_microbatch_and_shared_by_the_rest(
     assert weights.cached_matrix(torch.bfloat16, refresh=False) is first
     assert weights.cached_matrix(torch.bfloat16, refresh=True) is not first
     assert weights.cached_matrix(torch.float32, refresh=False).dtype == torch.float32
-
-
-def test_an_evaluation_keeps_no_working_copies_and_takes_none_away() -> None:
-    hf = build(ARCHITECTURES["qwen3"])
-    whole = packed(hf, fused=True, dtype=torch.bfloat16)
-    wrap_layers(whole, ModelSettings(config=ARCHITECTURES["qwen3"]), cast_to=torch.bfloat16, compile_layers=False)
-    stacks = [product.weights for product in whole.fused.products]
-    with torch.no_grad():
-        before = whole(**inputs()).item()
-    assert all(weights._copy is None for weights in stacks)
-    trained = whole(**inputs())
-    copies = [weights._copy for weights in stacks]
-    with torch.no_grad():
-        assert whole(**inputs()).item() == before == trained.item()
-    assert all(weights._copy is copy is not None for weights, copy in zip(stacks, copies, strict=True))
-    trained.backward()
-
-
-def test_what_a_fused_product_multiplied_is_told_for_each_linear_in_it() -> None:
-    whole = packed(build(ARCHITECTURES["llama"]), fused=True)
-    observer = ProductObserver(None)
-    with whole.fused.observed_by(observer):
-        whole(**inputs()).backward()
-    seen, products = observer.products, whole.fused.products
-    assert not any(
-        method in vars(product) for product in products for method in ("forward", "input_gradient", "weight_gradients")
-    )
-    linears = {name for name, module in whole.hf.named_modules() if isinstance(module, torch.nn.Linear) and name != "lm_head"}
-    assert seen.keys() == linears
-    for products in seen.values():
-        assert [product.gemm for product in products] == ["forward", "dgrad", "wgrad"]
-        assert {operand for product in products for operand in product[1:]} == {"float32"}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
 from pretrain.model.attention.heads import HeadNorms, Heads
-from pretrain.model.fused.rotary import has_kernel, rotate, rotate_backward
+from pretrain.model.fused.rotary import rotate, rotate_backward
 
 FP64, FP32, BF16 = torch.float64, torch.float32, torch.bfloat16
 TOLERANCE = {FP64: {"rtol": 1e-12, "atol": 1e-12}, FP32: {"rtol": 2e-5, "atol": 2e-5}}
@@ -120,23 +120,3 @@ def test_bf16_is_rounded_once_at_the_end() -> None:
     ours, *sums = rotate_backward(*found, qkv, cos, sin, heads, norms)
     assert ours.dtype == BF16 and torch.equal(ours, exact.bfloat16())
     assert all(a.dtype == FP32 and torch.equal(a, b) for a, b in zip(sums, exact_sums, strict=True))
-
-
-def test_gradients_may_have_any_strides() -> None:
-    heads = Heads(4, 2, 8)
-    qkv, (cos, sin) = normal(6, heads.width, dtype=FP32), (normal(6, 4, dtype=FP32, seed=s).repeat(1, 2) for s in (1, 2))
-    whole = rotate(qkv, cos, sin, heads, None)
-    strided = [each.transpose(0, 1).contiguous().transpose(0, 1) for each in whole]
-    usual, other = (rotate_backward(*gradients, None, cos, sin, heads, None)[0] for gradients in (whole, strided))
-    assert torch.equal(usual, other)
-
-
-def test_angles_that_do_not_fit_the_heads_are_refused() -> None:
-    heads = Heads(2, 1, 4)
-    for angle in (torch.zeros(2, 4), torch.zeros(3, 2)):
-        with pytest.raises(ValueError, match=r"cos and sin are \[3, 4\]"):
-            rotate(torch.zeros(3, heads.width), angle, angle, heads, None)
-
-
-def test_a_cpu_has_no_kernel() -> None:
-    assert not has_kernel(torch.zeros(1, 512, dtype=BF16), Heads(2, 1, 128))

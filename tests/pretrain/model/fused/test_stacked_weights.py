@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from itertools import accumulate
-from pathlib import Path
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from pretrain.model.fused.arithmetic import Arithmetic
@@ -34,11 +31,6 @@ def stacks(draw: st.DrawFn, dtypes: st.SearchStrategy[torch.dtype] = DTYPES) -> 
 def rows_of(stack: StackedWeight) -> Tensor:
     """The matrix, written out."""
     return torch.cat([weight.detach() for weight in stack.weights])
-
-
-def separately(stack: StackedWeight, x: Tensor) -> Tensor:
-    """What the linears make of x, one by one."""
-    return torch.cat([linear(x) for linear in stack.linears], dim=-1)
 
 
 def address(tensors: Sequence[Tensor]) -> list[int]:
@@ -72,20 +64,6 @@ def test_laid_together_it_is_a_view_that_shows_every_update(stack: StackedWeight
     with torch.no_grad():
         stack.weights[-1].add_(1)
     assert torch.equal(matrix, rows_of(stack))
-
-
-@given(stacks(), st.integers(1, 5))
-def test_a_gradient_is_split_into_those_that_autograd_has_for_each_linear(stack: StackedWeight, tokens: int) -> None:
-    stack.lay_together()
-    dtype = stack.weights[0].dtype
-    x, dy = torch.randn(tokens, stack.in_features).to(dtype), torch.randn(tokens, stack.out_features).to(dtype)
-    separately(stack, x).backward(dy)
-    found = [*stack.weight_gradients(dy.float().t() @ x.float()), *stack.bias_gradients(dy)]
-    assert [len(stack.weight_gradients(dy.t() @ x)), len(stack.bias_gradients(dy))] == [len(stack.weights), len(stack.biases)]
-    for parameter, gradient in zip(stack.parameters, found, strict=True):
-        assert gradient.shape == parameter.shape and gradient.dtype == torch.float32
-        close = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 3e-2}
-        torch.testing.assert_close(gradient, parameter.grad.float(), **close)
 
 
 @given(stacks(), DTYPES, st.lists(st.integers(1, 5), min_size=1, max_size=3))
@@ -134,37 +112,3 @@ def test_rows_in_another_storage_are_put_together_even_where_addresses_touch() -
     linears[0].weight.data = memory.clone()[:6].view(3, 2)
     linears[1].weight.data = memory[6:].view(2, 3).t()
     assert torch.equal(stack.matrix(torch.float32), torch.cat([memory[:6].view(3, 2), memory[6:].view(2, 3).t()]))
-
-
-# ── Copies, files, moves ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def three() -> StackedWeight:
-    stack = StackedWeight([nn.Linear(4, rows) for rows in (3, 2, 2)])
-    stack.lay_together()
-    return stack
-
-
-def test_a_file_holds_each_parameter_once(tmp_path: Path) -> None:
-    stack = three()
-    save_file(nn.ModuleList(stack.linears).state_dict(), tmp_path / "stack.safetensors")
-    saved = load_file(tmp_path / "stack.safetensors")
-    assert (tmp_path / "stack.safetensors").stat().st_size < 4 * 1.2 * 7 * 5 + 1024
-    for name, parameter in nn.ModuleList(stack.linears).named_parameters():
-        assert torch.equal(saved[name], parameter)
-
-
-def test_what_is_loaded_lands_in_the_stack() -> None:
-    stack, other = three(), three()
-    nn.ModuleList(stack.linears).load_state_dict(nn.ModuleList(other.linears).state_dict())
-    assert torch.equal(stack.matrix(torch.float32), rows_of(other))
-    assert stack.matrix(torch.float32).data_ptr() == stack.weights[0].data_ptr()
-
-
-def test_a_copy_computes_with_weights_of_its_own() -> None:
-    stack = three()
-    other = copy.deepcopy(stack)
-    with torch.no_grad():
-        stack.weights[1].zero_()
-    assert other.matrix(torch.float32)[3:5].abs().min() > 0
-    assert torch.equal(other.matrix(torch.float32), rows_of(other))
