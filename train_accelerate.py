@@ -32,7 +32,6 @@ import torch
 from accelerate import Accelerator
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from foundation.errors import InputError
 from foundation.signals import StopRequest
 from packing.batch import Prefetch, StepBatches
 from packing.stream import StreamEnded
@@ -65,11 +64,11 @@ from pretrain.run.evaluate import best_so_far, evaluate, evaluate_once, is_best
 from pretrain.run.export import export_trained, is_exported
 from pretrain.run.faults import explaining_errors, fault_of
 from pretrain.run.introduction import first_step, has_ended, introduce, warn_of_precisions
-from pretrain.run.keeping import check_room, conclude, leave, prepare_saves, save, save_last, sum_up, tell_saved
+from pretrain.run.keeping import check_room, conclude, leave, out_of_packs, prepare_saves, save, save_last, sum_up, tell_saved
 from pretrain.run.microbatch import choose_microbatch
 from pretrain.run.parity import find_parity, require_parity
 from pretrain.run.previews import plan_launch
-from pretrain.run.recording import due, log, record_of_step, recorder_of, statistics_of_step
+from pretrain.run.recording import due, end_records, log, record_of_step, recorder_of, statistics_of_step
 from pretrain.run.resume import begin_stream, keep_findings, new_past, take_up, where_to_resume
 from pretrain.run.rollback import halted, judge_weights, oldest_checkpoint, roll_back
 from pretrain.run.running import Run
@@ -114,12 +113,19 @@ def launch(arguments: argparse.Namespace) -> int:
 
 
 def carry_out(job: Job, *surroundings: Any) -> int | None:
-    """Build the run and train it; returns the number of the signal that stopped it."""
+    """Build the run, train it, and finish unless a signal came first; returns the signal's number."""
     with explaining_errors(job):
         run = build(job, *surroundings)
     try:
         with explaining_errors(run.job, run):
-            return run_to_its_end(run)
+            if run.begins and run.job.recipe.model.weights_source is not None:  # what the weights knew before
+                evaluate_once(run)
+                run.best = None  # the untrained model is no candidate for the best checkpoint
+            stopped_by = train(run)
+            if stopped_by is None:
+                stopped_by = finish(run)
+            end_records(run, stopped_by)
+            return stopped_by
     finally:
         run.checkpoints.close()
 
@@ -210,26 +216,9 @@ def build(
 # ── Act 3: the training loop ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def run_to_its_end(run: Run) -> int | None:
-    """Train, and finish unless a signal came first; returns the signal's number."""
-    if run.begins and run.job.recipe.model.weights_source is not None:  # what the weights knew before
-        evaluate_once(run)
-        run.best = None  # the untrained model is no candidate for the best checkpoint
-    run.waited.go_on_to("training")
-    stopped_by = train(run)
-    run.waited.go_on_to("end")
-    if stopped_by is None:
-        stopped_by = finish(run)
-    run.trackers.finish()
-    if run.precision_watch:
-        run.precision_watch.finish()
-    if stopped_by is not None:
-        run.console.notice(f"you waited {run.waited.describe()}")
-    return stopped_by
-
-
 def train(run: Run) -> int | None:
     """Step until the horizon, or until a signal asks any rank to stop; returns that signal's number."""
+    run.waited.go_on_to("training")
     run.assembly.model.train()
     with StopRequest(announced=run.accelerator.is_local_main_process) as stop:
         while not run.state.finished:  # once, and again after each rollback
@@ -239,10 +228,7 @@ def train(run: Run) -> int | None:
                     if stopped_by := train_on(run, steps, stop):
                         return stopped_by
                 except StreamEnded as ended:  # which all ranks meet at one step
-                    if run.state.step > run.resumed_step and judge_weights(run).proceed:
-                        save(run)
-                    enough = f"`train.steps: {run.state.step}` with --accept-changes, for which it is enough"
-                    raise InputError(f"{ended}, or {enough if run.state.step else 'a smaller `batch.tokens`'}") from None
+                    raise out_of_packs(run, ended) from None
     return None
 
 
@@ -272,9 +258,6 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int |
             raise halted(run, decision)
         if decision.action == "rollback":
             return roll_back(run, decision.reason)
-        if run.profile and run.profile.step == state.step:
-            work = run.assembly.work_of(figures, run.recorder)
-            run.console.notice(run.profile.table(work, steps.data_wait_ms))
         if is_confirming(run, state.step - 1) and accelerator.is_main_process:
             run.folder.write_json(run.folder.audit, run.assembly.audit)  # once more: the step has confirmed it
 
@@ -342,6 +325,7 @@ def finish(run: Run) -> int | None:
     """Save, evaluate once more, export, and say where everything is. A finished run started again does what is still missing.
 
     Returns the number of a signal that came during the save, after which nothing more is done."""
+    run.waited.go_on_to("end")
     if asked := save_last(run):  # first: an evaluation that takes long, or fails, must not cost what was trained
         return asked
     evaluate_once(run)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -18,23 +16,7 @@ from pretrain.verify.parity import PLAIN_BYTES, Parity, check_parity
 MICROBATCH = 2  # packs laid end to end, where a smaller shape than training's costs no compilation
 
 
-@dataclass(frozen=True)
-class LeftOut:
-    """Stands in place of a comparison and says why there was none."""
-
-    reason: str
-
-    def summary(self) -> str:
-        return f"parity left out: {self.reason}"
-
-    def record(self) -> dict[str, Any]:
-        return {"left_out": self.reason}
-
-    def require(self) -> None:
-        """Does nothing: parity that was left out cannot fail."""
-
-
-def find_parity(run: Run) -> list[Parity | LeftOut]:
+def find_parity(run: Run) -> list[Parity | str]:
     """Compares step 0 with plain transformers in each of the run's precisions, or says why not; the audit holds the results.
     Empty where `parity` is off, and where the run resumes. Collective."""
     if not run.job.recipe.parity or not run.begins:
@@ -44,28 +26,31 @@ def find_parity(run: Run) -> list[Parity | LeftOut]:
     with run.waited.on("checks", "parity with plain transformers", "comparisons", total=comparisons):
         for each in assembly.precisions.values():
             with assembly.using(each.active):
-                results.append(_in_one_precision(run, run.job.in_precision(each.active)))
-            each.found["parity"] = {"source": "this run"} | results[-1].record()
+                result = _in_one_precision(run, run.job.in_precision(each.active))
+            results.append(result)
+            record = {"left_out": result} if isinstance(result, str) else result.record()
+            each.found["parity"] = {"source": "this run"} | record
         assembly.use(assembly.active)
     return results
 
 
-def require_parity(run: Run, parity: list[Parity | LeftOut]) -> None:
+def require_parity(run: Run, parity: list[Parity | str]) -> None:
     """Says what the comparisons have found; raises TrainingHalted where one failed."""
     for active, result in zip(run.job.plan.actives, parity, strict=False):
         if active in run.job.plan.in_use:
             name = f"{active.precision.name}: " if run.job.plan.phases else ""
-            run.console.notice(f"{name}{result.summary()}")
-        result.require()
+            run.console.notice(name + (f"parity left out: {result}" if isinstance(result, str) else result.summary()))
+        if isinstance(result, Parity):
+            result.require()
 
 
-def _in_one_precision(run: Run, job: Job) -> Parity | LeftOut:
+def _in_one_precision(run: Run, job: Job) -> Parity | str:
     """Returns the comparison in the precision of `job`, or why it was left out; the same on every rank."""
     model, accelerator = run.assembly.model, run.accelerator
     if run.state.step:
-        return LeftOut(f"step 0 is compared only, and this run begins with the weights of step {run.state.step:,}")
+        return f"step 0 is compared only, and this run begins with the weights of step {run.state.step:,}"
     if largest_over_ranks(accelerator, int(not _fits(model, accelerator.device))):
-        return LeftOut(f"plain transformers in FP32 does not fit beside the run ({PLAIN_BYTES} bytes a parameter)")
+        return f"plain transformers in FP32 does not fit beside the run ({PLAIN_BYTES} bytes a parameter)"
     if run.assembly.audit["compiled"] == "nothing":
         job = job.with_microbatch(math.gcd(job.plan.microbatch, MICROBATCH))
     return compare_step_0(job, model, run.assembly.optimizer, accelerator)

@@ -95,3 +95,14 @@ def log(run: Run, figures: dict[str, Any], *, data_wait_ms: float, shown: bool) 
     record = run.recorder.finish(**figures, data_wait_ms=data_wait_ms)
     run.trackers.log(record)
     run.console.step(record, show=shown)
+    if run.profile and run.profile.step == run.state.step:
+        run.console.notice(run.profile.table(run.assembly.work_of(figures, run.recorder), data_wait_ms))
+
+
+def end_records(run: Run, stopped_by: int | None) -> None:
+    """Close what is recorded; `stopped_by`: the signal that ended the run."""
+    run.trackers.finish()
+    if run.precision_watch:
+        run.precision_watch.finish()
+    if stopped_by is not None:
+        run.console.notice(f"you waited {run.waited.describe()}")
