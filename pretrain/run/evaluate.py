@@ -37,7 +37,7 @@ COLDEST = 1e-4  # a temperature below which FP32 scores divided by it could over
 
 def evaluate(run: Run) -> None:
     """Held-out loss, where packs are held out, and samples, where prompts are set. Collective."""
-    with run.waited.on("evaluation", "evaluating", "microbatches", total=evaluation_turns(run)):
+    with run.waited.on("evaluation", "evaluating", "microbatches"):
         if run.job.data.held_out is not None:
             _evaluate_held_out(run)
         if run.job.recipe.evaluate.samples:
@@ -45,8 +45,12 @@ def evaluate(run: Run) -> None:
 
 
 def evaluate_once(run: Run) -> None:
-    """Evaluates, unless the run has ended before, or the present step's evaluation is in metrics.jsonl already."""
-    if not run.ended and not largest_over_ranks(run.accelerator, int(was_evaluated(run))):
+    """Evaluates, unless the run has ended before, or the same evaluation of the present step is in metrics.jsonl already."""
+    done = run.ended
+    if run.accelerator.is_main_process and not done:
+        lines = [line for line in read_metrics(run.folder.path) if is_evaluation(line) and line["step"] == run.state.step]
+        done = any(same_measure(line, measure_of(run)) for line in lines)
+    if not largest_over_ranks(run.accelerator, int(done)):
         evaluate(run)
 
 
@@ -121,23 +125,6 @@ def best_so_far(run: Run) -> BestEvaluation | None:
 def is_best(run: Run) -> bool:
     """Whether the present step has the best evaluation, and its checkpoint is to be kept for that."""
     return run.job.recipe.checkpoint.best and run.best is not None and run.best.step == run.state.step
-
-
-def evaluation_turns(run: Run) -> int | None:
-    """Microbatches of an evaluation on each rank; None where no packs are held out."""
-    if run.job.data.held_out is None:
-        return None
-    at_once = run.job.plan.microbatch * run.accelerator.num_processes
-    return sum(-(-most // at_once) for _, most in evaluated_parts(run.job).values())  # each source ends with a whole microbatch
-
-
-def was_evaluated(run: Run) -> bool:
-    """Whether the present step's held-out loss stands in metrics.jsonl already, of what would be evaluated now; what the main
-    process says counts."""
-    if not run.accelerator.is_main_process:
-        return False
-    here = [each for each in read_metrics(run.folder.path) if is_evaluation(each) and each["step"] == run.state.step]
-    return any(same_measure(each, measure_of(run)) for each in here)
 
 
 @torch.no_grad()

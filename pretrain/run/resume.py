@@ -212,15 +212,9 @@ def precisions_so_far(job: Job, record: Mapping[str, Any], past: Past) -> dict[i
         earlier = next((was for until, was in changes if line["step"] <= until and isinstance(was, str)), None)
         return line.get("precision") or earlier or job.plan.active_after(line["step"] - 1).precision.name
 
-    return in_phases({line["step"]: precision_of(line) for line in steps_so_far(job.run_dir, record)})
-
-
-def steps_so_far(run_dir: Path, record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The steps in the metrics of `run_dir`, as far as the checkpoint's; none where there are no metrics."""
-    try:
-        return [line for line in read_metrics(run_dir) if is_step(line) and line["step"] <= record["progress"]["step"]]
-    except InputError:
-        return []
+    metrics = read_metrics(job.run_dir) if (job.run_dir / METRICS_FILE).exists() else []
+    steps = [line for line in metrics if is_step(line) and line["step"] <= record["progress"]["step"]]
+    return in_phases({line["step"]: precision_of(line) for line in steps})
 
 
 def new_past(job: Job, accelerator: Accelerator) -> Past:
@@ -335,15 +329,9 @@ def scales_to_load(path: Path, wanted: Mapping[str, Tensor]) -> tuple[dict[str, 
     saved = _histories_in(path)
     fits = {name: wanted[name] for name in _fitting(saved, wanted)}
     rest = {name: torch.empty(tuple(entry.shape), dtype=torch.float32) for name, entry in saved.items() if name not in fits}
-    notes = []
-    if len(fits) < len(wanted):
-        notes.append(
-            f"{len(wanted) - len(fits)} of {len(wanted)} tensors of delayed scaling are not in the checkpoint: its histories "
-            f"of amax are empty, and passes over {REHEARSALS} packs, under the weights from which its steps go on, fill them"
-        )
-    if rest:
-        notes.append(f"{len(rest)} tensors of delayed scaling in the checkpoint have no place in this run")
-    return fits | rest, notes
+    missing = len(wanted) - len(fits)
+    note = f"{missing} of {len(wanted)} tensors of delayed scaling are not in the checkpoint: {REHEARSALS} packs fill them"
+    return fits | rest, [note] if missing else []
 
 
 def complete_histories(source: ResumePoint, assembly: Assembly, job: Job, accelerator: Accelerator) -> str | None:

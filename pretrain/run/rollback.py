@@ -100,7 +100,7 @@ def halted(run: Run, decision: StepDecision) -> TrainingHalted:
             remedy = f"They came so with `model.source: {source}`: fetch it again, or name other weights"
         else:
             there = run.checkpoints.latest is not None
-            again = "resume from a checkpoint before that with --resume" if there else "start again"
+            again = "resume from a checkpoint before that with --resume" if there else "start again in another `run_dir`"
             remedy = f"Lower `optimizer.learning_rate`, and {again}"
     return TrainingHalted(run.state.step, f"{reason}. {remedy}.")
 
