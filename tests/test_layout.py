@@ -280,6 +280,12 @@ def test_no_modules_import_each_other_in_a_circle():
     assert circle_of((name, used) for name, path in modules.items() for used in imports_of(path) & modules.keys() - {name}) == []
 
 
+def test_the_product_calls_each_of_its_kernels():
+    """One that nobody imports any more would cost its speed in silence: a CPU runs none of them."""
+    used = frozenset().union(*(modules_used(path) for path in MODULES.values()))
+    assert {name for name in MODULES if name.endswith("_kernel")} <= used
+
+
 ROOMS_WITHOUT_TORCH = ("foundation", "packing", "pretrain/settings", "pretrain/compare")
 MODULES_WITHOUT_TORCH = {"pretrain.precision.settings", "pretrain.precision.registry", "pretrain.plan.checks"}
 WITH_TORCH = {"packing.batch"}  # which makes tensors
