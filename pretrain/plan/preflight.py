@@ -27,7 +27,7 @@ from pretrain.metrics.trackers import check_login, resolve
 from pretrain.metrics.waited import Waited
 from pretrain.model import huggingface as model
 from pretrain.model.attention import backends as attention
-from pretrain.model.attention.heads import Heads
+from pretrain.model.attention.operator import Heads
 from pretrain.model.distributed import device_of, gathers_once_a_step, replicas_of
 from pretrain.model.export import check_export
 from pretrain.optimizer import schedule
@@ -272,7 +272,7 @@ def _lay_out(recipe: Recipe, precisions: _Precisions, device_type: str) -> _Laid
     low_linears = _count_low_linears(shapes, precisions.each_once)
     shape, compute_dtype = Shape.of(shapes), getattr(torch, precisions.first.precision.compute_dtype)
     heads = Heads(shape.heads, shape.kv_heads, shape.head_dim)
-    backend = attention.choose(recipe.model.attention, device_type, heads, compute_dtype, recipe.data.length)
+    backend = attention.choose(recipe.model.attention, device_type, heads, compute_dtype)
     return _LaidOut(model_config, shapes, low_linears, backend)
 
 

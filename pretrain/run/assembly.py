@@ -32,7 +32,7 @@ from pretrain.metrics.recorder import Recorder
 from pretrain.metrics.waited import Waited
 from pretrain.model import huggingface as model
 from pretrain.model.attention import backends as attention
-from pretrain.model.attention.heads import Heads
+from pretrain.model.attention.operator import Heads
 from pretrain.model.attention.trial import choose_tried
 from pretrain.model.distributed import (
     largest_over_ranks,
@@ -217,8 +217,11 @@ class Assembly:
 
 
 def choose_attention(job: Job, accelerator: Accelerator) -> attention.Choice:
-    """The planned attention, or the next fastest where it computes something else than its formula here. Collective."""
+    """The planned attention, or the next fastest where it computes something else than its formula here. Collective. A CPU has
+    torch's own alone, which is not tried."""
     shape, choice = Shape.of(job.shapes), job.attention
+    if accelerator.device.type == "cpu":
+        return choice
     heads, together = Heads(shape.heads, shape.kv_heads, shape.head_dim), partial(largest_over_ranks, accelerator)
     for dtype in dict.fromkeys(getattr(torch, active.precision.compute_dtype) for active in job.plan.actives):
         choice = choose_tried(

@@ -34,7 +34,7 @@ from pretrain.metrics.flops import Shape
 from pretrain.metrics.run_folder import describe_environment
 from pretrain.model import huggingface as model
 from pretrain.model.attention import backends as attention
-from pretrain.model.attention.heads import Heads
+from pretrain.model.attention.operator import Heads
 from pretrain.model.fused.layers import choose_arithmetic, not_fused_because
 from pretrain.model.gradients import attach_main_gradients, clear_main_gradients, gradient_of
 from pretrain.model.packed import PackedLanguageModel, inputs_of
@@ -187,7 +187,7 @@ def build_layer(setup: LayerSetup, active: ActivePrecision, attends: str | None 
     text.bos_token_id = text.eos_token_id = text.pad_token_id = None
     dtype = getattr(torch, active.precision.compute_dtype)
     heads = Heads(shape.heads, shape.kv_heads, shape.head_dim)
-    attends = attends or attention.choose("auto", setup.device.type, heads, dtype, setup.length).name
+    attends = attends or attention.choose("auto", setup.device.type, heads, dtype).name
     attention.register()
     torch.manual_seed(1)
     with setup.device:

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from foundation.errors import InputError
 from pretrain.model.attention import backends as attention
 from pretrain.model.attention import cudnn, flash
-from pretrain.model.attention.heads import Heads
+from pretrain.model.attention.operator import Heads
 from pretrain.model.attention.trial import choose_tried, disagreement
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -37,7 +37,7 @@ attention.register()
 
 def kernel_of(kind: Any, heads: Heads) -> Any:
     """The registry's function of this name; the test is skipped where it cannot run."""
-    if obstacle := attention._obstacle(kind, "cuda", heads, torch.bfloat16, LENGTH):
+    if obstacle := attention._obstacle(kind, "cuda", heads, torch.bfloat16):
         pytest.skip(f"{kind} {obstacle}")
     return getattr(attention, f"packed_{kind}")
 
@@ -129,16 +129,9 @@ def test_cudnns_two_calls_give_what_its_operator_gives() -> None:
         torch.testing.assert_close(mine, by_operator, rtol=2**-7, atol=2**-7)
 
 
-def test_the_cudnn_operators_shapes_are_those_that_the_compiler_is_told() -> None:
-    kernel_of("cudnn", SHAPES[2])
-    states = [s[0].transpose(0, 1).contiguous().requires_grad_() for s in random_states(SHAPES[2])]
-    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(cudnn._attend, (*states, offsets([512] * 3, 2), LENGTH, 0.11), test_utils=checks)
-
-
 @pytest.mark.parametrize("kind", ["cudnn", "fa4", "varlen"])
-@pytest.mark.parametrize("size", [64, 128, 256, 512, 4096])
-def test_what_repeats_bit_for_bit(kind: Any, size: int, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("size", [128, 4096])
+def test_what_repeats_bit_for_bit(kind: Any, size: int) -> None:
     """Output, dK and dV always do. In dQ, blocks of keys may meet in another order each time: shown, and bounded, here."""
     heads, tokens = SHAPES[0], 32_768
     kernel = kernel_of(kind, heads)
@@ -154,8 +147,6 @@ def test_what_repeats_bit_for_bit(kind: Any, size: int, capsys: pytest.CaptureFi
         name: max((a != b).sum().item() for b in others)
         for name, a, others in zip(("output", "dq", "dk", "dv"), first, zip(*again, strict=True), strict=True)
     }
-    with capsys.disabled():
-        print(f"\n{kind}, documents of {size}: values that differ between five runs, of {first[1].numel()} in dq: {differing}")
     assert differing["output"] == differing["dk"] == differing["dv"] == 0
     for gradients in again:
         assert (gradients[1].float() - first[1].float()).norm() / first[1].float().norm() < 2**-9
@@ -165,7 +156,7 @@ def test_asked_for_determinism_auto_takes_a_backend_whose_gradients_repeat_bit_f
     heads = SHAPES[0]
     torch.use_deterministic_algorithms(True)
     try:
-        choice = attention.choose("auto", "cuda", heads, torch.bfloat16, LENGTH)
+        choice = attention.choose("auto", "cuda", heads, torch.bfloat16)
         kernel = getattr(attention, choice.name)
         states = random_states(heads)
         first, *again = (attend(kernel, states, DOCUMENTS["a pack each"], 0) for _ in range(5))
@@ -176,16 +167,8 @@ def test_asked_for_determinism_auto_takes_a_backend_whose_gradients_repeat_bit_f
 
 def tiny_qwen3(implementation: str, dtype: torch.dtype) -> PreTrainedModel:
     torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        "qwen3",
-        vocab_size=97,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-    )
+    sizes = {"vocab_size": 97, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+    config = AutoConfig.for_model("qwen3", **sizes, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
     return AutoModelForCausalLM.from_config(config, attn_implementation=implementation).to("cuda", dtype)
 
 
@@ -218,42 +201,9 @@ def test_compiled_layers_give_the_documents_own_logits_and_compile_once(kind: st
     assert compiled == [compiled[0]] * 3
 
 
-@pytest.mark.parametrize("kind", ["cudnn", "varlen"])
-def test_fp32_parameters_under_autocast_reach_the_kernel_in_bf16(kind: str) -> None:
-    kernel_of(kind, Heads(4, 2, 64))
-    sizes = DOCUMENTS["mixed"]
-    model = tiny_qwen3(f"packed_{kind}", torch.float32)
-    with torch.autocast("cuda", torch.bfloat16):
-        logits = model(
-            input_ids=torch.randint(97, (1, sum(sizes)), device="cuda"),
-            position_ids=torch.cat([torch.arange(n, device="cuda") for n in sizes])[None],
-            cu_seqlens=offsets(sizes),
-            max_seqlen=LENGTH,
-            use_cache=False,
-        ).logits
-    logits.float().mean().backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-
-
-def test_auto_takes_the_fastest_that_runs_and_sdpa_for_fp32() -> None:
-    choice = attention.choose("auto", "cuda", SHAPES[0], torch.bfloat16, LENGTH)
-    obstacle = cudnn.obstacle(SHAPES[0], LENGTH, torch.bfloat16)
-    next_best = "packed_varlen" if obstacle else "packed_cudnn"
-    assert choice.name == (next_best if flash.obstacle() else "packed_fa4")
-    assert "H200" in choice.reason or obstacle in choice.reason
-    choice = attention.choose("auto", "cuda", SHAPES[0], torch.float32, LENGTH)
-    assert choice.name == "packed_sdpa" and "precision: bf16" in choice.reason
-
-
-def test_what_transformer_engine_refuses_is_refused_before_training_with_its_reason() -> None:
-    kernel_of("cudnn", SHAPES[0])
-    message = cudnn.obstacle(Heads(2, 2, 264), LENGTH, torch.bfloat16)  # wider than any backward
-    assert message is not None and message.startswith("is refused by Transformer Engine: ")
-
-
 def test_a_second_process_finds_what_flash_attention_4_has_compiled(tmp_path: Path) -> None:
     """Where Transformer Engine, which imports the package itself, is there first."""
-    if obstacle := flash.obstacle():
+    if obstacle := flash.obstacle(64):
         pytest.skip(f"fa4 {obstacle}")
     script = """
 import torch

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pretrain.model.attention.heads import HeadNorms, Heads
+from pretrain.model.attention.operator import HeadNorms, Heads
 from pretrain.model.fused.rotary import has_kernel, rotate, rotate_backward, rotate_backward_by_formula, rotate_by_formula
 from tests.gpu.interpreted import DEVICE, GPU_OR_INTERPRETER, INTERPRETED, cuda_only
 

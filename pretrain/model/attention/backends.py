@@ -28,7 +28,7 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from foundation.errors import InputError
 from pretrain.model.attention import cudnn, flash
 from pretrain.model.attention.documents import attend_by_document
-from pretrain.model.attention.heads import Heads
+from pretrain.model.attention.operator import Heads
 from pretrain.settings.recipe import Attention
 
 try:
@@ -37,15 +37,11 @@ except ImportError:  # version 2's package, an extra for GPUs before Hopper
     flash_attn_varlen_func = None
 
 # FlashAttention has two packages, 4 and 2: `flash_attn` to a user. For names with "flash" transformers loads kernels of its own.
+# On an H200, steps of Qwen3-1.7B are 1.5 % shorter with fa4 than with cudnn, which takes 0.71 of varlen's time
+# (benchmarks/results/h200_attention_in_steps.json).
 Kind = Literal["fa4", "cudnn", "varlen", "fa2", "documents", "sdpa"]
 FASTEST_FIRST: tuple[Kind, ...] = get_args(Kind)
-# Speed-ups of a whole step of Qwen3-1.7B on an H200 (benchmarks/results/h200_attention_in_steps.json), or of attention alone.
-_FASTER: dict[Kind, str] = {
-    "fa4": ": steps are 1.5 % shorter than with cudnn on an H200",
-    "cudnn": ": 0.71 of varlen's time on an H200",
-    "documents": ", on a CPU",
-}
-MIN_MEASURED_HEAD_DIM = 64  # the smallest that benchmarks/attention_speed.py measures; below, nobody has looked which is faster
+MIN_MEASURED_HEAD_DIM = 64  # below, nobody has measured whether fa4 and cudnn are faster
 DROPOUTS = ("attention_dropout", "attn_pdrop")  # of attention's probabilities, as configurations call them
 MAX_FLASH_HEAD_DIM = 256
 # torch 2.13 wants to be told that there are fewer KV heads than query heads, 2.11 takes them as they come and has no such flag.
@@ -70,39 +66,49 @@ def choose(
     device_type: str,
     heads: Heads,
     dtype: torch.dtype,
-    length: int,
     refused: Mapping[str, str] = MappingProxyType({}),
 ) -> Choice:
-    """The backend for a device, the model's heads, the dtype that attention computes in and packs of `length` tokens.
+    """The backend for a device, the model's heads and the dtype that attention computes in.
 
     `auto` takes the first of FASTEST_FIRST that runs here; fa4 and cudnn from MIN_MEASURED_HEAD_DIM on. `flash_attn` is version
-    4 where that runs, and version 2 elsewhere. `refused`: those that were tried and are wrong (`choose_tried`), each with how.
-    Raises InputError when a backend was asked for by name and cannot run here, and when none is left.
+    4 where that runs, and version 2 elsewhere. `refused`: backends that were tried and are wrong (`choose_tried`), each with why.
+    Raises InputError where none of the requested ones is left.
     """
-    if requested != "auto":
-        kinds: tuple[Kind, ...] = ("fa4", "fa2") if requested == "flash_attn" else (requested,)
-        obstacles = {kind: _obstacle(kind, device_type, heads, dtype, length) for kind in kinds}
-        kind, obstacle = min(obstacles.items(), key=lambda each: each[1] is not None)  # the first that runs here, or the first
-        if not obstacle and kind in refused:
-            obstacle = f"{refused[kind]}; name another"
-        if obstacle:
-            named = f"{requested} 4" if kind == "fa4" and flash.installed() else requested  # without it, either version will do
-            raise InputError(f"model.attention: {named} {obstacle}; or set model.attention: auto")
-        return Choice(f"packed_{kind}", "requested")
+    auto = requested == "auto"
+    kinds = FASTEST_FIRST if auto else ("fa4", "fa2") if requested == "flash_attn" else (requested,)
     passed_over = []
-    for kind in FASTEST_FIRST:
-        if kind in refused:
-            against = refused[kind]
-        elif kind in ("fa4", "cudnn") and heads.dim < MIN_MEASURED_HEAD_DIM:
-            against = f"is not measured with heads of {heads.dim}"
-        else:
-            against = _obstacle(kind, device_type, heads, dtype, length)
-        if not against:
-            break
-        passed_over.append(f"{kind} {against}")
-    else:
-        raise InputError(f"model.attention: auto: nothing here attends as it should: {'; '.join(passed_over)}")
-    return Choice(f"packed_{kind}", "; ".join([f"fastest that runs here{_FASTER.get(kind, '')}", *passed_over]))
+    for kind in kinds:
+        obstacle = refused.get(kind) or _obstacle(kind, device_type, heads, dtype)
+        if auto and not obstacle and kind in ("fa4", "cudnn") and heads.dim < MIN_MEASURED_HEAD_DIM:
+            obstacle = f"is not measured with heads of {heads.dim}"
+        if not obstacle:
+            return Choice(f"packed_{kind}", "; ".join(["fastest that runs here", *passed_over]) if auto else "requested")
+        passed_over.append(f"{kind} {obstacle}")
+    remedy = "name one yourself" if auto else "set model.attention: auto"
+    raise InputError(f"model.attention: {requested} cannot be used here: {'; '.join(passed_over)}; {remedy}")
+
+
+def _obstacle(kind: Kind, device_type: str, heads: Heads, dtype: torch.dtype) -> str | None:
+    """Why a backend cannot run here and what would help; None if it can."""
+    if kind == "sdpa":
+        return None
+    if kind == "documents":
+        return None if device_type == "cpu" else f"is for CPUs, this is {device_type}"
+    if kind == "fa4" and not flash.installed():
+        return "needs the package flash-attn-4: pip install -r requirements-cuda.txt"
+    if kind == "fa2" and flash_attn_varlen_func is None:
+        return "needs the package flash-attn: pip install -r requirements-cuda.txt"
+    if device_type != "cuda":
+        return f"needs a CUDA device, this is {device_type}"
+    if torch.cuda.get_device_capability() < (8, 0):
+        return f"needs an Ampere GPU or newer, this is {torch.cuda.get_device_name()}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"needs bf16 and the run computes in {str(dtype).removeprefix('torch.')}: set precision: bf16"
+    if heads.dim > MAX_FLASH_HEAD_DIM or heads.dim % 8:
+        return f"needs a head dimension divisible by 8 and at most {MAX_FLASH_HEAD_DIM}, the model's is {heads.dim}"
+    if kind == "fa4":
+        return flash.obstacle(heads.dim)
+    return cudnn.obstacle() if kind == "cudnn" else None
 
 
 def check(model: PreTrainedModel, length: int) -> None:
@@ -110,12 +116,9 @@ def check(model: PreTrainedModel, length: int) -> None:
 
     A model on the meta device is enough. Raises InputError naming what the model has and packed attention has not.
     """
-    config, of = model.config, type(model).__name__
-    name = f"model: {of}"
+    config, name = model.config, f"model: {type(model).__name__}"
     if not model._supports_attention_backend:  # it would ignore the name we registered and let documents see each other
-        raise InputError(
-            f"{name} does not use transformers' attention registry, so its documents cannot be kept apart; name another"
-        )
+        raise InputError(f"{name} does not use transformers' attention registry, which keeps documents apart; name another")
     layer_types = getattr(config, "layer_types", None)  # None: all alike, as Mistral's with one window for all layers
     if model._is_stateful or {*(layer_types or ())} - {"full_attention", "sliding_attention"}:
         raise InputError(f"{name} has layers other than attention, whose state would run on into the next document; name another")
@@ -123,10 +126,8 @@ def check(model: PreTrainedModel, length: int) -> None:
     slides = window is not None and window < length and (layer_types is None or "sliding_attention" in layer_types)
     if slides and not model._supports_flash_attn:  # others keep their window to the masks that they make
         raise InputError(f"{name} does not tell its attention of its sliding window; set `data.length` to {window} or less")
-    if getattr(config, "kv_lora_rank", None):
-        raise InputError(
-            f"{name} has latent attention, whose value heads are narrower than its query heads; no backend here; name another"
-        )
+    if getattr(config, "kv_lora_rank", None):  # its value heads are narrower than its query heads
+        raise InputError(f"{name} has latent attention, which no backend here computes; name another")
     for key in ("attn_logit_softcapping", *DROPOUTS):
         if value := getattr(config, key, None):
             none = "0.0" if key in DROPOUTS else "null"  # not 0: some configurations want a float
@@ -134,7 +135,11 @@ def check(model: PreTrainedModel, length: int) -> None:
             raise InputError(f"{name} has {key} {value}, which packed attention does not compute; {remedy}")
     if not model._supports_sdpa:  # sinks, as of gpt-oss, or something else beside a softmax of scaled products
         raise InputError(f"{name} attends in a way of its own, which no backend here computes; name another model")
-    _check_rotation(config.get_text_config(), name, length)
+    if (changing := rotates_otherwise_beyond(config.get_text_config())) and length > changing[1]:
+        raise InputError(
+            f"{name} rotates by {changing[0]}, whose frequencies depend on whether a document is longer than {changing[1]}, and "
+            f"`data.length` is {length}; set it to {changing[1]} or less"
+        )
 
 
 def rotates_otherwise_beyond(config: PretrainedConfig) -> tuple[str, int] | None:
@@ -148,14 +153,6 @@ def rotates_otherwise_beyond(config: PretrainedConfig) -> tuple[str, int] | None
         if kind in ("longrope", "dynamic") and most:
             return kind, most
     return None
-
-
-def _check_rotation(config: PretrainedConfig, name: str, length: int) -> None:
-    if (changing := rotates_otherwise_beyond(config)) and length > changing[1]:
-        raise InputError(
-            f"{name} rotates by {changing[0]}, whose frequencies depend on whether a document is longer than {changing[1]}, and "
-            f"`data.length` is {length}; set it to {changing[1]} or less"
-        )
 
 
 def document_mask(cu_seqlens: Tensor, max_seqlen: int, tokens: int) -> Tensor:
@@ -189,10 +186,10 @@ class Packed(NamedTuple):
 
 
 def _packed(kernel: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None]]:
-    """`kernel`, of q, k, v [T, heads, D] to the same, as a layer of transformers calls its attention: [1, heads, T, D]. It is
-    told of a sliding window, of so many keys up to the query's own, where that is shorter than a pack.
+    """`kernel`, of q, k, v [T, heads, D] to the same, as a layer of transformers calls its attention: [1, heads, T, D].
 
-    All get the values' dtype: under autocast, a norm or a rotation with FP32 factors leaves queries and keys in FP32.
+    All get the values' dtype: under autocast, a norm or a rotation with FP32 factors leaves queries and keys in FP32. InputError
+    where a layer asks for something else than a softmax of scaled products.
     """
 
     def attention(
@@ -210,10 +207,10 @@ def _packed(kernel: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None]]
         **others: Any,
     ) -> tuple[Tensor, None]:
         if max_seqlen is None:
-            raise InputError(
-                f"model: {type(module).__name__} does not tell its attention where documents end; name another model"
-            )
-        _refuse_what_is_not_computed(others)
+            raise InputError(f"model: {type(module).__name__} does not tell its attention where documents end; name another")
+        unknown = [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]
+        if unknown or others.get("dropout"):
+            raise InputError(f"model: packed attention does not compute {', '.join(unknown) or 'dropout'}; name another model")
         states = (each.squeeze(0).transpose(0, 1).to(value.dtype) for each in (query, key, value))
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         window = None if sliding_window is None or sliding_window >= max_seqlen else sliding_window
@@ -292,37 +289,3 @@ def packed_cudnn(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> T
     if packed.window is not None:
         return _varlen(query, key, value, packed)
     return cudnn.cudnn_attention(query, key, value, packed.cu_seqlens, packed.max_seqlen, packed.scale)
-
-
-def _refuse_what_is_not_computed(options: Mapping[str, Any]) -> None:
-    """The last guard, behind `check`: what a layer asks of its attention and would silently not get."""
-    if options.get("dropout"):
-        raise InputError(
-            f"model: packed attention does not compute dropout, and a layer asks for {options['dropout']}; set it to 0"
-        )
-    for name in ("softcap", "s_aux", "position_bias"):
-        if options.get(name) is not None:
-            raise InputError(f"model: packed attention does not compute `{name}`, which a layer asks for; name another model")
-
-
-def _obstacle(kind: Kind, device_type: str, heads: Heads, dtype: torch.dtype, length: int) -> str | None:
-    """Why a backend cannot run here and what would help; None if it can."""
-    if kind == "sdpa":
-        return None
-    if kind == "documents":
-        return None if device_type == "cpu" else f"is for CPUs, this is {device_type}"
-    if kind == "fa4" and not flash.installed():
-        return "needs the package flash-attn-4, or flash-attn on GPUs before Hopper: pip install -r requirements-cuda.txt"
-    if kind == "fa2" and flash_attn_varlen_func is None:
-        return "needs the package flash-attn: pip install -r requirements-cuda.txt"
-    if device_type != "cuda":
-        return f"needs a CUDA device, this is {device_type}"
-    if torch.cuda.get_device_capability() < (8, 0):
-        return f"needs an Ampere GPU or newer, this is {torch.cuda.get_device_name()}"
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"needs bf16 and the run computes in {str(dtype).removeprefix('torch.')}: set precision: bf16"
-    if heads.dim > MAX_FLASH_HEAD_DIM or heads.dim % 8:
-        return f"needs a head dimension divisible by 8 and at most {MAX_FLASH_HEAD_DIM}, the model's is {heads.dim}"
-    if kind == "fa4":
-        return flash.obstacle(heads.dim)
-    return cudnn.obstacle(heads, length, dtype) if kind == "cudnn" else None

@@ -1,17 +1,15 @@
-"""Packed attention by cuDNN's variable-length kernels, which Transformer Engine builds and calls.
+"""Packed attention by cuDNN's variable-length kernels, called through Transformer Engine's two functions below its
+DotProductAttention, which would choose among backends in every call and cut each compiled layer in pieces.
 
-Of TE, only the two calls below its DotProductAttention are used. That module chooses among backends in every call, and would cut
-each compiled layer in pieces. `cudnn_forward` and `cudnn_backward` are for autograd functions that do more than attend;
-`cudnn_attention` is both as one differentiable operator, which torch.compile leaves whole.
+`cudnn_forward` and `cudnn_backward` are for autograd functions that do more than attend; `cudnn_attention` is both as one
+differentiable operator. Notes on the kernels:
 
-Notes on the kernels:
-
-* Offsets may end in empty slots. TE rounds their number up to a power of two (32 to 512, then to multiples of 512), and each of
+* Offsets may end in empty slots. Their number is rounded up to a power of two (32 to 512, then to multiples of 512), and each of
   these numbers is planned for once.
 * Pointers are handed over without strides. What is not contiguous among q, k, v and d_output is copied first.
 * On Hopper, blocks of keys add to dQ in FP32 as they finish, so its last bits may differ from run to run; output, dK and dV
   repeat bit for bit. cuDNN's fixed order (`deterministic: true` asks for it) takes a workspace there that grows with the square
-  of the tokens: `obstacle` says so, and `fa4` and `varlen` have a deterministic backward.
+  of the tokens; `fa4` and `varlen` have a deterministic backward.
 """
 
 from __future__ import annotations
@@ -22,13 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pretrain.model.attention.heads import Heads
 from pretrain.model.attention.operator import differentiable
 from pretrain.precision import transformer_engine
 
 GENERATIONS = (9, 10)  # Hopper and data-centre Blackwell; others have no variable-length kernel, or statistics of the old kind
-SLOTS = 32  # the fewest that TE plans for; what is supported does not depend on it
-
 # Documents side by side, causal in each. `thd`: tokens, heads, head dimension.
 _PACKED: dict[str, Any] = {
     "qkv_layout": "thd_thd_thd",
@@ -50,14 +45,8 @@ def cudnn_forward(
     kernels = _kernels()
     output, (statistics, rng_state) = kernels.fused_attn_fwd(
         True,  # keep the statistics, in evaluation too: 64 bytes a token
-        max_seqlen,
-        max_seqlen,
-        cu_seqlens,
-        cu_seqlens,
-        q.contiguous(),
-        k.contiguous(),
-        v.contiguous(),
-        q.dtype,
+        *(max_seqlen, max_seqlen, cu_seqlens, cu_seqlens),
+        *(q.contiguous(), k.contiguous(), v.contiguous(), q.dtype),
         kernels.FusedAttnBackend["F16_arbitrary_seqlen"],
         cu_seqlens_q_padded=cu_seqlens,  # where documents begin: where the last one ended
         cu_seqlens_kv_padded=cu_seqlens,
@@ -83,17 +72,8 @@ def cudnn_backward(
     """dq [T, H, D], dk and dv [T, KV, D], contiguous, of what `cudnn_forward` computed and kept; arguments as there."""
     kernels = _kernels()
     dq, dk, dv, *_ = kernels.fused_attn_bwd(
-        max_seqlen,
-        max_seqlen,
-        cu_seqlens,
-        cu_seqlens,
-        q.contiguous(),
-        k.contiguous(),
-        v.contiguous(),
-        output,
-        d_output.contiguous(),
-        q.dtype,
-        [statistics, rng_state],
+        *(max_seqlen, max_seqlen, cu_seqlens, cu_seqlens),
+        *(q.contiguous(), k.contiguous(), v.contiguous(), output, d_output.contiguous(), q.dtype, [statistics, rng_state]),
         kernels.FusedAttnBackend["F16_arbitrary_seqlen"],
         cu_seqlens_q_padded=cu_seqlens,
         cu_seqlens_kv_padded=cu_seqlens,
@@ -112,50 +92,16 @@ def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seq
     return _attend(q, k, v, cu_seqlens, max_seqlen, scale)[0]
 
 
-def obstacle(heads: Heads, length: int, dtype: torch.dtype) -> str | None:
-    """Why the kernels cannot attend on this CUDA device, worded to follow "cudnn"; None if they can.
-
-    `length`: tokens of a pack. Imports Transformer Engine, which takes seconds, where nothing else stands in the way.
-    """
-    capability = torch.cuda.get_device_capability()
-    if capability[0] not in GENERATIONS:
+def obstacle() -> str | None:
+    """Why the kernels cannot run on this CUDA device, worded to follow "cudnn"; None if they can. Which heads they refuse shows
+    when they are tried (pretrain.model.attention.trial). Imports Transformer Engine where nothing else stands in the way."""
+    generation = torch.cuda.get_device_capability()[0]
+    if generation not in GENERATIONS:
         return f"needs an sm_90 or sm_100 GPU, this is {torch.cuda.get_device_name()}"
-    if capability[0] == 9 and torch.are_deterministic_algorithms_enabled():
+    if generation == 9 and torch.are_deterministic_algorithms_enabled():
         return "has no deterministic backward on sm_90 whose workspace would fit: set deterministic: false"
-    if missing := transformer_engine.missing():
-        return f"needs {missing}"
-    refusal = _refusal(heads, length, dtype)
-    return f"is refused by Transformer Engine: {refusal}" if refusal else None
-
-
-def _refusal(heads: Heads, length: int, dtype: torch.dtype) -> str | None:
-    """Transformer Engine's own answer for the very arguments that the two calls pass."""
-    from transformer_engine.pytorch.attention.dot_product_attention.utils import FusedAttentionParams
-    from transformer_engine.pytorch.constants import TE_DType
-
-    kernels = _kernels()
-    layout, tokens = kernels.QKVLayout[_PACKED["qkv_layout"]], kernels.QKVFormat[_PACKED["o_format"]]
-    asked = FusedAttentionParams(
-        is_training=True,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-        attn_mask_type=kernels.AttnMaskType[_PACKED["attn_mask_type"]],
-        window_size_left=_PACKED["window_size"][0],
-        window_size_right=_PACKED["window_size"][1],
-        bottom_right_diagonal=False,
-        attn_scale=heads.dim**-0.5,
-        **dict.fromkeys(("qkv_dtype", "o_dtype", "do_dtype", "dqkv_dtype"), TE_DType[dtype]),
-        **dict.fromkeys(("qkv_layout", "dqkv_layout"), layout),
-        **dict.fromkeys(("o_format", "do_format"), tokens),
-        batch_size=SLOTS,
-        num_attn_heads=heads.query,
-        num_gqa_groups=heads.kv,
-        **dict.fromkeys(("head_dim_qk", "head_dim_v"), heads.dim),
-        **dict.fromkeys(("max_seqlen_q", "max_seqlen_kv", "num_tokens_q", "num_tokens_kv"), length),
-    )
-    backend, reason = kernels.tex.get_fused_attn_backend(asked)
-    if int(backend) == int(kernels.FusedAttnBackend["F16_arbitrary_seqlen"]):
-        return None
-    return reason or f"no kernel for {heads.query} query and {heads.kv} KV heads of {heads.dim}"
+    missing = transformer_engine.missing()
+    return f"needs {missing}" if missing else None
 
 
 def _kernels() -> ModuleType:

@@ -1,14 +1,12 @@
-"""Packed attention by FlashAttention-4, the package `flash-attn-4`: a wheel, whose kernels are compiled where they run.
+"""Packed attention by FlashAttention-4, the package `flash-attn-4`, whose kernels are compiled where they run.
 
 `flash_forward` and `flash_backward_in_parts` are for autograd functions that do more than attend; `flash_attention` is both as
-one differentiable operator, which torch.compile leaves whole. Notes on the kernels:
+one differentiable operator. Notes on the kernels:
 
-* A head shape and dtype are compiled once, for some ten seconds. The numbers of tokens and of documents are not part of it. What
-  was compiled is kept on disk, in `$XDG_CACHE_HOME/pretrain/flash_attn_4` unless FLASH_ATTENTION_CUTE_DSL_CACHE_DIR says another
-  folder, so that a second process does not wait.
+* A head shape and dtype are compiled once, for some ten seconds, whatever the numbers of tokens and documents. What was compiled
+  is kept in `$XDG_CACHE_HOME/pretrain/flash_attn_4` unless FLASH_ATTENTION_CUTE_DSL_CACHE_DIR says another folder.
 * Blocks of keys add to dQ as they finish, so its last bits may differ from run to run. `deterministic: true` asks for the fixed
-  order, which takes a tenth longer. On Blackwell heads of 256 have a backward of their own: its blocks share no sum, so that it
-  repeats its bits in any case (4.0.0b36, which is pinned; earlier ones refuse to be asked for that).
+  order, which takes a tenth longer. On Blackwell heads of 256 have a backward of their own, which repeats its bits in any case.
 * Offsets may end in empty slots.
 """
 
@@ -40,35 +38,9 @@ GENERATIONS = (9, 10)  # Hopper and data-centre Blackwell: the kernels are writt
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float) -> tuple[Tensor, Tensor]:
     """Causal attention within each document: q [T, H, D], k and v [T, KV, D], BF16 or FP16 -> output [T, H, D], and for backward
     the logarithms of the softmax's sums [H, T], FP32. The other arguments are as in `cudnn_forward`."""
-    output, log_sums, *_ = _kernels()._flash_attn_fwd(
-        q,
-        k,
-        v,
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_k=cu_seqlens,
-        max_seqlen_q=max_seqlen,
-        max_seqlen_k=max_seqlen,
-        softmax_scale=scale,
-        causal=True,
-        return_lse=True,
-    )
+    options = _documents(cu_seqlens, max_seqlen) | {"softmax_scale": scale, "causal": True, "return_lse": True}
+    output, log_sums, *_ = _kernels()._flash_attn_fwd(q, k, v, **options)
     return output, log_sums
-
-
-def flash_backward(
-    d_output: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    output: Tensor,
-    log_sums: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq [T, H, D], dk and dv [T, KV, D], contiguous, of what `flash_forward` computed and kept; arguments as there."""
-    dq, *parts = flash_backward_in_parts(d_output, q, k, v, output, log_sums, cu_seqlens, max_seqlen, scale)
-    return dq, *(part.sum(dim=2) if part.dim() == 4 else part for part in parts)  # in FP32, rounded once
 
 
 def flash_backward_in_parts(
@@ -81,23 +53,19 @@ def flash_backward_in_parts(
     cu_seqlens: Tensor,
     max_seqlen: int,
     scale: float,
-    *,
-    apart: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns what `flash_backward` does, but dk and dv may come as [T, KV, H / KV, D]: one part for each query head, which the
-    caller adds up. `apart` says whether they do; None leaves that to `heads_apart`.
+    """dq [T, H, D], dk and dv [T, KV, D], contiguous, of what `flash_forward` computed and kept; or dk and dv as
+    [T, KV, H / KV, D]: one part for each query head, which the caller adds up.
 
     The kernel would have the query heads of a group add to FP32 sums in memory, which must be cleared before and rounded
-    afterwards. So it is given heads that share nothing: the first of each group, then the second, and each writes once what it
-    finds. On an H200 that takes 911 us for 1,299 with 16 heads in groups of two and documents of 180 tokens, and longer than the
+    afterwards. So it is given heads that share nothing: the first of each group, then the second, and each writes its gradient
+    once. On an H200 that takes 911 us for 1,299 with 16 heads in groups of two and documents of 180 tokens, and longer than the
     kernel's own way with groups of four and documents of 4,096 (benchmarks/results/h200_kernels_in_parts.json).
     """
-    options = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens, "max_seqlen_q": max_seqlen, "max_seqlen_k": max_seqlen}
-    options |= {"deterministic": torch.are_deterministic_algorithms_enabled()}
+    options = _documents(cu_seqlens, max_seqlen) | {"deterministic": torch.are_deterministic_algorithms_enabled()}
     backward, heads, group = _kernels()._flash_attn_bwd, k.shape[1], q.shape[1] // k.shape[1]
-    if apart is None:
-        apart = heads_apart(group, len(q), len(cu_seqlens) - 1)
-    if group == 1 or not apart:
+    apart = 1 < group <= WIDE and group * len(q) <= LONG * (len(cu_seqlens) - 1)
+    if not apart:
         dq, dk, dv, *_ = backward(q, k, v, output, d_output, log_sums, scale, True, **options)
         return dq, dk, dv
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -111,9 +79,21 @@ def flash_backward_in_parts(
     return dq, dk, dv
 
 
-def heads_apart(group: int, tokens: int, documents: int) -> bool:
-    """Whether the query heads of a group are differentiated one by one, where so many tokens are in so many documents."""
-    return group <= WIDE and group * tokens <= LONG * documents
+def flash_backward(
+    d_output: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    output: Tensor,
+    log_sums: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`flash_backward_in_parts`, its parts added up in FP32 and rounded once."""
+    dq, *parts = flash_backward_in_parts(d_output, q, k, v, output, log_sums, cu_seqlens, max_seqlen, scale)
+    dk, dv = (part.sum(2) if part.dim() == 4 else part for part in parts)
+    return dq, dk, dv
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float) -> Tensor:
@@ -121,7 +101,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seq
     return _attend(q, k, v, cu_seqlens, max_seqlen, scale)[0]
 
 
-def obstacle(dim: int = 128) -> str | None:
+def obstacle(dim: int) -> str | None:
     """Why the kernels cannot attend with heads of `dim` on this CUDA device, worded to follow "fa4"; None if they can.
     Imports the package, which takes seconds, where nothing else stands in the way."""
     generation = torch.cuda.get_device_capability()[0]
@@ -152,6 +132,15 @@ def _kernels() -> ModuleType:
     from flash_attn.cute import interface
 
     return interface
+
+
+def _documents(cu_seqlens: Tensor, max_seqlen: int) -> dict[str, Tensor | int]:
+    return {
+        "cu_seqlens_q": cu_seqlens,
+        "cu_seqlens_k": cu_seqlens,
+        "max_seqlen_q": max_seqlen,
+        "max_seqlen_k": max_seqlen,
+    }
 
 
 _attend = differentiable("flash_attention", flash_forward, flash_backward, lambda q: (room_for_log_sums(q),))

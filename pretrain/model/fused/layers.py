@@ -25,7 +25,7 @@ from transformers import AttentionInterface
 from foundation.errors import InputError
 from pretrain.model.attention.cudnn import cudnn_backward, cudnn_forward
 from pretrain.model.attention.flash import flash_backward_in_parts, flash_forward
-from pretrain.model.attention.heads import HeadNorms, Heads
+from pretrain.model.attention.operator import HeadNorms, Heads
 from pretrain.model.fused.arithmetic import Arithmetic, Norm
 from pretrain.model.fused.rotary import rotate, rotate_backward
 from pretrain.model.fused.stacked import By, StackedProduct, StackedWeight

@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pretrain.model.attention.heads import HeadNorms, Heads
+from pretrain.model.attention.operator import HeadNorms, Heads
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 KERNEL_DIMS = (32, 64, 128, 256)

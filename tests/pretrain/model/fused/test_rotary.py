@@ -11,7 +11,7 @@ from transformers import LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
-from pretrain.model.attention.heads import HeadNorms, Heads
+from pretrain.model.attention.operator import HeadNorms, Heads
 from pretrain.model.fused.rotary import rotate, rotate_backward
 
 FP64, FP32, BF16 = torch.float64, torch.float32, torch.bfloat16
