@@ -24,7 +24,7 @@ from pretrain.compare.fairness import (
     why_not_paired,
 )
 from pretrain.compare.smoothing import moving_mean
-from pretrain.metrics.run_record import LAST_STEPS, LOSS_KEY, RunRecord, averaged_steps, devices_of, gpus_of
+from pretrain.metrics.run_record import LAST_STEPS, LOSS_KEY, RunRecord, averaged_steps, devices_of
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.schedule import phases_of
 
@@ -307,16 +307,15 @@ def own_speed(run: RunRecord) -> float | None:
 
 
 def machine_of(run: RunRecord) -> str:
-    """Returns what a run's speed depends on beside settings and versions, as `kind_of_machine` does. Of a run whose timed steps
-    were on several kinds, all of them: "2 × NVIDIA H200, then 1 × NVIDIA H200"."""
-    return ", then ".join(dict.fromkeys(map(kind_of_machine, run.timed_on)))
+    """Returns what a run's speed depends on beside settings and versions, as `kind_of_machine` does."""
+    return kind_of_machine(run.environment)
 
 
 def kind_of_machine(environment: Mapping[str, Any]) -> str:
     """Returns "2 × NVIDIA H200", and where there are no GPUs the cores, with the processes where they are several. Empty where
     that is not known."""
     processes, name = devices_of(environment)
-    if gpus_of(environment):
+    if name != "CPU":
         return f"{processes} × {name}"
     cores, several = environment.get("cpu_cores"), "" if processes == 1 else f"{processes} processes"
     return ", ".join(filter(None, [several, f"{cores} CPU cores" if cores else "", environment.get("system")]))
@@ -325,7 +324,7 @@ def kind_of_machine(environment: Mapping[str, Any]) -> str:
 def on_one_kind_of_machine(runs: Iterable[RunRecord]) -> bool:
     """Returns whether speeds may be divided, as all timed steps of all runs were on one kind: else a machine's speed would pass
     for a precision's. Versions of software may differ, as what they change may be what is compared."""
-    return len({kind_of_machine(environment) for run in runs for environment in run.timed_on}) == 1
+    return len({machine_of(run) for run in runs}) == 1
 
 
 def other_machines(runs: Sequence[RunRecord]) -> str:
@@ -344,18 +343,13 @@ def other_machines(runs: Sequence[RunRecord]) -> str:
 def other_splits(runs: Sequence[RunRecord]) -> str:
     """Returns what to say where runs whose scales are of whole tensors split a step in several ways; empty where all that are
     known split it alike."""
-    ways: dict[tuple[int, tuple[int, ...]], list[str]] = {}
+    ways: dict[tuple[int, int], list[str]] = {}
     for run in runs:
         packs = (run.audit.get("memory") or {}).get("microbatch", (run.config.get("batch") or {}).get("microbatch"))
-        starts = [start.get("accelerate") or {} for start in run.starts.values()]
-        processes = tuple(dict.fromkeys(each.get("processes", 1) for each in starts))
         precisions = (PRECISIONS.get(use) for _, use in phases_of(run.config.get("precision")))  # a later version may have others
         if isinstance(packs, int) and any(each and each.quantized and each.tensor_scaled for each in precisions):
-            ways.setdefault((packs, processes), []).append(run.name)
-    told = (
-        f"{', '.join(names)} ({plural(packs, 'pack')} x {', then '.join(plural(each, 'rank') for each in ranks)})"
-        for (packs, ranks), names in ways.items()
-    )
+            ways.setdefault((packs, run.devices[0]), []).append(run.name)
+    told = (f"{', '.join(names)} ({plural(packs, 'pack')} x {plural(ranks, 'rank')})" for (packs, ranks), names in ways.items())
     said = "Scales of whole tensors are a microbatch's, so losses depend a little on how a step is split into these"
     return f"{said}: {'; '.join(told)}." if len(ways) > 1 else ""
 

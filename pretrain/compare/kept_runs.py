@@ -14,7 +14,6 @@ from typing import Any
 
 from foundation.errors import InputError
 from foundation.reading import load_object
-from pretrain.metrics.recorded import SHAPES, check_shapes
 from pretrain.metrics.run_record import RunRecord
 
 STEPS = {"losses": "loss", "gradient_norms": "gradient_norm", "frozen_updates": "frozen_updates"}
@@ -28,12 +27,9 @@ def read_kept(path: Path) -> list[RunRecord]:
     if not isinstance(runs, dict) or not runs or not all(isinstance(run, dict) and "losses" in run for run in runs.values()):
         raise InputError(f"{path}: holds no runs with losses; name run folders, or a file made by `benchmarks.collect_runs`")
     try:
-        records = [_record(path, name, run, content) for name, run in runs.items()]
-        for record in records:
-            check_shapes(vars(record), dict.fromkeys(SHAPES, f"{path}: {record.name}"))
+        return [_record(path, name, run, content) for name, run in runs.items()]
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise InputError(f"{path}: not as `benchmarks.collect_runs` makes it, at {error}; make it again") from None
-    return records
 
 
 def _record(path: Path, name: str, run: Mapping[str, Any], content: Mapping[str, Any]) -> RunRecord:

@@ -111,7 +111,7 @@ def about(comparison: RunComparison) -> str:
     steps = {each.run.summary["steps"] for each in comparison.standings}
     each = plural(min(steps), "step") if len(steps) == 1 else f"{min(steps):,} to {plural(max(steps), 'step')}"
     batch = f" of {count(run.tokens_per_step)} tokens" if run.tokens_per_step else ""
-    torch = run.versions_of("torch")
+    torch = (run.environment.get("packages") or {}).get("torch")
     return " · ".join(filter(None, [model_name(run), each + batch, machine_of(run), f"torch {torch}" if torch else ""]))
 
 

@@ -3,36 +3,71 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import shlex
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from foundation.errors import InputError
-from foundation.reading import load_object, parse_json, read_lines, read_regular, reason_of
 from foundation.settings import load_yaml
 from foundation.units import count, duration, memory, percent, plural, three_digits
 from pretrain.checkpoint.state import Past
-from pretrain.metrics.recorded import SHAPES, check_shapes
-from pretrain.metrics.run_folder import MATRIX_FILE, METRICS_FILE, SUMMARY_FILE, RunFolder
+from pretrain.metrics.run_folder import MATRIX_FILE, METRICS_FILE, RunFolder
 from pretrain.precision import schedule
 
 WARM_UP_STEPS = 2  # compile, allocate, autotune: kept out of every median
 LAST_STEPS = 50  # one step's loss is mostly noise (sd 0.13 in the reference's runs); their mean is what runs differ in
 LOSS_KEY = f"loss_last_{LAST_STEPS}"  # of that mean in a summary
-_SPEEDS = ("tokens_per_second", "samples_per_second", "step_ms", "tflops")
-MEDIANS = (*_SPEEDS, "mfu_bf16_peak", "mfu_nanogpt", "mfu_recipe_peak", "frozen_updates")
+SPEEDS = ("tokens_per_second", "samples_per_second", "step_ms", "tflops")
+MEDIANS = (*SPEEDS, "mfu_bf16_peak", "mfu_nanogpt", "mfu_recipe_peak", "frozen_updates")
 
 HELD_OUT_PACKS = ("held_out_fingerprint", "held_out_packs")  # in an evaluation's line: which packs it is of, and how many
 MEASURE = (*HELD_OUT_PACKS, "held_out_tokens", "held_out_precision")  # evaluations that differ in one say nothing of each other
 
-Content = TypeVar("Content")
-Record = Mapping[str, Any]  # a line of metrics.jsonl: a step, or an event: an evaluation or a rollback
+Record = Mapping[str, Any]  # a line of metrics.jsonl: a step, or an event: an evaluation, a rollback or a halt
+
+
+def is_step(record: Record) -> bool:
+    return "event" not in record
+
+
+def is_evaluation(record: Record) -> bool:
+    return record.get("event") == "evaluation"
+
+
+def is_rollback(record: Record) -> bool:
+    """Whether a line tells of a rollback. What was given up, steps and events, stands inside of it under `abandoned`, so that
+    every step is one line of the file."""
+    return record.get("event") == "rollback"
+
+
+def is_unlabelled(step: Record) -> bool:
+    """Whether no token of a step had a label, which is why its loss is null: one that was not a number is null, too."""
+    return bool(step.get("unlabelled"))
+
+
+def same_measure(first: Record, second: Record, keys: Sequence[str] = MEASURE) -> bool:
+    """Whether two evaluations are of the same, as far as both say."""
+    return all(first[key] == second[key] for key in keys if key in first and key in second)
+
+
+def own_evaluations(records: Iterable[Record]) -> Iterator[Record]:
+    """Yields of a run's lines in order the evaluations of what it has trained: none from before its first step."""
+    return filter(is_evaluation, itertools.dropwhile(lambda record: not is_step(record), records))
+
+
+def devices_of(environment: Mapping[str, Any]) -> tuple[int, str]:
+    """On how many devices a run trained, one a process, and what they are called: (2, "NVIDIA H200"), (1, "CPU")."""
+    launch = environment.get("accelerate") or {}
+    gpus = [] if launch.get("device") == "cpu" else environment.get("gpus") or []
+    name = " and ".join(dict.fromkeys(gpus)) or str(launch.get("device") or "cpu").upper()
+    return launch.get("processes") or len(gpus) or 1, name
 
 
 @dataclass(frozen=True)
@@ -41,11 +76,15 @@ class RunRecord:
 
     path: Path
     config: dict[str, Any]
-    environment: dict[str, Any]
+    environment: dict[str, Any]  # of its last start
     metrics: list[dict[str, Any]]
     summary: dict[str, Any]
     audit: dict[str, Any] = field(default_factory=dict)
     matrix: dict[str, Any] = field(default_factory=dict)  # empty for a run that is not part of one
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
 
     @property
     def steps(self) -> list[dict[str, Any]]:
@@ -59,8 +98,8 @@ class RunRecord:
     @property
     def evaluations(self) -> list[dict[str, Any]]:
         """The evaluations on the same held-out packs as the last one: a resume may have taken others."""
-        found = [record for record in self.metrics if is_evaluation(record)]
-        return [record for record in found if same_measure(record, found[-1], HELD_OUT_PACKS)]
+        evaluations = [record for record in self.metrics if is_evaluation(record)]
+        return [record for record in evaluations if same_measure(record, evaluations[-1], HELD_OUT_PACKS)]
 
     def held_out_curve(self) -> tuple[np.ndarray, np.ndarray]:
         """(steps int64, held-out losses float64) of the evaluations."""
@@ -69,8 +108,8 @@ class RunRecord:
     @property
     def evaluated_before(self) -> int | None:
         """The step after which it was evaluated last, where more steps followed; None where none did, or it never was."""
-        at = self.held_out_curve()[0][-1:].tolist()
-        return at[0] if at and at[0] != self.summary["steps"] else None
+        last = self.evaluations[-1]["step"] if self.evaluations else self.summary["steps"]
+        return None if last == self.summary["steps"] else last
 
     @property
     def when_evaluated(self) -> str:
@@ -78,17 +117,13 @@ class RunRecord:
         return "" if self.evaluated_before is None else f" (step {self.evaluated_before:,})"
 
     @property
-    def name(self) -> str:
-        return self.path.resolve().name
-
-    @property
     def data_fingerprint(self) -> str | None:
-        """Identity of the packs trained on: in the environment from its last start, and of older runs in the summary alone."""
+        """Identity of the packs trained on."""
         return self.environment.get("data_fingerprint", self.summary.get("data_fingerprint"))
 
     @property
     def source_config(self) -> dict[str, Any]:
-        """What the config.json of `model.source` said at its last start, under keys of an identity; empty of older runs."""
+        """What the config.json of `model.source` said at its last start, under keys of an identity."""
         return self.environment.get("source_config", {})
 
     @property
@@ -97,31 +132,8 @@ class RunRecord:
         return Past.model_validate(self.environment.get("past", {}))
 
     @property
-    def starts(self) -> dict[int, dict[str, Any]]:
-        """The environment of its last start, by the first of its steps."""
-        return {step["step"]: self.environment for step in self.steps[:1]}
-
-    def versions_of(self, package: str) -> str:
-        """The versions of `package` that its steps were computed by, in order, as far as they are told: "2.12.0, then 2.13.0"."""
-        told = [(start.get("packages") or {}).get(package) for start in self.starts.values()]
-        return ", then ".join(dict.fromkeys(filter(None, told)))
-
-    @property
-    def timed_on(self) -> list[dict[str, Any]]:
-        """The environments that its median speed is of, in order."""
-        starts, steps = self.starts, self.steps
-        timed = (steps[WARM_UP_STEPS:] or steps or [{"step": 0}])[0]["step"]
-        ends = [*starts][1:]
-        return [found for end, found in itertools.zip_longest(ends, starts.values()) if end is None or end > timed]
-
-    @property
-    def timed_devices(self) -> list[tuple[int, str]]:
-        """`devices_of` what its median speed is of: in order, each kind once."""
-        return [*dict.fromkeys(map(devices_of, self.timed_on))]
-
-    @property
-    def gpus(self) -> list[str]:
-        return gpus_of(self.environment)
+    def devices(self) -> tuple[int, str]:
+        return devices_of(self.environment)
 
     @property
     def tokens_per_step(self) -> int | None:
@@ -136,23 +148,21 @@ class RunRecord:
 
     @property
     def phases(self) -> dict[int, str]:
-        """The precisions of its steps so far, by the first step of each; empty for a run that has only had one, and for older
-        runs."""
-        told = self.audit.get("phases")
-        phases = {int(first): name for first, name in told.items() if first.isdecimal()} if isinstance(told, dict) else {}
+        """The precisions of its steps so far, by the first step of each; empty for a run that has only had one."""
+        phases = {int(first): name for first, name in (self.audit.get("phases") or {}).items()}
         return {first: name for first, name in phases.items() if first <= self.summary["steps"]}
 
     @property
     def audited(self) -> dict[str, dict[str, Any]]:
         """What the audit says of each precision that steps were in so far, for a run of several precisions."""
-        found, used = self.audit.get("precisions"), self.phases.values()
-        return {name: each for name, each in found.items() if not used or name in used} if isinstance(found, dict) else {}
+        used = self.phases.values()
+        return {name: each for name, each in (self.audit.get("precisions") or {}).items() if not used or name in used}
 
     @property
     def backend(self) -> str | None:
         """What computed the products: "torch", "transformer_engine" or "emulation"; of a schedule, its low-precision ones."""
-        own = [found.get("backend") for found in self.audited.values()]
-        return next((backend for backend in own if backend != "torch"), own[-1] if own else self.audit.get("backend"))
+        backends = [each.get("backend") for each in self.audited.values()] or [self.audit.get("backend")]
+        return next((backend for backend in backends if backend != "torch"), backends[-1])
 
     @property
     def emulated(self) -> bool:
@@ -167,8 +177,8 @@ class RunRecord:
     @property
     def diverged(self) -> bool:
         """Whether the loss of its last step is no finite number; a step without labels has none, and says nothing of it."""
-        last = [record for record in self.steps if not is_unlabelled(record)][-1:]
-        return not np.isfinite(_curve(last, "loss")[1]).all()
+        losses = self._labelled_losses()[1]
+        return len(losses) > 0 and not np.isfinite(losses[-1])
 
     @property
     def broken_off(self) -> bool:
@@ -184,15 +194,18 @@ class RunRecord:
             return f"was halted at step {self.summary['steps']:,}"
         if not self.diverged:
             return ""
-        steps, losses = _curve([record for record in self.steps if not is_unlabelled(record)], "loss")
+        steps, losses = self._labelled_losses()
         finite = np.flatnonzero(np.isfinite(losses))
         return f"has no finite loss from step {steps[finite[-1] + 1 if len(finite) else 0]:,} on"
+
+    def _labelled_losses(self) -> tuple[np.ndarray, np.ndarray]:
+        return _curve([step for step in self.steps if not is_unlabelled(step)], "loss")
 
     @property
     def epochs(self) -> float:
         """The passes over the packs that its steps come to, as a horizon counts them: without what rollbacks have passed over."""
-        passed_over = [self.past.left_out, *(each.get("left_out", 0) for each in self.metrics if is_rollback(each))][-1]
-        return self.summary["epoch"] * self.summary["steps"] / (self.summary["steps"] + max(passed_over, 0))
+        passed_over = [self.past.left_out, *(each["left_out"] for each in self.metrics if is_rollback(each))][-1]
+        return self.summary["epoch"] * self.summary["steps"] / (self.summary["steps"] + passed_over)
 
     @property
     def is_unfinished(self) -> bool:
@@ -204,57 +217,12 @@ class RunRecord:
         return bool(horizon) and self.summary["steps"] < horizon
 
 
-def gpus_of(environment: Mapping[str, Any]) -> list[str]:
-    """The names of the GPUs that a run could see; none where it trained on CPUs beside them. Of older runs all that are told."""
-    on_cpus = (environment.get("accelerate") or {}).get("device") == "cpu"
-    return [] if on_cpus else environment.get("gpus") or []
-
-
-def devices_of(environment: Mapping[str, Any]) -> tuple[int, str]:
-    """On how many devices a run trained, one a process, and what they are called: (2, "NVIDIA H200"), (1, "CPU"). Of older runs
-    all GPUs that are told."""
-    gpus, told = gpus_of(environment), environment.get("accelerate") or {}
-    name = " and ".join(dict.fromkeys(gpus)) or str(told.get("device") or "cpu").upper()
-    return told.get("processes") or len(gpus) or 1, name
-
-
-def is_step(record: Record) -> bool:
-    return "event" not in record
-
-
-def is_unlabelled(step: Record) -> bool:
-    """Whether no token of a step had a label, which is why its loss is null: one that was not a number is null, too."""
-    return bool(step.get("unlabelled"))
-
-
-def is_evaluation(record: Record) -> bool:
-    return record.get("event") == "evaluation"
-
-
-def same_measure(first: Record, second: Record, keys: Sequence[str] = MEASURE) -> bool:
-    """Whether two evaluations are of the same, as far as both say: older versions wrote `held_out_tokens` alone."""
-    return all(first[key] == second[key] for key in keys if key in first and key in second)
-
-
-def own_evaluations(records: Iterable[Record]) -> Iterable[Record]:
-    """Returns, of a run's lines in order, the evaluations of what it has trained: none from before its first step."""
-    return filter(is_evaluation, itertools.dropwhile(lambda record: not is_step(record), records))
-
-
-def is_rollback(record: Record) -> bool:
-    """Whether a line tells of a rollback. What was given up, steps and events, stands inside of it under `abandoned`, so that
-    every step is one line of the file."""
-    return record.get("event") == "rollback"
-
-
-def is_halt(record: Record) -> bool:
-    """Whether a line tells that the run stopped between two steps, as its weights could not be saved."""
-    return record.get("event") == "halted"
-
-
-def _curve(records: list[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
+def _curve(records: Sequence[Record], key: str) -> tuple[np.ndarray, np.ndarray]:
     values = [math.nan if record.get(key) is None else record[key] for record in records]
     return np.array([record["step"] for record in records], dtype=np.int64), np.array(values, dtype=np.float64)
+
+
+# ── Reading ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class NoStepYet(InputError):
@@ -277,7 +245,7 @@ def read_run(run_dir: Path, metrics: list[dict[str, Any]] | None = None) -> RunR
     metrics = read_metrics(run_dir) if metrics is None else metrics
     if not any(map(is_step, metrics)):  # an evaluation may come before
         raise NoStepYet(run_dir)
-    record = RunRecord(
+    return RunRecord(
         path=run_dir,
         config=load_yaml(folder.config),
         environment=_read_object(folder.environment),
@@ -286,8 +254,6 @@ def read_run(run_dir: Path, metrics: list[dict[str, Any]] | None = None) -> RunR
         audit=_read_object(folder.audit),
         matrix=_read_object(run_dir / MATRIX_FILE),
     )
-    check_shapes(vars(record), {name: getattr(folder, name) for name in SHAPES})
-    return record
 
 
 def read_finished(run_dir: Path) -> RunRecord | None:
@@ -297,65 +263,45 @@ def read_finished(run_dir: Path) -> RunRecord | None:
     By what the files say, so that copies answer alike. A summary of another step than the metrics' last is of an end that the run
     has come to before it was prolonged, or sent back.
     """
-    written = run_dir / SUMMARY_FILE
-    if not written.is_file():
-        return None
     try:
-        run = read_run(run_dir)
-        said = load_object(written, "start the run again to write it").get("steps")
+        run, at_its_end = read_run(run_dir), _read_object(RunFolder(run_dir, owner=False).summary)
     except InputError:
         return None
-    return run if said == run.summary["steps"] and not run.is_unfinished else None
-
-
-IN_WORDS = {"halted", "frozen_most", "precision"}  # what a step's line says beside its figures
+    return run if at_its_end.get("steps") == run.summary["steps"] and not run.is_unfinished else None
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The objects of `run_dir`/metrics.jsonl, steps and evaluations as written; a last line still being written is left out.
+    """The objects of `run_dir`/metrics.jsonl, steps and events as written; a last line still being written is left out.
 
     Raises InputError where there is no such file, or a line of it is not an object with a step.
     """
     path = run_dir / METRICS_FILE
-    lines = [line for line in _read(path, read_lines) if line.endswith(b"\n")]
-    records = [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
+    if not path.is_file():
+        raise InputError(f"{path}: there is no such file; {run_dir} is not a run folder, or its run has not begun")
+    whole = [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+    records = [_parse(line, f"{path}, line {number}") for number, line in enumerate(whole, start=1)]
     for number, record in enumerate(records, start=1):
-        of_event = ("step", "held_out_loss") if is_evaluation(record) else ("step",)
-        wanted = of_event if "event" in record else ("step", "tokens", "epoch", "loss", "step_ms")
-        if lacking := [key for key in wanted if key not in record]:
-            raise InputError(f"{path}, line {number}: has no `{lacking[0]}`; this is not a file of metrics")
-        figures = () if "event" in record else sorted(record.keys() - IN_WORDS)
-        no_number = [key for key in figures if not isinstance(record[key], (int, float, type(None)))]
-        whole = {key: record.get(key, 0) for key in ("step", "tokens", "left_out", "rollbacks")}
-        not_whole = [key for key, value in whole.items() if type(value) is not int or abs(value) >= 2**62]
-        not_timed = [key for key in ("step_ms", "epoch") if record.get(key, 0) is None]
-        if bad := [*no_number, *not_whole, *not_timed]:
-            raise InputError(f"{path}, line {number}: `{bad[0]}` is no number; resuming the run mends its metrics")
+        if lacking := {"step"} - record.keys() or (is_step(record) and {"tokens", "loss", "step_ms"} - record.keys()):
+            raise InputError(f"{path}, line {number}: has no `{min(lacking)}`; this is not a file of metrics")
     return records
 
 
 def _read_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file; empty where the run has not written it yet."""
-    return _parse(_read(path, read_regular), str(path)) if path.exists() else {}
-
-
-def _read(path: Path, read: Callable[[Path], Content]) -> Content:
-    try:
-        return read(path)
-    except FileNotFoundError:
-        raise InputError(f"{path}: there is no such file; {path.parent} is not a run folder, or its run has not begun") from None
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {reason_of(error)}") from None
+    return _parse(path.read_bytes(), str(path)) if path.exists() else {}
 
 
 def _parse(text: bytes, origin: str) -> dict[str, Any]:
     try:
-        value = parse_json(str(text, "utf-8"))
+        value = json.loads(text)
     except ValueError as error:
         raise InputError(f"{origin}: not valid JSON: {error}; resuming the run mends its metrics") from None
     if not isinstance(value, dict):
         raise InputError(f"{origin}: a JSON object is wanted, here is {type(value).__name__}")
     return value
+
+
+# ── Summing up ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def summary(records: Iterable[Record]) -> dict[str, Any]:
@@ -367,33 +313,32 @@ def summary(records: Iterable[Record]) -> dict[str, Any]:
     """
     records = list(records)
     steps = [record for record in records if is_step(record)]
-    evaluations = list(own_evaluations(records))
     if not steps:
         return {"steps": 0}
-    last, steady = steps[-1], steps[WARM_UP_STEPS:] or steps
-    step_ms = sum(_known(steady, "step_ms"))
-    losses = _known(steps[-LAST_STEPS:], "loss")
-    result = {
-        "first_step": first if (first := steps[0]["step"]) > 1 else None,  # where another run's checkpoint was the beginning
+    evaluations = [*own_evaluations(records)]
+    first, last, steady = steps[0], steps[-1], steps[WARM_UP_STEPS:] or steps
+    milliseconds, losses = sum(_known(steady, "step_ms")), _known(steps[-LAST_STEPS:], "loss")
+    figures = {
+        "first_step": first["step"] if first["step"] > 1 else None,  # where another run's checkpoint was the beginning
         "steps": last["step"],
         "tokens": last["tokens"],
-        "epoch": last["epoch"],
+        "epoch": last.get("epoch"),
         "hours": sum(_known(steps, "step_ms")) / 3.6e6,
         "loss": last["loss"],
         LOSS_KEY: statistics.fmean(losses) if losses else None,
         **({key: evaluations[-1].get(key) for key in ("held_out_loss", "held_out_perplexity")} if evaluations else {}),
         **{key: _median(steady, key) for key in MEDIANS},
-        **_energy(steady),
-        "data_wait_share": sum(_known(steady, "data_wait_ms")) / step_ms if step_ms else 0.0,
+        "tokens_per_joule": _tokens_per_joule(steady),
+        "data_wait_share": sum(_known(steady, "data_wait_ms")) / milliseconds if milliseconds else 0.0,
         "memory_gib": max(_known(steps, "memory_gib"), default=None),
-        "first_step_seconds": steps[0]["step_ms"] / 1e3,
+        "first_step_seconds": first["step_ms"] / 1e3,
         "recompiles": sum(_known(steps, "recompiles")),
         "skipped_steps": sum(bool(record.get("skipped")) for record in steps),
         "rollbacks": max((record["rollbacks"] for record in records if is_rollback(record)), default=None),
-        "halted": next((record["reason"] for record in records if is_halt(record)), last.get("halted")),
+        "halted": next((record["reason"] for record in records if record.get("event") == "halted"), last.get("halted")),
         "frozen_most": next((record["frozen_most"] for record in reversed(steps) if "frozen_most" in record), None),
     }
-    return {key: value for key, value in result.items() if value is not None}
+    return {key: value for key, value in figures.items() if value is not None}
 
 
 def averaged_steps(summary: Mapping[str, Any]) -> int:
@@ -404,23 +349,22 @@ def averaged_steps(summary: Mapping[str, Any]) -> int:
 def _median(steps: Sequence[Record], key: str) -> float | None:
     """The median of `key` over `steps`, None where it is not known. Where these are in several precisions, a speed is the mean of
     the precisions' medians, weighted by their steps: one median would be that of the precision that most steps are in."""
-    by_precision: dict[str, list[float]] = {}
+    by_precision: dict[str | None, list[float]] = {}
     for step in steps:
-        by_precision.setdefault(str(step.get("precision")), []).extend(_known([step], key))
+        by_precision.setdefault(step.get("precision"), []).extend(_known([step], key))
     # The first step in a precision takes as long as the run's first ones: of a few it would be the median.
     known = [(statistics.median(values), len(values)) for values in by_precision.values() if len(values) > WARM_UP_STEPS]
-    if len(known) < 2 or key == "frozen_updates" or min(known)[0] <= 0:
+    if len(known) < 2 or key == "frozen_updates":
         return statistics.median(values) if (values := _known(steps, key)) else None
     medians, numbers = zip(*known, strict=True)
     return statistics.fmean(medians, numbers) if key == "step_ms" else statistics.harmonic_mean(medians, numbers)
 
 
-def _energy(steps: Sequence[Record]) -> dict[str, float]:
-    """Tokens a joule over all of `steps` whose energy is known: a counter is too coarse for a short one alone."""
-    known = [step for step in steps if step.get("joules") is not None and step.get("tokens_per_second") is not None]
+def _tokens_per_joule(steps: Sequence[Record]) -> float | None:
+    """Over all of `steps` whose energy is known: a counter is too coarse for a short one alone."""
+    known = [step for step in steps if step.get("joules") is not None]
     joules = math.fsum(step["joules"] for step in known)
-    tokens = math.fsum(step["tokens_per_second"] * step["step_ms"] / 1e3 for step in known)
-    return {"tokens_per_joule": tokens / joules} if joules > 0 else {}
+    return math.fsum(step["tokens_per_second"] * step["step_ms"] / 1e3 for step in known) / joules if joules > 0 else None
 
 
 def _known(records: Iterable[Record], key: str) -> list[float]:
@@ -428,20 +372,16 @@ def _known(records: Iterable[Record], key: str) -> list[float]:
     return [value for record in records if (value := record.get(key)) is not None and math.isfinite(value)]
 
 
-def last_screen(run: RunRecord, folder: RunFolder, waited: str | None = None) -> tuple[str, dict[str, str], dict[str, str]]:
+def last_screen(run: RunRecord, folder: RunFolder, waited: str) -> tuple[str, dict[str, str], dict[str, str]]:
     """What a finished run prints last, for `Console.panel`: a title, rows and commands. Unknown figures have no row.
 
     `waited`: what the user has waited for, this time."""
     figures = run.summary
     own = f"; the steps from {figures['first_step']:,} on" if "first_step" in figures else ""
-    done = f"{plural(figures['steps'], 'step')}, {count(figures['tokens'])} tokens"
-    rows = {"trained": f"{done}{own} in {duration(figures['hours'] * 3600)}"}
-    if waited:
-        rows["you waited"] = waited
+    steps = f"{plural(figures['steps'], 'step')}, {count(figures['tokens'])} tokens{own}"
+    rows = {"trained": f"{steps} in {duration(figures['hours'] * 3600)}", "you waited": waited}
     if LOSS_KEY in figures:
-        number = averaged_steps(figures)
-        said = "one step" if number == 1 else f"mean of {'the last' if figures['steps'] > number else 'all'} {number} steps"
-        rows["loss"] = f"{figures[LOSS_KEY]:.4f} ({said})"
+        rows["loss"] = f"{figures[LOSS_KEY]:.4f} (mean of the last {plural(averaged_steps(figures), 'step')})"
     if "held_out_loss" in figures:
         rows["held-out loss"] = f"{figures['held_out_loss']:.4f} (perplexity {figures['held_out_perplexity']:.4g})"
     mfu = f", {percent(figures['mfu_bf16_peak'])} MFU" if "mfu_bf16_peak" in figures else ""

@@ -411,4 +411,4 @@ def measured_speed(run_dir: Path, precisions: set[str], devices: tuple[int, str]
     except InputError:  # no file yet, or a damaged one, which resuming mends: no reason to refuse that
         return None
     ran = set(run.phases.values()) or {run.audit.get("effective")}
-    return run.summary.get("tokens_per_second") if ran & precisions and run.timed_devices == [devices] else None
+    return run.summary.get("tokens_per_second") if ran & precisions and run.devices == devices else None

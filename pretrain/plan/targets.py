@@ -136,16 +136,13 @@ class MeasuredRun:
         """InputError where its speed is not its own, is not the hardware's, or was not measured."""
         steady = run.steps[WARM_UP_STEPS:]
         known = [value for record in steady if (value := record.get("tflops"))]
-        (devices, device), why = run.timed_devices[0], None
+        (devices, device), why = run.devices, None
         if run.side_by_side:
             why = "it shared its machine with other runs, so its speed is not its own"
         elif run.emulated:
             why = "its precision was emulated, so its speed is not the hardware's"
         elif "schedule" in run.audit and len(set(run.phases.values())) != 1:
             why = f"its precision was {run.audit['schedule']}, so its speed is that of several"
-        elif len(run.timed_devices) > 1:
-            kinds = ", then ".join(f"{number} x {name}" for number, name in run.timed_devices)
-            why = f"it was computed on {kinds}, so its speed is that of none of them"
         elif not known:
             why = f"it has no measured tflops after its first {WARM_UP_STEPS} steps"
         if why:

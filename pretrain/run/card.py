@@ -15,7 +15,7 @@ from foundation.tables import cell
 from foundation.units import count, duration, percent
 from packing.settings import HUB_NAME
 from pretrain.compare.fairness import changes_in_words
-from pretrain.metrics.run_record import LOSS_KEY, RunRecord, averaged_steps, devices_of, summary
+from pretrain.metrics.run_record import LOSS_KEY, RunRecord, averaged_steps, summary
 from pretrain.precision.schedule import label, label_of_course
 
 CARD, PICTURE = "README.md", "loss.png"
@@ -104,10 +104,9 @@ def _rows(run: RunRecord) -> dict[str, str]:
     if "held_out_loss" in figures:
         after = "" if run.evaluated_before is None else f", after {run.evaluated_before:,} of these steps"
         held_out = f"{figures['held_out_loss']:.4f} nats a token, perplexity {figures['held_out_perplexity']:.4g}{after}"
-    starts = run.starts.values()
-    devices = ", then ".join(dict.fromkeys("{} x {}".format(*devices_of(each)) for each in starts))
-    known = {each: run.versions_of(each) for each in ("torch", "transformers", "transformer-engine")}
-    commits = dict.fromkeys(str(git["commit"])[:12] for each in starts if (git := each.get("git") or {}).get("commit"))
+    devices, name = run.devices
+    packages = run.environment.get("packages") or {}
+    known = {each: packages.get(each) for each in ("torch", "transformers", "transformer-engine")}
     return {
         "model": "",
         "started from": _origin(recipe),
@@ -125,9 +124,9 @@ def _rows(run: RunRecord) -> dict[str, str]:
         "schedule": f"{schedule['kind']}, warmup {schedule['warmup']:,} steps",
         "seed": str(recipe["seed"]),
         "changed on the way": changes_in_words(run),
-        "computed on": f"{devices}, {duration(figures['hours'] * 3600)} inside of steps",
+        "computed on": f"{devices} x {name}, {duration(figures['hours'] * 3600)} inside of steps",
         "software": ", ".join(f"{each} {version}" for each, version in known.items() if version),
-        "launcher's commit": ", then ".join(commits),
+        "launcher's commit": str((run.environment.get("git") or {}).get("commit", ""))[:12],
     }
 
 

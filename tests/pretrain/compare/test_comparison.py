@@ -19,7 +19,6 @@ from pretrain.compare.comparison import RunComparison, hours_to_horizon, machine
 from pretrain.compare.fairness import Gap, check_comparable, loss_differences, varied_keys, why_not_paired
 from pretrain.compare.page import render
 from pretrain.compare.report import OTHER_TEXT, read_runs, tables
-from pretrain.metrics import run_record
 from pretrain.metrics.run_record import RunRecord, read_run
 from pretrain.precision.registry import PRECISIONS
 from tests.pretrain.compare.made_runs import make_run, trained
@@ -121,8 +120,6 @@ def test_runs_are_not_paired_where_a_rollback_of_one_has_passed_over_packs(tmp_p
     assert "other text from step 3 on: a rollback has passed over packs" in why_not_paired(plain, back)
     assert why_not_paired(back, gone_back("alike", 3, 2)) is None
     assert "from step 1 on" in why_not_paired(back, gone_back("branch", 3, 2, past=2))
-    with pytest.raises(InputError, match=r"`left_out` is no number"):
-        gone_back("text", 3, "2")
 
 
 def test_a_step_that_stands_twice_in_the_metrics_is_paired_once(tmp_path):
@@ -133,13 +130,6 @@ def test_a_step_that_stands_twice_in_the_metrics_is_paired_once(tmp_path):
         for pair in ([read_run(ours), read_run(theirs)], [read_run(theirs), read_run(ours)]):
             steps, differences = loss_differences(*pair)
             assert steps.tolist() == [1, 2, 3] and set(abs(differences)) == {0.5} and why_not_paired(*pair) is None
-
-
-def test_a_number_of_processes_that_is_none_is_one_message_with_the_file(tmp_path):
-    path = make_run(tmp_path / "run")
-    (path / "environment.json").write_text(json.dumps({"data_fingerprint": "ab12", "accelerate": {"processes": [2]}}))
-    with pytest.raises(InputError, match=r"environment\.json: `accelerate\.processes`"):
-        read_run(path)
 
 
 def test_what_is_not_paired_is_drawn_and_said_and_has_no_difference(tmp_path, capsys):
@@ -336,14 +326,11 @@ def test_the_gate_fails_with_1_where_a_loss_ends_higher_and_passes_where_it_ends
 @pytest.mark.parametrize("more", [["--out", "x.html"], ["--out", "x.png"], ["--out", "x.html", "--watch"]])
 def test_the_gate_judges_the_very_steps_that_the_page_shows(more, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    paths, read = [make_run(Path(name), noisy(3.0, 1)) for name in ("base", "same")], []
+    paths = [make_run(Path(name), noisy(3.0, 1)) for name in ("base", "same")]
     for path in paths:
         (path / "summary.json").write_text(json.dumps({"steps": 400}))
-    whole_file = run_record._read
-    monkeypatch.setattr(run_record, "_read", lambda path, how: read.append(path.name) or whole_file(path, how))
     assert main(["report", *map(str, paths), *more, "--gate", "0.01"]) == 0
     assert capsys.readouterr().out.endswith("gate of 0.01 nats: passed\n")
-    assert read.count("metrics.jsonl") == (4 if "--watch" in more else 2), "watching, the page while runs go on and the last"
 
 
 def test_a_run_that_is_not_finished_fails_the_gate_and_is_no_baseline_of_one(tmp_path, capsys):

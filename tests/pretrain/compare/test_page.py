@@ -14,10 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 
 from foundation.errors import InputError
-from pretrain.__main__ import main
 from pretrain.compare.comparison import RunComparison
 from pretrain.compare.kept_runs import read_kept
 from pretrain.compare.page import code, render
@@ -317,35 +315,6 @@ def test_audits_of_phases_to_come_lost_or_of_older_versions_are_shown_as_far_as_
     assert "confirmed in step" not in low.rows | high.rows and low.rows.keys() == {"weights"}
     alone = HIGH | {"precision": "nvfp4"}  # both phases fell back to one precision
     assert shown("alone", alone) == [("alone", "nvfp4 to step 2, then bf16", "bf16")]
-
-
-@pytest.mark.parametrize(
-    ("file", "key", "value", "says"),
-    [
-        ("audit.json", "products", {"a": 1}, "`products`"),
-        ("audit.json", "products", [3], "`products.0`"),
-        ("audit.json", "products", [{"products": "fp8"}], "`products.0.products`"),
-        ("audit.json", "kernels", "all", "`kernels`"),
-        ("audit.json", "effective", 8, "`effective`"),
-        ("audit.json", "precisions", {"bf16": {"products": {"a": 1}}}, "`precisions.bf16.products`"),
-        ("audit.json", "precisions", {"bf16": {"confirmed_in_step": "one"}}, "`precisions.bf16.confirmed_in_step`"),
-        ("audit.json", "memory", {"microbatch": 1, "planned": {"parameters": "much"}}, "`memory.planned.parameters`"),
-        ("environment.json", "gpus", "H200", "`gpus`"),
-        ("environment.json", "packages", ["torch"], "`packages`"),
-        ("environment.json", "accelerate", None, "`accelerate`"),
-        ("summary.json", "tokens_per_step", 1e308, "`tokens_per_step`"),
-        ("summary.json", "mfu_nanogpt", "half", "`mfu_nanogpt"),
-        ("config.yaml", "batch", 4096, "`batch`"),
-        ("config.yaml", "train", {"steps": "many"}, "`train.steps`"),
-        ("config.yaml", "optimizer", [1], "`optimizer`"),
-    ],
-)
-def test_a_file_of_a_run_that_is_shaped_otherwise_is_one_message_with_its_key(file, key, value, says, tmp_path, capsys):
-    path = make_run(tmp_path / "run")
-    content = (yaml.safe_load((path / file).read_text()) if (path / file).exists() else {}) | {key: value}
-    (path / file).write_text(json.dumps(content))
-    assert main(["report", str(path), "--out", str(tmp_path / "x.html")]) == 2
-    assert f"error: {path / file}: {says}" in capsys.readouterr().err
 
 
 def test_a_bar_in_the_name_of_a_run_leaves_the_tables_whole(tmp_path):

@@ -13,7 +13,6 @@ from foundation.errors import InputError
 from pretrain.__main__ import main
 from pretrain.compare.comparison import RunComparison
 from pretrain.compare.watch import follow, has_ended
-from pretrain.metrics import run_record
 from pretrain.metrics.run_record import read_run
 from tests.pretrain.compare.made_runs import make_run
 
@@ -60,22 +59,6 @@ def test_ctrl_c_ends_watching_with_a_page_that_is_not_read_again(tmp_path: Path)
     make = lambda every: written.append(every) or RunComparison.over([read_run(run)])  # noqa: E731
     follow([run], tmp_path / "x.html", make, 3.0, say=lambda text: None, sleep=interrupted)
     assert written == [3.0, None]
-
-
-def test_a_runs_metrics_are_read_once_for_the_page_and_for_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    run, read, at = make_run(tmp_path / "run"), [], []
-    whole_file = run_record._read
-    monkeypatch.setattr(run_record, "_read", lambda path, how: read.append(path.name) or whole_file(path, how))
-
-    def go_on(seconds: float) -> None:
-        at.append(read.count("metrics.jsonl"))
-        if len(at) == 2:
-            finish(run, 4)
-
-    make = lambda every: RunComparison.over([read_run(run)])  # noqa: E731
-    follow([run], tmp_path / "x.html", make, 7.0, say=lambda text: None, sleep=go_on)
-    assert at == [1, 1], "and not at all where nothing has changed"
-    assert read.count("metrics.jsonl") == 2, "once more for the last page"
 
 
 def test_of_several_runs_those_without_a_step_are_waited_for(tmp_path: Path):
