@@ -108,10 +108,8 @@ class Target:
         """Returns why `plan` cannot run on it or has no speed; None where it can."""
         for active in plan.actives:
             precision = PRECISIONS[active.requested]
-            if precision.quantized and self.capability:
-                hardware = precision.hardware_for(active.settings)
-                if need := hardware.missing(self.capability, NEWEST_CUDA):
-                    return f"{precision.name} needs {need}"
+            if precision.quantized and self.capability and (need := precision.hardware.missing(self.capability, NEWEST_CUDA)):
+                return f"{precision.name} needs {need}"
             if peak(self.name, precision.peak) is None:
                 return f"no {precision.name} peak is known of it"
         if plan.packs_per_step < self.count:

@@ -35,9 +35,8 @@ def missing_on(device_type: str) -> Missing:
         cuda = tuple(map(int, torch.version.cuda.split(".")[:2])) if torch.version.cuda else None
         device = f"this is an {torch.cuda.get_device_name()} ({capability[0]}.{capability[1]})"
 
-    def missing(precision: QuantizedPrecision, settings: OptionValues | None = None) -> str | None:
-        hardware = precision.hardware if settings is None else precision.hardware_for(settings)
-        need = hardware.missing(capability, cuda) or transformer_engine.unavailable_because(precision)
+    def missing(precision: QuantizedPrecision) -> str | None:
+        need = precision.hardware.missing(capability, cuda) or transformer_engine.unavailable_because(precision)
         return f"needs {need}; {device}" if need else None
 
     return missing
@@ -52,9 +51,7 @@ def select_precision(precision: str, fp8_config: LowPrecisionSettings, missing: 
         return ActivePrecision(wanted.name, wanted, "torch", settings)
     if settings.backend == "emulation":
         return ActivePrecision(wanted.name, wanted, "emulation", settings)
-    need = missing(wanted, settings)
-    if need is None and (emulation := wanted.needs_emulation(settings)):
-        need = f"needs {emulation}"
+    need = missing(wanted)
     if need is None:
         return ActivePrecision(wanted.name, wanted, "transformer_engine", settings)
 

@@ -70,10 +70,8 @@ def build_te_recipe(precision: QuantizedPrecision, settings: OptionValues) -> An
 
     Transformer Engine takes defaults from NVTE_* variables when it is imported, drops keyword arguments that it does not know,
     and with `Float8BlockScaling(use_f32_scales=True)` scales are powers of two all the same. So every attribute is set here, then
-    read back. Raises InputError for an option that only the emulation has, and where the installed version differs.
+    read back. Raises InputError where the installed version differs.
     """
-    if emulation := precision.needs_emulation(settings):
-        raise InputError(f"`precision: {precision.name}` needs {emulation}; set `fp8_config.backend: emulation`")
     te = importlib.import_module("transformer_engine.common.recipe")
     kind, arguments, attributes = precision.te_recipe(te, settings)
     # Attention has its own kernels here, and backward multiplies what forward quantized.

@@ -21,9 +21,7 @@ CASES: dict[str, dict[str, Any]] = {
     "delayed": {},
     "current": {},
     "block": {},
-    "block f32": {"use_f32_scales": True},
     "mxfp8": {},
-    "mxfp8 squares": {"enable_2d_quantization": True},
     "nvfp4": {"disable_stochastic_rounding": True, "disable_rht": True},
 }
 

@@ -118,21 +118,18 @@ def test_delayed_scaling_is_that_of_the_kernels(kind: str, grid: Grid, columnwis
 
 @by_input
 @by_grid
-@by_power_of_two
 @pytest.mark.parametrize("dimensions", [1, 2], ids=["rows", "squares"])
-def test_block_scaling_is_that_of_the_kernels(kind: str, grid: Grid, power_of_two: bool, dimensions: int):
+def test_block_scaling_is_that_of_the_kernels(kind: str, grid: Grid, dimensions: int):
     """TE pads scales to multiples of 4, and lists those of rows column by column: [blocks along the row, rows]."""
-    if torch.cuda.get_device_capability() >= (10, 0) and not power_of_two:
-        pytest.skip("TE emulates block scaling by MXFP8 on this GPU, which takes powers of two only")
     x = values(kind)
-    options = {"rowwise": True, "columnwise": True, "force_pow_2_scales": power_of_two, "block_scaling_dim": dimensions}
+    options = {"rowwise": True, "columnwise": True, "force_pow_2_scales": True, "block_scaling_dim": dimensions}
     theirs = te.Float8BlockQuantizer(te_dtype(grid), **options)(x)
     lines = []
     for direction, values_along, data, scale_inv in (
         ("rows", x, theirs._rowwise_data, theirs._rowwise_scale_inv),
         ("columns", x.t(), theirs._columnwise_data, theirs._columnwise_scale_inv),
     ):
-        ours = block.quantize(values_along, grid, two_dimensional=dimensions == 2, power_of_two=power_of_two)
+        ours = block.quantize(values_along, grid, two_dimensional=dimensions == 2)
         scales = ours.block_scale[::128, ::128] if dimensions == 2 else ours.block_scale[:, ::128].t()
         lines += differences(f"codes along {direction}", ours.codes, decoded(data, grid), values_along)
         lines += differences(f"scales along {direction}", scales, scale_inv[: scales.shape[0], : scales.shape[1]])
@@ -143,9 +140,9 @@ QUANTIZERS: dict[str, Callable[[Tensor], Quantized]] = {
     "current": lambda x: current(x, E4M3, power_of_two=False),
     "current_power_of_two": lambda x: current(x, E5M2, power_of_two=True),
     "delayed": lambda x: tensor.quantize(x, torch.full((1,), 0.37, device=x.device), E5M2),
-    "block_rows": lambda x: block.quantize(x, E4M3, two_dimensional=False, power_of_two=False),
-    "block_columns": lambda x: block.quantize(x.t(), E5M2, two_dimensional=False, power_of_two=True),
-    "block_squares": lambda x: block.quantize(x, E4M3, two_dimensional=True, power_of_two=False),
+    "block_rows": lambda x: block.quantize(x, E4M3, two_dimensional=False),
+    "block_columns": lambda x: block.quantize(x.t(), E5M2, two_dimensional=False),
+    "block_squares": lambda x: block.quantize(x, E4M3, two_dimensional=True),
 }
 
 

@@ -88,7 +88,6 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
         ("delayed", {}),
         ("delayed", {"fp8_format": "E4M3", "margin": 1}),
         ("current", {}),
-        ("current", {"use_power_2_scales": True}),
     ],
 )
 def test_everything_is_that_of_the_products_one_by_one(recipe: str, options: dict[str, Any], weights: torch.dtype) -> None:

@@ -326,11 +326,10 @@ def test_what_each_product_really_multiplies_is_seen(recipe: str, checkpointed: 
     assert observer.products == {f"{index}.{part}": one * 2 for index in range(2) for part in ("up", "down")}
 
 
-@pytest.mark.parametrize("chosen", [False, True])
-@pytest.mark.parametrize(("name", "option"), [("block", "use_f32_scales"), ("current", "use_power_2_scales")])
-def test_the_choice_of_scales_reaches_the_quantizers(name: str, option: str, chosen: bool) -> None:
-    backend = make(TransformerEngineBackend, needs(name), **{option: chosen})
+@pytest.mark.parametrize(("name", "power_of_two"), [("block", True), ("current", False)])
+def test_the_choice_of_scales_reaches_the_quantizers(name: str, power_of_two: bool) -> None:
+    backend = make(TransformerEngineBackend, needs(name))
     product = backend.product("p", IN, OUT, bias=False)
     quantizers = [*product.linear.quantizers["scaling_fwd"][:2], product.linear.quantizers["scaling_bwd"][0]]
-    assert [quantizer.force_pow_2_scales for quantizer in quantizers] == [chosen != (name == "block")] * 3
+    assert [quantizer.force_pow_2_scales for quantizer in quantizers] == [power_of_two] * 3
     assert [quantizer.amax_epsilon for quantizer in quantizers] == [0.0] * 3

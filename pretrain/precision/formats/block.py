@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from pretrain.precision.formats.definition import (
-    AT_THE_TOP,
     FP8_FORMAT,
     WITHIN_TWO,
     Hardware,
@@ -32,7 +31,6 @@ class Block(QuantizedPrecision):
     multiple_of = 128
     options: Mapping[str, Option] = {
         "fp8_format": replace(FP8_FORMAT, default="E4M3", allowed=("E4M3",)),
-        "use_f32_scales": Option(bool, False, "FP32 scales in place of powers of two"),
     }
     hardware = Hardware((9, 0), "H100, H200, B200", cuda=(12, 9))
     te_available = "is_fp8_block_scaling_available"
@@ -46,25 +44,15 @@ class Block(QuantizedPrecision):
     def along_features(self, settings: OptionValues, role: Role) -> Quantize:
         from pretrain.precision.quantizers import block
 
-        grid, square, power_of_two = self.grid(settings, role), self.serves_both(settings, role), not settings.use_f32_scales
-        return lambda x, scale, amax: block.quantize(x, grid, two_dimensional=square, power_of_two=power_of_two)
+        grid, square = self.grid(settings, role), self.serves_both(settings, role)
+        return lambda x, scale, amax: block.quantize(x, grid, two_dimensional=square)
 
     def scaling(self, settings: OptionValues, role: Role) -> Scaling:
-        kind, least = ("FP32", AT_THE_TOP) if settings.use_f32_scales else ("power of two", WITHIN_TWO)
-        return Scaling(kind, least, 128, square=self.serves_both(settings, role))
-
-    def hardware_for(self, settings: OptionValues) -> Hardware:
-        # A Blackwell computes it as MXFP8, whose scales are powers of two: Transformer Engine quantizes no weights by others.
-        if settings.use_f32_scales:
-            return Hardware((9, 0), "H100, H200; later ones have `fp8_config.use_f32_scales: false`", (10, 0), self.hardware.cuda)
-        return self.hardware
-
-    def significant_bits(self, settings: OptionValues, role: Role) -> int:
-        return 24 if settings.use_f32_scales else super().significant_bits(settings, role)
+        return Scaling("power of two", WITHIN_TWO, 128, square=self.serves_both(settings, role))
 
     def te_recipe(self, te: Any, settings: OptionValues) -> tuple[type, dict[str, Any], dict[str, Any]]:
         arguments = {
-            "use_f32_scales": settings.use_f32_scales,
+            "use_f32_scales": False,
             "fp8_format": te.Format[settings.fp8_format],
             "x_block_scaling_dim": 1,
             "w_block_scaling_dim": 2,
@@ -73,7 +61,7 @@ class Block(QuantizedPrecision):
             "fp8_gemm_dgrad": te.MMParams(use_split_accumulator=True),
             "fp8_gemm_wgrad": te.MMParams(use_split_accumulator=True),
         }
-        return te.Float8BlockScaling, arguments, self.te_fp8_quantization(te, power_of_two=not settings.use_f32_scales)
+        return te.Float8BlockScaling, arguments, self.te_fp8_quantization(te, power_of_two=True)
 
     def against_underflow(self, settings: OptionValues) -> str:
         return "`precision=mxfp8` has a scale for every 32 values; `fp8_config.keep_bf16_layers` takes layers out"

@@ -9,7 +9,6 @@ from pretrain.precision.formats.definition import (
     AT_THE_TOP,
     FAST_ACCUMULATION,
     FP8_FORMAT,
-    WITHIN_TWO,
     Hardware,
     Option,
     OptionValues,
@@ -29,7 +28,6 @@ class Current(QuantizedPrecision):
     multiple_of = 16
     options: Mapping[str, Option] = {
         "fp8_format": FP8_FORMAT,
-        "use_power_2_scales": Option(bool, False, "scales are rounded down to powers of two"),
         "fast_accumulation": FAST_ACCUMULATION,
     }
     hardware = Hardware((8, 9), "L40S, H100, H200, B200")
@@ -41,22 +39,22 @@ class Current(QuantizedPrecision):
     def along_features(self, settings: OptionValues, role: Role) -> Quantize:
         from pretrain.precision.quantizers import tensor
 
-        grid, power_of_two = self.grid(settings, role), settings.use_power_2_scales
-        return lambda x, scale, amax: tensor.quantize_by_amax(x, amax, grid, power_of_two=power_of_two)
+        grid = self.grid(settings, role)
+        return lambda x, scale, amax: tensor.quantize_by_amax(x, amax, grid)
 
     def scaling(self, settings: OptionValues, role: Role) -> Scaling:
-        return Scaling("power of two", WITHIN_TWO) if settings.use_power_2_scales else Scaling("FP32", AT_THE_TOP)
+        return Scaling("FP32", AT_THE_TOP)
 
     def te_recipe(self, te: Any, settings: OptionValues) -> tuple[type, dict[str, Any], dict[str, Any]]:
         arguments = {
-            "use_power_2_scales": settings.use_power_2_scales,
+            "use_power_2_scales": False,
             "fp8_format": te.Format[settings.fp8_format],
             # Unless the accumulator is split, tensor cores add FP8 products up in fewer bits than FP32; the forward may do so.
             "fp8_gemm_fprop": te.MMParams(use_split_accumulator=not settings.fast_accumulation),
             "fp8_gemm_dgrad": te.MMParams(use_split_accumulator=True),
             "fp8_gemm_wgrad": te.MMParams(use_split_accumulator=True),
         }
-        return te.Float8CurrentScaling, arguments, self.te_fp8_quantization(te, power_of_two=settings.use_power_2_scales)
+        return te.Float8CurrentScaling, arguments, self.te_fp8_quantization(te, power_of_two=False)
 
     def against_underflow(self, settings: OptionValues) -> str:
         return "`precision=block` or `precision=mxfp8`, with a scale for each block, keeps small values apart from large ones"

@@ -45,9 +45,6 @@ class Option:
 # Keys that several precisions take. `QuantizedPrecision` knows what they ask for.
 FP8_FORMAT = Option(Literal["HYBRID", "E4M3"], "HYBRID", "HYBRID: gradients in E5M2, the rest in E4M3")
 FAST_ACCUMULATION = Option(bool, True, "forward products add up in fewer bits than FP32; on hardware, emulation has FP32")
-SCALE_ROUNDING = Option(
-    Literal["rceil", "floor"], "rceil", "of block scales; floor: OCP's rule, in emulation only; the hardware rounds up"
-)
 DISABLE_RHT = Option(bool, False, "no random Hadamard transform of what the weight gradient multiplies")
 DISABLE_STOCHASTIC_ROUNDING = Option(bool, False, "gradients are rounded to nearest")
 
@@ -141,7 +138,7 @@ class Precision:
         return ()
 
     def describe_options(self) -> str:
-        """What it takes, to end a message with: "`block` takes fp8_format (E4M3), use_f32_scales"."""
+        """What it takes, to end a message with: "`block` takes fp8_format (E4M3)"."""
         texts = [f"{key} ({' or '.join(option.choices)})" if option.choices else key for key, option in self.options.items()]
         return f"`{self.name}` takes {', '.join(texts) or 'no such option'}"
 
@@ -197,9 +194,8 @@ class QuantizedPrecision(Precision):
     def uniform(self, settings: OptionValues, role: Role) -> Callable[[Tensor], Tensor | None]:
         """What draws the random numbers that x is rounded by, from torch's generator of x's device; None: rounded to nearest.
 
-        Only gradients are: their sum stays right on average, but for a block's largest value where its scale was rounded down,
-        which is cut off (NVFP4, and MXFP4 by `scale_rounding: floor`). To activations and weights it would add noise in every
-        forward.
+        Only gradients are: their sum stays right on average, but for a block's largest value where NVFP4 rounds its scale down,
+        which is cut off. To activations and weights it would add noise in every forward.
         """
         import torch
 
@@ -232,14 +228,6 @@ class QuantizedPrecision(Precision):
     def significant_bits(self, settings: OptionValues, role: Role) -> int:
         """The most that a value of an emulated operand has, its block scale included; powers of two add none."""
         return self.grid(settings, role).mantissa_bits + 1
-
-    def hardware_for(self, settings: OptionValues) -> Hardware:
-        """The GPUs that have it with these options: fewer than `hardware`, where an option is not for all of them."""
-        return self.hardware
-
-    def needs_emulation(self, settings: OptionValues) -> str | None:
-        """Which option only the emulation has, worded to follow "needs"; None: the hardware has all that is set."""
-        return None
 
     def te_recipe(self, te: Any, settings: OptionValues) -> tuple[type, dict[str, Any], dict[str, Any]]:
         """The class in `te` (transformer_engine.common.recipe), every argument that is not about attention or the backward, and
@@ -290,8 +278,8 @@ class QuantizedPrecision(Precision):
 
     def against_saturation(self, settings: OptionValues) -> tuple[float, str] | None:
         """The share of values cut off that is too much, and what to change; None where scales come from the very values that
-        they scale, and nothing is cut. OCP's rounding cuts the largest value of a block off by design: 0.5 to 0.9 % of all."""
-        return (0.03, "`fp8_config.scale_rounding: rceil` cuts nothing off") if settings.scale_rounding == "floor" else None
+        they scale, and nothing is cut."""
+        return None
 
 
 def _dotted(version: tuple[int, int]) -> str:

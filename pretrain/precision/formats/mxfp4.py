@@ -1,10 +1,9 @@
 """MXFP4: FP4 with a power of two as the scale of every 32 values (OCP Microscaling Formats v1.0), in emulation alone.
 
-A power of two brings a block's largest value to between 3 and 6, the maximum of E2M1 (`rceil`). OCP's own rule (`floor`) brings
-it to between 4 and 8, and cuts what is above 6: in three of ten Gaussian blocks, elsewhere in two of five. MXFP4 needs the two
+A power of two brings a block's largest value to between 3 and 6, the maximum of E2M1, so nothing is cut. MXFP4 needs the two
 means of NVFP4 even more:
 
-* Gradients are rounded stochastically. That is right on average only where nothing is cut, so `rceil` is the default.
+* Gradients are rounded stochastically, which is right on average as nothing is cut.
 * Both operands of the weight gradient are spread by a random Hadamard transform. One of 16 values multiplies by 1/4, which BF16
   holds; one of 32, the size of a block, would not be exact.
 """
@@ -16,7 +15,6 @@ from collections.abc import Mapping
 from pretrain.precision.formats.definition import (
     DISABLE_RHT,
     DISABLE_STOCHASTIC_ROUNDING,
-    SCALE_ROUNDING,
     WITHIN_TWO,
     Hardware,
     Option,
@@ -37,7 +35,6 @@ class Mxfp4(QuantizedPrecision):
     peak = "fp4"
     multiple_of = 32
     options: Mapping[str, Option] = {
-        "scale_rounding": SCALE_ROUNDING,
         "disable_rht": DISABLE_RHT,
         "disable_stochastic_rounding": DISABLE_STOCHASTIC_ROUNDING,
     }
@@ -53,8 +50,8 @@ class Mxfp4(QuantizedPrecision):
     def along_features(self, settings: OptionValues, role: Role) -> Quantize:
         from pretrain.precision.quantizers import mx
 
-        rounding, uniform = settings.scale_rounding, self.uniform(settings, role)
-        return lambda x, scale, amax: mx.quantize(x, E2M1, rounding=rounding, uniform=uniform(x))
+        uniform = self.uniform(settings, role)
+        return lambda x, scale, amax: mx.quantize(x, E2M1, uniform=uniform(x))
 
     def scaling(self, settings: OptionValues, role: Role) -> Scaling:
         return Scaling("power of two", WITHIN_TWO, 32)

@@ -8,7 +8,6 @@ from typing import Any
 
 from pretrain.precision.formats.definition import (
     FP8_FORMAT,
-    SCALE_ROUNDING,
     WITHIN_TWO,
     Hardware,
     Option,
@@ -29,25 +28,20 @@ class Mxfp8(QuantizedPrecision):
     multiple_of = 32
     options: Mapping[str, Option] = {
         "fp8_format": replace(FP8_FORMAT, default="E4M3"),
-        "enable_2d_quantization": Option(bool, False, "weights in 32x32 blocks: the same codes in both directions"),
-        "scale_rounding": SCALE_ROUNDING,
     }
     hardware = Hardware((10, 0), "B200, GB200", below=(12, 0))
     te_available = "is_mxfp8_available"
     block_scaled = True
     operand_bytes = 1 + 1 / 32
 
-    def serves_both(self, settings: OptionValues, role: Role) -> bool:
-        return role == "weight" and settings.enable_2d_quantization
-
     def along_features(self, settings: OptionValues, role: Role) -> Quantize:
         from pretrain.precision.quantizers import mx
 
-        grid, square, rounding = self.grid(settings, role), self.serves_both(settings, role), settings.scale_rounding
-        return lambda x, scale, amax: mx.quantize(x, grid, rounding=rounding, two_dimensional=square)
+        grid = self.grid(settings, role)
+        return lambda x, scale, amax: mx.quantize(x, grid)
 
     def scaling(self, settings: OptionValues, role: Role) -> Scaling:
-        return Scaling("power of two", WITHIN_TWO, 32, square=self.serves_both(settings, role))
+        return Scaling("power of two", WITHIN_TWO, 32)
 
     def cautions(self, settings: OptionValues) -> tuple[str, ...]:
         if settings.fp8_format != "HYBRID":
@@ -57,16 +51,8 @@ class Mxfp8(QuantizedPrecision):
             "is the default",
         )
 
-    def needs_emulation(self, settings: OptionValues) -> str | None:
-        floor = settings.scale_rounding == "floor"
-        return "emulation for `fp8_config.scale_rounding: floor`; the hardware rounds scales up" if floor else None
-
     def te_recipe(self, te: Any, settings: OptionValues) -> tuple[type, dict[str, Any], dict[str, Any]]:
-        arguments = {
-            "margin": 0,
-            "fp8_format": te.Format[settings.fp8_format],
-            "enable_2d_quantization": settings.enable_2d_quantization,
-        }
+        arguments = {"margin": 0, "fp8_format": te.Format[settings.fp8_format], "enable_2d_quantization": False}
         return te.MXFP8BlockScaling, arguments, {}
 
     def te_operand_kinds(self, settings: OptionValues, role: Role) -> set[str]:

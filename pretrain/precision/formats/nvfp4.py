@@ -29,7 +29,6 @@ class Nvfp4(QuantizedPrecision):
     options: Mapping[str, Option] = {
         "disable_rht": DISABLE_RHT,
         "disable_stochastic_rounding": DISABLE_STOCHASTIC_ROUNDING,
-        "disable_2d_quantization": Option(bool, False, "weights in rows of 16 values in place of 16x16 blocks"),
     }
     hardware = Hardware((10, 0), "B200, GB200")
     te_available = "is_nvfp4_available"
@@ -44,7 +43,7 @@ class Nvfp4(QuantizedPrecision):
         return E2M1
 
     def serves_both(self, settings: OptionValues, role: Role) -> bool:
-        return role == "weight" and not settings.disable_2d_quantization
+        return role == "weight"
 
     def along_features(self, settings: OptionValues, role: Role) -> Quantize:
         from pretrain.precision.quantizers import nvfp4
@@ -61,6 +60,7 @@ class Nvfp4(QuantizedPrecision):
 
     def te_recipe(self, te: Any, settings: OptionValues) -> tuple[type, dict[str, Any], dict[str, Any]]:
         arguments = {key: getattr(settings, key) for key in self.options} | {
+            "disable_2d_quantization": False,
             "row_scaled_activation": False,
             "nvfp4_4over6": "none",
             "nvfp4_4over6_e4m3_use_256": "all",
@@ -72,7 +72,7 @@ class Nvfp4(QuantizedPrecision):
         rounded = {"stochastic_rounding": not settings.disable_stochastic_rounding}
         quantization = {
             "fp4_quant_fwd_inp": self.te_quantization(te, **rotated),
-            "fp4_quant_fwd_weight": self.te_quantization(te, fp4_2d_quantization=not settings.disable_2d_quantization),
+            "fp4_quant_fwd_weight": self.te_quantization(te, fp4_2d_quantization=True),
             "fp4_quant_bwd_grad": self.te_quantization(te, **rotated, **rounded),
         }
         return te.NVFP4BlockScaling, arguments, quantization

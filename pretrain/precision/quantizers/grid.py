@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,10 +17,6 @@ class Grid:
     mantissa_bits: int
     min_exponent: int  # of the smallest normal value
     maximum: float  # the largest finite value
-
-    @property
-    def max_exponent(self) -> int:
-        return math.frexp(self.maximum)[1] - 1
 
 
 E4M3 = Grid("E4M3", mantissa_bits=3, min_exponent=-6, maximum=448.0)  # FP8 without infinities (OCP FP8, torch's float8_e4m3fn)

@@ -1,20 +1,16 @@
 """Codes of any grid under one power of two for every 32 values (OCP Microscaling Formats v1.0, section 5.2).
 
-A block's scale is an E8M0 byte: a biased exponent and nothing else, from 2^-127 to 2^127. How to choose it from the block's amax
-is an option:
+A block's scale is an E8M0 byte: a biased exponent and nothing else, from 2^-127 to 2^127. Transformer Engine's rule chooses it:
+the smallest power of two that brings the block's amax within the grid, so that nothing saturates. What counts is the FP32 product
+of amax with the rounded reciprocal of the grid's maximum, not their quotient. (The exponent of amax less that of the grid's
+maximum, which the OCP specification suggests, saturates an amax whose mantissa is above the maximum's. That can make training
+diverge: Mishra et al., arXiv:2506.08027.)
 
-* `rceil`, as Transformer Engine does: the smallest power of two that brings amax within the grid, so that nothing saturates. What
-  counts is the FP32 product of amax with the rounded reciprocal of the grid's maximum, not their quotient.
-* `floor`, as the OCP specification suggests: the exponent of amax less that of the grid's maximum. An amax whose mantissa is
-  above the maximum's then saturates, which can make training diverge (Mishra et al., arXiv:2506.08027).
-
-At the limits too this is Transformer Engine's conversion: zeros get the smallest scale and stay zeros, an infinity gets 2^127
-(`rceil`) and saturates there to an operand that is infinite again; a NaN stays NaN and does not count for its block's scale.
+At the limits too this is Transformer Engine's conversion: zeros get the smallest scale and stay zeros, an infinity gets 2^127 and
+saturates there to an operand that is infinite again; a NaN stays NaN and does not count for its block's scale.
 """
 
 from __future__ import annotations
-
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -29,27 +25,17 @@ SMALLEST, LARGEST = 0, 254  # E8M0 bytes: 2^-127 and 2^127; 255 is not a number
 HALF_OF_SMALLEST_NORMAL = 1 << (FP32_MANTISSA_BITS - 1)  # bits of 2^-127, which FP32 holds only as a subnormal
 
 
-def quantize(
-    x: Tensor,
-    grid: Grid,
-    *,
-    rounding: Literal["rceil", "floor"],
-    two_dimensional: bool = False,
-    uniform: Tensor | None = None,
-) -> BlockQuantized:
-    """x [..., n], any float dtype and strides, in blocks of 32 along the last dimension, or of 32x32 over the last two.
+def quantize(x: Tensor, grid: Grid, *, uniform: Tensor | None = None) -> BlockQuantized:
+    """x [..., n], any float dtype and strides, in blocks of 32 along the last dimension.
 
-    `rounding` is that of the scales. Codes are rounded to nearest even, or stochastically by `uniform`, FP32 in [0, 1) and of x's
-    shape. Raises RuntimeError where a blocked dimension is no multiple of 32. `operand` is exact in FP32 and BF16 except where a
+    Codes are rounded to nearest even, or stochastically by `uniform`, FP32 in [0, 1) and of x's
+    shape. Raises RuntimeError where that dimension is no multiple of 32. `operand` is exact in FP32 and BF16 except where a
     block's amax is below 2^-100 or rounds up to 2^128: there a code times its scale leaves the exponents that BF16 has.
     """
-    blocks = Blocks.of(x, BLOCK, two_dimensional=two_dimensional)
+    blocks = Blocks.of(x, BLOCK, two_dimensional=False)
     split = blocks.split(x)
     amax = absolute_maximum(split, blocks.within, keepdim=True)
-    if rounding == "rceil":
-        exponent = rceil_exponent(amax, grid)
-    else:  # floor(log2(amax)) - floor(log2(maximum)) (OCP MX v1.0, section 6.3)
-        exponent = ((amax.view(torch.int32) >> FP32_MANTISSA_BITS) - grid.max_exponent).clamp(min=SMALLEST)
+    exponent = rceil_exponent(amax, grid)
     return blocks.quantized(split.float() * _power_of_two(LARGEST - exponent), _power_of_two(exponent), grid, uniform)
 
 

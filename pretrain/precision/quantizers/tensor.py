@@ -48,10 +48,10 @@ def quantize(x: Tensor, scale: Tensor, grid: Grid) -> Quantized:
     return Quantized(round_to_grid(x.float() * scale, grid), torch.ones_like(scale), decode_scale(scale), grid)
 
 
-def quantize_by_amax(x: Tensor, amax: Tensor | None, grid: Grid, *, power_of_two: bool) -> Quantized:
+def quantize_by_amax(x: Tensor, amax: Tensor | None, grid: Grid) -> Quantized:
     """`quantize` by the scale that takes `amax` (scalar; None: x's own) to the grid's maximum: current scaling."""
     amax = absolute_maximum(x) if amax is None else amax.float()
-    return quantize(x, scale_from_amax(amax, grid.maximum, power_of_two=power_of_two), grid)
+    return quantize(x, scale_from_amax(amax, grid.maximum), grid)
 
 
 def update_scale(

@@ -94,8 +94,6 @@ def bytes_held(config: dict[str, Any], dtype: torch.dtype) -> float:
     [
         *((each, {}, 2) for each in ("delayed", "current", "block", "nvfp4")),
         *((each, {}, 4) for each in ("mxfp8", "mxfp4")),
-        ("nvfp4", {"disable_2d_quantization": True}, 4),
-        ("mxfp8", {"enable_2d_quantization": True}, 2),
     ],
 )
 def test_an_emulated_weight_is_said_to_take_what_the_emulation_holds(

@@ -170,7 +170,6 @@ def test_what_a_device_cannot_run_is_said_in_its_row(job):
     )
     assert obstacle("B200", precision="mxfp8") is None
     assert obstacle("B200", precision="block") is None
-    assert "below 10.0" in obstacle("B200", precision="block", fp8_config={"use_f32_scales": True})
     assert obstacle("A100", precision="current") == "no current peak is known of it"
     assert obstacle("8xB200", batch={"tokens": 4 * 4096}) == (
         "a step of 4 packs is too small for it: `batch.tokens: 32768` at least"

@@ -58,8 +58,8 @@ def fp8(recipe: str, format: Any, **options: Any) -> Any:
             x, tensor.scale_from_amax(x.abs().max().float(), format.maximum, **options), format
         ).dequantize()
     if recipe == "block":
-        return lambda x: block.quantize(x, format, **{"two_dimensional": False, "power_of_two": True, **options}).dequantize()
-    return lambda x: mx.quantize(x, format, **{"rounding": "rceil", **options}).dequantize()
+        return lambda x: block.quantize(x, format, **{"two_dimensional": False, **options}).dequantize()
+    return lambda x: mx.quantize(x, format).dequantize()
 
 
 def fp4(transform: bool = False, square: bool = False) -> Any:
@@ -71,25 +71,16 @@ CASES = {
     "delayed": ({}, [fp8("delayed", g) for g in (E4M3, E4M3, E5M2, E4M3, E5M2, E4M3)]),
     "delayed E4M3": ({"fp8_format": "E4M3"}, [fp8("delayed", E4M3)] * 6),
     "current": ({}, [fp8("current", g) for g in (E4M3, E4M3, E5M2, E4M3, E5M2, E4M3)]),
-    "current powers": ({"use_power_2_scales": True, "fp8_format": "E4M3"}, [fp8("current", E4M3, power_of_two=True)] * 6),
     "block": ({}, [fp8("block", E4M3, two_dimensional=square) for square in (0, 1, 0, 1, 0, 0)]),
-    "block f32": (
-        {"use_f32_scales": True},
-        [fp8("block", E4M3, two_dimensional=square, power_of_two=False) for square in (0, 1, 0, 1, 0, 0)],
-    ),
     "mxfp8": ({}, [fp8("mxfp8", E4M3)] * 6),
     "mxfp8 hybrid": ({"fp8_format": "HYBRID"}, [fp8("mxfp8", g) for g in (E4M3, E4M3, E5M2, E4M3, E5M2, E4M3)]),
-    "mxfp8 squares": (
-        {"enable_2d_quantization": True, "scale_rounding": "floor"},
-        [fp8("mxfp8", E4M3, rounding="floor", two_dimensional=square) for square in (0, 1, 0, 1, 0, 0)],
-    ),
     "nvfp4": (
         {"disable_stochastic_rounding": True},
         [fp4(), fp4(square=True), fp4(), fp4(square=True), fp4(transform=True), fp4(transform=True)],
     ),
     "nvfp4 plain": (
-        {"disable_stochastic_rounding": True, "disable_rht": True, "disable_2d_quantization": True},
-        [fp4()] * 6,
+        {"disable_stochastic_rounding": True, "disable_rht": True},
+        [fp4(), fp4(square=True), fp4(), fp4(square=True), fp4(), fp4()],
     ),
 }
 

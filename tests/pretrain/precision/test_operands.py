@@ -71,9 +71,7 @@ def test_codes_come_with_the_axis_of_the_sum_last_and_stand_for_the_values(recip
         ("current", {}, {"input", "weight", "grad_output"}),
         ("block", {}, {"weight"}),
         ("mxfp8", {}, set()),
-        ("mxfp8", {"enable_2d_quantization": True}, {"weight"}),
         ("nvfp4", {}, {"weight"}),
-        ("nvfp4", {"disable_2d_quantization": True}, set()),
     ],
 )
 def test_one_quantization_serves_both_directions_exactly_where_the_recipe_says_so(
@@ -99,37 +97,27 @@ def test_hybrid_formats_gradients_alone_in_e5m2() -> None:
 def test_delayed_scaling_takes_the_scale_it_is_given_and_current_scaling_makes_one() -> None:
     x = values()
     assert_same(quantized(active("delayed"), "input", x, "features"), tensor.quantize(x, torch.tensor(3.0), E4M3))
-    for power_of_two in (False, True):
-        case = active("current", use_power_2_scales=power_of_two)
-        scale = tensor.scale_from_amax(x.abs().max().float(), 57344.0, power_of_two=power_of_two)
-        assert_same(quantized(case, "grad_output", x, "features"), tensor.quantize(x, scale, E5M2))
+    scale = tensor.scale_from_amax(x.abs().max().float(), 57344.0)
+    assert_same(quantized(active("current"), "grad_output", x, "features"), tensor.quantize(x, scale, E5M2))
     larger = quantize_operand(active("current"), "input", x, along="features", amax=2 * x.abs().max())
     assert larger.codes.abs().max() == 224
 
 
 def test_blocks_of_128_lie_along_the_sum_and_weights_have_squares() -> None:
     x = values()
-    for power_of_two in (True, False):
-        case = active("block", use_f32_scales=not power_of_two)
-        for role in ("input", "grad_output"):
-            for along, operand in zip(ALONG, (x, x.t()), strict=True):
-                expected = block.quantize(operand, E4M3, two_dimensional=False, power_of_two=power_of_two)
-                assert_same(quantized(case, role, x, along), expected)
-        square = block.quantize(x, E4M3, two_dimensional=True, power_of_two=power_of_two)
-        assert_same(quantized(case, "weight", x, "features"), square)
-        assert_same(quantized(case, "weight", x, "rows"), square, transposed=True)
-
-
-def test_blocks_of_32_lie_along_the_sum_and_weights_have_squares_on_request() -> None:
-    x = values()
-    for rounding, role in itertools.product(("rceil", "floor"), ROLES):
-        case = active("mxfp8", scale_rounding=rounding)
+    case = active("block")
+    for role in ("input", "grad_output"):
         for along, operand in zip(ALONG, (x, x.t()), strict=True):
-            assert_same(quantized(case, role, x, along), mx.quantize(operand, E4M3, rounding=rounding))
-    square = mx.quantize(x, E4M3, rounding="rceil", two_dimensional=True)
-    case = active("mxfp8", enable_2d_quantization=True)
+            assert_same(quantized(case, role, x, along), block.quantize(operand, E4M3, two_dimensional=False))
+    square = block.quantize(x, E4M3, two_dimensional=True)
+    assert_same(quantized(case, "weight", x, "features"), square)
     assert_same(quantized(case, "weight", x, "rows"), square, transposed=True)
-    assert_same(quantized(case, "input", x, "rows"), mx.quantize(x.t(), E4M3, rounding="rceil"))
+
+
+def test_blocks_of_32_lie_along_the_sum() -> None:
+    x = values()
+    for role, (along, operand) in itertools.product(ROLES, zip(ALONG, (x, x.t()), strict=True)):
+        assert_same(quantized(active("mxfp8"), role, x, along), mx.quantize(operand, E4M3))
 
 
 def test_nvfp4_transforms_the_operands_of_the_weight_gradient_alone() -> None:
@@ -143,10 +131,9 @@ def test_nvfp4_transforms_the_operands_of_the_weight_gradient_alone() -> None:
     assert_same(quantized(case, "weight", x, "features"), square)
     assert_same(quantized(case, "weight", x, "rows"), square, transposed=True)
 
-    plain = active("nvfp4", disable_stochastic_rounding=True, disable_rht=True, disable_2d_quantization=True)
-    for role in ROLES:
+    plain = active("nvfp4", disable_stochastic_rounding=True, disable_rht=True)
+    for role in ("input", "grad_output"):
         assert_same(quantized(plain, role, x, "rows"), nvfp4.quantize(x.t(), two_dimensional=False))
-    assert_same(quantized(plain, "weight", x, "features"), nvfp4.quantize(x, two_dimensional=False))
 
 
 def test_nvfp4_rounds_gradients_by_chance_in_both_directions_and_nothing_else() -> None:

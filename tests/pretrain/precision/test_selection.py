@@ -23,9 +23,8 @@ ON_TE = [name for name in QUANTIZED if PRECISIONS[name].te_available]
 def gpu(name: str, capability: tuple[int, int], cuda: tuple[int, int] = (13, 0)) -> Missing:
     """A machine with such a GPU and Transformer Engine."""
 
-    def missing(recipe: Precision, settings: Any = None) -> str | None:
-        hardware = recipe.hardware if settings is None else recipe.hardware_for(settings)
-        need = hardware.missing(capability, cuda)
+    def missing(recipe: Precision) -> str | None:
+        need = recipe.hardware.missing(capability, cuda)
         return f"needs {need}; this is an {name}" if need else None
 
     return missing
@@ -111,32 +110,9 @@ def test_fallback_is_to_delayed_scaling_where_the_device_has_that_and_else_to_bf
 
 
 def test_what_is_fallen_back_to_has_its_own_defaults_and_no_option_of_the_other() -> None:
-    recipe = recipe_with("block", {"on_unsupported": "fallback", "fp8_format": "E4M3", "use_f32_scales": True})
+    recipe = recipe_with("block", {"on_unsupported": "fallback", "fp8_format": "E4M3"})
     settings = select_precision(recipe.precision, recipe.fp8_config, OLD_CUDA).settings
     assert settings.options_set == LowPrecisionSettings().resolved("delayed").options_set
-
-
-def test_scales_rounded_down_exist_in_emulation_only() -> None:
-    floor = {"scale_rounding": "floor"}
-    with pytest.raises(InputError, match=r"`precision: mxfp8` needs emulation for `fp8_config.scale_rounding: floor`; the hardw"):
-        select_precision(*asked(recipe_with("mxfp8", floor)), B200)
-    assert select_precision(*asked(recipe_with("mxfp8", floor | {"on_unsupported": "emulate"})), B200).backend == "emulation"
-    assert (
-        select_precision(*asked(recipe_with("mxfp8", floor | {"backend": "emulation"})), B200).settings.scale_rounding == "floor"
-    )
-
-
-def test_fp32_scales_of_blocks_are_refused_where_products_take_powers_of_two_alone() -> None:
-    fp32 = {"use_f32_scales": True}
-    assert select_precision(*asked(recipe_with("block", fp32)), H200).backend == "transformer_engine"
-    with pytest.raises(
-        InputError,
-        match=r"`precision: block` needs a GPU of .* below 10.0 \(.*`fp8_config.use_f32_scales: false`\); this is an NVIDIA B200"
-        r".*`fp8_config.on_unsupported: emulate`",
-    ):
-        select_precision(*asked(recipe_with("block", fp32)), B200)
-    active = select_precision(*asked(recipe_with("block", fp32 | {"on_unsupported": "emulate"})), B200)
-    assert active.backend == "emulation" and active.settings.use_f32_scales
 
 
 # What a precision cannot take

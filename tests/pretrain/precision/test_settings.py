@@ -15,13 +15,9 @@ VALUES = {
     "margin": [0, 3],
     "amax_history_len": [1, 1024],
     "amax_compute_algo": ["max", "most_recent"],
-    "scale_rounding": ["rceil", "floor"],
-} | {
-    key: [False, True]
-    for key in (
-        *("use_power_2_scales", "use_f32_scales", "enable_2d_quantization", "fast_accumulation"),
-        *("disable_rht", "disable_stochastic_rounding", "disable_2d_quantization"),
-    )
+    "fast_accumulation": [False, True],
+    "disable_rht": [False, True],
+    "disable_stochastic_rounding": [False, True],
 }
 GENERAL = {
     "backend": st.sampled_from(["TE", "emulation"]),

@@ -99,20 +99,10 @@ def test_without_options_te_recipes_are_its_defaults_whatever_the_environment_sa
         ("current", {"fp8_format": "E4M3"}, {"fp8_format.name": "E4M3"}),
         ("current", {}, {"fp8_gemm_fprop.use_split_accumulator": False, "fp8_gemm_wgrad.use_split_accumulator": True}),
         ("current", {"fast_accumulation": False}, {"fp8_gemm_fprop.use_split_accumulator": True}),
-        (
-            "current",
-            {"use_power_2_scales": True},
-            {"use_power_2_scales": True} | {f"{key}.power_2_scale": True for key in FP8_QUANTIZATION},
-        ),
         ("current", {}, {f"{key}.power_2_scale": False for key in FP8_QUANTIZATION}),
-        ("block", {"use_f32_scales": True}, {f"{key}.power_2_scale": False for key in FP8_QUANTIZATION}),
         ("block", {}, {f"{key}.power_2_scale": True for key in FP8_QUANTIZATION} | {"use_f32_scales": False}),
         ("block", {}, {"x_block_scaling_dim": 1, "w_block_scaling_dim": 2, "grad_block_scaling_dim": 1}),
-        (
-            "mxfp8",
-            {"fp8_format": "HYBRID", "enable_2d_quantization": True},
-            {"fp8_format.name": "HYBRID", "enable_2d_quantization": True},
-        ),
+        ("mxfp8", {"fp8_format": "HYBRID"}, {"fp8_format.name": "HYBRID", "enable_2d_quantization": False}),
         (
             "nvfp4",
             {"disable_rht": True},
@@ -125,12 +115,12 @@ def test_without_options_te_recipes_are_its_defaults_whatever_the_environment_sa
         ),
         (
             "nvfp4",
-            {"disable_stochastic_rounding": True, "disable_2d_quantization": True},
+            {"disable_stochastic_rounding": True},
             {
                 "fp4_quant_bwd_grad.stochastic_rounding": False,
                 "fp4_quant_bwd_grad.random_hadamard_transform": True,
                 "fp4_quant_fwd_inp.stochastic_rounding": False,
-                "fp4_quant_fwd_weight.fp4_2d_quantization": False,
+                "fp4_quant_fwd_weight.fp4_2d_quantization": True,
                 "nvfp4_4over6": "none",
                 "row_scaled_activation": False,
             },

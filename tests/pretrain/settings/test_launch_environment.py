@@ -103,7 +103,6 @@ def test_every_key_of_a_file_arrives(environment: Any) -> None:
         "use_autocast_during_eval": True,
         "disable_rht": True,
         "disable_stochastic_rounding": False,
-        "disable_2d_quantization": True,
     }
     assert settled(environment(recipe="nvfp4", **given)) == ("nvfp4", given)
     delayed = {"fp8_format": "E4M3", "margin": 2, "amax_history_len": 16, "amax_compute_algo": "max"}
@@ -190,7 +189,7 @@ def test_another_precision_takes_over_where_and_how_but_not_the_other_recipes_op
 
 
 def test_options_that_the_chosen_precision_does_not_take_are_refused(environment: Any) -> None:
-    says = r"`fp8_config: {margin: 2}` and `precision: block` contradict each other: `block` takes .*use_f32_scales; leave out"
+    says = r"`fp8_config: {margin: 2}` and `precision: block` contradict each other: `block` takes fp8_format .*; leave out"
     with pytest.raises(InputError, match=says):
         settled({}, precision="block", fp8_config={"margin": 2})
     with pytest.raises(InputError, match=r"`precision: bf16` contradict each other: `bf16` takes no such option"):

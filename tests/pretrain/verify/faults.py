@@ -495,7 +495,7 @@ def neighbours_scale(run: SmallRun, patch: Patch) -> None:
 def no_blocks(run: SmallRun, patch: Patch) -> None:
     def by_tensor(self: Any, settings: Any, role: str) -> Any:
         grid = self.grid(settings, role)
-        return lambda x, scale, amax: tensor.quantize_by_amax(x, amax, grid, power_of_two=False)
+        return lambda x, scale, amax: tensor.quantize_by_amax(x, amax, grid)
 
     patch.setattr(type(run.active.precision), "along_features", by_tensor)
     patch.setattr(type(run.active.precision), "block_scaled", True)

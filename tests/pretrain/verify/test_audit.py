@@ -230,12 +230,8 @@ def test_a_fused_product_that_never_multiplies_is_found(
 
 QUANTIZED = [name for name, precision in PRECISIONS.items() if precision.quantized]
 CASES = {name: (name, {}) for name in QUANTIZED} | {
-    "block f32": ("block", {"use_f32_scales": True}),
-    "current powers": ("current", {"use_power_2_scales": True}),
-    "mxfp8 floor squares": ("mxfp8", {"scale_rounding": "floor", "enable_2d_quantization": True}),
     "mxfp8 hybrid": ("mxfp8", {"fp8_format": "HYBRID"}),
-    "mxfp4 floor": ("mxfp4", {"scale_rounding": "floor"}),
-    "nvfp4 plain": ("nvfp4", {"disable_2d_quantization": True, "disable_rht": True, "disable_stochastic_rounding": True}),
+    "nvfp4 plain": ("nvfp4", {"disable_rht": True, "disable_stochastic_rounding": True}),
 }
 Change = Callable[[Operand], Operand]
 

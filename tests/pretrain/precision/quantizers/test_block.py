@@ -18,10 +18,9 @@ from pretrain.precision.quantizers.grid import E4M3, E5M2, Grid, Quantized
 
 NUMPY = {"E4M3": ml_dtypes.float8_e4m3fn, "E5M2": ml_dtypes.float8_e5m2}
 by_layout = pytest.mark.parametrize("two_dimensional", [False, True], ids=["rows", "squares"])
-by_power_of_two = pytest.mark.parametrize("power_of_two", [False, True], ids=["fp32_scale", "power_of_two"])
 
 
-def slice_by_slice(x: Tensor, grid: Grid, *, two_dimensional: bool, power_of_two: bool) -> tuple[Tensor, Tensor]:
+def slice_by_slice(x: Tensor, grid: Grid, *, two_dimensional: bool) -> tuple[Tensor, Tensor]:
     """Codes and decode scales, FP32 of x's shape."""
     values = x.float().numpy()
     scaled, decode = np.empty_like(values), np.empty_like(values)
@@ -30,21 +29,21 @@ def slice_by_slice(x: Tensor, grid: Grid, *, two_dimensional: bool, power_of_two
         for row in range(0, values.shape[0], height):
             for column in range(0, values.shape[1], 128):
                 place = np.s_[row : row + height, column : column + 128]
-                scale = scale_of(values[place], grid.maximum, torch.finfo(x.dtype).max, power_of_two)
+                scale = scale_of(values[place], grid.maximum, torch.finfo(x.dtype).max)
                 scaled[place] = values[place] * scale
                 decode[place] = np.float32(1) / scale
     codes = np.clip(scaled, -grid.maximum, grid.maximum).astype(NUMPY[grid.name]).astype(np.float32)
     return torch.from_numpy(codes), torch.from_numpy(decode)
 
 
-def scale_of(values: np.ndarray, maximum: float, overflow: float, power_of_two: bool) -> np.float32:
+def scale_of(values: np.ndarray, maximum: float, overflow: float) -> np.float32:
     amax = np.float32(np.fmax.reduce(np.abs(values), axis=None, initial=0))  # fmax passes over NaN
     if amax == 0 or not np.isfinite(amax):
         return np.float32(1)
     scale = np.float32(maximum) / amax
     if np.isinf(scale):
         scale = np.float32(overflow)
-    return np.float32(2.0 ** (math.frexp(scale)[1] - 1)) if power_of_two else scale
+    return np.float32(2.0 ** (math.frexp(scale)[1] - 1))
 
 
 def assert_slice_by_slice(quantized: Quantized, x: Tensor, assert_same_bits: Callable, **options: bool) -> None:
@@ -68,18 +67,17 @@ def many_values(finite_bf16: Tensor, all_bf16: Tensor) -> Tensor:
 
 
 @by_layout
-@by_power_of_two
 def test_ten_million_values_are_quantized_as_slice_by_slice(
-    two_dimensional: bool, power_of_two: bool, many_values: Tensor, assert_same_bits: Callable
+    two_dimensional: bool, many_values: Tensor, assert_same_bits: Callable
 ):
-    options = {"two_dimensional": two_dimensional, "power_of_two": power_of_two}
+    options = {"two_dimensional": two_dimensional}
     assert_slice_by_slice(block.quantize(many_values, E4M3, **options), many_values, assert_same_bits, **options)
 
 
 @settings(deadline=None, max_examples=60)
 @given(
     st.tuples(st.integers(1, 300), st.integers(1, 300)), st.integers(0, 2**16), st.sampled_from([torch.bfloat16, torch.float32]),
-    st.sampled_from([E4M3, E5M2]), st.booleans(), st.booleans(), st.booleans(),
+    st.sampled_from([E4M3, E5M2]), st.booleans(), st.booleans(),
 )  # fmt: skip
 def test_any_shape_dtype_and_stride_is_quantized_as_slice_by_slice(
     assert_same_bits: Callable,
@@ -89,34 +87,32 @@ def test_any_shape_dtype_and_stride_is_quantized_as_slice_by_slice(
     grid: Grid,
     transposed: bool,
     two_dimensional: bool,
-    power_of_two: bool,
 ):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator) * torch.exp(8 * torch.randn(shape[0], 1, generator=generator))
     x = (x.t() if transposed else x).to(dtype)
-    options = {"two_dimensional": two_dimensional, "power_of_two": power_of_two}
+    options = {"two_dimensional": two_dimensional}
     assert_slice_by_slice(block.quantize(x, grid, **options), x, assert_same_bits, **options)
 
 
-@by_power_of_two
-def test_squares_are_the_same_seen_from_either_side(power_of_two: bool, assert_same_bits: Callable):
+def test_squares_are_the_same_seen_from_either_side(assert_same_bits: Callable):
     weight = torch.randn(300, 500, generator=torch.Generator().manual_seed(1)).bfloat16()
-    upright = block.quantize(weight, E4M3, two_dimensional=True, power_of_two=power_of_two)
-    transposed = block.quantize(weight.t(), E4M3, two_dimensional=True, power_of_two=power_of_two)
+    upright = block.quantize(weight, E4M3, two_dimensional=True)
+    transposed = block.quantize(weight.t(), E4M3, two_dimensional=True)
     assert_same_bits(transposed.codes, upright.codes.t())
     assert_same_bits(transposed.block_scale, upright.block_scale.t())
 
 
 def test_operands_with_power_of_two_scales_are_exact_in_bf16():
     x = torch.randn(64, 512, generator=torch.Generator().manual_seed(1)) * torch.logspace(-20, 20, 64)[:, None]
-    operand = block.quantize(x, E4M3, two_dimensional=False, power_of_two=True).operand
+    operand = block.quantize(x, E4M3, two_dimensional=False).operand
     assert torch.equal(operand.bfloat16().float(), operand)
 
 
 def test_an_outlier_costs_precision_in_its_own_block_only():
     x = torch.rand(2, 256, generator=torch.Generator().manual_seed(1)) + 1
     x[0, 0] = 1e6
-    error = (block.quantize(x, E4M3, two_dimensional=False, power_of_two=False).dequantize() - x).abs() / x
+    error = (block.quantize(x, E4M3, two_dimensional=False).dequantize() - x).abs() / x
     assert error[0, 1:128].max() > 0.9 and error[0, 128:].max() < 2**-4 and error[1].max() < 2**-4
 
 
@@ -129,7 +125,7 @@ def test_compiled_quantizers_have_the_same_bits(many_values: Tensor, assert_same
         return tensor.quantize(x, scale, E5M2)
 
     def squares(x: Tensor) -> Quantized:
-        return block.quantize(x, E4M3, two_dimensional=True, power_of_two=False)
+        return block.quantize(x, E4M3, two_dimensional=True)
 
     def both(x: Tensor) -> tuple[Quantized, Quantized]:
         return current(x), squares(x)

@@ -18,20 +18,18 @@ from pretrain.precision.quantizers import mx
 from pretrain.precision.quantizers.grid import E4M3, E5M2, Grid
 
 SameBits = Callable[[Tensor, Tensor], None]
-Check = Callable[[Tensor, Grid, str], None]
-ROUNDINGS = ("rceil", "floor")
+Check = Callable[[Tensor, Grid], None]
 NUMPY_DTYPES = {"E4M3": ml_dtypes.float8_e4m3fn, "E5M2": ml_dtypes.float8_e5m2}
-EXPONENT_OF_MAXIMUM = {"E4M3": 8, "E5M2": 15}
 
 
-def in_numpy(blocks: np.ndarray, grid: Grid, rounding: str) -> tuple[np.ndarray, np.ndarray]:
+def in_numpy(blocks: np.ndarray, grid: Grid) -> tuple[np.ndarray, np.ndarray]:
     """FP32 blocks [..., values] to their codes, FP32, and E8M0 scales [..., 1], by exponents and ml_dtypes' own conversions."""
     amax = np.fmax.reduce(np.abs(blocks), axis=-1, initial=0, keepdims=True)
-    of_what = amax * (np.float32(1) / np.float32(grid.maximum)) if rounding == "rceil" else amax
+    of_what = amax * (np.float32(1) / np.float32(grid.maximum))
     mantissa, exponent = np.frexp(of_what)  # mantissa in [0.5, 1)
-    exponent = exponent - (mantissa == 0.5) if rounding == "rceil" else exponent - 1 - EXPONENT_OF_MAXIMUM[grid.name]
+    exponent = exponent - (mantissa == 0.5)
     exponent[of_what == 0] = -127
-    exponent[np.isinf(amax)] = 127 if rounding == "rceil" else 128 - EXPONENT_OF_MAXIMUM[grid.name]
+    exponent[np.isinf(amax)] = 127
     exponent = exponent.clip(-127, 127)
     scaled = np.ldexp(blocks, -exponent).clip(-grid.maximum, grid.maximum)
     return scaled.astype(NUMPY_DTYPES[grid.name]).astype(np.float32), (exponent + 127).astype(np.uint8)
@@ -50,9 +48,9 @@ def blocks_of(tensor: Tensor) -> Tensor:
 def check(assert_same_bits: SameBits) -> Check:
     """That x has the codes, scales and bytes of scales that NumPy finds."""
 
-    def check(x: Tensor, grid: Grid, rounding: str) -> None:
-        quantized = mx.quantize(x, grid, rounding=rounding)
-        codes, scales = in_numpy(blocks_of(x.float()).numpy(), grid, rounding)
+    def check(x: Tensor, grid: Grid) -> None:
+        quantized = mx.quantize(x, grid)
+        codes, scales = in_numpy(blocks_of(x.float()).numpy(), grid)
         assert_same_bits(blocks_of(quantized.codes), torch.from_numpy(codes))
         decoded = torch.from_numpy(scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float32))
         assert_same_bits(blocks_of(quantized.block_scale), decoded.expand(codes.shape))
@@ -70,53 +68,41 @@ def boundaries() -> Tensor:
 
 
 @pytest.mark.parametrize("grid", [E4M3, E5M2], ids=lambda grid: grid.name)
-@pytest.mark.parametrize("rounding", ROUNDINGS)
-def test_ten_million_values_have_the_codes_and_scales_that_numpy_finds(
-    check: Check, finite_bf16: Tensor, grid: Grid, rounding: str
-) -> None:
-    check(finite_bf16, grid, rounding)
+def test_ten_million_values_have_the_codes_and_scales_that_numpy_finds(check: Check, finite_bf16: Tensor, grid: Grid) -> None:
+    check(finite_bf16, grid)
 
 
-@pytest.mark.parametrize("rounding", ROUNDINGS)
-def test_fp32_values_a_bit_from_where_the_scale_changes_have_numpys_scales(check: Check, rounding: str) -> None:
-    check(boundaries(), E4M3, rounding)
+def test_fp32_values_a_bit_from_where_the_scale_changes_have_numpys_scales(check: Check) -> None:
+    check(boundaries(), E4M3)
 
 
-@pytest.mark.parametrize("rounding", ROUNDINGS)
-def test_infinities_saturate_and_a_nan_leaves_its_neighbours_alone(check: Check, rounding: str) -> None:
+def test_infinities_saturate_and_a_nan_leaves_its_neighbours_alone(check: Check) -> None:
     x = torch.randn(4, 64)
     x[0, 3], x[1, 40], x[2, 5], x[3] = torch.inf, -torch.inf, torch.nan, torch.nan
-    check(x, E4M3, rounding)
-    quantized = mx.quantize(x, E4M3, rounding=rounding)
+    check(x, E4M3)
+    quantized = mx.quantize(x, E4M3)
     assert quantized.codes[0, 3] == 448
     assert quantized.operand[0, 3] == torch.inf
     assert quantized.operand.isnan().sum() == x.isnan().sum()
 
 
-@pytest.mark.parametrize("rounding", ROUNDINGS)
-def test_zeros_keep_their_signs_under_the_smallest_scale(assert_same_bits: SameBits, rounding: str) -> None:
+def test_zeros_keep_their_signs_under_the_smallest_scale(assert_same_bits: SameBits) -> None:
     x = torch.zeros(2, 64)
     x[:, ::3] = -0.0
-    quantized = mx.quantize(x, E4M3, rounding=rounding)
+    quantized = mx.quantize(x, E4M3)
     assert_same_bits(quantized.dequantize(), x)
     assert (quantized.block_scale == 2.0**-127).all()
 
 
-def test_floor_saturates_the_upper_quarter_of_an_octave_and_rceil_nothing(finite_bf16: Tensor) -> None:
+def test_nothing_saturates(finite_bf16: Tensor) -> None:
     x = blocks_of(finite_bf16[: finite_bf16.shape[0] // 8].float())
-    amax = x.abs().amax(dim=-1)
-    x, amax = x[amax > 0], amax[amax > 0]
-    upper_quarter = torch.frexp(amax).mantissa > 7 / 8
-    for rounding, limit in (("rceil", 448), ("floor", 511)):
-        quantized = mx.quantize(x, E4M3, rounding=rounding)
-        assert torch.equal((x / quantized.block_scale).abs().amax(dim=-1) > 448, upper_quarter & (rounding == "floor"))
-        assert (x / quantized.block_scale).abs().max() <= limit
+    x = x[x.abs().amax(dim=-1) > 0]
+    assert (x / mx.quantize(x, E4M3).block_scale).abs().max() <= 448
 
 
 @pytest.mark.parametrize("grid", [E4M3, E5M2], ids=lambda grid: grid.name)
-@pytest.mark.parametrize("rounding", ROUNDINGS)
-def test_a_product_can_take_the_operand_in_bf16_without_losing_a_bit(finite_bf16: Tensor, grid: Grid, rounding: str) -> None:
-    quantized = mx.quantize(finite_bf16[-2048:], grid, rounding=rounding)
+def test_a_product_can_take_the_operand_in_bf16_without_losing_a_bit(finite_bf16: Tensor, grid: Grid) -> None:
+    quantized = mx.quantize(finite_bf16[-2048:], grid)
     operand = blocks_of(quantized.operand)
     amax = blocks_of(finite_bf16[-2048:].float().abs()).amax(dim=-1)
     ordinary = operand[(amax == 0) | ((amax > 2.0**-100) & (amax < 2.0**127))]
@@ -125,43 +111,26 @@ def test_a_product_can_take_the_operand_in_bf16_without_losing_a_bit(finite_bf16
     assert torch.equal(blocks_of(quantized.operand_in(torch.bfloat16)), operand.bfloat16())
 
 
-@pytest.mark.parametrize("rounding", ROUNDINGS)
-def test_a_square_block_shares_the_scale_of_all_its_values(
-    assert_same_bits: SameBits, finite_bf16: Tensor, rounding: str
-) -> None:
-    x = finite_bf16[-1024:]
-    quantized = mx.quantize(x, E4M3, rounding=rounding, two_dimensional=True)
-    squares = x.float().view(32, 32, 32, 32).transpose(1, 2)  # [down, across, 32, 32]
-    codes, scales = in_numpy(squares.flatten(2).numpy(), E4M3, rounding)
-    assert_same_bits(quantized.codes, torch.from_numpy(codes).view(32, 32, 32, 32).transpose(1, 2).reshape(x.shape))
-    assert np.array_equal(e8m0(quantized.block_scale)[::32, ::32].numpy(), scales[..., 0])
-    turned = mx.quantize(x.t(), E4M3, rounding=rounding, two_dimensional=True)
-    assert_same_bits(turned.operand.t(), quantized.operand)
-
-
 @given(
     values=npst.array_shapes(min_dims=1, max_dims=3, max_side=3).flatmap(
         lambda shape: npst.arrays(np.float32, (*shape[:-1], 32 * shape[-1]), elements=st.floats(width=32, allow_nan=False))
     ),
     grid=st.sampled_from([E4M3, E5M2]),
-    rounding=st.sampled_from(ROUNDINGS),
 )
-def test_any_shape_and_any_values_agree_with_numpy(check: Check, values: np.ndarray, grid: Grid, rounding: str) -> None:
-    check(torch.from_numpy(values), grid, rounding)
+def test_any_shape_and_any_values_agree_with_numpy(check: Check, values: np.ndarray, grid: Grid) -> None:
+    check(torch.from_numpy(values), grid)
 
 
 def test_a_transposed_input_is_quantized_along_its_own_last_dimension(assert_same_bits: SameBits) -> None:
     x = torch.randn(96, 40).bfloat16()
-    strided, copied = (mx.quantize(x, E4M3, rounding="rceil") for x in (x.t(), x.t().contiguous()))
+    strided, copied = (mx.quantize(x, E4M3) for x in (x.t(), x.t().contiguous()))
     for name in ("codes", "block_scale", "operand"):
         assert_same_bits(getattr(strided, name), getattr(copied, name))
 
 
 def test_what_32_does_not_divide_is_refused() -> None:
     with pytest.raises(RuntimeError, match="33"):
-        mx.quantize(torch.ones(32, 33), E4M3, rounding="rceil")
-    with pytest.raises(RuntimeError, match="31"):
-        mx.quantize(torch.ones(31, 32), E4M3, rounding="rceil", two_dimensional=True)
+        mx.quantize(torch.ones(32, 33), E4M3)
 
 
 @pytest.fixture(scope="module")
@@ -171,66 +140,59 @@ def torchao(references: Path) -> Iterator[None]:
         yield
 
 
-def in_torchao(x: Tensor, grid: Grid, rounding: str) -> tuple[Tensor, Tensor]:
+def in_torchao(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     """torchao's codes, FP32, and E8M0 bytes."""
     mx_tensor = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
     modes = pytest.importorskip("torchao.prototype.mx_formats.config").ScaleCalculationMode
     dtype = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}[grid.name]
-    scales, codes = mx_tensor.to_mx(x.contiguous(), dtype, mx.BLOCK, modes[rounding.upper()])
+    scales, codes = mx_tensor.to_mx(x.contiguous(), dtype, mx.BLOCK, modes.RCEIL)
     return codes.float(), scales.view(torch.uint8)
 
 
-def blocks_unlike_torchao(x: Tensor, grid: Grid, rounding: str) -> Tensor:
+def blocks_unlike_torchao(x: Tensor, grid: Grid) -> Tensor:
     """Which blocks, bool [..., blocks], have another scale or another code."""
-    quantized = mx.quantize(x, grid, rounding=rounding)
-    codes, scales = in_torchao(x, grid, rounding)
+    quantized = mx.quantize(x, grid)
+    codes, scales = in_torchao(x, grid)
     other_codes = (blocks_of(quantized.codes).view(torch.int32) != blocks_of(codes).view(torch.int32)).any(dim=-1)
     return other_codes | (e8m0(blocks_of(quantized.block_scale)[..., 0]) != scales)
 
 
 @pytest.mark.usefixtures("torchao")
 @pytest.mark.parametrize("grid", [E4M3, E5M2], ids=lambda grid: grid.name)
-@pytest.mark.parametrize("rounding", ROUNDINGS)
-def test_torchao_differs_in_ten_million_values_only_where_the_scale_is_the_smallest(
-    finite_bf16: Tensor, grid: Grid, rounding: str
-) -> None:
-    """Under 2^-127 torchao scales by 2^126 (floor) or not at all (rceil), where decoding with 2^-127 wants 2^127."""
-    smallest = blocks_of(mx.quantize(finite_bf16, grid, rounding=rounding).block_scale)[..., 0] == 2.0**-127
+def test_torchao_differs_in_ten_million_values_only_where_the_scale_is_the_smallest(finite_bf16: Tensor, grid: Grid) -> None:
+    """Under 2^-127 torchao does not scale, where decoding with 2^-127 wants 2^127."""
+    smallest = blocks_of(mx.quantize(finite_bf16, grid).block_scale)[..., 0] == 2.0**-127
     tiny = smallest & (blocks_of(finite_bf16) != 0).any(dim=-1)
     assert tiny.sum() >= 2 * 128 // mx.BLOCK  # the subnormals of BF16, positive and negative, and a few octaves above
-    assert torch.equal(blocks_unlike_torchao(finite_bf16, grid, rounding), tiny)
+    assert torch.equal(blocks_unlike_torchao(finite_bf16, grid), tiny)
 
 
 @pytest.mark.usefixtures("torchao")
 def test_torchao_differs_in_fp32_only_where_log2_misses_the_last_bit_of_amax() -> None:
     x = boundaries()
-    x = x[mx.quantize(x, E4M3, rounding="rceil").block_scale[:, 0] > 2.0**-127]
+    x = x[mx.quantize(x, E4M3).block_scale[:, 0] > 2.0**-127]
     product = x.abs().amax(dim=-1) * (1 / 448)
     one_ulp_up = (product.view(torch.int32) & 0x7FFFFF) == 1
-    different = blocks_unlike_torchao(x, E4M3, "rceil")[:, 0]
+    different = blocks_unlike_torchao(x, E4M3)[:, 0]
     assert not (different & ~one_ulp_up).any()
     assert different.sum() > 0.9 * one_ulp_up.sum() > 200  # near 2^0 the logarithm has bits enough
-    assert not blocks_unlike_torchao(x, E4M3, "floor").any()
 
 
 @pytest.mark.usefixtures("torchao")
-@pytest.mark.parametrize("rounding", ROUNDINGS)
-def test_torchao_agrees_on_infinities_and_spreads_a_nan_over_its_block(rounding: str) -> None:
+def test_torchao_agrees_on_infinities_and_spreads_a_nan_over_its_block() -> None:
     x = torch.randn(3, 64)
     x[0, 3], x[1, 40], x[2, 5] = torch.inf, -torch.inf, torch.nan
     expected = torch.zeros(3, 2, dtype=torch.bool)
     expected[2, 0] = True
-    assert torch.equal(blocks_unlike_torchao(x, E4M3, rounding), expected)
-    assert in_torchao(x, E4M3, rounding)[1][2, 0] == 255  # E8M0's NaN
+    assert torch.equal(blocks_unlike_torchao(x, E4M3), expected)
+    assert in_torchao(x, E4M3)[1][2, 0] == 255  # E8M0's NaN
 
 
-@pytest.mark.parametrize("two_dimensional", [False, True])
-@pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_compiled_without_a_graph_break_it_gives_the_same_bits(
-    compiled: Callable, assert_same_bits: SameBits, finite_bf16: Tensor, rounding: str, two_dimensional: bool
+    compiled: Callable, assert_same_bits: SameBits, finite_bf16: Tensor
 ) -> None:
     def operand(x: Tensor) -> Tensor:
-        return mx.quantize(x, E4M3, rounding=rounding, two_dimensional=two_dimensional).operand_in(torch.float32)
+        return mx.quantize(x, E4M3).operand_in(torch.float32)
 
     x, compiled_operand = finite_bf16[-512:], compiled(operand)
     for strided in (x, x.t()):

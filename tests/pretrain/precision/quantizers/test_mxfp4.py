@@ -27,7 +27,6 @@ from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
 
 SameBits = Callable[[Tensor, Tensor], None]
 MXFP4 = PRECISIONS["mxfp4"]
-ROUNDINGS = ("rceil", "floor")
 ROLES, ALONG = get_args(Role), get_args(Along)
 
 
@@ -43,12 +42,12 @@ def blocks_of(tensor: Tensor) -> Tensor:
     return tensor.unflatten(-1, (-1, 32))
 
 
-def in_numpy(blocks: np.ndarray, rounding: str) -> tuple[np.ndarray, np.ndarray]:
+def in_numpy(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Finite FP32 blocks [..., 32] to their codes, FP32, and scales [..., 1], by exponents and ml_dtypes' conversions."""
     amax = np.abs(blocks).max(axis=-1, keepdims=True, initial=0)
-    of_what = amax * (np.float32(1) / np.float32(6)) if rounding == "rceil" else amax
+    of_what = amax * (np.float32(1) / np.float32(6))
     mantissa, exponent = np.frexp(of_what)  # mantissa in [0.5, 1)
-    exponent = exponent - (mantissa == 0.5) if rounding == "rceil" else exponent - 1 - 2
+    exponent = exponent - (mantissa == 0.5)
     exponent[of_what == 0] = -127
     exponent = exponent.clip(-127, 127)
     codes = np.ldexp(blocks, -exponent).clip(-6, 6).astype(ml_dtypes.float4_e2m1fn).astype(np.float32)
@@ -56,12 +55,12 @@ def in_numpy(blocks: np.ndarray, rounding: str) -> tuple[np.ndarray, np.ndarray]
 
 
 @pytest.fixture(scope="module")
-def check(assert_same_bits: SameBits) -> Callable[[Tensor, str], None]:
+def check(assert_same_bits: SameBits) -> Callable[[Tensor], None]:
     """That finite x has the codes and the scales that NumPy finds."""
 
-    def check(x: Tensor, rounding: str) -> None:
-        ours = quantized(x, scale_rounding=rounding)
-        codes, scales = (torch.from_numpy(each) for each in in_numpy(blocks_of(x.float()).numpy(), rounding))
+    def check(x: Tensor) -> None:
+        ours = quantized(x)
+        codes, scales = (torch.from_numpy(each) for each in in_numpy(blocks_of(x.float()).numpy()))
         assert ours.grid == E2M1 and ours.tensor_scale == 1
         assert_same_bits(blocks_of(ours.codes), codes)
         assert_same_bits(blocks_of(ours.block_scale), scales.expand(codes.shape))
@@ -69,11 +68,8 @@ def check(assert_same_bits: SameBits) -> Callable[[Tensor, str], None]:
     return check
 
 
-@pytest.mark.parametrize("rounding", ROUNDINGS)
-def test_ten_million_values_have_the_codes_and_scales_that_ml_dtypes_finds(
-    check: Callable, finite_bf16: Tensor, rounding: str
-) -> None:
-    check(finite_bf16, rounding)
+def test_ten_million_values_have_the_codes_and_scales_that_ml_dtypes_finds(check: Callable, finite_bf16: Tensor) -> None:
+    check(finite_bf16)
 
 
 @given(
@@ -82,10 +78,9 @@ def test_ten_million_values_have_the_codes_and_scales_that_ml_dtypes_finds(
             np.float32, (shape[0], 32 * shape[1]), elements=st.floats(width=32, allow_nan=False, allow_infinity=False)
         )
     ),
-    rounding=st.sampled_from(ROUNDINGS),
 )
-def test_any_values_agree_with_ml_dtypes(check: Callable, values: np.ndarray, rounding: str) -> None:
-    check(torch.from_numpy(values), rounding)
+def test_any_values_agree_with_ml_dtypes(check: Callable, values: np.ndarray) -> None:
+    check(torch.from_numpy(values))
 
 
 def boundaries() -> Tensor:
@@ -95,30 +90,28 @@ def boundaries() -> Tensor:
     return amax[:, None] * torch.linspace(-1, 1, 32)
 
 
-@pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_torchao_has_the_same_codes_and_scales_but_under_the_smallest_scale(
-    finite_bf16: Tensor, references: Path, monkeypatch: pytest.MonkeyPatch, rounding: str
+    finite_bf16: Tensor, references: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under 2^-127 torchao scales by 2^126 (floor) or not at all (rceil), where decoding with 2^-127 wants 2^127."""
+    """Under 2^-127 torchao does not scale, where decoding with 2^-127 wants 2^127."""
     monkeypatch.syspath_prepend(references)
     to_mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor").to_mx
     modes = pytest.importorskip("torchao.prototype.mx_formats.config").ScaleCalculationMode
     kernels = pytest.importorskip("torchao.prototype.mx_formats.kernels")
     for x in (finite_bf16, boundaries().bfloat16()):
-        scales, packed = to_mx(x, torch.float4_e2m1fn_x2, 32, modes[rounding.upper()])
+        scales, packed = to_mx(x, torch.float4_e2m1fn_x2, 32, modes.RCEIL)
         codes = blocks_of(kernels.f4_unpacked_to_f32(kernels.unpack_uint4(packed)).view(x.shape))
-        ours = quantized(x, scale_rounding=rounding)
+        ours = quantized(x)
         ordinary = blocks_of(ours.block_scale)[..., 0] > 2.0**-127
         assert ordinary.float().mean() > 0.99
         assert torch.equal(blocks_of(ours.block_scale)[..., 0][ordinary], scales.float()[ordinary])
         assert torch.equal(blocks_of(ours.codes)[ordinary].view(torch.int32), codes[ordinary].view(torch.int32))
 
 
-def test_floor_cuts_what_rceil_makes_room_for() -> None:
+def test_the_largest_value_is_not_cut() -> None:
     x = torch.ones(2, 32)
     x[:, 5] = torch.tensor([6.0, 7.0])  # with a scale of one, 6 is the largest code
-    assert quantized(x, scale_rounding="floor").dequantize()[:, 5].tolist() == [6.0, 6.0]
-    assert quantized(x, scale_rounding="rceil").dequantize()[:, 5].tolist() == [6.0, 8.0]
+    assert quantized(x).dequantize()[:, 5].tolist() == [6.0, 8.0]
 
 
 def test_blocks_lie_along_the_sum_and_only_the_weight_gradients_operands_are_transformed() -> None:
@@ -174,8 +167,6 @@ def test_every_device_has_it_in_emulation_and_none_on_transformer_engine(missing
 def test_its_conditions_name_the_remedies_that_it_has() -> None:
     underflow, of_gradients = MXFP4.conditions(settings())
     assert "zero in E2M1" in underflow.what and "precision=nvfp4" in underflow.remedy and of_gradients.remedy == underflow.remedy
-    *_, saturation = MXFP4.conditions(settings(scale_rounding="floor"))
-    assert saturation.share == "saturation" and "scale_rounding: rceil" in saturation.remedy
 
 
 def test_a_value_takes_half_a_byte_and_its_share_of_a_scale() -> None:
