@@ -2,7 +2,7 @@
 
 A warning comes once when operands lose more than the recipe does by nature, with what to change. It only warns: a run goes on
 with much underflow, only worse, and whether that is worth a restart is not for a threshold to say. The limits, and the
-measurements behind them, are in docs/precision.md.
+measurements behind them, are in docs/verification.md.
 
 State stays in the process. A resumed run says again what is still so: whoever resumed it may not have read the first warning.
 """

@@ -31,7 +31,7 @@ Record = Mapping[str, Any]
 
 
 class OperandStatistics:
-    """An observer of a PrecisionContext. docs/precision.md ("Statistics and health") has the keys of its `records`."""
+    """An observer of a PrecisionContext. docs/verification.md ("Statistics and health") has the keys of its `records`."""
 
     def __init__(self, active: ActivePrecision, backend: Backend) -> None:
         """`active`: a quantized precision. `backend`: the one that computes it; only delayed scales are asked of it."""

@@ -1,6 +1,6 @@
 """The operands that Transformer Engine makes on this device, code by code and scale by scale beside those of our quantizers.
 
-Its tensors are read as its kernels wrote them: which byte is which value's, and where its scale stands. docs/precision.md says
+Its tensors are read as its kernels wrote them: which byte is which value's, and where its scale stands. docs/verification.md says
 which operand is quantized along which axis.
 
 Training has scales written in the order in which Blackwell's products read them (`optimize_for_gemm`), by other templates of the
