@@ -1,7 +1,7 @@
 """Everything that replaces or wraps the forward of a module.
 
-The model stays a transformers model with its own parameter names. pretrain.run.assembly calls `fuse`, `convert` and
-`wrap_layers`; docs/architecture.md says why in this order.
+The model stays a transformers model with its own parameter names. pretrain.run.assembly calls `choose_arithmetic`, `fuse`,
+`convert` and `wrap_layers`; docs/architecture.md says why in this order.
 """
 
 from __future__ import annotations
@@ -16,33 +16,61 @@ from torch.nn.utils.stateless import _reparametrize_module
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from foundation.errors import InputError
 from pretrain.model.fused.arithmetic import Arithmetic
 from pretrain.model.fused.layers import FusedLayer, FusedLayers, assess_layer
+from pretrain.model.fused.stacked import By
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.loss.head import LossHead, LowPrecisionHead
 from pretrain.model.packed import PackedLanguageModel
-from pretrain.precision.linear import (
-    Backend,
-    LowPrecisionLinear,
-    PrecisionContext,
-    summing_where,
-)
+from pretrain.precision.linear import Backend, LowPrecisionLinear, PrecisionContext, summing_where
 from pretrain.precision.scope import LINEARS, Decision, features_of
-from pretrain.settings.recipe import ModelSettings
+from pretrain.precision.settings import ActivePrecision
+from pretrain.settings.recipe import ModelSettings, Switch
 
 Forward = Callable[..., Any]
 
 
+def choose_arithmetic(
+    setting: Switch, active: ActivePrecision, device_type: str, context: PrecisionContext
+) -> tuple[Arithmetic | None, str]:
+    """The arithmetic for the model of `context`, or None and the reason, worded for the audit; raises as `not_fused_because`."""
+    dtype = context.compute_dtype
+    if reason := not_fused_because(setting, active, device_type, dtype):
+        return None, reason
+    if active.backend == "torch":
+        return Arithmetic(context, By.FORMULAS if _no_faster(device_type, dtype) else By.KERNELS), ""
+    return Arithmetic(context, By.TRANSFORMER_ENGINE), ""
+
+
+def not_fused_because(setting: Switch, active: ActivePrecision, device_type: str, dtype: torch.dtype) -> str | None:
+    """Why no layer is fused, whatever its architecture; None: those that can be are. InputError for what cannot be `on`."""
+    if setting == "off":
+        return "nothing: model.fused is off"
+    if active.backend == "emulation":
+        if setting == "on":
+            raise InputError("`model.fused: on`: emulated products are computed one by one; set `model.fused: auto`")
+        return "nothing: emulated products are computed one by one"
+    slow = None if setting == "on" or active.backend == "transformer_engine" else _no_faster(device_type, dtype)
+    return f"nothing: {slow}; model.fused: on does it all the same" if slow else None
+
+
+def _no_faster(device_type: str, dtype: torch.dtype) -> str | None:
+    """Why fused layers gain nothing where nothing is quantized."""
+    if device_type != "cuda":
+        return "it gains nothing on a CPU"  # 5 to 6 % slower with the demo's model: benchmarks/results/cpu_fused.json
+    return None if dtype == torch.bfloat16 else "on a GPU it gains in BF16 and below"
+
+
 def fuse(
-    layers: Mapping[str, nn.Module], decisions: Mapping[Backend, Mapping[str, Decision]], arithmetic: Arithmetic
+    layers: Mapping[str, nn.Module], decisions: Mapping[Backend | None, Mapping[str, Decision]], arithmetic: Arithmetic
 ) -> FusedLayers:
-    """Give each of `layers` that can be fused its fused forward, in place. `decisions`: of each backend that computes in low
-    precision, what it was decided that each linear is to compute in; reasons as of `assess_layer`."""
+    """Give each of `layers` that can be fused its fused forward, in place. `decisions`: of each backend, what each linear is to
+    compute in; empty where nothing is quantized. Reasons are those of `assess_layer`."""
     fused, left_out = {}, {}
     for name, layer in layers.items():
-        assessed = {backend: assess_layer(name, layer, each) for backend, each in decisions.items()}
-        reasons = [reason for reason, _ in assessed.values()] or [assess_layer(name, layer, {})[0]]
-        if reason := next(filter(None, reasons), None):
+        assessed = {backend: assess_layer(name, layer, each) for backend, each in (decisions or {None: {}}).items()}
+        if reason := next((reason for reason, _ in assessed.values() if reason), None):
             left_out[name] = reason
         else:
             low_precision = {backend: low for backend, (_, low) in assessed.items()}
@@ -53,9 +81,8 @@ def fuse(
 def convert(
     hf: PreTrainedModel, decisions: Mapping[str, Decision], context: PrecisionContext, fused: FusedLayers | None = None
 ) -> None:
-    """Let every module that was decided for multiply in low precision where the context's present backend computes; in place, and
-    on the same Parameters. Those inside of `fused` layers stay: the layers multiply by themselves. Called for each of several
-    backends."""
+    """Let every module that `decisions` says multiply in low precision where the context's present backend computes; in place, on
+    the same Parameters. Modules inside of `fused` layers stay: the layers multiply by themselves. Called for each backend."""
     backend = context.backend
     inside = tuple(f"{name}." for name in fused.layers) if fused else ()
     for name, module in list(hf.named_modules()):

@@ -43,9 +43,10 @@ import torch
 from transformers import PreTrainedModel
 
 from pretrain.metrics.flops import ModelFlops
-from pretrain.model.fused.layers import ROTATED_ATTENTION, Parts, assess_layer, not_fused_because, parts_of
+from pretrain.model.fused.layers import ROTATED_ATTENTION, Parts, assess_layer
 from pretrain.model.fused.stacked import StackedWeight
 from pretrain.model.huggingface import decoder_layers
+from pretrain.model.wrapping import not_fused_because
 from pretrain.precision.delayed_state import SLOTS
 from pretrain.precision.emulation import operand_dtype_of
 from pretrain.precision.formats.definition import Precision
@@ -291,9 +292,8 @@ def layers_of(
         if off or reason:
             found.append(compiled)
             continue
-        parts = parts_of(layer)
-        stacks = (parts.qkv, parts.output, parts.gate_up, parts.down)
-        of_stacks = [active.precision if f"{name}.{next(iter(stack))}" in low else left_out for stack in stacks]
+        parts = Parts.of(layer)
+        of_stacks = [active.precision if f"{name}.{next(iter(stack))}" in low else left_out for stack in parts.stacks]
         found.append(fused_layer(parts, of_stacks, recipe, device_type, attention, layouts))
     return found
 
@@ -305,7 +305,7 @@ def fused_layer(
     `attention`: queries, keys and values; the attention's output; gate and up; down. `layouts`: held of a quantized operand that
     enters two products."""
     number = of_stacks[0].number_bytes
-    stacks = [StackedWeight(list(each.values())) for each in (parts.qkv, parts.output, parts.gate_up, parts.down)]
+    stacks = [StackedWeight(list(each.values())) for each in parts.stacks]
     qkv, output, below, above = stacks
     weights = [sum(weight.numel() for weight in stack.weights) for stack in stacks]
     operands = [precision.operand_bytes if precision.quantized else number for precision in of_stacks]

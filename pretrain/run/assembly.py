@@ -40,13 +40,13 @@ from pretrain.model.distributed import (
     part_from_first,
     require_same_on_all_ranks,
 )
-from pretrain.model.fused.layers import FusedLayers, choose_arithmetic
+from pretrain.model.fused.layers import FusedLayers
 from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.model.parts import build_on_first_rank
 from pretrain.model.rank_sums import RankSums
 from pretrain.model.sharding import Sharding
-from pretrain.model.wrapping import convert, fuse, low_precision_weights
+from pretrain.model.wrapping import choose_arithmetic, convert, fuse, low_precision_weights
 from pretrain.optimizer.adamw import ExactAdamW, clear_gradients, named_state
 from pretrain.plan.plan import Plan
 from pretrain.plan.preflight import Job

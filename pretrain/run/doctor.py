@@ -35,10 +35,9 @@ from pretrain.metrics.run_folder import describe_environment
 from pretrain.model import huggingface as model
 from pretrain.model.attention import backends as attention
 from pretrain.model.attention.operator import Heads
-from pretrain.model.fused.layers import choose_arithmetic, not_fused_because
 from pretrain.model.gradients import attach_main_gradients, clear_main_gradients, gradient_of
 from pretrain.model.packed import PackedLanguageModel, inputs_of
-from pretrain.model.wrapping import convert, fuse, wrap_layers
+from pretrain.model.wrapping import choose_arithmetic, convert, fuse, not_fused_because, wrap_layers
 from pretrain.precision.linear import PrecisionContext
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.scope import check_shapes, decide

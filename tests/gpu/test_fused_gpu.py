@@ -16,11 +16,10 @@ from torch import Tensor
 
 from pretrain.model import huggingface as model
 from pretrain.model.attention import flash
-from pretrain.model.fused.layers import choose_arithmetic
 from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel
-from pretrain.model.wrapping import convert, fuse, wrap_layers
+from pretrain.model.wrapping import choose_arithmetic, convert, fuse, wrap_layers
 from pretrain.precision.linear import PrecisionContext
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.scope import decide, is_called

@@ -20,12 +20,11 @@ pytest.importorskip("triton")
 
 from pretrain.model import huggingface as model
 from pretrain.model.fused.arithmetic import Arithmetic
-from pretrain.model.fused.layers import choose_arithmetic
 from pretrain.model.fused.stacked import By, StackedProduct, StackedWeight
 from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel
-from pretrain.model.wrapping import fuse, wrap_layers
+from pretrain.model.wrapping import choose_arithmetic, fuse, wrap_layers
 from pretrain.precision import searched
 from pretrain.precision.linear import PrecisionContext
 from pretrain.precision.registry import PRECISIONS

@@ -1,16 +1,14 @@
 """What stands between the products of a fused layer: norms and activations, which write the format of the product after them.
 
 `FORMULAS` are torch's own operations: a CPU trains with them, and tests hold the kernels to them. `KERNELS`, for BF16 on a GPU:
-SwiGLU and RMSNorm are Triton's. `TRANSFORMER_ENGINE`: norms are its own, which add the residual's gradient in
-backward; in low precision they and SwiGLU write quantized operands. Its LayerNormLinear and LayerNormMLP fuse less: they add the
-residual's gradient in a kernel of its own, write the gradient of SwiGLU in BF16 before they quantize it, and sum gradients of
-biases that do not exist.
+SwiGLU and RMSNorm are Triton's. `TRANSFORMER_ENGINE`: norms are its own, which add the residual's gradient in backward; in low
+precision they and SwiGLU write quantized operands. Its LayerNormLinear and LayerNormMLP fuse less: they add the residual's
+gradient in a kernel of its own, write the gradient of SwiGLU in BF16 before they quantize it, and sum gradients of biases that do
+not exist.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,53 +21,37 @@ from pretrain.precision import transformer_engine
 from pretrain.precision.product import Operand
 
 
-@dataclass(frozen=True)
-class Norm:
-    """An RMSNorm before a product; its weight is looked up at each use."""
-
-    module: nn.Module
-    eps: float
-
-    @property
-    def weight(self) -> Tensor:
-        return self.module.weight
-
-
 class Arithmetic(Shared):
     """One model's. Norms and activations are computed in FP32 and rounded to the context's compute dtype: once, but for RMSNorm
-    by formulas, which rounds before it multiplies by its weight as well, as transformers does."""
+    by formulas, which rounds before it multiplies by its weight as well, as transformers does. `norm`: a module of transformers,
+    whose weight is looked up at each use."""
 
-    def norm(
-        self, x: Tensor, norm: Norm, product: StackedProduct, residual: Tensor | None = None
-    ) -> tuple[Operand, tuple[Tensor, ...]]:
-        """x [tokens, hidden], to which `residual` is added in place, normalised, as the input of `product`; and the statistics
-        that backward needs."""
-        if residual is not None:
-            x.add_(residual)
-        weight = self._weight_of(norm)
+    def norm(self, x: Tensor, norm: nn.Module, product: StackedProduct) -> tuple[Operand, Tensor]:
+        """x [tokens, hidden] normalised, as the input of `product`, and 1 / root mean square [tokens], FP32, for backward."""
+        weight, eps = self._weight_of(norm), norm.variance_epsilon
         if self.by == By.TRANSFORMER_ENGINE:
             import transformer_engine_torch as tex
 
             options = (tex.DType.kBFloat16, 0, False)
             if product.watched:
-                product.show("input", tex.rmsnorm_fwd(x, weight, norm.eps, None, None, *options)[0])
-            y, _, rstd = tex.rmsnorm_fwd(x, weight, norm.eps, None, product.quantizer("input"), *options)
-            return y, (rstd,)
+                product.show("input", tex.rmsnorm_fwd(x, weight, eps, None, None, *options)[0])
+            y, _, rstd = tex.rmsnorm_fwd(x, weight, eps, None, product.quantizer("input"), *options)
+            return y, rstd
         if self.by >= By.KERNELS and x.is_cuda:
             from pretrain.model.fused import norm_kernel
 
-            y, rstd = norm_kernel.rms_norm(x, weight, norm.eps)
+            y, rstd = norm_kernel.rms_norm(x, weight, eps)
         else:
             wide = x.float()
-            rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
+            rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
             y = ((wide * rstd).to(x.dtype) * weight.float()).to(x.dtype)
-        return product.operand(y), (rstd,)
+        return product.operand(y), rstd
 
     def norm_backward(
-        self, dy: Tensor, x: Tensor, statistics: Sequence[Tensor], norm: Norm, residual: Tensor | None
+        self, dy: Tensor, x: Tensor, rstd: Tensor, norm: nn.Module, residual: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The gradient of x, `residual` [tokens, hidden] added to it, and that of the norm's weight."""
-        (rstd,), weight = statistics, self._weight_of(norm)
+        weight = self._weight_of(norm)
         if self.by == By.TRANSFORMER_ENGINE:
             import transformer_engine_torch as tex
 
@@ -128,11 +110,8 @@ class Arithmetic(Shared):
             d_gate = dy * up * (sigmoid + silu * (1 - sigmoid))
             d_hidden = torch.cat([d_gate, dy * silu], dim=-1).to(hidden.dtype)
             activated = (silu * up).to(hidden.dtype)
-        return (
-            gate_up.gradient_operand(d_hidden),
-            down.product.operand("input", activated, "rows"),
-            gate_up.weights.bias_gradients(d_hidden),
-        )
+        biases = gate_up.weights.bias_gradients(d_hidden)
+        return gate_up.gradient_operand(d_hidden), down.product.operand("input", activated, "rows"), biases
 
     def _activate_backward_quantized(
         self, d_activated: Tensor, hidden: Tensor, kept: Operand, gate_up: StackedProduct, of_down: Any
@@ -150,12 +129,12 @@ class Arithmetic(Shared):
             return *activation.swiglu_backward(d_activated, hidden, of_gate_up, of_down, kept), biases
         return tex.dswiglu(d_activated.contiguous(), hidden, of_gate_up), kept, biases
 
-    def _weight_of(self, norm: Norm) -> Tensor:
+    def _weight_of(self, norm: nn.Module) -> Tensor:
         """Rounded to the activations' dtype, as working copies are."""
         return norm.weight.detach().to(self.context.compute_dtype)
 
     def is_first_in_forward(self) -> bool:
-        """Whether the piece that asks is the first of a low-precision forward, whose backward is therefore the last."""
+        """Whether the node that asks is the first of a low-precision forward, whose backward is therefore the last."""
         return self.by == By.TRANSFORMER_ENGINE and transformer_engine.is_first_in_forward()
 
     def save(self, ctx: FunctionCtx, *operands: Operand | None) -> None:

@@ -1,4 +1,4 @@
-"""Fused decoder layers: which can be fused, what they compute with on a device, and the forward that takes their place.
+"""Fused decoder layers: which can be fused, and the forward that takes their own one's place.
 
 A layer is fused where it is exactly one of the classes known here: a subclass may compute something else. Its modules and
 parameters stay where they are; only its `forward` is another, and without packed documents, as in generation, it is the old one.
@@ -10,7 +10,6 @@ gradients go straight to where a step's gradients add up.
 
 from __future__ import annotations
 
-import importlib.util
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,20 +21,17 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 from transformers import AttentionInterface
 
-from foundation.errors import InputError
 from pretrain.model.attention.cudnn import cudnn_backward, cudnn_forward
 from pretrain.model.attention.flash import flash_backward_in_parts, flash_forward
 from pretrain.model.attention.operator import HeadNorms, Heads
-from pretrain.model.fused.arithmetic import Arithmetic, Norm
+from pretrain.model.fused.arithmetic import Arithmetic
 from pretrain.model.fused.rotary import rotate, rotate_backward
-from pretrain.model.fused.stacked import By, StackedProduct, StackedWeight
-from pretrain.precision.linear import Backend, PrecisionContext
+from pretrain.model.fused.stacked import StackedProduct, StackedWeight
+from pretrain.precision.linear import Backend
 from pretrain.precision.observed import ProductObserver
 from pretrain.precision.product import Operand
 from pretrain.precision.scope import LINEARS, Decision
-from pretrain.precision.settings import ActivePrecision
 from pretrain.precision.transformer_engine import finish_backward
-from pretrain.settings.recipe import Switch
 
 Gradients = tuple[Tensor | None, ...]
 # Attention that is one with the rotation before it: forward and backward, by the name that transformers knows it by. Backward may
@@ -44,8 +40,7 @@ ROTATED_ATTENTION: dict[str, tuple[Callable[..., tuple[Tensor, ...]], Callable[.
     "packed_cudnn": (cudnn_forward, cudnn_backward),
     "packed_fa4": (flash_forward, flash_backward_in_parts),
 }
-HAS_TRITON = importlib.util.find_spec("triton") is not None  # as torch's CUDA builds for Linux bring it
-# The classes of layers with a fused form, by full name: the classes themselves would bring five architectures into every start.
+# The classes of layers with a fused form, by full name: the classes themselves would bring four architectures into every start.
 _FUSED = {
     "transformers.models.llama.modeling_llama.LlamaDecoderLayer",
     "transformers.models.mistral.modeling_mistral.MistralDecoderLayer",
@@ -54,62 +49,36 @@ _FUSED = {
 }
 
 
-# ── What fused layers compute with ──────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def choose_arithmetic(
-    setting: Switch, active: ActivePrecision, device_type: str, context: PrecisionContext
-) -> tuple[Arithmetic | None, str]:
-    """The arithmetic for the model of `context`, or None and the reason, worded for the audit; raises as `not_fused_because`."""
-    dtype = context.compute_dtype
-    if reason := not_fused_because(setting, active, device_type, dtype):
-        return None, reason
-    if active.backend == "torch":
-        return Arithmetic(context, By.FORMULAS if _no_faster(device_type, dtype) else By.KERNELS), ""
-    return Arithmetic(context, By.TRANSFORMER_ENGINE), ""
-
-
-def not_fused_because(setting: Switch, active: ActivePrecision, device_type: str, dtype: torch.dtype) -> str | None:
-    """Why no layer is fused, whatever its architecture; None: those that can be are. InputError for what cannot be `on`."""
-    if setting == "off":
-        return "nothing: model.fused is off"
-    if active.backend == "emulation":
-        if setting == "on":
-            raise InputError("`model.fused: on`: emulated products are computed one by one; set `model.fused: auto`")
-        return "nothing: emulated products are computed one by one"
-    if setting == "on" or active.backend == "transformer_engine":
-        return None
-    slow = _no_faster(device_type, dtype)
-    return f"nothing: {slow}; model.fused: on does it all the same" if slow else None
-
-
-def _no_faster(device_type: str, dtype: torch.dtype) -> str | None:
-    """Why fused layers gain nothing where nothing is quantized."""
-    if device_type == "cpu":
-        return "it gains nothing on a CPU"  # 5 to 6 % slower with the demo's model: benchmarks/results/cpu_fused.json
-    if dtype != torch.bfloat16:
-        return "on a GPU it gains in BF16 and below"
-    if device_type != "cuda":
-        return "it needs a CUDA device"
-    return None if HAS_TRITON else "it needs Triton, which is not installed (pip install triton)"
-
-
 # ── Which layers can be fused ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The modules of a decoder layer by what they do; names are those inside the layer."""
+    """What a decoder layer's linears and heads are for; linears by name in the layer, those of one mapping are one product."""
 
-    attention: nn.Module
-    attention_norm: Norm
-    qkv: Mapping[str, nn.Linear]  # one stacked product
+    qkv: Mapping[str, nn.Linear]
     head_norms: tuple[nn.Module, ...]  # of queries and keys, or none
     output: Mapping[str, nn.Linear]
-    mlp_norm: Norm
     gate_up: Mapping[str, nn.Linear]
     down: Mapping[str, nn.Linear]
     heads: Heads
+
+    @classmethod
+    def of(cls, layer: nn.Module) -> Parts:
+        """The parts of a layer that can be fused."""
+        attention, mlp, config = layer.self_attn, layer.mlp, layer.self_attn.config
+        return cls(
+            qkv={f"self_attn.{name}": getattr(attention, name) for name in ("q_proj", "k_proj", "v_proj")},
+            head_norms=(attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else (),
+            output={"self_attn.o_proj": attention.o_proj},
+            gate_up={f"mlp.{name}": getattr(mlp, name) for name in ("gate_proj", "up_proj")},
+            down={"mlp.down_proj": mlp.down_proj},
+            heads=Heads(config.num_attention_heads, config.num_key_value_heads, attention.head_dim),
+        )
+
+    @property
+    def stacks(self) -> tuple[Mapping[str, nn.Linear], ...]:
+        return self.qkv, self.output, self.gate_up, self.down
 
 
 def assess_layer(name: str, layer: nn.Module, decisions: Mapping[str, Decision]) -> tuple[str | None, frozenset[str]]:
@@ -121,44 +90,17 @@ def assess_layer(name: str, layer: nn.Module, decisions: Mapping[str, Decision])
     """
     inner = [f"{name}.{part}" for part, module in layer.named_modules() if isinstance(module, LINEARS)]
     low = frozenset(linear for linear in inner if decisions and decisions[linear].reason is None)
-    return _unsupported(layer) or _torn_apart(name, layer, low), low
-
-
-def _torn_apart(name: str, layer: nn.Module, low: frozenset[str]) -> str | None:
-    """Which linears are one product when `layer` is fused and would compute in different precisions; None where none would."""
-    parts = parts_of(layer)
-    for stack in (parts.qkv, parts.output, parts.gate_up, parts.down):
+    if any(module._forward_hooks or module._forward_pre_hooks for module in layer.modules()):
+        return "has hooks, which no module of a fused layer would run", low
+    if f"{type(layer).__module__}.{type(layer).__qualname__}" not in _FUSED:
+        return f"no fused form of {type(layer).__name__}", low
+    if layer.self_attn.config.hidden_act not in ("silu", "swish"):
+        return "has an activation that is not fused", low
+    for stack in Parts.of(layer).stacks:
         if len({f"{name}.{member}" in low for member in stack}) > 1:
             members = ", ".join(member.rpartition(".")[2] for member in stack)
-            return f"{members} are one product when fused, and would compute in different precisions"
-    return None
-
-
-def _unsupported(layer: nn.Module) -> str | None:
-    """Why `layer` cannot be fused; None if it can."""
-    if any(module._forward_hooks or module._forward_pre_hooks for module in layer.modules()):
-        return "has hooks, which no module of a fused layer would run"
-    if f"{type(layer).__module__}.{type(layer).__qualname__}" not in _FUSED:
-        return f"no fused form of {type(layer).__name__}"
-    return None if layer.self_attn.config.hidden_act in ("silu", "swish") else "has an activation that is not fused"
-
-
-def parts_of(layer: nn.Module) -> Parts:
-    """The parts of a layer that can be fused."""
-    attention, mlp, config = layer.self_attn, layer.mlp, layer.self_attn.config
-    first, second = layer.input_layernorm, layer.post_attention_layernorm
-    normed = hasattr(attention, "q_norm")
-    return Parts(
-        attention=attention,
-        attention_norm=Norm(first, first.variance_epsilon),
-        qkv={f"self_attn.{name}": getattr(attention, name) for name in ("q_proj", "k_proj", "v_proj")},
-        head_norms=(attention.q_norm, attention.k_norm) if normed else (),
-        output={"self_attn.o_proj": attention.o_proj},
-        mlp_norm=Norm(second, second.variance_epsilon),
-        gate_up={f"mlp.{name}": getattr(mlp, name) for name in ("gate_proj", "up_proj")},
-        down={"mlp.down_proj": mlp.down_proj},
-        heads=Heads(config.num_attention_heads, config.num_key_value_heads, attention.head_dim),
-    )
+            return f"{members} are one product when fused, and would compute in different precisions", low
+    return None, low
 
 
 # ── The forward of a layer ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -181,6 +123,11 @@ class FusedLayers:
         """The linears that no module computes any more, and the products that do."""
         return {member: product for product in self.products for member in product.members}
 
+    @property
+    def stacks(self) -> list[list[nn.Parameter]]:
+        """Parameters that are the rows of one matrix, whose gradients must be those of another."""
+        return [product.weights.weights for product in self.products]
+
     @contextmanager
     def observed_by(self, observer: ProductObserver) -> Iterator[None]:
         """While entered, `observer` sees what the layers' products multiply, under the names of the linears in them."""
@@ -193,11 +140,6 @@ class FusedLayers:
         """How many weights are multiplied in low precision where `backend` computes."""
         low = [product for product in self.products if backend in product.low]
         return sum(weight.numel() for product in low for weight in product.weights.weights)
-
-    @property
-    def stacks(self) -> list[list[nn.Parameter]]:
-        """Parameters that are the rows of one matrix, whose gradients must be those of another."""
-        return [product.weights.weights for product in self.products]
 
     def describe(self) -> str:
         """Says for the audit: "28 of 28 layers, queries and keys kept for backward"."""
@@ -227,26 +169,18 @@ class FusedLayer:
     ) -> None:
         """`layer`, called `name` in its model. `low_precision`: by each backend that may compute it, which of its linears are in
         low precision; the others are in the context's compute dtype."""
-        self.parts = parts = parts_of(layer)
-        self._arithmetic = arithmetic
-        self.unfused = layer.forward
-
-        def make(linears: Mapping[str, nn.Module], joined: str) -> StackedProduct:
-            weights = StackedWeight(list(linears.values()))
+        self.unfused, self._arithmetic = layer.forward, arithmetic
+        self._attention, self.norms = layer.self_attn, (layer.input_layernorm, layer.post_attention_layernorm)
+        parts = Parts.of(layer)
+        self._heads, self._head_norms = parts.heads, parts.head_norms
+        products = []
+        for linears, joined in zip(parts.stacks, ("self_attn.qkv_proj", "", "mlp.gate_up_proj", ""), strict=True):
+            weights, members = StackedWeight(list(linears.values())), tuple(f"{name}.{member}" for member in linears)
             weights.lay_together()
-            members = tuple(f"{name}.{member}" for member in linears)
-            stacked = members[0] if len(members) == 1 else f"{name}.{joined}"
             backends = [backend for backend, low in low_precision.items() if members[0] in low]  # of one stack all are, or none
-            return StackedProduct(stacked, members, weights, arithmetic, backends)
-
-        self.qkv = make(parts.qkv, "self_attn.qkv_proj")
-        self.output = make(parts.output, "")
-        self.gate_up = make(parts.gate_up, "mlp.gate_up_proj")
-        self.down = make(parts.down, "")
-
-    @property
-    def products(self) -> tuple[StackedProduct, ...]:
-        return self.qkv, self.output, self.gate_up, self.down
+            stacked = members[0] if len(members) == 1 else f"{name}.{joined}"
+            products.append(StackedProduct(stacked, members, weights, arithmetic, backends))
+        self.products = self.qkv, self.output, self.gate_up, self.down = tuple(products)
 
     @torch.compiler.disable
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -254,13 +188,12 @@ class FusedLayer:
         if kwargs.get("cu_seqlens") is None:
             return self.unfused(hidden_states, *args, **kwargs)
         # Viewed and not indexed: the gradient of an index is a tensor of zeros, into which the layer's gradient would be copied.
-        x, parts, arithmetic = hidden_states.squeeze(0), self.parts, self._arithmetic
+        x, arithmetic, norm = hidden_states.squeeze(0), self._arithmetic, self.norms[1]
         arithmetic.differentiable = torch.is_grad_enabled()  # inside of an autograd.Function nobody could tell
         attended, x = self._attend(x, **kwargs)
-        attended, added = OutputProduct.apply(arithmetic, self.output, attended, x, *self.output.weights.parameters)
-        pieces = (arithmetic, parts.mlp_norm, self.gate_up, self.down)
-        parameters = (parts.mlp_norm.weight, *self.gate_up.weights.parameters, *self.down.weights.parameters)
-        return NormMLPAdd.apply(*pieces, attended, None if added else x, *parameters)[None]
+        x = OutputProduct.apply(arithmetic, self.output, attended, x, *self.output.weights.parameters)
+        parameters = (norm.weight, *self.gate_up.weights.parameters, *self.down.weights.parameters)
+        return NormMLPAdd.apply(arithmetic, norm, self.gate_up, self.down, x, *parameters)[None]
 
     def _attend(
         self,
@@ -273,17 +206,16 @@ class FusedLayer:
         **_: Any,
     ) -> tuple[Tensor, Tensor]:
         """x [tokens, hidden] -> attention's output [tokens, query x dim], and x for the residual."""
-        parts, arithmetic = self.parts, self._arithmetic
-        attention, heads, head_norms = parts.attention, parts.heads, [norm.weight for norm in parts.head_norms]
-        name, eps = attention.config._attn_implementation, (parts.head_norms[0].variance_epsilon if head_norms else 0.0)
+        attention, heads, norm = self._attention, self._heads, self.norms[0]
+        head_norms = [each.weight for each in self._head_norms]
+        name, eps = attention.config._attn_implementation, self._head_norms[0].variance_epsilon if head_norms else 0.0
         angles = [table.flatten(0, -2) for table in position_embeddings]
-        before = (arithmetic, parts.attention_norm, self.qkv)
-        of_norm, of_product = parts.attention_norm.weight, self.qkv.weights.parameters
+        before, parameters = (self._arithmetic, norm, self.qkv), self.qkv.weights.parameters
         window = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))  # of this layer, or all
         if name in ROTATED_ATTENTION and (window is None or window >= max_seqlen):
             attending = Attending(name, heads, eps, cu_seqlens, max_seqlen, attention.scaling)
-            return NormAttention.apply(*before, attending, x, *angles, of_norm, *head_norms, *of_product)
-        qkv, x = NormProduct.apply(*before, x, of_norm, *of_product)
+            return NormAttention.apply(*before, attending, x, *angles, norm.weight, *head_norms, *parameters)
+        qkv, x = NormProduct.apply(*before, x, norm.weight, *parameters)
         q, k, v = Rotation.apply(qkv, *angles, heads, eps, *head_norms)
         function = AttentionInterface().get_interface(name, None)
         options = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "document_mask": document_mask, "sliding_window": window}
@@ -303,32 +235,31 @@ class NormProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, arithmetic: Arithmetic, norm: Norm, product: StackedProduct, x: Tensor, *parameters: Tensor
+        ctx: FunctionCtx, arithmetic: Arithmetic, norm: nn.Module, product: StackedProduct, x: Tensor, *parameters: Tensor
     ) -> tuple[Tensor, Tensor]:
-        y, normed, statistics = _norm_product(ctx, arithmetic, norm, product, x)
-        arithmetic.save(ctx, x, normed, *statistics)
+        y, normed, rstd = _norm_product(ctx, arithmetic, norm, product, x)
+        arithmetic.save(ctx, x, normed, rstd)
         return y, x
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, dy: Tensor, residual: Tensor | None) -> Gradients:
-        x, normed, *statistics = ctx.pieces[0].saved(ctx)
-        return None, None, None, *_norm_product_backward(ctx, dy, residual, x, normed, statistics)
+        return None, None, None, *_norm_product_backward(ctx, dy, residual, *ctx.pieces[0].saved(ctx))
 
 
 def _norm_product(
-    ctx: FunctionCtx, arithmetic: Arithmetic, norm: Norm, product: StackedProduct, x: Tensor
-) -> tuple[Tensor, Operand, tuple[Tensor, ...]]:
-    """norm(x) w^T + b, norm(x) as the product's operand, and the norm's statistics."""
+    ctx: FunctionCtx, arithmetic: Arithmetic, norm: nn.Module, product: StackedProduct, x: Tensor
+) -> tuple[Tensor, Operand, Tensor]:
+    """norm(x) w^T + b, norm(x) as the product's operand, and what else the norm's backward needs."""
     product.begin(x)
     ctx.is_first_in_forward, ctx.pieces = arithmetic.is_first_in_forward(), (arithmetic, norm, product)
     ctx.set_materialize_grads(False)
-    normed, statistics = arithmetic.norm(x, norm, product)
-    return product.forward(normed), normed, statistics
+    normed, rstd = arithmetic.norm(x, norm, product)
+    return product.forward(normed), normed, rstd
 
 
 def _norm_product_backward(
-    ctx: FunctionCtx, dy: Tensor, residual: Tensor | None, x: Tensor, normed: Operand, statistics: Sequence[Tensor]
+    ctx: FunctionCtx, dy: Tensor, residual: Tensor | None, x: Tensor, normed: Operand, rstd: Tensor
 ) -> list[Tensor | None]:
     """The gradients of x, of the norm's weight, and of the product's parameters."""
     arithmetic, norm, product = ctx.pieces
@@ -336,7 +267,7 @@ def _norm_product_backward(
     dy = product.gradient_operand(dy)
     d_normed = product.input_gradient(dy)
     weight_gradients = product.weight_gradients(dy, normed)
-    dx, of_norm = arithmetic.norm_backward(d_normed, x, statistics, norm, residual)
+    dx, of_norm = arithmetic.norm_backward(d_normed, x, rstd, norm, residual)
     if ctx.is_first_in_forward:
         finish_backward()
     return [dx, of_norm, *weight_gradients, *bias_gradients]
@@ -354,7 +285,7 @@ class NormAttention(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx,
         arithmetic: Arithmetic,
-        norm: Norm,
+        norm: nn.Module,
         product: StackedProduct,
         attending: Attending,
         x: Tensor,
@@ -362,97 +293,88 @@ class NormAttention(torch.autograd.Function):
         sin: Tensor,
         *parameters: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        qkv, normed, statistics = _norm_product(ctx, arithmetic, norm, product, x)
+        qkv, normed, rstd = _norm_product(ctx, arithmetic, norm, product, x)
         norms = parameters[1 : len(parameters) - len(product.weights.parameters)]
         q, k, v = rotate(qkv, cos, sin, attending.heads, _head_norms(norms, attending.eps, qkv.dtype))
         attend, _ = ROTATED_ATTENTION[attending.name]
-        output, *kept = attend(q, k, v, attending.ends, attending.longest, attending.scale)
+        output, *statistics = attend(q, k, v, attending.ends, attending.longest, attending.scale)
         rotated = [q, k, v] if arithmetic.keeps_rotated or not norms else [None] * 3
-        ctx.attending, ctx.counts = attending, (len(norms), len(kept))
-        arithmetic.save(ctx, x, normed, qkv if norms else None, *rotated, output, cos, sin, *norms, *kept, *statistics)
+        ctx.attending, ctx.normed_heads = attending, len(norms)
+        arithmetic.save(ctx, x, normed, rstd, qkv if norms else None, *rotated, output, cos, sin, *norms, *statistics)
         return output.view(len(qkv), -1), x
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, d_output: Tensor, residual: Tensor | None) -> Gradients:
-        attending, (normed_heads, of_attention) = ctx.attending, ctx.counts
-        x, normed, qkv, q, k, v, output, cos, sin, *rest = ctx.pieces[0].saved(ctx)
-        norms, kept, statistics = rest[:normed_heads], rest[normed_heads:][:of_attention], rest[normed_heads + of_attention :]
+        attending, normed_heads = ctx.attending, ctx.normed_heads
+        x, normed, rstd, qkv, q, k, v, output, cos, sin, *rest = ctx.pieces[0].saved(ctx)
+        norms, statistics = rest[:normed_heads], rest[normed_heads:]
         head_norms = _head_norms(norms, attending.eps, output.dtype)
         if q is None:
             q, k, v = rotate(qkv, cos, sin, attending.heads, head_norms)
         _, differentiate = ROTATED_ATTENTION[attending.name]
         d_output = d_output.view(output.shape)
-        gradients = differentiate(d_output, q, k, v, output, *kept, attending.ends, attending.longest, attending.scale)
-        del q, k, v, output, kept, rest, d_output
+        gradients = differentiate(d_output, q, k, v, output, *statistics, attending.ends, attending.longest, attending.scale)
+        del q, k, v, output, statistics, rest, d_output
         head_gradients = list(rotate_backward(*gradients, qkv, cos, sin, attending.heads, head_norms))
         del gradients, qkv
         # Taken out of the list, so that the gradient in BF16 is free as soon as it has been quantized.
-        dx, of_norm, *of_product = _norm_product_backward(ctx, head_gradients.pop(0), residual, x, normed, statistics)
+        dx, of_norm, *of_product = _norm_product_backward(ctx, head_gradients.pop(0), residual, x, normed, rstd)
         return *(None,) * 4, dx, None, None, of_norm, *head_gradients[:normed_heads], *of_product
 
 
 class OutputProduct(torch.autograd.Function):
-    """x [tokens, in], residual [tokens, out] -> x w^T + b + residual, and True; or, where the product does not add by itself,
-    x w^T + b and False: then the norm that comes next adds the residual."""
+    """x [tokens, in], residual [tokens, out] -> x w^T + b + residual."""
 
     @staticmethod
     def forward(
         ctx: FunctionCtx, arithmetic: Arithmetic, product: StackedProduct, x: Tensor, residual: Tensor, *parameters: Tensor
-    ) -> tuple[Tensor, bool]:
+    ) -> Tensor:
         product.begin(x)
         operand = product.operand(x)
-        ctx.adds = product.adds(operand)
-        y = product.forward(operand, residual if ctx.adds else None)
         ctx.pieces = (arithmetic, product)
         arithmetic.save(ctx, operand)
-        return y, ctx.adds
+        return product.forward(operand, residual)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, dy: Tensor, _: None) -> Gradients:
+    def backward(ctx: FunctionCtx, d_sum: Tensor) -> Gradients:
         arithmetic, product = ctx.pieces
         (operand,) = arithmetic.saved(ctx)
-        residual = dy if ctx.adds else None
-        bias_gradients = product.weights.bias_gradients(dy)
-        dy = product.gradient_operand(dy)
+        bias_gradients = product.weights.bias_gradients(d_sum)
+        dy = product.gradient_operand(d_sum)
         dx = product.input_gradient(dy)
-        return None, None, dx, residual, *product.weight_gradients(dy, operand), *bias_gradients
+        return None, None, dx, d_sum, *product.weight_gradients(dy, operand), *bias_gradients
 
 
 class NormMLPAdd(torch.autograd.Function):
-    """x, residual [tokens, hidden] -> s + swiglu(norm(s) gate_up^T + b) down^T + c, with s = x + residual; without a residual
-    s is x.
-
-    The sum is written over x: `OutputProduct` saves what it multiplies and not what it gives, which nobody else reads."""
+    """x [tokens, hidden] -> x + swiglu(norm(x) gate_up^T + b) down^T + c."""
 
     @staticmethod
     def forward(
         ctx: FunctionCtx,
         arithmetic: Arithmetic,
-        norm: Norm,
+        norm: nn.Module,
         gate_up: StackedProduct,
         down: StackedProduct,
         x: Tensor,
-        residual: Tensor | None,
         *parameters: Tensor,
     ) -> Tensor:
         gate_up.begin(x)
-        normed, statistics = arithmetic.norm(x, norm, gate_up, residual)
+        normed, rstd = arithmetic.norm(x, norm, gate_up)
         hidden = gate_up.forward(normed)
         down.begin(hidden)
         activated, kept = arithmetic.activate(hidden, gate_up, down)
         y = down.forward(activated, x)
         ctx.pieces = (arithmetic, norm, gate_up, down)
-        ctx.adds = residual is not None
-        arithmetic.save(ctx, x, normed, hidden, kept, *statistics)
+        arithmetic.save(ctx, x, normed, hidden, kept, rstd)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, dy: Tensor) -> Gradients:
         arithmetic, norm, gate_up, down = ctx.pieces
-        x, normed, hidden, kept, *statistics = arithmetic.saved(ctx)
+        x, normed, hidden, kept, rstd = arithmetic.saved(ctx)
         down_bias = down.weights.bias_gradients(dy)
         quantized = down.gradient_operand(dy)
         d_activated = down.input_gradient(quantized)
@@ -462,9 +384,8 @@ class NormMLPAdd(torch.autograd.Function):
         del quantized, activated
         d_normed = gate_up.input_gradient(d_hidden)
         gate_up_weights = gate_up.weight_gradients(d_hidden, normed)
-        dx, of_norm = arithmetic.norm_backward(d_normed, x, statistics, norm, residual=dy)
-        of_parameters = (of_norm, *gate_up_weights, *gate_up_bias, *down_weights, *down_bias)
-        return *(None,) * 4, dx, dx if ctx.adds else None, *of_parameters
+        dx, of_norm = arithmetic.norm_backward(d_normed, x, rstd, norm, residual=dy)
+        return *(None,) * 4, dx, of_norm, *gate_up_weights, *gate_up_bias, *down_weights, *down_bias
 
 
 class Rotation(torch.autograd.Function):
@@ -485,7 +406,7 @@ class Rotation(torch.autograd.Function):
         qkv, *norms = rest or (None,)
         head_norms = _head_norms(norms, ctx.eps, dq.dtype)
         dqkv, *norm_gradients = rotate_backward(dq, dk, dv, qkv, cos, sin, ctx.heads, head_norms)
-        return dqkv, None, None, None, None, *(norm_gradients[: len(norms)])
+        return dqkv, None, None, None, None, *norm_gradients[: len(norms)]
 
 
 def _head_norms(norms: Sequence[Tensor], eps: float, dtype: torch.dtype) -> HeadNorms | None:

@@ -21,7 +21,6 @@ from pretrain.precision.formats.definition import Role
 from pretrain.precision.linear import Backend, PrecisionContext
 from pretrain.precision.observed import OPERANDS, ProductObserver
 from pretrain.precision.product import Gemm, Operand, PlainProduct, Product
-from pretrain.precision.searched import takes
 
 
 class By(IntEnum):
@@ -80,7 +79,7 @@ class StackedWeight:
 
     def matrix(self, dtype: torch.dtype) -> Tensor:
         """[out, in] in `dtype`, without a graph: a view of the parameters wherever they allow it."""
-        return self._stacked([weight.detach() for weight in self.weights], dtype)
+        return _stacked(self.weights).to(dtype)
 
     def cached_matrix(self, dtype: torch.dtype, *, refresh: bool) -> Tensor:
         """`matrix`; where that is a cast, the last one made unless `refresh`, so that the microbatches of a step share it."""
@@ -96,7 +95,7 @@ class StackedWeight:
 
     def bias(self, dtype: torch.dtype) -> Tensor | None:
         """[out] in `dtype`, without a graph; None where the linears have none."""
-        return self._stacked([bias.detach() for bias in self.biases], dtype) if self.biases else None
+        return _stacked(self.biases).to(dtype) if self.biases else None
 
     @property
     def main_gradient(self) -> Tensor | None:
@@ -114,9 +113,11 @@ class StackedWeight:
             return []
         return list(dy.sum(dim=0, dtype=torch.float32).split([len(bias) for bias in self.biases]))
 
-    def _stacked(self, parts: list[Tensor], dtype: torch.dtype) -> Tensor:
-        whole = _rows_of_one(parts)
-        return (torch.cat(parts) if whole is None else whole).to(dtype)
+
+def _stacked(parameters: Sequence[Tensor]) -> Tensor:
+    parts = [parameter.detach() for parameter in parameters]
+    whole = _rows_of_one(parts)
+    return torch.cat(parts) if whole is None else whole
 
 
 def _rows_of_one(parts: Sequence[Tensor]) -> Tensor | None:
@@ -133,7 +134,7 @@ def _rows_of_one(parts: Sequence[Tensor]) -> Tensor | None:
 
 
 class StackedProduct:
-    """y = x w^T + b for the stacked weights of some linears, by the `Product` of whoever computes now: forward and backward, each
+    """y = x w^T + b for the stacked weights of some linears, by the `Product` of what computes now: forward and backward, each
     a call of its own, on operands that a norm or an activation may have written."""
 
     def __init__(
@@ -170,20 +171,15 @@ class StackedProduct:
         self.show("input", x)
         return self.product.operand("input", x, "features", both=self._shared.differentiable)
 
-    def adds(self, x: Operand) -> bool:
-        """Whether `forward` of x adds a residual in the product itself, for less than a kernel or the next norm would."""
-        return self._shared.by >= By.KERNELS and not self.weights.biases and not self._results_watched and takes(x)
-
     def forward(self, x: Operand, residual: Tensor | None = None) -> Tensor:
-        """-> [tokens, out], with `residual` added, which stays as it was."""
-        context, product = self._shared.context, self.product
+        """-> [tokens, out], with `residual` added, which stays as it was: in the product itself where that can."""
+        context, product, alone = self._shared.context, self.product, self._results_watched
         weight = self._weight_operands(refresh=context.first_microbatch)[0]
         bias = self.weights.bias(context.compute_dtype)
-        added = None if self._results_watched else residual  # whoever looks at results is to see the product alone
-        y = product.multiply("forward", x, weight, context.compute_dtype, bias, residual=added)
+        y = product.multiply("forward", x, weight, context.compute_dtype, bias, residual=None if alone else residual)
         self._show_result("forward", y, bias)
         product.end()
-        return y if added is residual else y.add_(residual)
+        return y.add_(residual) if alone and residual is not None else y
 
     def gradient_operand(self, dy: Tensor) -> Operand:
         """dy [tokens, out] as the product's output gradient."""
@@ -225,6 +221,7 @@ class StackedProduct:
 
     @property
     def _results_watched(self) -> bool:
+        """Whether somebody looks at results, who is to see this product alone."""
         return self.low_precision and bool(self._shared.context.result_observers)
 
     def _show_result(self, gemm: Gemm, result: Tensor, bias: Tensor | None = None) -> None:

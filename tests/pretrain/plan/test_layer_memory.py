@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from pretrain.model import huggingface as model
 from pretrain.model.attention import backends as attention
-from pretrain.model.fused import layers as choice
 from pretrain.model.fused.arithmetic import Arithmetic
 from pretrain.model.wrapping import fuse
 from pretrain.plan.memory import LayerMemory, layers_of
@@ -32,12 +31,6 @@ QWEN3 = {"model_type": "qwen3", "hidden_size": 2048, "intermediate_size": 6144, 
     "num_key_value_heads": 8,
     "head_dim": 128,
 }
-
-
-@pytest.fixture(autouse=True)
-def _with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, which nothing here calls."""
-    monkeypatch.setattr(choice, "HAS_TRITON", True)
 
 
 def on_meta(config: dict[str, Any]) -> PreTrainedModel:

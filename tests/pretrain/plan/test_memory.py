@@ -14,7 +14,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from foundation.units import GIB
 from pretrain.metrics.flops import ModelFlops
-from pretrain.model.fused import layers as choice
 from pretrain.plan.checks import divisors_of, microbatch_sizes
 from pretrain.plan.memory import Devices, MemoryEstimate, layers_of, microbatch_candidates
 from pretrain.precision.registry import PRECISIONS
@@ -59,9 +58,8 @@ def estimate(
 
 
 @pytest.fixture
-def fused(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> Callable[..., MemoryEstimate]:
+def fused(model: PreTrainedModel) -> Callable[..., MemoryEstimate]:
     """Of layers that are fused, as on a GPU with Transformer Engine."""
-    monkeypatch.setattr(choice, "HAS_TRITON", True)
 
     def estimated(
         precision: str = "bf16",

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pretrain.metrics.flops import ModelFlops
-from pretrain.model.fused import layers as choice
 from pretrain.plan.memory import Devices, layers_of
 from pretrain.plan.plan import Plan
 from pretrain.plan.rendering import render
@@ -35,9 +34,7 @@ def plan() -> Plan:
     wanted = recipe(precision="delayed", weights="bf16_exact", fp8_config={"scope": "linear+head"}, train={"steps": 10})
     settings = wanted.fp8_config.resolved("delayed")
     active = ActivePrecision("delayed", PRECISIONS["delayed"], "transformer_engine", settings)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choice, "HAS_TRITON", True)
-        found = layers_of(hf, wanted, active, "cuda", "packed_cudnn")
+    found = layers_of(hf, wanted, active, "cuda", "packed_cudnn")
     return Plan(wanted, active, Devices(name="NVIDIA H200", memory=H200), "qwen3", ModelFlops.of(hf), 745.0, found)
 
 

@@ -80,11 +80,8 @@ def test_patterns_that_mean_nothing_or_all_are_refused(hf: PreTrainedModel, patt
     check_kept(hf, layers, active("down_proj"))
 
 
-def test_memory_knows_products_of_both_kinds_in_one_layer(hf: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_knows_products_of_both_kinds_in_one_layer(hf: PreTrainedModel) -> None:
     """Tokens keep `down_proj`'s operand in neither: it is made again. Weights are 128 x 256."""
-    from pretrain.model.fused import layers as choice
-
-    monkeypatch.setattr(choice, "HAS_TRITON", True)
     values = {"name": "r", "model": {"source": "m"}, "data": {"packs": "p", "length": 128}, "train": {"steps": 1}}
     recipe = Recipe.model_validate(values)
 

@@ -169,7 +169,7 @@ def te_norm_without_weight(run: SmallRun, patch: Patch) -> None:
 
     def bare(self: Any, x: Tensor, norm: Any, *rest: Any) -> Any:
         with torch.no_grad():
-            weight = norm.module.weight
+            weight = norm.weight
             before = weight.detach().clone()
             weight.fill_(1.5)
             try:

@@ -1,0 +1,323 @@
+"""Fused decoder layers: which are fused in what, and that they compute what transformers' own do, on the same parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from foundation.attributes import holding
+from pretrain.model import huggingface as model
+from pretrain.model.export import export
+from pretrain.model.fused.arithmetic import Arithmetic
+from pretrain.model.fused.stacked import By
+from pretrain.model.gradients import attach_main_gradients
+from pretrain.model.huggingface import decoder_layers
+from pretrain.model.packed import PackedLanguageModel
+from pretrain.model.wrapping import choose_arithmetic, convert, fuse, low_precision_weights, wrap_layers
+from pretrain.precision.formats.definition import Role
+from pretrain.precision.linear import PrecisionContext
+from pretrain.precision.product import PlainProduct
+from pretrain.precision.registry import PRECISIONS
+from pretrain.precision.scope import LINEARS, Decision, decide, is_called
+from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
+from pretrain.settings.recipe import LossSettings, ModelSettings
+from tests.pretrain.model.fused.fused_models import ARCHITECTURES, build, inputs
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def config(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """A small model of each architecture that is fused."""
+    return dict(ARCHITECTURES[request.param])
+
+
+def packed(hf: PreTrainedModel, *, fused: bool = True, dtype: torch.dtype = torch.float32) -> PackedLanguageModel:
+    whole = PackedLanguageModel(hf, "packed_sdpa", LossSettings(chunk=64), PrecisionContext(None, dtype)).train()
+    if fused:
+        whole.fused = fuse(decoder_layers(hf), {}, Arithmetic(whole.context))
+        assert not whole.fused.left_out
+    return whole
+
+
+def loss_and_gradients(whole: PackedLanguageModel) -> tuple[float, dict[str, Tensor]]:
+    loss = whole(**inputs())
+    loss.backward()
+    return loss.item(), {name: parameter.grad for name, parameter in whole.hf.named_parameters()}
+
+
+# ── Which ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Named:
+    """A backend that notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def product(self, name: str, in_features: int, out_features: int, *, bias: bool) -> PlainProduct:
+        self.names.add(name)
+        return PlainProduct(name)
+
+
+def decided(hf: nn.Module, reasons: dict[str, str | None]) -> dict[str, Decision]:
+    """For each linear, the reason that `reasons` has under a part of its name; None, low precision, where it has none."""
+    linears = [name for name, module in hf.named_modules() if isinstance(module, LINEARS)]
+    found = {name: next((why for part, why in reasons.items() if part in name), None) for name in linears}
+    return {name: Decision(name, "bf16" if why else "delayed", why) for name, why in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("reasons", "fused_layers"),
+    [
+        ({}, {0, 1}),
+        ({"lm_head": "scope linear leaves the LM head out"}, {0, 1}),
+        ({"layers.1.": "keep_bf16_layers"}, {0, 1}),
+        ({"layers.0.mlp.down_proj": "keep_bf16: down_proj", "o_proj": "keep_bf16: o_proj"}, {0, 1}),
+        ({"layers.0.mlp.up_proj": "odd"}, {1}),
+    ],
+)
+def test_a_fused_layer_has_products_of_different_precisions_but_none_of_two(
+    reasons: dict[str, str | None], fused_layers: set[int]
+) -> None:
+    hf, backend = build(ARCHITECTURES["llama"]), Named()
+    decisions = decided(hf, reasons)
+    fused = fuse(decoder_layers(hf), {backend: decisions}, Arithmetic(PrecisionContext(None, torch.float32)))
+    assert {int(name.rpartition(".")[2]) for name in fused.layers} == fused_layers
+    assert fused.describe().startswith(f"{len(fused_layers)} of 2 layers")
+    low = [member for member in fused.members if decisions[member].reason is None]
+    assert backend.names == {fused.members[member].name for member in low}
+    assert fused.low_precision_weights(backend) == sum(hf.get_submodule(member).weight.numel() for member in low)
+    assert fused.low_precision_weights(None) == 0
+
+
+@pytest.mark.parametrize(("changes", "reason"), [({"hidden_act": "gelu"}, "activation"), ({"model_type": "olmo2"}, "Olmo2")])
+def test_a_layer_that_cannot_be_fused_is_left_as_it_is_and_says_why(changes: dict[str, Any], reason: str) -> None:
+    hf = build(ARCHITECTURES["llama"] | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0) | changes)
+    before = [layer.forward for layer in decoder_layers(hf).values()]
+    fused = fuse(decoder_layers(hf), {}, Arithmetic(PrecisionContext(None, torch.float32)))
+    assert not fused.layers and all(reason in why for why in fused.left_out.values())
+    assert [layer.forward for layer in decoder_layers(hf).values()] == before
+
+
+@pytest.mark.parametrize(
+    ("setting", "device", "dtype", "by"),
+    [
+        ("auto", "cuda", torch.bfloat16, By.KERNELS),
+        ("on", "cuda", torch.bfloat16, By.KERNELS),
+        ("auto", "cuda", torch.float32, None),
+        ("on", "cuda", torch.float32, By.FORMULAS),
+        ("auto", "cpu", torch.bfloat16, None),
+        ("on", "cpu", torch.bfloat16, By.FORMULAS),
+    ],
+)
+def test_bf16_on_a_gpu_is_fused_by_kernels_and_all_else_on_demand(
+    setting: Any, device: str, dtype: torch.dtype, by: By | None
+) -> None:
+    name = {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
+    active = ActivePrecision(name, PRECISIONS[name], "torch", LowPrecisionSettings())
+    arithmetic, _ = choose_arithmetic(setting, active, device, PrecisionContext(None, dtype))
+    assert (arithmetic and arithmetic.by) == by
+
+
+# ── What they compute ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_loss_and_every_gradient_are_the_unfused_models(config: dict[str, Any]) -> None:
+    (loss, gradients), (plain_loss, plain) = (loss_and_gradients(packed(build(config), fused=f)) for f in (True, False))
+    assert loss == pytest.approx(plain_loss, rel=1e-6)
+    assert gradients.keys() == plain.keys()
+    largest = max(gradient.norm() for gradient in plain.values())
+    for name, gradient in plain.items():
+        assert (gradients[name] - gradient).norm() <= 2e-6 * largest + 1e-6 * gradient.norm(), name
+
+
+@pytest.mark.usefixtures("cudnn_on_a_cpu")
+@pytest.mark.parametrize("name", ["llama", "qwen3"])  # nothing normed; heads normed
+def test_rotation_and_attention_in_one_are_what_they_are_apart(name: str) -> None:
+    apart, in_one = (packed(build(ARCHITECTURES[name], backend=b)) for b in ("packed_sdpa", "packed_cudnn"))
+    (loss, gradients), (whole_loss, whole) = loss_and_gradients(apart), loss_and_gradients(in_one)
+    assert whole_loss == pytest.approx(loss, rel=1e-6)
+    largest = max(gradient.norm() for gradient in gradients.values())
+    for parameter, gradient in gradients.items():
+        assert (whole[parameter] - gradient).norm() <= 2e-6 * largest + 1e-6 * gradient.norm(), parameter
+    with torch.no_grad():
+        assert in_one(**inputs()).item() == pytest.approx(loss, rel=1e-6)
+    keeping = packed(build(ARCHITECTURES[name], backend="packed_cudnn"))
+    keeping.fused.arithmetic.keeps_rotated = True
+    kept_loss, kept = loss_and_gradients(keeping)
+    assert kept_loss == whole_loss and all(torch.equal(gradient, whole[parameter]) for parameter, gradient in kept.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_add_their_weight_gradients_to_the_main_gradients(config: dict[str, Any], dtype: torch.dtype) -> None:
+    """Two microbatches, the second on the working copies of the first: the sum of both, in FP32."""
+    whole, plain = packed(build(config), dtype=dtype), packed(build(config), fused=False)
+    attach_main_gradients(whole, torch.float32, whole.fused.stacks)
+    wrap_layers(whole, ModelSettings(config=config), cast_to=dtype, compile_layers=False)
+    for seed in (0, 1):
+        whole.context.first_microbatch = seed == 0
+        plain(**inputs(seed=seed)).backward()
+        whole(**inputs(seed=seed)).backward()
+    assert all(parameter.grad is None for parameter in whole.parameters())
+    close = 1e-5 if dtype == torch.float32 else 0.06
+    largest = max(parameter.grad.norm() for parameter in plain.parameters())
+    for (name, mine), theirs in zip(whole.named_parameters(), plain.parameters(), strict=True):
+        assert mine.main_grad.dtype == torch.float32
+        assert (mine.main_grad - theirs.grad).norm() <= close * (theirs.grad.norm() + 0.01 * largest), name
+
+
+def test_fp32_weights_compute_what_their_bf16_roundings_do_bit_for_bit(config: dict[str, Any]) -> None:
+    """Every parameter is rounded before it is computed with, norms and biases too; all gradients are FP32 sums in both."""
+    wide, rounded = (packed(build(config), dtype=torch.bfloat16) for _ in range(2))
+    model.round_weights(rounded.hf, torch.bfloat16)
+    found = []
+    for whole in (wide, rounded):
+        attach_main_gradients(whole, torch.float32, whole.fused.stacks)
+    wrap_layers(wide, ModelSettings(config=config), cast_to=torch.bfloat16, compile_layers=False)
+    for whole in (wide, rounded):
+        losses = []
+        for index in range(2):
+            whole.context.first_microbatch = index == 0
+            loss = whole(**inputs(seed=index))
+            loss.backward()
+            losses.append(loss.item())
+        found.append((losses, {name: parameter.main_grad for name, parameter in whole.hf.named_parameters()}))
+    (losses, gradients), (others, other_gradients) = found
+    assert losses == others
+    for name, gradient in gradients.items():
+        assert torch.equal(gradient, other_gradients[name]), name
+
+
+# ── The model around them ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_parameters_stay_as_they_are_and_transformers_loads_an_export(config: dict[str, Any], tmp_path: Path) -> None:
+    hf, untouched = build(config), build(config)
+    before = dict(hf.named_parameters())
+    packed(hf)
+    assert dict(hf.named_parameters()).keys() == before.keys()
+    for name, parameter in hf.named_parameters():
+        assert parameter is before[name] and torch.equal(parameter, untouched.get_parameter(name))
+    export(hf, hf.state_dict().__getitem__, None, tmp_path / "final")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype=torch.float32)
+    assert all(torch.equal(parameter, hf.get_parameter(name)) for name, parameter in loaded.named_parameters())
+
+
+def test_without_packed_documents_a_layer_is_transformers_own(config: dict[str, Any]) -> None:
+    """Generation has a cache and no packs."""
+    texts = []
+    for fused in (True, False):
+        hf = build(config)
+        packed(hf, fused=fused)
+        hf.eval().set_attn_implementation("sdpa")
+        texts.append(hf.generate(torch.tensor([[3, 5, 7]]), max_new_tokens=6, do_sample=False, pad_token_id=0))
+    assert torch.equal(*texts)
+
+
+def test_a_model_that_was_moved_computes_the_same(config: dict[str, Any]) -> None:
+    """Parameters that no longer lie together are put together in each use."""
+    whole = packed(build(config))
+    before = whole(**inputs()).item()
+    rotary = {name: buffer.clone() for name, buffer in whole.hf.named_buffers()}
+    whole.double().float()
+    for name, buffer in whole.hf.named_buffers():
+        buffer.copy_(rotary[name])
+    assert whole(**inputs()).item() == before
+
+
+# ── Products of different precisions ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def rounded(x: Tensor) -> Tensor:
+    """Each value to four significant bits, so that rows that are stacked round as they do alone."""
+    mantissa, exponent = torch.frexp(x)
+    return torch.ldexp((16 * mantissa).round() / 16, exponent)
+
+
+class RoundingProduct(PlainProduct):
+    """x w^T of rounded operands, in forward and in backward."""
+
+    def operand(self, role: Role, x: Tensor, *rest: Any, **options: Any) -> Tensor:
+        return rounded(x)
+
+    def weight_operands(self, matrix: Callable[[], Tensor], **options: bool) -> tuple[Tensor, Tensor]:
+        return super().weight_operands(lambda: rounded(matrix()))
+
+
+class RoundingBackend:
+    """As much of a `Backend` as a forward and backward ask for."""
+
+    def product(self, name: str, in_features: int, out_features: int, *, bias: bool) -> RoundingProduct:
+        return RoundingProduct(name)
+
+    def forward(self) -> Any:
+        return nullcontext()
+
+    def state(self) -> dict[str, Tensor]:
+        return {}
+
+
+def assembled(architecture: str, patterns: Sequence[str], *, fused: bool) -> PackedLanguageModel:
+    hf, low = build(ARCHITECTURES[architecture]), RoundingBackend()
+    context = PrecisionContext(low, torch.float32)
+    whole = PackedLanguageModel(hf, "packed_sdpa", LossSettings(chunk=64), context).train()
+    settings = LowPrecisionSettings(keep_bf16=tuple(patterns)).resolved("current")
+    active = ActivePrecision("current", PRECISIONS["current"], "transformer_engine", settings)
+    layers = decoder_layers(hf)
+    decisions = decide(hf, list(layers.values()), active)
+    if fused:
+        whole.fused = fuse(layers, {low: decisions}, Arithmetic(context))
+        assert not whole.fused.left_out
+    convert(hf, decisions, context, whole.fused)
+    attach_main_gradients(whole, torch.float32, whole.fused.stacks if fused else ())
+    kept = {name for name in decisions if any(is_called(name, pattern) for pattern in patterns)}
+    in_low = {name for name, decision in decisions.items() if decision.reason is None}
+    assert kept and kept.isdisjoint(in_low)
+    assert low_precision_weights(whole) == sum(hf.get_parameter(f"{name}.weight").numel() for name in in_low)
+    return whole
+
+
+def computed(whole: PackedLanguageModel) -> tuple[Tensor, dict[str, Tensor]]:
+    whole.zero_grad()
+    for parameter in whole.parameters():
+        parameter.main_grad.zero_()
+    loss = whole(**inputs()) / 128
+    loss.backward()
+    return loss.detach(), {name: parameter.main_grad.clone() for name, parameter in whole.hf.named_parameters()}
+
+
+@contextmanager
+def in_bf16(whole: PackedLanguageModel) -> Iterator[None]:
+    """Another precision's turn, which quantizes nothing."""
+    with holding(whole.context, backend=None):
+        assert low_precision_weights(whole) == 0
+        yield
+
+
+@pytest.mark.parametrize(
+    ("architecture", "patterns"),
+    [
+        ("qwen3", ["down_proj"]),
+        ("llama", ["layers.0.*", "o_proj"]),
+        ("qwen2", ["mlp.gate_proj", "up_proj", "layers.1.self_attn.[qkv]_proj"]),
+    ],
+)
+def test_it_is_the_unfused_layer_with_the_same_linears_in_low_precision(architecture: str, patterns: list[str]) -> None:
+    fused, plain = (assembled(architecture, patterns, fused=each) for each in (True, False))
+    (loss, gradients), (plain_loss, plain_gradients) = computed(fused), computed(plain)
+    torch.testing.assert_close(loss, plain_loss, rtol=1e-4, atol=0)
+    for name, gradient in gradients.items():  # a value next to the middle of two codes may round to the other
+        assert (gradient - plain_gradients[name]).norm() < 0.02 * plain_gradients[name].norm() + 1e-6, name
+    with in_bf16(fused), in_bf16(plain):
+        (other_loss, others), (plain_loss, plain_gradients) = computed(fused), computed(plain)
+    torch.testing.assert_close(other_loss, plain_loss, rtol=1e-5, atol=0)
+    for name, gradient in others.items():
+        torch.testing.assert_close(gradient, plain_gradients[name], rtol=1e-3, atol=1e-5)
+    changed = [name for name, gradient in gradients.items() if (gradient - others[name]).norm() > 0.005 * others[name].norm()]
+    assert changed, "low precision was in use before"
