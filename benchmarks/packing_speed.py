@@ -86,10 +86,10 @@ class PacksInMemory:
         return len(self.block.input_ids)
 
     def __getitem__(self, index: int) -> Pack:
-        return Pack(self.block.input_ids[index], self.block.lengths_of(index))
+        return Pack(self.block.input_ids[index], self.block.lengths[index])
 
     def lengths(self, index: int) -> np.ndarray:
-        return self.block.lengths_of(index)
+        return self.block.lengths[index]
 
     def trained(self, index: int) -> None:
         return None

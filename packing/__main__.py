@@ -116,9 +116,8 @@ def _data_settings(arguments: Sequence[str]) -> DataSettings:
 def _inspect(options: argparse.Namespace) -> None:
     from packing.inspection import inspect
 
-    if not options.path.exists():
-        raise InputError(f"{options.path}: no such file or folder")
-    for line in inspect(options.path, options):
+    names = ("index", "split", "verify", "tokenizer", "length", "end_token")
+    for line in inspect(options.path, **{name: getattr(options, name) for name in names}):
         print(line)
 
 

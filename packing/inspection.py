@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
 import numpy as np
 
@@ -16,45 +16,36 @@ from packing.arrow import ArrowPacks, Packs, PackWriter
 from packing.manifest import FIRST, MANIFEST, Split
 from packing.mds import MDSReader
 from packing.order import evenly
+from packing.pack import length_statistics
 from packing.prepare import lock_of, summary
 from packing.settings import DataSettings
 from packing.store import find_mds, open_packs
 from packing.tokenizer import TextTokenizer, load_tokenizer
-from packing.writing import length_statistics
 
 _SAMPLED_PACKS = 10_000  # enough for statistics; reading the lengths of a terabyte's packs would take too long
 
 
-class Options(Protocol):
-    """The options of `inspect`."""
-
-    index: int | None
-    split: Split
-    verify: bool
-    tokenizer: str | None
-    length: int | None
-    end_token: int | None
-
-
-def inspect(path: Path, options: Options) -> Iterator[str]:
-    """Lines that describe the packs at `path`: a folder of packs, one of several sources, or a stream's, with parts."""
-    several = [] if (path / MANIFEST).is_file() else sorted(each.parent for each in path.glob(f"*/{MANIFEST}"))
-    if several and options.index is not None:
-        raise InputError(f"{path}: holds several folders of packs; name one, as in {several[0]} --index {options.index}")
-    if several or (path.is_dir() and not (path / MANIFEST).is_file() and any(path.glob(f"*/{FIRST}/{MANIFEST}"))):
-        for each in several or sorted(folder for folder in path.iterdir() if folder.is_dir()):
-            yield from inspect(each, options)
+def inspect(
+    path: Path, *, index: int | None, split: Split, verify: bool, tokenizer: str | None, length: int | None, end_token: int | None
+) -> Iterator[str]:
+    """Lines that describe the packs at `path`: a folder of packs, one of several sources, or a stream's, with parts; of pack
+    `index` also the text."""
+    if not (path / MANIFEST).is_file() and (inside := sorted(file.parent for file in path.rglob(MANIFEST))):
+        if index is not None:
+            raise InputError(f"{path}: holds several folders of packs; name one, as in {inside[0]} --index {index}")
+        for each in inside:
+            yield from inspect(each, index=None, split=split, verify=verify, tokenizer=None, length=length, end_token=end_token)
         return
-    splits = open_splits(path, options.length, options.end_token)
+    splits = open_splits(path, length, end_token)
     yield from describe(path, splits)
-    if options.verify:
+    if verify:
         for packs in splits.values():
             packs.verify()
         yield "  verified        every file that has a recorded hash is as it was written"
-    if options.index is not None:
-        if options.split not in splits:
-            raise InputError(f"{path}: has no {options.split} split")
-        yield from decoded(splits[options.split], options.index, options.tokenizer)
+    if index is not None:
+        if split not in splits:
+            raise InputError(f"{path}: has no {split} split")
+        yield from decoded(splits[split], index, tokenizer)
 
 
 def open_splits(path: Path, length: int | None, end_token: int | None) -> dict[Split, Packs]:
@@ -87,17 +78,16 @@ def describe(path: Path, splits: dict[Split, Packs]) -> Iterator[str]:
     yield f"  tokenizer       {', '.join(known) or 'not recorded in this format'}"
     for split, packs in splits.items():
         chosen = evenly(len(packs), _SAMPLED_PACKS)
-        lengths, seen = np.concatenate([packs.lengths(index) for index in chosen]), len(chosen)
-        sampled = "" if seen == len(packs) else f" (from {seen:,} packs spread over all)"
+        lengths = np.concatenate([packs.lengths(index) for index in chosen])
         spread = ", ".join(f"{name.replace('_', ' ')} {value:,.0f}" for name, value in length_statistics(lengths).items())
-        yield f"  {split}"
+        yield f"  {split}, figures from {len(chosen):,} packs spread over all"
         yield f"    packs         {len(packs):,}"
         yield f"    fingerprint   {packs.fingerprint}"
-        yield f"    fill          {lengths.sum() / (seen * packs.length):.2%}{sampled}"
+        yield f"    fill          {lengths.sum() / (len(chosen) * packs.length):.2%}"
         if packs.trained(0) is not None:
             share = sum(int(np.count_nonzero(packs.trained(index))) for index in chosen) / max(int(lengths.sum()), 1)
-            yield f"    trained on    {share:.2%} of the tokens; the others are masked{sampled}"
-        yield f"    documents     {len(lengths) / seen:,.1f} a pack; tokens each: {spread}{sampled}"
+            yield f"    trained on    {share:.2%} of the tokens; the others are masked"
+        yield f"    documents     {len(lengths) / len(chosen):,.1f} a pack; tokens each: {spread}"
     if isinstance(first, ArrowPacks) and "cut_documents" in first.manifest["statistics"]:
         yield "  as prepared"
         yield from summary(first.manifest).splitlines()

@@ -1,18 +1,29 @@
-"""Which piece of which document goes into which pack: pure algorithms over document lengths.
+"""Tokenised documents as packs: in which order, in which split and in which pack each comes, and their way to the disk.
 
 `truncate` and `best_fit` see only the documents' lengths and return a `Layout`; `materialise` then copies the tokens of any range
 of packs, so a corpus larger than memory is packed in parts. A layout takes about 90 bytes of memory a piece at its peak.
+`Arranged` says which documents each split has, and writes its packs.
 
 The order of the packs is not the training order, which `packing.order` draws for each epoch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
+from foundation.errors import InputError
+from packing.arrow import PackWriter
+from packing.manifest import Split
 from packing.order import permute
+from packing.settings import DataSettings
+from packing.workers import Tokenized
+
+SEED = 42  # of the documents' order and of the held-out choice; runs with seeds of their own share packs
+_PACKS_TOKENS = 2**22  # tokens of the packs that are put together at once
 
 
 @dataclass(frozen=True)
@@ -33,14 +44,11 @@ class Layout:
 
 @dataclass(frozen=True)
 class PackBlock:
-    input_ids: np.ndarray  # [packs, length] uint32, a short pack's tail filled with fill_id
-    lengths: np.ndarray  # [pieces] int32, lengths of all packs' pieces; a pack's own sum to its real tokens
-    offsets: np.ndarray  # [packs + 1] int64, where each pack's lengths begin
-    trained: np.ndarray | None = None  # [packs, length] bool, which tokens are to be learnt; None: all
+    """Packs next to each other."""
 
-    def lengths_of(self, pack: int) -> np.ndarray:
-        """Lengths of the pieces of one pack of the block, int32."""
-        return self.lengths[self.offsets[pack] : self.offsets[pack + 1]]
+    input_ids: np.ndarray  # [packs, length] uint32, a short pack's tail filled with fill_id
+    lengths: list[np.ndarray]  # of each pack [pieces] int32, lengths of its pieces; they sum to its real tokens
+    trained: np.ndarray | None = None  # [packs, length] bool, which tokens are to be learnt; None: all
 
 
 def truncate(lengths: np.ndarray, length: int) -> Layout:
@@ -48,9 +56,9 @@ def truncate(lengths: np.ndarray, length: int) -> Layout:
 
     The rest of a cut document opens the next pack; its positions restart at 0. Empty documents take no place.
 
-    lengths: [documents] integers >= 0. Raises ValueError for a negative one.
+    lengths: [documents] integers >= 0.
     """
-    lengths = _checked(lengths)
+    lengths = np.asarray(lengths, np.int64)
     ends = np.cumsum(lengths)
     begins = ends - lengths
     first_pack = begins // length
@@ -71,7 +79,7 @@ def best_fit(lengths: np.ndarray, length: int) -> Layout:
 
     lengths: as for `truncate`.
     """
-    lengths = _checked(lengths)
+    lengths = np.asarray(lengths, np.int64)
     pieces = -(-lengths // length)
     document, nth = _enumerate(pieces)
     start = nth * length
@@ -114,19 +122,8 @@ def materialise(
         full[np.arange(layout.length) < filled[:, None]] = real
         return full
 
-    return PackBlock(
-        rows(tokens, fill_id, np.uint32),
-        sizes.astype(np.int32),
-        offsets,
-        None if trained is None else rows(trained, False, np.bool_),
-    )
-
-
-def _checked(lengths: np.ndarray) -> np.ndarray:
-    lengths = np.asarray(lengths, dtype=np.int64)
-    if len(lengths) and lengths.min() < 0:
-        raise ValueError(f"document {int(lengths.argmin())} has a negative length")
-    return lengths
+    lengths = np.split(sizes.astype(np.int32), offsets[1:-1])[: last - first]
+    return PackBlock(rows(tokens, fill_id, np.uint32), lengths, None if trained is None else rows(trained, False, np.bool_))
 
 
 def _enumerate(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -207,3 +204,135 @@ class _Rooms:
         if packs and room:
             self._packs.setdefault(room, []).extend(packs)
             self._existing |= 1 << room
+
+
+@dataclass
+class TokenCounts:
+    """What is tokenised."""
+
+    chunks: int = 0  # of the source, done from the first on
+    documents: int = 0
+    tokens: int = 0
+    trained: int = 0  # of the tokens, those that are to be learnt
+    skipped: int = 0  # malformed records
+    first_skipped: str | None = None
+    empty: int = 0
+    complete: bool = False  # the source's end is reached
+
+    def with_chunk(self, result: Tokenized) -> TokenCounts:
+        """Returns these counts with those of one more chunk added."""
+        return TokenCounts(
+            chunks=self.chunks + 1,
+            documents=self.documents + len(result.lengths),
+            tokens=self.tokens + len(result.tokens),
+            trained=self.trained + int(np.count_nonzero(mask_of(result))),
+            skipped=self.skipped + result.skipped,
+            first_skipped=self.first_skipped or result.first_skipped,
+            empty=self.empty + result.empty,
+        )
+
+
+def mask_of(result: Tokenized) -> np.ndarray:
+    """[tokens] bool; a chunk without documents knows of no mask."""
+    return np.ones(len(result.tokens), bool) if result.trained is None else result.trained
+
+
+class Tokens(Protocol):
+    """Documents as ids, in the order of their source."""
+
+    counts: TokenCounts
+
+    def tokens(self) -> np.ndarray:
+        """[tokens] uint32."""
+
+    def lengths(self) -> np.ndarray:
+        """[documents] int64."""
+
+    def trained(self) -> np.ndarray | None:
+        """[tokens] bool; None: all are to be learnt."""
+
+
+@dataclass(frozen=True)
+class Arranged:
+    """Which document comes into which pack of which split."""
+
+    log: Tokens
+    settings: DataSettings
+    begins: np.ndarray  # [pieces] int64, where each begins among the tokens
+    places: dict[Split, np.ndarray]  # of each split, the documents in the order in which they are packed
+    layouts: dict[Split, Layout]
+
+    @classmethod
+    def of(cls, log: Tokens, settings: DataSettings, *, one_file: bool = False) -> Arranged:
+        """`one_file`: a document is a text file, and of a single one the tail is held out."""
+        lengths = log.lengths()
+        alone = one_file and len(lengths) == 1 and settings.held_out
+        tail = max(1, round(int(lengths[0]) * settings.held_out)) if alone else 0
+        if tail:
+            lengths = np.array([lengths[0] - tail, tail])
+        places = {"train": np.array([0]), "held_out": np.array([1])} if tail else split_documents(len(lengths), settings)
+        lay_out = {"truncate": truncate, "best_fit": best_fit}[settings.packing]
+        layouts = {split: lay_out(lengths[order], settings.length) for split, order in places.items()}
+        return cls(log, settings, np.cumsum(lengths) - lengths, places, layouts)
+
+    @property
+    def packs(self) -> int:
+        return sum(map(len, self.layouts.values()))
+
+    def bytes(self) -> int:
+        """Returns what the packs take on disk, but for less than a thousandth."""
+        length, masks = self.settings.length, self.settings.masks
+        return sum(
+            4 * (len(layout) * (length + 2) + len(layout.document)) + masks * len(layout) * -(-length // 8)
+            for layout in self.layouts.values()
+        )
+
+    def write(self, writer: PackWriter, split: Split, padding: int, most: int | None = None) -> Iterator[int]:
+        """Write the packs of `split`, or its first `most`; yields how many were written at a time."""
+        layout, tokens, trained = self.layouts[split], self.log.tokens(), self.log.trained()
+        starts, step = self.begins[self.places[split]], max(1, _PACKS_TOKENS // self.settings.length)
+        count = len(layout) if most is None else min(most, len(layout))
+        for first in range(0, count, step):
+            last = min(first + step, count)
+            block = materialise(layout, first, last, tokens, starts, padding, trained)
+            writer.write(split, block.input_ids, block.lengths, trained=block.trained)
+            yield last - first
+
+    def statistics(self) -> dict[str, Any]:
+        """Returns what the manifest says of all of it."""
+        counts = self.log.counts
+        return {
+            "documents": counts.documents,
+            "tokens": counts.tokens,
+            "packs": self.packs,
+            "fill": counts.tokens / (self.packs * self.settings.length),
+            "cut_documents": sum(layout.cut_documents for layout in self.layouts.values()),
+            "held_out_documents": len(self.places.get("held_out", ())),
+            "held_out_packs": len(self.layouts.get("held_out", ())),
+            "skipped_lines": counts.skipped,
+            "first_skipped": counts.first_skipped,
+            "empty_documents": counts.empty,
+            "lengths": length_statistics(self.log.lengths()),
+            **({"trained_tokens": counts.trained} if self.settings.masks else {}),
+        }
+
+
+def split_documents(count: int, settings: DataSettings) -> dict[Split, np.ndarray]:
+    """The documents of each split in the order they are packed, int64 indices into the source's order.
+
+    One permutation by `SEED` decides both: its first part is held out, the rest is the training order. InputError if nothing
+    would be left to train on.
+    """
+    shuffled = permute(np.arange(count), count, SEED)
+    held_out = max(1, round(count * settings.held_out)) if settings.held_out else 0
+    if held_out >= count:
+        raise InputError(f"data.held_out: {settings.held_out} of {count} documents leaves none to train on; set it to 0")
+    parts = {"train": shuffled[held_out:], "held_out": shuffled[:held_out]}
+    return {split: np.sort(part) if settings.in_source_order else part for split, part in parts.items() if len(part)}
+
+
+def length_statistics(lengths: np.ndarray) -> dict[str, float]:
+    """Quantiles of `lengths` [documents]."""
+    quantiles = np.quantile(lengths, (0.0, 0.1, 0.5, 0.9, 1.0), method="lower").tolist()
+    named = dict(zip(("shortest", "percentile_10", "median", "percentile_90", "longest"), quantiles, strict=True))
+    return named | {"mean": float(lengths.mean())}

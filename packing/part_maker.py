@@ -15,16 +15,15 @@ import numpy as np
 
 from foundation.progress import say
 from packing.arrow import PackWriter
-from packing.chunks import CHUNK_BYTES, Chunk
 from packing.manifest import FIRST, read_manifest
+from packing.pack import Arranged, TokenCounts, mask_of
 from packing.prepare import check_counts, check_length, content_settings, save_tokenizer, tail_of
 from packing.records import records_of
 from packing.settings import DataSettings
-from packing.sources import SourceUnreachable, open_source
+from packing.sources import CHUNK_BYTES, Chunk, SourceUnreachable, open_source
 from packing.stream import PartStart, part_folder
 from packing.tokenizer import load_tokenizer
 from packing.workers import ChunkTokenizer, Tokenized, TokenizerWorkers
-from packing.writing import Arranged, TokenCounts, mask_of
 
 SAMPLE = 256  # packs that are kept of the first part, to look at
 _LEAST_CHUNK = 2**12  # bytes
@@ -40,7 +39,7 @@ class PartTokens:
         self.masked, self.counts, self._results = masked, TokenCounts(), list[Tokenized]()
 
     def append(self, result: Tokenized) -> None:
-        self.counts = self.counts.with_chunk(result, self.masked)
+        self.counts = self.counts.with_chunk(result)
         self._results.append(result)
 
     @cached_property
@@ -113,14 +112,14 @@ class PartMaker(ExitStack):
         while over and not log.counts.documents:  # the part before has taken the last document
             if not place or not self.settings.stream.repeat:
                 if start.number == 0:
-                    check_counts(self.settings, log.counts, masked=False)
+                    check_counts(self.settings, log.counts)
                 return None
             epoch += 1
             place, over = self._fill(log, {})
             if not log.counts.documents:
-                check_counts(self.settings, log.counts, masked=False)
+                check_counts(self.settings, log.counts)
         if start.number == 0:
-            check_counts(self.settings, log.counts, masked=log.masked)
+            check_counts(self.settings, log.counts)
             check_length(self.settings, log.counts.tokens)
         one_file = self.source.identity.get("kind") == "text"
         # What is held out of the text's beginning is so each time that the text is gone through.

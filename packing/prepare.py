@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
@@ -23,17 +24,15 @@ from foundation.files import free_bytes, no_room, replace_file
 from foundation.locks import FileLock
 from foundation.progress import Progress, say
 from foundation.reading import load_object
-from foundation.units import plural
-from packing.arrow import IGNORE, PackWriter
-from packing.chunks import CHUNK_BYTES, Records, read_chunk
+from packing.arrow import PackWriter
 from packing.manifest import MANIFEST, read_manifest
+from packing.pack import Arranged, TokenCounts, mask_of
 from packing.parts import by_key, folder_of, is_there, naming, training_parts, validation_parts
-from packing.records import CHAT_TEMPLATE, ChatColumns, TextTemplate, records_of
+from packing.records import CHAT_TEMPLATE, ChatColumns, TextTemplate, read_chunk, records_of
 from packing.settings import DataSettings
-from packing.sources import FileSource, open_source
+from packing.sources import CHUNK_BYTES, FileSource, Records, open_source
 from packing.tokenizer import TextTokenizer, load_tokenizer
 from packing.workers import Tokenized, TokenizerWorkers
-from packing.writing import Arranged, TokenCounts, mask_of
 
 # The settings that decide which tokens there are, and which packs they go to. No other changes the packs.
 _TOKEN_KEYS = (
@@ -65,25 +64,18 @@ def prepare(settings: DataSettings, progress: bool = True) -> Path:
 
 
 def check_missing(parts: Mapping[str, DataSettings]) -> None:
-    """InputError where packs of one of several `parts`, by what a message calls it, are not there and cannot be made: before
-    hours go into another."""
-    if len(parts) < 2:
-        return
-    for key, part in parts.items():
+    """Reads the first records of each of several `parts`, by what a message calls it, whose packs are still to be made.
+    InputError where one cannot be used: before hours go into another."""
+    for key, part in parts.items() if len(parts) > 1 else ():
         if not is_there(folder_of(part)):
             with naming(key):
-                _check_first_records(part)
-
-
-def _check_first_records(settings: DataSettings) -> None:
-    records = records_of(settings, load_tokenizer(str(settings.tokenizer)))
-    if (chunk := next(open_source(settings, records).chunks(), None)) is None:
-        check_counts(settings, TokenCounts(), masked=False)
-    else:
-        read_chunk(chunk, records, settings.on_bad_line == "skip")
+                records = records_of(part, load_tokenizer(str(part.tokenizer)))
+                for chunk in islice(open_source(part, records).chunks(), 1):
+                    read_chunk(chunk, records, part.on_bad_line == "skip")
 
 
 def prepare_part(settings: DataSettings, progress: bool) -> Path:
+    """Make the packs of one source, unless they exist."""
     packs, content = settings.packs, content_settings(settings)
     if not holds_packs_of(settings, packs, content):  # before any file is touched: packs may be on a read-only disk
         with lock_of(packs, progress):
@@ -121,16 +113,16 @@ def holds_packs_of(settings: DataSettings, packs: Path, content: dict[str, Any])
         now["tokenizer fingerprint"] = load_tokenizer(str(settings.tokenizer)).fingerprint
     if different := differences(then, now):
         raise InputError(
-            f"{packs}: holds packs prepared with other settings ({'; '.join(different)}); set data.packs to another folder, or "
-            "remove this one to prepare it anew"
+            f"{packs}: holds packs prepared with other settings ({different}); set data.packs to another folder, or remove this "
+            "one to prepare it anew"
         )
     return True
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """`name: before -> now` for every key whose value differs."""
     names = dict.fromkeys([*before, *now])
-    return [f"{name}: {before.get(name)} -> {now.get(name)}" for name in names if before.get(name) != now.get(name)]
+    return "; ".join(f"{name}: {before.get(name)} -> {now.get(name)}" for name in names if before.get(name) != now.get(name))
 
 
 def _prepare_anew(settings: DataSettings, progress: bool) -> dict[str, Any]:
@@ -163,24 +155,22 @@ class TokenLog:
         if (folder / _PROGRESS).is_file():
             remedy = f"remove {folder} to start over"
             state = load_object(folder / _PROGRESS, remedy)
-            self.counts = TokenCounts(**state["counts"])
-            if self.counts.documents and (different := differences(state["key"], key)):
+            if different := differences(state["key"], key):
                 raise InputError(
-                    f"{folder}: holds {self.counts.tokens:,} tokens made with other settings or text ({'; '.join(different)}); "
-                    f"set them back, set data.packs to another folder, or {remedy}"
+                    f"{folder}: holds {state['counts']['tokens']:,} tokens made with other settings or text ({different}); set "
+                    f"them back, set data.packs to another folder, or {remedy}"
                 )
-            for name, size in self._sizes().items():
-                if self.counts.documents and (folder / name).stat().st_size < size:
-                    raise InputError(f"{folder / name}: is not all there; {remedy}")
+            self.counts = TokenCounts(**state["counts"])
         folder.mkdir(parents=True, exist_ok=True)
 
     @contextmanager
     def writing(self) -> Iterator[None]:
         """Open for `append`; commits on leaving for whatever reason. On a full disk the last commit remains."""
+        sizes = {"tokens.bin": self.counts.tokens * 4, "lengths.bin": self.counts.documents * 8}
         with ExitStack() as stack:
             self._files = []
-            for name, size in self._sizes().items():
-                file = stack.enter_context(open(self.folder / name, "ab", buffering=0))
+            for name, size in (sizes | ({"trained.bin": self.counts.tokens} if self.masked else {})).items():
+                file = stack.enter_context(open(self.folder / name, "ab"))
                 file.truncate(size)
                 self._files.append(file)
             self._committed = time.monotonic()
@@ -193,10 +183,8 @@ class TokenLog:
         """Add the next chunk's documents."""
         columns = (result.tokens, result.lengths, *([mask_of(result)] if self.masked else ()))
         for file, array in zip(self._files, columns, strict=True):
-            data = memoryview(array).cast("B")
-            while data:  # unbuffered files may take only a part, as on a nearly full disk; the next call then raises the reason
-                data = data[file.write(data) :]
-        self.counts = self.counts.with_chunk(result, self.masked)
+            file.write(array)
+        self.counts = self.counts.with_chunk(result)
         if time.monotonic() - self._committed >= _COMMIT_SECONDS:
             self._commit()
 
@@ -206,9 +194,7 @@ class TokenLog:
 
     def trained(self) -> np.ndarray | None:
         """[tokens] bool, memory-mapped: which are to be learnt; None where all are."""
-        if not self.masked:
-            return None
-        return np.memmap(self.folder / "trained.bin", np.bool_, "r", shape=(self.counts.tokens,))
+        return np.memmap(self.folder / "trained.bin", np.bool_, "r", shape=(self.counts.tokens,)) if self.masked else None
 
     def lengths(self) -> np.ndarray:
         """[documents] int64."""
@@ -221,15 +207,11 @@ class TokenLog:
         if not any(self.folder.iterdir()):
             self.folder.rmdir()
 
-    def _sizes(self) -> dict[str, int]:
-        """Returns how many bytes of each file of the log `progress.json` vouches for."""
-        sizes = {"tokens.bin": self.counts.tokens * 4, "lengths.bin": self.counts.documents * 8}
-        return sizes | ({"trained.bin": self.counts.tokens} if self.masked else {})
-
     def _commit(self) -> None:
         for file in self._files:
+            file.flush()
             os.fsync(file.fileno())
-        state = {"key": self.key, "counts": self.counts.record()}
+        state = {"key": self.key, "counts": asdict(self.counts)}
         replace_file(self.folder / _PROGRESS, json.dumps(state, indent=1).encode())
         self._committed = time.monotonic()
 
@@ -263,28 +245,30 @@ def _tokenize(settings: DataSettings, tokenizer: TextTokenizer, records: Records
             for result in workers.map(islice(source.chunks(), log.counts.chunks, None)):
                 log.append(result)
                 line.update(log.counts.tokens, result.progress, f"{log.counts.documents:,} documents")
-            if isinstance(source, FileSource) and (changed := source.changed()):
-                raise InputError(f"{changed}: has changed while it was read; wait until nothing writes to it, and run this again")
+            if isinstance(source, FileSource) and source.identity != key["source files"]:
+                raise InputError(
+                    f"data.source: {settings.source}: has changed while it was read; run this again when it is still"
+                )
             log.counts.complete = True
     finally:
         if not log.counts.documents:
             log.remove()  # nothing worth resuming
-    check_counts(settings, log.counts, masked=log.masked)
+    check_counts(settings, log.counts)
     return log
 
 
-def check_counts(settings: DataSettings, counts: TokenCounts, *, masked: bool) -> None:
+def check_counts(settings: DataSettings, counts: TokenCounts) -> None:
     """InputError where a source holds nothing to train on."""
     if not counts.documents:
-        parts = [f"{plural(counts.empty, 'record')} without any"] if counts.empty else []
-        if counts.skipped:
-            parts.append(f"{counts.skipped:,} malformed ones were skipped, the first at {counts.first_skipped}")
-        why = f": {' and '.join(parts)}" if parts else "; the source is empty"
-        raise InputError(f"data.source: {settings.source}: no document with any text{why}")
-    if masked and not counts.trained:
+        skipped = f", the first at {counts.first_skipped}" if counts.skipped else ""
         raise InputError(
-            f"data.source: {settings.source}: none of its {counts.tokens:,} tokens is trained on: `{settings.labels}` is "
-            f"{IGNORE} everywhere; write the tokens themselves where there is to be a loss, or leave data.labels out"
+            f"data.source: {settings.source}: no document with any text: {counts.empty:,} records without any, "
+            f"{counts.skipped:,} malformed ones were skipped{skipped}"
+        )
+    if not counts.trained:
+        raise InputError(
+            f"data.source: {settings.source}: none of its {counts.tokens:,} tokens is trained on, by `{settings.labels}`; write "
+            "the tokens themselves where there is to be a loss, or leave data.labels out"
         )
 
 
@@ -331,21 +315,19 @@ def save_tokenizer(folder: Path, tokenizer: TextTokenizer, records: Records) -> 
 def summary(manifest: dict[str, Any]) -> str:
     """The lines that `prepare` ends with."""
     numbers, tokenizer = manifest["statistics"], manifest["tokenizer"]
-    lengths, trained, tail = numbers["lengths"], numbers.get("trained_tokens"), numbers.get("held_out_tail")
-    held_out = f"its last {tail:,} tokens" if tail else f"{numbers['held_out_documents']:,}"
+    lengths, trained = numbers["lengths"], numbers.get("trained_tokens", numbers["tokens"])
     lines = {
-        "documents": f"{numbers['documents']:,} ({held_out} held out)",
+        "documents": f"{numbers['documents']:,} ({numbers['held_out_documents']:,} held out)",
         "tokens": f"{numbers['tokens']:,}; a document has {lengths['median']:,.0f} in the median, {lengths['longest']:,} at most",
-        **({"trained tokens": f"{trained:,}, {trained / max(numbers['tokens'], 1):.2%}"} if trained is not None else {}),
+        "trained tokens": f"{trained:,}, {trained / max(numbers['tokens'], 1):.2%}",
         "packs": f"{numbers['packs']:,} of {manifest['length']:,} tokens ({numbers['held_out_packs']:,} held out)",
         "fill": f"{numbers['fill']:.2%}",
         "cut documents": f"{numbers['cut_documents']:,}",
         "left out": f"{numbers['skipped_lines']:,} malformed records, {numbers['empty_documents']:,} without text",
+        "first left out": numbers["first_skipped"],
         "tokenizer": f"{tokenizer['name']}, {tokenizer['vocab_size']:,} ids, fingerprint {tokenizer['fingerprint'][:16]}",
     }
-    if numbers["first_skipped"]:
-        lines["first left out"] = numbers["first_skipped"]
-    return "\n".join(f"  {name:<15} {value}" for name, value in lines.items())
+    return "\n".join(f"  {name:<15} {value}" for name, value in lines.items() if value)
 
 
 def usable_cores() -> int:

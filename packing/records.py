@@ -7,29 +7,114 @@ Llama's, use the date that they name instead.
 
 from __future__ import annotations
 
+import json
 import re
 import string
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 import jinja2
 import numpy as np
+import pyarrow as pa
 
 from foundation.errors import InputError
 from foundation.reading import load_object, one_line
 from packing.arrow import IGNORE
-from packing.chunks import BadRecord, Records
-from packing.settings import HUB_NAME, DataSettings
-from packing.tokenizer import TextTokenizer, from_hub, split_revision
+from packing.settings import DataSettings
+from packing.sources import Chunk, Records, open_stream
+from packing.tokenizer import REMEDY, TextTokenizer, file_of
 
 CHAT_TEMPLATE = "chat_template.jinja"  # its file, beside a tokenizer.json
+MOST_DOCUMENT = 2**28  # bytes of one text file: a tokenizer needs about 100 bytes a token, and takes documents only whole
 _NO_CLOCK = "{% set strftime_now = there_is_no_clock +%}"  # an undefined name; `+` leaves a line break behind it
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # What a template can end with: its own refusal, or a chat of another shape.
 _REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
 _MARK = "mark the answers with {% generation %} in a template of your own (`data.chat_template`)"
+
+
+class BadRecord(ValueError):
+    """A record gives no text; the message says why, the caller adds where."""
+
+
+@dataclass
+class Documents:
+    """What a chunk holds, in order, and what was left out."""
+
+    documents: list[str] | list[Rendered] | list[Ids] = field(default_factory=list)
+    skipped: int = 0  # malformed records, with on_bad_line: skip
+    first_skipped: str | None = None  # where, and why
+    empty: int = 0  # records without any text
+
+
+def read_chunk(chunk: Chunk, records: Records, skip_bad: bool) -> Documents:
+    """The documents of `chunk`. A malformed record raises InputError with its place, or is counted with `skip_bad`."""
+    result = Documents()
+    for place, record in _records(chunk, records):
+        try:
+            document = _of_file(record) if isinstance(record, Path) else records.fill(_parsed(record, records))
+        except BadRecord as error:
+            if not skip_bad:
+                raise InputError(f"{place}: {error}; or set data.on_bad_line: skip to leave such records out") from None
+            result.skipped += 1
+            result.first_skipped = result.first_skipped or f"{place}: {error}"
+            continue
+        if document:
+            result.documents.append(document)
+        else:
+            result.empty += 1
+    return result
+
+
+def _records(chunk: Chunk, records: Records) -> Iterator[tuple[str, bytes | Path | dict[str, Any]]]:
+    """Every record, a line not yet parsed and a text file not yet read, with its place."""
+    if chunk.kind == "jsonl":
+        lines = enumerate(chunk.payload.split(b"\n"), chunk.first)
+        yield from ((f"{chunk.origin}:{number}", line) for number, line in lines if line.strip())
+    elif chunk.kind == "files":
+        yield from ((path, Path(path)) for path in json.loads(chunk.payload))
+    else:
+        table = pa.ipc.open_stream(chunk.payload).read_all().select(records.columns)
+        yield from ((f"{chunk.origin}, row {row}", record) for row, record in enumerate(table.to_pylist(), chunk.first))
+
+
+def _parsed(record: bytes | dict[str, Any], records: Records) -> dict[str, Any]:
+    """A record with all columns; of bytes, which hold a line."""
+    if isinstance(record, dict):
+        return record
+    try:
+        value = json.loads(str(record, "utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise BadRecord(f"the line is not valid JSON: {error}; each is one whole record, as `jq -c .[]` writes a list") from None
+    if not isinstance(value, dict):
+        raise BadRecord(f'an object such as {{"text": ...}} is wanted, the line holds {type(value).__name__}')
+    if absent := [column for column in records.columns if column not in value]:
+        there = ", ".join(map(str, value)) or "none"
+        raise BadRecord(f"no column `{absent[0]}`; the columns are: {there}. Set {records.keys} to one of them")
+    return value
+
+
+def _of_file(path: Path) -> str:
+    try:
+        stream, raw = open_stream(path)
+        with raw, stream:
+            text = stream.read(MOST_DOCUMENT + 1)
+        if len(text) > MOST_DOCUMENT:
+            raise BadRecord("more than 256 MiB, too long for one document; write it as JSONL, or split it")
+        return str(text, "utf-8-sig")
+    except (UnicodeDecodeError, OSError) as error:
+        raise BadRecord(f"cannot be read: {error}") from None
+
+
+def _encodable(text: str) -> str:
+    """`text` itself. JSON can hold half of a surrogate pair (`\\ud800`), which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRecord(f"half a surrogate pair at character {error.start}, which is no text") from None
+    return text
 
 
 @dataclass(frozen=True)
@@ -41,46 +126,31 @@ class TextTemplate:
     """
 
     columns: tuple[str, ...]
-    pieces: tuple[tuple[str, str | None], ...] | None  # literal text, then a column; None: the one column as it is
+    pieces: tuple[tuple[str, str | None], ...]  # literal text, then a column
     keys: str = "data.text"  # the setting it comes from
+    is_column: bool = False
 
     @classmethod
     def parse(cls, text: str, key: str = "data.text") -> TextTemplate:
         if "{" not in text and "}" not in text:
-            return cls((text,), None, key)
+            return cls((text,), (("", text),), key, is_column=True)
         try:
             parsed = list(string.Formatter().parse(text))
         except ValueError as error:
-            raise InputError(
-                f"{key}: {text!r} is no template: {error}; write columns as {{title}}, braces as {{{{ and }}}}"
-            ) from None
-        if any(spec or conversion for _, _, spec, conversion in parsed) or any(name == "" for _, name, _, _ in parsed):
-            raise InputError(f"{key}: {text!r}: only plain column names can stand between braces, as in {{title}}")
+            raise InputError(f"{key}: {text!r}: {error}; write columns as {{title}}, braces as {{{{ and }}}}") from None
         columns = tuple(dict.fromkeys(name for _, name, _, _ in parsed if name is not None))
-        if not columns:
-            raise InputError(f"{key}: the template {text!r} names no column, so every document would be the same")
+        if not all(columns) or not columns or any(spec or conversion for _, _, spec, conversion in parsed):
+            raise InputError(f"{key}: {text!r}: a template has plain column names between braces, as in {{title}}")
         return cls(columns, tuple((literal, name) for literal, name, _, _ in parsed), key)
 
     def fill(self, record: dict[str, Any]) -> str:
         values = {column: "" if record[column] is None else record[column] for column in self.columns}
-        wanted = str if self.pieces is None else (str, int, float)
         for column, value in values.items():
-            if not isinstance(value, wanted):
+            if not isinstance(value, str if self.is_column else (str, int, float)):
                 raise BadRecord(f"column `{column}` holds {type(value).__name__}, not text; set {self.keys} to a column of text")
         if all(value == "" for value in values.values()):
             return ""
-        if self.pieces is None:
-            return _encodable(values[self.columns[0]])
-        return _encodable("".join(literal + (str(values[name]) if name is not None else "") for literal, name in self.pieces))
-
-
-def _encodable(text: str) -> str:
-    """`text` itself. JSON can hold half of a surrogate pair (`\\ud800`), which no tokenizer takes."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise BadRecord(f"half a surrogate pair at character {error.start}, which is no text") from None
-    return text
+        return _encodable("".join(literal + str(values.get(name, "")) for literal, name in self.pieces))
 
 
 @dataclass(frozen=True)
@@ -98,7 +168,7 @@ class ChatColumns:
     messages: str | None
     prompt: TextTemplate | None
     response: TextTemplate | None
-    template: str = ""  # Jinja
+    template: str  # Jinja
     tokens: tuple[tuple[str, str], ...] = ()  # what templates know of the tokenizer: ("bos_token", "<s>"), ...
 
     @property
@@ -125,10 +195,8 @@ class ChatColumns:
             raise BadRecord("a chat without an answer: no message of the role `assistant` holds any text")
         text, spans = self._render(chat)
         for number, message in enumerate(chat, 1):
-            content = message.get("content")
-            if isinstance(content, (list, dict)) and str(content) in text:
-                kind = type(content).__name__
-                raise BadRecord(f"message {number} has a {kind} as its content, which the chat template writes as Python does")
+            if isinstance(content := message.get("content"), (list, dict)) and content and str(content) in text:
+                raise BadRecord(f"message {number}: its content is no text, and the chat template writes it as Python does")
         if not _MARKED.search(self.template):
             spans = self._after_prompts(chat, answers, text)
         if not (spans := [(begin, end) for begin, end in spans if begin < end]):
@@ -148,12 +216,6 @@ class ChatColumns:
                 )
             spans.append((len(before), len(with_answer)))
         return spans
-
-    def check(self) -> ChatColumns:
-        """Returns itself; InputError where the template is no Jinja."""
-        with suppress(BadRecord):
-            self._render([{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}])
-        return self
 
     def _render(self, chat: list[dict[str, Any]], **more: bool) -> tuple[str, list[tuple[int, int]]]:
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -181,8 +243,6 @@ def _messages(value: Any, column: str) -> list[dict[str, Any]]:
         raise BadRecord(f"column `{column}` holds {type(value).__name__}, not a list of messages")
     chat = [{key: item for key, item in message.items() if item is not None} for message in value]
     for number, message in enumerate(chat, 1):
-        if message.get("content") in ([], {}):
-            message["content"] = ""
         if not isinstance(message.get("role"), str):
             raise BadRecord(f"message {number} of column `{column}` has no `role`; a message has a `role` and a `content`")
     return chat
@@ -214,10 +274,9 @@ class TokenColumns:
 
     def fill(self, record: dict[str, Any]) -> Ids:
         tokens = _numbers(record, self.input_ids)
-        if len(tokens) and (tokens.min() < 0 or tokens.max() >= self.vocabulary):
-            wrong = int(tokens.max() if tokens.max() >= self.vocabulary else tokens.min())
+        if len(wrong := tokens[(tokens < 0) | (tokens >= self.vocabulary)]):
             raise BadRecord(
-                f"column `{self.input_ids}` holds the id {wrong}, and the tokenizer has {self.vocabulary:,} ids; name the one "
+                f"column `{self.input_ids}` holds the id {wrong[0]}, and the tokenizer has {self.vocabulary:,} ids; name the one "
                 "that it was made with (data.tokenizer)"
             )
         if self.labels is None:
@@ -234,7 +293,7 @@ class TokenColumns:
 def _numbers(record: dict[str, Any], column: str) -> np.ndarray:
     """The whole numbers of a column, [n] int64."""
     try:
-        values = np.array(record[column] if record[column] is not None else [])
+        values = np.array(record[column] or [])
     except ValueError:  # lists of several lengths
         values = np.zeros(())
     if values.ndim != 1 or (len(values) and values.dtype.kind != "i"):
@@ -256,11 +315,9 @@ def records_of(settings: DataSettings, tokenizer: TextTokenizer) -> Records:
             f"data.chat_template: writes `eos_token`, and the tokenizer {tokenizer.name} names no EOS token, so answers would "
             "have no end; name one in its tokenizer_config.json as `eos_token`, or set a template without it"
         )
-    named = tuple(sorted(tokens.items()))
-    if settings.messages is not None:
-        return ChatColumns(settings.messages, None, None, template, named).check()
-    prompt, response = (TextTemplate.parse(getattr(settings, key), f"data.{key}") for key in ("prompt", "response"))
-    return ChatColumns(None, prompt, response, template, named).check()
+    prompt = settings.prompt and TextTemplate.parse(settings.prompt, "data.prompt")
+    response = settings.response and TextTemplate.parse(settings.response, "data.response")
+    return ChatColumns(settings.messages, prompt, response, template, tuple(sorted(tokens.items())))
 
 
 def chat_template(given: str | None, tokenizer: str) -> str:
@@ -272,28 +329,15 @@ def chat_template(given: str | None, tokenizer: str) -> str:
             return Path(given).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"data.chat_template: {given}: no chat template that can be read: {one_line(error)}") from None
-    for name in (CHAT_TEMPLATE, "tokenizer_config.json"):
-        file = _beside(tokenizer, name)
-        if file is None:
-            continue
-        if name == CHAT_TEMPLATE:
-            return file.read_text(encoding="utf-8")
-        template = load_object(file, "fetch the tokenizer again, or name another").get("chat_template")
-        if isinstance(template, list):  # several, by name
-            template = {each["name"]: each["template"] for each in template}.get("default")
-        if isinstance(template, str):
-            return template
+    if file := file_of(tokenizer, CHAT_TEMPLATE, needed=False):
+        return file.read_text(encoding="utf-8")
+    config = file_of(tokenizer, "tokenizer_config.json", needed=False)
+    template = load_object(config, REMEDY).get("chat_template") if config else None
+    if isinstance(template, list):  # several, by name
+        template = {each["name"]: each["template"] for each in template}.get("default")
+    if isinstance(template, str):
+        return template
     raise InputError(
         f"data.chat_template: the tokenizer {tokenizer} has no chat template to write chats with; set data.chat_template to a "
         "Jinja file, or name a tokenizer that has one, as those of instruct models do"
     )
-
-
-def _beside(tokenizer: str, name: str) -> Path | None:
-    """The file `name` of a tokenizer's folder or hub repository; None where it has none."""
-    path = Path(tokenizer)
-    if path.exists():
-        file = (path if path.is_dir() else path.parent) / name
-        return file if file.is_file() else None
-    repository, revision = split_revision(tokenizer)
-    return from_hub(repository, name, revision, needed=False) if HUB_NAME.fullmatch(repository) else None

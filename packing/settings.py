@@ -20,7 +20,7 @@ class SourceSettings(Settings):
     """Which documents, and what a record of them is."""
 
     # File, folder or Hugging Face dataset, as `name` or `name@revision` (branch, tag or commit); null: `packs` exist.
-    source: PathText | None = None
+    source: Annotated[PathText, Field(min_length=1)] | None = None
     subset: str | None = None  # Hugging Face datasets: the config's name
     split: str = "train"  # Hugging Face datasets
     # A special token that a text spells out, such as `<|endoftext|>`, becomes that token's id, as is Hugging Face's default.
@@ -50,13 +50,10 @@ class SourceSettings(Settings):
 
     @model_validator(mode="after")
     def _one_kind_of_record(self) -> SourceSettings:
-        if self.source == "":
-            raise ValueError("`source` is empty; name a file, folder or dataset, or leave it out to read packs that exist")
         if len(kinds := self.changed(("input_ids", "prompt", "messages", "text"))) > 1:
             raise ValueError(f"`{kinds[0]}` and `{kinds[1]}` are both set; a record is one thing: leave one of them out")
         if (self.prompt is None) != (self.response is None):
-            given, lacking = ("prompt", "response") if self.response is None else ("response", "prompt")
-            raise ValueError(f"`{given}` is set but `{lacking}` is not; a chat of two messages needs both")
+            raise ValueError("`prompt` and `response`: one is set and the other is not; a chat of two messages needs both")
         if self.labels is not None and self.input_ids is None:
             raise ValueError("`labels`: for sources that are tokenized; set `input_ids`, or leave it out")
         return self
@@ -141,8 +138,7 @@ class DataSettings(SourceSettings):
     @property
     def prepares(self) -> bool:
         """Whether something is to be prepared before packs can be opened."""
-        validates = self.validation is not None
-        return self.source is not None or validates or any(each.source is not None for each in self.sources or ())
+        return self.validation is not None or any(each.source is not None for each in (self, *(self.sources or ())))
 
     @model_validator(mode="before")
     @classmethod
@@ -156,8 +152,6 @@ class DataSettings(SourceSettings):
         if isinstance(validation, dict) and isinstance(validation.get("sources"), (list, tuple)):
             filled["validation"] = validation | {"sources": [_filled(values, own) for own in validation["sources"]]}
         elif isinstance(validation, dict):
-            if not validation:
-                raise ValueError("`validation` is empty; name a `source`, or a `split` of the same one")
             same = {"source": values.get("source")} if validation.get("source") is None else {}
             filled["validation"] = _filled(values, validation | same)
         return filled
@@ -172,25 +166,21 @@ class DataSettings(SourceSettings):
 
     @model_validator(mode="after")
     def _sources_are_whole(self) -> DataSettings:
+        training = self.sources or (self,)
+        validation = () if self.validation is None else self.validation.sources or (self.validation,)
         if self.source is not None and self.sources is not None:
             raise ValueError("`source` and `sources` are both set; name one source, or several with weights")
         if self.prepares and self.tokenizer is None:
             raise ValueError("`source` is set but `tokenizer` is not; preparing packs needs both")
-        if self.prepares and self.source is not None and self.end_token is not None:
-            raise ValueError("`end_token` is for token .bin files; packs that are prepared from a `source` know their documents")
-        if self.stream and not self.source and not all(each.source for each in self.sources or [self]):
+        if self.stream and not all(each.source for each in training):
             raise ValueError("`streaming`: packs are made of text; name a `source`")
-        if self.validation is not None and self.held_out:
+        if validation and self.held_out:
             raise ValueError("`held_out` and `validation` are both set; evaluate on a share of the text, or on other text")
         if self.validation is not None and self.validation.source is None and self.validation.sources is None:
             raise ValueError("`validation` names no `source`; name one, as there is no single `source` to take another split of")
-        trained = {_rows_of(each) for each in self.sources or [self]}
-        evaluated = [] if self.validation is None else self.validation.sources or [self.validation]
-        if both := [each.source for each in evaluated if each.source is not None and _rows_of(each) in trained]:
+        trained = {_rows_of(each) for each in training}
+        if both := [each.source for each in validation if each.source is not None and _rows_of(each) in trained]:
             raise ValueError(f"`validation`: {both[0]} is also trained on; name another file or split, or set `held_out` instead")
-        chats = [self, *(self.sources or ()), self.validation, *((self.validation and self.validation.sources) or ())]
-        if self.chat_template is not None and not any(each is not None and each.is_chat for each in chats):
-            raise ValueError("`chat_template`: for chats; set `messages`, or `prompt` and `response`, or leave it out")
         return self
 
 

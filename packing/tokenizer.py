@@ -16,7 +16,7 @@ from foundation.reading import load_object, one_line
 from packing.settings import HUB_NAME
 
 ROLES = ("bos", "eos", "pad")
-_REMEDY = "fetch or train it again, or name another"
+REMEDY = "fetch or train it again, or name another"
 # tokenizer_config.json says which special token ends a document; where there is none, these usual names decide.
 _USUAL_NAMES = {
     "bos": ("<|begin_of_text|>", "<s>", "<bos>", "[BOS]"),
@@ -29,7 +29,7 @@ _NOT_PART_OF_THE_FINGERPRINT = ("version", "truncation", "padding", "post_proces
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """A tokenizer and the ids that mark documents."""
+    """A tokenizer and the ids that mark documents. Nobody may change it: who loads the same again gets the same object."""
 
     name: str
     tokenizer: Tokenizer
@@ -38,7 +38,10 @@ class TextTokenizer:
     @cached_property
     def fingerprint(self) -> str:
         """sha256 hex of everything that decides which ids a text gets; formatting and order of keys do not count."""
-        return _fingerprint_of(self.tokenizer.to_str())
+        content = json.loads(self.tokenizer.to_str())
+        deciding = {key: value for key, value in content.items() if key not in _NOT_PART_OF_THE_FINGERPRINT}
+        canonical = json.dumps(_without_nulls(deciding), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).hexdigest()
 
     @cached_property
     def vocab_size(self) -> int:
@@ -48,7 +51,7 @@ class TextTokenizer:
     @property
     def padding(self) -> int:
         """The id that fills what a pack has left."""
-        return next((self.special[role] for role in ("eos", "pad") if role in self.special), 0)
+        return self.special.get("eos", self.special.get("pad", 0))
 
     @property
     def end_of_text(self) -> int:
@@ -72,50 +75,30 @@ class TextTokenizer:
 
 def load_tokenizer(name: str, revision: str | None = None) -> TextTokenizer:
     """The tokenizer `name`: a tokenizer.json, a folder with one, or a model on the hub (`name@revision`). Raises InputError."""
-    path = Path(name)
-    if path.exists():
-        file = path / "tokenizer.json" if path.is_dir() else path
-        config = file.parent / "tokenizer_config.json"
-        config = config if config.is_file() else None
-    else:
-        repository, named = split_revision(name)
-        if not HUB_NAME.fullmatch(repository):
-            raise InputError(
-                f"data.tokenizer: {name}: no such file or folder; name a tokenizer.json, a folder with one, or a model on the hub"
-            )
-        file = from_hub(repository, "tokenizer.json", revision or named)
-        config = from_hub(repository, "tokenizer_config.json", revision or named, needed=False)
+    file = Path(name) if Path(name).is_file() else file_of(name, "tokenizer.json", revision)
+    config = file_of(name, "tokenizer_config.json", revision, needed=False)
     try:
-        tokenizer = _parsed(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(
-            f"data.tokenizer: {file}: no tokenizer.json that can be read ({one_line(error)}); name one, or a folder with one"
-        ) from None
+        return _parsed(name, file.read_text(encoding="utf-8", errors="replace"), config)
     except Exception as error:
         if type(error) is not Exception:  # the library knows no narrower class for a file that it cannot use
             raise
-        raise InputError(f"data.tokenizer: {file}: no tokenizer: {one_line(error)}; {_REMEDY}") from None
-    if not tokenizer.get_vocab_size(with_added_tokens=True):
-        raise InputError(f"data.tokenizer: {file}: has no tokens; {_REMEDY}")
-    return TextTokenizer(name, tokenizer, _special_ids(tokenizer, config))
+        raise InputError(f"data.tokenizer: {file}: no tokenizer that can be read: {one_line(error)}; {REMEDY}") from None
 
 
-# A run asks for its tokenizer three times, to check packs, vocabulary and prompts; one of 150,000 tokens takes a second to parse.
-# Kept by the text, so that a file that changes is parsed anew.
+# A run loads its tokenizer three times, and one of 150,000 tokens takes a second to parse and another for its fingerprint.
 @lru_cache(maxsize=2)
-def _parsed(text: str) -> Tokenizer:
-    """Nobody may change it: who asks for the same again gets the same object."""
+def _parsed(name: str, text: str, config: Path | None) -> TextTokenizer:
     tokenizer = Tokenizer.from_str(text)
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    return tokenizer
-
-
-@lru_cache(maxsize=2)
-def _fingerprint_of(text: str) -> str:
-    content = {key: value for key, value in json.loads(text).items() if key not in _NOT_PART_OF_THE_FINGERPRINT}
-    canonical = json.dumps(_without_nulls(content), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()
+    candidates = _USUAL_NAMES
+    if config is not None:
+        values = load_object(config, REMEDY)
+        named = {role: values.get(f"{role}_token") for role in ROLES}
+        candidates = {role: [value["content"] if isinstance(value, dict) else value] for role, value in named.items() if value}
+    ids = {role: [tokenizer.token_to_id(name) for name in names] for role, names in candidates.items()}
+    known = {role: [number for number in numbers if number is not None] for role, numbers in ids.items()}
+    return TextTokenizer(name, tokenizer, {role: numbers[0] for role, numbers in known.items() if numbers})
 
 
 def split_revision(name: str) -> tuple[str, str | None]:
@@ -124,14 +107,27 @@ def split_revision(name: str) -> tuple[str, str | None]:
     return repository, revision if at else None
 
 
-def from_hub(repository: str, name: str, revision: str | None = None, *, needed: bool = True) -> Path | None:
-    """The file `name` of a hub repository, from the local cache where it is in it. None where the repository is known to lack it
-    and it is not `needed`. A hub that cannot be reached is an InputError: ids must not depend on the network."""
+def file_of(tokenizer: str, name: str, revision: str | None = None, *, needed: bool = True) -> Path | None:
+    """The file `name` of a tokenizer's folder, or of its hub repository, from the local cache where it is in it.
+
+    None where it is known that there is none, and it is not `needed`. A hub that cannot be reached is an InputError: ids must not
+    depend on the network.
+    """
+    path, (repository, named) = Path(tokenizer), split_revision(tokenizer)
+    if path.exists():
+        file = (path if path.is_dir() else path.parent) / name
+        if file.is_file() or not needed:
+            return file if file.is_file() else None
+        raise InputError(f"data.tokenizer: {file}: no such file; {REMEDY}")
+    if not HUB_NAME.fullmatch(repository):
+        raise InputError(
+            f"data.tokenizer: {tokenizer}: no such file or folder; name a tokenizer.json, a folder with one, or one on the hub"
+        )
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RemoteEntryNotFoundError
 
     try:
-        return Path(hf_hub_download(repository, name, revision=revision))
+        return Path(hf_hub_download(repository, name, revision=revision or named))
     except (OSError, HFValidationError) as error:
         # Without a network, the cache knows no more of the files that most repositories lack.
         absent = (RemoteEntryNotFoundError, LocalEntryNotFoundError) if name.endswith(".jinja") else RemoteEntryNotFoundError
@@ -139,20 +135,8 @@ def from_hub(repository: str, name: str, revision: str | None = None, *, needed:
             return None
         raise InputError(
             f"data.tokenizer: {repository}: no such file or folder in {Path.cwd()}, and no {name} from the hub: "
-            f"{one_line(error)}; {_REMEDY}"
+            f"{one_line(error)}; {REMEDY}"
         ) from None
-
-
-def _special_ids(tokenizer: Tokenizer, config: Path | None) -> dict[str, int]:
-    """Id by role (bos, eos, pad), for the roles that the tokenizer has a token for."""
-    candidates = _USUAL_NAMES
-    if config is not None:
-        values = load_object(config, _REMEDY)
-        named = {role: values.get(f"{role}_token") for role in ROLES}
-        candidates = {role: [value["content"] if isinstance(value, dict) else value] for role, value in named.items() if value}
-    ids = {role: map(tokenizer.token_to_id, names) for role, names in candidates.items()}
-    known = {role: next((number for number in numbers if number is not None), None) for role, numbers in ids.items()}
-    return {role: number for role, number in known.items() if number is not None}
 
 
 def _without_nulls(value: Any) -> Any:

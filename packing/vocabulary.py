@@ -5,49 +5,34 @@ Byte-level means that every text can be encoded and comes back exactly, whatever
 
 from __future__ import annotations
 
-import itertools
 import json
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from foundation.errors import InputError
-from foundation.files import remove_own_folder
 from foundation.progress import Progress, say
-from foundation.reading import reason_of, unusable_text
-from packing.chunks import read_chunk
-from packing.records import TextTemplate
+from packing.records import TextTemplate, read_chunk
 from packing.settings import DataSettings
 from packing.sources import open_source
 
 END_OF_TEXT = "<|endoftext|>"  # closes every document, and pads
 _BYTES = 256  # tokens that any text can be written with
-_MOST = 2**24  # tokens: far more than any model has; the library takes memory for all at once
-_UNFINISHED = ".unfinished"
-_OWN = re.compile(r"tokenizer(_config)?\.json")  # what lies in an unfinished folder of ours
 
 
 def make_tokenizer(
     settings: DataSettings, folder: Path, vocabulary: int, *, special: Sequence[str] = (), most_bytes: int = 10**9
 ) -> Tokenizer:
-    """Train a tokenizer on `settings.source` and save it in `folder`, which appears whole or not at all.
+    """Train a tokenizer on `settings.source` and save it in `folder`.
 
     The text is read from the beginning on, `most_bytes` of it at most: more does not make better words, and takes memory. Raises
-    InputError where the source cannot be read, `folder` exists or cannot be made, or the vocabulary leaves no room for words.
+    InputError where the source cannot be read, `folder` exists, or the vocabulary leaves no room for words.
     """
-    if folder.exists() or folder.is_symlink():
+    if folder.exists():
         raise InputError(f"--out {folder}: exists already and is never written over; name another folder or move it away")
     if vocabulary <= (least := _BYTES + 1 + len(special)):
         raise InputError(f"--vocabulary {vocabulary}: {least} ids are bytes and special tokens; ask for more, 8192 say")
-    if vocabulary > _MOST:
-        raise InputError(f"--vocabulary {vocabulary}: {_MOST:,} tokens are the most that can be learnt; ask for fewer, 8192 say")
-    if END_OF_TEXT in special or len(set(special)) < len(special) or "" in special:
-        raise InputError(f"--special: each is a text of its own, and {END_OF_TEXT} is there already")
-    if unusable := next(filter(None, map(unusable_text, special)), None):
-        raise InputError(f"--special: {unusable}; name a text")
-    _make_unfinished(folder).rmdir()  # what hinders it is said before the text is read
     template, done = TextTemplate.parse(settings.text), 0
     source = open_source(settings, template)
     say(f"reading {source.description}")
@@ -64,10 +49,9 @@ def make_tokenizer(
                         return
                 line.update(done, chunk.progress)
 
-    found = texts()
-    if (first := next(found, None)) is None:
+    tokenizer = train_tokenizer(texts(), vocabulary, special)
+    if not done:
         raise InputError(f"data.source: {settings.source}: no document with any text")
-    tokenizer = train_tokenizer(itertools.chain([first], found), vocabulary, special)
     save_tokenizer(tokenizer, folder)
     return tokenizer
 
@@ -91,30 +75,13 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int, special: Sequence[str
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json; `folder` appears whole or not at all. Raises InputError."""
-    unfinished = _make_unfinished(folder)
+    """Write tokenizer.json and tokenizer_config.json into `folder`, which is made. Raises OSError."""
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": END_OF_TEXT,
         "pad_token": END_OF_TEXT,
         "clean_up_tokenization_spaces": False,  # code is not prose: "a , b" must not come back as "a, b"
     }
-    try:
-        (unfinished / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
-        (unfinished / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        unfinished.replace(folder)
-    except OSError as error:
-        raise InputError(
-            f"--out {folder}: cannot be written: {reason_of(error)}; put that right, or name another folder"
-        ) from None
-
-
-def _make_unfinished(folder: Path) -> Path:
-    """An empty folder beside `folder`, in place of what a killed process has left there. InputError for somebody else's."""
-    unfinished = folder.with_name(folder.name + _UNFINISHED)
-    try:
-        remove_own_folder(unfinished, _OWN)
-        unfinished.mkdir(parents=True)
-    except OSError as error:
-        raise InputError(f"--out {folder}: cannot be made: {reason_of(error)}; name another folder") from None
-    return unfinished
+    folder.mkdir(parents=True)
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

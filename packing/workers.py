@@ -18,16 +18,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from foundation.errors import InputError
-from packing.chunks import Chunk, Records, Texts, read_chunk
-from packing.records import Ids, Rendered
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+from packing.records import Ids, Rendered, read_chunk
+from packing.sources import Chunk, Records
 
 START = multiprocessing.get_context("spawn")
 
@@ -57,7 +53,44 @@ class ChunkTokenizer:
         self._tokenizer.post_processor = None
 
     def __call__(self, chunk: Chunk) -> Tokenized:
-        return tokenize(chunk, read_chunk(chunk, self._records, self._skip_bad), self._tokenizer, self._tail)
+        """A document without tokens of its own is left out: many tokenizers give none for blanks."""
+        read = read_chunk(chunk, self._records, self._skip_bad)
+        documents, trained = read.documents, None
+        if documents and isinstance(documents[0], Ids):
+            ids = np.concatenate([each.tokens for each in documents])
+            lengths = np.array([len(each.tokens) for each in documents], np.int64)
+            trained = None if documents[0].trained is None else np.concatenate([each.trained for each in documents])
+        elif documents and isinstance(documents[0], Rendered):
+            ids, lengths, trained = self._of_chats(documents)
+        else:
+            ids, lengths = self._of_texts(documents)
+        empty = read.empty + len(documents) - len(lengths)
+        return Tokenized(ids, lengths, trained, read.skipped, read.first_skipped, empty, chunk.progress)
+
+    def _of_texts(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        ids: list[int] = []  # one list for all: an array for each short document would take more memory than its tokens
+        ends = [0]
+        # encode_batch_fast computes no character offsets.
+        for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False):
+            if own := encoding.ids:
+                ids += own
+                ids += self._tail
+                ends.append(len(ids))
+        return np.array(ids, np.uint32), np.diff(ends).astype(np.int64)
+
+    def _of_chats(self, chats: list[Rendered]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """A token is trained on where it has a character of an answer. A chat of which no token is has nothing to teach."""
+        ids: list[int] = []
+        ends, masks = [0], [np.zeros(0, bool)]
+        encodings = self._tokenizer.encode_batch([chat.text for chat in chats], add_special_tokens=False)
+        for chat, encoding in zip(chats, encodings, strict=True):
+            begins, stops = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+            trained = np.logical_or.reduce([(begins < stop) & (stops > begin) for begin, stop in chat.answers])
+            if trained.any():
+                ids += encoding.ids
+                ends.append(len(ids))
+                masks.append(trained)
+        return np.array(ids, np.uint32), np.diff(ends).astype(np.int64), np.concatenate(masks)
 
 
 class TokenizerWorkers:
@@ -96,7 +129,8 @@ class TokenizerWorkers:
 
 @contextmanager
 def _importing_nothing_of_the_caller() -> Iterator[None]:
-    """Processes that are started in the block import neither the caller's script again nor modules of the current folder."""
+    """Processes that are started in the block import neither the caller's script again, as the launcher with torch, nor modules
+    that lie in the current folder."""
     main, safe = sys.modules["__main__"], os.environ.get("PYTHONSAFEPATH", "")
     sys.modules["__main__"], os.environ["PYTHONSAFEPATH"] = ModuleType("__main__"), "1"
     try:
@@ -120,57 +154,3 @@ def _begin(tokenizer: Path, records: Records, skip_bad: bool, tail: list[int]) -
 
 def _tokenize(chunk: Chunk) -> Tokenized:
     return _worker(chunk)
-
-
-def tokenize(chunk: Chunk, texts: Texts, tokenizer: Tokenizer, tail: list[int]) -> Tokenized:
-    """A document without tokens of its own is left out: many tokenizers give none for blanks. InputError for one that the
-    tokenizer cannot encode."""
-    documents, trained = texts.documents, None
-    first = documents[0] if documents else None
-    if isinstance(first, Ids):
-        ids = np.concatenate([each.tokens for each in documents])
-        lengths = np.array([len(each.tokens) for each in documents], np.int64)
-        trained = None if first.trained is None else np.concatenate([each.trained for each in documents])
-    else:
-        try:
-            if isinstance(first, Rendered):
-                ids, ends, trained = _of_chats(documents, tokenizer)
-            else:
-                ids, ends = _of_texts(documents, tokenizer, tail)
-        except Exception as error:
-            if type(error) is not Exception:  # the library knows no narrower class for what its vocabulary lacks
-                raise
-            raise InputError(
-                f"{chunk.origin}: from record {chunk.first} on is a text that the tokenizer cannot encode: {error}; name one "
-                "(data.tokenizer) with a token for what it does not know, or one of bytes"
-            ) from None
-        ids, lengths = np.array(ids, np.uint32), np.diff(ends).astype(np.int64)
-    empty = texts.empty + len(documents) - len(lengths)
-    return Tokenized(ids, lengths, trained, texts.skipped, texts.first_skipped, empty, chunk.progress)
-
-
-def _of_texts(texts: list[str], tokenizer: Tokenizer, tail: list[int]) -> tuple[list[int], list[int]]:
-    ids: list[int] = []  # one list for all: an array for each short document would take more memory than its tokens
-    ends = [0]
-    # encode_batch_fast computes no character offsets.
-    for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
-        if own := encoding.ids:
-            ids += own
-            ids += tail
-            ends.append(len(ids))
-    return ids, ends
-
-
-def _of_chats(chats: list[Rendered], tokenizer: Tokenizer) -> tuple[list[int], list[int], np.ndarray]:
-    """A token is trained on where it has a character of an answer. A chat of which no token is has nothing to teach: left out."""
-    ids: list[int] = []
-    ends, masks = [0], [np.zeros(0, bool)]
-    encodings = tokenizer.encode_batch([chat.text for chat in chats], add_special_tokens=False)
-    for chat, encoding in zip(chats, encodings, strict=True):
-        begins, stops = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
-        trained = np.logical_or.reduce([(begins < stop) & (stops > begin) for begin, stop in chat.answers])
-        if trained.any():
-            ids += encoding.ids
-            ends.append(len(ids))
-            masks.append(trained)
-    return ids, ends, np.concatenate(masks)

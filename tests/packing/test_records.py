@@ -86,6 +86,8 @@ def test_tokens_and_labels_are_taken_as_they_are(tmp_path: Path, tokenizer_file:
 
 
 ODD = "{% for m in messages %}{{ loop.length }}{{ m.content }}{% endfor %}"
+IN_PYTHON = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+LISTS = [{"role": "user", "content": [{"type": "text"}]}, {"role": "assistant", "content": "x"}]
 
 
 @pytest.mark.parametrize(
@@ -97,6 +99,9 @@ ODD = "{% for m in messages %}{{ loop.length }}{{ m.content }}{% endfor %}"
         ({"m": CHATS[1]}, {"messages": "m", "chat_template": ODD}, "generation"),
         ({"m": CHATS[0]}, {"messages": "m", "chat_template": "{{ messages[9].content.x }}"}, "does not take this chat"),
         ({"m": CHATS[0]}, {"messages": "m", "chat_template": "{{ strftime_now('%Y') }}"}, "does not take this chat"),
+        ({"m": CHATS[0]}, {"messages": "m", "chat_template": IN_PYTHON}, "does not take this chat"),
+        ({"m": CHATS[0]}, {"messages": "m", "chat_template": "{% for %}"}, "data.chat_template"),
+        ({"m": LISTS}, {"messages": "m", "chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}, "message 1"),
         ({"m": CHATS[0]}, {"messages": "m"}, "data.chat_template"),
         ({"m": CHATS[0]}, {"messages": "m", "chat_template": "absent.jinja"}, "data.chat_template: absent.jinja"),
         ({"q": " ", "a": "x"}, {"prompt": "q", "response": "a", "chat_template": CHATML}, "prompt"),
@@ -113,25 +118,16 @@ def test_a_record_that_cannot_be_used_is_one_message(
         packed(tmp_path, tokenizer_file, [record], **settings)
 
 
-def test_a_template_cannot_reach_python(tmp_path: Path, tokenizer_file: Path) -> None:
-    template = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
-    with pytest.raises(InputError, match="does not take this chat"):
-        packed(tmp_path, tokenizer_file, [{"m": CHATS[0]}], messages="m", chat_template=template)
-
-
 @pytest.mark.parametrize(
     "values",
     [
         {"prompt": "q"},
         {"messages": "m", "input_ids": "i"},
         {"labels": "l"},
-        {"chat_template": CHATML},
         {"text": "t", "messages": "m"},
-        {"source": ""},
         {"tokenizer": None},
         {"held_out": 0.1, "validation": {"split": "test"}},
         {"sources": [{"source": "x", "weight": 1}]},
-        {"end_token": 0},
         {"validation": {}},
     ],
     ids=str,
@@ -160,9 +156,6 @@ def test_a_source_has_the_keys_of_all_that_it_leaves_open() -> None:
 
 
 def test_weights_are_shares_of_their_sum() -> None:
-    thirds = DataSettings(packs="p", tokenizer="t", sources=[{"source": name, "weight": 0.333333} for name in "abc"])
-    assert [each.weight for each in thirds.sources] == pytest.approx([1 / 3] * 3, abs=1e-12)
-    exact = DataSettings(
-        packs="p", tokenizer="t", sources=[{"source": n, "weight": w} for n, w in zip("ab", (0.7, 0.3), strict=True)]
-    )
-    assert [each.weight for each in exact.sources] == [0.7, 0.3]
+    thirds = [{"source": name, "weight": 0.333333} for name in "abc"]
+    settings = DataSettings(packs="p", tokenizer="t", sources=thirds)
+    assert [each.weight for each in settings.sources] == pytest.approx([1 / 3] * 3, abs=1e-12)
