@@ -17,7 +17,6 @@ import os
 import signal
 import sys
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 if __name__ == "__main__":  # importing takes seconds; until the loop can save, Ctrl-C just ends the process, without a traceback
@@ -70,7 +69,7 @@ from pretrain.run.parity import find_parity, require_parity
 from pretrain.run.previews import plan_launch
 from pretrain.run.recording import due, end_records, log, record_of_step, recorder_of, statistics_of_step
 from pretrain.run.resume import begin_stream, keep_findings, new_past, take_up, where_to_resume
-from pretrain.run.rollback import halted, judge_weights, oldest_checkpoint, roll_back
+from pretrain.run.rollback import halted, judge_weights, roll_back
 from pretrain.run.running import Run
 from pretrain.run.streaming import ending_stream, pack_stream, reading_stream, tell_stream, wait_for_packs
 from pretrain.run.switching import follow_the_schedule, go_on_as_scheduled
@@ -306,8 +305,8 @@ def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDeci
 
     # Update, unless the figures say that it would do harm.
     labelled = batches.valid_tokens > 0
-    oldest = partial(oldest_checkpoint, run) if run.checkpoints.latest else None
-    decision = run.health.check(state.step + 1, loss, gradient_norm, oldest=oldest, labelled=labelled)
+    can_go_back = run.checkpoints.latest is not None
+    decision = run.health.check(state.step + 1, loss, gradient_norm, can_go_back=can_go_back, labelled=labelled)
     if decision.proceed:
         optimizer.step(clip_coefficient=clip_coefficient)
     elif decision.action == "skip":

@@ -24,7 +24,6 @@ import torch
 from foundation.errors import InputError
 from foundation.units import TERA
 from pretrain.metrics.flops import ModelFlops
-from pretrain.metrics.profile import copy_bandwidth
 from pretrain.model.huggingface import build_on_meta, load_config
 from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import Recipe
@@ -80,6 +79,19 @@ def measure(recipe: Recipe) -> dict[str, Any]:
         "copy_bytes_per_second": copy_bandwidth(device, COPIED),
         "floors": floors(products, seconds, recipe.batch.tokens / tokens),
     }
+
+
+def copy_bandwidth(device: torch.device, size: int) -> float:
+    """Bytes a second, read and written, of a copy of `size` bytes on the GPU."""
+    source = torch.empty(size, dtype=torch.uint8, device=device)
+    target, begin, end = torch.empty_like(source), *(torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(2):  # the second time counts: the first one pays for the memory
+        begin.record()
+        for _ in range(10):
+            target.copy_(source)
+        end.record()
+    torch.cuda.synchronize(device)
+    return 10 * 2 * size / (begin.elapsed_time(end) / 1e3)
 
 
 def stacked_products(flops: ModelFlops) -> list[Product]:

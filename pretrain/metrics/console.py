@@ -14,8 +14,7 @@ import statistics
 import sys
 import textwrap
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
 from foundation.progress import above_bars
@@ -23,39 +22,9 @@ from foundation.tables import or_dash
 from foundation.units import count, duration, memory, percent, three_digits
 
 INDENT = "  "
-RECENT_STEPS = 50
 SAMPLE_WIDTH, WIDEST = 96, 100
 LEAST_ROOM = 20  # columns, below which text is not wrapped to fit
-NARROW = 100  # columns, below which figures stand closer
 BOLD, DIM, YELLOW, PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[33m", "\x1b[0m"
-
-
-class TimeLeft:
-    """Seconds until the last step, from the median of recent steps and the mean time between steps (to evaluate, save) so far."""
-
-    def __init__(self, total_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.total_steps = total_steps
-        self._clock = clock
-        self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
-        self._first_end: float | None = None
-        self._steps_since = 0
-        self._seconds_in_steps = 0.0
-
-    def observe(self, step_ms: float) -> None:
-        """A step has just ended. The first one compiles, so its time is not used; its end is where counting begins."""
-        if self._first_end is None:
-            self._first_end = self._clock()
-        else:
-            self._recent.append(step_ms / 1e3)
-            self._steps_since += 1
-            self._seconds_in_steps += step_ms / 1e3
-
-    def seconds(self, step: int) -> float | None:
-        """Estimate after `step`; None while only the first step of this process has run."""
-        if not self._recent:
-            return None
-        between = max(0.0, self._clock() - self._first_end - self._seconds_in_steps) / self._steps_since
-        return (self.total_steps - step) * (statistics.median(self._recent) + between)
 
 
 class Console:
@@ -65,7 +34,7 @@ class Console:
         self.total_steps = total_steps
         self.enabled = enabled
         self.stream = stream or sys.stdout
-        self.time_left = TimeLeft(total_steps)
+        self._first_end: tuple[int, float] | None = None  # the first step of this process, which compiles, and when it ended
         self._since_line: list[Mapping[str, Any]] = []  # steps that no line has told of yet
         self._told_of_means = False
         self._terminal = self.stream.isatty()
@@ -75,13 +44,11 @@ class Console:
         """The first and the last screen: a title, aligned `label  text` rows, and commands to run next with what each does."""
         self._write("", self._shade(BOLD, title))
         width = max((len(label) for label in rows), default=0) + 2
-        room = self._columns - len(INDENT) - width if self._columns else None
+        room = max((self._columns or sys.maxsize) - len(INDENT) - width, LEAST_ROOM)
         for label, text in rows.items():
-            lines = text.splitlines() or [""]
-            if room is not None and room >= LEAST_ROOM:  # a path or a command is not broken
-                wrap = {"width": room, "break_long_words": False, "break_on_hyphens": False}
-                lines = [piece for line in lines for piece in textwrap.wrap(line, **wrap) or [""]]
-            first, *rest = lines
+            # A path or a command is not broken.
+            wrapped = (textwrap.wrap(line, room, break_long_words=False, break_on_hyphens=False) for line in text.splitlines())
+            first, *rest = [piece for pieces in wrapped for piece in pieces or [""]] or [""]
             self._write(f"{INDENT}{self._shade(DIM, label.ljust(width))}{first}", *(INDENT + " " * width + line for line in rest))
         for what, command in (commands or {}).items():
             self._write("", f"{INDENT}{self._shade(DIM, what)}", f"{INDENT}{INDENT}{command}")
@@ -92,7 +59,8 @@ class Console:
 
         Loss, speed, utilisation and the wait for data are means since the line before, the other figures this step's.
         """
-        self.time_left.observe(record["step_ms"])
+        if self._first_end is None:
+            self._first_end = record["step"], time.monotonic()
         self._since_line.append(record)
         if not show:
             return
@@ -130,7 +98,6 @@ class Console:
 
     def _figures(self, record: Mapping[str, Any]) -> list[tuple[int, str]]:
         """(rank, text) of every figure on a step's line, in order and of constant width. The highest rank is dropped first."""
-        left = self.time_left.seconds(record["step"])
         loss, penalty = (or_dash(record.get(key), "{:.4f}".format).rjust(7) for key in ("loss", "penalty"))
         figures = [
             (0, f"{self._shade(DIM, 'step')} {self._position(record['step'])}"),
@@ -148,16 +115,20 @@ class Console:
             *figures,
             (6, f"{memory(record['memory_gib']):>9}"),
             (7, f"{self._shade(DIM, 'data')} {percent(record['data_wait_ms'] / record['step_ms']):>6}"),
-            (4, f"{duration(left) if left is not None else '…':>9} {self._shade(DIM, 'left')}"),
+            (4, f"{self._time_left(record['step']):>9} {self._shade(DIM, 'left')}"),
         ]
+
+    def _time_left(self, step: int) -> str:
+        """Returns what is left by the mean time of a step so far, with what goes by between steps, but without the first one."""
+        first, ended = self._first_end
+        return duration((self.total_steps - step) * (time.monotonic() - ended) / (step - first)) if step > first else "…"
 
     def _fit(self, figures: list[tuple[int, str]]) -> str:
         """The figures in one line; on a terminal only those that its width has room for, always those of rank 0."""
-        width = self._columns
         while True:
-            line = ("  " if width and width < NARROW else "   ").join(text for _, text in figures)
+            line = "   ".join(text for _, text in figures)
             shown = re.sub(r"\x1b\[\d+m", "", line)  # shades take no width
-            if not width or len(shown) <= width or not max(rank for rank, _ in figures):
+            if self._columns is None or len(shown) <= self._columns or not max(rank for rank, _ in figures):
                 return line
             figures.remove(max(figures, key=lambda figure: figure[0]))
 
@@ -175,12 +146,11 @@ class Console:
     def _write(self, *lines: str) -> None:
         if not self.enabled:
             return
-        encoding = self.stream.encoding or "utf-8"
+        encoding = self.stream.encoding or "utf-8"  # a sample in any script must not end a run whose log is ASCII
+        text = "".join(f"{line}\n" for line in lines).encode(encoding, "replace").decode(encoding)
         try:
             with above_bars(self.stream):
-                for line in lines:
-                    # A sample in any script must not end a run whose log is ASCII.
-                    self.stream.write(line.encode(encoding, "replace").decode(encoding) + "\n")
+                self.stream.write(text)
                 self.stream.flush()
         except OSError:
             # The terminal closed, Ctrl-C ended the `tee` that read our output, or a log's disk is full. The run goes on, since
@@ -198,10 +168,9 @@ def _means(records: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
     means = {key: math.fsum(r[key] * ms for r, ms in zip(records, times, strict=True)) / math.fsum(times) for key in rates}
     means |= {key: statistics.fmean(record[key] for record in records) for key in ("step_ms", "data_wait_ms")}
     for key in ("loss", "penalty"):
-        told = [record[key] for record in records if record.get(key) is not None]
-        finite = [value for value in told if math.isfinite(value)]
-        if all(key in record for record in records):
-            means[key] = statistics.fmean(finite) if finite else math.nan if told else None
+        known = [record[key] for record in records if record.get(key) is not None]
+        if key in records[0]:
+            means[key] = statistics.fmean([value for value in known if math.isfinite(value)] or [math.nan]) if known else None
     return means
 
 

@@ -11,26 +11,23 @@ What others count stands in `pretrain.metrics.flop_formulas`, and how all of the
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from foundation.errors import InputError
 from foundation.units import TERA
 
-# Types whose count a test holds to torch's own, so that no start takes half a second for it.
-BORNE_OUT = {"qwen3", "llama", "qwen2", "gpt2"}
+FORWARD_AND_BACKWARD = 3  # backward takes the gradient with respect to the input and to the weight: two more products
 # What an architecture raises that looks at values on the meta device, which has none, or whose own kernels are not for it.
 _WITHOUT_VALUES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError, ImportError)
-FORWARD_AND_BACKWARD = 3  # backward takes the gradient with respect to the input and to the weight: two more products
 
 
 @dataclass(frozen=True)
@@ -57,11 +54,6 @@ class LowPrecisionProducts:
     head: bool = False  # whether the head's product is one of them
 
 
-def _known(config: PretrainedConfig, *names: str) -> Iterator[int]:
-    """What architectures call one width by several names: those values that are there."""
-    return (value for name in names if (value := getattr(config, name, None)))
-
-
 @dataclass(frozen=True)
 class Shape:
     """The sizes that formulas ask for, under the field's names; read from a Hugging Face configuration."""
@@ -78,30 +70,28 @@ class Shape:
     def of(cls, model: PreTrainedModel) -> Shape:
         """InputError where the configuration lacks one of the sizes, or has one for each layer."""
         try:
-            shape = cls._in(model.config.get_text_config())
-            reason = next(
-                (f"`{name}` is said for each layer" for name, size in vars(shape).items() if not isinstance(size, int)), None
+            config: PretrainedConfig = model.config.get_text_config()
+            heads, hidden = config.num_attention_heads, config.hidden_size
+
+            def known(*names: str) -> Iterator[int]:  # architectures call one width by several names
+                return (value for name in names if (value := getattr(config, name, None)))
+
+            one_head = getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False)
+            shape = cls(
+                layers=config.num_hidden_layers,
+                hidden=hidden,
+                heads=heads,
+                kv_heads=1 if one_head else next(known("num_key_value_heads", "num_kv_heads"), heads),
+                head_dim=getattr(config, "head_dim", None) or hidden // heads,
+                feed_forward=next(known("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"), 4 * hidden),
+                vocabulary=config.vocab_size,
             )
+            reason = next((f"`{key}` is said for each layer" for key, size in vars(shape).items() if type(size) is not int), None)
         except (AttributeError, ValueError, RuntimeError) as error:
             reason = str(error).partition(". ")[0]
         if reason:
             raise InputError(f"model: {type(model).__name__} is not of equal layers with attention: {reason}; name another")
         return shape
-
-    @classmethod
-    def _in(cls, config: PretrainedConfig) -> Shape:
-        heads, hidden = config.num_attention_heads, config.hidden_size
-        one_head = getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False)
-        of_keys = 1 if one_head else next(_known(config, "num_key_value_heads", "num_kv_heads"), heads)
-        return cls(
-            layers=config.num_hidden_layers,
-            hidden=hidden,
-            heads=heads,
-            kv_heads=of_keys,
-            head_dim=getattr(config, "head_dim", None) or hidden // heads,
-            feed_forward=next(_known(config, "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"), 4 * hidden),
-            vocabulary=config.vocab_size,
-        )
 
     @property
     def query_width(self) -> int:
@@ -115,8 +105,8 @@ class ModelFlops:
 
     shape: Shape
     matrices: tuple[WeightMatrix, ...]
-    # Weights in no known product or embedding, such as stacked experts, and modules that multiply otherwise than once a forward,
-    # by their shapes; empty: the count is complete.
+    # Weights in no known product or embedding, such as stacked experts, or what a forward multiplies otherwise than the model's
+    # shapes say, such as layers that run several times; empty: the count is complete.
     uncounted: tuple[str, ...]
     parameters: int  # tied weights once
     embedding_parameters: int  # input embeddings, learned positions among them
@@ -126,18 +116,20 @@ class ModelFlops:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelFlops:
-        """Count `model`, which may be on the meta device; before its layers are fused or converted to another precision.
+        """Count `model`, which is on the meta device, before its layers are fused or converted to another precision.
 
-        A head counts as a product, also if it shares its weight with the embedding; looking up an embedding does not count.
+        A head counts as a product, also if it shares its weight with the embedding; looking up an embedding does not count. The
+        count is held against what torch sees in a forward of the model.
         """
         embeddings = {id(m.weight): m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding)}
         token_weight, head = model.get_input_embeddings().weight, model.get_output_embeddings()
-        matrices = tuple(_matrices(model, head))
+        shape, matrices = Shape.of(model), tuple(_matrices(model, head))
         known = set(embeddings) | {id(model.get_submodule(matrix.name).weight) for matrix in matrices}
+        unknown = tuple(name for name, p in model.named_parameters() if p.ndim >= 2 and id(p) not in known)
         return cls(
-            shape=Shape.of(model),
+            shape=shape,
             matrices=matrices,
-            uncounted=tuple(name for name, p in model.named_parameters() if p.ndim >= 2 and id(p) not in known),
+            uncounted=unknown or tuple(_multiplied_otherwise(model, shape, matrices)),
             parameters=sum(p.numel() for p in model.parameters()),
             embedding_parameters=sum(embeddings.values()),
             position_parameters=sum(size for key, size in embeddings.items() if key != id(token_weight)),
@@ -145,18 +137,11 @@ class ModelFlops:
             layer_norm=any(isinstance(module, nn.LayerNorm) for module in model.modules()),
         )
 
-    def borne_out_by(self, model: PreTrainedModel) -> ModelFlops:
-        """Itself, with what a forward of `model`, on the meta device, multiplies otherwise among the `uncounted`: layers that run
-        several times, attention with other widths than its configuration says. Where none can be run there it stays as it is."""
-        crossed = getattr(model.config, "add_cross_attention", False)  # whose weights no forward here uses
-        known = self.uncounted or (model.config.model_type in BORNE_OUT and not crossed)
-        return self if known else replace(self, uncounted=_multiplied_otherwise(model, self))
-
     @property
     def left_out(self) -> str:
         """What to know of the `uncounted`, where there are some."""
-        number, first = len(self.uncounted), self.uncounted[0]
-        return f"FLOPs are not complete: {number} weights or modules are in no known product, or run more than once: {first}, ..."
+        more = ", ..." if len(self.uncounted) > 1 else ""
+        return f"FLOPs are not complete, as shapes of weights do not tell them: {self.uncounted[0]}{more}"
 
     @property
     def gated(self) -> bool:
@@ -202,33 +187,33 @@ class ModelFlops:
         return {**parts, "attention products": self.per_squared_length * sum_squared_lengths}
 
 
-def _multiplied_otherwise(model: PreTrainedModel, flops: ModelFlops) -> tuple[str, ...]:
-    names, calls, widths = {id(module): name for name, module in model.named_modules()}, Counter[str](), Counter[str]()
+def _multiplied_otherwise(model: PreTrainedModel, shape: Shape, matrices: tuple[WeightMatrix, ...]) -> Iterator[str]:
+    """Yields what a forward of `model`, on the meta device, multiplies otherwise than its shapes say: layers that run several
+    times or never, attention of other widths. Nothing for an architecture that cannot run there."""
+    widths: list[int] = []  # of scores, and of their sum over values
 
     def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any) -> tuple[Tensor, None]:
         batch, heads, tokens, width = query.shape
-        widths[names[id(module)]] += heads * (width + value.shape[-1])  # of scores, and of their sum over values
+        widths.append(heads * (width + value.shape[-1]))
         return query.new_empty(batch, tokens, heads, value.shape[-1]), None
 
-    def count(name: str, *_: Any) -> None:  # returns nothing: what a forward hook returns would replace the output
-        calls[name] += 1
-
     AttentionInterface.register("counted", attend)
-    tokens = torch.zeros((1, 2), dtype=torch.long, device="meta")
-    linears = [matrix.name for matrix in flops.matrices if matrix.part != "head"]
-    with ExitStack() as restored, torch.no_grad():
-        restored.callback(model.set_attn_implementation, model.config._attn_implementation)
-        for name in linears:
-            restored.callback(model.get_submodule(name).register_forward_hook(partial(count, name)).remove)
-        try:
-            model.set_attn_implementation("counted")
+    attention, tokens = model.config._attn_implementation, torch.zeros((1, 2), dtype=torch.long, device="meta")
+    try:
+        model.set_attn_implementation("counted")
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
             model.base_model(input_ids=tokens, position_ids=tokens, use_cache=False)
-        except _WITHOUT_VALUES:  # what has no meaning there says nothing of the products
-            return ()
-    odd = [name for name in linears if calls[name] != 1]
-    if sum(widths.values()) != 2 * flops.shape.layers * flops.shape.query_width:
-        odd += widths
-    return tuple(odd)
+    except _WITHOUT_VALUES:
+        return
+    finally:
+        model.set_attn_implementation(attention)
+    counts = counter.get_flop_counts()["Global"]  # a rotation's angles may be a `bmm`, which is none of these matrices
+    seen = counts.get(torch.ops.aten.mm, 0) + counts.get(torch.ops.aten.addmm, 0)
+    counted = tokens.numel() * sum(matrix.forward_flops for matrix in matrices if matrix.part != "head")
+    if seen != counted:
+        yield f"a forward has {seen / counted:.3g} times the products of its linears"
+    if widths and sum(widths) != 2 * shape.layers * shape.query_width:
+        yield f"attention is {sum(widths) / (2 * shape.layers * shape.query_width):.3g} times as wide as its configuration says"
 
 
 def _matrices(model: nn.Module, head: nn.Module | None) -> Iterator[WeightMatrix]:

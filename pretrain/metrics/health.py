@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -77,7 +77,7 @@ class Health:
         self._consecutive_skips = 0
         self._in_spike = False
         self._losses: deque[float] = deque(maxlen=WINDOW)
-        self._frozen_said = self._unlabelled_said = False  # by this process
+        self._warned: set[str] = set()  # by this process
 
     @property
     def may_skip(self) -> bool:
@@ -85,22 +85,21 @@ class Health:
         return "skip" in (self.settings.on_nan, self.settings.on_spike)
 
     def check(
-        self, step: int, loss: float, gradient_norm: float, *, oldest: Callable[[], int] | None = None, labelled: bool = True
+        self, step: int, loss: float, gradient_norm: float, *, can_go_back: bool = False, labelled: bool = True
     ) -> StepDecision:
         """Check a step's mean `loss` (nats per token) and the norm of its whole gradient. Of a step that is not `labelled`, the
         loss of 0 tells nothing of what is usual.
 
         It stops where the settings say so, after CONSECUTIVE_SKIPS skipped steps in a row, and where it should go back but has
-        done so MOST_ROLLBACKS times or there is no checkpoint to go to. `oldest`: where there is one, asked then for the step of
-        the oldest, which helps only where it is from before the weights at fault.
+        done so MOST_ROLLBACKS times or there is no checkpoint to go to (`can_go_back`).
         """
         figures = {"loss": loss, "gradient norm": gradient_norm}
         broken = [f"the {name} is {value}" for name, value in figures.items() if not math.isfinite(value)]
         if broken:
-            return self._decide(step, "on_nan", " and ".join(broken), oldest)
+            return self._decide(step, "on_nan", " and ".join(broken), can_go_back)
         reason = self._spike(loss) if labelled and self.settings.on_spike != "ignore" else None
         if reason and self.settings.on_spike != "warn":
-            return self._decide(step, "on_spike", reason, oldest)
+            return self._decide(step, "on_spike", reason, can_go_back)
         self._consecutive_skips = 0
         if labelled:
             self._losses.append(loss)
@@ -109,93 +108,79 @@ class Health:
     def judge_overflow(self, names: Sequence[str], *, can_go_back: bool) -> StepDecision:
         """What to do where the last update has left infinity or NaN in weights, called `names`, though its loss and gradient were
         finite: go back where `on_nan` wants that, and else stop, since there is no step to skip any more."""
-        reason, no_way_back = "the update has overflowed", self._no_way_back(can_go_back)
+        reason = "the update has overflowed"
         if self.settings.on_nan == "rollback":
-            if not no_way_back:
+            if not (no_way_back := self._no_way_back(can_go_back)):
                 return StepDecision("rollback", f"{reason}, in {some_of(names)}")
             reason += no_way_back
         return StepDecision("stop", f"{reason}, and this step is not saved")
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and lists, which JSON keeps exactly."""
-        state = {
+        return {
             "losses": list(self._losses),
             "in_spike": self._in_spike,
             "skipped_steps": self.skipped_steps,
             "consecutive_skips": self._consecutive_skips,
+            "rollbacks": self.rollbacks,
         }
-        return state | ({"rollbacks": self.rollbacks} if self.rollbacks else {})
 
     def load_state_dict(self, state: dict[str, Any], *, anew: bool = False) -> None:
         """`anew`: for a run that begins with another's state, whose losses tell what is usual, and whose counts are not its."""
         self._losses = deque(state["losses"], maxlen=WINDOW)
         self._in_spike = state["in_spike"]
         self.skipped_steps = 0 if anew else state["skipped_steps"]
-        self.rollbacks = 0 if anew else state.get("rollbacks", 0)
+        self.rollbacks = 0 if anew else state["rollbacks"]
         self._consecutive_skips = state["consecutive_skips"]
 
-    def frozen_warning(self, step: int, share: float, most: Mapping[str, float]) -> str | None:
-        """The first time that many updates are lost, which parameters lose `most` of theirs (shares by name) and what to do."""
-        if self._frozen_said or not most:
-            return None
-        self._frozen_said = True
-        names = ", ".join(f"{name} ({percent(part)})" for name, part in most.items())
-        return (
-            f"step {step}: {percent(share)} of all updates were too small to change the stored weights, most of them in {names}; "
-            "`weights: bf16_exact` keeps every update"
-        )
+    def warnings_of(self, step: int, frozen: float, most_frozen: Mapping[str, float], valid_tokens: int) -> Iterator[str]:
+        """Yields, the first time in this process, that many updates are lost (a share of all, and of parameters by name), and
+        that no token of a step has a label, so that it has no loss."""
+        if most_frozen and "frozen" not in self._warned:
+            self._warned.add("frozen")
+            names = ", ".join(f"{name} ({percent(part)})" for name, part in most_frozen.items())
+            yield (
+                f"step {step}: {percent(frozen)} of all updates were too small to change the stored weights, most of them in "
+                f"{names}; `weights: bf16_exact` keeps every update"
+            )
+        if not valid_tokens and "unlabelled" not in self._warned:
+            self._warned.add("unlabelled")
+            yield (
+                f"step {step}: no token of its packs has a label, so it has no loss, and neither means nor curves count it; take "
+                "more packs a step (`batch.tokens`)"
+            )
 
-    def unlabelled_warning(self, step: int, valid_tokens: int) -> str | None:
-        """The first time that no token of a step has a label: it has no loss, and means pass over it."""
-        if self._unlabelled_said or valid_tokens:
-            return None
-        self._unlabelled_said = True
-        return (
-            f"step {step}: no token of its packs has a label, so it has no loss, and neither means nor curves count it; take "
-            "more packs a step (`batch.tokens`)"
-        )
-
-    def _decide(
-        self, step: int, key: Literal["on_nan", "on_spike"], reason: str, oldest: Callable[[], int] | None
-    ) -> StepDecision:
-        wanted, can_go_back = getattr(self.settings, key), oldest is not None
-        no_way_back = self._no_way_back(can_go_back)
+    def _decide(self, step: int, key: Literal["on_nan", "on_spike"], reason: str, can_go_back: bool) -> StepDecision:
+        wanted, no_way_back = getattr(self.settings, key), self._no_way_back(can_go_back)
         if wanted == "skip" and self._consecutive_skips < CONSECUTIVE_SKIPS:
             self.skipped_steps += 1
             self._consecutive_skips += 1
             return StepDecision("skip", f"step {step} skipped: {reason} ({self.skipped_steps} skipped so far)")
         if wanted == "rollback" and not no_way_back:
             return StepDecision("rollback", reason)
-
         if wanted == "skip":
             reason += f", and the {CONSECUTIVE_SKIPS} steps before it were skipped for the like without effect"
         elif wanted == "rollback":
             reason += no_way_back
-        updated = step - 1 - self._consecutive_skips
-        untouched = f"The weights are those of step {updated}, and nothing is saved after it"
-        earlier = oldest is not None and oldest() < updated
-        return StepDecision("stop", f"{reason}. {untouched}", self._remedy(key, wanted, can_go_back, earlier))
+        untouched = f"The weights are those of step {step - 1 - self._consecutive_skips}, and nothing is saved after it"
+        return StepDecision("stop", f"{reason}. {untouched}", self._remedy(key, wanted, can_go_back))
 
     def _no_way_back(self, can_go_back: bool) -> str:
         """The end of a sentence that says why not; empty where there is one."""
-        limit = MOST_ROLLBACKS
-        if self.rollbacks >= limit:
-            return f", and the run has gone back {limit} times already"
+        if self.rollbacks >= MOST_ROLLBACKS:
+            return f", and the run has gone back {MOST_ROLLBACKS} times already"
         return "" if can_go_back else ", and there is no checkpoint yet to go back to (`checkpoint.every`)"
 
-    def _remedy(self, key: str, wanted: str, can_go_back: bool, earlier: bool) -> str:
+    def _remedy(self, key: str, wanted: str, can_go_back: bool) -> str:
         if key == "on_nan":
-            again = "resume from an earlier checkpoint" if earlier else "start again"
+            again = "resume from an earlier checkpoint" if can_go_back else "start again"
             remedy = f"Lower `optimizer.learning_rate` or lengthen `schedule.warmup`, and {again}"
         else:
             remedy = "If the text at this step is as it should be, lower `optimizer.learning_rate` or `optimizer.clip`"
         if self.precision_remedy:
             remedy += f". In this precision also: {self.precision_remedy}"
         if wanted == "stop":
-            others = "`skip` leaves such steps out"
-            if can_go_back:
-                others += ", `rollback` goes back to the last checkpoint and past the data since"
-            remedy += f". `health.{key}`: {others}{', `warn` goes on' if key == 'on_spike' else ''}"
+            remedy += f". `health.{key}`: `skip` leaves such steps out, `rollback` goes back to the last checkpoint"
         return remedy
 
     def _spike(self, loss: float) -> str | None:

@@ -9,7 +9,7 @@ State stays in the process. A resumed run says again what is still so: whoever r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,9 +40,15 @@ class PrecisionHealth:
     def check(self, step: int, records: Sequence[Record]) -> str | None:
         """What has begun at `step`, for the user to read; None if nothing has."""
         scaled = [record for record in records if not (self._keeps_history and record["scale"] == NEVER_SCALED)]
-        said = [message for condition in self.conditions if (message := self._warning(condition, scaled))]
-        said += self._newly_dead(records)
-        return f"step {step}: {'; '.join(said)}" if said else None
+        begun = [warning for condition in self.conditions if (warning := self._warning(condition, scaled))]
+        dead = {(record["layer"], record["operand"]) for record in records if record["amax"] == 0}
+        if new := sorted(dead - self._dead):  # no scale helps them, and their layer is idle
+            begun.append(
+                f"{' '.join(new[0])} is all zeros, of {len(new)} such operands. Its products are zero in any precision: see "
+                "whether the weights it began with are whole; a lower `optimizer.learning_rate` keeps layers from dying"
+            )
+        self._dead = dead
+        return f"step {step}: {'; '.join(begun)}" if begun else None
 
     def _warning(self, condition: Condition, records: Sequence[Record]) -> str | None:
         concerned = [record for record in records if record["operand"] in condition.roles]
@@ -58,20 +64,6 @@ class PrecisionHealth:
             f"{percent(share)} of {worst['layer']}'s {worst['operand']} {condition.what} ({above} of {len(concerned)} such "
             f"operands are above {percent(condition.limit)}). {condition.remedy}"
         )
-
-    def _newly_dead(self, records: Iterable[Record]) -> list[str]:
-        """Operands without a value that is not zero, the first time they are so: no scale helps them, and their layer is idle."""
-        dead = [(record["layer"], record["operand"]) for record in records if record["amax"] == 0]
-        new = [operand for operand in dead if operand not in self._dead]
-        self._dead = set(dead)
-        if not new:
-            return []
-        layer, operand = new[0]
-        others = f", and {len(new) - 1} more operands" if len(new) > 1 else ""
-        return [
-            f"{layer}'s {operand} is all zeros{others}. Its products are zero in any precision: see whether the weights it began "
-            "with are whole and the layer is in use at all; a lower `optimizer.learning_rate` keeps layers from dying"
-        ]
 
 
 class PrecisionWatch:

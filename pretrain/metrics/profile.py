@@ -1,8 +1,8 @@
 """`--profile`: where the time of one step goes, as a trace and as a table by part of the model.
 
 Time is assigned to parts by the names of kernels (on a GPU) or operators (on a CPU), and by whether the loss or the optimizer
-started them: a kernel by the call that launched it, which has the same correlation id. The rest is gaps. Recording takes time
-itself: by as much as the step is longer than the one before it, gaps are recording's own.
+started them: a kernel by the call that launched it, which has the same correlation id. The rest is gaps, in which recording
+itself has its part.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +26,12 @@ from torch.profiler import ProfilerActivity, profile
 from foundation.errors import InputError
 from foundation.files import save_file
 from foundation.tables import markdown
-from foundation.units import TERA, percent
+from foundation.units import percent
 from pretrain.checkpoint.state import TrainState
-from pretrain.metrics.flops import LowPrecisionProducts, ModelFlops
 from pretrain.metrics.run_folder import PROFILE_FILE
 from pretrain.model.loss.head import LOSS_SCOPE
 
 PROFILED = 5  # the step of this process that is recorded: by then everything is compiled and caches are warm
-COPIED = 2**28  # bytes: what is copied to measure how fast a GPU copies
 TRACE_FILE = "profile.json.gz"
 _OPTIMIZER_SCOPE = "Optimizer.step"  # torch's own name for it
 
@@ -60,18 +57,6 @@ _LAUNCHES = ("cuda_runtime", "cuda_driver")
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
-@dataclass(frozen=True)
-class Work:
-    """What the profiled step computed, to compare its parts with the device's limits. Peaks: dense TFLOP/s of one device."""
-
-    flops: ModelFlops | None
-    tokens: int  # of this device
-    sum_squared_lengths: float
-    peak_tflops: float | None
-    low_precision: LowPrecisionProducts | None
-    update_bytes: int  # that this device's optimizer reads and writes
-
-
 class StepProfile:
     """Records one step of this process into `folder`; only the main process does."""
 
@@ -81,7 +66,6 @@ class StepProfile:
         self._device = device
         self._seconds: dict[str, float] = {}
         self._wall = 0.0
-        self._before = float("inf")  # seconds of the step before it, which nobody records
 
     @classmethod
     def of(cls, folder: Path, accelerator: Accelerator, state: TrainState) -> StepProfile | None:
@@ -97,13 +81,9 @@ class StepProfile:
 
     @contextmanager
     def recording(self, step: int) -> Iterator[None]:
-        """Put this around every `step`, which ends when the device has; it does nothing but for the one to record and the one
-        before."""
+        """Put this around every `step`, which ends when the device has; it does nothing but for the one to record."""
         if step != self.step:
-            began = time.perf_counter()
             yield
-            if step == self.step - 1:
-                self._before = time.perf_counter() - began
             return
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._device.type == "cuda" else [])]
         with profile(activities=activities) as recorded:
@@ -119,10 +99,9 @@ class StepProfile:
         else:
             self._seconds = by_operator(recorded.events())
 
-    def table(self, work: Work, data_wait_ms: float) -> str:
+    def table(self, data_wait_ms: float) -> str:
         """The table of the recorded step, in Markdown; also writes it to the folder."""
-        rates = reached(self._seconds, work, copy_bandwidth(self._device))
-        text = render(self._seconds, self._wall, self._before, data_wait_ms / 1e3, rates)
+        text = render(self._seconds, self._wall, data_wait_ms / 1e3)
         save_file(self._folder / PROFILE_FILE, f"{text}\n".encode(), "what it held before is untouched")
         return text
 
@@ -181,49 +160,9 @@ def _scopes(event: FunctionEvent) -> set[str]:
     return names
 
 
-def reached(seconds: Mapping[str, float], work: Work, copied_per_second: float | None) -> dict[str, str]:
-    """The rate that each part of known work reached, and its share of the device's limit."""
-    rates = {}
-    if work.flops is not None:
-        parts = work.flops.by_part(work.tokens, work.sum_squared_lengths)
-        low, peak = work.low_precision, work.peak_tflops
-        done = {
-            "products of the layers": (parts["attention projections"] + parts["mlp"], low.peak_tflops if low else peak),
-            "products of the head": (parts["head"], low.peak_tflops if low and low.head else peak),
-            "attention": (parts["attention products"], peak),
-        }
-        for part, (flops, limit) in done.items():
-            if seconds.get(part):
-                tflops = flops / seconds[part] / TERA
-                rates[part] = f"{tflops:.4g} TFLOP/s" + (f", {percent(tflops / limit)} of the peak" if limit else "")
-    if seconds.get("optimizer"):
-        rate = work.update_bytes / seconds["optimizer"]
-        share = f", {percent(rate / copied_per_second)} of a copy's" if copied_per_second else ""
-        rates["optimizer"] = f"{rate / 1e9:.4g} GB/s{share}"
-    return rates
-
-
-def copy_bandwidth(device: torch.device, size: int = COPIED) -> float | None:
-    """Bytes a second, read and written, of a copy of `size` bytes on the GPU, measured now; None on a CPU, where caches distort
-    it."""
-    if device.type != "cuda":
-        return None
-    source = torch.empty(size, dtype=torch.uint8, device=device)
-    target, begin, end = torch.empty_like(source), *(torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for _ in range(2):  # the second time counts: the first one pays for the memory
-        begin.record()
-        for _ in range(10):
-            target.copy_(source)
-        end.record()
-    torch.cuda.synchronize(device)
-    return 10 * 2 * size / (begin.elapsed_time(end) / 1e3)
-
-
-def render(seconds: Mapping[str, float], wall: float, unrecorded: float, data_wait: float, rates: Mapping[str, str]) -> str:
-    """A Markdown table, the largest part first, gaps last. `unrecorded`: seconds of a step like it that nobody recorded."""
-    gaps = max(wall - sum(seconds.values()) - data_wait, 0.0)
-    of_recording = min(gaps, max(wall - unrecorded, 0.0))
+def render(seconds: Mapping[str, float], wall: float, data_wait: float) -> str:
+    """A Markdown table, the largest part first, gaps last; all times are of one step, in seconds."""
     parts = {**dict(sorted(seconds.items(), key=lambda item: -item[1])), "waiting for data": data_wait}
-    parts |= {"gaps": gaps - of_recording, "gaps, by recording": of_recording}
-    rows = [(part, f"{spent * 1e3:.1f}", percent(spent / wall), rates.get(part, "")) for part, spent in parts.items()]
-    return markdown(("part of a step", "ms", "share", "reaches"), [*rows, ("**the step**", f"{wall * 1e3:.1f}", "", "")])
+    parts["gaps"] = max(wall - sum(parts.values()), 0.0)
+    rows = [(part, f"{spent * 1e3:.1f}", percent(spent / wall)) for part, spent in parts.items()]
+    return markdown(("part of a step", "ms", "share"), [*rows, ("**the step**", f"{wall * 1e3:.1f}", "")])

@@ -17,12 +17,10 @@ from typing import Any
 import yaml
 
 from foundation.errors import InputError
-from foundation.files import PARTIAL, PROOF, REPLACED, save_file, why_unwritable
+from foundation.files import PARTIAL, save_file, why_unwritable
 from foundation.locks import FileLock
-from foundation.reading import reason_of
 from foundation.settings import load_yaml
 
-PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "numpy", "pyarrow")
 MATRIX_FILE = "matrix.json"  # in the folder of a run that is part of a matrix; `pretrain.compare.matrix` writes it
 METRICS_FILE = "metrics.jsonl"
 AUDIT_FILE = "audit.json"  # what runs in which precision, as it was found
@@ -30,14 +28,9 @@ SUMMARY_FILE = "summary.json"  # written at a run's end
 STATISTICS_FILE = "fp8_statistics.jsonl"  # of quantized operands; `pretrain.metrics.precision_health` writes it
 PROFILE_FILE = "profile.md"  # where a step's time went; `pretrain.metrics.profile` writes it
 TRACKERS_FILE = "trackers.json"  # which run each tracker goes on with; `pretrain.metrics.trackers` writes it
-_WRITTEN_WHOLE = (
-    *("config.yaml", "environment.json", AUDIT_FILE, METRICS_FILE, STATISTICS_FILE, SUMMARY_FILE),
-    *("loss.png", MATRIX_FILE, PROFILE_FILE, TRACKERS_FILE),
-)
-_FOLDERS = ("checkpoints", "final")
-_OURS = "|".join(map(re.escape, (*_WRITTEN_WHOLE, PROOF)))
-_LEFTOVER = re.compile(rf"\.({_OURS})({re.escape(REPLACED)}\d+)?\.\d+{re.escape(PARTIAL)}")
+_BEFORE_CONFIG = {MATRIX_FILE, STATISTICS_FILE}  # what may be there of a run that was killed before it wrote its config.yaml
 _OF_EVERY_RECIPE = {"name", "run_dir", "model", "data", "batch", "optimizer", "train", "weights"}  # keys of a run's config.yaml
+PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "numpy", "pyarrow")
 OPTIONAL_PACKAGES = (
     *("transformer-engine", "flash-attn", "flash-attn-4", "cut-cross-entropy", "triton"),
     *("torchao", "liger-kernel"),  # what benchmarks compare with
@@ -47,8 +40,8 @@ OPTIONAL_PACKAGES = (
 class RunFolder(ExitStack):
     """Creates the folder at `path` and locks it for this process; a context manager that releases the lock, as `close` does.
 
-    With several ranks, rank 0 alone locks and writes it; to the others, `owner=False`, it is a set of paths. On a machine whose
-    disk is not rank 0's, one process takes it, too. InputError where the folder cannot be made or another process holds it.
+    With several ranks, rank 0 alone locks and writes it; to the others, `owner=False`, it is a set of paths. InputError where the
+    folder cannot be made or another process holds it.
     """
 
     def __init__(self, path: Path, *, owner: bool = True) -> None:
@@ -62,37 +55,26 @@ class RunFolder(ExitStack):
         self.summary = path / SUMMARY_FILE
         self.loss_plot = path / "loss.png"
         self.final = path / "final"
-        self._lock: FileLock | None = None
-        if owner:
-            self.take()
-
-    def take(self) -> None:
-        """Make the folder and lock it, where this process has not done so."""
-        if self._lock is not None:
+        if not owner:
             return
         try:
-            self._lock = self.enter_context(FileLock(self.path / ".lock", self._refuse))
-            for leftover in self.path.glob(f".*{PARTIAL}"):  # of a killed run: no other process is writing here now
-                if _LEFTOVER.fullmatch(leftover.name) and leftover.is_file():
-                    leftover.unlink()
+            self.enter_context(FileLock(path / ".lock", self._refuse))
+            for leftover in path.glob(f".*{PARTIAL}"):  # of a killed run: no other process is writing here now
+                leftover.unlink()
         except OSError as error:
-            raise InputError(
-                f"{self.path}: cannot be used as the run folder: {reason_of(error)}; set another `run_dir`"
-            ) from None
+            raise InputError(f"{path}: cannot be used as the run folder: {error}; set another `run_dir`") from None
 
     def _refuse(self, holder: str) -> None:
         raise InputError(f"{self.path}: the run folder is in use by {holder}; wait for it or stop it, or set another `run_dir`")
 
     def write_json(self, path: Path, content: Mapping[str, Any]) -> None:
         """Replace the file at `path` by `content`, at no moment half; InputError where the disk refuses."""
-        self._replace(path, json.dumps(content, indent=2).encode() + b"\n")
+        save_file(path, json.dumps(content, indent=2).encode() + b"\n", "what it held before is untouched")
 
     def write_yaml(self, path: Path, content: Mapping[str, Any]) -> None:
         """Does what `write_json` does, in YAML with the keys in their order; `content` is plain JSON-like values."""
-        self._replace(path, yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=120).encode())
-
-    def _replace(self, path: Path, data: bytes) -> None:
-        save_file(path, data, "what it held before is untouched")
+        text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=120)
+        save_file(path, text.encode(), "what it held before is untouched")
 
 
 def check_free(path: Path) -> None:
@@ -112,32 +94,18 @@ def check_writable(path: Path) -> None:
 def check_ours(path: Path) -> None:
     """InputError where `path` is a folder that no run has made, so that nothing of somebody else's is written over.
 
-    A run's is empty, or holds the run's config.yaml, or a checkpoint. The mark of a matrix is there before the run.
+    A run's is empty, or holds the run's config.yaml. The mark of a matrix is there before the run.
     """
     if not path.exists():
         return
     if not path.is_dir():
         raise InputError(f"{path}: cannot be used as the run folder: it is no folder; set another `run_dir`")
-    try:
-        names = sorted(os.listdir(path))
-    except OSError as error:
-        raise InputError(f"{path}: cannot be used as the run folder: {reason_of(error)}; set another `run_dir`") from None
-    for name in names:
-        if (name in _WRITTEN_WHOLE and not (path / name).is_file()) or (name in _FOLDERS and not (path / name).is_dir()):
-            wanted = "folder" if name in _FOLDERS else "file"
-            raise InputError(
-                f"{path / name}: is no {wanted}, which a run would write there; move it away, or set another `run_dir`"
-            )
-    strange = [name for name in names if name not in (".lock", MATRIX_FILE) and not _LEFTOVER.fullmatch(name)]
-    if not strange or any(path.glob("checkpoints/step-*/manifest*.json")):
-        return
-    try:
-        if load_yaml(path / "config.yaml").keys() >= _OF_EVERY_RECIPE:
-            return
-        why = "its config.yaml is not a run's"
-    except InputError as error:
-        why = str(error).removeprefix(f"{path}/") if "config.yaml" in names else "it has no config.yaml of a run"
-    raise InputError(f"{path}: holds {strange[0]} and is no run folder: {why}; set another `run_dir`, or move what is there away")
+    strange = sorted(name for name in os.listdir(path) if not name.startswith(".") and name not in _BEFORE_CONFIG)
+    config = path / "config.yaml"
+    if strange and not (config.is_file() and load_yaml(config).keys() >= _OF_EVERY_RECIPE):
+        raise InputError(
+            f"{path}: holds {strange[0]} and no config.yaml of a run; set another `run_dir`, or move what is there away"
+        )
 
 
 def describe_environment(accelerate: Mapping[str, Any]) -> dict[str, Any]:
@@ -171,12 +139,9 @@ def version_of(package: str) -> str | None:
 
 def _driver() -> str | None:
     """The NVIDIA driver's version as its kernel module states it; None where the module is not visible."""
-    try:
-        text = Path("/proc/driver/nvidia/version").read_text()
-    except OSError:
-        return None
-    match = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", text)
-    return match[1] if match else None
+    path = Path("/proc/driver/nvidia/version")
+    match = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", path.read_text()) if path.exists() else None
+    return match and match[1]
 
 
 def _git(root: Path) -> dict[str, Any] | None:
@@ -187,8 +152,7 @@ def _git(root: Path) -> dict[str, Any] | None:
 
     try:
         top, commit = git("rev-parse", "--show-toplevel", "HEAD").splitlines()
-        if Path(top) != root:
-            return None  # installed somewhere below another project's checkout
-        return {"commit": commit, "dirty": bool(git("status", "--porcelain"))}
+        # Installed, it may lie somewhere below another project's checkout.
+        return {"commit": commit, "dirty": bool(git("status", "--porcelain"))} if Path(top) == root else None
     except (OSError, subprocess.CalledProcessError):
         return None

@@ -30,6 +30,20 @@ from pretrain.settings.recipe import LogSettings
 OTHER_NAMES = {"mfu": "mfu_bf16_peak", "throughput_per_sec": "tokens_per_second", "grad_norm": "gradient_norm"}
 
 
+def errors_of(name: str) -> tuple[type[Exception], ...]:
+    """What a service raises that refuses or is away; most of it is OSError, as that of `requests` is."""
+    own: list[type[Exception]] = []
+    if name == "wandb":
+        import wandb
+
+        own = [wandb.Error]
+    if name == "mlflow":
+        from mlflow.exceptions import MlflowException
+
+        own = [MlflowException]
+    return OSError, ValueError, RuntimeError, *own
+
+
 @dataclass
 class Service:
     """One of accelerate's trackers, of the run that the service knows by `id`."""
@@ -42,17 +56,16 @@ class Service:
     def build(self, log: LogSettings, run_dir: Path, resumed_step: int) -> GeneralTracker:
         """The tracker as accelerate makes it, which goes on with the run where the service can."""
         make, title = LOGGER_TYPE_TO_CLASS[self.name], run_dir.name
-        if self.name == "tensorboard":  # purge_step takes back what a killed run logged beyond its checkpoint
-            return make("tensorboard", run_dir, purge_step=resumed_step + 1 if resumed_step else None)
-        if self.name == "wandb":
-            # A sweep's agent and WANDB_RUN_ID name the run themselves.
-            given = os.environ.get("WANDB_SWEEP_ID") or os.environ.get("WANDB_RUN_ID")
-            named = {} if given else {"id": self.id, "resume": "allow"}
-            return make(log.project, dir=str(run_dir), name=title, **named)
-        if self.name == "mlflow":
-            return make(log.project, run_name=title)
-        if self.name == "trackio":  # it finds a run by its name alone
-            return make(log.project, name=f"{title}-{self.id}", resume="allow")
+        match self.name:
+            case "tensorboard":  # purge_step takes back what a killed run logged beyond its checkpoint
+                return make("tensorboard", run_dir, purge_step=resumed_step + 1 if resumed_step else None)
+            case "wandb":  # a sweep's agent and WANDB_RUN_ID name the run themselves
+                given = os.environ.get("WANDB_SWEEP_ID") or os.environ.get("WANDB_RUN_ID")
+                return make(log.project, dir=str(run_dir), name=title, **({} if given else {"id": self.id, "resume": "allow"}))
+            case "mlflow":
+                return make(log.project, run_name=title)
+            case "trackio":  # it finds a run by its name alone
+                return make(log.project, name=f"{title}-{self.id}", resume="allow")
         return make(log.project, run_dir) if make.requires_logging_directory else make(log.project)
 
     def start(self, log: LogSettings, run_dir: Path, resumed_step: int, config: Mapping[str, Any]) -> None:
@@ -63,31 +76,29 @@ class Service:
             self.tracker.start()
             self.tracker.store_init_configuration(scalars)
         except errors_of(self.name) as error:
-            remedy = "`wandb login` again, or WANDB_MODE=offline" if self.name == "wandb" else "mend that, or take it out"
-            raise InputError(f"`log.trackers`: {self.name} does not start: {error}; {remedy}") from None
+            raise InputError(f"`log.trackers`: {self.name} does not start: {error}; mend that, or take it out") from None
 
-    def attempt(self, what: Callable[[GeneralTracker], object]) -> None:
-        """Do `what` with the tracker; where the service fails, say so once, and leave it alone from then on."""
+    def attempt(self, act: Callable[[GeneralTracker], object]) -> None:
+        """Call `act` with the tracker; where the service fails, say so once, and leave it alone from then on."""
         if self.failed:
             return
         try:
-            what(self.tracker)
+            act(self.tracker)
         except errors_of(self.name) as error:
             self.failed = True
             logging.getLogger(__name__).warning(
-                "`log.trackers`: %s has failed and gets nothing more until the next start: %s. metrics.jsonl has every step",
-                self.name,
-                error,
+                "`log.trackers`: %s has failed and gets nothing more until the next start: %s", self.name, error
             )
 
     def log(self, record: Mapping[str, Any]) -> None:
         """What the service can show of a line of `metrics.jsonl`: the numbers of a step or an evaluation, and samples."""
+        step = record["step"]
         if "samples" in record:
-            self.attempt(lambda tracker: log_samples(self.name, tracker, record["samples"], record["step"]))
+            self.attempt(lambda tracker: log_samples(self.name, tracker, record["samples"], step))
         elif record.get("event", "evaluation") == "evaluation":
             numbers = {key: value for key, value in record.items() if type(value) in (int, float) and key != "step"}
             others = {name: numbers[ours] for name, ours in OTHER_NAMES.items() if ours in numbers}
-            self.attempt(lambda tracker: tracker.log(numbers | others, step=record["step"]))
+            self.attempt(lambda tracker: tracker.log(numbers | others, step=step))
 
 
 def log_samples(name: str, tracker: GeneralTracker, samples: Sequence[Mapping[str, str]], step: int) -> None:
@@ -115,16 +126,15 @@ class Trackers:
         self.file.start()
         run_dir = self.file.path.parent
         if self.services:
-            ids = {service.name: service.id for service in self.services}
-            replace_file(run_dir / TRACKERS_FILE, json.dumps(known_ids(run_dir) | ids, indent=2).encode() + b"\n")
+            ids = known_ids(run_dir) | {service.name: service.id for service in self.services}
+            replace_file(run_dir / TRACKERS_FILE, json.dumps(ids, indent=2).encode() + b"\n")
         for service in self.services:
             service.start(self.settings, run_dir, self.file.resumed_step, config)
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Give `record`, a line of `metrics.jsonl`, to the file whole, and to the services what they can show of it."""
-        if self.file is None:
-            return
-        self.file.log(record)
+        if self.file is not None:
+            self.file.log(record)
         for service in self.services:
             service.log(record)
 
@@ -132,10 +142,8 @@ class Trackers:
         """Show the PNG at `path` in W&B."""
         for service in self.services:
             if service.name == "wandb":
-                import wandb
-
-                picture = {f"{path.stem}_picture": wandb.Image(str(path))}
-                service.attempt(lambda tracker, picture=picture: tracker.log(picture, step=step))
+                images = {f"{path.stem}_picture": [str(path)]}
+                service.attempt(lambda tracker, images=images: tracker.log_images(images, step=step))
 
     def sync(self) -> None:
         """Call this before saving a checkpoint: after a resume from it, nothing repeats the steps before it."""
@@ -153,7 +161,13 @@ def resolve(log: LogSettings, *, run_dir: Path, resumed_step: int = 0, main_proc
     """The trackers that `log` names, not yet started. On every process InputError for an unknown name, or a missing package."""
     names = [name for name in log.trackers if name != "jsonl"]
     for name in names:
-        check_installed(name)
+        if name not in LOGGER_TYPE_TO_CLASS:
+            near = difflib.get_close_matches(name, LOGGER_TYPE_TO_CLASS, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"known trackers: {', '.join(sorted(LOGGER_TYPE_TO_CLASS))}"
+            raise InputError(f"`log.trackers`: there is no tracker {name!r}; {hint}")
+        if name not in map(str, get_available_trackers()):
+            package = name.replace("_", "-")
+            raise InputError(f"`log.trackers`: {name!r} is not installed; `pip install {package}`, or take it out")
     if not main_process:
         return Trackers()
     ids = known_ids(run_dir) if resumed_step else {}
@@ -167,32 +181,6 @@ def known_ids(run_dir: Path) -> dict[str, str]:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
-def check_installed(name: str) -> None:
-    """InputError where accelerate knows no tracker of that name, or its package is not installed."""
-    if name not in LOGGER_TYPE_TO_CLASS:
-        near = difflib.get_close_matches(name, LOGGER_TYPE_TO_CLASS, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"known trackers: {', '.join(sorted(LOGGER_TYPE_TO_CLASS))}"
-        raise InputError(f"`log.trackers`: there is no tracker {name!r}; {hint}")
-    if name not in map(str, get_available_trackers()):
-        package = name.replace("_", "-")
-        raise InputError(
-            f"`log.trackers`: {name!r} needs a package that is not installed; `pip install {package}`, or take it out"
-        )
-
-
-def errors_of(name: str) -> tuple[type[Exception], ...]:
-    """What a service raises that refuses or is away; most of it is OSError, as that of `requests` is."""
-    if name == "wandb":
-        import wandb
-
-        return OSError, ValueError, RuntimeError, wandb.Error
-    if name == "mlflow":
-        from mlflow.exceptions import MlflowException
-
-        return OSError, ValueError, RuntimeError, MlflowException
-    return OSError, ValueError, RuntimeError
-
-
 def check_login(names: Sequence[str]) -> None:
     """InputError where W&B is wanted and has no key here, without asking the user anything. Called before GPUs have work."""
     if "wandb" not in names:
@@ -201,10 +189,12 @@ def check_login(names: Sequence[str]) -> None:
 
     if wandb.setup().settings.mode not in ("online", "shared"):
         return
-    offline = "WANDB_MODE=offline writes the run into its folder, for `wandb sync` later; or take wandb out of `log.trackers`"
     try:
-        known = wandb.login(prompt=False, timeout=10)
+        reason = "" if wandb.login(prompt=False, timeout=10) else "it has no key"
     except errors_of("wandb") as error:  # a server that is away, a key that it does not take
-        raise InputError(f"`log.trackers`: wandb: {error}; `wandb login` again. {offline}") from None
-    if not known:
-        raise InputError(f"`log.trackers`: wandb has no key; run `wandb login` or set WANDB_API_KEY. {offline}")
+        reason = str(error)
+    if reason:
+        raise InputError(
+            f"`log.trackers`: wandb: {reason}; run `wandb login` or set WANDB_API_KEY. WANDB_MODE=offline writes the run into "
+            "its folder, for `wandb sync` later"
+        )

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 
 import psutil
 
 from foundation.progress import Progress
 from foundation.units import duration
-
-_LAUNCHERS = {"accelerate", "accelerate-launch", "torchrun", "accelerate.commands.launch", "torch.distributed.run"}
 
 
 class Waited:
@@ -35,41 +32,22 @@ class Waited:
         return before
 
     @contextmanager
-    def on(
-        self,
-        part: str,
-        task: str,
-        unit: str = "",
-        *,
-        total: int | None = None,
-        poll: Callable[[], tuple[int, int | None]] | None = None,
-    ) -> Iterator[Progress]:
+    def on(self, part: str, task: str, unit: str = "", **progress: object) -> Iterator[Progress]:
         """Counts the time of the block to `part`, and a terminal shows how far `task` is (`foundation.progress`)."""
         before = self.go_on_to(part)
         try:
-            with Progress(task, unit, self.shown, total=total, lines_every=None, poll=poll) as progress:
-                yield progress
+            with Progress(task, unit, self.shown, lines_every=None, **progress) as shown:
+                yield shown
         finally:
             self.go_on_to(before)
 
-    def seconds(self) -> dict[str, float]:
-        """Returns seconds by part up to now, in the order in which the parts first ended."""
-        self.go_on_to(self._part)
-        return dict(self._seconds)
-
     def describe(self) -> str:
         """`1 m 48 s: start 8.1 s, checks 2.3 s, ...`; what took less than a twentieth of a second is left out."""
-        parts = self.seconds()
-        listed = ", ".join(f"{part} {duration(seconds)}" for part, seconds in parts.items() if seconds >= 0.05)
-        return f"{duration(sum(parts.values()))}: {listed}"
+        self.go_on_to(self._part)
+        listed = ", ".join(f"{part} {duration(seconds)}" for part, seconds in self._seconds.items() if seconds >= 0.05)
+        return f"{duration(sum(self._seconds.values()))}: {listed}"
 
 
 def since_the_command() -> float:
-    """Seconds since this process began, or the `accelerate launch` or `torchrun` that started it, whose imports take as long."""
-    with suppress(psutil.Error):
-        process = psutil.Process()
-        began, parent = process.create_time(), process.parent()
-        if parent is not None and any(Path(word).name in _LAUNCHERS for word in parent.cmdline()[:4]):
-            began = min(began, parent.create_time())
-        return max(time.time() - began, 0.0)
-    return 0.0
+    """Seconds since this process began, whose imports take long."""
+    return time.time() - psutil.Process().create_time()

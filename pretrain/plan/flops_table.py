@@ -49,7 +49,7 @@ def flops_of(name: str) -> tuple[ModelFlops, list[int]]:
     if recipe and settings.source is None and "vocab_size" not in settings.config and recipe.data.tokenizer:
         settings, _ = with_tokens_of(known_tokenizer(recipe.data, None), settings)
     hf = model.build_on_meta(model.load_config(settings))
-    return ModelFlops.of(hf).borne_out_by(hf), [recipe.data.length] if recipe else list(LENGTHS)
+    return ModelFlops.of(hf), [recipe.data.length] if recipe else list(LENGTHS)
 
 
 def table(

@@ -358,7 +358,7 @@ def _plan_of(
         precisions.first,
         Devices(count, sharded, *device_of(accelerator), replicas=replicas, capability=capability),
         laid_out.config.model_type,
-        ModelFlops.of(laid_out.shapes).borne_out_by(laid_out.shapes),
+        ModelFlops.of(laid_out.shapes),
         data.mean_squared if data else float(recipe.data.length),  # without packs, as if each were one document
         layers=layers[precisions.first.precision.name],
         phases=phases if len(phases) > 1 else [],

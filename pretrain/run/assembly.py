@@ -27,8 +27,6 @@ from pretrain.checkpoint.state import seed_step
 from pretrain.metrics.flops import LowPrecisionProducts, Shape
 from pretrain.metrics.peaks import peak
 from pretrain.metrics.precision_health import PrecisionWatch
-from pretrain.metrics.profile import Work
-from pretrain.metrics.recorder import Recorder
 from pretrain.metrics.waited import Waited
 from pretrain.model import huggingface as model
 from pretrain.model.attention import backends as attention
@@ -157,20 +155,6 @@ class Assembly:
             return None
         weights = low_precision_weights(self.model)
         return LowPrecisionProducts(weights, fastest, head=self.hf.get_output_embeddings().low_now is not None)
-
-    def work_of(self, figures: Mapping[str, Any], recorder: Recorder) -> Work:
-        """What one device computed in the step of these figures, for its profile."""
-        weights = [local_part(p) for p in self.hf.parameters()]
-        stored = [*weights, *map(local_part, self.optimizer_tensors.values())]
-        gradient_bytes = getattr(torch, WEIGHT_DTYPES[self.audit["gradients"]]).itemsize
-        return Work(
-            flops=recorder.flops,
-            tokens=figures["step_tokens"] // recorder.world_size,
-            sum_squared_lengths=figures["sum_squared_lengths"] / recorder.world_size,
-            peak_tflops=recorder.peak_tflops,
-            low_precision=recorder.low_precision,
-            update_bytes=sum(2 * t.nbytes for t in stored) + sum(gradient_bytes * w.numel() for w in weights),
-        )
 
     def memory_held(self) -> dict[str, int]:
         """Bytes of this process's device that hold the model from step to step, by part; absent parts have no entry.

@@ -9,11 +9,10 @@ from typing import Any
 from accelerate import Accelerator
 
 from packing.batch import StepBatches
-from pretrain.metrics.energy import EnergyMeter
 from pretrain.metrics.gradient_statistics import gradient_statistics
 from pretrain.metrics.health import StepDecision, frozen_names_due
 from pretrain.metrics.peaks import peak
-from pretrain.metrics.recorder import Recorder
+from pretrain.metrics.recorder import Recorder, joules_of
 from pretrain.model.huggingface import decoder_layers
 from pretrain.optimizer import adamw
 from pretrain.plan.preflight import Job
@@ -30,7 +29,7 @@ def recorder_of(job: Job, assembly: Assembly, accelerator: Accelerator) -> Recor
         world_size=accelerator.num_processes,
         pack_length=job.recipe.data.length,
         low_precision=assembly.low_precision_products(plan.devices.name),
-        energy=EnergyMeter.of(accelerator),
+        energy=joules_of(accelerator.device),
     )
 
 
@@ -67,8 +66,8 @@ def record_of_step(
     if frozen_names_due(step, run.state.steps, frozen):
         most_frozen = adamw.most_frozen(optimizer, run.assembly.hf, run.accelerator)
     reason = decision.reason if decision.action in ("update", "skip") else None
-    unlabelled = run.health.unlabelled_warning(step, batches.valid_tokens)
-    for warning in filter(None, (reason, run.health.frozen_warning(step, frozen, most_frozen), unlabelled)):
+    warnings = run.health.warnings_of(step, frozen, most_frozen, batches.valid_tokens)
+    for warning in filter(None, (reason, *warnings)):
         run.console.warning(warning)
     return {
         "step": run.state.step,
@@ -96,7 +95,7 @@ def log(run: Run, figures: dict[str, Any], *, data_wait_ms: float, shown: bool) 
     run.trackers.log(record)
     run.console.step(record, show=shown)
     if run.profile and run.profile.step == run.state.step:
-        run.console.notice(run.profile.table(run.assembly.work_of(figures, run.recorder), data_wait_ms))
+        run.console.notice(run.profile.table(data_wait_ms))
 
 
 def end_records(run: Run, stopped_by: int | None) -> None:

@@ -9,7 +9,6 @@ import torch
 from foundation.errors import InputError
 from foundation.reading import load_object
 from foundation.units import plural
-from pretrain.checkpoint.folders import step_folders, step_of
 from pretrain.metrics.health import MOST_ROLLBACKS, StepDecision, TrainingHalted, some_of
 from pretrain.metrics.run_record import read_metrics
 from pretrain.metrics.trackers import resolve
@@ -103,11 +102,6 @@ def halted(run: Run, decision: StepDecision) -> TrainingHalted:
             again = "resume from a checkpoint before that with --resume" if there else "start again in another `run_dir`"
             remedy = f"Lower `optimizer.learning_rate`, and {again}"
     return TrainingHalted(run.state.step, f"{reason}. {remedy}.")
-
-
-def oldest_checkpoint(run: Run) -> int:
-    """The step of the oldest checkpoint that the run can be resumed from: its own, or the one that it began with."""
-    return min(map(step_of, step_folders(run.checkpoints.folder)), default=run.resumed_step)
 
 
 def judge_weights(run: Run) -> StepDecision:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pretrain.compare.page_data import REST, UNUSED, memory_parts
-from pretrain.metrics.energy import joules_of
+from pretrain.metrics.recorder import joules_of
 from pretrain.metrics.run_record import read_run
 
 pynvml = pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")

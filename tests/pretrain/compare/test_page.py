@@ -204,7 +204,7 @@ def test_a_profile_says_where_a_steps_time_goes_and_without_one_the_wait_is_know
     run = trained(tmp_path / "run")
     assert step_time(run) == {"source": "median", "parts": {"computing": 99.0, "waiting for data": 1.0}}
     seconds = {"products of the layers": 0.0125, "attention": 0.001}
-    (run.path / "profile.md").write_text(profile.render(seconds, 0.02, 0.018, 0.0005, {}))
+    (run.path / "profile.md").write_text(profile.render(seconds, 0.02, 0.0005))
     parts = step_time(run)["parts"]
     assert step_time(run)["source"] == "profile" and "the step" not in parts
     assert parts["products of the layers"] == 12.5 and parts["attention"] == 1.0 and parts["waiting for data"] == 0.5

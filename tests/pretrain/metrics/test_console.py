@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pretrain.metrics.console import Console, TimeLeft
+from pretrain.metrics.console import Console
 
 
 def record(step: int = 120, **changes) -> dict:
@@ -52,22 +52,6 @@ def test_a_step_is_one_line_that_labels_each_figure():
     assert "… left" in line, "only the first step has run: nobody knows the time that is left"
 
 
-def test_lines_stay_aligned_whatever_the_figures():
-    def act(console):
-        for step in (1, 20, 300, 2776):
-            console.step(record(step, gradient_norm=10.0 ** (step % 5), tokens_per_second=37.0 * step, loss=step / 200))
-
-    lines = written(act).splitlines()
-    assert len({len(line) for line in lines}) == 1
-    assert len({line.index("tok/s") for line in lines}) == 1
-
-
-def test_a_device_without_a_known_peak_shows_its_flops_and_no_utilisation():
-    unknown = {key: value for key, value in record(tflops=0.0213).items() if key != "mfu_bf16_peak"}
-    line = written(lambda console: console.step(unknown))
-    assert "0.021 TFLOP/s" in line and "MFU" not in line
-
-
 def test_a_line_is_the_mean_of_all_steps_since_the_one_before_and_says_so_once():
     def act(console):
         for step in range(1, 9):
@@ -89,16 +73,6 @@ def test_a_loss_that_is_no_number_is_left_out_of_the_mean():
         console.step(record(2, loss=3.0))
 
     assert "loss  3.0000" in written(act)
-
-
-def test_a_step_without_labels_is_left_out_of_the_means_of_loss_and_penalty():
-    def act(console):
-        console.step(record(1, loss=None, penalty=None), show=False)
-        console.step(record(2, loss=3.0, penalty=0.5), show=False)
-        console.step(record(3, loss=5.0, penalty=1.0))
-        console.step(record(4, loss=None, penalty=None))
-
-    assert "loss  4.0000   penalty  0.7500" in written(act) and "loss       –   penalty       –" in written(act)
 
 
 @given(value=st.floats(min_value=0) | st.just(math.nan))
@@ -147,15 +121,6 @@ def test_the_last_screen_and_samples_keep_their_margins_on_a_narrow_terminal(col
     assert waited == " ".join(" ".join(rows[1:3] if columns == 100 else rows[1:4]).removeprefix("  you waited").split())
 
 
-@pytest.mark.parametrize("columns", [80, 100, 120, 140])
-def test_flops_without_a_peak_are_the_first_figure_to_go(columns, monkeypatch):
-    monkeypatch.setenv("NO_COLOR", "1")
-    unknown = {key: value for key, value in record(tflops=0.0213).items() if key != "mfu_bf16_peak"}
-    line = re.sub(r"\x1b\[\d+m", "", on_a_terminal(lambda console: console.step(unknown), columns, monkeypatch))
-    assert ("TFLOP/s" in line) == (columns >= 140)
-    assert "lr 1.96e-05" in line and "grad   1.52" in line
-
-
 def test_other_processes_write_nothing():
     def act(console):
         console.panel("title", {"a": "b"})
@@ -176,43 +141,11 @@ def test_an_evaluation_names_its_step_loss_perplexity_and_time():
     assert not [fact for fact in ("250/2776", "loss 2.0561", "perplexity 7.816", "3.2 s") if fact not in line], line
 
 
-def test_panels_align_and_keep_several_lines_under_one_label():
-    rows = {"model": "qwen3", "run folder": "runs/x\n12 GB free"}
-    lines = written(lambda console: console.panel("title", rows, {"compare": "report a b"})).splitlines()
-    starts = {next(line.index(text) for line in lines if text in line) for text in ("qwen3", "runs/x", "12 GB free")}
-    assert len(starts) == 1
-    places = [
-        next(place for place, line in enumerate(lines) if text in line) for text in ("title", "runs/x", "12 GB", "report a b")
-    ]
-    assert places == sorted(places) and places[2] == places[1] + 1
-
-
 @given(prompt=st.text(), text=st.text())
 def test_no_sample_can_move_the_cursor_or_fail_on_an_ascii_log(prompt, text):
     for encoding in ("utf-8", "ascii"):
         for line in written(lambda console: console.sample(prompt, text), encoding=encoding).split("\n"):
             assert all(char.isprintable() for char in line)
-
-
-def test_time_left_is_the_recent_median_and_what_went_by_between_steps():
-    now = [0.0]
-    left = TimeLeft(100, clock=lambda: now[0])
-
-    def take(steps, seconds):
-        for _ in range(steps):
-            now[0] += seconds
-            left.observe(seconds * 1e3)
-
-    take(1, 30.0)  # compiles
-    assert left.seconds(1) is None
-    take(9, 2.0)
-    assert left.seconds(10) == pytest.approx(90 * 2.0)
-    take(1, 60.0)  # one slow step does not shake it
-    take(8, 2.0)
-    assert left.seconds(19) == pytest.approx(81 * 2.0)
-    now[0] += 18.0  # an evaluation: a second for each of the 18 steps so far
-    assert left.seconds(19) == pytest.approx(81 * 3.0)
-    assert left.seconds(100) == 0
 
 
 def test_a_reader_that_went_away_ends_the_output_and_not_the_run():

@@ -6,12 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
-import yaml
-from tokenizers import Tokenizer, models
 from transformers import AutoConfig
 
 from foundation.errors import InputError
-from foundation.units import count
 from pretrain.metrics.flop_formulas import FORMULAS, attention_to_ffn_ratio
 from pretrain.metrics.flops import ModelFlops
 from pretrain.plan.flops_table import main, table
@@ -118,25 +115,3 @@ def test_a_model_without_equal_layers_of_attention_is_refused_in_a_line(model_ty
     AutoConfig.for_model(model_type).save_pretrained(tmp_path)
     with pytest.raises(InputError, match=f"is not of equal layers with attention: .*{said}"):
         main([str(tmp_path)])
-
-
-def test_a_vocabulary_that_a_recipe_leaves_open_is_its_tokenizers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Tokenizer(models.WordLevel({f"w{i}": i for i in range(300)}, unk_token="w0")).save(str(tmp_path / "tokenizer.json"))
-    config = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
-    recipe = {"model": {"config": config | {"num_attention_heads": 1, "tie_word_embeddings": True}}, "batch": {"tokens": 1024}}
-    recipe |= {"data": {"source": "text", "tokenizer": str(tmp_path / "tokenizer.json"), "packs": "packs"}}
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(recipe | {"name": "small", "train": {"steps": 4}}))
-    assert main([str(path)]) == 0
-    layer = 4 * 32 * 32 + 3 * 32 * 64 + 2 * 32
-    said = capsys.readouterr().out.splitlines()[0]
-    assert "vocabulary 384" in said and said.startswith(f"{count(384 * 32 + layer + 32)} parameters")
-    path.write_text(path.read_text().replace("tokenizer.json", "none.json"))
-    with pytest.raises(InputError, match=r"data\.tokenizer: .*none\.json"):
-        main([str(path)])
-
-
-@pytest.mark.parametrize("value", ["nan", "0", "many"])
-def test_a_count_that_is_none_is_refused_with_what_is_wanted(value: str):
-    with pytest.raises(InputError, match=f"--tokens: {value}: a finite number of 1 or more is wanted"):
-        main(["my.yaml", "--tokens", value])

@@ -37,22 +37,11 @@ def noisy(level: float, steps: int, noise: float, seed: int = 0) -> np.ndarray:
 
 @pytest.mark.parametrize(("loss", "norm", "said"), [(math.nan, 1.0, "loss is nan"), (2.0, math.inf, "gradient norm is inf")])
 def test_a_figure_that_is_not_finite_stops_the_run_and_says_what_to_change(loss, norm, said):
-    decision = health().check(812, loss, norm, oldest=lambda: 0)
+    decision = health().check(812, loss, norm, can_go_back=True)
     assert decision.action == "stop" and said in decision.reason and "weights are those of step 811" in decision.reason
     assert "optimizer.learning_rate" in decision.remedy and "health.on_nan" in decision.remedy
-    assert "resume from an earlier checkpoint" in decision.remedy and "`rollback` goes back" in decision.remedy
-
-
-@pytest.mark.parametrize("on_nan", ["stop", "rollback"])
-def test_a_stop_before_the_first_checkpoint_names_no_remedy_that_needs_one(on_nan: str) -> None:
-    decision = health(on_nan=on_nan).check(2, math.nan, 1.0)
-    assert decision.action == "stop" and "and start again" in decision.remedy
-    assert "resume" not in decision.remedy and "goes back" not in decision.remedy
-
-
-def test_a_stop_in_low_precision_names_what_to_change_there_too():
-    decision = Health(HealthSettings(), "a larger `fp8_config.margin`").check(3, math.nan, 1.0)
-    assert "optimizer.learning_rate" in decision.remedy and "a larger `fp8_config.margin`" in decision.remedy
+    assert "resume from an earlier checkpoint" in decision.remedy
+    assert "start again" in health().check(2, math.nan, 1.0).remedy, "where there is no checkpoint yet"
 
 
 def test_skip_leaves_the_step_out_counts_it_and_says_so():
@@ -71,15 +60,6 @@ def test_too_many_skips_in_a_row_halt_even_where_skipping_is_allowed():
     assert decision.action == "stop" and "weights are those of step 0" in decision.reason
 
 
-def test_where_no_checkpoint_is_from_before_the_weights_at_fault_the_remedy_is_to_start_again():
-    watched = health(on_nan="skip")
-    for step in range(2, 12):
-        assert watched.check(step, math.nan, 1.0, oldest=lambda: 0).action == "skip"
-    stop = watched.check(12, math.nan, 1.0, oldest=lambda: 5)
-    assert "The weights are those of step 1" in stop.reason and "and start again" in stop.remedy
-    assert "resume from an earlier" in watched.check(12, math.nan, 1.0, oldest=lambda: 0).remedy
-
-
 @pytest.mark.parametrize("key", ["on_nan", "on_spike"])
 def test_a_rollback_is_wanted_so_often_only_and_only_with_a_checkpoint(key):
     losses = noisy(2, 40, 0.1)
@@ -87,11 +67,11 @@ def test_a_rollback_is_wanted_so_often_only_and_only_with_a_checkpoint(key):
     bad = math.nan if key == "on_nan" else 9.0
     assert "no checkpoint yet" in watched.check(41, bad, 1.0).reason
     for done in range(3):
-        decision = watched.check(41, bad, 1.0, oldest=lambda: 0)
+        decision = watched.check(41, bad, 1.0, can_go_back=True)
         assert decision.action == "rollback"
         watched.load_state_dict(json.loads(json.dumps(watched.state_dict())))
         watched.rollbacks = done + 1
-    stop = watched.check(41, bad, 1.0, oldest=lambda: 0)
+    stop = watched.check(41, bad, 1.0, can_go_back=True)
     assert stop.action == "stop" and "3 times already" in stop.reason
 
 
@@ -101,13 +81,6 @@ def test_spikes_that_are_left_out_never_become_usual():
     decisions = [watched.check(101 + i, 4.0, 1.0).action for i in range(CONSECUTIVE_SKIPS + 1)]
     assert decisions == ["skip"] * CONSECUTIVE_SKIPS + ["stop"]
     assert watched.state_dict()["losses"] == before
-
-
-def test_skips_with_a_good_step_between_them_never_halt():
-    watched = health(on_nan="skip")
-    for step in range(1, 101):
-        watched.check(step, math.nan if step % CONSECUTIVE_SKIPS else 2.0, 1.0)
-    assert watched.skipped_steps == 90
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -151,10 +124,6 @@ def test_a_spike_stops_the_run_where_the_settings_say_so_and_is_nothing_where_th
     assert fed(noisy(2, 100, 0.05), on_spike="ignore").check(101, 5.0, 1.0) == UPDATE
 
 
-def test_a_small_wobble_of_a_very_smooth_curve_is_no_spike():
-    fed([*noisy(2, 100, 1e-4), 2.1], on_spike="stop")
-
-
 def test_losses_that_were_not_finite_do_not_change_what_is_usual():
     watched = fed(noisy(2, 100, 0.05), on_nan="skip")
     before = watched.state_dict()["losses"]
@@ -180,11 +149,11 @@ def test_a_run_resumed_from_its_json_state_judges_every_step_as_the_unbroken_run
     assert resumed.state_dict() == unbroken.state_dict()
 
 
-def test_a_step_without_labels_is_told_once():
+def test_lost_updates_and_a_step_without_labels_are_told_once():
     watched = health()
-    assert watched.unlabelled_warning(1, 5) is None
-    assert "step 2: no token of its packs has a label, so it has no loss" in str(watched.unlabelled_warning(2, 0))
-    assert watched.unlabelled_warning(3, 0) is None
+    told = [list(watched.warnings_of(step, 0.2, {"norm": 0.9}, tokens)) for step, tokens in ((1, 5), (2, 0), (3, 0))]
+    assert [len(each) for each in told] == [1, 1, 0]
+    assert "norm (90.0 %)" in told[0][0] and "weights: bf16_exact" in told[0][0] and "batch.tokens" in told[1][0]
 
 
 def test_a_step_without_labels_tells_nothing_of_which_loss_is_usual():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pretrain.metrics.peaks import PEAKS, is_known, known_as, peak
+from pretrain.metrics.peaks import PEAKS, known_as, peak
 
 
 @pytest.mark.parametrize(
@@ -72,19 +72,6 @@ def test_a_format_that_the_hardware_lacks_has_no_peak() -> None:
     assert peak("NVIDIA H200", "fp4") is None
     assert peak("NVIDIA H200", "fp8") == 1979.0
     assert peak("NVIDIA B200", "fp4") == 9000.0
-
-
-def test_volta_has_no_bf16_and_is_known_all_the_same() -> None:
-    names = {"Tesla V100-SXM2-16GB": 15.7, "Tesla V100-SXM3-32GB": 15.7, "Tesla V100-PCIE-32GB": 14.0}
-    names |= {"Tesla V100S-PCIE-32GB": 16.4}
-    assert {name: peak(name, "fp32") for name in names} == names
-    assert all(is_known(name) and peak(name, "bf16") is None for name in names)
-    assert not is_known("NVIDIA RTX A5000")
-
-
-def test_a_mistyped_format_is_an_error_and_not_an_unknown_peak() -> None:
-    with pytest.raises(AttributeError, match="bf61"):
-        peak("NVIDIA H200", "bf61")
 
 
 @pytest.mark.parametrize("entry", PEAKS, ids=lambda entry: entry.pattern)

@@ -52,29 +52,6 @@ def test_a_loss_beyond_the_usual_is_said_with_the_operand_its_share_and_the_reme
     assert all(remedy in message for remedy in remedies), message
 
 
-def test_hybrid_is_no_remedy_for_what_forward_operands_lose():
-    assert "HYBRID" not in watched("mxfp8").check(1, [operand(underflow=0.2)])
-
-
-def test_the_worst_operand_is_named_and_the_others_are_counted():
-    records = [operand(layer=f"layers.{n}", underflow=n / 10) for n in range(5)]
-    message = watched("current").check(7, records)
-    assert "40.0 % of layers.4's input" in message and "4 of 5 such operands" in message
-
-
-def test_a_warning_comes_when_it_begins_and_again_only_after_it_was_over():
-    health = watched("delayed")
-    said = [health.check(step, [operand(saturation=share * 1e-3)]) for step, share in enumerate((2, 3, 0.9, 2, 0.4, 1, 2))]
-    assert [message is not None for message in said] == [True, False, False, False, False, False, True]
-
-
-def test_another_kind_of_loss_is_said_although_one_stands():
-    health = watched("delayed")
-    assert "saturation" not in (first := health.check(1, [operand(saturation=0.1)])) and "cut to" in first
-    second = health.check(2, [operand(saturation=0.1), operand("grad_output", underflow=0.5)])
-    assert "becomes zero" in second and "cut to" not in second
-
-
 def test_delayed_scales_are_not_judged_before_a_step_has_made_them():
     first = [operand("grad_output", scale=1.0, underflow=1.0), operand(scale=1.0, saturation=0.5)]
     assert watched("delayed").check(1, first) is None
@@ -85,9 +62,9 @@ def test_an_operand_of_zeros_is_said_once_with_how_many_others_there_are():
     health = watched("mxfp8")
     dead = [operand("grad_output", layer=f"layers.{n}", amax=0.0, scale=None) for n in range(3)]
     message = health.check(5, [*dead, operand()])
-    assert "layers.0's grad_output is all zeros, and 2 more operands" in message
+    assert "layers.0 grad_output is all zeros, of 3 such operands" in message
     assert health.check(10, dead[:2]) is None
-    assert "layers.2's" in health.check(15, dead)
+    assert "layers.2 " in health.check(15, dead)
 
 
 @pytest.mark.parametrize("recipe", QUANTIZED)

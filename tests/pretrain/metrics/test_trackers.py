@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 
 import pytest
 from accelerate import PartialState
@@ -14,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foundation.errors import InputError
-from pretrain.metrics.jsonl import JsonlTracker, cut_back
+from pretrain.metrics.jsonl import JsonlTracker
 from pretrain.metrics.trackers import Trackers
 from pretrain.metrics.trackers import resolve as resolve_settings
 from pretrain.settings.recipe import LogSettings
@@ -79,40 +78,6 @@ def test_a_killed_run_that_resumes_ends_with_every_step_exactly_once(steps, resu
         file.write((json.dumps(record(steps + 1)) + "\n").encode()[:cut])
     run([item for item in whole if item["step"] > resumed], resumed)
     assert lines(path) == whole
-
-
-def test_cutting_back_drops_half_lines_zeros_and_lines_without_a_step(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 1}\n{"loss": 2}\n{"step": 2, "lo\n\0\0\0}\n{"step": 2}\r\n{"step": 3}\n{"step": 3, "loss": 1.0}')
-    cut_back(path, 3)
-    assert path.read_bytes() == b'{"step": 1}\n{"step": 2}\r\n{"step": 3}\n'
-    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-def test_cutting_back_leaves_a_file_with_nothing_to_cut_untouched(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n')
-    before = path.stat()
-    cut_back(path, 1)
-    assert (path.stat().st_mtime_ns, path.stat().st_ino) == (before.st_mtime_ns, before.st_ino)
-
-
-def test_a_disk_failure_while_cutting_back_leaves_the_old_file(tmp_path, monkeypatch):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n')
-
-    def fail(descriptor):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match="No space"):
-        cut_back(path, 1)
-    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
-
-
-def test_an_unknown_tracker_is_refused_with_the_nearest_name(tmp_path):
-    with pytest.raises(InputError, match=r"'tensorbord'.*did you mean 'tensorboard'"):
-        resolve(["jsonl", "tensorbord"], run_dir=tmp_path)
 
 
 def test_a_tracker_whose_package_is_missing_is_refused_on_every_process_and_the_package_named(tmp_path):
