@@ -89,13 +89,12 @@ def bf16(*shape: int) -> Tensor:
 
 
 def by_tensor(rows: int, columns: int, fp8: torch.dtype) -> Iterator[Any]:
-    """Where a tensor is written with one scale: delayed scaling's, and current scaling's, of powers of two and not."""
+    """Where a tensor is written with one scale: delayed scaling's, and current scaling's."""
     from pretrain.model.fused.fp8_tile import TensorScaled
 
     one, codes = torch.ones(1), (torch.zeros(rows, columns, dtype=torch.uint8), torch.zeros(columns, rows, dtype=torch.uint8))
     yield TensorScaled(fp8, *codes, one, scale=one, amax=one)
-    for power_of_two in (True, False):
-        yield TensorScaled(fp8, *codes, one, amax=one, used=one, power_of_two=power_of_two)
+    yield TensorScaled(fp8, *codes, one, amax=one, used=one)
 
 
 def activation() -> None:

@@ -30,13 +30,12 @@ def quantizer(recipe: str, role: str, *, rows: bool = True, columns: bool = True
         scale = torch.tensor([SCALES[role]], device="cuda")
         made = te.Float8Quantizer(scale, torch.zeros(1, device="cuda"), dtype, **usage)
     else:
-        power_of_two = recipe == "current_power_of_two"
-        made = te.Float8CurrentScalingQuantizer(dtype, torch.device("cuda"), **usage, force_pow_2_scales=power_of_two)
+        made = te.Float8CurrentScalingQuantizer(dtype, torch.device("cuda"), **usage)
     made.internal = True
     return made
 
 
-@pytest.fixture(params=["delayed", "current", "current_power_of_two"])
+@pytest.fixture(params=["delayed", "current"])
 def recipe(request: pytest.FixtureRequest) -> str:
     if request.param == "delayed" and not te.is_fp8_available():
         pytest.skip("needs FP8")

@@ -15,13 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pretrain.model.fused import activation_kernel as kernel
-from pretrain.model.fused.fp8_tile import (
-    TensorScaled,
-    reciprocal,
-    record_amax,
-    scale_from_amax,
-    store_tensor_scaled,
-)
+from pretrain.model.fused.fp8_tile import TensorScaled, record_amax, store_tensor_scaled
 from pretrain.precision.quantizers import tensor
 from pretrain.precision.quantizers.grid import E4M3, E5M2, Grid
 from tests.gpu.interpreted import DEVICE, GPU_OR_INTERPRETER
@@ -35,7 +29,6 @@ pytestmark = [
 TORCH = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
 TRITON = {"E4M3": tl.float8e4nv, "E5M2": tl.float8e5}
 by_grid = pytest.mark.parametrize("grid", [E4M3, E5M2], ids=lambda grid: grid.name)
-by_power_of_two = pytest.mark.parametrize("power_of_two", [False, True], ids=["fp32_scale", "power_of_two"])
 # The sigmoid is a few FP32 ulps off, 2^-21 or so; an FP8 rounding spans 2^-4 of a value at least and is decided by less than
 # that for one value in 2^17, and twice for a value that is rounded to BF16 in between.
 FLIPPED = 1e-4
@@ -70,14 +63,6 @@ def _quantize(x, scale, rows, columns, amax, M, K, fp8: tl.constexpr, tile: tl.c
     store_tensor_scaled(values, tl.load(scale), rows, columns, i, j, M, K, fp8)
 
 
-@triton.jit
-def _scales(amax, scale, scale_inv, epsilon, power_of_two: tl.constexpr, fp8: tl.constexpr, count: tl.constexpr):
-    at = tl.arange(0, count)
-    value = scale_from_amax(tl.load(amax + at), epsilon, power_of_two, fp8)
-    tl.store(scale + at, value)
-    tl.store(scale_inv + at, reciprocal(value))
-
-
 def special_values() -> Tensor:
     """256 x 384, BF16: ordinary, tiny, huge, zeros, and blocks with NaN and infinities among their values, or nothing else."""
     generator = torch.Generator(DEVICE).manual_seed(0)
@@ -106,20 +91,6 @@ def test_a_tile_is_quantized_with_one_scale_as_ours_does_to_the_bit(grid: Grid, 
     assert amax == tensor.absolute_maximum(x) and same(decoded(alone, grid), tensor.quantize(x, factor, grid).codes)
 
 
-@by_grid
-@by_power_of_two
-@pytest.mark.parametrize("epsilon", [0.0, 1e-3])
-def test_scales_follow_from_amaxes_as_ours_do_to_the_bit(grid: Grid, power_of_two: bool, epsilon: float):
-    bits = torch.randint(0, 0x7F800000, (4096,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
-    amax = bits.view(torch.float32)
-    amax[:8] = torch.tensor([0.0, 1e-45, 1e-38, 2.0**-119, torch.inf, 1.75 * 2.0**5, 1.7500001 * 2.0**5, 448.0])
-    amax = amax.to(DEVICE)
-    scale, scale_inv = torch.zeros_like(amax), torch.zeros_like(amax)
-    _scales[(1,)](amax, scale, scale_inv, epsilon, power_of_two, TRITON[grid.name], 4096)
-    expected = tensor.scale_from_amax(amax.clamp(min=epsilon), grid.maximum, power_of_two=power_of_two)
-    assert same(scale, expected) and same(scale_inv, tensor.decode_scale(expected))
-
-
 # ── SwiGLU ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -145,24 +116,22 @@ def empty(dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.full(shape, 99, dtype=torch.uint8 if dtype.itemsize == 1 else dtype, device=DEVICE)
 
 
-def tensor_scaled(
-    grid: Grid, shape: tuple[int, ...], *, scale: float | Tensor | None, power_of_two: bool = False
-) -> TensorScaled:
+def tensor_scaled(grid: Grid, shape: tuple[int, ...], *, scale: float | Tensor | None) -> TensorScaled:
     """To be written both ways: with a given scale, or current scaling's."""
     dtype, one = TORCH[grid.name], torch.zeros(1, device=DEVICE)
     if isinstance(scale, float):
         scale = torch.tensor([scale], device=DEVICE)
     both = empty(dtype, *shape), empty(dtype, *reversed(shape))
-    return TensorScaled(dtype, *both, one.clone(), scale, one.clone(), one.clone(), power_of_two=power_of_two)
+    return TensorScaled(dtype, *both, one.clone(), scale, one.clone(), one.clone())
 
 
-def check_tensor_scaled(written: TensorScaled, exact: Tensor, grid: Grid, *, power_of_two: bool) -> None:
+def check_tensor_scaled(written: TensorScaled, exact: Tensor, grid: Grid) -> None:
     values = exact.bfloat16()
     amax = tensor.absolute_maximum(exact if written.scale is None else values)
     torch.testing.assert_close(written.amax, amax.reshape(1), rtol=1e-6 if written.scale is None else 2**-8, atol=0)
     scale = written.scale
     if written.scale is None:  # of the amax that was found, which may be an ulp from ours
-        scale = tensor.scale_from_amax(written.amax, grid.maximum, power_of_two=power_of_two)
+        scale = tensor.scale_from_amax(written.amax, grid.maximum)
     assert torch.equal(written.scale_inv, tensor.decode_scale(scale))
     assert close(written.rows, tensor.quantize(values, scale, grid).codes.to(TORCH[grid.name]).view(torch.uint8))
 
@@ -173,23 +142,20 @@ def check_tensor_scaled(written: TensorScaled, exact: Tensor, grid: Grid, *, pow
     columns=st.integers(1, 3),
     formats=st.sampled_from([(E4M3, E4M3), (E4M3, E5M2)]),
     scales=st.sampled_from([(1.0, 1.0), (3.1, 700.0), (None, None)]),
-    power_of_two=st.booleans(),
 )
-def test_one_scale_for_the_tensor(
-    rows: int, columns: int, formats: tuple[Grid, Grid], scales: tuple[float | None, float | None], power_of_two: bool
-):
+def test_one_scale_for_the_tensor(rows: int, columns: int, formats: tuple[Grid, Grid], scales: tuple[float | None, float | None]):
     """Delayed scaling with two scales, of which the larger ones saturate, and current scaling."""
     tokens, width = 64 * rows, 64 * columns
     hidden, d_activated = inputs(tokens, width, seed=tokens + width)
     exact, exact_gradient = by_autograd(hidden, d_activated)
-    activated = tensor_scaled(formats[0], (tokens, width), scale=scales[0], power_of_two=power_of_two)
+    activated = tensor_scaled(formats[0], (tokens, width), scale=scales[0])
     kernel.forward(hidden, activated)
-    check_tensor_scaled(activated, exact, formats[0], power_of_two=power_of_two)
+    check_tensor_scaled(activated, exact, formats[0])
 
-    d_hidden = tensor_scaled(formats[1], (tokens, 2 * width), scale=scales[1], power_of_two=power_of_two)
+    d_hidden = tensor_scaled(formats[1], (tokens, 2 * width), scale=scales[1])
     again = tensor_scaled(formats[0], (tokens, width), scale=activated.used)
     kernel.backward(d_activated, hidden, d_hidden, again)
-    check_tensor_scaled(d_hidden, exact_gradient, formats[1], power_of_two=power_of_two)
+    check_tensor_scaled(d_hidden, exact_gradient, formats[1])
     assert torch.equal(d_hidden.columns, d_hidden.rows.t())
     assert torch.equal(again.rows, activated.rows) and torch.equal(again.columns, activated.rows.t())
     assert torch.equal(again.scale_inv, activated.scale_inv) and again.amax == 0
@@ -206,24 +172,7 @@ def test_bf16_is_written_as_it_is(tokens: int, width: int):
 
 
 def test_extreme_gates_give_what_torchs_own_operations_give():
-    special = [
-        torch.nan,
-        torch.inf,
-        -torch.inf,
-        3e38,
-        -3e38,
-        200.0,
-        -200.0,
-        90.0,
-        -90.0,
-        88.0,
-        -87.0,
-        1e-38,
-        -1e-40,
-        0.0,
-        -0.0,
-        1.0,
-    ]
+    special = [torch.nan, torch.inf, -torch.inf, 3e38, -3e38, 200.0, -200.0, 90.0, -90.0, 88.0, -87.0, 1e-38, -1e-40, 0.0, -0.0]
     hidden, d_activated = inputs(len(special), 64)
     hidden[:, :64] = torch.tensor(special, device=DEVICE)[:, None]
     gate = hidden[:, :64].float().requires_grad_()

@@ -64,7 +64,6 @@ def _allocate(
         numbers |= {"scale": quantizer.scale, "amax": quantizer.amax, "used": torch.empty(1, device=device)}
     else:
         numbers |= {"amax": torch.zeros(1, device=device), "used": torch.empty(1, device=device)}
-        numbers |= {"epsilon": quantizer.amax_epsilon, "power_of_two": quantizer.force_pow_2_scales}
     by_rows, by_columns = (
         torch.empty(size, dtype=torch.uint8, device=device) if wanted else None
         for wanted, size in ((rows, (tokens, width)), (columns, (width, tokens)))

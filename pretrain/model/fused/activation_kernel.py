@@ -36,6 +36,9 @@ class Tile(NamedTuple):
     columns: int
     warps: int
 
+    def grid(self, hidden: Tensor) -> tuple[int, int]:
+        return hidden.shape[0] // self.rows, hidden.shape[1] // (2 * self.columns)
+
 
 # 32 bytes of a transpose's row are a sector of memory, whole. Larger tiles leave fewer programs in flight.
 FORWARD, BACKWARD = Tile(32, 128, 4), Tile(32, 128, 8)
@@ -86,15 +89,6 @@ def _differentiate(d_activated, gate, up):
     return d_gate, d_up
 
 
-@triton.jit
-def _gradients(d_activated, hidden, i, j, F):
-    """The gradients of gate and up at the rows i and columns j, and the activated values, FP32 rounded to BF16."""
-    gate, up = load_rows(hidden, i, j, 2 * F), load_rows(hidden, i, j + F, 2 * F)
-    activated = _through_bf16_by_twos(_activate(gate, up))
-    d_gate, d_up = _differentiate(load_rows(d_activated, i, j, F), gate, up)
-    return _through_bf16_by_twos(d_gate), _through_bf16_by_twos(d_up), activated
-
-
 # ── Kernels ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 # A program takes one tile. Those of one column of tiles follow each other: together they fill whole lines of the transposes.
 
@@ -121,8 +115,6 @@ def _swiglu_forward(
     used,
     scale_inv,
     F,
-    epsilon,
-    power_of_two: tl.constexpr,
     fp8: tl.constexpr,
     height: tl.constexpr,
     width: tl.constexpr,
@@ -132,7 +124,7 @@ def _swiglu_forward(
     activated = _through_bf16_by_twos(_activate(load_rows(hidden, i, j, 2 * F), load_rows(hidden, i, j + F, 2 * F)))
     if scale is not None and amax is not None:
         record_amax(amax, activated)
-    value = tensor_scale(scale, amax, used, scale_inv, epsilon, power_of_two, fp8)
+    value = tensor_scale(scale, amax, used, scale_inv, fp8)
     store_tensor_scaled(activated, value, rows, None, i, j, 0, F, fp8)
 
 
@@ -151,8 +143,6 @@ def _swiglu_backward(
     activated_scale_inv,
     T,
     F,
-    epsilon,
-    power_of_two: tl.constexpr,
     fp8: tl.constexpr,
     activated_fp8: tl.constexpr,
     height: tl.constexpr,
@@ -160,13 +150,16 @@ def _swiglu_backward(
 ):
     i = tl.program_id(0) * height + tl.arange(0, height)
     j = tl.program_id(1) * width + tl.arange(0, width)
-    d_gate, d_up, activated = _gradients(d_activated, hidden, i, j, F)
+    gate, up = load_rows(hidden, i, j, 2 * F), load_rows(hidden, i, j + F, 2 * F)
+    activated = _through_bf16_by_twos(_activate(gate, up))
+    d_gate, d_up = _differentiate(load_rows(d_activated, i, j, F), gate, up)
+    d_gate, d_up = _through_bf16_by_twos(d_gate), _through_bf16_by_twos(d_up)
     if scale is not None and amax is not None:
         record_amax(amax, tl.maximum(tl.abs(d_gate), tl.abs(d_up)))
-    value = tensor_scale(scale, amax, None, scale_inv, epsilon, power_of_two, fp8)
+    value = tensor_scale(scale, amax, None, scale_inv, fp8)
     store_tensor_scaled(d_gate, value, rows, columns, i, j, T, 2 * F, fp8)
     store_tensor_scaled(d_up, value, rows, columns, i, j + F, T, 2 * F, fp8)
-    value = tensor_scale(activated_scale, None, None, activated_scale_inv, 0.0, False, activated_fp8)
+    value = tensor_scale(activated_scale, None, None, activated_scale_inv, activated_fp8)
     store_tensor_scaled(activated, value, activated_rows, activated_columns, i, j, T, F, activated_fp8)
 
 
@@ -200,9 +193,9 @@ def forward(hidden: Tensor, activated: TensorScaled) -> None:
     tile = _tile(hidden, FORWARD)
     if activated.scale is None:
         _find_amax(None, hidden, activated.amax)
-    _swiglu_forward[_grid(hidden, tile)](
+    _swiglu_forward[tile.grid(hidden)](
         *(hidden, activated.rows, activated.scale, activated.amax, activated.used, activated.scale_inv, hidden.shape[1] // 2),
-        *(activated.epsilon, activated.power_of_two, TYPES[activated.dtype], tile.rows, tile.columns),
+        *(TYPES[activated.dtype], tile.rows, tile.columns),
         num_warps=tile.warps,
         enable_fp_fusion=False,
     )
@@ -216,10 +209,10 @@ def backward(d_activated: Tensor, hidden: Tensor, d_hidden: TensorScaled, activa
     tile = _tile(hidden, BACKWARD)
     if d_hidden.scale is None:
         _find_amax(d_activated, hidden, d_hidden.amax)
-    _swiglu_backward[_grid(hidden, tile)](
+    _swiglu_backward[tile.grid(hidden)](
         *(d_activated, hidden, d_hidden.rows, d_hidden.columns, d_hidden.scale, d_hidden.amax, d_hidden.scale_inv),
         *(activated.rows, activated.columns, activated.scale, activated.scale_inv, *d_activated.shape),
-        *(d_hidden.epsilon, d_hidden.power_of_two, TYPES[d_hidden.dtype], TYPES[activated.dtype], tile.rows, tile.columns),
+        *(TYPES[d_hidden.dtype], TYPES[activated.dtype], tile.rows, tile.columns),
         num_warps=tile.warps,
         enable_fp_fusion=False,
     )
@@ -229,7 +222,7 @@ def forward_bf16(hidden: Tensor) -> Tensor:
     """The activated values [T, F] of `hidden` [T, 2 F], both BF16, contiguous, of any size."""
     activated, tile = hidden.new_empty(len(hidden), hidden.shape[1] // 2), _along_rows(hidden)
     arguments = (hidden, activated, activated.shape[1], tile.rows, tile.columns)
-    _swiglu_forward_bf16[_grid(hidden, tile)](*arguments, num_warps=tile.warps, enable_fp_fusion=False)
+    _swiglu_forward_bf16[tile.grid(hidden)](*arguments, num_warps=tile.warps, enable_fp_fusion=False)
     return activated
 
 
@@ -238,14 +231,14 @@ def backward_bf16(d_activated: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
     of `forward_bf16`."""
     d_hidden, activated, tile = torch.empty_like(hidden), torch.empty_like(d_activated), _along_rows(hidden)
     arguments = (d_activated, hidden, d_hidden, activated, d_activated.shape[1], tile.rows, tile.columns)
-    _swiglu_backward_bf16[_grid(hidden, tile)](*arguments, num_warps=tile.warps, enable_fp_fusion=False)
+    _swiglu_backward_bf16[tile.grid(hidden)](*arguments, num_warps=tile.warps, enable_fp_fusion=False)
     return d_hidden, activated
 
 
 def _find_amax(d_activated: Tensor | None, hidden: Tensor, amax: Tensor) -> None:
     tile = _tile(hidden, FORWARD)
     arguments = (d_activated, hidden, amax, hidden.shape[1] // 2, tile.rows, tile.columns)
-    _swiglu_amax[_grid(hidden, tile)](*arguments, num_warps=tile.warps, enable_fp_fusion=False)
+    _swiglu_amax[tile.grid(hidden)](*arguments, num_warps=tile.warps, enable_fp_fusion=False)
 
 
 def _tile(hidden: Tensor, tile: Tile) -> Tile:
@@ -257,7 +250,3 @@ def _along_rows(hidden: Tensor) -> Tile:
     """Returns a tile that divides `hidden`, of 2,048 values if possible, most of them in one row: nothing here is transposed."""
     columns = math.gcd(hidden.shape[1] // 2, 2048)
     return Tile(math.gcd(hidden.shape[0], 2048 // columns), columns, 4)
-
-
-def _grid(hidden: Tensor, tile: Tile) -> tuple[int, int]:
-    return hidden.shape[0] // tile.rows, hidden.shape[1] // (2 * tile.columns)

@@ -35,17 +35,12 @@ class TensorScaled:
     scale: Tensor | None = None  # FP32 [1]
     amax: Tensor | None = None  # FP32 [1], raised to the tensor's amax where a scale is given
     used: Tensor | None = None  # FP32 [1], written: the scale
-    epsilon: float = 0.0  # current scaling: the least amax
-    power_of_two: bool = False  # current scaling
 
 
 @triton.jit
 def store_tensor_scaled(values, scale, rows, columns, i, j, M, K, fp8: tl.constexpr):
-    """Quantize a tile `values` [BM, BN] FP32 with one FP32 `scale` and write it to `rows` [M, K] and `columns` [K, M].
-
-    Both are pointers to uint8; None is not written. i [BM] and j [BN] are the tile's rows and columns in the tensor: int32,
-    each contiguous. `fp8` is tl.float8e4nv (E4M3) or tl.float8e5 (E5M2).
-    """
+    """Quantize a tile `values` [BM, BN] FP32 with one FP32 `scale` and write it to `rows` [M, K] and `columns` [K, M], uint8;
+    None is not written. i [BM] and j [BN] are the tile's rows and columns in the tensor: int32, each contiguous."""
     codes = fp8_codes(values, scale, fp8)
     if rows is not None:
         store_rows(codes, rows, i, j, K)
@@ -54,12 +49,12 @@ def store_tensor_scaled(values, scale, rows, columns, i, j, M, K, fp8: tl.conste
 
 
 @triton.jit
-def tensor_scale(scale, amax, used, scale_inv, epsilon, power_of_two: tl.constexpr, fp8: tl.constexpr):
+def tensor_scale(scale, amax, used, scale_inv, fp8: tl.constexpr):
     """The scale of a tensor: what the pointer `scale` holds, or where that is None, current scaling's, from `amax`.
 
     Of a two-dimensional grid the first program writes it to `used`, unless that is None, and its reciprocal to `scale_inv`.
     """
-    value = tl.load(scale) if scale is not None else scale_from_amax(tl.load(amax), epsilon, power_of_two, fp8)
+    value = tl.load(scale) if scale is not None else scale_from_amax(tl.load(amax), fp8)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(scale_inv, reciprocal(value))
         if used is not None:
@@ -77,19 +72,11 @@ def record_amax(amax, values):
 
 
 @triton.jit
-def scale_from_amax(amax, epsilon, power_of_two: tl.constexpr, fp8: tl.constexpr):
-    """What to multiply by so that `amax` (FP32, any shape), but at least `epsilon`, lands on the largest value of `fp8`:
-    the rule of pretrain.precision.quantizers.tensor.scale_from_amax."""
-    amax = tl.where(amax < epsilon, epsilon, amax)
-    if power_of_two:
-        # The largest values are 1.75 x 2^n. So the quotient's exponent is n less that of amax, and one less again where the
-        # mantissa of amax is above 1.75: a subtraction of bits.
-        maximum_bits: tl.constexpr = 0x43E00000 if fp8 == tl.float8e4nv else 0x47600000
-        exponent = tl.minimum((maximum_bits - amax.to(tl.int32, bitcast=True)) >> 23, 127)
-        scale = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
-    else:
-        scale = tl.div_rn(tl.zeros_like(amax) + (448.0 if fp8 == tl.float8e4nv else 57344.0), amax)
-        scale = tl.where(scale == _INFINITY, _FP32_MAX, scale)
+def scale_from_amax(amax, fp8: tl.constexpr):
+    """What to multiply by so that `amax` (FP32, any shape) lands on the largest value of `fp8`: the rule of
+    pretrain.precision.quantizers.tensor.scale_from_amax."""
+    scale = tl.div_rn(tl.zeros_like(amax) + (448.0 if fp8 == tl.float8e4nv else 57344.0), amax)
+    scale = tl.where(scale == _INFINITY, _FP32_MAX, scale)
     return tl.where((amax > 0) & (amax < _INFINITY), scale, 1.0)
 
 

@@ -29,16 +29,18 @@ def has_kernel(rows: Tensor, heads: Heads) -> bool:
 
 def rotate(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, norms: HeadNorms | None) -> tuple[Tensor, Tensor, Tensor]:
     """Split the rows of `qkv` [T, heads.width], contiguous, normalise and rotate: queries [T, query, dim], keys and values
-    [T, kv, dim], contiguous and in qkv's dtype.
-
-    `cos`, `sin`: [T, dim], their halves equal, any float dtype; ValueError for angles of another shape.
-    """
-    _check_angles(cos, sin, len(qkv), heads)
+    [T, kv, dim], contiguous and in qkv's dtype. `cos`, `sin`: [T, dim], their halves equal, any float dtype."""
+    if cos.shape != (len(qkv), heads.dim) or sin.shape != cos.shape:  # as of a model that rotates a part of each head
+        raise ValueError(f"cos and sin are [{len(qkv)}, {heads.dim}], not {list(cos.shape)} and {list(sin.shape)}")
     if has_kernel(qkv, heads):
         from pretrain.model.fused import rotary_kernel
 
         return rotary_kernel.rotate(qkv, cos, sin, heads, norms)
-    return rotate_by_formula(qkv, cos, sin, heads, norms)
+    q, k, v = heads.split(qkv)
+    cos, sin = _angles(cos, sin, heads, qkv)
+    q = _rotated(q if norms is None else _normalised(q, norms.query, norms.eps)[0], cos, sin)
+    k = _rotated(k if norms is None else _normalised(k, norms.key, norms.eps)[0], cos, sin)
+    return q.to(qkv.dtype), k.to(qkv.dtype), v.contiguous()
 
 
 def rotate_backward(
@@ -61,37 +63,6 @@ def rotate_backward(
         from pretrain.model.fused import rotary_kernel
 
         return rotary_kernel.rotate_backward(dq, dk, dv, qkv, cos, sin, heads, norms)
-    return rotate_backward_by_formula(dq, dk, dv, qkv, cos, sin, heads, norms)
-
-
-def _check_angles(cos: Tensor, sin: Tensor, tokens: int, heads: Heads) -> None:
-    """An architecture that rotates a part of each head has narrower angles, beyond which a kernel would read."""
-    if cos.shape != (tokens, heads.dim) or sin.shape != cos.shape:
-        raise ValueError(f"cos and sin are [{tokens}, {heads.dim}], not {list(cos.shape)} and {list(sin.shape)}")
-
-
-def rotate_by_formula(
-    qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, norms: HeadNorms | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`rotate` on any device."""
-    q, k, v = heads.split(qkv)
-    cos, sin = _angles(cos, sin, heads, qkv)
-    q = _rotated(q if norms is None else _normalised(q, norms.query, norms.eps)[0], cos, sin)
-    k = _rotated(k if norms is None else _normalised(k, norms.key, norms.eps)[0], cos, sin)
-    return q.to(qkv.dtype), k.to(qkv.dtype), v.contiguous()
-
-
-def rotate_backward_by_formula(
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    qkv: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    heads: Heads,
-    norms: HeadNorms | None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """`rotate_backward` on any device."""
     cos, sin = _angles(cos, sin, heads, dq)
     dqkv = dq.new_empty(len(dq), heads.width)
     into_q, into_k, into_v = heads.split(dqkv)

@@ -257,34 +257,20 @@ def _offsets(first, stride, height: tl.constexpr, half: tl.constexpr):
     return tl.cast(first, tl.int64) * stride + (inside[:, None] + tl.arange(0, half)[None, :])
 
 
-def rotate(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    heads: Heads,
-    norms: HeadNorms | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def rotate(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, norms: HeadNorms | None) -> tuple[Tensor, Tensor, Tensor]:
     """pretrain.model.fused.rotary.rotate, for rows that it says have a kernel."""
-    tokens = len(qkv)
+    tokens, rows = len(qkv), _TILE // heads.dim
     q = qkv.new_empty(tokens, heads.query, heads.dim)
     k = qkv.new_empty(tokens, heads.kv, heads.dim)
     v = torch.empty_like(k)
-    *_, block, rows = layout = _layout(heads)
+    both = heads.query | heads.kv
+    block = min(both & -both, MOST_HEADS, rows)  # heads: a power of two that divides queries and keys
     query_norm, key_norm, eps = _of(norms)
     if tokens:
         with torch.cuda.device_of(qkv):
             _rotate_forward[(heads.count // block * triton.cdiv(tokens, rows // block),)](
-                qkv,
-                cos.contiguous(),
-                sin.contiguous(),
-                query_norm,
-                key_norm,
-                q,
-                k,
-                v,
-                tokens,
-                eps,
-                *layout,
+                *(qkv, cos.contiguous(), sin.contiguous(), query_norm, key_norm, q, k, v, tokens, eps),
+                *(heads.query, heads.kv, heads.dim, block, rows),
                 num_warps=_FORWARD_WARPS,
                 enable_fp_fusion=True,
             )
@@ -305,6 +291,7 @@ def rotate_backward(
     (dq, dk, dv), cos, sin = map(_as_read, (dq, dk, dv)), cos.contiguous(), sin.contiguous()
     dqkv, tokens, parts = dq.new_empty(len(dq), heads.width), len(dq), dk.shape[2] if dk.dim() == 4 else 1
     programs, sums, stages = triton.cdiv(tokens, _TOKENS), None, 1
+    query_norm, key_norm, eps = _of(norms)
     if norms is not None:
         programs = min(programs, max(1, _PROGRAMS // heads.count))
         sums = torch.empty(programs, heads.rotated, heads.dim, dtype=torch.float32, device=dq.device)
@@ -313,7 +300,7 @@ def rotate_backward(
         with torch.cuda.device_of(dq):
             _rotate_backward[(heads.count * programs,)](
                 *(dq, dk, dv, *dq.stride()[:2], *_strides(dk), *_strides(dv)),
-                *(None if norms is None else qkv, cos, sin, *_of(norms)[:2], dqkv, sums, tokens, _of(norms)[2]),
+                *(None if norms is None else qkv, cos, sin, query_norm, key_norm, dqkv, sums, tokens, eps),
                 *(heads.query, heads.kv, heads.dim, _TOKENS, tokens % _TOKENS == 0, parts, stages),
                 num_warps=max(1, _BACKWARD_WARPS * heads.dim // 128),
                 maxnreg=_REGISTERS,
@@ -327,13 +314,6 @@ def rotate_backward(
 
 def _of(norms: HeadNorms | None) -> tuple[Tensor | None, Tensor | None, float]:
     return (None, None, 0.0) if norms is None else (norms.query, norms.key, norms.eps)
-
-
-def _shared_memory(tensor: Tensor) -> int:
-    """Bytes that a program may have: 227 KiB on Hopper, 99 KiB on Ada and on Blackwell's smaller GPUs."""
-    if not tensor.is_cuda:  # Triton's interpreter
-        return sys.maxsize
-    return torch.cuda.get_device_properties(tensor.device).shared_memory_per_block_optin
 
 
 def _as_read(gradient: Tensor) -> Tensor:
@@ -354,8 +334,8 @@ def _stages(heads: Heads, parts: int, value_bytes: int, angle_bytes: int, shared
     return max(1, min(_STAGES, 1 + (shared_memory - tile - 1024) // of_a_stage))
 
 
-def _layout(heads: Heads) -> tuple[int, int, int, int, int]:
-    """The kernels' constants, `query` to `rows`. A block has as many heads as a power of two that divides queries and keys."""
-    both = heads.query | heads.kv
-    rows = _TILE // heads.dim
-    return heads.query, heads.kv, heads.dim, min(both & -both, MOST_HEADS, rows), rows
+def _shared_memory(tensor: Tensor) -> int:
+    """Bytes that a program may have: 227 KiB on Hopper, 99 KiB on Ada and on Blackwell's smaller GPUs."""
+    if not tensor.is_cuda:  # Triton's interpreter
+        return sys.maxsize
+    return torch.cuda.get_device_properties(tensor.device).shared_memory_per_block_optin

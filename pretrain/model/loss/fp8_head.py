@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from packing.arrow import IGNORE
-from pretrain.model.loss.chunk import ChunkLoss, HeadGradients, softmax_gradient_
-from pretrain.model.loss.softmax_kernel import QuantizedGradient, quantized_softmax_gradient
+from pretrain.model.loss.softmax_kernel import QuantizedGradient, quantized_softmax_gradient, softmax_gradient_
 from pretrain.precision import transformer_engine
 from pretrain.precision.linear import PrecisionContext
 from pretrain.precision.searched import fp8_dtype
@@ -31,7 +30,7 @@ _BF16 = torch.bfloat16
 
 
 @contextmanager
-def fused_head(product: TransformerEngineProduct, weight: Tensor, context: PrecisionContext) -> Iterator[ChunkLoss]:
+def fused_head(product: TransformerEngineProduct, weight: Tensor, context: PrecisionContext) -> Iterator[Fp8ChunkLoss]:
     """`product` as the LM head with its loss, around the chunks of one forward with gradients, inside of the backend's `forward`.
 
     weight [vocabulary, hidden] FP32 or BF16, quantized in the step's first microbatch. The observers of `context` see each
@@ -61,26 +60,28 @@ class Fp8ChunkLoss:
     weight: Any
     context: PrecisionContext
 
-    def __call__(self, hidden: Tensor, labels: Tensor, gradients: HeadGradients, *, first: bool) -> Tensor:
+    def __call__(
+        self, hidden: Tensor, labels: Tensor, gradients: tuple[Tensor | None, Tensor | None, None], *, first: bool
+    ) -> Tensor:
         """See `ChunkLoss`. No bias: a head that has one is not fused."""
-        product, x = self.product, hidden.to(_BF16)
+        product, x, (d_hidden, d_weight, _) = self.product, hidden.to(_BF16), gradients
         self.context.show(product.name, "input", x, product)
-        x = product.operand("input", x, "features", both=gradients.weight is not None)
+        x = product.operand("input", x, "features", both=d_weight is not None)
         logits = product.multiply("forward", x, self.weight)
         self._show_result("forward", logits, first)
         losses, codes = self._softmax_gradient(logits, labels)
         if self.context.observers:
-            softmax_gradient_(logits, labels)  # the logits have been used, and take the gradient in BF16
+            softmax_gradient_(logits, labels, IGNORE)  # the logits have been used, and take the gradient in BF16
             self.context.show(product.name, "grad_output", logits, product)
         del logits
-        if gradients.hidden is not None:
+        if d_hidden is not None:
             by_rows = self._operand(codes.rows, None, torch.ones_like(codes.scale_inv))
-            product.multiply("dgrad", by_rows, self.weight, gradients.hidden.dtype, out=gradients.hidden)
-            gradients.hidden.mul_(codes.rows_scale_inv[:, None])
-            self._show_result("dgrad", gradients.hidden, first)
-        if gradients.weight is not None:
-            product.accumulate(gradients.weight, self._operand(None, codes.columns, codes.scale_inv), x, overwrite=first)
-            self._show_result("wgrad", gradients.weight, first)
+            product.multiply("dgrad", by_rows, self.weight, d_hidden.dtype, out=d_hidden)
+            d_hidden.mul_(codes.rows_scale_inv[:, None])
+            self._show_result("dgrad", d_hidden, first)
+        if d_weight is not None:
+            product.accumulate(d_weight, self._operand(None, codes.columns, codes.scale_inv), x, overwrite=first)
+            self._show_result("wgrad", d_weight, first)
         return losses
 
     def _softmax_gradient(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, QuantizedGradient]:
@@ -90,8 +91,7 @@ class Fp8ChunkLoss:
         if backend.precision.keeps_history:
             return quantized_softmax_gradient(logits, labels, IGNORE, fp8, quantizer.amax, quantizer.scale)
         amax = torch.zeros(1, dtype=torch.float32, device=logits.device)
-        power_of_two = quantizer.force_pow_2_scales
-        return quantized_softmax_gradient(logits, labels, IGNORE, fp8, amax, None, power_of_two=power_of_two)
+        return quantized_softmax_gradient(logits, labels, IGNORE, fp8, amax, None)
 
     def _operand(self, rows: Tensor | None, columns: Tensor | None, scale_inv: Tensor) -> Any:
         return self.product.backend.te.Float8TensorStorage(

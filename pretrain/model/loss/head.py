@@ -37,15 +37,20 @@ from transformers import PretrainedConfig
 
 from foundation.errors import InputError
 from packing.arrow import IGNORE
-from pretrain.model.loss.chunk import ChunkLoss, HeadGradients, softmax_gradient_, token_losses
 from pretrain.model.loss.penalty import Penalty
 from pretrain.precision import searched
 from pretrain.precision.linear import PrecisionContext, TakesTurns, summing_where
 from pretrain.precision.product import LinearCall, Product
-from pretrain.precision.searched import add_product_, products_sum_in_fp32
+from pretrain.precision.searched import add_product_
 from pretrain.settings.recipe import LossSettings
 
 LogitGradient = Callable[[Tensor, Tensor], Tensor]  # as `softmax_gradient_` and `Penalty.gradient_`
+# Of the sum of losses, by what the head multiplies: hidden states, in their dtype; weight [vocabulary, hidden] and bias, in FP32,
+# which add up over the chunks. None: not needed.
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+# (hidden [n, hidden], labels [n], gradients, *, first) -> losses [n] FP32, or [2, n] with penalties under them. The `first` chunk
+# of a forward overwrites the weight's sum, which holds nothing yet.
+ChunkLoss = Callable[..., Tensor]
 LOSS_SCOPE = "loss"  # what a profile calls the part of the forward that is the head's
 
 # What some architectures do to their logits after the head. Only the head is replaced, so their loss would be another model's.
@@ -63,21 +68,17 @@ def check(config: PretrainedConfig, settings: LossSettings, device_type: str) ->
             )
     if getattr(config, "output_router_logits", None):
         raise InputError(
-            "`model.config.output_router_logits: true` has transformers add a loss that balances experts, which no loss here "
-            "does; set it to false"
+            "`model.config.output_router_logits: true` adds a loss that balances experts, which no loss here has; set it to false"
         )
     if settings.top_k is not None and settings.top_k >= (vocabulary := config.get_text_config().vocab_size):
         raise InputError(
-            f"`loss.top_k: {settings.top_k}`: the probabilities of all {vocabulary} words of the vocabulary sum to 1, whatever "
-            f"is trained; set it to {vocabulary - 1} at most"
+            f"`loss.top_k: {settings.top_k}`: all {vocabulary} probabilities sum to 1; set it to {vocabulary - 1} at most"
         )
-    if settings.kind != "cce":
-        return
-    remedy = "set loss.kind: chunked"
-    if importlib.util.find_spec("cut_cross_entropy") is None:  # an extra of requirements-cuda.txt
-        raise InputError(f"loss.kind: cce needs the cut-cross-entropy package: pip install cut-cross-entropy, or {remedy}")
-    if device_type != "cuda":
-        raise InputError(f"loss.kind: cce needs a CUDA device and this run is on {device_type}; {remedy}")
+    if settings.kind == "cce":
+        if importlib.util.find_spec("cut_cross_entropy") is None:  # an extra of requirements-cuda.txt
+            raise InputError("loss.kind: cce needs pip install cut-cross-entropy, or set loss.kind: chunked")
+        if device_type != "cuda":
+            raise InputError(f"loss.kind: cce needs a CUDA device and this run is on {device_type}; set loss.kind: chunked")
 
 
 class LossHead(nn.Linear):
@@ -97,6 +98,11 @@ class LossHead(nn.Linear):
         head.weight, head.bias, head.settings = linear.weight, linear.bias, settings
         return head.train(linear.training)
 
+    @property
+    def penalty(self) -> Penalty | None:
+        chosen = self.settings
+        return Penalty(chosen.penalty, chosen.penalty_weight, chosen.top_k or 1) if chosen.penalty else None
+
     def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
         """Hidden states [..., hidden] to logits [..., vocabulary]; with labels [...] int64, to the sum of losses, FP32: in
         training of what is trained, in evaluation of the cross-entropies."""
@@ -105,10 +111,9 @@ class LossHead(nn.Linear):
         # Evaluation, outside of a low-precision forward, multiplies as every other head does.
         low_precision = self.low_now if self.low_now and self.low_now.context.low_precision else None
         hidden, labels = hidden.flatten(0, -2), labels.flatten()
-        device = hidden.device.type
+        device, penalty = hidden.device.type, self.penalty
         if torch.is_autocast_enabled(device):
             hidden = hidden.to(torch.get_autocast_dtype(device))
-        penalty = Penalty.of(self.settings)
         with torch.autocast(device, enabled=False):
             if self.settings.kind == "cce":
                 return cut_cross_entropy(hidden, self.weight, labels)
@@ -135,26 +140,14 @@ class LossHead(nn.Linear):
 
     def describe(self) -> dict[str, Any]:
         """What computes the loss, for the audit."""
-        if self.settings.kind == "cce":
-            skipped_below = inspect.signature(_cce()).parameters["filter_eps"].default
-            return {"kind": "cce", "options": cut_cross_entropy_options(), "gradient_filter": skipped_below}
-        penalty = Penalty.of(self.settings)
-        penalised = {"penalty": asdict(penalty)} if penalty else {}
-        if self.settings.kind == "reference":
-            return {"kind": "reference", "softmax": "fp32", "logits": "all at once", **penalised}
-        softmax = "Triton kernel" if self.weight.is_cuda and not penalty else "torch"
-        summed = "each chunk's product added"
+        kind, penalty = self.settings.kind, self.penalty
+        if kind == "cce":
+            return {"kind": kind, "options": cut_cross_entropy_options()}
+        softmax = "Triton kernel" if self.weight.is_cuda and not penalty and kind == "chunked" else "torch"
         if self.low_now is not None and self.low_now.supports_fused_loss and not penalty:
-            softmax, summed = "Triton kernels that write the gradient as fp8 operands", "summed by the fp8 products"
-        elif self.low_now is None and self.weight.is_cuda and products_sum_in_fp32():
-            summed = "summed by the products"
-        return {
-            "kind": "chunked",
-            "chunk": self.settings.tokens_at_once,
-            "softmax": f"fp32, {softmax}",
-            "weight_gradient": f"fp32, {summed}",
-            **penalised,
-        }
+            softmax = "Triton kernels that write the gradient as fp8 operands"
+        chunk = {"chunk": self.settings.tokens_at_once} if kind == "chunked" else {}
+        return {"kind": kind, **chunk, "softmax": f"fp32, {softmax}"} | ({"penalty": asdict(penalty)} if penalty else {})
 
 
 def reference_loss(
@@ -196,57 +189,6 @@ def cut_cross_entropy_options() -> dict[str, bool]:
     parameters = inspect.signature(_cce()).parameters
     fp32 = {name: True for name in ("accum_e_fp32", "accum_c_fp32") if name in parameters}
     return fp32 or {name: True for name in ("use_kahan",) if name in parameters}
-
-
-# ── The head in low precision ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class LowPrecisionHead(TakesTurns):
-    """The head's product in low precision: the head stays where it is, and tied, and only its products change."""
-
-    def __init__(self, name: str, product: Product, context: PrecisionContext) -> None:
-        """`product`: of the context's present backend."""
-        self.name, self.context = name, context
-        self.products = {context.backend: product}
-
-    @property
-    def supports_fused_loss(self) -> bool:
-        """Whether the softmax can write its gradient as this product's operand; every product can `multiply`."""
-        return getattr(self.product, "supports_fused_loss", False)
-
-    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, later_call: bool = False) -> Tensor:
-        """x [n, hidden] -> logits [n, vocabulary], for evaluation; `later_call`: not the first chunk of this forward."""
-        return self.context.multiply(self.name, self.product, x, weight, bias, later_call=later_call)
-
-    def chunk(
-        self,
-        gradient_: LogitGradient,
-        weight: Tensor,
-        bias: Tensor | None,
-        hidden: Tensor,
-        labels: Tensor,
-        gradients: HeadGradients,
-        *,
-        first: bool,
-    ) -> Tensor:
-        """A `ChunkLoss` after its first three arguments, by this product's operands and gemms; the weight's gradient adds up in
-        FP32."""
-        call = LinearCall(self.product, self.context, refresh=self.context.first_microbatch and first, differentiable=True)
-        logits = call.forward(hidden.to(weight.dtype), weight, bias, keeps=gradients.weight is not None)
-        losses = gradient_(logits, labels)
-        needs = (gradients.hidden is not None, gradients.weight is not None)
-        dx, _ = call.backward(logits, needs, torch.float32, gradients.weight, overwrite=first)
-        if dx is not None:
-            gradients.hidden.copy_(dx)
-        if gradients.bias is not None:
-            gradients.bias += logits.sum(dim=0, dtype=torch.float32)
-        return losses
-
-    def fused_loss(self, weight: Tensor) -> AbstractContextManager[ChunkLoss]:
-        """Entered around the chunks of one training forward. Its observers see what those of `chunk` see."""
-        from pretrain.model.loss.fp8_head import fused_head  # brings Triton, which takes a while
-
-        return fused_head(self.product, weight, self.context)
 
 
 # ── The loss in chunks ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -295,12 +237,18 @@ class ChunkedLoss(torch.autograd.Function):
         low_precision: LowPrecisionHead | None,
         penalty: Penalty | None,
     ) -> tuple[Tensor, Tensor]:
-        gradients = HeadGradients.allocate(hidden, weight, bias, ctx.needs_input_grad[:3])
+        # Allocated for each microbatch: kept from one to the next they would save no time, and stand beside the workspace of the
+        # layers' backward at the peak. The weight's is not filled, as the first chunk overwrites it.
+        wanted = ctx.needs_input_grad
+        d_hidden = torch.empty_like(hidden) if wanted[0] else None
+        d_weight = torch.empty_like(weight, dtype=torch.float32) if wanted[1] else None
+        d_bias = torch.zeros_like(bias, dtype=torch.float32) if wanted[2] else None
         losses = _losses_of(labels, penalty)
         with _chunk_loss(hidden.dtype, weight, bias, low_precision, penalty) as chunk_loss:
             for rows in chunks(len(hidden), chunk, low_precision=low_precision is not None):
-                losses[:, rows] = chunk_loss(hidden[rows], labels[rows], gradients.of(rows), first=rows.start == 0)
-        ctx.gradients, ctx.weight = gradients, weight
+                gradients = (None if d_hidden is None else d_hidden[rows], d_weight, d_bias)
+                losses[:, rows] = chunk_loss(hidden[rows], labels[rows], gradients, first=rows.start == 0)
+        ctx.gradients, ctx.weight = (d_hidden, d_weight, d_bias), weight
         ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         trained, parts = _sums(losses, penalty)
         ctx.mark_non_differentiable(parts)
@@ -311,14 +259,13 @@ class ChunkedLoss(torch.autograd.Function):
     def backward(ctx: FunctionCtx, scale: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
             raise RuntimeError("the chunked loss was differentiated twice, but the first backward scales its gradients in place")
-        gradients, ctx.gradients = ctx.gradients, None
+        (d_hidden, d_weight, d_bias), ctx.gradients = ctx.gradients, None
         main = getattr(ctx.weight, "main_grad", None)
-        if main is not None and gradients.weight is not None:
-            main.addcmul_(gradients.weight, scale.reshape(1))  # reads both once; the scale stays on the device
-            gradients.weight = None
-        found = (gradients.hidden, gradients.weight, gradients.bias)
-        scaled = (None if g is None else _scale(g, scale, dtype) for g, dtype in zip(found, ctx.dtypes, strict=True))
-        return *scaled, None, None, None, None
+        if main is not None and d_weight is not None:
+            main.addcmul_(d_weight, scale.reshape(1))  # reads both once; the scale stays on the device
+            d_weight = None
+        gradients = zip((d_hidden, d_weight, d_bias), ctx.dtypes, strict=True)
+        return *(None if each is None else _scale(each, scale, dtype) for each, dtype in gradients), None, None, None, None
 
 
 def _chunk_loss(
@@ -328,8 +275,11 @@ def _chunk_loss(
     low_precision: LowPrecisionHead | None,
     penalty: Penalty | None,
 ) -> AbstractContextManager[ChunkLoss]:
+    """What computes the chunks of one training forward."""
     if low_precision and low_precision.supports_fused_loss and not penalty:
-        return low_precision.fused_loss(weight)
+        from pretrain.model.loss.fp8_head import fused_head  # brings Triton, which takes a while
+
+        return fused_head(low_precision.product, weight, low_precision.context)
     computes = low_precision.chunk if low_precision else _torch_chunk
     gradient_ = penalty.gradient_ if penalty else softmax_gradient_
     dtype = low_precision.context.compute_dtype if low_precision else dtype
@@ -342,19 +292,96 @@ def _torch_chunk(
     bias: Tensor | None,
     hidden: Tensor,
     labels: Tensor,
-    gradients: HeadGradients,
+    gradients: Gradients,
     *,
     first: bool,
 ) -> Tensor:
     logits = searched.linear(hidden, weight) if hidden.is_cuda and bias is None else F.linear(hidden, weight, bias)
     losses = gradient_(logits, labels)
-    if gradients.hidden is not None:
-        torch.mm(logits, weight, out=gradients.hidden)
-    if gradients.weight is not None:
-        add_product_(gradients.weight, logits.t(), hidden, overwrite=first)
-    if gradients.bias is not None:
-        gradients.bias += logits.sum(dim=0, dtype=torch.float32)
+    d_hidden, d_weight, d_bias = gradients
+    if d_hidden is not None:
+        torch.mm(logits, weight, out=d_hidden)
+    if d_weight is not None:
+        add_product_(d_weight, logits.t(), hidden, overwrite=first)
+    if d_bias is not None:
+        d_bias += logits.sum(dim=0, dtype=torch.float32)
     return losses
+
+
+class LowPrecisionHead(TakesTurns):
+    """The head's product in low precision: the head stays where it is, and tied, and only its products change."""
+
+    def __init__(self, name: str, product: Product, context: PrecisionContext) -> None:
+        """`product`: of the context's present backend."""
+        self.name, self.context = name, context
+        self.products = {context.backend: product}
+
+    @property
+    def supports_fused_loss(self) -> bool:
+        """Whether the softmax can write its gradient as this product's operand; every product can `multiply`."""
+        return getattr(self.product, "supports_fused_loss", False)
+
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, later_call: bool = False) -> Tensor:
+        """x [n, hidden] -> logits [n, vocabulary], for evaluation; `later_call`: not the first chunk of this forward."""
+        return self.context.multiply(self.name, self.product, x, weight, bias, later_call=later_call)
+
+    def chunk(
+        self,
+        gradient_: LogitGradient,
+        weight: Tensor,
+        bias: Tensor | None,
+        hidden: Tensor,
+        labels: Tensor,
+        gradients: Gradients,
+        *,
+        first: bool,
+    ) -> Tensor:
+        """A `ChunkLoss` after its first three arguments, by this product's operands and gemms; the weight's gradient adds up in
+        FP32."""
+        d_hidden, d_weight, d_bias = gradients
+        call = LinearCall(self.product, self.context, refresh=self.context.first_microbatch and first, differentiable=True)
+        logits = call.forward(hidden.to(weight.dtype), weight, bias, keeps=d_weight is not None)
+        losses = gradient_(logits, labels)
+        needs = (d_hidden is not None, d_weight is not None)
+        dx, _ = call.backward(logits, needs, torch.float32, d_weight, overwrite=first)
+        if dx is not None:
+            d_hidden.copy_(dx)
+        if d_bias is not None:
+            d_bias += logits.sum(dim=0, dtype=torch.float32)
+        return losses
+
+
+def softmax_gradient_(logits: Tensor, labels: Tensor) -> Tensor:
+    """Overwrite logits [n, vocabulary] with softmax - one_hot(label), the losses' gradient; return the losses [n], FP32.
+
+    labels [n] int64. Both are zero where the label is ignored and the logits are finite. Softmax and sums are FP32 whatever the
+    logits are, and the gradient is rounded once, to their dtype. A GPU has a kernel for it.
+    """
+    if logits.is_cuda:
+        from pretrain.model.loss import softmax_kernel
+
+        return softmax_kernel.softmax_gradient_(logits, labels, IGNORE)
+    ignored = labels == IGNORE
+    targets = labels.masked_fill(ignored, 0)[:, None]
+    scores = logits.float()  # FP32 logits themselves: then nothing of their size is made
+    target_scores, maximum = scores.gather(1, targets), scores.amax(dim=-1, keepdim=True)
+    total = scores.sub_(maximum).exp_().sum(dim=-1, keepdim=True)
+    losses = (total.log() + maximum - target_scores)[:, 0].masked_fill_(ignored, 0)
+    gradient = scores.mul_(total.reciprocal_().masked_fill_(ignored[:, None], 0))
+    # Before anything is rounded: 1 taken from a BF16 probability would lose what a well-predicted token still has to learn.
+    gradient.scatter_add_(1, targets, -(~ignored)[:, None].float())
+    if gradient is not logits:
+        logits.copy_(gradient)
+    return losses
+
+
+def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Losses [n] FP32 from logits [n, vocabulary] and labels [n], zero where ignored, for evaluation."""
+    if logits.is_cuda:
+        from pretrain.model.loss import softmax_kernel
+
+        return softmax_kernel.token_losses(logits, labels, IGNORE)
+    return F.cross_entropy(logits.float(), labels, ignore_index=IGNORE, reduction="none")
 
 
 def chunks(tokens: int, chunk: int, *, low_precision: bool = False) -> Iterator[slice]:

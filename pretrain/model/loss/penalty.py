@@ -13,6 +13,7 @@ is p (1 + weight S) - weight p [in the k largest] - [label], S their sum; or p (
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from packing.arrow import IGNORE
-from pretrain.settings.recipe import LossSettings, PenaltyKind
+from pretrain.settings.recipe import PenaltyKind
 
 LOGITS_AT_ONCE = 2**22  # in FP32: 16 MiB, some three times over, whatever the chunk
 
@@ -33,10 +34,6 @@ class Penalty:
     weight: float
     top_k: int = 1
 
-    @classmethod
-    def of(cls, settings: LossSettings) -> Penalty | None:
-        return cls(settings.penalty, settings.penalty_weight, settings.top_k or 1) if settings.penalty else None
-
     def of_logits(self, logits: Tensor) -> Tensor:
         """[..., vocabulary] FP32 -> the penalties [...], without the weight; by autograd, with all of it in memory."""
         log_p = logits.log_softmax(dim=-1)
@@ -47,35 +44,35 @@ class Penalty:
     def gradient_(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Overwrite logits [n, vocabulary] with the gradient of cross-entropy + weight x penalty; return both, [2, n] FP32.
 
-        As `chunk.softmax_gradient_`: FP32 throughout, rounded once to the logits' dtype, and zero where a label is ignored.
+        As `head.softmax_gradient_`: FP32 throughout, rounded once to the logits' dtype, and zero where a label is ignored.
         """
-        found = torch.empty(2, len(logits), dtype=torch.float32, device=logits.device)
+        both = torch.empty(2, len(logits), dtype=torch.float32, device=logits.device)
         for rows in _rows(logits):
             scores = logits[rows].float()  # FP32 logits themselves
-            found[:, rows] = self._overwrite(scores, labels[rows])
+            both[:, rows] = self._overwrite(scores, labels[rows])
             if scores.dtype != logits.dtype:
                 logits[rows] = scores
-        return found
+        return both
 
     def losses(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Cross-entropies and penalties, [2, n] FP32, of logits that stay as they are; zero where a label is ignored."""
-        found = torch.empty(2, len(logits), dtype=torch.float32, device=logits.device)
+        both = torch.empty(2, len(logits), dtype=torch.float32, device=logits.device)
         for rows in _rows(logits):
             scores = logits[rows].float()
-            found[0, rows] = F.cross_entropy(scores, labels[rows], ignore_index=IGNORE, reduction="none")
-            found[1, rows] = self.of_logits(scores).masked_fill_(labels[rows] == IGNORE, 0)
-        return found
+            both[0, rows] = F.cross_entropy(scores, labels[rows], ignore_index=IGNORE, reduction="none")
+            both[1, rows] = self.of_logits(scores).masked_fill_(labels[rows] == IGNORE, 0)
+        return both
 
     def _overwrite(self, scores: Tensor, labels: Tensor) -> Tensor:
         ignored = labels == IGNORE
-        kept, targets = (~ignored)[:, None].float(), labels.masked_fill(ignored, 0)[:, None]
+        counted, targets = (~ignored)[:, None].float(), labels.masked_fill(ignored, 0)[:, None]
         target_scores, maximum = scores.gather(1, targets), scores.amax(dim=-1, keepdim=True)
         sharpest = None if self.kind == "neg_entropy" else scores.topk(self.top_k, dim=-1).indices
         shifted = scores.sub_(maximum)
         p = shifted.exp() if sharpest is None else shifted.exp_()
         total = p.sum(dim=-1, keepdim=True)
         log_total = total.log()
-        p.mul_(total.reciprocal_().mul_(kept))
+        p.mul_(total.reciprocal_().mul_(counted))
         if sharpest is None:
             # log p + H is a score minus their mean: where all p are alike, no digits are lost.
             mean = (p * shifted).sum(dim=-1, keepdim=True)
@@ -86,7 +83,7 @@ class Penalty:
             mass = largest.sum(dim=-1, keepdim=True)
             penalty = self._from_mass(mass)
             p.mul_(1 + self.weight * mass).scatter_add_(1, sharpest, largest.mul_(-self.weight))
-        scores.scatter_add_(1, targets, -kept)
+        scores.scatter_add_(1, targets, -counted)
         cross_entropy = log_total + maximum - target_scores
         return torch.cat([cross_entropy, penalty], dim=1).masked_fill_(ignored[:, None], 0).t()
 
@@ -94,7 +91,7 @@ class Penalty:
         return -mass if self.kind == "neg_max_prob" else 1 - mass
 
 
-def _rows(logits: Tensor) -> list[slice]:
+def _rows(logits: Tensor) -> Iterator[slice]:
     """Splits the rows of `logits` into parts of LOGITS_AT_ONCE logits at most, one row at least."""
     size = max(1, LOGITS_AT_ONCE // logits.shape[1])
-    return [slice(start, start + size) for start in range(0, len(logits), size)]
+    return (slice(start, start + size) for start in range(0, len(logits), size))

@@ -35,20 +35,7 @@ from pretrain.model.fused.fp8_tile import (
 )
 from pretrain.model.fused.fp8_tile import reciprocal as inverse
 
-
-class SoftmaxTiling(NamedTuple):
-    """How rows are read; `python -m benchmarks.fused_kernels --only softmax_tilings` measures some ways.
-
-    `block`: logits that a program takes at once, by `warps` warps. `programs`: how many there are, each with rows of its own;
-    None: a program a row.
-    """
-
-    block: int = 4096
-    warps: int = 8
-    programs: int | None = None
-
-
-FASTEST = SoftmaxTiling()  # of those measured on an H200
+BLOCK, WARPS = 4096, 8  # logits that a program takes at once, and by how many warps: the fastest of those measured on an H200
 FP8_TILE = (32, 128)  # tokens and words of a tile that is transposed, by FP8_WARPS: the fastest of those measured on an H200
 FP8_WARPS = 4
 
@@ -86,64 +73,57 @@ def _softmax_loss(
     logits,  # [n, vocabulary]
     labels,  # int64 [n]
     losses,  # FP32 [n]
-    n,
     ignore: tl.constexpr,
     vocabulary: tl.constexpr,
     block: tl.constexpr,
     with_gradient: tl.constexpr,
 ):
-    for token in range(tl.program_id(0), n, tl.num_programs(0)):
-        row = logits + tl.cast(token, tl.int64) * vocabulary  # 64 bits: a chunk may have more than 2**31 logits
-        label = tl.load(labels + token)
-        # Before the sums, whose barriers keep every store of the second pass behind this load.
-        target = target_score(row, label, vocabulary)
-        maximum, total = row_sums(row, vocabulary, block)
-        tl.store(losses + token, tl.where(label == ignore, 0.0, tl.log(total) + (maximum - target)))
-        if with_gradient:
-            _overwrite_with_gradient(row, label, maximum, 1.0 / total, ignore, vocabulary, block)
+    token = tl.program_id(0)
+    row = logits + tl.cast(token, tl.int64) * vocabulary  # 64 bits: a chunk may have more than 2**31 logits
+    label = tl.load(labels + token)
+    # Before the sums, whose barriers keep every store of the second pass behind this load.
+    target = target_score(row, label, vocabulary)
+    maximum, total = row_sums(row, vocabulary, block)
+    tl.store(losses + token, tl.where(label == ignore, 0.0, tl.log(total) + (maximum - target)))
+    if with_gradient:
+        reciprocal = 1.0 / total
+        for start in range(0, vocabulary, block):
+            column = start + tl.arange(0, block)
+            inside = column < vocabulary
+            scores = tl.load(row + column, mask=inside, other=-float("inf")).to(tl.float32)
+            gradient = score_gradient(scores, maximum, reciprocal, tl.where(column == label, 1.0, 0.0))
+            gradient = tl.where(label == ignore, 0.0, gradient)
+            tl.store(row + column, gradient.to(row.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def _overwrite_with_gradient(
-    row, label, maximum, reciprocal, ignore: tl.constexpr, vocabulary: tl.constexpr, block: tl.constexpr
-):
-    for start in range(0, vocabulary, block):
-        column = start + tl.arange(0, block)
-        inside = column < vocabulary
-        scores = tl.load(row + column, mask=inside, other=-float("inf")).to(tl.float32)
-        gradient = score_gradient(scores, maximum, reciprocal, tl.where(column == label, 1.0, 0.0))
-        gradient = tl.where(label == ignore, 0.0, gradient)
-        tl.store(row + column, gradient.to(row.dtype.element_ty), mask=inside)
-
-
-def softmax_gradient_(logits: Tensor, labels: Tensor, ignore: int, tiling: SoftmaxTiling = FASTEST) -> Tensor:
+def softmax_gradient_(logits: Tensor, labels: Tensor, ignore: int) -> Tensor:
     """Overwrite logits [n, vocabulary], FP32 or BF16, with softmax - one_hot(label); return the losses [n], FP32.
 
     labels [n] int64; both results are zero where they are `ignore`. ValueError for logits whose rows do not follow each other.
     """
-    return _run(logits, labels, ignore, tiling, with_gradient=True)
+    return _run(logits, labels, ignore, with_gradient=True)
 
 
-def token_losses(logits: Tensor, labels: Tensor, ignore: int, tiling: SoftmaxTiling = FASTEST) -> Tensor:
+def token_losses(logits: Tensor, labels: Tensor, ignore: int) -> Tensor:
     """The losses alone, [n] FP32, the same bits as those of `softmax_gradient_`; logits stay as they are."""
-    return _run(logits, labels, ignore, tiling, with_gradient=False)
+    return _run(logits, labels, ignore, with_gradient=False)
 
 
-def _run(logits: Tensor, labels: Tensor, ignore: int, tiling: SoftmaxTiling, *, with_gradient: bool) -> Tensor:
-    check_rows(logits)
+def _run(logits: Tensor, labels: Tensor, ignore: int, *, with_gradient: bool) -> Tensor:
+    _check_rows(logits)
     n, vocabulary = logits.shape
     losses = torch.empty(n, dtype=torch.float32, device=logits.device)
-    block = min(tiling.block, triton.next_power_of_2(vocabulary))
+    block = min(BLOCK, triton.next_power_of_2(vocabulary))
     with torch.cuda.device_of(logits):
-        _softmax_loss[(min(n, tiling.programs or n),)](
-            *(logits, labels.contiguous(), losses, n, ignore, vocabulary, block, with_gradient),
-            num_warps=tiling.warps,
+        _softmax_loss[(n,)](
+            *(logits, labels.contiguous(), losses, ignore, vocabulary, block, with_gradient),
+            num_warps=WARPS,
             enable_fp_fusion=False,
         )
     return losses
 
 
-def check_rows(logits: Tensor) -> None:
+def _check_rows(logits: Tensor) -> None:
     if logits.dim() != 2 or not logits.is_contiguous():
         raise ValueError(f"logits of shape {list(logits.shape)} and strides {logits.stride()} are not rows one after the other")
 
@@ -185,7 +165,7 @@ def _softmax_statistics(
     magnitude = tl.abs(score_gradient(target, maximum, reciprocal, 1.0).to(logits.dtype.element_ty).to(tl.float32))
     magnitude = tl.where(label == ignore, 0.0, magnitude)
     record_amax(amax, magnitude + tl.zeros((1,), tl.float32))
-    scale = scale_from_amax(magnitude, 0.0, False, fp8)
+    scale = scale_from_amax(magnitude, fp8)
     tl.store(scales + token, scale)
     tl.store(scales_inv + token, inverse(scale))
     tl.store(losses + token, tl.where(label == ignore, 0.0, tl.log(total) + (maximum - target)))
@@ -209,13 +189,12 @@ def _softmax_quantized_gradient(
     vocabulary,
     ignore: tl.constexpr,
     fp8: tl.constexpr,
-    power_of_two: tl.constexpr,
     tokens_of_tile: tl.constexpr,
     words_of_tile: tl.constexpr,
 ):
     token = tl.program_id(0) * tokens_of_tile + tl.arange(0, tokens_of_tile)
     word = tl.program_id(1) * words_of_tile + tl.arange(0, words_of_tile)
-    used = scale_from_amax(tl.load(amax), 0.0, power_of_two, fp8) if scale is None else tl.load(scale)
+    used = scale_from_amax(tl.load(amax), fp8) if scale is None else tl.load(scale)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(scale_inv, inverse(used))
     label = tl.load(labels + token)[:, None]
@@ -228,42 +207,33 @@ def _softmax_quantized_gradient(
 
 
 def quantized_softmax_gradient(
-    logits: Tensor,
-    labels: Tensor,
-    ignore: int,
-    fp8: torch.dtype,
-    amax: Tensor,
-    scale: Tensor | None,
-    *,
-    power_of_two: bool = False,
-    tile: tuple[int, int] = FP8_TILE,
-    warps: int = FP8_WARPS,
+    logits: Tensor, labels: Tensor, ignore: int, fp8: torch.dtype, amax: Tensor, scale: Tensor | None
 ) -> tuple[Tensor, QuantizedGradient]:
     """Losses [n] FP32 and the quantized gradient of logits [n, vocabulary] BF16, which stay as they are.
 
     `fp8`: torch.float8_e4m3fn or float8_e5m2. `amax` FP32 [1] is raised to the gradient's largest magnitude. `scale`, one FP32
-    value, is what to multiply columns by, as delayed scaling has it; None takes it from `amax`, which then must come as zero,
-    rounded down to a power of two if asked. labels [n] int64; where they are `ignore`, losses and gradient are zero.
+    value, is what to multiply columns by, as delayed scaling has it; None takes it from `amax`, which then must come as zero.
+    labels [n] int64; where they are `ignore`, losses and gradient are zero.
     """
-    check_rows(logits)
+    _check_rows(logits)
     n, vocabulary = logits.shape
     labels = labels.contiguous()
     losses, maxima, reciprocals, rows_scale, rows_scale_inv = torch.empty(5, n, dtype=torch.float32, device=logits.device)
     rows, columns = (torch.empty(shape, dtype=torch.uint8, device=logits.device) for shape in ((n, vocabulary), (vocabulary, n)))
     scale_inv = torch.empty(1, dtype=torch.float32, device=logits.device)
     # Tiles must lie inside. Sizes that FP8 products take are multiples of 16, and those in use of 64 at least.
-    tile = math.gcd(n, tile[0]), math.gcd(vocabulary, tile[1])
+    tile = math.gcd(n, FP8_TILE[0]), math.gcd(vocabulary, FP8_TILE[1])
     with torch.cuda.device_of(logits):
         _softmax_statistics[(n,)](
             *(logits, labels, losses, maxima, reciprocals, rows_scale, rows_scale_inv, amax),
-            *(ignore, TYPES[fp8], vocabulary, min(FASTEST.block, triton.next_power_of_2(vocabulary))),
-            num_warps=FASTEST.warps,
+            *(ignore, TYPES[fp8], vocabulary, min(BLOCK, triton.next_power_of_2(vocabulary))),
+            num_warps=WARPS,
             enable_fp_fusion=False,
         )
         _softmax_quantized_gradient[(n // tile[0], vocabulary // tile[1])](
             *(logits, labels, maxima, reciprocals, rows_scale, amax, scale, rows, columns, scale_inv, n, vocabulary),
-            *(ignore, TYPES[fp8], power_of_two, *tile),
-            num_warps=warps,
+            *(ignore, TYPES[fp8], *tile),
+            num_warps=FP8_WARPS,
             enable_fp_fusion=False,
         )
     return losses, QuantizedGradient(rows, columns, rows_scale_inv, scale_inv)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig
 
 from foundation.errors import InputError
@@ -118,19 +118,6 @@ def test_the_reference_loss_and_evaluation_say_the_same(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_weight_of_zero_trains_what_no_penalty_trains(kind: str) -> None:
-    states, linear, labels = problem(40, 8, 30, 0.1)
-    found = []
-    for chosen in (LossSettings(chunk=16), settings_of(kind, 0.0, chunk=16)):
-        states.grad = linear.weight.grad = None
-        value = LossHead.replacing(linear, chosen)(states, labels)
-        value.backward()
-        found.append((value, states.grad, linear.weight.grad))
-    for plain, penalised in zip(*found, strict=True):
-        torch.testing.assert_close(penalised, plain, rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("precision", ["current", "mxfp8"])
 def test_an_emulated_fp8_head_has_the_gradient_of_the_logits_that_it_gives(kind: str, precision: str) -> None:
     """Its products are differentiated from our gradient of the logits, so from the exact one they give the same but for the codes
@@ -190,10 +177,5 @@ def test_bf16_logits_get_the_gradient_rounded_once() -> None:
 def test_as_many_as_the_vocabulary_has_words_are_refused() -> None:
     config = AutoConfig.for_model("qwen3", vocab_size=61)
     loss.check(config, settings_of("top_k_mass", 0.1, 60), "cpu")
-    with pytest.raises(InputError, match=r"`loss.top_k: 61`: .* of all 61 words .*; set it to 60 at most"):
+    with pytest.raises(InputError, match=r"`loss\.top_k: 61`"):
         loss.check(config, settings_of("top_k_mass", 0.1, 61), "cpu")
-
-
-def test_the_audit_names_the_penalty_and_what_computes_it() -> None:
-    said = LossHead.replacing(nn.Linear(4, 8, bias=False), settings_of("top_k_mass", 0.1, 5)).describe()
-    assert said["penalty"] == {"kind": "top_k_mass", "weight": 0.1, "top_k": 5} and said["softmax"] == "fp32, torch"
