@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,15 +26,12 @@ from foundation.errors import InputError
 from pretrain.model.gradients import was_reached
 from pretrain.model.loss.head import LossHead
 from pretrain.model.packed import PackedLanguageModel
-from pretrain.precision.delayed_state import PLACES, of_operand
-from pretrain.precision.formats.definition import Role
-from pretrain.precision.linear import PREFIX, Backend, LowPrecisionLinear, PrecisionContext
+from pretrain.precision.linear import Backend, LowPrecisionLinear, PrecisionContext
 from pretrain.precision.observed import FACTORS, OPERANDS, ObservedProduct, ProductObserver, dtype_name
-from pretrain.precision.product import Product
-from pretrain.precision.quantizers.tensor import update_scale
 from pretrain.precision.registry import UNQUANTIZED
 from pretrain.precision.scope import LINEARS, Decision
 from pretrain.precision.settings import ActivePrecision
+from pretrain.verify.histories import HistoryWatch
 
 Entry = dict[str, Any]
 
@@ -133,86 +130,26 @@ def confirming(
         effective = _effective(observer.products.get(name, ()), "not run", outside, active, faults.get(name, ()))
         checked.append(entry | {"effective": effective})
     _refuse(checked, active, f" in step {step}")
-    if active.precision.keeps_history:
-        _refuse_empty_histories(packed, active, observer)
-
-
-def _refuse_empty_histories(packed: PackedLanguageModel, active: ActivePrecision, observer: ProductObserver) -> None:
-    """InputError where an operand was scaled by a history that nothing was ever entered into: its scale would stay one."""
-    state, stacks = packed.context.state(), packed.fused.members if packed.fused else {}
-    if active.settings.amax_history_len == 1:  # whose one entry is always cleared for the next microbatch
-        return
-    for name, role in sorted(observer.scaled()):
-        product = stacks[name].name if name in stacks else name
-        if not of_operand(state, product, role, "amax_history").any():
-            raise InputError(
-                f"precision {active.precision.name!r}: no amax of {product}'s {role} was ever noted, and its scale follows none"
-            )
 
 
 @contextmanager
 def confirming_histories(context: PrecisionContext, active: ActivePrecision) -> Iterator[None]:
-    """Watches a step's first microbatch; raises InputError where a history of delayed scaling did not move on by one entry, or
-    its scale is not the one that the rule makes of it. A history whose operand is all zeros may stay as it was. Does nothing
-    where scales come from the tensors themselves."""
-    before = {name: tensor.clone() for name, tensor in context.state().items()}
-    if not before:
+    """Watches a step's first microbatch; raises InputError where a history of delayed scaling, or its scale, is not what the
+    microbatch makes of it. Does nothing where scales come from the tensors themselves. Collective."""
+    if not context.state():
         yield
         return
-    not_zero: dict[tuple[str, Role], Tensor] = {}
-
-    def see(name: str, role: Role, operand: Tensor, _: Product) -> None:
-        not_zero[name, role] = (operand.abs() > 0).any() | not_zero.get((name, role), False)
-
-    context.observers.append(see)
+    watch = HistoryWatch(context, active)
+    context.observers.append(watch.see)
     try:
         yield
     finally:
-        context.observers.remove(see)
-    after, wrong = context.state(), []
-    for role, (direction, _) in PLACES.items():
-        ending = f"/{direction}/scale"
-        names = [name.removeprefix(PREFIX).removesuffix(ending) for name in before if name.endswith(ending)]
-        if not names:
-            continue
-        found = _wrong_histories(names, role, active, before, after, [not_zero.get((name, role)) for name in names])
-        wrong += [f"{name} ({role})" for name, is_wrong in zip(names, found.tolist(), strict=True) if is_wrong]
-    if wrong:
+        context.observers.remove(watch.see)
+    if wrong := watch.wrong():
         raise InputError(
             f"precision {active.precision.name!r}: {len(wrong)} delayed scales are not the ones that their histories make: "
             f"{', '.join(wrong[:5])}"
         )
-
-
-def _wrong_histories(
-    names: Sequence[str],
-    role: Role,
-    active: ActivePrecision,
-    before: Mapping[str, Tensor],
-    after: Mapping[str, Tensor],
-    not_zero: Sequence[Tensor | None],
-) -> Tensor:
-    """Returns a bool for each linear of `names`: whether its history of this operand failed to move on by one entry, with the
-    scale that the rule makes of it; and the operand was `not_zero` (None: not seen), or something of the history has changed."""
-
-    def of_all(state: Mapping[str, Tensor], key: Literal["amax_history", "scale"]) -> Tensor:
-        return torch.stack([of_operand(state, name, role, key) for name in names], -1)
-
-    old_history, history = (of_all(state, "amax_history") for state in (before, after))
-    old_scale, scale = (of_all(state, "scale") for state in (before, after))
-    entered = torch.cat([history[-1:], old_history[1:]])  # with the microbatch's amaxes where they are noted
-    settings = active.settings
-    rule = (active.precision.grid(settings, role).maximum, settings.margin, settings.amax_compute_algo)
-    right_history, right_scale = update_scale(entered, old_scale, *rule)
-    moved_on = (history == right_history).all(0) & torch.isclose(scale, right_scale, rtol=2**-20, atol=0)
-    stayed = (history == old_history).all(0) & (scale == old_scale)
-    nothing = torch.zeros((), dtype=torch.bool, device=scale.device)
-    moves = torch.stack([nothing if each is None else each for each in not_zero])
-    # An overflow is left to the health check (a NaN is no amax), and of a history of one microbatch nothing is left to look at.
-    # Zeros are this rank's own: another's amax may have moved the history.
-    known = history.isfinite().all(0) & (len(history) > 1)
-    pending = history[0] != 0  # noted, and never moved on
-    return (known & ~(moved_on | (stayed & ~moves))) | pending
 
 
 def check_trained(hf: nn.Module, optimizer: torch.optim.Optimizer) -> None:

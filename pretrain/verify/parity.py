@@ -26,12 +26,11 @@ attention averages equal values whichever it sees. Dropout is off on both sides.
 
 from __future__ import annotations
 
-import gc
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, astuple, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -39,6 +38,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from foundation import tables
 from foundation.attributes import holding
 from foundation.errors import InputError
 from foundation.progress import advance
@@ -51,19 +51,8 @@ from pretrain.model.packed import PackedLanguageModel, forward_backward
 from pretrain.optimizer.adamw import clear_gradients
 from pretrain.plan.remedies import is_out_of_memory
 from pretrain.precision.settings import ActivePrecision
-from pretrain.verify.comparison import (
-    LEEWAY,
-    Comparison,
-    Distance,
-    QuantizedParity,
-    RoundingTolerance,
-    aligned,
-    distances,
-    mixtures_in,
-    total_norm,
-    with_total,
-)
-from pretrain.verify.probe import SHOWN, ProductParity, ProductProbe, record_of
+from pretrain.verify.comparison import LEEWAY, SHOWN, Comparison, Distance, RoundingTolerance, distances, mixtures_in, total_of
+from pretrain.verify.probe import ProductParity, ProductProbe
 from pretrain.verify.reference_model import (
     Document,
     Pass,
@@ -80,15 +69,16 @@ from pretrain.verify.reference_model import (
 MICROBATCHES = 2  # of each rank: the first quantizes the weights, and the second takes its copies
 TOKENS, DOCUMENTS = 2048, 6  # of each rank, at most, that the plain side computes
 PLAIN_BYTES = 16  # a parameter: plain weights, their gradient, one to compare with, and sums of products, in FP32
-LONGEST = TOKENS // 2  # what is taken of one document
+LONGEST = TOKENS // 2  # of one document
 DIFFERENT = 16  # tokens, at least, that a text has whose parity says something of every other text
 NOISES = ("jitter_noise", "input_jitter_noise")  # on what a mixture's experts and router take in training, as modules call it
 TAUGHT = 2  # passes in which delayed scaling sees the gradients of other labels: in each, what scales cut reaches less far
+NORM_RATIO = 2.0  # by which the quantized gradient's norm may be off the unquantized one's; healthy FP4 stays within 1.3
+FP32_OF_BF16 = 2.0**-8  # FP32 rounds 2^16 times finer than the BF16 that is measured; the rest is for another order of sums
 ROUTED = (
     " The model chooses experts for each token: rounding in BF16 may choose others, and many such tokens are more than is "
     "tolerated with nothing wrong. `precision=fp32 weights=fp32` compares without, if no router draws by chance: its jitter is 0."
 )
-FP32_OF_BF16 = 2.0**-8  # FP32 rounds 2^16 times finer than the BF16 that is measured; the rest is for another order of sums
 
 Labels = TypeVar("Labels", np.ndarray, Tensor)
 
@@ -104,18 +94,32 @@ class Text:
 
 
 @dataclass(frozen=True)
+class Quantized:
+    """Loss and gradient norm of the quantized path beside the unquantized one's."""
+
+    loss: float
+    reference_loss: float
+    gradient_norm: float
+    reference_norm: float
+
+    @property
+    def norm_ratio(self) -> float:
+        return self.gradient_norm / self.reference_norm if self.reference_norm else 1.0 if not self.gradient_norm else math.inf
+
+
+@dataclass(frozen=True)
 class Parity:
-    """What was found. `quantized` and the rest after it are None or empty where nothing is quantized."""
+    """What the comparison showed. `products` and what follows are empty where nothing is quantized."""
 
     batch: tuple[str, ...]  # in what the microbatches are not the packs of step 0
+    text: Text
     plain: Comparison
-    products: tuple[ProductParity, ...] = ()
-    elsewhere: bool = False  # a product of another process is off
+    seconds: dict[str, float]
+    mixture: bool  # the model chooses experts for each token
+    products: tuple[ProductParity, ...] = ()  # the worst first
     histories: tuple[str, ...] = ()
-    quantized: QuantizedParity | None = None
-    seconds: Mapping[str, float] | None = None
-    text: Text = field(default_factory=lambda: Text(0, 0, 0, 0))
-    mixture: bool = False  # the model chooses experts for each token
+    quantized: Quantized | None = None
+    elsewhere: bool = False  # another process found a mismatch, and this one none
 
     @property
     def failures(self) -> list[str]:
@@ -127,55 +131,49 @@ class Parity:
                 f"{len(wrong)} of {len(self.products)} low-precision products: {wrong[0].name} ({wrong[0].gemm}) worst, "
                 f"{wrong[0].error:.2%} off where the format is {wrong[0].least:.2%} to {wrong[0].most:.2%}"
             )
-        elif self.elsewhere:
-            lines.append("low-precision products of another process")
         if self.histories:
             lines.append(f"delayed scaling: scale or history of {len(self.histories)} operands, {self.histories[0]} among them")
-        return lines + (self.quantized.failures if self.quantized else [])
-
-    def table(self) -> str:
-        """The worst of what is off."""
-        parts = [self.plain.table()] if self.plain.failures else []
-        if wrong := [each.cells() for each in self.products if each.excess > 1]:
-            parts.append(aligned([("product", "error", "of the format", "likeness"), *wrong[:SHOWN]]))
-        return "\n".join(parts)
+        if (q := self.quantized) and not (math.isfinite(q.loss) and 1 / NORM_RATIO <= q.norm_ratio <= NORM_RATIO):
+            losses, norms = f"{q.loss:.6f} and {q.reference_loss:.6f}", f"{q.gradient_norm:.4g} and {q.reference_norm:.4g}"
+            lines.append(f"quantized path and unquantized one: loss {losses}, gradient norm {norms}")
+        return lines or (["of another process"] if self.elsewhere else [])
 
     def summary(self) -> str:
-        """Says in one line how far apart the sides are."""
-        loss = f"loss {self.plain.loss - self.plain.reference_loss:+.1e}"
+        """In one line how far apart the sides are."""
         if not self.text.tokens:
             return "parity with plain transformers: nothing to compare, as no document of the first microbatches has a label"
-        text = f"parity with plain transformers: {loss}, gradients at {worst_of(self.plain):.0%} of what is tolerated at worst"
+        loss, worst = self.plain.loss - self.plain.reference_loss, self.plain.tensors[0].excess
+        text = f"parity with plain transformers: loss {loss:+.1e}, gradients at {worst:.0%} of what is tolerated at worst"
         if self.text.different < DIFFERENT:
             text += f"; the text has {self.text.different} different tokens, which tell little"
         if self.quantized and self.products:
-            ratio = self.quantized.norm_ratio
-            text += f"; quantized: {len(self.products)} products at {self.products[0].excess:.0%}, gradient's norm x {ratio:.2f}"
+            products = f"{len(self.products)} products at {self.products[0].excess:.0%}"
+            text += f"; quantized: {products}, gradient's norm x {self.quantized.norm_ratio:.2f}"
         return text
 
     def record(self) -> dict[str, Any]:
-        """Returns what audit.json says: the figures, the worst tensors, what was tolerated and what failed."""
-        found: dict[str, Any] = {"failures": self.failures, "plain": self.plain.record(), "seconds": self.seconds}
-        found["compared"] = asdict(self.text)
+        """What audit.json says: the figures, the worst tensors, what was tolerated and what failed."""
+        record = {"failures": self.failures, "compared": asdict(self.text), "plain": self.plain.record(), "seconds": self.seconds}
         if self.quantized:
-            found |= {"quantized": asdict(self.quantized), "products": record_of(self.products)}
-        return found
+            products = {"compared": len(self.products), "worst": [asdict(each) for each in self.products[:SHOWN]]}
+            record |= {"quantized": asdict(self.quantized), "products": products}
+        return record
 
     def require(self) -> None:
         """TrainingHalted with what differs, the worst of it and what to try, unless all is within the tolerance."""
         if not self.failures:
             return
-        listed = "".join(f"\n  {line}" for line in self.failures)
+        worst = [self.plain.rows()] if self.plain.failures else []
+        if wrong := [each.cells() for each in self.products if each.excess > 1]:
+            worst.append([("product", "error", "of the format", "likeness"), *wrong[:SHOWN]])
+        parts = ["parity: this run would not train what plain transformers trains:", *(f"  {line}" for line in self.failures)]
+        parts += [tables.markdown(heading, rows) for heading, *rows in worst]
         raise TrainingHalted(
             0,
-            f"parity: this run would not train what plain transformers trains:{listed}\n{self.table()}\n"
-            "Nothing has been trained. `precision=bf16`, `model.compile=none`, `model.fused=off` and `model.attention=sdpa`, one "
-            f"by one, tell what is at fault; `parity=off` trains all the same.{ROUTED if self.mixture else ''}",
+            "\n".join(parts) + "\nNothing has been trained. `precision=bf16`, `model.compile=none`, `model.fused=off` and "
+            "`model.attention=sdpa`, one by one, tell what is at fault; `parity=off` trains all the same."
+            + (ROUTED if self.mixture else ""),
         )
-
-
-def worst_of(comparison: Comparison) -> float:
-    return comparison.tensors[0].excess if comparison.tensors else 0.0
 
 
 def check_parity(
@@ -195,12 +193,10 @@ def check_parity(
     are as before. InputError where the plain model does not fit into memory beside the run.
     """
     device, check = accelerator.device, _Check(model, optimizer, active, accelerator)
-    collected = gc.isenabled()
-    gc.disable()  # a collection among all modules of a model takes as long as a pass, and nothing large is left to it
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []), check.context.preserving_state():
-            found = check.run(step, packs, mask_boundaries)
-            return replace(found, mixture=check.mixture)
+            parity = check.run(step, packs, mask_boundaries)
+            return replace(parity, elsewhere=check.over_ranks(len(parity.failures)) > 0)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -210,8 +206,6 @@ def check_parity(
         ) from None
     finally:
         clear_gradients(optimizer, model)
-        if collected:
-            gc.enable()
         check.forget_copies()  # of the unquantized path, which training may never take
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -236,13 +230,13 @@ class _Check:
         length = step.microbatches[0].max_seqlen
         microbatches, documents = with_boundaries(step.microbatches, documents, length, mask_boundaries=mask_boundaries)
         chosen = chosen_of(documents, length)
-        step = replace(step, microbatches=[labelled(*each) for each in zip(microbatches, chosen, strict=True)])
-        step = replace(step, microbatches=[replace(each, labels=self._others(each.labels)) for each in step.microbatches])
+        microbatches = [labelled(*each) for each in zip(microbatches, chosen, strict=True)]
+        step = replace(step, microbatches=[replace(each, labels=self._others(each.labels)) for each in microbatches])
         compared = [replace(document, targets=self._others(document.targets)) for of_batch in chosen for document in of_batch]
 
         with self._timed("plain"):
             reference, noise, loss_noise = self._plain_passes(compared, max(valid_tokens, 1))
-        tokens = self._summed(sum(document.valid_tokens for document in compared))
+        tokens = self.over_ranks(sum(document.valid_tokens for document in compared))
         text = self._text(compared, int(tokens), length)
         share = max(tokens, 1) / max(valid_tokens, 1)
 
@@ -250,46 +244,43 @@ class _Check:
             with self._timed("unquantized"), holding(self.context, quantizing=False):
                 if self.packed.fused:
                     self._spoil_copies(step)
-                fast = self._pass(step)
-            found = distances(fast.gradients, reference.gradients)
-            dtypes = {self.context.compute_dtype, *(g.dtype for g in fast.gradients.values() if g is not None)}
+                unquantized = self._pass(step)
+            apart = distances(unquantized.gradients, reference.gradients)
+            dtypes = {self.context.compute_dtype, *(g.dtype for g in unquantized.gradients.values() if g is not None)}
             resolution = FP32_OF_BF16 if dtypes == {torch.float32} else 1.0  # gradients may add up in BF16
-            tolerance = RoundingTolerance(noise, resolution, tokens)
-            tensors = [tolerance.allow(name, each) for name, each in with_total(found)]
             plain = Comparison(
-                "the packed path" if not self.active.precision.quantized else "the packed path, unquantized,",
-                "plain transformers",
-                fast.loss / share,
-                reference.loss / share,
-                loss_noise * resolution * (1.0 if text.different >= DIFFERENT else LEEWAY),  # equal tokens err alike
-                total_norm(found, "measured"),
-                total_norm(found),
-                tuple(sorted(tensors, key=lambda tensor: tensor.excess, reverse=True)),
+                loss=unquantized.loss / share,
+                reference_loss=reference.loss / share,
+                # Equal tokens err alike.
+                loss_tolerated=loss_noise * resolution * (1.0 if text.different >= DIFFERENT else LEEWAY),
+                gradient_norm=total_of(apart).measured,
+                reference_norm=total_of(apart).reference,
+                tensors=RoundingTolerance(noise, resolution, tokens).judge(apart),
             )
+            parity = Parity(tuple(batch), text, plain, self.seconds, self.mixture)
             # Rounding equal rows by chance errs alike in all of them, and then a sample says nothing.
             if not self.active.precision.quantized or text.different < DIFFERENT:
-                return Parity(tuple(batch), plain, seconds=self.seconds, text=text)
+                return parity
             del reference
-            gradients = {n: None if g is None else g.detach().clone() for n, g in fast.gradients.items()}
-            return replace(self._quantized(step, Pass(fast.loss, gradients), share, batch, plain), text=text)
+            kept = {name: None if g is None else g.detach().clone() for name, g in unquantized.gradients.items()}
+            return self._quantized(parity, step, Pass(unquantized.loss, kept), share)
 
-    def _quantized(self, step: StepBatches, unquantized: Pass, share: float, batch: list[str], plain: Comparison) -> Parity:
+    def _quantized(self, parity: Parity, step: StepBatches, unquantized: Pass, share: float) -> Parity:
         with self._timed("quantized"):
             for _ in range(TAUGHT if self.context.state() else 0):
                 self._pass(step)
             self._spoil_copies(step)
             probe = ProductProbe(self.packed, self.active)
             with probe.watching():
-                fast = self._pass(step)
-            found = distances(fast.gradients, unquantized.gradients)
-            histories = probe.wrong_histories(self.accelerator)
-            products = probe.found()
-        cosines = [each.cosine for each in found.values() if each.cosine is not None]
-        losses = fast.loss / share, unquantized.loss / share
-        norms = total_norm(found, "measured"), total_norm(found)
-        quantized = QuantizedParity(*losses, *norms, min(cosines, default=None))
-        worst = self._largest(products[0].excess if products else 0.0)
-        return Parity(tuple(batch), plain, tuple(products), worst > 1, tuple(histories), quantized, self.seconds)
+                quantized = self._pass(step)
+            total = total_of(distances(quantized.gradients, unquantized.gradients))
+            histories, products = probe.wrong_histories(), probe.products()
+        return replace(
+            parity,
+            products=tuple(products),
+            histories=tuple(histories),
+            quantized=Quantized(quantized.loss / share, unquantized.loss / share, total.measured, total.reference),
+        )
 
     def _wrong_in(
         self, step: StepBatches, documents: list[list[Document]], packs: Sequence[Pack], valid_tokens: int
@@ -302,13 +293,13 @@ class _Check:
             lines.append(f"{step.valid_tokens} tokens of step 0 have a label, and its packs have {valid_tokens}")
         if step.tokens != sum(len(pack.input_ids) for pack in packs):
             lines.append(f"step 0 counts {step.tokens} tokens, and its packs hold {sum(len(p.input_ids) for p in packs)}")
-        elsewhere = self._summed(len(lines)) > 0
-        return lines or (["microbatches of another process"] if elsewhere else [])
+        return lines
 
     def _text(self, compared: list[Document], tokens: int, length: int) -> Text:
         inside = sum(document.begin % length > 0 for document in compared)
         different = len(np.unique(np.concatenate([document.tokens for document in compared]))) if compared else 0
-        return Text(tokens, int(self._summed(len(compared))), int(self._summed(inside)), -int(self._largest(-different)))
+        counts = (int(self.over_ranks(count)) for count in (len(compared), inside))
+        return Text(tokens, *counts, int(self.over_ranks(different, min)))
 
     def _plain_passes(self, documents: list[Document], valid_tokens: int) -> tuple[Pass, dict[str, Distance], float]:
         """Plain transformers in FP32; how far BF16 takes each of its gradients, and the loss of a token (root mean square).
@@ -319,21 +310,17 @@ class _Check:
         measured = len(documents) if self.mixture else -(-len(documents) // 2)
         loss = self.hf.get_output_embeddings().settings
         first = reference_pass(plain, documents[:measured], valid_tokens, loss)
-        of_first = self._over_ranks(Pass(first.loss, {n: g.clone() for n, g in first.gradients.items()}, first.token_losses))
+        of_first = self._summed(Pass(first.loss, {n: g.clone() for n, g in first.gradients.items()}, first.token_losses))
         rest = reference_pass(plain, documents[measured:], valid_tokens, loss)  # adds to the gradients of the first
-        reference = self._over_ranks(Pass(first.loss + rest.loss, rest.gradients))
-        rounded = self._over_ranks(reference_pass(in_bf16(plain), documents[:measured], valid_tokens, loss))
+        reference = self._summed(Pass(first.loss + rest.loss, rest.gradients))
+        rounded = self._summed(reference_pass(in_bf16(plain), documents[:measured], valid_tokens, loss))
         release(plain)
         squares = (rounded.token_losses - of_first.token_losses).double().square().sum().item()
-        loss_noise = math.sqrt(self._summed(squares) / max(self._summed(of_first.token_losses.numel()), 1))
+        loss_noise = math.sqrt(self.over_ranks(squares) / max(self.over_ranks(of_first.token_losses.numel()), 1))
         noise = distances(rounded.gradients, of_first.gradients)
         norms = [whole(gradient).norm(dtype=torch.float64) for gradient in reference.gradients.values()]
-        larger = torch.stack(norms).norm().item() / (total_norm(noise) or 1.0)
-        noise = {
-            name: Distance(*(larger * norm for norm in astuple(each)[:3]), each.values, larger**2 * each.product)
-            for name, each in noise.items()
-        }
-        return reference, dict(with_total(noise)), loss_noise
+        larger = torch.stack(norms).norm().item() / (total_of(noise).reference or 1.0)
+        return reference, {name: each.scaled(larger) for name, each in noise.items()}, loss_noise
 
     def _others(self, labels: Labels) -> Labels:
         return other_labels(labels, self.hf.config.get_text_config().vocab_size)
@@ -363,32 +350,24 @@ class _Check:
     @contextmanager
     def _negated(self) -> Iterator[None]:
         parameters = [local_part(parameter).detach() for parameter in self.hf.parameters()]
+        torch._foreach_neg_(parameters)
         try:
-            for parameter in parameters:
-                parameter.neg_()
             yield
         finally:
-            for parameter in parameters:
-                parameter.neg_()
+            torch._foreach_neg_(parameters)
 
-    def _over_ranks(self, own: Pass) -> Pass:
+    def _summed(self, own: Pass) -> Pass:
         """The sum over ranks of plain passes over each rank's own packs; the fast path's backward has made it already."""
         if self.accelerator.num_processes == 1:
             return own
         gradients = {name: self.accelerator.reduce(gradient, reduction="sum") for name, gradient in own.gradients.items()}
-        return Pass(self._summed(own.loss), gradients, own.token_losses)
+        return Pass(self.over_ranks(own.loss), gradients, own.token_losses)
 
-    def _summed(self, value: float) -> float:
-        return sum(self._of_ranks(value))
-
-    def _largest(self, value: float) -> float:
-        return max(self._of_ranks(value))
-
-    def _of_ranks(self, value: float) -> list[float]:
+    def over_ranks(self, value: float, of: Any = sum) -> float:
+        """The sum of the ranks' values, or another function `of` them."""
         if self.accelerator.num_processes == 1:
-            return [value]
-        own = torch.tensor([value], dtype=torch.float64, device=self.accelerator.device)
-        return self.accelerator.gather(own).tolist()
+            return value
+        return of(self.accelerator.gather(torch.tensor([value], dtype=torch.float64, device=self.accelerator.device)).tolist())
 
     def _loss_in_chunks(self, step: StepBatches) -> AbstractContextManager[None]:
         """The loss of a microbatch in two chunks at least, as of training's microbatches, which may be larger."""

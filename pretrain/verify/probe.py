@@ -17,15 +17,13 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import mean
 from typing import Any, TypeVar, get_args
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 
 from foundation.attributes import holding
@@ -35,15 +33,14 @@ from pretrain.precision.formats.definition import Along, Role
 from pretrain.precision.observed import OPERANDS
 from pretrain.precision.product import Product
 from pretrain.precision.settings import ActivePrecision
+from pretrain.verify.histories import HistoryWatch
 
 ROWS = 128  # of a result that is sampled, and as many columns: a multiple of every format's block
 DRAWS = 3  # of stochastic rounding
 LEEWAY = 1.2  # of an error's size, beyond what the draws span: a mantissa bit, or truncation, is 1.4 at least
 ORDER_OF_SUMS = 2.0**-10  # of the result's norm: sums of BF16 results come in another order than ours
-SHOWN = 10  # rows of a table, the worst ones
 LEAST_LIKENESS = 0.5  # of two errors' directions: of the same scales 0.8 or more, of other ones near zero
 KNOWN_LIKENESS = 0.1  # of the draws of stochastic rounding among themselves, from which on it says something
-HISTORY = 2.0**-6  # relative: an amax may be that of a norm's output before it is rounded to BF16
 
 Key = TypeVar("Key")
 
@@ -85,7 +82,7 @@ class ProductParity:
 
 
 class ProductProbe:
-    """Looks at the products of one quantized pass of `packed`: `watching` around the pass, `found` after it."""
+    """Looks at the products of one quantized pass of `packed`: `watching` around the pass, `products` after it."""
 
     def __init__(self, packed: PackedLanguageModel, active: ActivePrecision) -> None:
         self._packed, self._context, self.active = packed, packed.context, active
@@ -93,7 +90,8 @@ class ProductProbe:
         self._rows: dict[tuple[str, Role], Tensor] = {}
         self._samples: dict[tuple[str, Role, Along], tuple[Tensor, Tensor]] = {}
         self._figures: dict[tuple[str, str], Tensor] = {}
-        self._amaxes: dict[tuple[str, Role], dict[int, Tensor]] = defaultdict(dict)
+        self._history: HistoryWatch | None = None  # of the microbatch under way
+        self._wrong_histories: list[str] = []
         self._microbatch = -1
         # What is laid out with the axis of the sum last is quantized alike for every product.
         self._quantize = {role: active.precision.along_features(active.settings, role) for role in get_args(Role)}
@@ -113,17 +111,22 @@ class ProductProbe:
             counting.remove()
             context.observers.remove(self.see_operand)
             context.result_observers.remove(self.see_result)
+        self._end_microbatch()
         self._samples.clear()
 
     def _next_microbatch(self, *_: Any) -> None:
+        self._end_microbatch()
         self._microbatch += 1
+        self._history = HistoryWatch(self._context, self.active) if self.active.precision.keeps_history else None
+
+    def _end_microbatch(self) -> None:
+        self._wrong_histories += self._history.wrong() if self._history else []
 
     @torch.no_grad()
     def see_operand(self, name: str, role: Role, tensor: Tensor, product: Product) -> None:
+        if self._history and (role != "weight" or self._microbatch == 0):  # which is quantized once a step
+            self._history.see(name, role, tensor, product)
         amax = tensor.abs().amax().float()
-        if self.active.precision.keeps_history:
-            of_tensor, at = self._amaxes[name, role], self._microbatch
-            of_tensor[at] = torch.maximum(of_tensor[at], amax) if at in of_tensor else amax
         if self._microbatch > 0 or (name != self._head and (name, role, "features") in self._samples):
             return  # a layer that is recomputed; of the head the last tokens stay, since the documents at an end are compared
         rows, columns = (_sampled(name, size) for size in tensor.shape)
@@ -176,9 +179,9 @@ class ProductProbe:
             return None
         return of_operand(self._before, name, role, "scale")
 
-    def found(self) -> list[ProductParity]:
+    def products(self) -> list[ProductParity]:
         """Every result that was seen, the worst first. Those whose product is nothing but zeros are left out."""
-        found = []
+        products = []
         for (name, gemm), figures in _on_cpu(self._figures).items():
             exact, error, *plain = figures.diagonal().clamp(min=0).sqrt().tolist()
             if exact == 0 and error == 0:
@@ -190,36 +193,12 @@ class ProductProbe:
                 known = mean(cosines[i][j] for i in range(1, len(cosines)) for j in range(1, i))
             likeness = alike / known if known > KNOWN_LIKENESS else None
             exact = exact or math.nan
-            found.append(ProductParity(name, gemm, error / exact, min(plain) / exact, max(plain) / exact, likeness))
-        return sorted(found, key=lambda each: each.excess, reverse=True)
+            products.append(ProductParity(name, gemm, error / exact, min(plain) / exact, max(plain) / exact, likeness))
+        return sorted(products, key=lambda each: each.excess, reverse=True)
 
-    def wrong_histories(self, accelerator: Accelerator) -> list[str]:
-        """Names in the state of delayed scaling that are not what the amaxes of this pass make them. Collective."""
-        if not self._amaxes:
-            return []
-        names = sorted(self._amaxes)
-        steps = torch.zeros(len(names), self._microbatch + 1, device=accelerator.device)
-        for row, each in enumerate(names):
-            for step, amax in self._amaxes[each].items():
-                if each[1] != "weight" or step == 0:  # which is quantized once a step
-                    steps[row, step] = amax
-        if accelerator.num_processes > 1:
-            steps = accelerator.gather(steps[None]).amax(0)
-        settings, wrong = self.active.settings, []
-        after, before = _on_cpu(self._context.state()), _on_cpu(self._before)
-        for (name, role), seen in zip(names, steps.tolist(), strict=True):
-            history = of_operand(before, name, role, "amax_history").tolist()
-            scale = of_operand(before, name, role, "scale").item()
-            largest = self.active.precision.grid(settings, role).maximum / 2**settings.margin
-            for amax in filter(None, seen):
-                history[0] = amax
-                scale = largest / (max(history) if settings.amax_compute_algo == "max" else amax)
-                history = [0.0, *history[2:], amax] if len(history) > 1 else [0.0]
-            expected = torch.tensor([scale, *history])
-            actual = torch.cat([of_operand(after, name, role, "scale")[None], of_operand(after, name, role, "amax_history")])
-            if not torch.allclose(actual, expected, rtol=HISTORY, atol=0.0):
-                wrong.append(f"{name} {role}")
-        return wrong
+    def wrong_histories(self) -> list[str]:
+        """The operands of delayed scaling whose history or scale is not what the pass has made of it. Collective."""
+        return self._wrong_histories
 
 
 def _on_cpu(tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
@@ -229,11 +208,6 @@ def _on_cpu(tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
     flat = torch.cat([tensor.flatten() for tensor in tensors.values()]).cpu()
     parts = flat.split([tensor.numel() for tensor in tensors.values()])
     return {key: part.view(tensors[key].shape) for key, part in zip(tensors, parts, strict=True)}
-
-
-def record_of(found: Sequence[ProductParity]) -> Mapping[str, Any]:
-    """Returns what audit.json says: how many there were, and the worst."""
-    return {"compared": len(found), "worst": [asdict(each) for each in found[:SHOWN]]}
 
 
 def _tokens(tensor: Tensor) -> Tensor:

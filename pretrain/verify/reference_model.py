@@ -62,7 +62,7 @@ def documents_of(pack: Pack, *, mask_boundaries: bool, begin: int = 0) -> list[D
 
     The last token of a document predicts nothing with `mask_boundaries`, and else the next one's first, if the pack has one.
     """
-    found, at = [], 0
+    documents, at = [], 0
     real = int(pack.lengths.sum())
     for number, length in enumerate(int(each) for each in pack.lengths):
         targets = np.full(length, IGNORE, dtype=np.int64)
@@ -73,9 +73,9 @@ def documents_of(pack: Pack, *, mask_boundaries: bool, begin: int = 0) -> list[D
             if at + place + 1 < real and not pack.trained[at + place + 1]:
                 targets[place] = IGNORE
         tokens = pack.input_ids[at : at + length].astype(np.int64)
-        found.append(Document(tokens, targets, pack.first_position if number == 0 else 0, begin + at))
+        documents.append(Document(tokens, targets, pack.first_position if number == 0 else 0, begin + at))
         at += length
-    return found
+    return documents
 
 
 def valid_tokens_of(pack: Pack, *, mask_boundaries: bool) -> int:
@@ -94,19 +94,10 @@ def documents_in(microbatches: Sequence[Microbatch], packs: Iterable[Pack], *, m
         length, documents = batch.max_seqlen, []
         for begin in range(0, batch.input_ids.shape[1], length):
             alike = known[batch.input_ids[0, begin : begin + length].contiguous().numpy().tobytes()]
-            if alike:  # of packs with the same tokens in other documents, the one at whose positions they stand
-                positions = batch.position_ids[0, begin : begin + length].numpy()
-                place = next((place for place, pack in enumerate(alike) if _stands_at(pack, positions)), 0)
-                documents += documents_of(alike.pop(place), mask_boundaries=mask_boundaries, begin=begin)
+            if alike:
+                documents += documents_of(alike.pop(0), mask_boundaries=mask_boundaries, begin=begin)
         found.append(documents)
     return found
-
-
-def _stands_at(pack: Pack, positions: np.ndarray) -> bool:
-    return all(
-        np.array_equal(positions[each.begin : each.end], each.first_position + np.arange(len(each.tokens)))
-        for each in documents_of(pack, mask_boundaries=True)
-    )
 
 
 def differences(batch: Microbatch, documents: Sequence[Document]) -> list[str]:

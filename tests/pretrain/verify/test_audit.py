@@ -158,32 +158,6 @@ def test_compiled_layers_are_observed_without_being_compiled(build_model: Callab
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 0
 
 
-def test_in_short_an_audit_names_what_stays_out_of_low_precision_and_why() -> None:
-    kinds = ["q_proj", "down_proj"]
-    low = [
-        {"name": f"layers.{n}.{kind}", "module": "LowPrecisionLinear", "effective": "delayed"} for n in (0, 1) for kind in kinds
-    ]
-    low = [entry | {"backend": "transformer_engine", "stored": "bfloat16", "reason": None} for entry in low]
-    head = {"name": "lm_head", "module": "LossHead", "effective": "bf16", "backend": "torch", "stored": "bfloat16"}
-    out = [head | {"reason": "scope linear leaves it out"}]
-    around = {"attention": {"kind": "packed_cudnn"}, "loss": {"kind": "chunked"}, "gradients": "fp32", "compiled": "nothing"}
-    found = {
-        "products": low + out,
-        "backend": "transformer_engine",
-        "fused": "28 of 28 layers",
-        "deterministic": "yes: ",
-    } | around
-    assert audit.in_short(found) == {
-        "products": "4 in delayed on transformer engine, weights bfloat16; 1 in bf16, weights bfloat16 (lm_head: scope linear "
-        "leaves it out)",
-        "around them": "attention cudnn, loss chunked, gradients fp32, fused: 28 of 28 layers, compiled: nothing, deterministic",
-    }
-    searched = found | {"algorithms": "8 searched"}
-    assert audit.in_short(searched)["products"].endswith(
-        "lm_head: scope linear leaves it out); cublasLt's algorithms: 8 searched"
-    )
-
-
 # ── Fused products, which the audit watches from outside ───────────────────────────────────────────────────────────────────────
 
 
@@ -402,8 +376,11 @@ def test_a_scale_that_is_never_updated_is_found(monkeypatch: pytest.MonkeyPatch)
         microbatch(layer)
 
 
-def test_a_history_that_never_moves_on_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("of", "method"), [(delayed_state.AmaxHistory, "update"), (delayed_state.DelayedState, "record")], ids=["moves", "notes"]
+)
+def test_a_history_that_never_moves_on_or_notes_nothing_is_found(of: type, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = Layer(emulated("delayed"))
-    monkeypatch.setattr(delayed_state.AmaxHistory, "update", lambda history: None)
+    monkeypatch.setattr(of, method, lambda *_: None)
     with pytest.raises(InputError, match="3 delayed scales are not the ones that their histories make"):
         microbatch(layer)

@@ -31,7 +31,7 @@ from pretrain.precision.emulation import EmulatedProduct
 from pretrain.precision.product import LinearFunction
 from pretrain.precision.registry import PRECISIONS
 from pretrain.settings.recipe import LossSettings
-from pretrain.verify.comparison import NEGLIGIBLE, TOTAL, distances, total_norm, typical_error
+from pretrain.verify.comparison import TOTAL, distances, total_of
 from pretrain.verify.parity import DOCUMENTS, LONGEST, TOKENS, chosen_of, labelled, training_without_dropout
 from pretrain.verify.probe import ProductParity
 from pretrain.verify.reference_model import (
@@ -178,7 +178,7 @@ def test_the_packed_path_in_fp32_agrees_closely_on_every_tensor(kind: str, fused
     run = small("fp32", kind, fused=fused)
     found = run.parity()
     assert found.failures == [] and found.quantized is None
-    assert max(each.error for each in found.plain.tensors if each.norm_ratio is not None) < 1e-5
+    assert max(each.error for each in found.plain.tensors if each.share > 1e-6) < 1e-5
     assert found.plain.gradient_norm == pytest.approx(found.plain.reference_norm, rel=1e-5)
     names = {each.name for each in found.plain.tensors} - {TOTAL}
     assert names == {name for name, _ in run.packed.hf.named_parameters()}, "a tied weight counts once"
@@ -326,14 +326,14 @@ def test_only_a_lack_of_memory_is_told_as_one(said: str, raised: type[Exception]
         run.parity()
 
 
-def test_a_text_of_one_token_is_compared_without_products(small: Callable) -> None:
-    """Its rows are all equal, and so are their errors: a sample of them says nothing."""
+def test_a_text_of_two_tokens_is_compared_without_products(small: Callable) -> None:
+    """Many rows are equal, and so are their errors: a sample of them says little."""
     run = small("nvfp4", layers=2)
-    run.packs = [replace(pack, input_ids=np.full_like(pack.input_ids, 7)) for pack in run.packs]
+    run.packs = [replace(pack, input_ids=pack.input_ids % 2) for pack in run.packs]
     run.step = step_of(run.packs, 2)
     found = run.parity()
     assert found.failures == [] and found.quantized is None
-    assert "1 different tokens" in found.summary()
+    assert "2 different tokens" in found.summary()
 
 
 def test_tensors_of_few_values_are_no_mismatch(small: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,7 +380,7 @@ def test_gradients_that_add_up_transposed_are_found(precision: str, small: Calla
         return copy
 
     monkeypatch.setattr(linear, "summing_where", by_shape)
-    with pytest.raises(TrainingHalted, match=r"the packed path, unquantized, .* transformer\.h\.0\.attn\.c_proj\.weight worst"):
+    with pytest.raises(TrainingHalted, match=r"transformer\.h\.0\.attn\.c_proj\.weight worst"):
         small(precision, "gpt2").parity().require()
 
 
@@ -425,11 +425,9 @@ def test_a_mismatch_stops_the_run_and_names_the_worst_tensors(broken: SmallRun) 
         found.require()
     message = str(halt.value)
     assert "step 0" in message and "gradients of" in message and "`parity=off` trains all the same" in message
-    heading, worst, *_ = message[message.index("\ntensor") + 1 :].splitlines()
-    assert heading.split() == ["tensor", "error", "tolerated", "cosine", "norm", "ratio", "share", "of", "gradient"]
-    assert worst.startswith("model.layers.1.")
     record = json.loads(json.dumps(found.record(), allow_nan=False))
-    assert record["failures"] == found.failures and record["plain"]["worst_tensors"][0]["name"] in worst
+    worst = record["plain"]["worst_tensors"][0]["name"]
+    assert record["failures"] == found.failures and worst.startswith("model.layers.1.") and worst in message
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -452,8 +450,8 @@ def test_norms_distances_and_cosines_are_numpys(pairs: list) -> None:
     measured, reference = ({str(i): torch.tensor(pair[side]) for i, pair in enumerate(pairs)} for side in (0, 1))
     found = distances(measured, reference)
     a, b = (np.array([gradient.double().numpy() for gradient in side.values()]) for side in (measured, reference))
-    assert total_norm(found) == pytest.approx(np.linalg.norm(b), rel=1e-6, abs=1e-18)
-    assert total_norm(found, "apart") == pytest.approx(np.linalg.norm(a - b), rel=1e-5, abs=1e-18)
+    assert total_of(found).reference == pytest.approx(np.linalg.norm(b), rel=1e-6, abs=1e-18)
+    assert total_of(found).apart == pytest.approx(np.linalg.norm(a - b), rel=1e-5, abs=1e-18)
     for name, each in found.items():
         x, y = a[int(name)], b[int(name)]
         if np.linalg.norm(x) > 1e-15 and np.linalg.norm(y) > 1e-15:
@@ -465,13 +463,6 @@ def test_a_tensor_of_one_side_alone_counts_as_zero_on_the_other() -> None:
     assert (found["a"].measured, found["a"].reference, found["a"].error) == (2.0, 0.0, float("inf"))
     assert (found["b"].measured, found["b"].error, found["b"].cosine) == (0.0, 1.0, None)
     assert found["c"].apart == 0.0
-
-
-def test_negligible_gradients_do_not_count_for_the_typical_error() -> None:
-    found = distances(
-        {"a": torch.tensor([1.1]), "b": torch.tensor([1e-9])}, {"a": torch.tensor([1.0]), "b": torch.tensor([-1e-9])}
-    )
-    assert typical_error(found) == pytest.approx(0.1, rel=1e-5) and found["b"].reference < NEGLIGIBLE
 
 
 @pytest.mark.parametrize(
