@@ -94,7 +94,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Quantized:
+class QuantizedFigures:
     """Loss and gradient norm of the quantized path beside the unquantized one's."""
 
     loss: float
@@ -118,7 +118,7 @@ class Parity:
     mixture: bool  # the model chooses experts for each token
     products: tuple[ProductParity, ...] = ()  # the worst first
     histories: tuple[str, ...] = ()
-    quantized: Quantized | None = None
+    quantized: QuantizedFigures | None = None
     elsewhere: bool = False  # another process found a mismatch, and this one none
 
     @property
@@ -279,7 +279,7 @@ class _Check:
             parity,
             products=tuple(products),
             histories=tuple(histories),
-            quantized=Quantized(quantized.loss / share, unquantized.loss / share, total.measured, total.reference),
+            quantized=QuantizedFigures(quantized.loss / share, unquantized.loss / share, total.measured, total.reference),
         )
 
     def _wrong_in(
