@@ -22,8 +22,7 @@ from pydantic import BaseModel, Discriminator, Tag
 from pydantic.fields import FieldInfo
 
 from foundation.settings import Settings
-from pretrain.precision.registry import PRECISIONS
-from pretrain.precision.settings import LowPrecisionSettings, PrecisionName
+from pretrain.precision.settings import PRECISIONS, LowPrecisionSettings, PrecisionName
 from pretrain.settings.recipe import Recipe
 
 HEAD = """\
@@ -200,7 +199,7 @@ def option_defaults(key: str) -> str:
     taken: dict[str, list[str]] = {}
     for precision in PRECISIONS.values():
         if key in precision.options:
-            taken.setdefault(in_yaml(precision.options[key].default), []).append(precision.name)
+            taken.setdefault(in_yaml(precision.options[key]), []).append(precision.name)
     return "; ".join(f"{value} ({', '.join(names)})" for value, names in taken.items())
 
 

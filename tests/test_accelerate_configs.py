@@ -11,8 +11,7 @@ from accelerate.commands.config.config_args import ClusterConfig, load_config_fr
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 
-from pretrain.precision.registry import PRECISIONS
-from pretrain.precision.settings import LowPrecisionSettings
+from pretrain.precision.settings import PRECISIONS, LowPrecisionSettings
 from pretrain.settings.config import load_recipe
 from pretrain.settings.launch_environment import with_precision
 

@@ -287,7 +287,7 @@ def test_the_product_calls_each_of_its_kernels():
 
 
 ROOMS_WITHOUT_TORCH = ("foundation", "packing", "pretrain/settings", "pretrain/compare")
-MODULES_WITHOUT_TORCH = {"pretrain.precision.settings", "pretrain.precision.registry", "pretrain.plan.checks"}
+MODULES_WITHOUT_TORCH = {"pretrain.precision.settings", "pretrain.plan.checks"}
 WITH_TORCH = {"packing.batch"}  # which makes tensors
 
 

@@ -16,7 +16,7 @@ from foundation.reading import load_object
 from pretrain.checkpoint.manifest import STATE, TensorEntry, read_manifest
 from pretrain.checkpoint.shards import DTYPES, load_tensors
 from pretrain.optimizer.adamw_update import convert_weight
-from pretrain.precision.registry import Weights
+from pretrain.precision.settings import Weights
 
 
 class SavedWeights:

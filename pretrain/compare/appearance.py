@@ -11,7 +11,7 @@ from typing import Any
 from pretrain.compare.fairness import Variants, setting, varied_keys
 from pretrain.metrics.run_record import RunRecord
 from pretrain.precision.formats.definition import Precision
-from pretrain.precision.registry import PRECISIONS, WEIGHT_DTYPES
+from pretrain.precision.settings import PRECISIONS, WEIGHT_DTYPES
 
 # A line's dash in plotly and in matplotlib, and a marker's shape in both: the n-th kind of run within a precision has the n-th.
 DASHES = (("solid", "-"), ("dash", "--"), ("dot", ":"), ("dashdot", "-."))

@@ -25,8 +25,8 @@ from pretrain.compare.fairness import (
 )
 from pretrain.compare.smoothing import moving_mean
 from pretrain.metrics.run_record import LAST_STEPS, LOSS_KEY, RunRecord, averaged_steps, devices_of
-from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.schedule import phases_of
+from pretrain.precision.settings import PRECISIONS
 
 TOLERANCE = 0.01  # nats a token that a run may end above its baseline and still count as equal, unless `--gate` says otherwise
 FEW = 3  # runs, which a sentence names

@@ -48,7 +48,7 @@ from pretrain.compare.seed_groups import SeedComparison, grouped
 from pretrain.compare.seeds import FEWEST_SEEDS, MARGIN
 from pretrain.compare.watch import follow
 from pretrain.metrics.run_record import LAST_STEPS, LOSS_KEY, RunRecord, averaged_steps, read_run
-from pretrain.precision.registry import PRECISIONS, WEIGHT_DTYPES
+from pretrain.precision.settings import PRECISIONS, WEIGHT_DTYPES
 
 Table = Callable[..., str]  # as `markdown`, which files have; `on_screen` fits what is printed to the terminal
 TOO_FEW = "too few steps"

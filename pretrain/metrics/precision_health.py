@@ -17,7 +17,7 @@ from typing import Any
 from foundation.units import percent
 from pretrain.metrics.jsonl import JsonlTracker
 from pretrain.metrics.run_folder import STATISTICS_FILE
-from pretrain.precision.formats.definition import Condition
+from pretrain.precision.advice import Condition, conditions
 from pretrain.precision.linear import PrecisionContext
 from pretrain.precision.settings import ActivePrecision
 from pretrain.precision.statistics import OperandStatistics, summary
@@ -32,7 +32,7 @@ class PrecisionHealth:
     """The running judgement of one run in a quantized precision; call `check` with each due step's records."""
 
     def __init__(self, active: ActivePrecision) -> None:
-        self.conditions = active.precision.conditions(active.settings)
+        self.conditions = conditions(active)
         self._keeps_history = active.precision.keeps_history
         self._standing: set[Condition] = set()
         self._dead: set[tuple[str, str]] = set()

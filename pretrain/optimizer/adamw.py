@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from pretrain.model.distributed import local_part
 from pretrain.model.gradients import clear_main_gradients, gradient_of
 from pretrain.optimizer.adamw_update import Hyperparameters, ParameterTensors, convert_weight, mode_of, update_parameters
-from pretrain.precision.registry import WEIGHT_DTYPES
+from pretrain.precision.settings import WEIGHT_DTYPES
 from pretrain.settings.recipe import OptimizerSettings
 
 if TYPE_CHECKING:

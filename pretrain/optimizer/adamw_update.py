@@ -26,7 +26,7 @@ from itertools import repeat
 import torch
 from torch import Tensor
 
-from pretrain.precision.registry import Weights
+from pretrain.precision.settings import Weights
 
 _NAN = 0x7FC00000
 # Values of a parameter that a CPU updates at once. The dozen operations then find them in its caches, a megabyte of each

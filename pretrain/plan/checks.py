@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 from foundation.errors import InputError
 from foundation.settings import MOST
 from pretrain.optimizer import schedule
-from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.schedule import last_steps, phases_of
-from pretrain.precision.settings import ActivePrecision
+from pretrain.precision.settings import PRECISIONS, ActivePrecision
 from pretrain.settings.recipe import LEAST_FP32, OptimizerSettings, Recipe, TrainSettings
 
 if TYPE_CHECKING:  # slow to import

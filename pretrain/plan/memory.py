@@ -50,10 +50,9 @@ from pretrain.model.wrapping import not_fused_because
 from pretrain.precision.delayed_state import SLOTS
 from pretrain.precision.emulation import operand_dtype_of
 from pretrain.precision.formats.definition import Precision
-from pretrain.precision.registry import PRECISIONS, UNQUANTIZED
 from pretrain.precision.scope import decide
 from pretrain.precision.searched import WORKSPACE
-from pretrain.precision.settings import ActivePrecision
+from pretrain.precision.settings import PRECISIONS, UNQUANTIZED, ActivePrecision
 from pretrain.settings.recipe import Recipe
 
 # `microbatch_candidates` starts where this share of the estimate fits: too large costs one trial, too small costs speed.

@@ -20,9 +20,9 @@ from pretrain.metrics.peaks import peak
 from pretrain.optimizer import schedule
 from pretrain.plan.checks import microbatch_sizes, shares_out, steps_of
 from pretrain.plan.memory import Devices, LayerMemory, MemoryEstimate, microbatch_candidates
-from pretrain.precision.registry import PRECISIONS
+from pretrain.precision.advice import cautions
 from pretrain.precision.schedule import in_phases, label, label_of_course, last_steps
-from pretrain.precision.settings import ActivePrecision
+from pretrain.precision.settings import PRECISIONS, ActivePrecision
 from pretrain.settings.recipe import LossSettings, Recipe
 
 SMALL_HIDDEN = 768  # up to which low precision was measured to gain less than at 2,048; nothing was measured between them
@@ -310,7 +310,7 @@ class Plan:
             found.append(self._frozen_weights())
         found += self._phases_without_steps()
         for active in self.in_use:
-            found += active.precision.cautions(active.settings)
+            found += cautions(active)
             found += self._speed_of(active)
         if self.flops.uncounted:
             found.append(self.flops.left_out)

@@ -46,12 +46,12 @@ from pretrain.plan.tokenizer import (
     with_tokens_of,
     without_absent_tokenizer,
 )
+from pretrain.precision.advice import against_overflow
 from pretrain.precision.formats.definition import Precision
-from pretrain.precision.registry import WEIGHT_DTYPES
 from pretrain.precision.schedule import PrecisionPhase, last_steps, phases_of
 from pretrain.precision.scope import LINEARS, check_kept, check_shapes, low_precision_linears
 from pretrain.precision.selection import missing_on, select_precision
-from pretrain.precision.settings import ActivePrecision
+from pretrain.precision.settings import WEIGHT_DTYPES, ActivePrecision
 from pretrain.settings import config
 from pretrain.settings.recipe import Recipe
 
@@ -99,7 +99,7 @@ class Job:
     @property
     def precision_remedy(self) -> str | None:
         """What to change in the precision where values overflow; None where nothing is quantized."""
-        return self.precision.against_overflow(self.active.settings) if self.precision.quantized else None
+        return against_overflow(self.active)
 
     def in_precision(self, active: ActivePrecision) -> Job:
         """The job while it computes in `active`, one of the plan's."""

@@ -25,8 +25,7 @@ from pretrain.plan.memory import Devices, LayerMemory, layers_of
 from pretrain.plan.plan import ASSUMED_SHARES, Plan
 from pretrain.plan.preflight import Job
 from pretrain.plan.spare import KEPT_FREE
-from pretrain.precision.registry import PRECISIONS
-from pretrain.precision.settings import ActivePrecision
+from pretrain.precision.settings import PRECISIONS, ActivePrecision
 
 LEAST = 50_000_000  # parameters, of a model whose speed a share of the peak can describe
 USUAL = ("H100", "H200", "B200", "8xB200")

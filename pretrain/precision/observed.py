@@ -28,8 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from foundation.attributes import holding
 from pretrain.precision import searched
 from pretrain.precision.formats.definition import Role, Scaling
-from pretrain.precision.quantizers.grid import E4M3, E5M2, Grid
-from pretrain.precision.quantizers.rounding import FP32_MANTISSA_BITS, round_to_grid
+from pretrain.precision.quantizers import E4M3, E5M2, Grid
+from pretrain.precision.quantizers.tensor import FP32_MANTISSA_BITS, round_to_grid
 from pretrain.precision.settings import ActivePrecision
 
 BITS = {"bfloat16": 8, "float32": 24}  # significant bits of a dtype's values, the leading one included

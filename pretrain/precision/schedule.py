@@ -14,8 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Tag, model_
 
 from foundation.errors import InputError
 from foundation.settings import Settings
-from pretrain.precision.registry import PRECISIONS
-from pretrain.precision.settings import PrecisionName
+from pretrain.precision.settings import PRECISIONS, PrecisionName
 
 
 def _share_or_step(value: Any) -> Any:

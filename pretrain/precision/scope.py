@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from foundation.errors import InputError
-from pretrain.precision.registry import UNQUANTIZED
-from pretrain.precision.settings import ActivePrecision
+from pretrain.precision.settings import UNQUANTIZED, ActivePrecision
 
 LINEARS = (nn.Linear, Conv1D)
 

@@ -6,24 +6,19 @@ device has it, compute the same numbers slowly, or train in the nearest precisio
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 
 from foundation.errors import InputError
 from pretrain.precision import transformer_engine
 from pretrain.precision.emulation import EmulationBackend
-from pretrain.precision.formats.definition import OptionValues, QuantizedPrecision
+from pretrain.precision.formats.definition import QuantizedPrecision
 from pretrain.precision.linear import Backend
-from pretrain.precision.registry import PRECISIONS
-from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
+from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 
-
-class Missing(Protocol):
-    """Why a device cannot run a quantized precision, as in "needs a GPU of ...; this is ..."; None where it can. `settings`:
-    resolved for the precision; without them those that it has where nothing is set."""
-
-    def __call__(self, precision: QuantizedPrecision, settings: OptionValues | None = None) -> str | None: ...
+# Why a device cannot run a quantized precision, as in "needs a GPU of ...; this is ..."; None where it can.
+Missing = Callable[[QuantizedPrecision], str | None]
 
 
 def missing_on(device_type: str) -> Missing:
@@ -43,8 +38,8 @@ def missing_on(device_type: str) -> Missing:
 
 
 def select_precision(precision: str, fp8_config: LowPrecisionSettings, missing: Missing) -> ActivePrecision:
-    """What a run in `precision` gets on a device where `missing` is missing (`missing_on`). Raises InputError where the device
-    does not have the precision and `on_unsupported` is `error`."""
+    """What a run in `precision` gets on a device that lacks what `missing` says. Raises InputError where the device does not have
+    the precision and `on_unsupported` is `error`."""
     wanted = PRECISIONS[precision]
     settings = fp8_config.resolved(wanted.name)
     if not wanted.quantized:
@@ -76,6 +71,4 @@ def make_backend(active: ActivePrecision, device: torch.device) -> Backend:
     """A backend for one model, whose products are on `device`."""
     if active.backend == "transformer_engine":
         return transformer_engine.TransformerEngineBackend(active, device)
-    if active.backend == "emulation":
-        return EmulationBackend(active, device)
-    raise ValueError(f"{active.precision.name} on {active.backend} has no low-precision products")
+    return EmulationBackend(active, device)

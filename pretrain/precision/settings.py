@@ -1,29 +1,77 @@
-"""`fp8_config`: how a quantized precision is to run; the same keys in a recipe and in an accelerate configuration.
+"""The precisions by name, and `fp8_config`. Nothing here imports torch.
 
-A few keys are for every quantized precision, the others are options, which the files of the precisions declare. An option that is
-not set is None, and `resolved` fills in the default of the precision that is chosen.
+`fp8_config` says how a quantized precision is to run, by the same keys in a recipe and in an accelerate configuration. Some keys
+are for every quantized precision; the others are options, of which each precision takes a few (`Precision.options`). An option
+that is not set is None, and `resolved` fills in the default of the precision that is chosen.
 """
 
 from __future__ import annotations
 
+import difflib
+import importlib
+import pkgutil
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, create_model, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from foundation.settings import Count, Settings
-from pretrain.precision import registry
-from pretrain.precision.formats.definition import Option, Precision
-from pretrain.precision.registry import PRECISIONS
+from foundation.errors import InputError
+from foundation.settings import Count, PositiveCount, Settings
+from pretrain.precision import formats
+from pretrain.precision.formats.definition import Precision
+
+# ── The precisions ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+Weights = Literal["fp32", "bf16", "bf16_exact"]  # `weights:` of a recipe
+# The torch dtype that parameters are kept in.
+WEIGHT_DTYPES: dict[Weights, str] = {"fp32": "float32", "bf16": "bfloat16", "bf16_exact": "bfloat16"}
 
 
-def _in_the_registry(name: str) -> str:
-    if name not in PRECISIONS:
-        raise ValueError(registry.unknown(name))
-    return name
+def discovered() -> dict[str, Precision]:
+    """Every precision by name, in order: the objects of class Precision in the files of `formats/`."""
+    modules = [importlib.import_module(f"{formats.__name__}.{each.name}") for each in pkgutil.iter_modules(formats.__path__)]
+    precisions = [value for module in modules for value in vars(module).values() if isinstance(value, Precision)]
+    return {precision.name: precision for precision in sorted(precisions, key=lambda precision: precision.order)}
 
 
-PrecisionName = Annotated[str, AfterValidator(_in_the_registry)]
+PRECISIONS = discovered()
+# What computes a linear that low precision leaves out, by the dtype of its activations.
+UNQUANTIZED = {precision.compute_dtype: precision for precision in PRECISIONS.values() if not precision.quantized}
+
+
+def find_by_accelerate_name(mixed_precision: str) -> Precision | None:
+    """The precision that a value of accelerate's `mixed_precision` means by itself."""
+    return next((precision for precision in PRECISIONS.values() if precision.accelerate_name == mixed_precision), None)
+
+
+def known_precision(name: str) -> str:
+    """`name`, where a precision has it. ValueError elsewhere: `fp8` and `fp4` are families of precisions, other names have a
+    nearest one."""
+    if name in PRECISIONS:
+        return name
+    family = [precision.name for precision in PRECISIONS.values() if precision.peak == name.lower()]
+    near = difflib.get_close_matches(name, PRECISIONS, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    if family:
+        hint = f"{name.upper()} precisions are {', '.join(family)}; all that are "
+    raise ValueError(f"unknown precision {name!r}; {hint}known: {', '.join(PRECISIONS)}")
+
+
+def find(name: str, origin: str) -> Precision:
+    """The precision called `name`; InputError that names `origin` and the nearest known one."""
+    try:
+        return PRECISIONS[known_precision(name)]
+    except ValueError as error:
+        raise InputError(f"{origin}: {error}") from None
+
+
+PrecisionName = Annotated[str, AfterValidator(known_precision)]
+
+# ── `fp8_config` ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+# Halvings of a delayed scale. E4M3 has a range of 2**17.8: by one more, the largest value itself would become zero.
+MOST_MARGIN = 18
 
 
 class KeepBf16Layers(Settings):
@@ -33,7 +81,7 @@ class KeepBf16Layers(Settings):
     last: Count = 0  # decoder layers at its end that stay in BF16
 
 
-class _ForEveryPrecision(Settings):
+class LowPrecisionSettings(Settings):
     backend: Literal["TE", "emulation"] = "TE"  # TE: Transformer Engine; emulation: in software, also where the hardware could
     scope: Literal["linear", "linear+head"] = "linear"  # all linears but the LM head; with it
     on_unsupported: Literal["error", "emulate", "fallback"] = "error"  # where the device lacks it; fallback: delayed, else bf16
@@ -41,28 +89,16 @@ class _ForEveryPrecision(Settings):
     keep_bf16: tuple[str, ...] = ()  # linears that stay in BF16, by patterns of names: ["layers.0.*", "down_proj"]
     use_autocast_during_eval: bool = False  # evaluate in the low precision too, not in BF16; accelerate's name for it
 
+    # Options, of which only those that the precision takes may be set:
+    fp8_format: Literal["HYBRID", "E4M3"] | None = None  # HYBRID: gradients in E5M2, the rest in E4M3
+    # Each one halves the scale, for room above the largest value seen.
+    margin: Annotated[Count, Field(le=MOST_MARGIN)] | None = None
+    amax_history_len: Annotated[PositiveCount, Field(le=2**20)] | None = None  # microbatches whose largest values are remembered
+    amax_compute_algo: Literal["max", "most_recent"] | None = None  # which of them makes the scale
+    fast_accumulation: bool | None = None  # forward products add up in fewer bits than FP32; on hardware, emulation has FP32
+    disable_rht: bool | None = None  # no random Hadamard transform of what the weight gradient multiplies
+    disable_stochastic_rounding: bool | None = None  # gradients are rounded to nearest
 
-def _declared() -> dict[str, Option]:
-    """The options of all precisions by key. Raises ValueError where two precisions mean different things by one key."""
-    options: dict[str, Option] = {}
-    for precision in PRECISIONS.values():
-        for key, option in precision.options.items():
-            known = options.setdefault(key, option)
-            if (known.kind, known.meaning) != (option.kind, option.meaning):
-                raise ValueError(f"precision {precision.name!r} declares its option {key!r} otherwise than another precision")
-    return options
-
-
-_OPTIONS = _declared()
-OPTIONS = tuple(_OPTIONS)  # the keys that only some precisions take; the others are for all quantized ones
-_WithOptions = create_model(
-    "_WithOptions",
-    __base__=_ForEveryPrecision,
-    **{key: (option.kind | None, Field(None, description=option.meaning)) for key, option in _OPTIONS.items()},
-)
-
-
-class LowPrecisionSettings(_WithOptions):
     @model_validator(mode="before")
     @classmethod
     def _names_no_recipe(cls, values: Any) -> Any:
@@ -80,10 +116,9 @@ class LowPrecisionSettings(_WithOptions):
         return [f"{key}: {value}" for key, value in self.options_set.items() if not precision.takes(key, value)]
 
     def resolved(self, precision_name: str) -> Self:
-        """Returns the settings with every option that the precision takes, by its default where it is None, and all others
-        None."""
-        taken = PRECISIONS[precision_name].options
-        options = {key: self.options_set.get(key, taken[key].default) if key in taken else None for key in OPTIONS}
+        """The settings with every option that the precision takes, by its default where it is None, and all others None."""
+        defaults = PRECISIONS[precision_name].options
+        options = {key: self.options_set.get(key, defaults[key]) if key in defaults else None for key in OPTIONS}
         return type(self).model_validate(self.model_dump() | options)
 
     def without_options(self) -> Self:
@@ -91,10 +126,16 @@ class LowPrecisionSettings(_WithOptions):
         return type(self).model_validate(self.model_dump(exclude_unset=True, exclude=set(OPTIONS)))
 
 
+# Keys that only some precisions take.
+OPTIONS = tuple(key for key in LowPrecisionSettings.model_fields if any(key in each.options for each in PRECISIONS.values()))
+
+# ── What a run computes in ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
 @dataclass(frozen=True)
 class ActivePrecision:
     """What a run computes in: `precision`, with `settings` resolved for it. It is not the `requested` one only under
-    `on_unsupported: fallback`. `reason` says why this is not what was asked for, None where it is."""
+    `on_unsupported: fallback`. `reason` says why the device does not compute what was requested, None where it does."""
 
     requested: str
     precision: Precision
@@ -104,7 +145,7 @@ class ActivePrecision:
 
     @property
     def notice(self) -> str | None:
-        """What is done in place of what was asked for, for the user to read; None where nothing is."""
+        """What is done in place of what was requested, for the user to read; None where nothing is."""
         if self.reason is None:
             return None
         instead = f"{self.precision.name} is trained in its place" if self.precision.name != self.requested else "it is emulated"

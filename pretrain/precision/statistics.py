@@ -24,7 +24,7 @@ from pretrain.precision.formats.definition import QuantizedPrecision, Role
 from pretrain.precision.linear import Backend, PrecisionContext
 from pretrain.precision.observed import generators, sample
 from pretrain.precision.product import Product
-from pretrain.precision.quantizers.grid import Grid, Quantized
+from pretrain.precision.quantizers import Grid, Quantized
 from pretrain.precision.settings import ActivePrecision
 
 Record = Mapping[str, Any]

@@ -49,11 +49,10 @@ from pretrain.optimizer.adamw import ExactAdamW, clear_gradients, named_state
 from pretrain.plan.plan import Plan
 from pretrain.plan.preflight import Job
 from pretrain.precision.linear import Backend, PrecisionContext
-from pretrain.precision.registry import WEIGHT_DTYPES
 from pretrain.precision.scope import Decision, decide
 from pretrain.precision.searched import describe as describe_algorithms
 from pretrain.precision.selection import make_backend
-from pretrain.precision.settings import ActivePrecision
+from pretrain.precision.settings import WEIGHT_DTYPES, ActivePrecision
 from pretrain.run import determinism
 from pretrain.verify import audit
 

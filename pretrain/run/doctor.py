@@ -39,10 +39,9 @@ from pretrain.model.gradients import attach_main_gradients, clear_main_gradients
 from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.model.wrapping import choose_arithmetic, convert, fuse, not_fused_because, wrap_layers
 from pretrain.precision.linear import PrecisionContext
-from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.scope import check_shapes, decide
 from pretrain.precision.selection import make_backend, missing_on
-from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
+from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import LossSettings, ModelSettings
 

@@ -27,7 +27,7 @@ from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.plan.data import packs_evaluated
 from pretrain.plan.preflight import Job
 from pretrain.plan.tokenizer import encoded_prompt, positions_of
-from pretrain.precision.registry import UNQUANTIZED
+from pretrain.precision.settings import UNQUANTIZED
 from pretrain.run.determinism import any_order
 from pretrain.run.running import BestEvaluation, Run
 

@@ -33,7 +33,7 @@ from pretrain.model.distributed import largest_over_ranks
 from pretrain.model.export import export as write_export
 from pretrain.plan.data import Data
 from pretrain.plan.tokenizer import check_same_tokenizer, load_tokenizer
-from pretrain.precision.registry import WEIGHT_DTYPES, Weights
+from pretrain.precision.settings import WEIGHT_DTYPES, Weights
 from pretrain.run.card import CARD, PICTURE, model_card, until
 from pretrain.run.running import BestEvaluation, Run
 from pretrain.settings.config import load_recipe

@@ -32,9 +32,8 @@ from pretrain.optimizer.adamw import set_updates_done
 from pretrain.optimizer.adamw_update import convert_weight, describe_conversion
 from pretrain.plan.preflight import Job
 from pretrain.precision.linear import PREFIX
-from pretrain.precision.registry import WEIGHT_DTYPES, Weights
 from pretrain.precision.schedule import in_phases, last_steps, phases_of
-from pretrain.precision.settings import ActivePrecision
+from pretrain.precision.settings import WEIGHT_DTYPES, ActivePrecision, Weights
 from pretrain.run.assembly import REHEARSALS, Assembly
 from pretrain.settings.config import begin_of, identity_of
 from pretrain.settings.recipe import Recipe
@@ -362,7 +361,7 @@ def _of_use(histories: list[str], record: Mapping[str, Any], active: ActivePreci
 
     def size_of_gradients(identity: Mapping[str, Any]) -> dict[str, Any]:
         """What the scales of gradients follow: their largest code, the loss, and by how many tokens it is divided."""
-        key, default = "fp8_config.fp8_format", active.precision.options["fp8_format"].default
+        key, default = "fp8_config.fp8_format", active.precision.options["fp8_format"]
         loss = {name: value for name, value in identity.items() if name == "batch.tokens" or name.startswith("loss.")}
         return loss | {key: identity.get(key) or default}
 

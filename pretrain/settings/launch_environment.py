@@ -18,8 +18,7 @@ from foundation.errors import InputError
 from foundation.settings import Settings, parse
 from pretrain.precision import schedule
 from pretrain.precision.formats.definition import Precision
-from pretrain.precision.registry import PRECISIONS, find, find_by_accelerate_name
-from pretrain.precision.settings import LowPrecisionSettings
+from pretrain.precision.settings import PRECISIONS, LowPrecisionSettings, find, find_by_accelerate_name
 from pretrain.settings.recipe import Recipe
 
 _ORIGIN = "accelerate configuration"

@@ -16,9 +16,8 @@ from pydantic import Field, field_validator, model_validator
 
 from foundation.settings import Count, PathText, PositiveCount, Seed, Settings, Share
 from packing.settings import DataSettings
-from pretrain.precision.registry import Weights
 from pretrain.precision.schedule import PrecisionSetting
-from pretrain.precision.settings import LowPrecisionSettings
+from pretrain.precision.settings import LowPrecisionSettings, Weights
 
 MOST_FP32 = 1e38  # the optimizer computes in FP32, where 3.4e38 is the last number before infinity
 LEAST_FP32 = 1e-37  # and 1.2e-38 the last before numbers lose digits, and then become zero

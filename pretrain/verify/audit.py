@@ -28,9 +28,8 @@ from pretrain.model.loss.head import LossHead
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.precision.linear import Backend, LowPrecisionLinear, PrecisionContext
 from pretrain.precision.observed import FACTORS, OPERANDS, ObservedProduct, ProductObserver, dtype_name
-from pretrain.precision.registry import UNQUANTIZED
 from pretrain.precision.scope import LINEARS, Decision
-from pretrain.precision.settings import ActivePrecision
+from pretrain.precision.settings import UNQUANTIZED, ActivePrecision
 from pretrain.verify.histories import HistoryWatch
 
 Entry = dict[str, Any]

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from pretrain.precision.quantizers.grid import E4M3, E5M2
-from pretrain.precision.quantizers.rounding import round_to_grid
+from pretrain.precision.quantizers import E4M3, E5M2
+from pretrain.precision.quantizers.tensor import round_to_grid
 from tests.gpu.interpreted import INTERPRETED
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pretrain.precision.delayed_state import PLACES
 from pretrain.precision.formats.definition import Along, Role
-from pretrain.precision.quantizers.grid import Quantized
+from pretrain.precision.quantizers import Quantized
 from pretrain.precision.searched import fp8_dtype
 from pretrain.precision.settings import ActivePrecision
 from pretrain.precision.transformer_engine import TE_DIRECTIONS, TransformerEngineBackend

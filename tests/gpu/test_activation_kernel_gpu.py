@@ -16,8 +16,7 @@ from torch import Tensor
 
 from pretrain.model.fused import activation_kernel as kernel
 from pretrain.model.fused.fp8_tile import TensorScaled, record_amax, store_tensor_scaled
-from pretrain.precision.quantizers import tensor
-from pretrain.precision.quantizers.grid import E4M3, E5M2, Grid
+from pretrain.precision.quantizers import E4M3, E5M2, Grid, tensor
 from tests.gpu.interpreted import DEVICE, GPU_OR_INTERPRETER
 
 pytestmark = [

@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 from benchmarks.machine import LAUNCH, finish, start
 from pretrain.model.attention import flash
 from pretrain.precision import transformer_engine
-from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.selection import missing_on
+from pretrain.precision.settings import PRECISIONS
 from tests.conftest import ROOT, write_packs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

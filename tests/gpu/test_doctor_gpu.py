@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from pretrain import __main__ as commands
-from pretrain.precision.registry import PRECISIONS
-from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
+from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 from pretrain.precision.transformer_engine import unavailable_because
 from tests.gpu.operands import compare_operands
 

@@ -12,8 +12,7 @@ from torch._dynamo.utils import counters
 
 from pretrain.precision.emulation import EmulatedProduct, EmulationBackend, multiply, products_of_bf16_give_fp32
 from pretrain.precision.formats.definition import Along, Role
-from pretrain.precision.registry import PRECISIONS
-from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
+from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

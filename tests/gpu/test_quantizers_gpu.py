@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pretrain.precision.quantizers import block, tensor
-from pretrain.precision.quantizers.grid import E4M3, E5M2, Grid, Quantized
+from pretrain.precision.quantizers import E4M3, E5M2, Grid, Quantized, blocks, tensor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 if torch.cuda.is_available():
@@ -129,7 +128,7 @@ def test_block_scaling_is_that_of_the_kernels(kind: str, grid: Grid, dimensions:
         ("rows", x, theirs._rowwise_data, theirs._rowwise_scale_inv),
         ("columns", x.t(), theirs._columnwise_data, theirs._columnwise_scale_inv),
     ):
-        ours = block.quantize(values_along, grid, two_dimensional=dimensions == 2)
+        ours = blocks.quantize_fp8(values_along, grid, two_dimensional=dimensions == 2)
         scales = ours.block_scale[::128, ::128] if dimensions == 2 else ours.block_scale[:, ::128].t()
         lines += differences(f"codes along {direction}", ours.codes, decoded(data, grid), values_along)
         lines += differences(f"scales along {direction}", scales, scale_inv[: scales.shape[0], : scales.shape[1]])
@@ -140,9 +139,9 @@ QUANTIZERS: dict[str, Callable[[Tensor], Quantized]] = {
     "current": lambda x: current(x, E4M3, power_of_two=False),
     "current_power_of_two": lambda x: current(x, E5M2, power_of_two=True),
     "delayed": lambda x: tensor.quantize(x, torch.full((1,), 0.37, device=x.device), E5M2),
-    "block_rows": lambda x: block.quantize(x, E4M3, two_dimensional=False),
-    "block_columns": lambda x: block.quantize(x.t(), E5M2, two_dimensional=False),
-    "block_squares": lambda x: block.quantize(x, E4M3, two_dimensional=True),
+    "block_rows": lambda x: blocks.quantize_fp8(x, E4M3, two_dimensional=False),
+    "block_columns": lambda x: blocks.quantize_fp8(x.t(), E5M2, two_dimensional=False),
+    "block_squares": lambda x: blocks.quantize_fp8(x, E4M3, two_dimensional=True),
 }
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.selection import missing_on, select_precision
-from pretrain.precision.settings import LowPrecisionSettings
+from pretrain.precision.settings import PRECISIONS, LowPrecisionSettings
 from pretrain.settings.recipe import Recipe
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 from packing.arrow import IGNORE
 from pretrain.model.loss import softmax_kernel
 from pretrain.model.loss.softmax_kernel import quantized_softmax_gradient
-from pretrain.precision.quantizers.grid import E4M3, E5M2, Grid
+from pretrain.precision.quantizers import E4M3, E5M2, Grid
 from pretrain.precision.quantizers.tensor import absolute_maximum, decode_scale, quantize, scale_from_amax
 from tests.gpu.interpreted import DEVICE, GPU_OR_INTERPRETER, cuda_only
 

@@ -14,8 +14,7 @@ from pretrain.precision.formats.definition import Role
 from pretrain.precision.linear import LowPrecisionLinear, PrecisionContext
 from pretrain.precision.observed import ProductObserver
 from pretrain.precision.product import Product
-from pretrain.precision.registry import PRECISIONS
-from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
+from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 from pretrain.precision.transformer_engine import TransformerEngineBackend, unavailable_because
 from pretrain.settings.recipe import LossSettings
 

@@ -26,8 +26,7 @@ from pretrain.model.attention import flash
 from pretrain.model.packed import PackedLanguageModel, forward_backward, inputs_of
 from pretrain.model.wrapping import wrap_layers
 from pretrain.optimizer.adamw import build_optimizer, clip_coefficient, gradient_norm, named_state
-from pretrain.precision.registry import PRECISIONS
-from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
+from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 from pretrain.run.microbatch import largest_that_fits
 from pretrain.settings.recipe import LossSettings, ModelSettings, OptimizerSettings
 from pretrain.verify import audit

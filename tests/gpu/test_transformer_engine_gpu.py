@@ -19,9 +19,8 @@ from pretrain.precision.emulation import EmulationBackend
 from pretrain.precision.linear import Backend, PrecisionContext
 from pretrain.precision.observed import ProductObserver
 from pretrain.precision.product import Product
-from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.selection import missing_on
-from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
+from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 from pretrain.precision.transformer_engine import TransformerEngineBackend
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

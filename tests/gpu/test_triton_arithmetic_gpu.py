@@ -27,8 +27,7 @@ from pretrain.model.packed import PackedLanguageModel
 from pretrain.model.wrapping import choose_arithmetic, fuse, wrap_layers
 from pretrain.precision import searched
 from pretrain.precision.linear import PrecisionContext
-from pretrain.precision.registry import PRECISIONS
-from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
+from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 from pretrain.settings.recipe import LossSettings, ModelSettings
 from tests.gpu.interpreted import DEVICE, GPU_OR_INTERPRETER, INTERPRETED, cuda_only
 from tests.pretrain.model.fused.fused_models import ARCHITECTURES, build, inputs, losses_and_gradients, that_count

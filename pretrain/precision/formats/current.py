@@ -7,15 +7,13 @@ from typing import Any
 
 from pretrain.precision.formats.definition import (
     AT_THE_TOP,
-    FAST_ACCUMULATION,
-    FP8_FORMAT,
     Hardware,
-    Option,
     OptionValues,
     Quantize,
     QuantizedPrecision,
     Role,
     Scaling,
+    TeRecipe,
 )
 
 
@@ -26,10 +24,7 @@ class Current(QuantizedPrecision):
     description = "FP8 products; a scale a tensor, from its own largest value"
     peak = "fp8"
     multiple_of = 16
-    options: Mapping[str, Option] = {
-        "fp8_format": FP8_FORMAT,
-        "fast_accumulation": FAST_ACCUMULATION,
-    }
+    options: Mapping[str, Any] = {"fp8_format": "HYBRID", "fast_accumulation": True}
     hardware = Hardware((8, 9), "L40S, H100, H200, B200")
     te_available = "is_fp8_available"
     tensor_scaled = True
@@ -45,19 +40,10 @@ class Current(QuantizedPrecision):
     def scaling(self, settings: OptionValues, role: Role) -> Scaling:
         return Scaling("FP32", AT_THE_TOP)
 
-    def te_recipe(self, te: Any, settings: OptionValues) -> tuple[type, dict[str, Any], dict[str, Any]]:
-        arguments = {
-            "use_power_2_scales": False,
-            "fp8_format": te.Format[settings.fp8_format],
-            # Unless the accumulator is split, tensor cores add FP8 products up in fewer bits than FP32; the forward may do so.
-            "fp8_gemm_fprop": te.MMParams(use_split_accumulator=not settings.fast_accumulation),
-            "fp8_gemm_dgrad": te.MMParams(use_split_accumulator=True),
-            "fp8_gemm_wgrad": te.MMParams(use_split_accumulator=True),
-        }
+    def te_recipe(self, te: Any, settings: OptionValues) -> TeRecipe:
+        arguments = {"use_power_2_scales": False, "fp8_format": te.Format[settings.fp8_format]}
+        arguments |= self.te_split_accumulators(te, forward=not settings.fast_accumulation)
         return te.Float8CurrentScaling, arguments, self.te_fp8_quantization(te, power_of_two=False)
-
-    def against_underflow(self, settings: OptionValues) -> str:
-        return "`precision=block` or `precision=mxfp8`, with a scale for each block, keeps small values apart from large ones"
 
 
 PRECISION = Current()

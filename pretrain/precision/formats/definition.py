@@ -1,7 +1,7 @@
 """What a precision is: everything that the rest of the program asks about one, with the answers that most of them share.
 
-Each precision is one file beside this one, which ends with its object PRECISION; `registry` finds the files. Nothing here imports
-torch: a format's quantizers are imported when one is asked for. docs/precision.md ("How a linear computes") says which operand is
+Each precision is one file beside this one, which ends with its object; `settings` finds the files. Nothing here imports torch: a
+format's quantizers are imported when one is asked for. docs/precision.md ("How a linear computes") says which operand is
 quantized along which axis, and why some are quantized twice.
 """
 
@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal
 
-from pretrain.precision.quantizers.grid import E4M3, E5M2, Grid, Quantized
+from pretrain.precision.quantizers import E4M3, E5M2, Grid, Quantized
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,27 +26,9 @@ OptionValues = Any
 # (x [rows, features], scale of delayed scaling or None, amax of x if known or None) -> codes whose last dimension is the sum's.
 Quantize = Callable[["Tensor", "Tensor | None", "Tensor | None"], Quantized]
 
-
-@dataclass(frozen=True)
-class Option:
-    """A key of `fp8_config` that a precision takes. Precisions that share a key give it the same `kind` and `meaning`."""
-
-    kind: Any  # the type of its values
-    default: Any
-    meaning: str  # one line of documentation
-    allowed: tuple[Any, ...] | None = None  # where the precision does not take every value of the kind
-
-    @property
-    def choices(self) -> tuple[Any, ...] | None:
-        """The values to choose from; None where the kind has too many to list."""
-        return self.allowed or (get_args(self.kind) if get_origin(self.kind) is Literal else None)
-
-
-# Keys that several precisions take. `QuantizedPrecision` knows what they ask for.
-FP8_FORMAT = Option(Literal["HYBRID", "E4M3"], "HYBRID", "HYBRID: gradients in E5M2, the rest in E4M3")
-FAST_ACCUMULATION = Option(bool, True, "forward products add up in fewer bits than FP32; on hardware, emulation has FP32")
-DISABLE_RHT = Option(bool, False, "no random Hadamard transform of what the weight gradient multiplies")
-DISABLE_STOCHASTIC_ROUNDING = Option(bool, False, "gradients are rounded to nearest")
+# How Transformer Engine is to compute: the class of its recipe, every argument that is not about attention or the backward, and
+# the attributes that its constructor does not set as asked.
+TeRecipe = tuple[type, dict[str, Any], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -66,7 +48,6 @@ class Scaling:
 # What the largest code under a scale is at least: a scale rounded to a power of two can halve it, an FP32 scale brings it to the
 # maximum, or to the number below it where the amax was taken before a rounding.
 WITHIN_TWO, AT_THE_TOP = 0.5, 0.85
-
 
 BLACKWELL = (10, 0)  # the compute capability from which on FP8 products read operands as they lie
 
@@ -92,15 +73,8 @@ class Hardware:
         return None
 
 
-@dataclass(frozen=True)
-class Condition:
-    """Something that may be wrong with some operands: it begins where their records' `share` is above `limit`."""
-
-    share: Literal["underflow", "saturation"]
-    roles: tuple[Role, ...]
-    limit: float
-    what: str  # happens to the values
-    remedy: str
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
 
 
 class Precision:
@@ -117,7 +91,7 @@ class Precision:
     accelerate_name: str | None = None  # the value of accelerate's `mixed_precision` that means this, if nothing else is said
     fallback_rank: int | None = None  # `on_unsupported: fallback` takes the lowest rank that the device has
     multiple_of = 1  # what both features of a linear and the number of tokens must be multiples of
-    options: Mapping[str, Option] = {}  # the keys of `fp8_config` that it takes, beside those of every quantized precision
+    options: Mapping[str, Any] = {}  # the keys of `fp8_config` that only some precisions take and this one does: its defaults
 
     @property
     def number_bytes(self) -> int:
@@ -125,22 +99,16 @@ class Precision:
         return {"float32": 4, "bfloat16": 2}[self.compute_dtype]
 
     def layouts_on(self, capability: tuple[int, int] | None) -> int:
-        """Returns how many layouts of a quantized operand that two products read a device of this compute capability holds."""
+        """How many layouts of a quantized operand that two products read a device of this compute capability holds."""
         return 0
 
     def takes(self, key: str, value: Any) -> bool:
         """Whether `value` may be set for the option `key` of `fp8_config`."""
-        option = self.options.get(key)
-        return option is not None and (option.choices is None or value in option.choices)
-
-    def cautions(self, settings: OptionValues) -> tuple[str, ...]:
-        """What is known to go wrong with these settings of it, and what to set instead."""
-        return ()
+        return key in self.options
 
     def describe_options(self) -> str:
-        """What it takes, to end a message with: "`block` takes fp8_format (E4M3)"."""
-        texts = [f"{key} ({' or '.join(option.choices)})" if option.choices else key for key, option in self.options.items()]
-        return f"`{self.name}` takes {', '.join(texts) or 'no such option'}"
+        """What it takes, to end a message with: "`mxfp4` takes disable_rht, disable_stochastic_rounding"."""
+        return f"`{self.name}` takes {', '.join(self.options) or 'no such option'}"
 
 
 class QuantizedPrecision(Precision):
@@ -187,9 +155,9 @@ class QuantizedPrecision(Precision):
 
     def transform(self, settings: OptionValues, role: Role) -> Callable[[Tensor], Tensor] | None:
         """What is done to x^T before it is quantized along rows; None: nothing."""
-        from pretrain.precision.quantizers import hadamard
+        from pretrain.precision.quantizers.blocks import hadamard
 
-        return hadamard.transform if settings.disable_rht is False and role != "weight" else None
+        return hadamard if settings.disable_rht is False and role != "weight" else None
 
     def uniform(self, settings: OptionValues, role: Role) -> Callable[[Tensor], Tensor | None]:
         """What draws the random numbers that x is rounded by, from torch's generator of x's device; None: rounded to nearest.
@@ -229,10 +197,16 @@ class QuantizedPrecision(Precision):
         """The most that a value of an emulated operand has, its block scale included; powers of two add none."""
         return self.grid(settings, role).mantissa_bits + 1
 
-    def te_recipe(self, te: Any, settings: OptionValues) -> tuple[type, dict[str, Any], dict[str, Any]]:
-        """The class in `te` (transformer_engine.common.recipe), every argument that is not about attention or the backward, and
-        the attributes that its constructor does not set as asked."""
+    def te_recipe(self, te: Any, settings: OptionValues) -> TeRecipe:
+        """How Transformer Engine computes it; `te`: transformer_engine.common.recipe."""
         raise NotImplementedError
+
+    @staticmethod
+    def te_split_accumulators(te: Any, *, forward: bool = True) -> dict[str, Any]:
+        """The arguments of an FP8 recipe for its products' sums. Unless the accumulator is split, tensor cores add FP8 products
+        up in fewer bits than FP32; only the `forward` may do so."""
+        split = {"fprop": forward, "dgrad": True, "wgrad": True}
+        return {f"fp8_gemm_{product}": te.MMParams(use_split_accumulator=each) for product, each in split.items()}
 
     @staticmethod
     def te_quantization(te: Any, **chosen: bool) -> Any:
@@ -246,41 +220,5 @@ class QuantizedPrecision(Precision):
         return {f"fp8_quant_{operand}": quantization for operand in ("fwd_inp", "fwd_weight", "bwd_grad")}
 
     def te_operand_kinds(self, settings: OptionValues, role: Role) -> set[str]:
-        """How `observation.operand_kind` names the operands that a GEMM may get."""
+        """How `observed.operand_kind` names the operands that a GEMM may get."""
         return {self.operand_kind(settings, role)}
-
-    def conditions(self, settings: OptionValues) -> tuple[Condition, ...]:
-        """What can go wrong with its operands, each with the remedy that `settings` leave."""
-        forward, backward, zero = ("input", "weight"), ("grad_output",), f"becomes zero in {self.format_name}"
-        finer = wider = self.against_underflow(settings)
-        if settings.fp8_format == "E4M3" and self.takes("fp8_format", "HYBRID"):
-            wider = "`fp8_config.fp8_format: HYBRID` keeps gradients in E5M2, whose range is 2**13 times as wide"
-        found = (
-            Condition("underflow", forward, self.underflow_limit, zero, finer),
-            Condition("underflow", backward, self.underflow_limit, zero, wider),
-        )
-        if saturation := self.against_saturation(settings):
-            limit, remedy = saturation
-            found += (Condition("saturation", forward + backward, limit, "is cut to the format's maximum", remedy),)
-        return found
-
-    def against_overflow(self, settings: OptionValues) -> str:
-        """What to change where the loss or a gradient is not a number, or jumps."""
-        kept = settings.keep_bf16_layers
-        return (
-            f"`fp8_config.keep_bf16_layers` (now first: {kept.first}, last: {kept.last}) takes the first and last layers out of "
-            "it; `precision=bf16` from the same checkpoint, with --accept-changes, tells whether it is the cause"
-        )
-
-    def against_underflow(self, settings: OptionValues) -> str:
-        """What to change where small values become zero."""
-        return "`fp8_config.keep_bf16_layers` takes the first or last layers out of low precision"
-
-    def against_saturation(self, settings: OptionValues) -> tuple[float, str] | None:
-        """The share of values cut off that is too much, and what to change; None where scales come from the very values that
-        they scale, and nothing is cut."""
-        return None
-
-
-def _dotted(version: tuple[int, int]) -> str:
-    return f"{version[0]}.{version[1]}"

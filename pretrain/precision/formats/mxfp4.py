@@ -11,20 +11,18 @@ means of NVFP4 even more:
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from pretrain.precision.formats.definition import (
-    DISABLE_RHT,
-    DISABLE_STOCHASTIC_ROUNDING,
     WITHIN_TWO,
     Hardware,
-    Option,
     OptionValues,
     Quantize,
     QuantizedPrecision,
     Role,
     Scaling,
 )
-from pretrain.precision.quantizers.grid import E2M1, Grid
+from pretrain.precision.quantizers import E2M1, Grid
 
 
 class Mxfp4(QuantizedPrecision):
@@ -34,10 +32,7 @@ class Mxfp4(QuantizedPrecision):
     description = "FP4 products; a power-of-two scale for every 32 values (OCP Microscaling); emulated only"
     peak = "fp4"
     multiple_of = 32
-    options: Mapping[str, Option] = {
-        "disable_rht": DISABLE_RHT,
-        "disable_stochastic_rounding": DISABLE_STOCHASTIC_ROUNDING,
-    }
+    options: Mapping[str, Any] = {"disable_rht": False, "disable_stochastic_rounding": False}
     hardware = Hardware(None, "no release of Transformer Engine offers it")
     block_scaled = True
     operand_bytes = 1 / 2 + 1 / 32
@@ -48,16 +43,13 @@ class Mxfp4(QuantizedPrecision):
         return E2M1
 
     def along_features(self, settings: OptionValues, role: Role) -> Quantize:
-        from pretrain.precision.quantizers import mx
+        from pretrain.precision.quantizers import blocks
 
         uniform = self.uniform(settings, role)
-        return lambda x, scale, amax: mx.quantize(x, E2M1, uniform=uniform(x))
+        return lambda x, scale, amax: blocks.quantize_mx(x, E2M1, uniform=uniform(x))
 
     def scaling(self, settings: OptionValues, role: Role) -> Scaling:
         return Scaling("power of two", WITHIN_TWO, 32)
-
-    def against_underflow(self, settings: OptionValues) -> str:
-        return "`precision=nvfp4` or `precision=mxfp8` holds more; `fp8_config.keep_bf16_layers` takes layers out"
 
 
 PRECISION = Mxfp4()

@@ -6,17 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from pretrain.precision.formats.definition import (
-    DISABLE_RHT,
-    DISABLE_STOCHASTIC_ROUNDING,
     Hardware,
-    Option,
     OptionValues,
     Quantize,
     QuantizedPrecision,
     Role,
     Scaling,
+    TeRecipe,
 )
-from pretrain.precision.quantizers.grid import E2M1, E4M3, Grid
+from pretrain.precision.quantizers import E2M1, E4M3, Grid
 
 
 class Nvfp4(QuantizedPrecision):
@@ -26,10 +24,7 @@ class Nvfp4(QuantizedPrecision):
     description = "FP4 products; an E4M3 scale for every 16 values under a scale a tensor"
     peak = "fp4"
     multiple_of = 32  # not its blocks' 16: rows of codes begin at 16 bytes, two codes in each, whichever way a product reads
-    options: Mapping[str, Option] = {
-        "disable_rht": DISABLE_RHT,
-        "disable_stochastic_rounding": DISABLE_STOCHASTIC_ROUNDING,
-    }
+    options: Mapping[str, Any] = {"disable_rht": False, "disable_stochastic_rounding": False}
     hardware = Hardware((10, 0), "B200, GB200")
     te_available = "is_nvfp4_available"
     tensor_scaled = True
@@ -46,10 +41,10 @@ class Nvfp4(QuantizedPrecision):
         return role == "weight"
 
     def along_features(self, settings: OptionValues, role: Role) -> Quantize:
-        from pretrain.precision.quantizers import nvfp4
+        from pretrain.precision.quantizers import blocks
 
         square, uniform = self.serves_both(settings, role), self.uniform(settings, role)
-        return lambda x, scale, amax: nvfp4.quantize(x, two_dimensional=square, uniform=uniform(x), amax=amax)
+        return lambda x, scale, amax: blocks.quantize_nvfp4(x, two_dimensional=square, uniform=uniform(x), amax=amax)
 
     def scaling(self, settings: OptionValues, role: Role) -> Scaling:
         # An E4M3 scale is a 17th off at most, so the largest value lies between 5.6 and 6.4. Rounded by chance it may become 4.
@@ -58,7 +53,7 @@ class Nvfp4(QuantizedPrecision):
     def significant_bits(self, settings: OptionValues, role: Role) -> int:
         return E2M1.mantissa_bits + 1 + E4M3.mantissa_bits + 1  # of a product of the two
 
-    def te_recipe(self, te: Any, settings: OptionValues) -> tuple[type, dict[str, Any], dict[str, Any]]:
+    def te_recipe(self, te: Any, settings: OptionValues) -> TeRecipe:
         arguments = {key: getattr(settings, key) for key in self.options} | {
             "disable_2d_quantization": False,
             "row_scaled_activation": False,
@@ -79,9 +74,6 @@ class Nvfp4(QuantizedPrecision):
 
     def te_operand_kinds(self, settings: OptionValues, role: Role) -> set[str]:
         return {"nvfp4 e2m1"}
-
-    def against_underflow(self, settings: OptionValues) -> str:
-        return "`precision=mxfp8` holds a wider range; `fp8_config.keep_bf16_layers` takes the first or last layers out"
 
 
 PRECISION = Nvfp4()

@@ -1,1 +1,53 @@
-"""What low precision makes of a tensor, in FP32 arithmetic that runs on any device and agrees bit for bit with TE."""
+"""The formats' arithmetic: the few values that a low-precision format can hold, and a tensor of them with its scales.
+
+`tensor` rounds to them and scales whole tensors, `blocks` scales blocks. This file does not import torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A binary format with subnormals: a sign, `mantissa_bits` and exponents from `min_exponent` up to that of `maximum`."""
+
+    name: str
+    mantissa_bits: int
+    min_exponent: int  # of the smallest normal value
+    maximum: float  # the largest finite value
+
+
+E4M3 = Grid("E4M3", mantissa_bits=3, min_exponent=-6, maximum=448.0)  # FP8 without infinities (OCP FP8, torch's float8_e4m3fn)
+E5M2 = Grid("E5M2", mantissa_bits=2, min_exponent=-14, maximum=57344.0)
+E2M1 = Grid("E2M1", mantissa_bits=1, min_exponent=0, maximum=6.0)  # FP4: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """x ~= codes * block_scale * tensor_scale, all FP32.
+
+    Scales are those that decode. A matrix product can take the tensor scale out of its sum and must apply block scales inside it.
+    """
+
+    codes: Tensor  # values of `grid`, the shape of x
+    block_scale: Tensor  # of each value's block, broadcastable to x; the scalar 1 where one scale serves the whole tensor
+    tensor_scale: Tensor  # scalar; 1 where only blocks are scaled
+    grid: Grid
+
+    @property
+    def operand(self) -> Tensor:
+        """What a product multiplies, FP32 of x's shape; as exact in BF16 where block scales are powers of two or on a grid."""
+        return self.codes * self.block_scale
+
+    def dequantize(self) -> Tensor:
+        """The values that the codes stand for, FP32 of x's shape."""
+        return self.operand * self.tensor_scale
+
+    def t(self) -> Quantized:
+        """The quantized x^T, where the scales serve it as well."""
+        blocks = self.block_scale
+        return Quantized(self.codes.t(), blocks.t() if blocks.dim() else blocks, self.tensor_scale, self.grid)

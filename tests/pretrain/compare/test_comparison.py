@@ -20,7 +20,7 @@ from pretrain.compare.fairness import Gap, check_comparable, loss_differences, v
 from pretrain.compare.page import render
 from pretrain.compare.report import OTHER_TEXT, read_runs, tables
 from pretrain.metrics.run_record import RunRecord, read_run
-from pretrain.precision.registry import PRECISIONS
+from pretrain.precision.settings import PRECISIONS
 from tests.pretrain.compare.made_runs import make_run, trained
 
 pytestmark = pytest.mark.usefixtures("blank_curves")

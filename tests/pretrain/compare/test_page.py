@@ -25,7 +25,7 @@ from pretrain.compare.page_table import columns_of
 from pretrain.compare.report import read_runs, write
 from pretrain.metrics import profile
 from pretrain.metrics.run_record import RunRecord, read_run
-from pretrain.precision.registry import PRECISIONS
+from pretrain.precision.settings import PRECISIONS
 from tests.pretrain.compare.made_runs import make_run, trained
 
 ROOT = Path(__file__).parents[3]

@@ -29,7 +29,7 @@ from pretrain.compare.figures import plot_losses
 from pretrain.compare.report import comparison_table, grid_tables, summary_table, tables, write
 from pretrain.compare.smoothing import moving_mean, window_of
 from pretrain.metrics.run_record import RunRecord, read_metrics, read_run
-from pretrain.precision.registry import PRECISIONS
+from pretrain.precision.settings import PRECISIONS
 from tests.pretrain.compare.made_runs import make_run, trained
 
 

@@ -19,9 +19,8 @@ from pretrain.model.loss.head import LossHead, LowPrecisionHead
 from pretrain.model.loss.penalty import Penalty
 from pretrain.precision.emulation import EmulatedProduct
 from pretrain.precision.linear import PrecisionContext
-from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.selection import make_backend
-from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
+from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 from pretrain.settings.recipe import LossSettings, PenaltyKind
 from tests.pretrain.model.test_loss import LargestResult, problem, relative_error
 

@@ -16,8 +16,7 @@ from foundation.units import GIB
 from pretrain.metrics.flops import ModelFlops
 from pretrain.plan.checks import divisors_of, microbatch_sizes
 from pretrain.plan.memory import Devices, MemoryEstimate, layers_of, microbatch_candidates
-from pretrain.precision.registry import PRECISIONS
-from pretrain.precision.settings import ActivePrecision
+from pretrain.precision.settings import PRECISIONS, ActivePrecision
 from pretrain.settings.recipe import Recipe
 
 ROOT = Path(__file__).parents[3]

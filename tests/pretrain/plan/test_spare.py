@@ -17,8 +17,7 @@ from pretrain.plan.memory import Devices, layers_of
 from pretrain.plan.plan import Plan
 from pretrain.plan.rendering import render
 from pretrain.plan.spare import KEPT_FREE, spend_spare_memory
-from pretrain.precision.registry import PRECISIONS
-from pretrain.precision.settings import ActivePrecision
+from pretrain.precision.settings import PRECISIONS, ActivePrecision
 from pretrain.run.resume import ResumePoint, chunk_of
 from tests.pretrain.plan.plan_recipe import QWEN3, recipe
 

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from pretrain.precision.emulation import EmulationBackend
 from pretrain.precision.linear import PrecisionContext
-from pretrain.precision.registry import PRECISIONS
-from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
+from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 
 SIZE = 32
 

@@ -13,10 +13,8 @@ import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
 from pretrain.precision.emulation import EmulationBackend
-from pretrain.precision.quantizers import tensor
-from pretrain.precision.quantizers.grid import E4M3, E5M2
-from pretrain.precision.registry import PRECISIONS
-from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
+from pretrain.precision.quantizers import E4M3, E5M2, tensor
+from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 
 TOKENS, SIZE = 32, 16
 FP32_MAX = torch.finfo(torch.float32).max

@@ -11,10 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pretrain.precision.emulation import EmulatedProduct, EmulationBackend
-from pretrain.precision.quantizers import block, hadamard, mx, nvfp4, tensor
-from pretrain.precision.quantizers.grid import E4M3, E5M2
-from pretrain.precision.registry import PRECISIONS
-from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
+from pretrain.precision.quantizers import E4M3, E5M2, blocks, tensor
+from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 
 QUANTIZED = [name for name, recipe in PRECISIONS.items() if recipe.quantized]
 TOKENS, IN, OUT = 256, 128, 384
@@ -58,12 +56,12 @@ def fp8(recipe: str, format: Any, **options: Any) -> Any:
             x, tensor.scale_from_amax(x.abs().max().float(), format.maximum, **options), format
         ).dequantize()
     if recipe == "block":
-        return lambda x: block.quantize(x, format, **{"two_dimensional": False, **options}).dequantize()
-    return lambda x: mx.quantize(x, format).dequantize()
+        return lambda x: blocks.quantize_fp8(x, format, **{"two_dimensional": False, **options}).dequantize()
+    return lambda x: blocks.quantize_mx(x, format).dequantize()
 
 
 def fp4(transform: bool = False, square: bool = False) -> Any:
-    return lambda x: nvfp4.quantize(hadamard.transform(x) if transform else x, two_dimensional=square).dequantize()
+    return lambda x: blocks.quantize_nvfp4(blocks.hadamard(x) if transform else x, two_dimensional=square).dequantize()
 
 
 # What forward, dgrad and wgrad multiply: six functions, each along the last dimension of what it is given.
@@ -125,9 +123,9 @@ def test_stochastic_rounding_follows_the_seed_and_touches_gradients_only() -> No
     assert not torch.equal(runs[0][1], runs[2][1]) and not torch.equal(runs[0][2], runs[2][2])
     torch.manual_seed(1)
     (along_features, along_tokens) = torch.rand(grad.shape), torch.rand_like(grad.t(), dtype=torch.float32)
-    quantized = nvfp4.quantize(grad, two_dimensional=False, uniform=along_features).dequantize()
+    quantized = blocks.quantize_nvfp4(grad, two_dimensional=False, uniform=along_features).dequantize()
     assert close(runs[0][1], quantized, fp4(square=True)(weight.t()))
-    quantized = nvfp4.quantize(hadamard.transform(grad.t()), two_dimensional=False, uniform=along_tokens).dequantize()
+    quantized = blocks.quantize_nvfp4(blocks.hadamard(grad.t()), two_dimensional=False, uniform=along_tokens).dequantize()
     assert close(runs[0][2], quantized, fp4(transform=True)(x.t()))
 
 

@@ -10,9 +10,8 @@ from transformers import PreTrainedModel
 from foundation.errors import InputError
 from pretrain.model import huggingface as model
 from pretrain.plan.memory import layers_of
-from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.scope import check_kept, decide, is_called, low_precision_linears
-from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
+from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 from pretrain.settings.recipe import ModelSettings, Recipe
 
 QWEN3 = {"model_type": "qwen3", "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 12, "vocab_size": 256}

@@ -9,9 +9,8 @@ import pytest
 
 from pretrain.model import huggingface as model
 from pretrain.model.huggingface import decoder_layers
-from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.scope import decide
-from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
+from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 from pretrain.settings.recipe import ModelSettings
 
 PAGE = Path(__file__).parents[3] / "docs" / "precision.md"

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 from pretrain.precision.formats.definition import Along, Role
-from pretrain.precision.quantizers import block, hadamard, mx, nvfp4, tensor
-from pretrain.precision.quantizers.grid import E4M3, E5M2, Quantized
-from pretrain.precision.registry import PRECISIONS
-from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
+from pretrain.precision.quantizers import E4M3, E5M2, Quantized, blocks, tensor
+from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 
 QUANTIZED = [name for name, recipe in PRECISIONS.items() if recipe.quantized]
 ROLES, ALONG = get_args(Role), get_args(Along)
@@ -108,8 +106,8 @@ def test_blocks_of_128_lie_along_the_sum_and_weights_have_squares() -> None:
     case = active("block")
     for role in ("input", "grad_output"):
         for along, operand in zip(ALONG, (x, x.t()), strict=True):
-            assert_same(quantized(case, role, x, along), block.quantize(operand, E4M3, two_dimensional=False))
-    square = block.quantize(x, E4M3, two_dimensional=True)
+            assert_same(quantized(case, role, x, along), blocks.quantize_fp8(operand, E4M3, two_dimensional=False))
+    square = blocks.quantize_fp8(x, E4M3, two_dimensional=True)
     assert_same(quantized(case, "weight", x, "features"), square)
     assert_same(quantized(case, "weight", x, "rows"), square, transposed=True)
 
@@ -117,23 +115,23 @@ def test_blocks_of_128_lie_along_the_sum_and_weights_have_squares() -> None:
 def test_blocks_of_32_lie_along_the_sum() -> None:
     x = values()
     for role, (along, operand) in itertools.product(ROLES, zip(ALONG, (x, x.t()), strict=True)):
-        assert_same(quantized(active("mxfp8"), role, x, along), mx.quantize(operand, E4M3))
+        assert_same(quantized(active("mxfp8"), role, x, along), blocks.quantize_mx(operand, E4M3))
 
 
 def test_nvfp4_transforms_the_operands_of_the_weight_gradient_alone() -> None:
     x = values()
     case = active("nvfp4", disable_stochastic_rounding=True)
     for role in ("input", "grad_output"):
-        assert_same(quantized(case, role, x, "features"), nvfp4.quantize(x, two_dimensional=False))
+        assert_same(quantized(case, role, x, "features"), blocks.quantize_nvfp4(x, two_dimensional=False))
         # The amax under which blocks are scaled is that of the transformed tensor.
-        assert_same(quantized(case, role, x, "rows"), nvfp4.quantize(hadamard.transform(x.t()), two_dimensional=False))
-    square = nvfp4.quantize(x, two_dimensional=True)
+        assert_same(quantized(case, role, x, "rows"), blocks.quantize_nvfp4(blocks.hadamard(x.t()), two_dimensional=False))
+    square = blocks.quantize_nvfp4(x, two_dimensional=True)
     assert_same(quantized(case, "weight", x, "features"), square)
     assert_same(quantized(case, "weight", x, "rows"), square, transposed=True)
 
     plain = active("nvfp4", disable_stochastic_rounding=True, disable_rht=True)
     for role in ("input", "grad_output"):
-        assert_same(quantized(plain, role, x, "rows"), nvfp4.quantize(x.t(), two_dimensional=False))
+        assert_same(quantized(plain, role, x, "rows"), blocks.quantize_nvfp4(x.t(), two_dimensional=False))
 
 
 def test_nvfp4_rounds_gradients_by_chance_in_both_directions_and_nothing_else() -> None:

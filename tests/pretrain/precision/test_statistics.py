@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from pretrain.precision.emulation import EmulationBackend
 from pretrain.precision.linear import LowPrecisionLinear, PrecisionContext
 from pretrain.precision.observed import SAMPLED_VALUES
-from pretrain.precision.registry import PRECISIONS
-from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
+from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 from pretrain.precision.statistics import OperandStatistics, summary
 
 CPU = torch.device("cpu")

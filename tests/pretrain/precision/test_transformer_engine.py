@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from foundation.errors import InputError
-from pretrain.precision.registry import PRECISIONS
-from pretrain.precision.settings import LowPrecisionSettings
+from pretrain.precision.settings import PRECISIONS, LowPrecisionSettings
 from pretrain.precision.transformer_engine import build_te_recipe, unavailable_because
 
 CLASSES = {

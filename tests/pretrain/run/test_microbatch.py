@@ -15,9 +15,8 @@ from pretrain.model.huggingface import decoder_layers
 from pretrain.model.wrapping import convert
 from pretrain.precision.emulation import EmulationBackend
 from pretrain.precision.linear import PrecisionContext
-from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.scope import decide
-from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
+from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 from pretrain.run.microbatch import grow, largest_that_fits
 
 LENGTH = 8

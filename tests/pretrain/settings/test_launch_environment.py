@@ -17,7 +17,7 @@ from accelerate.utils.dataclasses import FP8BackendType
 
 from foundation.errors import InputError
 from foundation.settings import parse
-from pretrain.precision.registry import PRECISIONS
+from pretrain.precision.settings import PRECISIONS
 from pretrain.settings.config import load_recipe, resolved
 from pretrain.settings.launch_environment import take_requested_precision, with_precision
 from pretrain.settings.recipe import Recipe
@@ -183,7 +183,7 @@ def test_another_precision_takes_over_where_and_how_but_not_the_other_recipes_op
     precision, fp8_config = settled(environ, precision=name)
     assert precision == name
     assert (fp8_config["scope"], fp8_config["on_unsupported"]) == ("linear+head", "emulate")
-    defaults = {key: option.default for key, option in PRECISIONS[name].options.items()}
+    defaults = dict(PRECISIONS[name].options)
     assert {key: value for key, value in fp8_config.items() if key in defaults} == defaults
     assert "margin" not in fp8_config
 

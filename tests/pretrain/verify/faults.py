@@ -25,8 +25,7 @@ from pretrain.precision import delayed_state, emulation
 from pretrain.precision.emulation import Operand
 from pretrain.precision.formats.definition import QuantizedPrecision
 from pretrain.precision.product import Product
-from pretrain.precision.quantizers import blocks, hadamard, nvfp4, rounding, tensor
-from pretrain.precision.quantizers.grid import E2M1, E4M3, E5M2, Grid
+from pretrain.precision.quantizers import E2M1, E4M3, E5M2, Grid, blocks, tensor
 from pretrain.verify import parity
 from tests.pretrain.verify.small_runs import LENGTH, SmallRun
 
@@ -428,7 +427,7 @@ def changing_rounding(patch: Patch, change: Callable[[Tensor, Grid], Tensor]) ->
 @of_operands
 def truncated(run: SmallRun, patch: Patch) -> None:
     def toward_zero(x: Tensor, grid: Grid) -> Tensor:
-        x, quantum, per_quantum = rounding._in_quanta(x, grid)
+        x, quantum, per_quantum = tensor._in_quanta(x, grid)
         return torch.trunc(x * per_quantum) * quantum
 
     changing_rounding(patch, toward_zero)
@@ -437,7 +436,7 @@ def truncated(run: SmallRun, patch: Patch) -> None:
 @fault("codes have a mantissa bit less", emulated)
 @of_operands
 def bit_less(run: SmallRun, patch: Patch) -> None:
-    nearest, by_chance = rounding.round_to_grid, rounding.round_stochastically
+    nearest, by_chance = tensor.round_to_grid, tensor.round_stochastically
 
     def coarser(grid: Grid) -> Grid:
         return replace(grid, mantissa_bits=grid.mantissa_bits - 1, maximum=grid.maximum)
@@ -450,7 +449,7 @@ def bit_less(run: SmallRun, patch: Patch) -> None:
 @fault("codes have a mantissa bit more", emulated)
 @of_operands
 def bit_more(run: SmallRun, patch: Patch) -> None:
-    nearest, by_chance = rounding.round_to_grid, rounding.round_stochastically
+    nearest, by_chance = tensor.round_to_grid, tensor.round_stochastically
 
     def finer(grid: Grid) -> Grid:
         return replace(grid, mantissa_bits=grid.mantissa_bits + 1)
@@ -464,7 +463,7 @@ def bit_more(run: SmallRun, patch: Patch) -> None:
 @of_operands
 def another_format(run: SmallRun, patch: Patch) -> None:
     other = {E4M3: E5M2, E5M2: E4M3, E2M1: E4M3}
-    nearest, by_chance = rounding.round_to_grid, rounding.round_stochastically
+    nearest, by_chance = tensor.round_to_grid, tensor.round_stochastically
 
     def of_scaled(x: Tensor, grid: Grid) -> Tensor:  # at the scale of its own format
         return nearest(x, replace(other[grid], maximum=grid.maximum))
@@ -506,7 +505,7 @@ def no_blocks(run: SmallRun, patch: Patch) -> None:
 @of_operands
 def saturating_scale(run: SmallRun, patch: Patch) -> None:
     real = tensor.scale_from_amax
-    for module in (tensor, nvfp4):
+    for module in (tensor, blocks):
         patch.setattr(module, "scale_from_amax", lambda amax, maximum, **options: 2 * real(amax, maximum, **options))
 
 
@@ -514,7 +513,7 @@ def saturating_scale(run: SmallRun, patch: Patch) -> None:
 @of_operands
 def one_side_transformed(run: SmallRun, patch: Patch) -> None:
     def of_inputs(self: Any, settings: Any, role: str) -> Any:
-        return hadamard.transform if role == "input" else None
+        return blocks.hadamard if role == "input" else None
 
     patch.setattr(QuantizedPrecision, "transform", of_inputs)
     run.packed.context.backend._prepare.cache_clear()
@@ -537,7 +536,7 @@ def not_stochastic(run: SmallRun, patch: Patch) -> None:
 @fault("rounding by chance always goes up", stochastic)
 @of_operands
 def always_up(run: SmallRun, patch: Patch) -> None:
-    real = rounding.round_stochastically
+    real = tensor.round_stochastically
     patch.setattr(blocks, "round_stochastically", lambda x, grid, uniform: real(x, grid, torch.zeros_like(uniform)))
 
 

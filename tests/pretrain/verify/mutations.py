@@ -26,7 +26,7 @@ import torch
 from torch.utils.checkpoint import CheckpointError
 
 from foundation.errors import InputError
-from pretrain.precision.registry import PRECISIONS
+from pretrain.precision.settings import PRECISIONS
 from pretrain.precision.transformer_engine import unavailable_because
 from tests.multi import broken_ranks
 from tests.pretrain.verify.faults import FAULTS, Fault

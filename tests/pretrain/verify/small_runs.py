@@ -25,10 +25,9 @@ from pretrain.model.sharding import Sharding
 from pretrain.model.wrapping import choose_arithmetic, convert, fuse, wrap_layers
 from pretrain.optimizer.adamw import ExactAdamW, build_optimizer, clear_gradients
 from pretrain.precision.linear import PrecisionContext
-from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.scope import Decision, decide
 from pretrain.precision.selection import make_backend
-from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
+from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 from pretrain.settings.recipe import LossSettings, ModelSettings, OptimizerSettings
 from pretrain.verify import audit
 from pretrain.verify.parity import Parity, check_parity

@@ -27,11 +27,9 @@ from pretrain.precision import delayed_state
 from pretrain.precision.emulation import EmulationBackend, Operand
 from pretrain.precision.linear import PrecisionContext
 from pretrain.precision.observed import OPERANDS, ProductObserver, sample
-from pretrain.precision.quantizers.grid import Grid
-from pretrain.precision.quantizers.rounding import round_to_grid
-from pretrain.precision.quantizers.tensor import update_scale
-from pretrain.precision.registry import PRECISIONS
-from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
+from pretrain.precision.quantizers import Grid
+from pretrain.precision.quantizers.tensor import round_to_grid, update_scale
+from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 from pretrain.verify import audit
 
 FP32, BF16 = (ActivePrecision(name, PRECISIONS[name], "torch", LowPrecisionSettings()) for name in ("fp32", "bf16"))

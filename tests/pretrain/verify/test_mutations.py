@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from accelerate import Accelerator
 
-from pretrain.precision.registry import PRECISIONS
+from pretrain.precision.settings import PRECISIONS
 from tests.pretrain.verify.faults import FAULTS
 from tests.pretrain.verify.small_runs import build_run
 

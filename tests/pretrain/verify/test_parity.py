@@ -29,7 +29,7 @@ from pretrain.model.packed import PackedLanguageModel
 from pretrain.precision import linear
 from pretrain.precision.emulation import EmulatedProduct
 from pretrain.precision.product import LinearFunction
-from pretrain.precision.registry import PRECISIONS
+from pretrain.precision.settings import PRECISIONS
 from pretrain.settings.recipe import LossSettings
 from pretrain.verify.comparison import TOTAL, distances, total_of
 from pretrain.verify.parity import DOCUMENTS, LONGEST, TOKENS, chosen_of, labelled, training_without_dropout

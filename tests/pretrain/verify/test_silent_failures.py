@@ -22,9 +22,8 @@ from pretrain.model.wrapping import convert, wrap_layers
 from pretrain.precision.emulation import EmulationBackend
 from pretrain.precision.linear import PrecisionContext
 from pretrain.precision.observed import ObservedProduct
-from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.scope import LINEARS, Decision, check_shapes, decide
-from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
+from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 from pretrain.settings.recipe import ModelSettings
 from pretrain.verify import audit
 

@@ -24,9 +24,8 @@ from pretrain.model.wrapping import choose_arithmetic, convert, fuse, low_precis
 from pretrain.precision.formats.definition import Role
 from pretrain.precision.linear import PrecisionContext
 from pretrain.precision.product import PlainProduct
-from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.scope import LINEARS, Decision, decide, is_called
-from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
+from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 from pretrain.settings.recipe import LossSettings, ModelSettings
 from tests.pretrain.model.fused.fused_models import ARCHITECTURES, build, inputs
 

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pretrain.precision.quantizers import block, tensor
-from pretrain.precision.quantizers.grid import E4M3, E5M2, Grid, Quantized
+from pretrain.precision.quantizers import E4M3, E5M2, Grid, Quantized, blocks, tensor
 
 NUMPY = {"E4M3": ml_dtypes.float8_e4m3fn, "E5M2": ml_dtypes.float8_e5m2}
 by_layout = pytest.mark.parametrize("two_dimensional", [False, True], ids=["rows", "squares"])
@@ -71,7 +70,7 @@ def test_ten_million_values_are_quantized_as_slice_by_slice(
     two_dimensional: bool, many_values: Tensor, assert_same_bits: Callable
 ):
     options = {"two_dimensional": two_dimensional}
-    assert_slice_by_slice(block.quantize(many_values, E4M3, **options), many_values, assert_same_bits, **options)
+    assert_slice_by_slice(blocks.quantize_fp8(many_values, E4M3, **options), many_values, assert_same_bits, **options)
 
 
 @settings(deadline=None, max_examples=60)
@@ -92,27 +91,27 @@ def test_any_shape_dtype_and_stride_is_quantized_as_slice_by_slice(
     x = torch.randn(shape, generator=generator) * torch.exp(8 * torch.randn(shape[0], 1, generator=generator))
     x = (x.t() if transposed else x).to(dtype)
     options = {"two_dimensional": two_dimensional}
-    assert_slice_by_slice(block.quantize(x, grid, **options), x, assert_same_bits, **options)
+    assert_slice_by_slice(blocks.quantize_fp8(x, grid, **options), x, assert_same_bits, **options)
 
 
 def test_squares_are_the_same_seen_from_either_side(assert_same_bits: Callable):
     weight = torch.randn(300, 500, generator=torch.Generator().manual_seed(1)).bfloat16()
-    upright = block.quantize(weight, E4M3, two_dimensional=True)
-    transposed = block.quantize(weight.t(), E4M3, two_dimensional=True)
+    upright = blocks.quantize_fp8(weight, E4M3, two_dimensional=True)
+    transposed = blocks.quantize_fp8(weight.t(), E4M3, two_dimensional=True)
     assert_same_bits(transposed.codes, upright.codes.t())
     assert_same_bits(transposed.block_scale, upright.block_scale.t())
 
 
 def test_operands_with_power_of_two_scales_are_exact_in_bf16():
     x = torch.randn(64, 512, generator=torch.Generator().manual_seed(1)) * torch.logspace(-20, 20, 64)[:, None]
-    operand = block.quantize(x, E4M3, two_dimensional=False).operand
+    operand = blocks.quantize_fp8(x, E4M3, two_dimensional=False).operand
     assert torch.equal(operand.bfloat16().float(), operand)
 
 
 def test_an_outlier_costs_precision_in_its_own_block_only():
     x = torch.rand(2, 256, generator=torch.Generator().manual_seed(1)) + 1
     x[0, 0] = 1e6
-    error = (block.quantize(x, E4M3, two_dimensional=False).dequantize() - x).abs() / x
+    error = (blocks.quantize_fp8(x, E4M3, two_dimensional=False).dequantize() - x).abs() / x
     assert error[0, 1:128].max() > 0.9 and error[0, 128:].max() < 2**-4 and error[1].max() < 2**-4
 
 
@@ -125,7 +124,7 @@ def test_compiled_quantizers_have_the_same_bits(many_values: Tensor, assert_same
         return tensor.quantize(x, scale, E5M2)
 
     def squares(x: Tensor) -> Quantized:
-        return block.quantize(x, E4M3, two_dimensional=True)
+        return blocks.quantize_fp8(x, E4M3, two_dimensional=True)
 
     def both(x: Tensor) -> tuple[Quantized, Quantized]:
         return current(x), squares(x)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pretrain.precision.quantizers import hadamard
+from pretrain.precision.quantizers import blocks
 
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)  # of the NVFP4 recipe in Transformer Engine
 
@@ -22,7 +22,7 @@ def sylvester(size: int) -> Tensor:
 
 
 def test_the_matrix_is_sylvesters_with_the_recipes_signs_and_orthogonal() -> None:
-    matrix = hadamard.matrix(torch.float64, torch.device("cpu"))
+    matrix = blocks.hadamard_matrix(torch.float64, torch.device("cpu"))
     assert torch.equal(matrix, torch.diag(torch.tensor(SIGNS, dtype=torch.float64)) @ sylvester(16) / 4)
     assert torch.equal(matrix @ matrix.t(), torch.eye(16, dtype=torch.float64))
 
@@ -30,7 +30,7 @@ def test_the_matrix_is_sylvesters_with_the_recipes_signs_and_orthogonal() -> Non
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_transposed_matrix_undoes_the_transform(dtype: torch.dtype) -> None:
     x = torch.randn(64, 256, dtype=dtype)
-    back = hadamard.transform(x).unflatten(-1, (-1, 16)) @ hadamard.matrix(dtype, x.device).t()
+    back = blocks.hadamard(x).unflatten(-1, (-1, 16)) @ blocks.hadamard_matrix(dtype, x.device).t()
     torch.testing.assert_close(back.reshape(x.shape), x, rtol=0, atol=64 * torch.finfo(dtype).eps)
 
 
@@ -40,50 +40,50 @@ def test_ten_million_bf16_values_are_transformed_as_by_transformer_engine(
     module = te_reference("reference_nvfp4")
     reference = module.NVFP4QuantizerRef(dtype=None, with_rht=True)
     x = finite_bf16[: finite_bf16.shape[0] // 16 * 16]
-    assert torch.equal(hadamard.transform(x).view(torch.int16), reference._apply_rht(x).view(torch.int16))
+    assert torch.equal(blocks.hadamard(x).view(torch.int16), reference._apply_rht(x).view(torch.int16))
     transposed = reference._apply_rht(x.t().contiguous())
-    assert torch.equal(hadamard.transform(x.t()).contiguous().view(torch.int16), transposed.view(torch.int16))
+    assert torch.equal(blocks.hadamard(x.t()).contiguous().view(torch.int16), transposed.view(torch.int16))
 
 
 def test_a_bf16_result_is_the_exact_sum_rounded_once() -> None:
     x = torch.randint(-128, 129, (4096, 64)).bfloat16()  # sums of 16 such need 12 bits: FP32 holds them, BF16 does not
-    exact = x.double().unflatten(-1, (-1, 16)) @ hadamard.matrix(torch.float64, x.device)
-    assert torch.equal(hadamard.transform(x), exact.reshape(x.shape).float().bfloat16())
+    exact = x.double().unflatten(-1, (-1, 16)) @ blocks.hadamard_matrix(torch.float64, x.device)
+    assert torch.equal(blocks.hadamard(x), exact.reshape(x.shape).float().bfloat16())
 
 
 def test_a_product_summed_along_the_transformed_axis_is_what_it_was() -> None:
     grad_output, inputs = torch.randn(128, 24, dtype=torch.float64), torch.randn(128, 40, dtype=torch.float64)
-    transformed = hadamard.transform(grad_output.t()) @ hadamard.transform(inputs.t()).t()
+    transformed = blocks.hadamard(grad_output.t()) @ blocks.hadamard(inputs.t()).t()
     torch.testing.assert_close(transformed, grad_output.t() @ inputs, rtol=1e-12, atol=1e-12)
 
 
 def test_an_outlier_is_spread_evenly_over_its_block() -> None:
     x = torch.zeros(2, 48).bfloat16()
     x[1, 20] = 1024
-    transformed = hadamard.transform(x)
+    transformed = blocks.hadamard(x)
     assert torch.equal(transformed[1, 16:32].abs(), torch.full((16,), 256.0).bfloat16())
     assert transformed.count_nonzero() == 16
 
 
-@given(shape=st.lists(st.integers(1, 4), min_size=0, max_size=3), blocks=st.integers(1, 4), seed=st.integers(0, 99))
-def test_any_shape_is_transformed_block_by_block(shape: list[int], blocks: int, seed: int) -> None:
-    x = torch.randn(*shape, 16 * blocks, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    matrix = hadamard.matrix(torch.float64, x.device)
+@given(shape=st.lists(st.integers(1, 4), min_size=0, max_size=3), count=st.integers(1, 4), seed=st.integers(0, 99))
+def test_any_shape_is_transformed_block_by_block(shape: list[int], count: int, seed: int) -> None:
+    x = torch.randn(*shape, 16 * count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    matrix = blocks.hadamard_matrix(torch.float64, x.device)
     expected = torch.cat([part @ matrix for part in x.split(16, dim=-1)], dim=-1)
-    torch.testing.assert_close(hadamard.transform(x), expected, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(blocks.hadamard(x), expected, rtol=1e-13, atol=1e-13)
     if x.dim() > 1:
         strided = x.mT.contiguous().mT
-        torch.testing.assert_close(hadamard.transform(strided), expected, rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(blocks.hadamard(strided), expected, rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize("x", [torch.ones(4, 24), torch.ones(24, 4).t()], ids=["contiguous", "transposed"])
 def test_what_16_does_not_divide_is_refused(x: Tensor) -> None:
     with pytest.raises(RuntimeError, match="24"):
-        hadamard.transform(x)
+        blocks.hadamard(x)
 
 
 def test_compiled_without_a_graph_break_it_gives_the_same_bits(compiled: Callable, finite_bf16: Tensor) -> None:
-    x, transform = finite_bf16[-1024:], compiled(hadamard.transform)
+    x, transform = finite_bf16[-1024:], compiled(blocks.hadamard)
     for strided in (x, x.t()):
-        actual, expected = transform(strided).contiguous(), hadamard.transform(strided).contiguous()
+        actual, expected = transform(strided).contiguous(), blocks.hadamard(strided).contiguous()
         assert torch.equal(actual.view(torch.int16), expected.view(torch.int16))

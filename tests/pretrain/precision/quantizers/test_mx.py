@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from torch import Tensor
 
-from pretrain.precision.quantizers import mx
-from pretrain.precision.quantizers.grid import E4M3, E5M2, Grid
+from pretrain.precision.quantizers import E4M3, E5M2, Grid, blocks
 
 SameBits = Callable[[Tensor, Tensor], None]
 Check = Callable[[Tensor, Grid], None]
@@ -41,7 +40,7 @@ def e8m0(block_scale: Tensor) -> Tensor:
 
 
 def blocks_of(tensor: Tensor) -> Tensor:
-    return tensor.unflatten(-1, (-1, mx.BLOCK))
+    return tensor.unflatten(-1, (-1, blocks.MX_BLOCK))
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +48,7 @@ def check(assert_same_bits: SameBits) -> Check:
     """That x has the codes, scales and bytes of scales that NumPy finds."""
 
     def check(x: Tensor, grid: Grid) -> None:
-        quantized = mx.quantize(x, grid)
+        quantized = blocks.quantize_mx(x, grid)
         codes, scales = in_numpy(blocks_of(x.float()).numpy(), grid)
         assert_same_bits(blocks_of(quantized.codes), torch.from_numpy(codes))
         decoded = torch.from_numpy(scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float32))
@@ -63,7 +62,7 @@ def boundaries() -> Tensor:
     """FP32 blocks [n, 32] whose amax is 448 * 2^k, one ulp more or less; over all k, subnormals too."""
     exact = torch.tensor([448.0 * 2.0**k for k in range(-150, 119) if 448.0 * 2.0**k < 3e38], dtype=torch.float64).float()
     amax = torch.cat([exact, torch.nextafter(exact, torch.tensor(torch.inf)), torch.nextafter(exact, torch.tensor(0.0))])
-    share = torch.linspace(-1, 1, mx.BLOCK)
+    share = torch.linspace(-1, 1, blocks.MX_BLOCK)
     return amax[:, None] * share
 
 
@@ -80,7 +79,7 @@ def test_infinities_saturate_and_a_nan_leaves_its_neighbours_alone(check: Check)
     x = torch.randn(4, 64)
     x[0, 3], x[1, 40], x[2, 5], x[3] = torch.inf, -torch.inf, torch.nan, torch.nan
     check(x, E4M3)
-    quantized = mx.quantize(x, E4M3)
+    quantized = blocks.quantize_mx(x, E4M3)
     assert quantized.codes[0, 3] == 448
     assert quantized.operand[0, 3] == torch.inf
     assert quantized.operand.isnan().sum() == x.isnan().sum()
@@ -89,7 +88,7 @@ def test_infinities_saturate_and_a_nan_leaves_its_neighbours_alone(check: Check)
 def test_zeros_keep_their_signs_under_the_smallest_scale(assert_same_bits: SameBits) -> None:
     x = torch.zeros(2, 64)
     x[:, ::3] = -0.0
-    quantized = mx.quantize(x, E4M3)
+    quantized = blocks.quantize_mx(x, E4M3)
     assert_same_bits(quantized.dequantize(), x)
     assert (quantized.block_scale == 2.0**-127).all()
 
@@ -97,12 +96,12 @@ def test_zeros_keep_their_signs_under_the_smallest_scale(assert_same_bits: SameB
 def test_nothing_saturates(finite_bf16: Tensor) -> None:
     x = blocks_of(finite_bf16[: finite_bf16.shape[0] // 8].float())
     x = x[x.abs().amax(dim=-1) > 0]
-    assert (x / mx.quantize(x, E4M3).block_scale).abs().max() <= 448
+    assert (x / blocks.quantize_mx(x, E4M3).block_scale).abs().max() <= 448
 
 
 @pytest.mark.parametrize("grid", [E4M3, E5M2], ids=lambda grid: grid.name)
 def test_a_product_can_take_the_operand_in_bf16_without_losing_a_bit(finite_bf16: Tensor, grid: Grid) -> None:
-    quantized = mx.quantize(finite_bf16[-2048:], grid)
+    quantized = blocks.quantize_mx(finite_bf16[-2048:], grid)
     operand = blocks_of(quantized.operand)
     amax = blocks_of(finite_bf16[-2048:].float().abs()).amax(dim=-1)
     ordinary = operand[(amax == 0) | ((amax > 2.0**-100) & (amax < 2.0**127))]
@@ -123,14 +122,14 @@ def test_any_shape_and_any_values_agree_with_numpy(check: Check, values: np.ndar
 
 def test_a_transposed_input_is_quantized_along_its_own_last_dimension(assert_same_bits: SameBits) -> None:
     x = torch.randn(96, 40).bfloat16()
-    strided, copied = (mx.quantize(x, E4M3) for x in (x.t(), x.t().contiguous()))
+    strided, copied = (blocks.quantize_mx(x, E4M3) for x in (x.t(), x.t().contiguous()))
     for name in ("codes", "block_scale", "operand"):
         assert_same_bits(getattr(strided, name), getattr(copied, name))
 
 
 def test_what_32_does_not_divide_is_refused() -> None:
     with pytest.raises(RuntimeError, match="33"):
-        mx.quantize(torch.ones(32, 33), E4M3)
+        blocks.quantize_mx(torch.ones(32, 33), E4M3)
 
 
 @pytest.fixture(scope="module")
@@ -145,13 +144,13 @@ def in_torchao(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     mx_tensor = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
     modes = pytest.importorskip("torchao.prototype.mx_formats.config").ScaleCalculationMode
     dtype = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}[grid.name]
-    scales, codes = mx_tensor.to_mx(x.contiguous(), dtype, mx.BLOCK, modes.RCEIL)
+    scales, codes = mx_tensor.to_mx(x.contiguous(), dtype, blocks.MX_BLOCK, modes.RCEIL)
     return codes.float(), scales.view(torch.uint8)
 
 
 def blocks_unlike_torchao(x: Tensor, grid: Grid) -> Tensor:
     """Which blocks, bool [..., blocks], have another scale or another code."""
-    quantized = mx.quantize(x, grid)
+    quantized = blocks.quantize_mx(x, grid)
     codes, scales = in_torchao(x, grid)
     other_codes = (blocks_of(quantized.codes).view(torch.int32) != blocks_of(codes).view(torch.int32)).any(dim=-1)
     return other_codes | (e8m0(blocks_of(quantized.block_scale)[..., 0]) != scales)
@@ -161,16 +160,16 @@ def blocks_unlike_torchao(x: Tensor, grid: Grid) -> Tensor:
 @pytest.mark.parametrize("grid", [E4M3, E5M2], ids=lambda grid: grid.name)
 def test_torchao_differs_in_ten_million_values_only_where_the_scale_is_the_smallest(finite_bf16: Tensor, grid: Grid) -> None:
     """Under 2^-127 torchao does not scale, where decoding with 2^-127 wants 2^127."""
-    smallest = blocks_of(mx.quantize(finite_bf16, grid).block_scale)[..., 0] == 2.0**-127
+    smallest = blocks_of(blocks.quantize_mx(finite_bf16, grid).block_scale)[..., 0] == 2.0**-127
     tiny = smallest & (blocks_of(finite_bf16) != 0).any(dim=-1)
-    assert tiny.sum() >= 2 * 128 // mx.BLOCK  # the subnormals of BF16, positive and negative, and a few octaves above
+    assert tiny.sum() >= 2 * 128 // blocks.MX_BLOCK  # the subnormals of BF16, positive and negative, and a few octaves above
     assert torch.equal(blocks_unlike_torchao(finite_bf16, grid), tiny)
 
 
 @pytest.mark.usefixtures("torchao")
 def test_torchao_differs_in_fp32_only_where_log2_misses_the_last_bit_of_amax() -> None:
     x = boundaries()
-    x = x[mx.quantize(x, E4M3).block_scale[:, 0] > 2.0**-127]
+    x = x[blocks.quantize_mx(x, E4M3).block_scale[:, 0] > 2.0**-127]
     product = x.abs().amax(dim=-1) * (1 / 448)
     one_ulp_up = (product.view(torch.int32) & 0x7FFFFF) == 1
     different = blocks_unlike_torchao(x, E4M3)[:, 0]
@@ -192,7 +191,7 @@ def test_compiled_without_a_graph_break_it_gives_the_same_bits(
     compiled: Callable, assert_same_bits: SameBits, finite_bf16: Tensor
 ) -> None:
     def operand(x: Tensor) -> Tensor:
-        return mx.quantize(x, E4M3).operand_in(torch.float32)
+        return blocks.quantize_mx(x, E4M3).operand_in(torch.float32)
 
     x, compiled_operand = finite_bf16[-512:], compiled(operand)
     for strided in (x, x.t()):

@@ -19,11 +19,9 @@ from torch import Tensor
 from foundation.errors import InputError
 from pretrain.precision.emulation import EmulationBackend
 from pretrain.precision.formats.definition import Along, Role
-from pretrain.precision.quantizers import hadamard
-from pretrain.precision.quantizers.grid import E2M1, Quantized
-from pretrain.precision.registry import PRECISIONS
+from pretrain.precision.quantizers import E2M1, Quantized, blocks
 from pretrain.precision.selection import Missing, missing_on, select_precision
-from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
+from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 
 SameBits = Callable[[Tensor, Tensor], None]
 MXFP4 = PRECISIONS["mxfp4"]
@@ -119,7 +117,7 @@ def test_blocks_lie_along_the_sum_and_only_the_weight_gradients_operands_are_tra
     for role, rotated in itertools.product(ROLES, (True, False)):
         options = {"disable_stochastic_rounding": True, "disable_rht": not rotated}
         assert not MXFP4.serves_both(settings(**options), role)
-        along_rows = hadamard.transform(x.t()) if rotated and role != "weight" else x.t()
+        along_rows = blocks.hadamard(x.t()) if rotated and role != "weight" else x.t()
         for along, values in zip(ALONG, (x, along_rows), strict=True):
             assert torch.equal(quantized(x, role, along, **options).operand, quantized(values.contiguous()).operand)
 
@@ -162,11 +160,6 @@ def test_every_device_has_it_in_emulation_and_none_on_transformer_engine(missing
         active = select_precision("mxfp4", LowPrecisionSettings(**options), missing)
         assert (active.precision, active.backend) == (MXFP4, "emulation")
     assert select_precision("mxfp4", LowPrecisionSettings(on_unsupported="fallback"), on_a_b200).precision.name == "delayed"
-
-
-def test_its_conditions_name_the_remedies_that_it_has() -> None:
-    underflow, of_gradients = MXFP4.conditions(settings())
-    assert "zero in E2M1" in underflow.what and "precision=nvfp4" in underflow.remedy and of_gradients.remedy == underflow.remedy
 
 
 def test_a_value_takes_half_a_byte_and_its_share_of_a_scale() -> None:

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from torch import Tensor
 
-from pretrain.precision.quantizers import hadamard, nvfp4
+from pretrain.precision.quantizers import E2M1, E4M3, blocks
 from pretrain.precision.quantizers.blocks import BlockQuantized
-from pretrain.precision.quantizers.grid import E2M1, E4M3
-from pretrain.precision.quantizers.rounding import round_to_grid
+from pretrain.precision.quantizers.tensor import round_to_grid
 
 SameBits = Callable[[Tensor, Tensor], None]
 Check = Callable[[Tensor], None]
@@ -56,11 +55,11 @@ def check(assert_same_bits: SameBits) -> Check:
     """That x has the codes and scales that NumPy finds."""
 
     def check(x: Tensor) -> None:
-        quantized = nvfp4.quantize(x, two_dimensional=False)
-        blocks = x.float().unflatten(-1, (-1, nvfp4.BLOCK)).numpy()
-        codes, scales = in_numpy(blocks, np.abs(blocks).max())
+        quantized = blocks.quantize_nvfp4(x, two_dimensional=False)
+        values = x.float().unflatten(-1, (-1, blocks.NVFP4_BLOCK)).numpy()
+        codes, scales = in_numpy(values, np.abs(values).max())
         assert_same_bits(quantized.codes, torch.from_numpy(codes).reshape(x.shape))
-        assert_same_bits(quantized.block_scale, torch.from_numpy(scales).repeat_interleave(nvfp4.BLOCK, dim=-1))
+        assert_same_bits(quantized.block_scale, torch.from_numpy(scales).repeat_interleave(blocks.NVFP4_BLOCK, dim=-1))
 
     return check
 
@@ -82,7 +81,7 @@ def check_reference(assert_same_bits: SameBits) -> Callable[..., None]:
 
     def check(quantized: BlockQuantized, codes: Tensor, scales: Tensor, amax: Tensor) -> None:
         assert_same_bits(quantized.codes, codes)
-        assert_same_bits(quantized.block_scale, scales.repeat_interleave(nvfp4.BLOCK, dim=-1))
+        assert_same_bits(quantized.block_scale, scales.repeat_interleave(blocks.NVFP4_BLOCK, dim=-1))
         assert_same_bits(quantized.tensor_scale, (amax.double() / 2688).float().squeeze())
 
     return check
@@ -93,14 +92,14 @@ def test_ten_million_values_have_transformer_engines_codes_and_scales(
     te_reference: Callable[[str], ModuleType], check_reference: Callable[..., None], values: Tensor, tile: tuple[int, int]
 ) -> None:
     expected = te_quantize(te_reference("reference_nvfp4"), values, rowwise=True, columnwise=False, quant_tile_shape=tile)
-    check_reference(nvfp4.quantize(values, two_dimensional=tile == (16, 16)), *expected)
+    check_reference(blocks.quantize_nvfp4(values, two_dimensional=tile == (16, 16)), *expected)
 
 
 def test_ten_million_transformed_values_have_transformer_engines_codes_and_scales(
     te_reference: Callable[[str], ModuleType], check_reference: Callable[..., None], values: Tensor
 ) -> None:
     expected = te_quantize(te_reference("reference_nvfp4"), values, rowwise=False, columnwise=True, with_rht=True)
-    check_reference(nvfp4.quantize(hadamard.transform(values.t()), two_dimensional=False), *expected)
+    check_reference(blocks.quantize_nvfp4(blocks.hadamard(values.t()), two_dimensional=False), *expected)
 
 
 def test_ten_million_values_have_the_codes_and_scales_that_numpy_finds(check: Check, values: Tensor) -> None:
@@ -115,30 +114,30 @@ def test_tensors_at_the_ends_of_fp32_agree_with_numpy(check: Check, exponent: in
 
 def test_ties_go_to_the_even_code() -> None:
     x = torch.tensor([[6 * 448, 0, *[0.0] * 14], [6, *(v for t in (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5) for v in (t, -t)), 0]])
-    quantized = nvfp4.quantize(x, two_dimensional=False)
+    quantized = blocks.quantize_nvfp4(x, two_dimensional=False)
     assert quantized.block_scale[:, 0].tolist() == [448, 1]
     assert quantized.codes[1].tolist() == [6, *(v for even in (0, 1, 1, 2, 2, 4, 4) for v in (even, -even)), 0]
 
 
 def test_square_blocks_of_a_transpose_are_the_transpose(assert_same_bits: SameBits) -> None:
     x = torch.randn(48, 80).bfloat16()
-    quantized, turned = (nvfp4.quantize(x, two_dimensional=True) for x in (x, x.t()))
+    quantized, turned = (blocks.quantize_nvfp4(x, two_dimensional=True) for x in (x, x.t()))
     assert_same_bits(turned.operand.t(), quantized.operand)
 
 
 def test_a_transposed_input_is_quantized_along_its_own_last_dimension(assert_same_bits: SameBits) -> None:
     x, uniform = torch.randn(48, 40).bfloat16(), torch.rand(40, 48)
     for chance in (None, uniform):
-        strided, copied = (nvfp4.quantize(x, two_dimensional=False, uniform=chance) for x in (x.t(), x.t().contiguous()))
+        strided, copied = (blocks.quantize_nvfp4(x, two_dimensional=False, uniform=chance) for x in (x.t(), x.t().contiguous()))
         for name in ("codes", "block_scale", "operand"):
             assert_same_bits(getattr(strided, name), getattr(copied, name))
 
 
 def test_a_known_amax_spares_looking_for_it_and_a_larger_one_wastes_range(assert_same_bits: SameBits) -> None:
     x = torch.randn(32, 64)
-    found, told = (nvfp4.quantize(x, two_dimensional=False, amax=amax) for amax in (None, x.abs().max()))
+    found, told = (blocks.quantize_nvfp4(x, two_dimensional=False, amax=amax) for amax in (None, x.abs().max()))
     assert_same_bits(told.dequantize(), found.dequantize())
-    wide = nvfp4.quantize(x, two_dimensional=False, amax=4 * x.abs().max())
+    wide = blocks.quantize_nvfp4(x, two_dimensional=False, amax=4 * x.abs().max())
     assert wide.block_scale.max() <= 448 / 4 + 16
     torch.testing.assert_close(wide.dequantize(), x, rtol=0.5, atol=float(x.abs().max()) / 6)
 
@@ -148,7 +147,7 @@ def test_zeros_stay_zeros_without_a_nan(assert_same_bits: SameBits, two_dimensio
     x = torch.zeros(16, 32)
     x[:, ::2] = -0.0
     for uniform in (None, torch.zeros(16, 32)):
-        quantized = nvfp4.quantize(x, two_dimensional=two_dimensional, uniform=uniform)
+        quantized = blocks.quantize_nvfp4(x, two_dimensional=two_dimensional, uniform=uniform)
         for tensor in (quantized.codes, quantized.operand, quantized.dequantize()):
             assert_same_bits(tensor, torch.zeros(16, 32))
 
@@ -156,17 +155,17 @@ def test_zeros_stay_zeros_without_a_nan(assert_same_bits: SameBits, two_dimensio
 def test_an_infinity_or_a_nan_shows_in_the_tensor_scale() -> None:
     x = torch.randn(16, 32)
     x[3, 3] = -torch.inf
-    quantized = nvfp4.quantize(x, two_dimensional=False)
+    quantized = blocks.quantize_nvfp4(x, two_dimensional=False)
     assert quantized.tensor_scale == torch.inf
     assert quantized.codes[3, 3] == -6
     assert quantized.codes.isfinite().all()
     x[5, 5] = torch.nan
-    assert nvfp4.quantize(x, two_dimensional=False).tensor_scale.isnan()
+    assert blocks.quantize_nvfp4(x, two_dimensional=False).tensor_scale.isnan()
 
 
 @pytest.mark.parametrize("two_dimensional", [False, True])
 def test_a_product_can_take_the_operand_in_bf16_without_losing_a_bit(values: Tensor, two_dimensional: bool) -> None:
-    quantized = nvfp4.quantize(values[:1600], two_dimensional=two_dimensional)
+    quantized = blocks.quantize_nvfp4(values[:1600], two_dimensional=two_dimensional)
     assert torch.equal(quantized.operand, quantized.operand_in(torch.bfloat16).float())
     mantissas = torch.frexp(quantized.operand).mantissa * 2**6
     assert torch.equal(mantissas, mantissas.round()), "more than six significant bits"
@@ -200,7 +199,7 @@ def test_stochastic_rounding_takes_a_neighbour_and_leaves_the_grids_values() -> 
     x[1, 1:9] = GRID
     for seed in range(20):
         uniform = torch.rand(x.shape, generator=torch.Generator().manual_seed(seed))
-        codes = nvfp4.quantize(x, two_dimensional=False, uniform=uniform).codes[1:]
+        codes = blocks.quantize_nvfp4(x, two_dimensional=False, uniform=uniform).codes[1:]
         assert ((codes == towards_zero(x[1:])) | (codes == away_from_zero(x[1:]))).all()
         assert torch.equal(codes[0, 1:9], GRID)
 
@@ -208,22 +207,22 @@ def test_stochastic_rounding_takes_a_neighbour_and_leaves_the_grids_values() -> 
 def test_the_ends_of_chance_round_away_from_zero_and_towards_it() -> None:
     x = scaled_by_one()
     always, hardly = torch.zeros(x.shape), torch.full(x.shape, 1 - 2.0**-24)
-    assert torch.equal(nvfp4.quantize(x, two_dimensional=False, uniform=always).codes[1:], away_from_zero(x[1:]))
-    assert torch.equal(nvfp4.quantize(x, two_dimensional=False, uniform=hardly).codes[1:], towards_zero(x[1:]))
+    assert torch.equal(blocks.quantize_nvfp4(x, two_dimensional=False, uniform=always).codes[1:], away_from_zero(x[1:]))
+    assert torch.equal(blocks.quantize_nvfp4(x, two_dimensional=False, uniform=hardly).codes[1:], towards_zero(x[1:]))
 
 
 def test_the_mean_over_evenly_spaced_numbers_is_the_value_itself() -> None:
     """Each code is off by less than the numbers' spacing, once, times the distance of its neighbours, 2 at most."""
     x, steps = scaled_by_one(), 512
     numbers = (torch.arange(steps) + 0.5) / steps
-    codes = (nvfp4.quantize(x, two_dimensional=False, uniform=number.expand(x.shape)).codes.double() for number in numbers)
+    codes = (blocks.quantize_nvfp4(x, two_dimensional=False, uniform=number.expand(x.shape)).codes.double() for number in numbers)
     assert (sum(codes) / steps - x)[1:].abs().max() <= 2 / steps
 
 
 def test_the_sum_over_real_chance_is_within_four_standard_deviations() -> None:
     x, draws = scaled_by_one(), 256
     uniform = torch.rand(draws, *x.shape, generator=torch.Generator().manual_seed(1))
-    codes = sum(nvfp4.quantize(x, two_dimensional=False, uniform=each).codes.double() for each in uniform)[1:]
+    codes = sum(blocks.quantize_nvfp4(x, two_dimensional=False, uniform=each).codes.double() for each in uniform)[1:]
     x = x[1:]
     variance = draws * ((x - towards_zero(x)) * (away_from_zero(x) - x)).sum()  # of one that takes either of two values
     assert (codes - draws * x).sum().abs() <= 4 * variance.sqrt()
@@ -245,13 +244,13 @@ def test_any_shape_and_any_values_agree_with_numpy(check: Check, values: np.ndar
 @pytest.mark.parametrize(("shape", "two_dimensional"), [((16, 24), False), ((24, 16), True)])
 def test_what_16_does_not_divide_is_refused(shape: tuple[int, int], two_dimensional: bool) -> None:
     with pytest.raises(RuntimeError, match="24"):
-        nvfp4.quantize(torch.ones(shape), two_dimensional=two_dimensional)
+        blocks.quantize_nvfp4(torch.ones(shape), two_dimensional=two_dimensional)
 
 
 def test_block_scales_are_e4m3_values(values: Tensor) -> None:
-    scales = nvfp4.quantize(values[:512], two_dimensional=False).block_scale
+    scales = blocks.quantize_nvfp4(values[:512], two_dimensional=False).block_scale
     assert torch.equal(scales, round_to_grid(scales, E4M3))
-    assert E2M1.maximum * E4M3.maximum == nvfp4.MAXIMUM == 2688
+    assert E2M1.maximum * E4M3.maximum == blocks.NVFP4_MAXIMUM == 2688
     assert (scales == 0).any()
     assert scales.max() == 448
 
@@ -261,7 +260,7 @@ def test_compiled_without_a_graph_break_it_gives_the_same_bits(
     compiled: Callable, assert_same_bits: SameBits, values: Tensor, two_dimensional: bool
 ) -> None:
     def operand(x: Tensor, uniform: Tensor | None) -> Tensor:
-        return nvfp4.quantize(x, two_dimensional=two_dimensional, uniform=uniform).operand_in(torch.float32)
+        return blocks.quantize_nvfp4(x, two_dimensional=two_dimensional, uniform=uniform).operand_in(torch.float32)
 
     x, uniform = values[:512], torch.rand(512, 1024, generator=torch.Generator().manual_seed(0))
     compiled_operand = compiled(operand)

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pretrain.precision.quantizers.grid import E2M1, E4M3, E5M2, Grid
-from pretrain.precision.quantizers.rounding import round_stochastically, round_to_grid
+from pretrain.precision.quantizers import E2M1, E4M3, E5M2, Grid
+from pretrain.precision.quantizers.tensor import round_stochastically, round_to_grid
 
 GRIDS = [E4M3, E5M2, E2M1]
 NUMPY = {"E4M3": ml_dtypes.float8_e4m3fn, "E5M2": ml_dtypes.float8_e5m2, "E2M1": ml_dtypes.float4_e2m1fn}

@@ -14,9 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pretrain.precision.formats.delayed import MOST_MARGIN
-from pretrain.precision.quantizers import tensor
-from pretrain.precision.quantizers.grid import E4M3, E5M2, Grid
+from pretrain.precision.quantizers import E4M3, E5M2, Grid, tensor
+from pretrain.precision.settings import MOST_MARGIN
 
 FP32_MAX = np.finfo(np.float32).max
 NUMPY = {"E4M3": ml_dtypes.float8_e4m3fn, "E5M2": ml_dtypes.float8_e5m2}
