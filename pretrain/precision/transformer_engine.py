@@ -45,7 +45,7 @@ def missing() -> str | None:
     if not torch.cuda.is_available():
         return "a CUDA device"
     if importlib.util.find_spec("transformer_engine") is None:
-        return "Transformer Engine, which is not installed (docs/requirements.md says how)"
+        return "Transformer Engine, which is not installed (docs/b200.md says how)"
     try:
         library()
     except (ImportError, OSError, RuntimeError) as error:  # a library that was built for another torch, CUDA or Python
