@@ -24,7 +24,7 @@ class Current(QuantizedPrecision):
     description = "FP8 products; a scale a tensor, from its own largest value"
     peak = "fp8"
     multiple_of = 16
-    options: Mapping[str, Any] = {"fp8_format": "HYBRID", "fast_accumulation": True}
+    options: Mapping[str, Any] = {"fp8_format": "HYBRID"}
     hardware = Hardware((8, 9), "L40S, H100, H200, B200")
     te_available = "is_fp8_available"
     tensor_scaled = True
@@ -42,7 +42,7 @@ class Current(QuantizedPrecision):
 
     def te_recipe(self, te: Any, settings: OptionValues) -> TeRecipe:
         arguments = {"use_power_2_scales": False, "fp8_format": te.Format[settings.fp8_format]}
-        arguments |= self.te_split_accumulators(te, forward=not settings.fast_accumulation)
+        arguments |= self.te_split_accumulators(te, forward=False)
         return te.Float8CurrentScaling, arguments, self.te_fp8_quantization(te, power_of_two=False)
 
 

@@ -22,13 +22,7 @@ class Delayed(Current):
     description = "FP8 products; a scale a tensor, from the largest values of past microbatches"
     accelerate_name = "fp8"
     fallback_rank = 0
-    options: Mapping[str, Any] = {
-        "fp8_format": "HYBRID",
-        "margin": 0,
-        "amax_history_len": 1024,
-        "amax_compute_algo": "max",
-        "fast_accumulation": True,
-    }
+    options: Mapping[str, Any] = {"fp8_format": "HYBRID", "margin": 0, "amax_history_len": 1024}
     keeps_history = True
 
     def along_features(self, settings: OptionValues, role: Role) -> Quantize:
@@ -45,13 +39,11 @@ class Delayed(Current):
             "margin": settings.margin,
             "fp8_format": te.Format[settings.fp8_format],
             "amax_history_len": settings.amax_history_len,
-            "amax_compute_algo": settings.amax_compute_algo,
+            "amax_compute_algo": "max",
             "scaling_factor_compute_algo": None,
             "reduce_amax": True,  # over all ranks: every rank quantizes the same weight, and must do so with the same scale
         }
-        # What its products ask every recipe for, and this one has by no field.
-        in_full = {} if settings.fast_accumulation else {"fp8_gemm_fprop": te.MMParams(use_split_accumulator=True)}
-        return te.DelayedScaling, arguments, in_full
+        return te.DelayedScaling, arguments, {}
 
 
 PRECISION = Delayed()

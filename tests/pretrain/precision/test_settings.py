@@ -128,8 +128,6 @@ VALUES = {
     "fp8_format": ["HYBRID", "E4M3"],
     "margin": [0, 3],
     "amax_history_len": [1, 1024],
-    "amax_compute_algo": ["max", "most_recent"],
-    "fast_accumulation": [False, True],
     "disable_rht": [False, True],
     "disable_stochastic_rounding": [False, True],
 }

@@ -105,7 +105,7 @@ def test_every_key_of_a_file_arrives(environment: Any) -> None:
         "disable_stochastic_rounding": False,
     }
     assert settled(environment(recipe="nvfp4", **given)) == ("nvfp4", given)
-    delayed = {"fp8_format": "E4M3", "margin": 2, "amax_history_len": 16, "amax_compute_algo": "max"}
+    delayed = {"fp8_format": "E4M3", "margin": 2, "amax_history_len": 16}
     _, fp8_config = settled(environment(recipe="delayed", **delayed))
     assert {key: fp8_config[key] for key in delayed} == delayed
 
@@ -119,11 +119,9 @@ def test_accelerates_own_options_are_read_as_well(environment: Any) -> None:
 
 def test_what_accelerate_fills_in_counts_only_where_the_recipe_has_such_a_key(environment: Any) -> None:
     _, delayed = settled(environment(recipe="delayed"))
-    assert delayed["amax_compute_algo"] == "most_recent"  # accelerate's word; a file that means `max` says so
+    assert (delayed["margin"], delayed["amax_history_len"]) == (0, 1024)
     _, block = settled(environment(recipe="block", fp8_format="HYBRID"))  # as if it had not been written
     assert block["fp8_format"] == "E4M3" and "margin" not in block
-    _, chosen_here = settled({}, precision="delayed")
-    assert chosen_here["amax_compute_algo"] == "max"
 
 
 @pytest.mark.parametrize(
@@ -166,10 +164,10 @@ def test_the_recipes_own_keys_go_before_the_files_one_by_one(environment: Any) -
     environ = environment(
         recipe="delayed", margin=2, amax_history_len=16, scope="linear+head", keep_bf16_layers={"first": 1, "last": 2}
     )
-    ours = {"margin": 3, "keep_bf16_layers": {"first": 0}, "amax_compute_algo": "max"}
+    ours = {"margin": 3, "keep_bf16_layers": {"first": 0}}
     precision, fp8_config = settled(environ, fp8_config=ours)
     assert precision == "delayed"
-    assert (fp8_config["margin"], fp8_config["amax_history_len"], fp8_config["amax_compute_algo"]) == (3, 16, "max")
+    assert (fp8_config["margin"], fp8_config["amax_history_len"]) == (3, 16)
     assert (fp8_config["scope"], fp8_config["keep_bf16_layers"]) == ("linear+head", {"first": 0, "last": 2})
 
 
