@@ -33,7 +33,6 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from foundation.signals import StopRequest
 from packing.batch import Prefetch, StepBatches
-from packing.stream import StreamEnded
 from pretrain.checkpoint.state import TrainState, seed_step
 from pretrain.metrics.console import Console
 from pretrain.metrics.health import Health, StepDecision
@@ -63,7 +62,7 @@ from pretrain.run.evaluate import best_so_far, evaluate, evaluate_once, is_best
 from pretrain.run.export import export_trained, is_exported
 from pretrain.run.faults import explaining_errors, fault_of
 from pretrain.run.introduction import first_step, has_ended, introduce, warn_of_precisions
-from pretrain.run.keeping import check_room, conclude, leave, out_of_packs, prepare_saves, save, save_last, sum_up, tell_saved
+from pretrain.run.keeping import check_room, conclude, leave, prepare_saves, save, save_last, sum_up, tell_saved
 from pretrain.run.microbatch import choose_microbatch
 from pretrain.run.parity import find_parity, require_parity
 from pretrain.run.previews import plan_launch
@@ -223,11 +222,8 @@ def train(run: Run) -> int | None:
         while not run.state.finished:  # once, and again after each rollback
             tell_stream(run)
             with run.job.batches(run.accelerator, run.state.shift).steps(*run.state.data_steps) as steps, reading_stream(run.job):
-                try:
-                    if stopped_by := train_on(run, steps, stop):
-                        return stopped_by
-                except StreamEnded as ended:  # which all ranks meet at one step
-                    raise out_of_packs(run, ended) from None
+                if stopped_by := train_on(run, steps, stop):
+                    return stopped_by
     return None
 
 

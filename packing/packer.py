@@ -35,7 +35,7 @@ from packing.prepare import check_missing, content_settings, holds_packs_of, loc
 from packing.records import TextTemplate, records_of
 from packing.settings import DataSettings
 from packing.sources import SourceAbsent, SourceUnreachable, open_source
-from packing.stream import ENDED, FAILED, PART, PartStart, Position, part_folder, read_part
+from packing.stream import FAILED, PART, PartStart, Position, part_folder, read_part
 from packing.tokenizer import load_tokenizer
 
 
@@ -147,7 +147,6 @@ class SourceAhead:
         self.next, self.known = PartStart(), dict[int, str]()  # what comes next, and fingerprints that are known beforehand
         self.needed = (0, 1)  # packs that the step at work reads: from, to (exclusive)
         self.ends: dict[int, int] = {}  # of the parts that are there: the place behind each
-        self.ended = False
 
     @property
     def ahead(self) -> float:
@@ -157,7 +156,7 @@ class SourceAhead:
     @property
     def is_needed(self) -> bool:
         """Whether the step at work waits for the next part."""
-        return not self.ended and self.next.first < self.needed[1]
+        return self.next.first < self.needed[1]
 
     def there(self) -> list[int]:
         """The numbers of all part folders."""
@@ -200,7 +199,7 @@ class StreamPacker:
         self._waiting = None
         for name, position in positions.items():
             source = self.sources[name]
-            source.next, source.ended, source.ends = position.start, False, {}
+            source.next, source.ends = position.start, {}
             source.known = {0: source.maker.first_fingerprint, position.start.number: position.fingerprint}
             source.needed = (position.start.first, position.start.first + 1)
             for leftover in source.folder.glob(".part-*.partial"):
@@ -219,20 +218,12 @@ class StreamPacker:
 
     def step(self) -> bool:
         """Do the next thing; False where there is nothing to do before the run has gone on."""
-        going_on = [source for source in self.sources.values() if not source.ended]
-        if not going_on:
-            return False
-        source = min(going_on, key=lambda each: (not each.is_needed, each.ahead))
+        source = min(self.sources.values(), key=lambda each: (not each.is_needed, each.ahead))
         if self._waiting and not source.is_needed:
             source = self._waiting[0]
         if self._is_there(source):
             return True
         part = self._waiting[1] if self._waiting and self._waiting[0] is source else self._make(source)
-        if part is None and source.next.number in source.known:
-            raise InputError(_changed(source, f"part {source.next.number} of the stream ({source.folder}) is no longer in it"))
-        if part is None:
-            self._end(source)
-            return True
         self._waiting = source, part
         if not self._make_room(source, part):
             return False
@@ -246,7 +237,7 @@ class StreamPacker:
         self._go_on(source, after)
         return True
 
-    def _make(self, source: SourceAhead) -> PackedPart | None:
+    def _make(self, source: SourceAhead) -> PackedPart:
         try:
             return source.maker.make(source.next)
         except SourceUnreachable:
@@ -301,11 +292,6 @@ class StreamPacker:
                 f"{fits:.2g}, which changes nothing in the packs, or free some space"
             ) from None
 
-    def _end(self, source: SourceAhead) -> None:
-        source.ended, end = True, source.next
-        said = {"parts": end.number, "packs": end.first, "tokens": end.tokens}
-        replace_file(source.folder / ENDED, json.dumps(said).encode())
-
 
 # ── A process of its own, so that training does not wait for it ───────────────────────────────────────────────────────────────
 
@@ -327,8 +313,6 @@ class PackerProcess:
                 f"{settings.packs}: cannot be written to: {error.strerror}; set data.packs to another place"
             ) from None
         (settings.packs / FAILED).unlink(missing_ok=True)
-        for part in stream_parts(settings).values():  # the text may have grown
-            (part.packs / ENDED).unlink(missing_ok=True)
 
     def _refuse(self, holder: str) -> None:
         raise InputError(

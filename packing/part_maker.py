@@ -96,8 +96,8 @@ class PartMaker(ExitStack):
     def first_fingerprint(self) -> str:
         return str(self._first.get("fingerprint"))
 
-    def make(self, start: PartStart) -> PackedPart | None:
-        """Tokenise a part; None at the source's end. Tries again for some minutes where a dataset cannot be reached."""
+    def make(self, start: PartStart) -> PackedPart:
+        """Tokenise a part. Tries again for some minutes where a dataset cannot be reached."""
         for seconds in _AGAIN_AFTER:
             try:
                 return self._make(start)
@@ -106,20 +106,15 @@ class PartMaker(ExitStack):
                 time.sleep(seconds)
         return self._make(start)
 
-    def _make(self, start: PartStart) -> PackedPart | None:
+    def _make(self, start: PartStart) -> PackedPart:
         log, place, epoch = PartTokens(self.settings.masks), start.place, start.epoch
         place, over = self._fill(log, place)
-        while over and not log.counts.documents:  # the part before has taken the last document
-            if not place or not self.settings.stream.repeat:
-                if start.number == 0:
-                    check_counts(self.settings, log.counts)
-                return None
+        if over and not log.counts.documents and start.number:  # the part before has taken the last document
             epoch += 1
             place, over = self._fill(log, {})
-            if not log.counts.documents:
-                check_counts(self.settings, log.counts)
-        if start.number == 0:
+        if start.number == 0 or not log.counts.documents:
             check_counts(self.settings, log.counts)
+        if start.number == 0:
             check_length(self.settings, log.counts.tokens)
         one_file = self.source.identity.get("kind") == "text"
         # What is held out of the text's beginning is so each time that the text is gone through.

@@ -86,12 +86,11 @@ class ValidationSettings(SourceSettings):
 
 
 class StreamingSettings(Settings):
-    """Packs that are made while the run trains, of more text than the disk holds."""
+    """Packs that are made while the run trains, of more text than the disk holds. At the end of the text it begins again."""
 
     disk_gb: float = Field(20.0, gt=0)  # GB (10^9 bytes) that packs take on the disk of each machine, at most
     # Tokens that are packed, and their packs shuffled, together: a part. Each of several sources has its share of them.
     window: PositiveCount = 2**26
-    repeat: bool = False  # at the end of the text begin it again; false: a run that needs more ends there, with a message
 
 
 class DataSettings(SourceSettings):

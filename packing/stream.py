@@ -4,7 +4,6 @@
       first/                        packs of the first part that are kept: a sample to look at, and what is held out
       part-00000003/                packs as `prepare` writes them, and in their manifest from where in the source they were made
       part-00000004/
-      ended.json                    how many parts there are in all, once the end of the text was met
       failed.json                   why no more parts come
 
 A part ends at a place of the source that follows from the settings and the text alone, and so does what is in it: a part that is
@@ -39,14 +38,10 @@ from packing.order import PackOrder, permute, splitmix64
 from packing.parts import stream_parts
 from packing.settings import DataSettings
 
-ENDED, FAILED = "ended.json", "failed.json"
+FAILED = "failed.json"
 PART = re.compile(r"part-\d{8}")
 ENDLESS = 2**62  # packs, where nobody knows how many there are
 _LOOK = 0.05  # seconds between two looks for a part that is still to come
-
-
-class StreamEnded(InputError):
-    """The text is over, and the run is not."""
 
 
 class PartStart(BaseModel):
@@ -272,14 +267,6 @@ class StreamedPacks:
             raise InputError(f"{folder}: nobody waits for part {number} any more")
         if failure := self.failure:
             raise InputError(failure)
-        if (folder / ENDED).exists():
-            end = load_object(folder / ENDED, "start the run again")
-            if end.get("parts") == number:
-                raise StreamEnded(
-                    f"{folder}: the text has come to its end, and the run wants more: its {end.get('tokens', 0):,} tokens make "
-                    f"{end.get('packs', 0):,} packs, {end.get('packs', 0) * self.length:,} tokens to train on; set "
-                    "`data.streaming.repeat: true` to begin the text again"
-                )
 
     @property
     def failure(self) -> str | None:

@@ -8,7 +8,6 @@ from enum import IntEnum
 
 from foundation.errors import InputError
 from packing.batch import Prefetch, StepBatches
-from packing.stream import StreamEnded
 from pretrain.plan.preflight import Job
 from pretrain.plan.remedies import is_out_of_memory, out_of_memory
 from pretrain.run import determinism
@@ -44,18 +43,12 @@ def fault_of(run: Run, steps: Prefetch[StepBatches]) -> int:
     if run.checkpoints.failed:
         return Stop.SAVE_FAILED
     stream = run.job.data.stream
-    return Stop.PACKS_FAILED if (stream is not None and stream.failure) or unread(steps) else 0
-
-
-def unread(steps: Prefetch[StepBatches]) -> BaseException | None:
-    """The error that reading the packs of the next step ended with, as far as it is known. The end of a stream is none: all ranks
-    meet it at one step."""
-    return None if isinstance(steps.failure, StreamEnded) else steps.failure
+    return Stop.PACKS_FAILED if (stream is not None and stream.failure) or steps.failure else 0
 
 
 def why_no_packs(run: Run, steps: Prefetch[StepBatches]) -> BaseException:
     """The error to raise for PACKS_FAILED, once the step in memory is saved. All ranks call it, and then save."""
-    step, stream, error = run.state.step, run.job.data.stream, unread(steps)
+    step, stream, error = run.state.step, run.job.data.stream, steps.failure
     reason = (stream.failure if stream else None) or error or "another process or machine has no more packs, and says why"
     if error is None or isinstance(error, InputError):
         return InputError(f"{reason}. Step {step} is saved")

@@ -9,7 +9,6 @@ from dataclasses import replace
 from foundation.errors import InputError
 from foundation.signals import StopRequest
 from packing.batch import Prefetch, StepBatches
-from packing.stream import StreamEnded
 from pretrain.checkpoint.checkpoint import Checkpoints, bytes_needed, check_space
 from pretrain.compare.figures import plot_losses
 from pretrain.metrics.run_folder import RunFolder
@@ -63,14 +62,6 @@ def tell_saved(run: Run) -> None:
     """Say what has been saved since this was last called."""
     for line in run.checkpoints.news():
         run.console.notice(line)
-
-
-def out_of_packs(run: Run, ended: StreamEnded) -> InputError:
-    """The error to raise where a stream has no more packs, once the step in memory is saved. All ranks call it."""
-    if run.state.step > run.resumed_step and judge_weights(run).proceed:
-        save(run)
-    enough = f"`train.steps: {run.state.step}` with --accept-changes, for which it is enough"
-    return InputError(f"{ended}, or {enough if run.state.step else 'a smaller `batch.tokens`'}")
 
 
 def leave(run: Run, asked: int, steps: Prefetch[StepBatches]) -> int:
