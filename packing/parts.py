@@ -8,15 +8,24 @@ from pathlib import Path
 
 from foundation.errors import InputError
 from packing.manifest import FIRST
-from packing.settings import SOURCE_NAME, DataSettings, NamedSource, SourceSettings
+from packing.settings import SOURCE_NAME, DataSettings, SourceSettings
 
 VALIDATION = "validation"
 _OF_EXISTING = ("packs", "length", "held_out", "mask_boundaries", "tokenizer", "end_token")
 
 
 def training_parts(settings: DataSettings) -> dict[str, DataSettings]:
-    """The settings of each of `data.sources`, by name; empty where there is one source only."""
-    return _by_name(settings, settings.sources or (), settings.packs, "data.sources")
+    """The settings of each of `data.sources`, by name: their own, or else the last part of `source`, without suffixes; empty
+    where there is one source only."""
+    parts: dict[str, DataSettings] = {}
+    for each in settings.sources or ():
+        name = each.name or Path(str(each.source)).name.split(".")[0]
+        if not SOURCE_NAME.match(name):
+            raise InputError(f"data.sources: {each.source}: gives no name for its packs and figures; set its `name`")
+        if name in parts:
+            raise InputError(f"data.sources: two are called {name}; give each a `name` of its own")
+        parts[name] = _part(settings, each, settings.packs / name)
+    return parts
 
 
 def stream_parts(settings: DataSettings) -> dict[str, DataSettings]:
@@ -33,36 +42,17 @@ def stream_parts(settings: DataSettings) -> dict[str, DataSettings]:
 
 
 def validation_parts(settings: DataSettings) -> dict[str, DataSettings]:
-    """The settings of each source of `data.validation`, by name, "" where there is one only; empty where there is none. Its packs
-    lie beside those that are trained on, and its documents in their source's order."""
+    """The settings of `data.validation`, by the name ""; empty where there is none. Its packs lie beside those that are trained
+    on, and its documents in their source's order."""
     validation = settings.validation
     if validation is None:
         return {}
     packs = settings.packs.absolute().with_name(f"{settings.packs.absolute().name}-{VALIDATION}")
-    alone = settings.model_copy(update={"held_out": 0.0})
-    if validation.sources is not None:
-        parts = _by_name(alone, validation.sources, packs, "data.validation.sources")
-    else:
-        parts = {"": _part(alone, validation, packs)}
-    for name, part in parts.items():
-        if part.stream:  # what is evaluated on is packed before the run; a dataset of the hub without a download
-            part = part.model_copy(update={"streaming": not Path(str(part.source)).exists()})
-        part._in_source_order = True
-        parts[name] = part
-    return parts
-
-
-def _by_name(settings: DataSettings, sources: tuple[NamedSource, ...], packs: Path, key: str) -> dict[str, DataSettings]:
-    """The parts of several sources, by their own names or else the last parts of their sources, without suffixes."""
-    parts: dict[str, DataSettings] = {}
-    for each in sources:
-        name = each.name or Path(str(each.source)).name.split(".")[0]
-        if not SOURCE_NAME.match(name):
-            raise InputError(f"{key}: {each.source}: gives no name for its packs and figures; set its `name`")
-        if name in parts:
-            raise InputError(f"{key}: two are called {name}; give each a `name` of its own")
-        parts[name] = _part(settings, each, packs / name)
-    return parts
+    part = _part(settings.model_copy(update={"held_out": 0.0}), validation, packs)
+    if part.stream:  # what is evaluated on is packed before the run; a dataset of the hub without a download
+        part = part.model_copy(update={"streaming": not Path(str(part.source)).exists()})
+    part._in_source_order = True
+    return {"": part}
 
 
 def _part(settings: DataSettings, own: SourceSettings, packs: Path) -> DataSettings:

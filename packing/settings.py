@@ -59,30 +59,18 @@ class SourceSettings(Settings):
         return self
 
 
-class NamedSource(SourceSettings):
-    """One of several sources."""
+class WeightedSource(SourceSettings):
+    """One of several sources to train on."""
 
     # The folder of its packs and its name in figures; null: the last part of `source`, without suffixes.
     name: Annotated[str, Field(pattern=SOURCE_NAME.pattern)] | None = None
+    weight: float = Field(gt=0)  # its share of the tokens, relative to the other sources' weights
 
     @model_validator(mode="after")
-    def _has_a_name(self) -> NamedSource:
+    def _has_a_name(self) -> WeightedSource:
         if self.name is None and self.source is None:
             raise ValueError("a source needs `source`, or the `name` of packs that exist")
         return self
-
-
-class WeightedSource(NamedSource):
-    """One of several sources to train on."""
-
-    weight: float = Field(gt=0)  # its share of the tokens, relative to the other sources' weights
-
-
-class ValidationSettings(SourceSettings):
-    """What to evaluate on: a source, another split of the one that is trained on, or several sources."""
-
-    # Several in place of `source`, each evaluated by itself too: its loss is `held_out_loss/NAME`.
-    sources: Annotated[tuple[NamedSource, ...], Field(min_length=1)] | None = None
 
 
 class StreamingSettings(Settings):
@@ -111,10 +99,9 @@ class DataSettings(SourceSettings):
     # all, but for keys of another kind of record than its own. Its packs are prepared into `packs`/name.
     sources: Annotated[tuple[WeightedSource, ...], Field(min_length=1)] | None = None
     # What to evaluate on in place of `held_out`: a `source` of its own, or another `split` of the same, with the keys up to
-    # `labels`; or several `sources`, each with a `name`, whose losses also stand apart. What it leaves open is as in `data`, but
-    # for `subset` and `split` of another source. Its packs are prepared into a folder beside `packs`, with `-validation` behind
-    # its name.
-    validation: ValidationSettings | None = None
+    # `labels`. What it leaves open is as in `data`, but for `subset` and `split` of another source. Its packs are prepared into a
+    # folder beside `packs`, with `-validation` behind its name.
+    validation: SourceSettings | None = None
     # true: a Hugging Face dataset is read without a download first, and all packs are made before the run. A mapping, of any
     # source: packs are made while the run trains, on a bounded disk.
     streaming: bool | StreamingSettings = False
@@ -148,9 +135,7 @@ class DataSettings(SourceSettings):
         filled, validation = dict(values), values.get("validation")
         if isinstance(values.get("sources"), (list, tuple)):
             filled["sources"] = [_filled(values, own) for own in values["sources"]]
-        if isinstance(validation, dict) and isinstance(validation.get("sources"), (list, tuple)):
-            filled["validation"] = validation | {"sources": [_filled(values, own) for own in validation["sources"]]}
-        elif isinstance(validation, dict):
+        if isinstance(validation, dict):
             same = {"source": values.get("source")} if validation.get("source") is None else {}
             filled["validation"] = _filled(values, validation | same)
         return filled
@@ -166,20 +151,20 @@ class DataSettings(SourceSettings):
     @model_validator(mode="after")
     def _sources_are_whole(self) -> DataSettings:
         training = self.sources or (self,)
-        validation = () if self.validation is None else self.validation.sources or (self.validation,)
         if self.source is not None and self.sources is not None:
             raise ValueError("`source` and `sources` are both set; name one source, or several with weights")
         if self.prepares and self.tokenizer is None:
             raise ValueError("`source` is set but `tokenizer` is not; preparing packs needs both")
         if self.stream and not all(each.source for each in training):
             raise ValueError("`streaming`: packs are made of text; name a `source`")
-        if validation and self.held_out:
+        if self.validation is not None and self.held_out:
             raise ValueError("`held_out` and `validation` are both set; evaluate on a share of the text, or on other text")
-        if self.validation is not None and self.validation.source is None and self.validation.sources is None:
+        if self.validation is not None and self.validation.source is None:
             raise ValueError("`validation` names no `source`; name one, as there is no single `source` to take another split of")
         trained = {_rows_of(each) for each in training}
-        if both := [each.source for each in validation if each.source is not None and _rows_of(each) in trained]:
-            raise ValueError(f"`validation`: {both[0]} is also trained on; name another file or split, or set `held_out` instead")
+        if self.validation is not None and _rows_of(self.validation) in trained:
+            also = f"`validation`: {self.validation.source} is also trained on"
+            raise ValueError(f"{also}; name another file or split, or set `held_out` instead")
         return self
 
 

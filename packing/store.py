@@ -36,10 +36,7 @@ def open_packs(settings: DataSettings, split: Split) -> Packs | None:
     """
     if settings.validation is not None:
         if split == "held_out":
-            opened = {name: open_packs(part, "train") for name, part in validation_parts(settings).items()}
-            if "" in opened:
-                return opened[""]
-            return MixedPacks(settings.packs, opened, dict.fromkeys(opened, 1 / len(opened)))
+            return open_packs(validation_parts(settings)[""], "train")
         settings = settings.model_copy(update={"validation": None})
     if settings.stream:
         return StreamedPacks(settings) if split == "train" else _held_out_of_stream(settings)

@@ -21,7 +21,6 @@ from packing.manifest import read_manifest
 from packing.mixture import MixedOrder, MixedPacks, Mixture
 from packing.order import PackOrder
 from packing.packer import prepare_stream
-from packing.parts import unprepared
 from packing.prepare import prepare
 from packing.settings import DataSettings
 from packing.store import open_packs
@@ -210,34 +209,6 @@ def test_another_file_or_split_is_validated_on(tmp_path: Path, documents: list[s
     assert open_packs(onto, "held_out").fingerprint == open_packs(by_file, "held_out").fingerprint
 
 
-def test_several_texts_are_validated_on_apart(tmp_path: Path, documents: list[str], tokenizer_file: Path) -> None:
-    texts = {name: [text[:2000] for text in documents[10 * n : 10 * n + 10]] for n, name in enumerate("abc")}
-    paths = {name: write_texts(tmp_path / f"{name}.jsonl", each) for name, each in texts.items()}
-    common = {"tokenizer": str(tokenizer_file), "length": 64}
-    named = [{"source": str(paths["b"]), "name": "first"}, {"source": str(paths["c"])}]
-    alone = []
-    for each in "bc":
-        single = {"source": str(paths["a"]), "validation": {"source": str(paths[each])}}
-        settings = DataSettings(packs=tmp_path / f"alone_{each}", **single, **common)
-        prepare(settings, progress=False)
-        alone.append(open_packs(settings, "held_out").fingerprint)
-    for trained in ({"source": str(paths["a"])}, {"sources": [{"source": str(paths["a"]), "weight": 1.0}]}):
-        folder = tmp_path / "-".join(trained)
-        several = DataSettings(packs=folder / "packs", validation={"sources": named}, **trained, **common)
-        assert unprepared(several).keys() == {"data.packs", "data.validation"}
-        prepare(several, progress=False)
-        assert unprepared(several) == {}
-        texts_to_validate_on = [folder / "packs-validation" / name for name in ("first", "c")]
-        texts_to_validate_on[1].rename(folder / "c")
-        assert unprepared(several) == {"data.validation": texts_to_validate_on[1:]}
-        (folder / "c").rename(texts_to_validate_on[1])
-        held_out = open_packs(several, "held_out")
-        assert list(held_out.parts) == ["first", "c"]
-        again = DataSettings.model_validate(several.model_dump(mode="json"))  # as a run's config.yaml has it
-        assert again == several and open_packs(again, "held_out").fingerprint == held_out.fingerprint
-        assert [packs.fingerprint for packs in held_out.parts.values()] == alone
-
-
 def test_a_single_text_file_holds_out_its_tail(tmp_path: Path, documents: list[str], tokenizer_file: Path) -> None:
     text = tmp_path / "input.txt"
     text.write_text("".join(text[:4000] for text in documents[:5]))
@@ -263,7 +234,7 @@ def test_an_empty_text_is_told_by_the_key_and_the_name_of_its_source(
 ) -> None:
     nothing, web, _ = tmp_path / "nothing.jsonl", *values["sources"]
     nothing.write_text(content)
-    empty, read = {"source": str(nothing), "name": "fresh"}, {"source": str(folder / "code.jsonl"), "text": "body"}
+    empty = {"source": str(nothing), "name": "fresh"}
     common = values | {"held_out": 0.0, "sources": None, "streaming": streaming}
 
     def refused(**changed: Any) -> str:
@@ -273,9 +244,6 @@ def test_an_empty_text_is_told_by_the_key_and_the_name_of_its_source(
         return str(error.value)
 
     said = f": {nothing}: no document with any text"
-    assert refused(source=web["source"], validation={"sources": [read, empty]}).startswith(
-        f"data.validation.sources (fresh){said}"
-    )
     assert refused(source=web["source"], validation={"source": str(nothing)}).startswith(f"data.validation{said}")
     assert refused(sources=[web, {**empty, "weight": 0.3}]).startswith(f"data.sources (fresh){said}")
     assert refused(source=str(nothing)).startswith(f"data.source{said}")

@@ -109,8 +109,7 @@ def parts_of(recipe: Recipe) -> list[dict]:
         TEXT | {"sources": WEIGHTED},
         TEXT | {"source": "a", "validation": {"source": "v"}},
         TEXT | {"source": "a", "split": "train", "subset": "en", "validation": {"split": "test"}},
-        CHAT
-        | {"sources": WEIGHTED, "validation": {"sources": [{"source": "v"}, {"source": "w", "prompt": "q", "response": "r"}]}},
+        CHAT | {"sources": WEIGHTED, "validation": {"source": "w", "prompt": "q", "response": "r"}},
         CHAT | {"source": "a", "validation": {"source": "v", "chat_template": None}},
         {
             "packs": "p",
@@ -118,7 +117,7 @@ def parts_of(recipe: Recipe) -> list[dict]:
             "tokenizer": "t",
             "sources": [{"name": "there", "weight": 0.4}, {"source": "a", "weight": 0.6}],
         },
-        TEXT | {"source": "a", "streaming": {"disk_gb": 1}, "validation": {"sources": [{"source": "v", "text": "text"}]}},
+        TEXT | {"source": "a", "streaming": {"disk_gb": 1}, "validation": {"source": "v", "text": "text"}},
     ],
     ids=str,
 )
@@ -203,7 +202,7 @@ def test_a_home_folder_is_written_out_wherever_a_recipe_names_a_path(tmp_path: P
     """So that config.yaml means the same files to whoever reads it."""
     monkeypatch.setenv("HOME", "/home/me")
     data = {"packs": "~/packs", "tokenizer": "~/tok.json", "sources": [{"source": "~/a", "weight": 1}]}
-    data["validation"] = {"sources": [{"source": "~/v", "name": "v"}]}
+    data["validation"] = {"source": "~/v"}
     train = {"steps": 1, "begin_with": "~/runs/other/checkpoints/step-00000001"}
     recipe = load_recipe(write(tmp_path, SMALLEST | {"data": data, "train": train, "run_dir": "~/runs/{name}"}))
     assert run_dir_of(recipe) == Path("/home/me/runs/small")
