@@ -29,11 +29,13 @@ RANKS_WAIT = InitProcessGroupKwargs(timeout=timedelta(minutes=30))
 _RESHARD = "FSDP_RESHARD_AFTER_FORWARD"  # `fsdp_reshard_after_forward` of an accelerate configuration
 
 
+# ── What accelerate sets up, and what it leaves out ─────────────────────────────────────────────────────────────────────────────
+
+
 @contextmanager
 def as_accelerate_reads_it() -> Iterator[None]:
-    """Make the Accelerator within this: the environment has no value that accelerate does not know, and what it refuses is an
-    InputError."""
-    _check_device()
+    """Make the Accelerator within this: what it refuses of its configuration is an InputError, and `auto`, which only
+    `complete_topology` knows, is hidden from it."""
     reshard = os.environ.get(_RESHARD, "")
     if reshard.lower() == "auto":
         os.environ[_RESHARD] = "true"
@@ -52,35 +54,22 @@ def complete_topology(accelerator: Accelerator, replicas: int = 1) -> None:
     `replicas`: under FSDP2, so many times the parameters are held, each time sharded over the processes of one replica (HSDP).
     InputError where several processes were launched but do not form a group: accelerate would train that many copies.
     """
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    if launched != accelerator.num_processes:
+    launched, count = int(os.environ.get("WORLD_SIZE", "1")), accelerator.num_processes
+    if launched != count:
         raise InputError(
-            f"accelerate configuration: {launched} processes were launched but each runs alone (accelerate sees "
-            f"{accelerator.num_processes}). On CPUs use `distributed_type: MULTI_GPU` and set ACCELERATE_USE_CPU=true"
+            f"accelerate configuration: {launched} processes were launched but each runs alone (accelerate sees {count}). On "
+            "CPUs use `distributed_type: MULTI_GPU` and set ACCELERATE_USE_CPU=true"
         )
+    state = accelerator.state
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" and accelerator.distributed_type != DistributedType.FSDP:
-        with as_accelerate_reads_it():
-            _enable_fsdp(accelerator)
-    if replicas > 1:  # after FSDP2, without which accelerate refuses them
-        _set_replicas(accelerator, replicas)
+        with as_accelerate_reads_it():  # it has chosen DDP, as it does for processes on CPUs
+            state.fsdp_plugin = FullyShardedDataParallelPlugin()
+            state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    if replicas > 1:  # after FSDP2, without which accelerate refuses them; the processes of a replica follow each other
+        state.parallelism_config = ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=count // replicas)
+        state.device_mesh = state.parallelism_config.get_device_mesh(accelerator.device.type)
     if accelerator.is_fsdp2 and os.environ.get(_RESHARD, "").lower() == "auto":
-        accelerator.state.fsdp_plugin.reshard_after_forward = None
-
-
-def _check_device() -> None:
-    """InputError where the device that ACCELERATE_TORCH_DEVICE names is none, or none to train on that this machine has."""
-    name = "ACCELERATE_TORCH_DEVICE"
-    if name not in os.environ:
-        return
-    found = torch.accelerator.current_accelerator(check_available=True)
-    try:
-        device = torch.device(os.environ[name])
-        there = {"cpu": 1} | ({found.type: torch.accelerator.device_count()} if found else {})
-        known = (device.index or 0) < there.get(device.type, 0)
-    except RuntimeError:
-        known = False
-    if not known:
-        raise InputError(f"environment: {name}={os.environ[name]} is no device of this machine; correct it, or unset it")
+        state.fsdp_plugin.reshard_after_forward = None
 
 
 def end_processes(accelerator: Accelerator) -> None:
@@ -95,10 +84,37 @@ def end_processes(accelerator: Accelerator) -> None:
 def gathers_once_a_step(accelerator: Accelerator) -> bool | None:
     """Whether FSDP2 was asked for the way of pretrain.model.sharding that gathers once a step; None leaves that to the plan's
     memory. False without FSDP2."""
-    if not accelerator.is_fsdp2:
-        return False
-    reshards = accelerator.state.fsdp_plugin.reshard_after_forward
+    reshards = accelerator.state.fsdp_plugin.reshard_after_forward if accelerator.is_fsdp2 else True
     return None if reshards is None else not reshards
+
+
+def replicas_of(accelerator: Accelerator) -> int:
+    """How many times the sharded parameters are held; 1 where they are not sharded."""
+    return accelerator.parallelism_config.dp_replicate_size if accelerator.parallelism_config else 1
+
+
+def device_of(accelerator: Accelerator) -> tuple[str, int]:
+    """Name and bytes of memory of the device that this process trains on; processes on CPUs share the machine's memory evenly."""
+    if accelerator.device.type == "cuda":
+        properties = torch.cuda.get_device_properties(accelerator.device)
+        return properties.name, properties.total_memory
+    return "CPU", psutil.virtual_memory().total // accelerator.num_processes
+
+
+def describe_topology(accelerator: Accelerator) -> dict[str, Any]:
+    """What accelerate set up, for the run's environment file."""
+    replicas = replicas_of(accelerator)
+    return {
+        "distributed_type": accelerator.distributed_type.value,
+        "processes": accelerator.num_processes,
+        "device": accelerator.device.type,
+        "sharded": accelerator.is_fsdp2,
+        **({"replicas": replicas} if replicas > 1 else {}),
+        **({"gathered": "once a step" if gathers_once_a_step(accelerator) else "for each use"} if accelerator.is_fsdp2 else {}),
+    }
+
+
+# ── The model on its devices ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @contextmanager
@@ -178,50 +194,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
                 module.reshard()
 
 
-def device_of(accelerator: Accelerator) -> tuple[str, int]:
-    """Name and bytes of memory of the device that this process trains on; processes on CPUs share the machine's memory evenly."""
-    if accelerator.device.type == "cuda":
-        properties = torch.cuda.get_device_properties(accelerator.device)
-        return properties.name, properties.total_memory
-    return "CPU", psutil.virtual_memory().total // accelerator.num_processes
-
-
-def describe_topology(accelerator: Accelerator) -> dict[str, Any]:
-    """What accelerate set up, for the run's environment file."""
-    replicas = replicas_of(accelerator)
-    return {
-        "distributed_type": accelerator.distributed_type.value,
-        "processes": accelerator.num_processes,
-        "device": accelerator.device.type,
-        "sharded": accelerator.is_fsdp2,
-        **({"replicas": replicas} if replicas > 1 else {}),
-        **({"gathered": "once a step" if gathers_once_a_step(accelerator) else "for each use"} if accelerator.is_fsdp2 else {}),
-    }
-
-
-def replicas_of(accelerator: Accelerator) -> int:
-    """How many times the sharded parameters are held; 1 where they are not sharded."""
-    return accelerator.parallelism_config.dp_replicate_size if accelerator.parallelism_config else 1
-
-
-def full_state_dict(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor]:
-    """The parameters and persistent buffers of the prepared `model`'s `hf`, whole, on the main process; collective."""
-    state_dict, prefix = accelerator.get_state_dict(model), "hf."
-    return {name.removeprefix(prefix): tensor for name, tensor in state_dict.items() if name.startswith(prefix)}
-
-
-def _enable_fsdp(accelerator: Accelerator) -> None:
-    """Turn FSDP2 on where the launch asked for it but accelerate chose DDP, as it does for CPU processes."""
-    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
-    accelerator.state.distributed_type = DistributedType.FSDP
-    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-
-
-def _set_replicas(accelerator: Accelerator, replicas: int) -> None:
-    """Lay the processes out as `replicas` of equally many shards each; the processes of a replica follow each other."""
-    config = ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=accelerator.num_processes // replicas)
-    accelerator.state.parallelism_config = config
-    accelerator.state.device_mesh = config.get_device_mesh(accelerator.device.type)
+# ── Processes that agree ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def in_a_group() -> bool:
@@ -271,27 +244,22 @@ def require_same_on_all_ranks(accelerator: Accelerator, tensors: Mapping[str, Te
     are left out. Collective; reads each tensor once, and allocates nothing of its size."""
     if accelerator.num_processes == 1:
         return
-    whole = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
-    if not whole:
-        return
-    sums = torch.stack([checksum(tensor).to(accelerator.device) for tensor in whole.values()]).tolist()
-    own = {name: (tuple(tensor.shape), found) for (name, tensor), found in zip(whole.items(), sums, strict=True)}
+    own = {name: (tuple(each.shape), checksum(each)) for name, each in tensors.items() if not isinstance(each, DTensor)}
     first, *others = from_all_ranks(own)
     for rank, other in enumerate(others, start=1):
-        names = first | other
-        if differing := [name for name in names if first.get(name) != other.get(name)]:
+        if differing := [name for name in first | other if first.get(name) != other.get(name)]:
             raise InputError(
-                f"the processes do not begin with the same model: of {len(names)} tensors {len(differing)} are others on rank "
-                f"{rank} than on rank 0, {differing[0]} among them; {remedy}"
+                f"the processes do not begin with the same model: {len(differing)} tensors are others on rank {rank} than on "
+                f"rank 0, {differing[0]} among them; {remedy}"
             )
 
 
 @torch.no_grad()
-def checksum(tensor: Tensor) -> Tensor:
-    """An int64 scalar of all bits, to which places along the first dimension matter."""
+def checksum(tensor: Tensor) -> int:
+    """Of all bits, to which places along the first dimension matter. Waits for the device."""
     if not tensor.numel():
-        return torch.zeros((), dtype=torch.int64)
+        return 0
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     rows = tensor.detach().view(integers[tensor.element_size()]).reshape(len(tensor) if tensor.dim() else 1, -1)
     sums = rows.sum(dim=1, dtype=torch.int64)
-    return (sums * torch.arange(1, len(sums) + 1, device=sums.device)).sum()
+    return int((sums * torch.arange(1, len(sums) + 1, device=sums.device)).sum())

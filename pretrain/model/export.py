@@ -9,9 +9,7 @@ import os
 import re
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -25,7 +23,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from foundation.attributes import holding
 from foundation.errors import InputError
-from foundation.files import fsync, fsync_tree, name_aside, remove_own_folder
+from foundation.files import fsync, fsync_tree, name_aside
 from foundation.progress import advance
 from pretrain.model.attention import backends as attention
 from pretrain.model.huggingface import WRONG_VALUES, named_tensors, why_refused, without_bars
@@ -33,7 +31,6 @@ from pretrain.model.huggingface import WRONG_VALUES, named_tensors, why_refused,
 EXPORTED_BYTES = 5 * 10**9  # of one file of weights, unless one tensor is larger; the hub's own custom
 # What an export writes beside what every export writes: names that may come and go between two.
 _OF_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|generation_config\.json|chat_template\.jinja")
-_UNFINISHED = ".unfinished-export"  # marks a folder as ours, which is written or deleted; an export that is complete has none
 _log = logging.getLogger(__name__)
 
 
@@ -48,60 +45,43 @@ def export(
 
     `read` gives the tensors of `named_tensors(hf)` by name, whole and in the dtype that they have there, on any device; `hf` may
     be on the meta device. They are read as they are written, at most EXPORTED_BYTES at a time. `beside`: further files by name.
-    What was exported to `folder` before is replaced; where more lies in it, or a file has changed since, it is kept whole as
-    `<name>.replaced-<n>`. InputError, before anything is written, where the hidden folders beside it that this needs are somebody
-    else's.
+    An export that lies in `folder` is replaced; where anything else lies in it, it is kept whole as `<name>.replaced-<n>`.
     """
-    writing, previous = (folder.with_name(f".{folder.name}.{part}") for part in ("writing", "previous"))
-    for leftover in (writing, previous):
-        _remove_unfinished(leftover)
+    writing = folder.with_name(f".{folder.name}.writing")
     try:
+        shutil.rmtree(writing, ignore_errors=True)  # of an export that was killed
         writing.mkdir(parents=True)
-        (writing / _UNFINISHED).touch()
         _save_configs(hf, writing)
         _write_weights(hf, read, writing)
         _save_tokenizer(tokenizer, writing)
         for name, content in beside.items():
             (writing / name).write_bytes(content)
         mode = (writing / "config.json").stat().st_mode & 0o777  # as the umask has it; safetensors ignores that for its files
-        now = time.time_ns()
-        for file in filter(Path.is_file, writing.rglob("*")):
+        for file in writing.glob("*.safetensors"):
             file.chmod(mode)
-            os.utime(file, ns=(now, now))  # one time for all, by which `_is_untouched` goes
         fsync_tree(writing)
-        _put_in_place(writing, folder, previous)
+        _put_in_place(writing, folder)
     except WRONG_VALUES as error:  # whatever it is: what was trained is saved, and a traceback would not say so
-        with suppress(OSError):
-            _remove_unfinished(writing)
+        shutil.rmtree(writing, ignore_errors=True)
         raise InputError(
             f"{folder}: the trained model cannot be written: {why_refused(error)}. The checkpoints hold it; run again"
         ) from None
 
 
-def _put_in_place(writing: Path, folder: Path, previous: Path) -> None:
-    """Rename `writing`, which is complete, to `folder`; what is there goes, or is kept under another name."""
-    kept, exported = False, {file.name for file in writing.iterdir()}
-    if folder.exists() or folder.is_symlink():
+def _put_in_place(writing: Path, folder: Path) -> None:
+    """Rename `writing`, which is complete, to `folder`; an older export goes, anything else is kept under another name."""
+    previous = folder.with_name(f".{folder.name}.previous")
+    shutil.rmtree(previous, ignore_errors=True)
+    if folder.exists():
+        exported = {file.name for file in writing.iterdir()}
         lying_there = set(os.listdir(folder)) if folder.is_dir() else {folder.name}
-        ours = all(name in exported or _OF_WEIGHTS.fullmatch(name) for name in lying_there)
-        if ours and not folder.is_symlink() and _is_untouched(folder):
-            (folder / _UNFINISHED).touch()
-        else:
-            previous, kept = name_aside(folder), True
+        if not all(name in exported or _OF_WEIGHTS.fullmatch(name) for name in lying_there):
+            previous = name_aside(folder)
             _log.warning("%s holds what no export has written, and is kept as %s", folder, previous.name)
         os.replace(folder, previous)
     os.replace(writing, folder)
-    (folder / _UNFINISHED).unlink()
     fsync(folder.parent)
-    if not kept:
-        with suppress(OSError):
-            _remove_unfinished(previous)
-
-
-def _is_untouched(folder: Path) -> bool:
-    """Whether the files in `folder` are as an export has left them: it gives all of them one time of change."""
-    files = (path for path in folder.rglob("*") if path.name != _UNFINISHED and (path.is_symlink() or not path.is_dir()))
-    return len({path.lstat().st_mtime_ns for path in files}) <= 1
+    shutil.rmtree(folder.with_name(f".{folder.name}.previous"), ignore_errors=True)
 
 
 def check_export(hf: PreTrainedModel, tokenizer: Any | None) -> None:
@@ -109,10 +89,7 @@ def check_export(hf: PreTrainedModel, tokenizer: Any | None) -> None:
     is trained: it is written to a temporary folder. A model on the meta device is enough."""
     config, key = copy.deepcopy(hf.config), "model.config"  # a copy, as writing changes it
     if getattr(config, "output_attentions", False):
-        raise InputError(
-            "`model.config.output_attentions`: packed attention hands out no attention weights, and transformers writes no model "
-            "that asks for them; set it to false"
-        )
+        raise InputError("`model.config.output_attentions`: packed attention hands out no attention weights; set it to false")
     config._attn_implementation = attention.packed_sdpa.__name__  # to transformers, one packed attention is as another
     try:
         with tempfile.TemporaryDirectory(prefix="export-") as folder, holding(hf, config=config):
@@ -142,18 +119,6 @@ def _save_tokenizer(tokenizer: Any | None, folder: Path) -> None:
         if type(error) is not Exception:  # the library below turns every OSError, also a full disk, into one of no class
             raise
         raise OSError(str(error)) from None
-
-
-def _remove_unfinished(folder: Path) -> None:
-    """Delete what an export that was killed has left at `folder`: its mark is its first file, and goes last. InputError where
-    something else is there."""
-    if not folder.is_symlink() and (folder / _UNFINISHED).is_file():
-        for path in folder.iterdir():
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            elif path.name != _UNFINISHED:
-                path.unlink()
-    remove_own_folder(folder, re.compile(re.escape(_UNFINISHED)))
 
 
 def _write_weights(hf: PreTrainedModel, read: Callable[[str], Tensor], folder: Path) -> None:

@@ -6,15 +6,13 @@ import difflib
 import hashlib
 import inspect
 import json
-import logging
-import pickle
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator, init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -29,23 +27,22 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
-from foundation.errors import InputError, shown
+from foundation.errors import InputError
 from foundation.integrity import hash_files
-from foundation.reading import load_object, one_line
+from foundation.reading import one_line
 from packing.settings import HUB_NAME
 from pretrain.model.attention import backends as attention
+from pretrain.model.distributed import from_all_ranks, refused_together
 from pretrain.model.loss.head import check as check_loss
 from pretrain.settings.config import SOURCE, flatten
 from pretrain.settings.recipe import LossSettings, ModelSettings
 
-MOST_LAYERS = 1024  # a plan takes milliseconds for each: 100,000 of them, a mistyped number, would keep it busy for minutes
 # What transformers and torch raise for values that they did not expect, in a config or in a file of weights, read or written: an
 # architecture checks its numbers in its own way, or not at all and fails where it first uses them.
 WRONG_VALUES = (
-    *(ValueError, TypeError, RuntimeError, ArithmeticError, LookupError, AttributeError, AssertionError, OSError, MemoryError),
-    *(StrictDataclassError, SafetensorError, pickle.UnpicklingError, EOFError, ImportError),
+    *(ValueError, TypeError, RuntimeError, ArithmeticError, LookupError, AttributeError, AssertionError, OSError, ImportError),
+    *(StrictDataclassError, SafetensorError),
 )
-
 # Kept by the config classes under another name, so that they are no attribute of a fresh config.
 _RENAMED_KEYS = {"rope_theta", "torch_dtype", "dtype"}
 # What a config.json may say otherwise without another model: paths, what a run decides by itself, what a caller gets, and what is
@@ -54,7 +51,9 @@ _NOT_OF_THE_MODEL = {"_name_or_path", "_commit_hash", "auto_map", "dtype", "torc
 _NOT_OF_THE_MODEL |= {"attn_implementation", "_attn_implementation"}
 _NOT_OF_THE_MODEL |= {"use_cache", "return_dict", "output_attentions", "output_hidden_states", *attention.DROPOUTS}
 _NOT_OF_THE_MODEL |= {"architectures", "id2label", "label2id", "problem_type"}
-_log = logging.getLogger(__name__)
+
+
+# ── Its configuration ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def load_config(settings: ModelSettings) -> PretrainedConfig:
@@ -70,9 +69,18 @@ def load_config(settings: ModelSettings) -> PretrainedConfig:
     return config
 
 
+def dropout_notice(settings: ModelSettings) -> str | None:
+    """Names the dropout that `load_config` has left out; None where there was none."""
+    config, given = _config_of(settings), settings.config or {}
+    left_out = [f"{key} {value:g}" for key in attention.DROPOUTS if key not in given and (value := getattr(config, key, None))]
+    if not left_out:
+        return None
+    return f"model: {type(config).__name__} has {', '.join(left_out)}; packed attention computes none, so it is 0 in this run"
+
+
 def source_config(settings: ModelSettings) -> dict[str, Any]:
-    """What the config.json of `source` says, as an identity has it: {"model.source.rms_norm_eps": 1e-6}. As the file has it, and
-    not as a version of transformers completes it. Empty without a source. InputError where there is none."""
+    """The config.json of `source` as an identity has it: {"model.source.rms_norm_eps": 1e-6}. As the file has it, and not as a
+    version of transformers completes it. Empty without a source. InputError where there is none."""
     if settings.source is None:
         return {}
     _check_source(settings)
@@ -93,33 +101,8 @@ def weights_fingerprint(settings: ModelSettings) -> str | None:
     return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
 
 
-def dropout_notice(settings: ModelSettings) -> str | None:
-    """What the user should know of the dropout that `load_config` has left out; None where there was none."""
-    config, given = _config_of(settings), settings.config or {}
-    of_others = ("summary", "classifier")  # heads that a language model has not
-    names = [key for key in vars(config) if "drop" in key and key not in given and not key.startswith(of_others)]
-    published = {key: getattr(config, key) for key in names}
-    found = {key: value for key, value in published.items() if isinstance(value, float) and value}
-    left_out = {key: value for key, value in found.items() if key in attention.DROPOUTS}
-    if not left_out:
-        return None
-    others = {key: value for key, value in found.items() if key not in left_out}
-    stay = f"; {_listed(others)} {'stays' if len(others) == 1 else 'stay'} as published" if others else ""
-    said = " ".join(f"model.config.{key}=0.0" for key in left_out)
-    return (
-        f"model: {type(config).__name__} has {_listed(left_out)}, and packed attention computes no dropout: it is 0 in this run, "
-        f"as with {said}{stay}"
-    )
-
-
-def _listed(values: Mapping[str, float]) -> str:
-    return ", ".join(f"{key} {value:g}" for key, value in values.items())
-
-
 def _config_of(settings: ModelSettings) -> PretrainedConfig:
     changes = dict(settings.config or {})
-    _check_layers(changes, "`model.config`")
-    _check_rotary(changes)
     config = _config_of_type(str(changes.pop("model_type"))) if settings.source is None else _config_of_source(settings)
     known = set(dir(config)) | _RENAMED_KEYS
     for key in changes:
@@ -140,24 +123,6 @@ def _reads_head_dim(config: PretrainedConfig) -> bool:
     return model is not None and 'getattr(config, "head_dim"' in inspect.getsource(inspect.getmodule(model))
 
 
-def _check_rotary(config: Mapping[str, Any]) -> None:
-    """Their base and its factor, of which transformers takes any: text where the model is built, and 0 until the loss is NaN."""
-    for key, value in flatten(config).items():
-        wanted = key.startswith("rope_") and key.rpartition(".")[2] in ("rope_theta", "factor")
-        if wanted and (isinstance(value, str) or (isinstance(value, (int, float)) and value <= 0)):
-            raise InputError(f"`model.config.{key}: {shown(value)}`: rotary positions need a number above 0")
-
-
-def _check_layers(config: Mapping[str, Any], where: str) -> None:
-    for key, value in config.items():
-        if (
-            re.fullmatch(r"(n|num|encoder|decoder)_(\w+_)?layers?", key)
-            and isinstance(value, (int, float))
-            and value > MOST_LAYERS
-        ):
-            raise InputError(f"{where}: `{key}: {value}`: a model of more than {MOST_LAYERS} layers is not planned; name fewer")
-
-
 def _config_of_type(model_type: str) -> PretrainedConfig:
     if model_type not in CONFIG_MAPPING:
         near = difflib.get_close_matches(model_type, CONFIG_MAPPING, n=1)
@@ -165,45 +130,34 @@ def _config_of_type(model_type: str) -> PretrainedConfig:
         raise InputError(f"`model.config.model_type`: transformers has no model type {model_type!r}; {hint}")
     try:
         return AutoConfig.for_model(model_type)
-    except WRONG_VALUES as error:
-        raise InputError(
-            f"`model.config.model_type`: transformers has no {model_type!r} that stands by itself: {why_refused(error)}; name "
-            "another"
-        ) from None
+    except WRONG_VALUES as error:  # as of one that is made of others
+        raise InputError(f"`model.config.model_type`: {model_type!r}: {why_refused(error)}; name another") from None
 
 
 def _check_source(settings: ModelSettings) -> None:
-    """InputError where it is neither a folder with a config.json that may be planned, nor a name of the hub."""
+    """InputError where it is neither a folder with a config.json, nor a name of the hub."""
     source, folder = str(settings.repository), Path(str(settings.repository))
-    if folder.exists() and not (folder / "config.json").is_file():
-        raise InputError(f"`model.source`: {source} is no folder with a config.json; name a folder that holds a model")
-    if not folder.exists() and (folder.is_symlink() or not HUB_NAME.fullmatch(source)):  # of a dead link, not the hub's namesake
-        raise InputError(f"`model.source`: {source}: no such folder; name a folder that holds a model, or a model on the hub")
-    if folder.exists():
-        content = load_object(folder / "config.json", "name a folder that holds a model")
-        _check_layers(content, f"{folder / 'config.json'}")
-    said = folder / "generation_config.json"  # for which transformers takes values of its own where it cannot be read
-    if settings.weights_source is not None and said.exists():
-        load_object(said, "mend it, or remove it")
+    if not (folder / "config.json").is_file() and (folder.exists() or not HUB_NAME.fullmatch(source)):
+        raise InputError(
+            f"`model.source`: {source} is no folder with a config.json; name a folder that holds a model, or a model on the hub"
+        )
 
 
 def _config_of_source(settings: ModelSettings) -> PretrainedConfig:
     _check_source(settings)
-    source = str(settings.repository)
     try:
-        return AutoConfig.from_pretrained(source, revision=settings.revision, trust_remote_code=False)
+        return AutoConfig.from_pretrained(str(settings.repository), revision=settings.revision, trust_remote_code=False)
     except WRONG_VALUES as error:
         if "trust_remote_code" in str(error):
             raise InputError(
-                f"`model.source`: {source} brings code of its own, which is never run; name a model of transformers' own"
+                f"`model.source`: {settings.source} brings code of its own, which is never run; name a model of transformers' own"
             ) from None
         raise _unreadable(settings, error) from None
 
 
 def _unreadable(settings: ModelSettings, error: Exception) -> InputError:
-    source = str(settings.source)
-    asked = f"{source!r}" if Path(source).exists() else f"{source!r}, which is no folder below {Path.cwd()}, so the hub was asked"
-    return InputError(f"`model.source`: no model can be read from {asked}: {why_refused(error)}")
+    where = "" if Path(str(settings.source)).exists() else f", which is no folder below {Path.cwd()}, so the hub was asked"
+    return InputError(f"`model.source`: no model can be read from {str(settings.source)!r}{where}: {why_refused(error)}")
 
 
 def why_refused(error: Exception) -> str:
@@ -214,18 +168,12 @@ def why_refused(error: Exception) -> str:
 def check_architecture(model: PreTrainedModel, length: int, loss: LossSettings, device_type: str) -> None:
     """InputError for what would be computed differently from the model's own way; a model on the meta device is enough."""
     name, config = type(model).__name__, model.config.get_text_config()
-    if model.config.is_encoder_decoder:
-        raise InputError(f"`model`: {name} is an encoder-decoder; name a causal language model")
-    if any(getattr(module, "is_causal", None) is False for module in model.modules()):
+    if model.config.is_encoder_decoder or any(getattr(module, "is_causal", None) is False for module in model.modules()):
         raise InputError(f"`model`: in {name}, tokens see those after them; name a causal language model")
     heads, kv_heads = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
     if heads and kv_heads and heads % kv_heads:
         raise InputError(
             f"`model.config`: `num_attention_heads: {heads}` is not a multiple of `num_key_value_heads: {kv_heads}`; change one"
-        )
-    if drop := getattr(config, "layerdrop", None):
-        raise InputError(
-            f"`model.config.layerdrop: {drop}` leaves layers out by chance, and the audit wants all of them to run; set it to 0.0"
         )
     if model.base_model is model:  # what would be called for hidden states
         raise InputError(f"`model`: {name} does not say which of its modules holds its layers; name another model")
@@ -234,6 +182,9 @@ def check_architecture(model: PreTrainedModel, length: int, loss: LossSettings, 
         raise InputError(f"`model`: {name} computes `{between[0]}` after its layers, which no loss here does; name another model")
     attention.check(model, length)
     check_loss(model.config, loss, device_type)
+
+
+# ── The model ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def build_on_meta(config: PretrainedConfig) -> PreTrainedModel:
@@ -255,32 +206,60 @@ def build(
     Every process draws the same.
     """
     attention.register()
+    options = {"attn_implementation": backend, "trust_remote_code": False}
     if settings.weights_source is None:
         torch.manual_seed(seed)
-        options = {"attn_implementation": backend, "trust_remote_code": False}
         with device:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)
         round_weights(model, weights)  # not model.to(): rotary frequencies are buffers, and BF16 ones misplace tokens
         return model
+    options |= {"config": config, "revision": settings.revision, "dtype": weights, "output_loading_info": True}
     try:
         with without_bars():
-            model, found = AutoModelForCausalLM.from_pretrained(
-                settings.repository,
-                config=config,
-                revision=settings.revision,
-                trust_remote_code=False,
-                dtype=weights,
-                attn_implementation=backend,
-                output_loading_info=True,
-            )
+            model, loading = AutoModelForCausalLM.from_pretrained(settings.repository, **options)
     except WRONG_VALUES as error:
         raise InputError(f"`model.source`: {settings.source}: weights cannot be loaded: {why_refused(error)}") from None
-    if missing := sorted(found["missing_keys"]):  # transformers draws them at random, and each process its own
+    if missing := sorted(loading["missing_keys"]):  # transformers draws them at random, and each process its own
         raise InputError(
             f"`model.source`: {settings.source}: has no weights for {len(missing)} of the model's parameters, {missing[0]} among "
             "them; fetch it again, or take out what `model.config` changes about its shape"
         )
     return model.to(device)
+
+
+def build_on_first_rank(
+    settings: ModelSettings,
+    config: PretrainedConfig,
+    accelerator: Accelerator,
+    *,
+    kept: torch.dtype,
+    weights: torch.dtype,
+    seed: int,
+    backend: str,
+) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+    """The model under FSDP2: with parameters of dtype `weights` on the meta device and buffers on their own, and on the first
+    rank, in host memory, what the parameters are to be: what `build` gives them, by name, in `kept`. `part_from_first` hands it
+    out. Collective; InputError on all ranks where the first cannot build it."""
+    attention.register()
+    reads = settings.weights_source is not None
+    device = torch.device("cpu") if reads else accelerator.device  # what is drawn depends on the device that draws
+
+    def build_whole() -> PreTrainedModel | None:
+        options = {"weights": kept, "seed": seed, "device": device, "backend": backend}
+        return build(settings, config, **options).cpu() if accelerator.is_main_process else None
+
+    whole = refused_together(build_whole)
+    with accelerator.device, init_empty_weights(include_buffers=False):
+        hf = AutoModelForCausalLM.from_config(config, dtype=kept if reads else torch.float32, attn_implementation=backend)
+    hf.tie_weights()
+    round_weights(hf, weights)
+    drawn = dict(whole.named_buffers()) if whole else {}
+    for name, buffer in hf.named_buffers():
+        if whole:
+            buffer.copy_(drawn[name])
+        torch.distributed.broadcast(buffer, src=0)
+    hf.generation_config = from_all_ranks(whole and whole.generation_config)[0]
+    return hf, {name: parameter.data.to(kept) for name, parameter in whole.named_parameters()} if whole else {}
 
 
 @contextmanager

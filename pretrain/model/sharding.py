@@ -19,7 +19,8 @@ FP32, BF16 shards and their remainder bits (`weights: bf16_exact`) take the very
 are the bits that one process has, and optimizer and checkpoints know nothing of sharding. FP32 shards, gathered in BF16, would
 take the same memory; but the gathering rounds ties to even, and `bf16_exact` rounds them away from zero.
 
-A few private attributes of FSDP2 are used, which torch 2.11 to 2.13 have; `_NEEDED` lists them.
+Private attributes of FSDP2 are used that torch 2.11 to 2.13 have: of a group `fsdp_params`, `modules` and `_orig_dtype`, of a
+parameter `sharded_param`, `unsharded_accumulated_grad`, `_unsharded_param` and `_module_info`.
 """
 
 from __future__ import annotations
@@ -36,15 +37,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree as pytree
 
-from foundation.errors import InputError
 from pretrain.model.gradients import attach_sums, empty_sums, sum_rows_in_fp32, values_of_sums
-
-_NEEDED = {
-    "shard group": ("fsdp_params", "modules"),
-    "sharded parameter": ("sharded_param", "unsharded_accumulated_grad", "_module_info"),
-    "gathered shard group": ("_orig_dtype",),
-    "gathered parameter": ("_unsharded_param",),
-}
 
 
 @dataclass
@@ -71,8 +64,7 @@ class Sharding:
     """The groups of one prepared model; made once, after accelerate has sharded it. Collective, as all that it does.
 
     `kept`: the dtype of the reduced gradient in the shards. `stacks`: parameters of the sharded model that are the rows of one
-    matrix, as in `attach_main_gradients`. `once_a_step`: the first of the two ways above. InputError where this torch's FSDP2 is
-    made in another way.
+    matrix, as in `attach_main_gradients`. `once_a_step`: the first of the two ways above.
     """
 
     def __init__(
@@ -129,9 +121,6 @@ class Sharding:
             trained = group.trained
             group.shares = group in sharing
             group.module.unshard()
-            _require(group.fsdp, "gathered shard group")
-            for each in group.fsdp.fsdp_params:
-                _require(each, "gathered parameter")
             gathered = {id(each.sharded_param): each._unsharded_param for each in trained}
             rows = [[gathered[id(one)] for one in stack] for stack in stacks if id(stack[0]) in gathered]
             if trained:
@@ -177,17 +166,4 @@ def _groups_of(model: nn.Module) -> list[_Group]:
             found = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else filter(None, [state._fsdp_param_group])
             for fsdp in found:
                 groups.setdefault(id(fsdp), _Group(module, fsdp))
-    for group in groups.values():
-        _require(group.fsdp, "shard group")
-        for each in group.fsdp.fsdp_params:
-            _require(each, "sharded parameter")
     return list(groups.values())
-
-
-def _require(owner: Any, kind: str) -> None:
-    for name in _NEEDED[kind]:
-        if not hasattr(owner, name):
-            raise InputError(
-                f"FSDP2 of torch {torch.__version__}: a {kind} has no `{name}`, on which sharded training rests here; "
-                "install torch 2.11, 2.12 or 2.13, or train without sharding (accelerate_configs/ddp.yaml)"
-            )

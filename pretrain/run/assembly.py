@@ -41,7 +41,6 @@ from pretrain.model.distributed import (
 from pretrain.model.fused.layers import FusedLayers
 from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.packed import PackedLanguageModel, inputs_of
-from pretrain.model.parts import build_on_first_rank
 from pretrain.model.rank_sums import RankSums
 from pretrain.model.sharding import Sharding
 from pretrain.model.wrapping import choose_arithmetic, convert, fuse, low_precision_weights
@@ -228,7 +227,7 @@ def build_model(job: Job, accelerator: Accelerator, attention: str) -> Built:
     options = {"seed": recipe.seed, "backend": attention}
     if accelerator.is_fsdp2:
         options |= {"kept": weights, "weights": job.weight_dtype}
-        return Built(*build_on_first_rank(recipe.model, job.model_config, accelerator, **options))
+        return Built(*model.build_on_first_rank(recipe.model, job.model_config, accelerator, **options))
     hf = model.build(recipe.model, job.model_config, weights=weights, device=accelerator.device, **options)
     require_same_on_all_ranks(accelerator, dict(hf.named_parameters()) | dict(hf.named_buffers()), SAME_MODEL)
     return Built(hf, model.round_weights(hf, job.weight_dtype) if exact else {})

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.utils import logging as transformers_logging
 
 from foundation.errors import InputError
 from packing.arrow import Pack
@@ -23,30 +23,11 @@ from pretrain.model.wrapping import fuse, wrap_layers
 from pretrain.settings.recipe import LossSettings, ModelSettings
 
 CPU = torch.device("cpu")
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 SHAPES = {
-    "qwen3": {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-    },
-    "llama": {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    },
-    "qwen2": {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "use_sliding_window": False,
-    },
+    "qwen3": SMALL | {"head_dim": 8},
+    "llama": SMALL,
+    "qwen2": SMALL | {"use_sliding_window": False},
     "gpt2": {
         "n_embd": 32,
         "n_layer": 2,
@@ -105,20 +86,6 @@ def plain_loss(hf: torch.nn.Module, documents: list[np.ndarray]) -> torch.Tensor
             logits = hf(input_ids=ids).logits[0, :-1].float()
             total = total + torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum")
     return total
-
-
-def test_gpt2_does_not_warn_of_padding_where_a_pack_begins_or_ends_with_its_eos(caplog: pytest.LogCaptureFixture) -> None:
-    ids = np.array([0, 1, 2, 0], dtype=np.uint32)
-    batch = inputs_of(build_microbatch([Pack(ids, np.array([4], dtype=np.int32))], mask_boundaries=True), CPU)
-    packed = packed_model(settings("gpt2"))
-    packed.hf.config.pad_token_id = packed.hf.config.eos_token_id = 0
-    plain = type(packed.hf.base_model)(packed.hf.config)
-    transformers_logging.warning_once.cache_clear()
-    caplog.clear()
-    packed(**batch)
-    assert caplog.messages == []
-    plain.warn_if_padding_and_no_attention_mask(batch["input_ids"], None)
-    assert "recommend passing in an `attention_mask`" in caplog.text
 
 
 WINDOWS = {
@@ -208,6 +175,7 @@ def test_tied_heads_stay_tied_and_exports_load_as_plain_transformers_models(kind
     tied = packed.hf.get_output_embeddings().weight is packed.hf.get_input_embeddings().weight
     assert tied == (kind in ("qwen3", "gpt2"))
     export(packed.hf, packed.hf.state_dict().__getitem__, None, tmp_path / "final")
+    (tmp_path / ".final.writing").mkdir()  # as an export that was killed leaves it
     export(packed.hf, packed.hf.state_dict().__getitem__, None, tmp_path / "final")  # writing again replaces
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "final")
     assert [p.name for p in tmp_path.iterdir()] == ["final"]
@@ -217,6 +185,45 @@ def test_tied_heads_stay_tied_and_exports_load_as_plain_transformers_models(kind
 
     again = packed_model(ModelSettings(source=str(tmp_path / "final")))
     assert all(torch.equal(a, b) for a, b in zip(packed.hf.parameters(), again.hf.parameters(), strict=True))
+
+
+def test_a_folder_that_holds_something_else_is_kept(tmp_path: Path) -> None:
+    hf = packed_model(settings("llama")).hf
+    (tmp_path / "final").mkdir()
+    (tmp_path / "final" / "mine.txt").write_text("mine")
+    export(hf, hf.state_dict().__getitem__, None, tmp_path / "final")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["final", "final.replaced-1"]
+    assert (tmp_path / "final.replaced-1" / "mine.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("origin", ["scratch", "folder"])
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
+@pytest.mark.parametrize(("kept", "weights"), [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)])
+def test_under_fsdp2_the_first_rank_has_what_is_built_whole_and_the_model_no_memory(
+    origin: str, kind: str, kept: torch.dtype, weights: torch.dtype, tmp_path: Path
+) -> None:
+    chosen = settings(kind)
+    if origin == "folder":
+        torch.manual_seed(3)
+        drawn = AutoModelForCausalLM.from_config(model.load_config(chosen))
+        drawn.generation_config.temperature, drawn.generation_config.do_sample = 0.5, True
+        drawn.save_pretrained(tmp_path / "model", max_shard_size="10KB")
+        chosen = ModelSettings(source=str(tmp_path / "model"))
+    options = {"seed": 7, "backend": "packed_sdpa"}
+    whole = model.build(chosen, model.load_config(chosen), weights=kept, device=CPU, **options)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        first = SimpleNamespace(is_main_process=True, device=CPU)
+        hf, values = model.build_on_first_rank(chosen, model.load_config(chosen), first, kept=kept, weights=weights, **options)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert list(values) == list(dict(hf.named_parameters())) == list(dict(whole.named_parameters()))
+    for name, parameter in hf.named_parameters():
+        assert parameter.is_meta and parameter.dtype == weights and parameter.requires_grad
+        assert parameter.shape == values[name].shape and torch.equal(values[name], whole.get_parameter(name)), name
+    assert all(torch.equal(buffer, whole.get_buffer(name)) for name, buffer in hf.named_buffers())
+    assert hf.generation_config.to_dict() == whole.generation_config.to_dict()
+    assert (hf.get_output_embeddings().weight is hf.get_input_embeddings().weight) == (kind in ("qwen3", "gpt2"))
 
 
 def test_the_same_seed_draws_the_same_weights_and_bf16_weights_are_the_rounded_fp32_ones() -> None:
@@ -242,13 +249,6 @@ def test_unusable_models_are_refused_with_their_key(chosen: ModelSettings, said:
     assert said in str(error.value)
 
 
-def test_config_changes_are_laid_over_a_source(tmp_path: Path) -> None:
-    packed = packed_model(settings("gpt2"))
-    packed.hf.save_pretrained(tmp_path)
-    config = model.load_config(ModelSettings(source=str(tmp_path), config={"resid_pdrop": 0.25}))
-    assert (config.resid_pdrop, config.n_embd) == (0.25, 32)
-
-
 def test_a_width_of_heads_that_layers_read_is_taken_though_no_config_lists_it() -> None:
     small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 64}
     for model_type, more in {"qwen2": {}, "qwen3_moe": {"num_experts": 2, "moe_intermediate_size": 32}}.items():
@@ -259,13 +259,6 @@ def test_a_width_of_heads_that_layers_read_is_taken_though_no_config_lists_it() 
         assert built.model.layers[0].self_attn.q_proj.weight.shape == (4 * 16, 32)
     with pytest.raises(InputError, match="GPT2Config has no such key"):
         model.load_config(ModelSettings(config={"model_type": "gpt2", "head_dim": 16}))
-
-
-def test_reading_a_source_draws_no_bar_into_the_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    packed_model(settings("llama")).hf.save_pretrained(tmp_path)
-    capfd.readouterr()
-    packed_model(ModelSettings(source=str(tmp_path)))
-    assert "Loading weights" not in capfd.readouterr().err
 
 
 def test_a_source_that_lacks_weights_is_refused_and_not_filled_up_at_random(tmp_path: Path) -> None:
@@ -290,25 +283,12 @@ def test_code_that_comes_with_a_model_is_never_run(tmp_path: Path, monkeypatch: 
     assert not (tmp_path / "was_run").exists()
 
 
-def test_a_revision_stands_behind_an_at_unless_a_folder_has_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a@b").mkdir()
-    origins = {source: ModelSettings(source=source) for source in ("Qwen/Qwen3-0.6B@main", "Qwen/Qwen3-0.6B", "a@b")}
-    assert [(each.repository, each.revision) for each in origins.values()] == [
-        ("Qwen/Qwen3-0.6B", "main"),
-        ("Qwen/Qwen3-0.6B", None),
-        ("a@b", None),
-    ]
-
-
 @pytest.mark.parametrize(
     ("kind", "changes", "said"),
     [
         ("gpt2", {"attn_pdrop": 0.1}, "attn_pdrop"),
         ("gemma2", {}, "softcap"),
-        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "set `model.config.attn_logit_softcapping: null`"),
-        ("opt", {"layerdrop": 0.1}, "`model.config.layerdrop: 0.1` leaves layers out"),
-        ("llama4_text", {}, "Llama4ForCausalLM does not say which of its modules holds its layers"),
+        ("llama4_text", {}, "Llama4ForCausalLM"),
     ],
 )
 def test_architectures_that_packing_would_change_are_refused(kind: str, changes: dict, said: str) -> None:
@@ -318,11 +298,3 @@ def test_architectures_that_packing_would_change_are_refused(kind: str, changes:
     with pytest.raises(InputError) as error:
         model.check_architecture(shapes, 64, LossSettings(), "cpu")
     assert said in str(error.value)
-
-
-def test_a_dead_link_is_not_looked_for_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "Qwen").mkdir()
-    (tmp_path / "Qwen" / "Qwen3-0.6B").symlink_to("nowhere")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError, match=r"`model.source`: Qwen/Qwen3-0.6B: no such folder"):
-        model.load_config(ModelSettings(source="Qwen/Qwen3-0.6B"))
