@@ -80,8 +80,7 @@ def _tokenizer(options: argparse.Namespace) -> None:
 
     named = [f"data.source={options.source}", f"data.packs={options.out}", f"data.tokenizer={options.out}"]
     settings = _data_settings([*named, *options.settings])
-    given = {"special": options.special, "most_bytes": options.most_bytes}
-    tokenizer = make_tokenizer(settings, options.out, options.vocabulary, **given)
+    tokenizer = make_tokenizer(settings, options.out, options.vocabulary, special=options.special, most_bytes=options.most_bytes)
     print(f"{options.out}: byte-level BPE, {tokenizer.get_vocab_size():,} tokens")
 
 
@@ -114,11 +113,17 @@ def _data_settings(arguments: Sequence[str]) -> DataSettings:
 
 
 def _inspect(options: argparse.Namespace) -> None:
-    from packing.inspection import inspect
+    from packing.inspection import decoded, inspect, open_splits
 
-    names = ("index", "split", "verify", "tokenizer", "length", "end_token")
-    for line in inspect(options.path, **{name: getattr(options, name) for name in names}):
+    length, end_token = options.length, options.end_token
+    for line in inspect(options.path, verify=options.verify, length=length, end_token=end_token):
         print(line)
+    if options.index is not None:
+        splits = open_splits(options.path, length, end_token)
+        if options.split not in splits:
+            raise InputError(f"{options.path}: has no {options.split} split")
+        for line in decoded(splits[options.split], options.index, options.tokenizer):
+            print(line)
 
 
 def _import(options: argparse.Namespace) -> None:
@@ -128,8 +133,6 @@ def _import(options: argparse.Namespace) -> None:
     manifest = import_packs(options.path, options.out, **given)
     numbers = manifest["statistics"]
     print(f"{options.out}: {numbers['packs']:,} packs of {manifest['length']:,} tokens, {numbers['fill']:.2%} filled")
-    trained = numbers.get("trained_tokens")
-    print("  trained on    " + ("every token" if trained is None else f"{trained:,} tokens, by its labels"))
 
 
 if __name__ == "__main__":

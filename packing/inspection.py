@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -25,55 +24,30 @@ from packing.tokenizer import TextTokenizer, load_tokenizer
 _SAMPLED_PACKS = 10_000  # enough for statistics; reading the lengths of a terabyte's packs would take too long
 
 
-def inspect(
-    path: Path, *, index: int | None, split: Split, verify: bool, tokenizer: str | None, length: int | None, end_token: int | None
-) -> Iterator[str]:
-    """Lines that describe the packs at `path`: a folder of packs, one of several sources, or a stream's, with parts; of pack
-    `index` also the text."""
-    if not (path / MANIFEST).is_file() and (inside := sorted(file.parent for file in path.rglob(MANIFEST))):
-        if index is not None:
-            raise InputError(f"{path}: holds several folders of packs; name one, as in {inside[0]} --index {index}")
-        for each in inside:
-            yield from inspect(each, index=None, split=split, verify=verify, tokenizer=None, length=length, end_token=end_token)
-        return
-    splits = open_splits(path, length, end_token)
-    yield from describe(path, splits)
-    if verify:
-        for packs in splits.values():
-            packs.verify()
-        yield "  verified        every file that has a recorded hash is as it was written"
-    if index is not None:
-        if split not in splits:
-            raise InputError(f"{path}: has no {split} split")
-        yield from decoded(splits[split], index, tokenizer)
-
-
 def open_splits(path: Path, length: int | None, end_token: int | None) -> dict[Split, Packs]:
     """The splits that the packs at `path` have of their own. InputError where nothing there can be read as packs."""
-    known = _length_of(path) if length is None else length
-    settings = parse(DataSettings, {"packs": path, "length": known, "end_token": end_token}, "command line")
-    opened = {split: open_packs(settings, split) for split in get_args(Split)}
+    if length is None and (path / MANIFEST).is_file():
+        length = ArrowPacks(path).length
+    elif length is None and (mds := find_mds(path)):
+        sample = MDSReader(mds["train"][:1]).sample(0)
+        length = len(sample.get("input_ids", sample.get("tokens", (0,))))
+    elif length is None and (path.suffix == ".bin" or any(path.glob("*.bin"))):
+        raise InputError(f"{path}: a token file does not say how long its packs are; add --length, as in --length 1024")
+    given = {"packs": path, "end_token": end_token} | ({"length": length} if length else {})
+    opened = {split: open_packs(parse(DataSettings, given, "command line"), split) for split in get_args(Split)}
     return {split: packs for split, packs in opened.items() if packs is not None}
 
 
-def _length_of(path: Path) -> int:
-    """The pack length that the format itself records; the default where there is none: open_packs then says what is wrong."""
-    if (path / MANIFEST).is_file():
-        return ArrowPacks(path).length
-    if mds := find_mds(path):
-        reader = MDSReader(mds["train"][:1])
-        sample = reader.sample(0) if len(reader) else {}
-        return len(sample.get("input_ids", sample.get("tokens", ()))) or 1
-    if path.suffix == ".bin" or next(path.glob("*.bin"), None):
-        raise InputError(f"{path}: a token file does not say how long its packs are; add --length, as in --length 1024")
-    return DataSettings.model_fields["length"].default
-
-
-def describe(path: Path, splits: dict[Split, Packs]) -> Iterator[str]:
-    """Lines that describe the packs at `path`."""
-    kinds = {"ArrowPacks": "Arrow", "MDSPacks": "MDS", "TokenBin": "token .bin"}
+def inspect(path: Path, *, verify: bool, length: int | None, end_token: int | None) -> Iterator[str]:
+    """Lines that describe the packs at `path`: a folder of packs, one of several sources, or a stream's, with parts."""
+    if not (path / MANIFEST).is_file() and (inside := sorted(file.parent for file in path.rglob(MANIFEST))):
+        for each in inside:
+            yield from inspect(each, verify=verify, length=length, end_token=end_token)
+        return
+    splits = open_splits(path, length, end_token)
     first = next(iter(splits.values()))
-    yield f"{path}: {kinds[type(first).__name__]}, packs of {first.length:,} tokens"
+    kind = {"ArrowPacks": "Arrow", "MDSPacks": "MDS", "TokenBin": "token .bin"}[type(first).__name__]
+    yield f"{path}: {kind}, packs of {first.length:,} tokens"
     known = [f"{key} {value}" for key, value in (first.tokenizer or {}).items() if value is not None]
     yield f"  tokenizer       {', '.join(known) or 'not recorded in this format'}"
     for split, packs in splits.items():
@@ -88,33 +62,35 @@ def describe(path: Path, splits: dict[Split, Packs]) -> Iterator[str]:
             share = sum(int(np.count_nonzero(packs.trained(index))) for index in chosen) / max(int(lengths.sum()), 1)
             yield f"    trained on    {share:.2%} of the tokens; the others are masked"
         yield f"    documents     {len(lengths) / len(chosen):,.1f} a pack; tokens each: {spread}"
-    if isinstance(first, ArrowPacks) and "cut_documents" in first.manifest["statistics"]:
+    if isinstance(first, ArrowPacks) and "documents" in first.manifest["statistics"]:
         yield "  as prepared"
-        yield from summary(first.manifest).splitlines()
-        if "stream" in first.manifest["statistics"]:
-            yield f"  part of a stream {first.manifest['statistics']['stream']}"
+        yield summary(first.manifest)
+    if verify:
+        for packs in splits.values():
+            packs.verify()
+        yield "  verified        every file that has a recorded hash is as it was written"
 
 
 def decoded(packs: Packs, index: int, tokenizer_name: str | None) -> Iterator[str]:
     """The text of one pack, each document under a line of its own; the ids where no tokenizer is named or lies with the packs."""
-    if not 0 <= index < len(packs):
+    if index >= len(packs):
         raise InputError(f"--index {index}: {packs.path} has packs 0 to {len(packs) - 1}")
     stored = [file for folder in (packs.path, packs.path.parent / FIRST) if (file := folder / "tokenizer.json").is_file()]
     tokenizer = load_tokenizer(tokenizer_name or str(stored[0])) if tokenizer_name or stored else None
     pack, start = packs[index], 0
+    trained = np.ones(packs.length, bool) if pack.trained is None else pack.trained
     for number, size in enumerate(pack.lengths.tolist()):
         position = pack.first_position if number == 0 else 0
-        ids = pack.input_ids[start : start + size]
         positions = f"positions {position:,} to {position + size - 1:,}"
         yield _rule(f"document {number + 1} of {len(pack.lengths)} · {size:,} tokens · {positions}")
-        if pack.trained is None:
-            yield _text(ids, tokenizer)
-        else:
-            trained = pack.trained[start : start + size]
-            changes = np.flatnonzero(trained[1:] != trained[:-1]) + 1
-            for part, is_answer in zip(np.split(ids, changes), np.split(trained, changes), strict=True):
-                yield f"[{'trained on' if is_answer[0] else 'masked'}]"
-                yield _text(part, tokenizer)
+        ids, learnt = (column[start : start + size] for column in (pack.input_ids, trained))
+        changes = np.flatnonzero(learnt[1:] != learnt[:-1]) + 1
+        for part, is_learnt in zip(np.split(ids, changes), np.split(learnt, changes), strict=True):
+            if pack.trained is not None:
+                yield f"[{'trained on' if is_learnt[0] else 'masked'}]"
+            if tokenizer is not None:
+                _check_ids(part, tokenizer, "--tokenizer")
+            yield tokenizer.tokenizer.decode(part, skip_special_tokens=False) if tokenizer else " ".join(map(str, part))
         start += size
     if start < packs.length:
         yield _rule(f"padding · {packs.length - start:,} tokens")
@@ -122,13 +98,6 @@ def decoded(packs: Packs, index: int, tokenizer_name: str | None) -> Iterator[st
 
 def _rule(text: str) -> str:
     return f"──── {text} ".ljust(100, "─")
-
-
-def _text(ids: np.ndarray, tokenizer: TextTokenizer | None) -> str:
-    if tokenizer is None:
-        return " ".join(map(str, ids.tolist()))
-    _check_ids(ids, tokenizer, "--tokenizer")
-    return tokenizer.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
 
 
 def _check_ids(ids: np.ndarray, tokenizer: TextTokenizer, where: str) -> None:
@@ -144,31 +113,19 @@ def import_packs(path: Path, out: Path, *, length: int | None, end_token: int | 
     splits = open_splits(path, length, end_token)
     known = load_tokenizer(tokenizer) if tokenizer else None
     first, total = next(iter(splits.values())), sum(map(len, splits.values()))
-    width = first.length
     lengths: list[np.ndarray] = []
-    masked, trained = any(packs.trained(0) is not None for packs in splits.values()), 0
-    with lock_of(out, progress=True), PackWriter(out, width) as writer, Progress("importing", "packs", shown=True) as line:
+    with lock_of(out, progress=True), PackWriter(out, first.length) as writer, Progress("importing", "packs") as line:
         for split, packs in splits.items():
             for index in range(len(packs)):
                 pack = packs[index]
                 if known is not None:
                     _check_ids(pack.input_ids, known, f"{path}: pack {index}")
-                if masked and pack.trained is None:  # a split beside one with labels
-                    pack = replace(pack, trained=np.arange(width) < pack.lengths.sum())
                 writer.add(split, pack)
                 lengths.append(pack.lengths)
-                trained += 0 if pack.trained is None else int(np.count_nonzero(pack.trained))
                 line.update(len(lengths), len(lengths) / total)
-        everything = np.concatenate(lengths)
         if known is not None:
             known.save(writer.folder / "tokenizer.json")
-        statistics = {
-            "packs": total,
-            "tokens": int(everything.sum()),
-            "fill": float(everything.sum() / (total * width)),
-            "held_out_packs": len(splits.get("held_out", ())),
-            **({"trained_tokens": trained} if masked else {}),
-            "lengths": length_statistics(everything),  # of documents as they lie in packs: a cut one counts as its pieces
-        }
+        tokens = int(np.concatenate(lengths).sum())
+        statistics = {"packs": total, "tokens": tokens, "fill": tokens / (total * first.length)}
         origin = {"imported": str(path), "end_token": end_token}
         return writer.finish(settings=origin, statistics=statistics, tokenizer=known.describe() if known else first.tokenizer)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from packing.arrow import PackWriter
 from packing.manifest import Split
 from packing.order import permute
 from packing.settings import DataSettings
-from packing.workers import Tokenized
+from packing.workers import Tokens
 
 SEED = 42  # of the documents' order and of the held-out choice; runs with seeds of their own share packs
 _PACKS_TOKENS = 2**22  # tokens of the packs that are put together at once
@@ -206,66 +206,20 @@ class _Rooms:
             self._existing |= 1 << room
 
 
-@dataclass
-class TokenCounts:
-    """What is tokenised."""
-
-    chunks: int = 0  # of the source, done from the first on
-    documents: int = 0
-    tokens: int = 0
-    trained: int = 0  # of the tokens, those that are to be learnt
-    skipped: int = 0  # malformed records
-    first_skipped: str | None = None
-    empty: int = 0
-    complete: bool = False  # the source's end is reached
-
-    def with_chunk(self, result: Tokenized) -> TokenCounts:
-        """Returns these counts with those of one more chunk added."""
-        return TokenCounts(
-            chunks=self.chunks + 1,
-            documents=self.documents + len(result.lengths),
-            tokens=self.tokens + len(result.tokens),
-            trained=self.trained + int(np.count_nonzero(mask_of(result))),
-            skipped=self.skipped + result.skipped,
-            first_skipped=self.first_skipped or result.first_skipped,
-            empty=self.empty + result.empty,
-        )
-
-
-def mask_of(result: Tokenized) -> np.ndarray:
-    """[tokens] bool; a chunk without documents knows of no mask."""
-    return np.ones(len(result.tokens), bool) if result.trained is None else result.trained
-
-
-class Tokens(Protocol):
-    """Documents as ids, in the order of their source."""
-
-    counts: TokenCounts
-
-    def tokens(self) -> np.ndarray:
-        """[tokens] uint32."""
-
-    def lengths(self) -> np.ndarray:
-        """[documents] int64."""
-
-    def trained(self) -> np.ndarray | None:
-        """[tokens] bool; None: all are to be learnt."""
-
-
 @dataclass(frozen=True)
 class Arranged:
     """Which document comes into which pack of which split."""
 
-    log: Tokens
+    tokens: Tokens
     settings: DataSettings
     begins: np.ndarray  # [pieces] int64, where each begins among the tokens
     places: dict[Split, np.ndarray]  # of each split, the documents in the order in which they are packed
     layouts: dict[Split, Layout]
 
     @classmethod
-    def of(cls, log: Tokens, settings: DataSettings, *, one_file: bool = False) -> Arranged:
+    def of(cls, tokens: Tokens, settings: DataSettings, *, one_file: bool = False) -> Arranged:
         """`one_file`: a document is a text file, and of a single one the tail is held out."""
-        lengths = log.lengths()
+        lengths = tokens.lengths
         alone = one_file and len(lengths) == 1 and settings.held_out
         tail = max(1, round(int(lengths[0]) * settings.held_out)) if alone else 0
         if tail:
@@ -273,7 +227,7 @@ class Arranged:
         places = {"train": np.array([0]), "held_out": np.array([1])} if tail else split_documents(len(lengths), settings)
         lay_out = {"truncate": truncate, "best_fit": best_fit}[settings.packing]
         layouts = {split: lay_out(lengths[order], settings.length) for split, order in places.items()}
-        return cls(log, settings, np.cumsum(lengths) - lengths, places, layouts)
+        return cls(tokens, settings, np.cumsum(lengths) - lengths, places, layouts)
 
     @property
     def packs(self) -> int:
@@ -289,7 +243,7 @@ class Arranged:
 
     def write(self, writer: PackWriter, split: Split, padding: int, most: int | None = None) -> Iterator[int]:
         """Write the packs of `split`, or its first `most`; yields how many were written at a time."""
-        layout, tokens, trained = self.layouts[split], self.log.tokens(), self.log.trained()
+        layout, tokens, trained = self.layouts[split], self.tokens.tokens, self.tokens.trained
         starts, step = self.begins[self.places[split]], max(1, _PACKS_TOKENS // self.settings.length)
         count = len(layout) if most is None else min(most, len(layout))
         for first in range(0, count, step):
@@ -300,7 +254,7 @@ class Arranged:
 
     def statistics(self) -> dict[str, Any]:
         """Returns what the manifest says of all of it."""
-        counts = self.log.counts
+        counts = self.tokens.counts
         return {
             "documents": counts.documents,
             "tokens": counts.tokens,
@@ -312,7 +266,7 @@ class Arranged:
             "skipped_lines": counts.skipped,
             "first_skipped": counts.first_skipped,
             "empty_documents": counts.empty,
-            "lengths": length_statistics(self.log.lengths()),
+            "lengths": length_statistics(self.tokens.lengths),
             **({"trained_tokens": counts.trained} if self.settings.masks else {}),
         }
 

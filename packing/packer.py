@@ -31,7 +31,7 @@ from packing.arrow import DiskFull
 from packing.manifest import FIRST, MANIFEST
 from packing.part_maker import SAMPLE, PackedPart, PartMaker, content_of
 from packing.parts import by_key, folder_of, naming, stream_parts, training_parts, validation_parts
-from packing.prepare import check_missing, content_settings, holds_packs_of, lock_of, prepare_part, usable_cores
+from packing.prepare import content_settings, holds_packs_of, lock_of, prepare_part, usable_cores
 from packing.records import TextTemplate, records_of
 from packing.settings import DataSettings
 from packing.sources import SourceAbsent, SourceUnreachable, open_source
@@ -72,8 +72,6 @@ def prepare_stream(settings: DataSettings, progress: bool = True) -> Path:
     Every process may call it: it takes a lock, and who gets it second finds the work done. InputError for what cannot be used.
     """
     validation, parts = by_key(validation_parts(settings), "data.validation"), by_key(stream_parts(settings))
-    made = {key: part for key, part in {**parts, **validation}.items() if part.source is not None}
-    check_missing(made)
     for key, part in validation.items():
         if part.source is not None:
             with naming(key):

@@ -16,14 +16,14 @@ import numpy as np
 from foundation.progress import say
 from packing.arrow import PackWriter
 from packing.manifest import FIRST, read_manifest
-from packing.pack import Arranged, TokenCounts, mask_of
-from packing.prepare import check_counts, check_length, content_settings, save_tokenizer, tail_of
-from packing.records import records_of
+from packing.pack import Arranged
+from packing.prepare import check_counts, content_settings, save_tokenizer, tail_of
+from packing.records import Counts, records_of
 from packing.settings import DataSettings
 from packing.sources import CHUNK_BYTES, Chunk, SourceUnreachable, open_source
 from packing.stream import PartStart, part_folder
 from packing.tokenizer import load_tokenizer
-from packing.workers import ChunkTokenizer, Tokenized, TokenizerWorkers
+from packing.workers import ChunkTokenizer, TokenizerWorkers, Tokens
 
 SAMPLE = 256  # packs that are kept of the first part, to look at
 _LEAST_CHUNK = 2**12  # bytes
@@ -35,29 +35,18 @@ _BESIDE = 2**16  # bytes of a part beside its packs: its manifest, and what `dat
 class PartTokens:
     """Documents of a part as ids, in memory."""
 
-    def __init__(self, masked: bool) -> None:
-        self.masked, self.counts, self._results = masked, TokenCounts(), list[Tokenized]()
+    def __init__(self) -> None:
+        self.counts, self.results = Counts(), list[Tokens]()
 
-    def append(self, result: Tokenized) -> None:
-        self.counts = self.counts.with_chunk(result)
-        self._results.append(result)
+    def append(self, result: Tokens) -> None:
+        self.counts += result.counts
+        self.results.append(result)
 
-    @cached_property
-    def _columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Once all are there."""
-        trained = np.concatenate([mask_of(each) for each in self._results]) if self.masked else None
-        tokens, lengths = (np.concatenate([getattr(each, name) for each in self._results]) for name in ("tokens", "lengths"))
-        self._results.clear()
-        return tokens, lengths, trained
-
-    def tokens(self) -> np.ndarray:
-        return self._columns[0]
-
-    def lengths(self) -> np.ndarray:
-        return self._columns[1]
-
-    def trained(self) -> np.ndarray | None:
-        return self._columns[2]
+    def joined(self) -> Tokens:
+        tokens, lengths = (np.concatenate([getattr(each, name) for each in self.results]) for name in ("tokens", "lengths"))
+        masked = self.results[0].trained is not None
+        trained = np.concatenate([each.trained for each in self.results]) if masked else None
+        return Tokens(tokens, lengths, trained, self.counts)
 
 
 @dataclass(frozen=True)
@@ -107,27 +96,25 @@ class PartMaker(ExitStack):
         return self._make(start)
 
     def _make(self, start: PartStart) -> PackedPart:
-        log, place, epoch = PartTokens(self.settings.masks), start.place, start.epoch
+        log, place, epoch = PartTokens(), start.place, start.epoch
         place, over = self._fill(log, place)
         if over and not log.counts.documents and start.number:  # the part before has taken the last document
             epoch += 1
             place, over = self._fill(log, {})
         if start.number == 0 or not log.counts.documents:
             check_counts(self.settings, log.counts)
-        if start.number == 0:
-            check_length(self.settings, log.counts.tokens)
         one_file = self.source.identity.get("kind") == "text"
         # What is held out of the text's beginning is so each time that the text is gone through.
         begins = start.number == 0 or epoch > start.epoch
         settings = self.settings if begins else self.settings.model_copy(update={"held_out": 0.0})
-        return PackedPart(start, epoch, place, Arranged.of(log, settings, one_file=one_file))
+        return PackedPart(start, epoch, place, Arranged.of(log.joined(), settings, one_file=one_file))
 
     def _fill(self, log: PartTokens, place: dict[str, Any]) -> tuple[dict[str, Any], bool]:
         """Tokenise from `place` on until the part is full; returns the place behind it, and whether the source is over."""
         chunks = self.source.chunks(place, self._chunk_bytes)
         while True:
             left = self._window - log.counts.tokens
-            each = log.counts.tokens / log.counts.chunks if log.counts.tokens else 0.0
+            each = log.counts.tokens / len(log.results) if log.counts.tokens else 0.0
             wanted = min(_AT_ONCE * self._processes, max(1, int(left / each))) if each else self._processes
             if not (batch := list(itertools.islice(chunks, wanted))):
                 return place, True
@@ -137,7 +124,7 @@ class PartMaker(ExitStack):
                 if log.counts.tokens >= self._window:
                     return place, False
 
-    def _tokenized(self, batch: list[Chunk]) -> Iterable[Tokenized]:
+    def _tokenized(self, batch: list[Chunk]) -> Iterable[Tokens]:
         skip_bad = self.settings.on_bad_line == "skip"
         tail = tail_of(self.records, self.tokenizer)
         if self._workers is None:
@@ -165,7 +152,7 @@ class PartMaker(ExitStack):
         with PackWriter(path, self.settings.length) as writer:
             for _ in arranged.write(writer, "train", self.tokenizer.padding):
                 pass
-            statistics, counts = arranged.statistics(), arranged.log.counts
+            statistics, counts = arranged.statistics(), arranged.tokens.counts
             after = PartStart(
                 number=start.number + 1,
                 epoch=part.epoch,

@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict
 from hashlib import sha256
 from itertools import islice
@@ -20,19 +19,19 @@ from typing import Any
 import numpy as np
 
 from foundation.errors import InputError
-from foundation.files import free_bytes, no_room, replace_file
+from foundation.files import free_bytes, fsync_tree, no_room, replace_file
 from foundation.locks import FileLock
 from foundation.progress import Progress, say
 from foundation.reading import load_object
 from packing.arrow import PackWriter
 from packing.manifest import MANIFEST, read_manifest
-from packing.pack import Arranged, TokenCounts, mask_of
-from packing.parts import by_key, folder_of, is_there, naming, training_parts, validation_parts
-from packing.records import CHAT_TEMPLATE, ChatColumns, TextTemplate, read_chunk, records_of
+from packing.pack import Arranged
+from packing.parts import by_key, is_there, naming, training_parts, validation_parts
+from packing.records import CHAT_TEMPLATE, ChatColumns, Counts, TextTemplate, records_of
 from packing.settings import DataSettings
-from packing.sources import CHUNK_BYTES, FileSource, Records, open_source
+from packing.sources import CHUNK_BYTES, Records, Source, open_source
 from packing.tokenizer import TextTokenizer, load_tokenizer
-from packing.workers import Tokenized, TokenizerWorkers
+from packing.workers import TokenizerWorkers, Tokens
 
 # The settings that decide which tokens there are, and which packs they go to. No other changes the packs.
 _TOKEN_KEYS = (
@@ -40,7 +39,6 @@ _TOKEN_KEYS = (
     *("tokenizer", "on_bad_line"),
 )
 _LAYOUT_KEYS = ("length", "packing", "held_out")
-_ANY_SOURCE = 2**20  # tokens: of packs so long a few are no burden, however short the text
 _COMMIT_SECONDS = 5.0
 _PROGRESS = "progress.json"
 
@@ -56,22 +54,10 @@ def prepare(settings: DataSettings, progress: bool = True) -> Path:
     validation = by_key(validation_parts(settings), "data.validation")
     training = by_key(training_parts(settings) or {"": settings.model_copy(update={"validation": None})})
     parts = {key: part for key, part in {**training, **validation}.items() if part.source is not None}
-    check_missing(parts)
     for key, part in parts.items():
         with naming(key):
             prepare_part(part, progress)
     return settings.packs
-
-
-def check_missing(parts: Mapping[str, DataSettings]) -> None:
-    """Reads the first records of each of several `parts`, by what a message calls it, whose packs are still to be made.
-    InputError where one cannot be used: before hours go into another."""
-    for key, part in parts.items() if len(parts) > 1 else ():
-        if not is_there(folder_of(part)):
-            with naming(key):
-                records = records_of(part, load_tokenizer(str(part.tokenizer)))
-                for chunk in islice(open_source(part, records).chunks(), 1):
-                    read_chunk(chunk, records, part.on_bad_line == "skip")
 
 
 def prepare_part(settings: DataSettings, progress: bool) -> Path:
@@ -126,13 +112,37 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def _prepare_anew(settings: DataSettings, progress: bool) -> dict[str, Any]:
-    """Tokenise, from where an earlier run stopped, and pack; returns the manifest."""
+    """Tokenise, from where an earlier run stopped, lay out the packs of both splits and write them; returns the manifest."""
     partial = settings.packs.absolute().parent / f"{settings.packs.name}.partial"
+    tokenizer = load_tokenizer(str(settings.tokenizer))
+    records = records_of(settings, tokenizer)
+    source = open_source(settings, records)
+    content = content_settings(settings)
+    # `on_bad_line` is not part of the key: after a bad line hours into the work, setting it to `skip` goes on from there.
+    key = {name: content[name] for name in _TOKEN_KEYS if name != "on_bad_line"}
+    key |= {"source files": source.identity, "tokenizer fingerprint": tokenizer.fingerprint, "chunk bytes": CHUNK_BYTES}
+    if isinstance(records, ChatColumns):
+        key["chat template fingerprint"] = sha256(repr((records.template, records.tokens)).encode()).hexdigest()
     try:
-        tokenizer = load_tokenizer(str(settings.tokenizer))
-        records = records_of(settings, tokenizer)
-        log = _tokenize(settings, tokenizer, records, partial, progress)
-        manifest = _write_packs(settings, tokenizer, records, log, progress)
+        log = TokenLog(partial, key, masked=settings.masks)
+        if log.counts.skipped and settings.on_bad_line == "error":
+            raise InputError(f"{partial}: was made with data.on_bad_line: skip; set it to skip again, or remove that folder")
+        if not log.complete:
+            _tokenize(settings, source, records, tokenizer, log, progress)
+        arranged = Arranged.of(log.tokens(), settings, one_file=source.identity["kind"] == "text")
+        if (needed := arranged.bytes()) > (free := free_bytes(settings.packs)):
+            raise InputError(
+                f"{settings.packs}: the packs need {needed / 1e9:,.2f} GB and the disk has {free / 1e9:,.2f} GB; what is "
+                "tokenised is kept. Free some space and run this again"
+            )
+        with PackWriter(settings.packs, settings.length) as writer, Progress("packing", "packs", progress) as line:
+            written = 0
+            for split in arranged.layouts:
+                for count in arranged.write(writer, split, tokenizer.padding):
+                    written += count
+                    line.update(written, written / arranged.packs)
+            save_tokenizer(writer.folder, tokenizer, records)
+            manifest = writer.finish(settings=content, statistics=arranged.statistics(), tokenizer=tokenizer.describe())
     except OSError as error:
         if not (full := no_room(error)):
             raise
@@ -147,58 +157,49 @@ class TokenLog:
     Every few seconds `tokens.bin` (uint32), `lengths.bin` (int64, one a document) and, where some tokens are not to be learnt,
     `trained.bin` (a byte a token) are flushed and `progress.json` is replaced. Bytes beyond the sizes it names are cut off when
     the log is opened again, so a kill or a power cut loses seconds. `key`: what the tokens follow from; InputError where the
-    folder holds tokens of another one, as tokens take hours. Append inside `with log.writing():`; read once it is complete.
+    folder holds tokens of another one, as tokens take hours.
     """
 
     def __init__(self, folder: Path, key: dict[str, Any], *, masked: bool = False) -> None:
-        self.folder, self.key, self.masked, self.counts = folder, key, masked, TokenCounts()
-        if (folder / _PROGRESS).is_file():
-            remedy = f"remove {folder} to start over"
-            state = load_object(folder / _PROGRESS, remedy)
+        self.folder, self.key, self.masked, self._committed = folder, key, masked, time.monotonic()
+        self.counts, self.chunks, self.complete = Counts(), 0, False  # chunks of the source from the first on; its end is reached
+        remedy = f"remove {folder} to start over"
+        state = load_object(folder / _PROGRESS, remedy) if (folder / _PROGRESS).is_file() else None
+        if state and state["counts"]["documents"]:
             if different := differences(state["key"], key):
                 raise InputError(
                     f"{folder}: holds {state['counts']['tokens']:,} tokens made with other settings or text ({different}); set "
                     f"them back, set data.packs to another folder, or {remedy}"
                 )
-            self.counts = TokenCounts(**state["counts"])
+            self.counts, self.chunks, self.complete = Counts(**state["counts"]), state["chunks"], state["complete"]
         folder.mkdir(parents=True, exist_ok=True)
-
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Open for `append`; commits on leaving for whatever reason. On a full disk the last commit remains."""
-        sizes = {"tokens.bin": self.counts.tokens * 4, "lengths.bin": self.counts.documents * 8}
-        with ExitStack() as stack:
-            self._files = []
-            for name, size in (sizes | ({"trained.bin": self.counts.tokens} if self.masked else {})).items():
-                file = stack.enter_context(open(self.folder / name, "ab"))
+        tokens, documents = self.counts.tokens, self.counts.documents
+        for name, size in (("tokens.bin", 4 * tokens), ("lengths.bin", 8 * documents), ("trained.bin", tokens * masked)):
+            with open(folder / name, "ab") as file:
                 file.truncate(size)
-                self._files.append(file)
-            self._committed = time.monotonic()
-            try:
-                yield
-            finally:
-                self._commit()
 
-    def append(self, result: Tokenized) -> None:
+    def append(self, result: Tokens) -> None:
         """Add the next chunk's documents."""
-        columns = (result.tokens, result.lengths, *([mask_of(result)] if self.masked else ()))
-        for file, array in zip(self._files, columns, strict=True):
-            file.write(array)
-        self.counts = self.counts.with_chunk(result)
+        for name, array in (("tokens.bin", result.tokens), ("lengths.bin", result.lengths), ("trained.bin", result.trained)):
+            if array is not None:
+                with open(self.folder / name, "ab") as file:
+                    file.write(array)
+        self.counts, self.chunks = self.counts + result.counts, self.chunks + 1
         if time.monotonic() - self._committed >= _COMMIT_SECONDS:
-            self._commit()
+            self.commit()
 
-    def tokens(self) -> np.ndarray:
-        """[tokens] uint32, memory-mapped."""
-        return np.memmap(self.folder / "tokens.bin", np.uint32, "r", shape=(self.counts.tokens,))
+    def commit(self) -> None:
+        """Flush what was appended, and vouch for it."""
+        fsync_tree(self.folder)
+        state = {"key": self.key, "counts": asdict(self.counts), "chunks": self.chunks, "complete": self.complete}
+        replace_file(self.folder / _PROGRESS, json.dumps(state, indent=1).encode())
+        self._committed = time.monotonic()
 
-    def trained(self) -> np.ndarray | None:
-        """[tokens] bool, memory-mapped: which are to be learnt; None where all are."""
-        return np.memmap(self.folder / "trained.bin", np.bool_, "r", shape=(self.counts.tokens,)) if self.masked else None
-
-    def lengths(self) -> np.ndarray:
-        """[documents] int64."""
-        return np.fromfile(self.folder / "lengths.bin", np.int64, self.counts.documents)
+    def tokens(self) -> Tokens:
+        """All documents; what there is for each token is memory-mapped."""
+        tokens = np.memmap(self.folder / "tokens.bin", np.uint32, "r", shape=(self.counts.tokens,))
+        trained = np.memmap(self.folder / "trained.bin", np.bool_, "r", shape=tokens.shape) if self.masked else None
+        return Tokens(tokens, np.fromfile(self.folder / "lengths.bin", np.int64), trained, self.counts)
 
     def remove(self) -> None:
         """Delete the files of the log, and the folder if nothing else is in it."""
@@ -207,63 +208,34 @@ class TokenLog:
         if not any(self.folder.iterdir()):
             self.folder.rmdir()
 
-    def _commit(self) -> None:
-        for file in self._files:
-            file.flush()
-            os.fsync(file.fileno())
-        state = {"key": self.key, "counts": asdict(self.counts)}
-        replace_file(self.folder / _PROGRESS, json.dumps(state, indent=1).encode())
-        self._committed = time.monotonic()
 
-
-def _tokenize(settings: DataSettings, tokenizer: TextTokenizer, records: Records, partial: Path, progress: bool) -> TokenLog:
-    """All documents as ids, in the order of the source."""
-    source = open_source(settings, records)
-    # `on_bad_line` is not part of the key: after a bad line hours into the work, setting it to `skip` goes on from there.
-    content = content_settings(settings)
-    key = {name: content[name] for name in _TOKEN_KEYS if name != "on_bad_line"}
-    key |= {"source files": source.identity, "tokenizer fingerprint": tokenizer.fingerprint, "chunk bytes": CHUNK_BYTES}
-    if isinstance(records, ChatColumns):
-        key["chat template fingerprint"] = sha256(repr((records.template, records.tokens)).encode()).hexdigest()
-    log = TokenLog(partial, key, masked=settings.masks)
-    skip_bad = settings.on_bad_line == "skip"
-    if log.counts.skipped and not skip_bad:
-        raise InputError(f"{partial}: was made with data.on_bad_line: skip; set it to skip again, or remove that folder")
-    if log.counts.complete:
-        return log
-    file, processes, tail = partial / "tokenizer.json", usable_cores(), tail_of(records, tokenizer)
+def _tokenize(
+    settings: DataSettings, source: Source, records: Records, tokenizer: TextTokenizer, log: TokenLog, progress: bool
+) -> None:
+    """Put all documents of `source` into `log`, as ids, in their order."""
+    file, processes, tail = log.folder / "tokenizer.json", usable_cores(), tail_of(records, tokenizer)
     tokenizer.save(file)
-    say(f"reading {source.description} with {processes} processes", progress)
-    if log.counts.chunks:
-        say(f"going on after {log.counts.documents:,} documents that an earlier run has tokenised", progress)
+    say(f"reading {source.description} with {processes} processes, from document {log.counts.documents + 1:,} on", progress)
+    workers = TokenizerWorkers(processes, file, records, skip_bad=settings.on_bad_line == "skip", tail=tail)
     try:
-        with (
-            TokenizerWorkers(processes, file, records, skip_bad=skip_bad, tail=tail) as workers,
-            log.writing(),
-            Progress("tokenising", "tokens", progress, log.counts.tokens) as line,
-        ):
-            for result in workers.map(islice(source.chunks(), log.counts.chunks, None)):
+        with workers, Progress("tokenising", "tokens", progress, log.counts.tokens) as line:
+            for result in workers.map(islice(source.chunks(), log.chunks, None)):
                 log.append(result)
                 line.update(log.counts.tokens, result.progress, f"{log.counts.documents:,} documents")
-            if isinstance(source, FileSource) and source.identity != key["source files"]:
-                raise InputError(
-                    f"data.source: {settings.source}: has changed while it was read; run this again when it is still"
-                )
-            log.counts.complete = True
+        if source.identity != log.key["source files"]:
+            raise InputError(f"data.source: {settings.source}: has changed while it was read; run this again")
+        check_counts(settings, log.counts)
+        log.complete = True
     finally:
-        if not log.counts.documents:
-            log.remove()  # nothing worth resuming
-    check_counts(settings, log.counts)
-    return log
+        log.commit()
 
 
-def check_counts(settings: DataSettings, counts: TokenCounts) -> None:
+def check_counts(settings: DataSettings, counts: Counts) -> None:
     """InputError where a source holds nothing to train on."""
     if not counts.documents:
-        skipped = f", the first at {counts.first_skipped}" if counts.skipped else ""
         raise InputError(
-            f"data.source: {settings.source}: no document with any text: {counts.empty:,} records without any, "
-            f"{counts.skipped:,} malformed ones were skipped{skipped}"
+            f"data.source: {settings.source}: no document with any text: {counts.empty:,} records have none, and "
+            f"{counts.skipped:,} malformed ones were skipped (first: {counts.first_skipped})"
         )
     if not counts.trained:
         raise InputError(
@@ -272,37 +244,9 @@ def check_counts(settings: DataSettings, counts: TokenCounts) -> None:
         )
 
 
-def check_length(settings: DataSettings, tokens: int) -> None:
-    """InputError where a pack is so much longer than all text that memory, and the disk, would be filled with padding."""
-    if settings.length > max(tokens, _ANY_SOURCE):
-        raise InputError(f"data.length: {settings.length:,}, and {settings.source} gives {tokens:,} tokens; set a shorter one")
-
-
 def tail_of(records: Records, tokenizer: TextTokenizer) -> list[int]:
     """The ids after each document: EOS after texts; chats and tokens have their own."""
     return [tokenizer.end_of_text] if isinstance(records, TextTemplate) else []
-
-
-def _write_packs(
-    settings: DataSettings, tokenizer: TextTokenizer, records: Records, log: TokenLog, progress: bool
-) -> dict[str, Any]:
-    """Lay out the packs of both splits and write them; returns the manifest."""
-    check_length(settings, log.counts.tokens)
-    arranged = Arranged.of(log, settings, one_file=log.key["source files"].get("kind") == "text")
-    if (needed := arranged.bytes()) > (free := free_bytes(settings.packs)):
-        raise InputError(
-            f"{settings.packs}: the packs need {needed / 1e9:,.2f} GB and the disk has {free / 1e9:,.2f} GB; what is tokenised "
-            "is kept. Free some space and run this again"
-        )
-    with PackWriter(settings.packs, settings.length) as writer, Progress("packing", "packs", progress) as line:
-        written = 0
-        for split in arranged.layouts:
-            for count in arranged.write(writer, split, tokenizer.padding):
-                written += count
-                line.update(written, written / arranged.packs)
-        save_tokenizer(writer.folder, tokenizer, records)
-        statistics = arranged.statistics()
-        return writer.finish(settings=content_settings(settings), statistics=statistics, tokenizer=tokenizer.describe())
 
 
 def save_tokenizer(folder: Path, tokenizer: TextTokenizer, records: Records) -> None:

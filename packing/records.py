@@ -11,7 +11,7 @@ import json
 import re
 import string
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -39,33 +39,40 @@ class BadRecord(ValueError):
     """A record gives no text; the message says why, the caller adds where."""
 
 
-@dataclass
-class Documents:
-    """What a chunk holds, in order, and what was left out."""
+@dataclass(frozen=True)
+class Counts:
+    """What records are made into, and what is left out of them."""
 
-    documents: list[str] | list[Rendered] | list[Ids] = field(default_factory=list)
+    documents: int = 0
+    tokens: int = 0
+    trained: int = 0  # of the tokens, those that are to be learnt
     skipped: int = 0  # malformed records, with on_bad_line: skip
-    first_skipped: str | None = None  # where, and why
     empty: int = 0  # records without any text
+    first_skipped: str | None = None  # where, and why
+
+    def __add__(self, other: Counts) -> Counts:
+        names = ("documents", "tokens", "trained", "skipped", "empty")
+        sums = {name: getattr(self, name) + getattr(other, name) for name in names}
+        return Counts(**sums, first_skipped=self.first_skipped or other.first_skipped)
 
 
-def read_chunk(chunk: Chunk, records: Records, skip_bad: bool) -> Documents:
-    """The documents of `chunk`. A malformed record raises InputError with its place, or is counted with `skip_bad`."""
-    result = Documents()
+def read_chunk(chunk: Chunk, records: Records, skip_bad: bool) -> tuple[list[Any], Counts]:
+    """The documents of `chunk`, each a str, `Rendered` or `Ids`, and counts of what was left out. A malformed record raises
+    InputError with its place, or is counted with `skip_bad`."""
+    documents, skipped, empty = [], [], 0
     for place, record in _records(chunk, records):
         try:
             document = _of_file(record) if isinstance(record, Path) else records.fill(_parsed(record, records))
         except BadRecord as error:
             if not skip_bad:
                 raise InputError(f"{place}: {error}; or set data.on_bad_line: skip to leave such records out") from None
-            result.skipped += 1
-            result.first_skipped = result.first_skipped or f"{place}: {error}"
+            skipped.append(f"{place}: {error}")
             continue
         if document:
-            result.documents.append(document)
+            documents.append(document)
         else:
-            result.empty += 1
-    return result
+            empty += 1
+    return documents, Counts(skipped=len(skipped), empty=empty, first_skipped=skipped[0] if skipped else None)
 
 
 def _records(chunk: Chunk, records: Records) -> Iterator[tuple[str, bytes | Path | dict[str, Any]]]:
@@ -165,31 +172,19 @@ class Rendered:
 class ChatColumns:
     """Makes a chat of a record: from a column of messages, or from two that are a prompt and its response."""
 
-    messages: str | None
-    prompt: TextTemplate | None
-    response: TextTemplate | None
+    keys: str
+    columns: tuple[str, ...]
+    pair: tuple[TextTemplate, TextTemplate] | None  # a prompt and its response; None: the column holds messages
     template: str  # Jinja
-    tokens: tuple[tuple[str, str], ...] = ()  # what templates know of the tokenizer: ("bos_token", "<s>"), ...
-
-    @property
-    def keys(self) -> str:
-        return "data.messages" if self.messages is not None else "data.prompt and data.response"
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        if self.messages is not None:
-            return (self.messages,)
-        return tuple(dict.fromkeys([*self.prompt.columns, *self.response.columns]))
+    tokens: tuple[tuple[str, str], ...]  # what templates know of the tokenizer: ("bos_token", "<s>"), ...
 
     def fill(self, record: dict[str, Any]) -> Rendered:
-        """The chat that `record` holds, written out. Raises BadRecord, also where nobody answers or nothing is asked."""
-        if self.messages is not None:
-            chat = _messages(record[self.messages], self.messages)
+        """The chat that `record` holds, written out. Raises BadRecord, also where nobody answers."""
+        if self.pair is None:
+            chat = _messages(record, self.columns[0])
         else:
-            prompt, response = self.prompt.fill(record), self.response.fill(record)
-            if not prompt.strip():
-                raise BadRecord(f"the prompt (`{', '.join(self.prompt.columns)}`) is empty, so nothing would be masked")
-            chat = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+            roles = zip(("user", "assistant"), self.pair, strict=True)
+            chat = [{"role": role, "content": template.fill(record)} for role, template in roles]
         answers = [number for number, message in enumerate(chat) if message["role"] == "assistant" and _says_something(message)]
         if not answers:
             raise BadRecord("a chat without an answer: no message of the role `assistant` holds any text")
@@ -210,10 +205,7 @@ class ChatColumns:
             before, _ = self._render(chat[:number], add_generation_prompt=True)
             with_answer = text if number + 1 == len(chat) else self._render(chat[: number + 1])[0]
             if not (text.startswith(with_answer) and with_answer.startswith(before)):
-                raise BadRecord(
-                    f"the chat template writes message {number + 1} otherwise once others follow, or after the prompt for it, so "
-                    f"where the answer stands cannot be told; {_MARK}"
-                )
+                raise BadRecord(f"the chat template writes message {number + 1} otherwise once others follow; {_MARK}")
             spans.append((len(before), len(with_answer)))
         return spans
 
@@ -237,15 +229,12 @@ def _says_something(message: dict[str, Any]) -> bool:
     return bool(content.strip() if isinstance(content, str) else content) or bool(message.get("tool_calls"))
 
 
-def _messages(value: Any, column: str) -> list[dict[str, Any]]:
+def _messages(record: dict[str, Any], column: str) -> list[dict[str, Any]]:
     """The messages of a record, without keys that are null: tables give every message the keys of all."""
-    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
-        raise BadRecord(f"column `{column}` holds {type(value).__name__}, not a list of messages")
-    chat = [{key: item for key, item in message.items() if item is not None} for message in value]
-    for number, message in enumerate(chat, 1):
-        if not isinstance(message.get("role"), str):
-            raise BadRecord(f"message {number} of column `{column}` has no `role`; a message has a `role` and a `content`")
-    return chat
+    value = record[column]
+    if not isinstance(value, list) or not all(isinstance(message, dict) and message.get("role") for message in value):
+        raise BadRecord(f"column `{column}` holds no list of messages, each with a `role` and a `content`")
+    return [{key: item for key, item in message.items() if item is not None} for message in value]
 
 
 @dataclass(frozen=True)
@@ -253,7 +242,7 @@ class Ids:
     """A document that is tokens already."""
 
     tokens: np.ndarray  # [tokens] uint32
-    trained: np.ndarray | None  # [tokens] bool; None: all
+    trained: np.ndarray  # [tokens] bool
 
     def __bool__(self) -> bool:
         return len(self.tokens) > 0
@@ -275,13 +264,9 @@ class TokenColumns:
     def fill(self, record: dict[str, Any]) -> Ids:
         tokens = _numbers(record, self.input_ids)
         if len(wrong := tokens[(tokens < 0) | (tokens >= self.vocabulary)]):
-            raise BadRecord(
-                f"column `{self.input_ids}` holds the id {wrong[0]}, and the tokenizer has {self.vocabulary:,} ids; name the one "
-                "that it was made with (data.tokenizer)"
-            )
-        if self.labels is None:
-            return Ids(tokens.astype(np.uint32), None)
-        labels = _numbers(record, self.labels)
+            has = f"column `{self.input_ids}` holds the id {wrong[0]}, and the tokenizer has {self.vocabulary:,} ids"
+            raise BadRecord(f"{has}; name the one that it was made with (data.tokenizer)")
+        labels = _numbers(record, self.labels) if self.labels else tokens
         if len(labels) != len(tokens) or ((labels != tokens) & (labels != IGNORE)).any():
             raise BadRecord(
                 f"column `{self.labels}` is neither `{self.input_ids}` itself nor {IGNORE}; write it as the tokens themselves, "
@@ -292,13 +277,10 @@ class TokenColumns:
 
 def _numbers(record: dict[str, Any], column: str) -> np.ndarray:
     """The whole numbers of a column, [n] int64."""
-    try:
-        values = np.array(record[column] or [])
-    except ValueError:  # lists of several lengths
-        values = np.zeros(())
-    if values.ndim != 1 or (len(values) and values.dtype.kind != "i"):
+    values = record[column] or []
+    if not isinstance(values, list) or not all(isinstance(value, int) for value in values):
         raise BadRecord(f"column `{column}` holds no list of whole numbers")
-    return values.astype(np.int64)
+    return np.array(values, np.int64)
 
 
 def records_of(settings: DataSettings, tokenizer: TextTokenizer) -> Records:
@@ -312,32 +294,32 @@ def records_of(settings: DataSettings, tokenizer: TextTokenizer) -> Records:
     tokens = {f"{role}_token": tokenizer.tokenizer.id_to_token(number) for role, number in tokenizer.special.items()}
     if "eos_token" in template and "eos_token" not in tokens:
         raise InputError(
-            f"data.chat_template: writes `eos_token`, and the tokenizer {tokenizer.name} names no EOS token, so answers would "
-            "have no end; name one in its tokenizer_config.json as `eos_token`, or set a template without it"
+            f"data.chat_template: writes `eos_token`, which {tokenizer.name} does not have, so answers would have no end; name "
+            "one in its tokenizer_config.json, or set a template without it"
         )
-    prompt = settings.prompt and TextTemplate.parse(settings.prompt, "data.prompt")
-    response = settings.response and TextTemplate.parse(settings.response, "data.response")
-    return ChatColumns(settings.messages, prompt, response, template, tuple(sorted(tokens.items())))
+    named = tuple(sorted(tokens.items()))
+    if settings.messages is not None:
+        return ChatColumns("data.messages", (settings.messages,), None, template, named)
+    pair = TextTemplate.parse(settings.prompt, "data.prompt"), TextTemplate.parse(settings.response, "data.response")
+    columns = tuple(dict.fromkeys(pair[0].columns + pair[1].columns))
+    return ChatColumns("data.prompt and data.response", columns, pair, template, named)
 
 
 def chat_template(given: str | None, tokenizer: str) -> str:
     """The text of `data.chat_template`, or of the tokenizer's own where that is None. InputError where there is none."""
     if given is not None and ("{" in given or "\n" in given):
         return given
-    if given is not None:
-        try:
-            return Path(given).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"data.chat_template: {given}: no chat template that can be read: {one_line(error)}") from None
-    if file := file_of(tokenizer, CHAT_TEMPLATE, needed=False):
+    if given is not None and not Path(given).is_file():
+        raise InputError(f"data.chat_template: {given}: no such file; name a Jinja file, or write the template itself")
+    if file := Path(given) if given else file_of(tokenizer, CHAT_TEMPLATE, needed=False):
         return file.read_text(encoding="utf-8")
     config = file_of(tokenizer, "tokenizer_config.json", needed=False)
     template = load_object(config, REMEDY).get("chat_template") if config else None
     if isinstance(template, list):  # several, by name
         template = {each["name"]: each["template"] for each in template}.get("default")
-    if isinstance(template, str):
-        return template
-    raise InputError(
-        f"data.chat_template: the tokenizer {tokenizer} has no chat template to write chats with; set data.chat_template to a "
-        "Jinja file, or name a tokenizer that has one, as those of instruct models do"
-    )
+    if template is None:
+        raise InputError(
+            f"data.chat_template: the tokenizer {tokenizer} has no chat template to write chats with; set data.chat_template to "
+            "a Jinja file, or name a tokenizer that has one, as those of instruct models do"
+        )
+    return template

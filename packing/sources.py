@@ -46,10 +46,7 @@ _SUFFIXES = {
         *(".sh", ".sql", ".css"),
     },
 }
-_KNOWN = (
-    "JSONL (.jsonl), Parquet (.parquet), CSV (.csv, .tsv) and text (.txt, .md, .py, ...) are read, also as .gz or .zst; "
-    "a token .bin file is named in `data.packs`"
-)
+_KNOWN = "JSONL, Parquet, CSV and text (.txt, .md, .py, ...) are read, also as .gz or .zst; name a .bin file in `data.packs`"
 
 Place = dict[str, Any]  # in a source; empty at its beginning
 
@@ -324,6 +321,9 @@ class DatasetSource:
                 f"data.source: {self.name}: neither a file or folder here nor a dataset that can be loaded "
                 f"(data.subset: {settings.subset}, data.split: {settings.split}): {one_line(error)}"
             ) from None
+
+
+Source = FileSource | DatasetSource
 
 
 def _rows(table: pa.RecordBatch | pa.Table, origin: str, first: int, size: int) -> Iterator[Chunk]:

@@ -41,7 +41,7 @@ def make_tokenizer(
         nonlocal done
         with Progress("learning", "bytes", shown=True) as line:
             for chunk in source.chunks():
-                for text in read_chunk(chunk, template, settings.on_bad_line == "skip").documents:
+                for text in read_chunk(chunk, template, settings.on_bad_line == "skip")[0]:
                     yield text
                     done += len(text.encode())
                     if done >= most_bytes:

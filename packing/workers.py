@@ -22,23 +22,21 @@ from types import ModuleType
 import numpy as np
 
 from foundation.errors import InputError
-from packing.records import Ids, Rendered, read_chunk
+from packing.records import ChatColumns, Counts, Ids, Rendered, TokenColumns, read_chunk
 from packing.sources import Chunk, Records
 
 START = multiprocessing.get_context("spawn")
 
 
 @dataclass(frozen=True)
-class Tokenized:
-    """The documents of one chunk as ids."""
+class Tokens:
+    """Documents as ids, in the order of their source: those of a chunk, or of all."""
 
     tokens: np.ndarray  # [sum of lengths] uint32
     lengths: np.ndarray  # [documents] int64, EOS included
     trained: np.ndarray | None  # [sum of lengths] bool, which tokens are to be learnt; None: all
-    skipped: int
-    first_skipped: str | None
-    empty: int
-    progress: float | None
+    counts: Counts
+    progress: float | None = None  # as of its chunk
 
 
 class ChunkTokenizer:
@@ -52,45 +50,37 @@ class ChunkTokenizer:
         # It would add special tokens that nobody asks for, and take blanks out of offsets.
         self._tokenizer.post_processor = None
 
-    def __call__(self, chunk: Chunk) -> Tokenized:
-        """A document without tokens of its own is left out: many tokenizers give none for blanks."""
-        read = read_chunk(chunk, self._records, self._skip_bad)
-        documents, trained = read.documents, None
-        if documents and isinstance(documents[0], Ids):
-            ids = np.concatenate([each.tokens for each in documents])
-            lengths = np.array([len(each.tokens) for each in documents], np.int64)
-            trained = None if documents[0].trained is None else np.concatenate([each.trained for each in documents])
-        elif documents and isinstance(documents[0], Rendered):
-            ids, lengths, trained = self._of_chats(documents)
-        else:
-            ids, lengths = self._of_texts(documents)
-        empty = read.empty + len(documents) - len(lengths)
-        return Tokenized(ids, lengths, trained, read.skipped, read.first_skipped, empty, chunk.progress)
+    def __call__(self, chunk: Chunk) -> Tokens:
+        documents, left_out = read_chunk(chunk, self._records, self._skip_bad)
+        kinds = {ChatColumns: self._of_chats, TokenColumns: self._of_tokens}
+        ids, masks = kinds.get(type(self._records), self._of_texts)(documents)
+        tokens = np.concatenate([np.zeros(0, np.uint32), *ids])
+        trained = None if masks is None else np.concatenate([np.zeros(0, np.bool_), *masks])
+        learnt = len(tokens) if trained is None else int(np.count_nonzero(trained))
+        counts = left_out + Counts(len(ids), len(tokens), learnt, empty=len(documents) - len(ids))
+        return Tokens(tokens, np.array([len(each) for each in ids], np.int64), trained, counts, chunk.progress)
 
-    def _of_texts(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        ids: list[int] = []  # one list for all: an array for each short document would take more memory than its tokens
-        ends = [0]
-        # encode_batch_fast computes no character offsets.
-        for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False):
-            if own := encoding.ids:
-                ids += own
-                ids += self._tail
-                ends.append(len(ids))
-        return np.array(ids, np.uint32), np.diff(ends).astype(np.int64)
+    # Each returns the ids of documents [tokens] uint32 and which of them are to be learnt [tokens] bool, None for all. A document
+    # without tokens of its own is left out: many tokenizers give none for blanks.
 
-    def _of_chats(self, chats: list[Rendered]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _of_tokens(self, documents: list[Ids]) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
+        return [each.tokens for each in documents], [each.trained for each in documents] if self._records.labels else None
+
+    def _of_texts(self, texts: list[str]) -> tuple[list[np.ndarray], None]:
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)  # computes no character offsets
+        return [np.array(own + self._tail, np.uint32) for each in encodings if (own := each.ids)], None
+
+    def _of_chats(self, chats: list[Rendered]) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """A token is trained on where it has a character of an answer. A chat of which no token is has nothing to teach."""
-        ids: list[int] = []
-        ends, masks = [0], [np.zeros(0, bool)]
+        ids, masks = [], []
         encodings = self._tokenizer.encode_batch([chat.text for chat in chats], add_special_tokens=False)
         for chat, encoding in zip(chats, encodings, strict=True):
             begins, stops = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
             trained = np.logical_or.reduce([(begins < stop) & (stops > begin) for begin, stop in chat.answers])
             if trained.any():
-                ids += encoding.ids
-                ends.append(len(ids))
+                ids.append(np.array(encoding.ids, np.uint32))
                 masks.append(trained)
-        return np.array(ids, np.uint32), np.diff(ends).astype(np.int64), np.concatenate(masks)
+        return ids, masks
 
 
 class TokenizerWorkers:
@@ -110,9 +100,9 @@ class TokenizerWorkers:
     def __exit__(self, *exception: object) -> None:
         self._pool.shutdown(cancel_futures=True)
 
-    def map(self, chunks: Iterable[Chunk]) -> Iterator[Tokenized]:
+    def map(self, chunks: Iterable[Chunk]) -> Iterator[Tokens]:
         """Results in the order of `chunks`, up to 3 chunks a worker ahead. Raises the InputError of the first bad record."""
-        waiting: deque[Future[Tokenized]] = deque()
+        waiting: deque[Future[Tokens]] = deque()
         try:
             for chunk in chunks:
                 with _importing_nothing_of_the_caller():
@@ -152,5 +142,5 @@ def _begin(tokenizer: Path, records: Records, skip_bad: bool, tail: list[int]) -
     _worker = ChunkTokenizer(tokenizer, records, skip_bad=skip_bad, tail=tail)
 
 
-def _tokenize(chunk: Chunk) -> Tokenized:
+def _tokenize(chunk: Chunk) -> Tokens:
     return _worker(chunk)

@@ -29,7 +29,7 @@ def opened(source: Path | str, **more: Any) -> Any:
 
 def texts_of(source: Path | str, size: int | None = None, begin: dict | None = None, **more: Any) -> list[str]:
     reader = opened(source, **more)
-    chunks = [read_chunk(chunk, reader.records, skip_bad=False).documents for chunk in reader.chunks(begin, size)]
+    chunks = [read_chunk(chunk, reader.records, skip_bad=False)[0] for chunk in reader.chunks(begin, size)]
     return [text for documents in chunks for text in documents]
 
 
@@ -68,7 +68,7 @@ def test_reading_goes_on_behind_any_chunk(kind: str, documents: list[str], tmp_p
     path = written(tmp_path, kind, documents)
     source, before = opened(path), 0
     for chunk in source.chunks(size=20_000):
-        before += len(read_chunk(chunk, source.records, skip_bad=False).documents)
+        before += len(read_chunk(chunk, source.records, skip_bad=False)[0])
         place = json.loads(json.dumps(chunk.after))
         assert texts_of(path, 20_000, place) == documents[before:]
 
@@ -78,7 +78,7 @@ def test_a_streamed_dataset_yields_what_the_loaded_one_does(documents: list[str]
     source = opened("parquet", streaming=True)
     source._data = datasets.load_dataset("parquet", data_files=str(tmp_path / "*.parquet"), split="train", streaming=True)
     chunks = list(source.chunks(size=20_000))
-    assert [text for c in chunks for text in read_chunk(c, source.records, skip_bad=False).documents] == documents
+    assert [text for c in chunks for text in read_chunk(c, source.records, skip_bad=False)[0]] == documents
 
 
 def test_a_folder_is_read_in_order_without_hidden_files_and_packs(tmp_path: Path) -> None:
@@ -119,8 +119,8 @@ def test_a_malformed_line_is_named_or_skipped_and_counted(line: str, tmp_path: P
     with pytest.raises(InputError, match=r"x.jsonl:2: .*on_bad_line"):
         texts_of(path)
     source = opened(path)
-    texts = read_chunk(next(source.chunks()), source.records, skip_bad=True)
-    assert texts.documents == ["good", "too"] and texts.skipped == 1 and "x.jsonl:2" in texts.first_skipped
+    texts, counts = read_chunk(next(source.chunks()), source.records, skip_bad=True)
+    assert texts == ["good", "too"] and counts.skipped == 1 and "x.jsonl:2" in counts.first_skipped
 
 
 @pytest.mark.parametrize("kind", ["parquet", "csv", "dataset"])
