@@ -224,7 +224,7 @@ def test_a_single_text_file_holds_out_its_tail(tmp_path: Path, documents: list[s
     packs = open_packs(whole, "train")
     everything = np.concatenate([packs[index].input_ids[: packs.lengths(index).sum()] for index in range(len(packs))]).tolist()
     assert tokens["train"] + tokens["held_out"] == everything
-    assert len(tokens["held_out"]) == round(0.1 * len(everything)) == read_manifest(data.packs)["statistics"]["held_out_tail"]
+    assert len(tokens["held_out"]) == round(0.1 * len(everything))
 
 
 @pytest.mark.parametrize("content", ["", '{"text": ""}\n{"text": ""}\n'], ids=["no record", "empty records"])
