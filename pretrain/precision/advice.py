@@ -22,7 +22,7 @@ AGAINST_UNDERFLOW = {
 }
 # Where values are cut to the format's maximum, because scales from earlier steps lag behind values that grow.
 AGAINST_LATE_SCALES = (
-    "a larger `fp8_config.margin` leaves more room above the largest value seen; "
+    "`fp8_config.amax_compute_algo: max` or a larger `fp8_config.margin` leaves more room above the largest value seen; "
     "`precision=current` scales by the values themselves"
 )
 WIDER_GRADIENTS = "`fp8_config.fp8_format: HYBRID` keeps gradients in E5M2, whose range is 2**13 times as wide"

@@ -43,7 +43,7 @@ class AmaxHistory:
         settings = active.settings
         self.amax_history = torch.zeros(settings.amax_history_len, columns, device=device)
         self.scale = torch.ones(columns, device=device)
-        self._rule = (active.precision.grid(settings, role).maximum, settings.margin)
+        self._rule = (active.precision.grid(settings, role).maximum, settings.margin, settings.amax_compute_algo)
 
     @torch.no_grad()
     def update(self) -> None:

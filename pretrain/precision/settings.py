@@ -93,8 +93,8 @@ class LowPrecisionSettings(Settings):
     fp8_format: Literal["HYBRID", "E4M3"] | None = None  # HYBRID: gradients in E5M2, the rest in E4M3
     # Each one halves the scale, for room above the largest value seen.
     margin: Annotated[Count, Field(le=MOST_MARGIN)] | None = None
-    # Microbatches of which the largest value makes the scale.
-    amax_history_len: Annotated[PositiveCount, Field(le=2**20)] | None = None
+    amax_history_len: Annotated[PositiveCount, Field(le=2**20)] | None = None  # microbatches whose largest values are remembered
+    amax_compute_algo: Literal["max", "most_recent"] | None = None  # which of them makes the scale
     disable_rht: bool | None = None  # no random Hadamard transform of what the weight gradient multiplies
     disable_stochastic_rounding: bool | None = None  # gradients are rounded to nearest
 

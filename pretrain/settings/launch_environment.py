@@ -26,7 +26,7 @@ _PREFIX = "ACCELERATE_FP8_"
 _FP8 = "fp8"  # the `mixed_precision` with which accelerate reads an `fp8_config`
 
 # What accelerate sets for options of ours that its file leaves out.
-_FILLED_IN = {"fp8_format": "HYBRID", "margin": 0, "amax_history_len": 1024}
+_FILLED_IN = {"fp8_format": "HYBRID", "margin": 0, "amax_history_len": 1024, "amax_compute_algo": "most_recent"}
 
 # Keys of accelerate's that have no effect here: the value that asks for nothing, and what to do about any other.
 _WITHOUT_EFFECT = {
@@ -144,11 +144,9 @@ def _in_our_names(variables: dict[str, str]) -> dict[str, Any]:
     values["override_linear_precision"] = any(overridden)
     if "format" in values:  # the prefix has swallowed the beginning of `fp8_format`
         values["fp8_format"] = str(values.pop("format")).upper()
-    if "amax_history_length" in values:  # written by `accelerate config`, whose words `accelerate launch` does not know
-        values["amax_history_len"] = values.pop("amax_history_length")
-    # Scales always come of the history's largest value. `most_recent` may be what accelerate fills in.
-    for name in ("amax_compute_algo", "amax_compute_algorithm"):
-        values.pop(name, None)
+    for written, read in (("amax_history_length", "amax_history_len"), ("amax_compute_algorithm", "amax_compute_algo")):
+        if written in values:  # by `accelerate config`, whose words `accelerate launch` does not know
+            values[read] = values.pop(written)
     if "recipe" in values:
         values["recipe"] = str(values["recipe"]).lower()
     if str(values.get("backend")).upper() == "TE":  # `--fp8_backend te` on accelerate's own command line

@@ -55,7 +55,7 @@ class HistoryWatch:
         old_history, history = (of_all(state, "amax_history") for state in (self._before, self._context.state()))
         old_scale, scale = (of_all(state, "scale") for state in (self._before, self._context.state()))
         settings = self._active.settings
-        rule = (self._active.precision.grid(settings, role).maximum, settings.margin)
+        rule = (self._active.precision.grid(settings, role).maximum, settings.margin, settings.amax_compute_algo)
         right_history, right_scale = update_scale(torch.cat([history[-1:], old_history[1:]]), old_scale, *rule)
         moved = (history == right_history).all(0) & torch.isclose(history[-1], amax, rtol=NOTED, atol=0)
         moved &= torch.isclose(scale, right_scale, rtol=OF_THE_RULE, atol=0)

@@ -159,8 +159,9 @@ def test_compiled_quantizers_have_the_bits_of_plain_ones(name: str):
     report(lines)
 
 
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
 @pytest.mark.parametrize("margin", [0, 2])
-def test_the_delayed_update_is_that_of_the_fused_kernel(margin: int):
+def test_the_delayed_update_is_that_of_the_fused_kernel(algorithm: str, margin: int):
     """Idle tensors, infinities, NaN and values so small that the scale overflows are among 1,024 columns; five steps."""
     import transformer_engine_torch as tex
 
@@ -173,9 +174,9 @@ def test_the_delayed_update_is_that_of_the_fused_kernel(margin: int):
             newest = torch.exp(20 * torch.randn(1024, device="cuda", generator=generator))
             newest[::5], newest[1::50], newest[2::50], newest[3::50] = 0, torch.inf, torch.nan, 1e-40
             history[0], their_history[0] = newest, newest
-            history, scale = tensor.update_scale(history, scale, 448.0, margin)
+            history, scale = tensor.update_scale(history, scale, 448.0, margin, algorithm)
             tex.fused_amax_and_scale_update_after_reduction(
-                newest.clone(), [their_history], [their_scale], "max", te.DType.kFloat8E4M3, margin
+                newest.clone(), [their_history], [their_scale], algorithm, te.DType.kFloat8E4M3, margin
             )
             report(
                 differences(f"history of {length} after step {step}", history, their_history)

@@ -22,7 +22,12 @@ class Delayed(Current):
     description = "FP8 products; a scale a tensor, from the largest values of past microbatches"
     accelerate_name = "fp8"
     fallback_rank = 0
-    options: Mapping[str, Any] = {"fp8_format": "HYBRID", "margin": 0, "amax_history_len": 1024}
+    options: Mapping[str, Any] = {
+        "fp8_format": "HYBRID",
+        "margin": 0,
+        "amax_history_len": 1024,
+        "amax_compute_algo": "max",
+    }
     keeps_history = True
 
     def along_features(self, settings: OptionValues, role: Role) -> Quantize:
@@ -39,7 +44,7 @@ class Delayed(Current):
             "margin": settings.margin,
             "fp8_format": te.Format[settings.fp8_format],
             "amax_history_len": settings.amax_history_len,
-            "amax_compute_algo": "max",
+            "amax_compute_algo": settings.amax_compute_algo,
             "scaling_factor_compute_algo": None,
             "reduce_amax": True,  # over all ranks: every rank quantizes the same weight, and must do so with the same scale
         }

@@ -13,6 +13,8 @@ approximate.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -94,20 +96,22 @@ def quantize_by_amax(x: Tensor, amax: Tensor | None, grid: Grid) -> Quantized:
     return quantize(x, scale_from_amax(amax, grid.maximum), grid)
 
 
-def update_scale(amax_history: Tensor, scale: Tensor, maximum: float, margin: int) -> tuple[Tensor, Tensor]:
+def update_scale(
+    amax_history: Tensor, scale: Tensor, maximum: float, margin: int, algorithm: Literal["max", "most_recent"]
+) -> tuple[Tensor, Tensor]:
     """Delayed scaling at the end of a step: the new history and the scale of the next step.
 
     `amax_history` [length, n] FP32 holds in row 0 the amax of the step that ends and, in the last row, that of the step before;
     `scale` [n] FP32. Row 0 moves to the end, all others up by one, and row 0 is zero. The scale is `maximum` / 2**margin over the
-    history's largest value; where that is zero or not finite the scale stays. A column whose row 0 is zero belongs to a tensor
-    that the step did not quantize: it is left as it is.
+    history's largest value, or over row 0's (`most_recent`); where that is zero or not finite the scale stays. A column
+    whose row 0 is zero belongs to a tensor that the step did not quantize: it is left as it is.
 
     This is the fused kernel of TE's common/recipe/delayed_scaling.cu. TE's fallback in Python moves idle columns too.
     """
     newest = amax_history[0]
     seen = newest != 0
     rolled = torch.cat([torch.zeros_like(amax_history[:1]), amax_history.roll(-1, dims=0)[1:]])
-    largest = absolute_maximum(amax_history, dim=0)
+    largest = absolute_maximum(amax_history, dim=0) if algorithm == "max" else newest
     usable = seen & largest.isfinite() & (largest > 0)
     updated = torch.where(usable, scale_from_amax(largest, maximum * 2.0**-margin), scale)
     return torch.where(seen, rolled, amax_history), updated

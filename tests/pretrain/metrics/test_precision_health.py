@@ -32,6 +32,7 @@ def test_operands_that_lose_what_is_usual_raise_no_alarm(recipe):
     ("recipe", "settings", "record", "remedies"),
     [
         ("delayed", {"margin": 1}, operand(saturation=0.004), ["fp8_config.margin`", "precision=current"]),
+        ("delayed", {"amax_compute_algo": "most_recent"}, operand(saturation=0.004), ["amax_compute_algo: max"]),
         ("delayed", {"fp8_format": "E4M3"}, operand("grad_output", underflow=0.2), ["fp8_format: HYBRID"]),
         ("delayed", {"margin": 3}, operand("grad_output", underflow=0.2), ["smaller `fp8_config.margin`"]),
         ("delayed", {}, operand(underflow=0.2), ["amax_history_len`", "precision=block"]),

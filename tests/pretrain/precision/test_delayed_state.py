@@ -28,9 +28,9 @@ def backend(**options: Any) -> EmulationBackend:
 class PlainHistory:
     """One tensor's amaxes, newest noted in `[0]`, and its scale: the rule of delayed_scaling.cu, one number at a time."""
 
-    def __init__(self, length: int, maximum: float, margin: int) -> None:
+    def __init__(self, length: int, maximum: float, margin: int, algorithm: str) -> None:
         self.amaxes, self.scale = [0.0] * length, 1.0
-        self.maximum, self.margin = maximum, margin
+        self.maximum, self.margin, self.algorithm = maximum, margin, algorithm
 
     def note(self, values: Tensor) -> None:
         self.amaxes[0] = max(self.amaxes[0], values.abs().max().item())
@@ -38,7 +38,7 @@ class PlainHistory:
     def update(self) -> None:
         if self.amaxes[0] == 0:  # not quantized since the last update
             return
-        amax = max(self.amaxes)
+        amax = max(self.amaxes) if self.algorithm == "max" else self.amaxes[0]
         if math.isfinite(amax):
             self.scale = torch.tensor(self.maximum / 2**self.margin).div(amax).clamp(max=FP32_MAX).item()
         self.amaxes = [0.0, *self.amaxes[2:], self.amaxes[0]] if len(self.amaxes) > 1 else [0.0]
@@ -52,14 +52,14 @@ def amax_histories(emulation: EmulationBackend, name: str) -> list[tuple[list[fl
 
 
 @pytest.mark.parametrize("fp8_format", ["HYBRID", "E4M3"])
-@pytest.mark.parametrize(("length", "margin"), [(4, 0), (4, 2), (1, 1), (2, 0)])
-def test_histories_and_scales_are_those_of_a_plain_loop(fp8_format: str, length: int, margin: int) -> None:
-    emulation = backend(fp8_format=fp8_format, margin=margin, amax_history_len=length)
+@pytest.mark.parametrize(("length", "margin", "algorithm"), [(4, 0, "max"), (4, 2, "most_recent"), (1, 1, "max"), (2, 0, "max")])
+def test_histories_and_scales_are_those_of_a_plain_loop(fp8_format: str, length: int, margin: int, algorithm: str) -> None:
+    emulation = backend(fp8_format=fp8_format, margin=margin, amax_history_len=length, amax_compute_algo=algorithm)
     product = emulation.product("layer", SIZE, SIZE, bias=False)
     emulation.product("idle", SIZE, SIZE, bias=False)
     gradient_grid = E5M2 if fp8_format == "HYBRID" else E4M3
-    plain_x, plain_w = (PlainHistory(length, 448.0, margin) for _ in range(2))
-    plain_g = PlainHistory(length, gradient_grid.maximum, margin)
+    plain_x, plain_w = (PlainHistory(length, 448.0, margin, algorithm) for _ in range(2))
+    plain_g = PlainHistory(length, gradient_grid.maximum, margin, algorithm)
 
     torch.manual_seed(0)
     weight = torch.randn(SIZE, SIZE).bfloat16()

@@ -128,6 +128,7 @@ VALUES = {
     "fp8_format": ["HYBRID", "E4M3"],
     "margin": [0, 3],
     "amax_history_len": [1, 1024],
+    "amax_compute_algo": ["max", "most_recent"],
     "disable_rht": [False, True],
     "disable_stochastic_rounding": [False, True],
 }

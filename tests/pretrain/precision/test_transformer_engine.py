@@ -90,14 +90,10 @@ def test_without_options_te_recipes_are_its_defaults_whatever_the_environment_sa
     [
         (
             "delayed",
-            {"fp8_format": "E4M3", "margin": 2, "amax_history_len": 7},
-            {"fp8_format.name": "E4M3", "margin": 2, "amax_history_len": 7},
+            {"fp8_format": "E4M3", "margin": 2, "amax_history_len": 7, "amax_compute_algo": "most_recent"},
+            {"fp8_format.name": "E4M3", "margin": 2, "amax_history_len": 7, "amax_compute_algo": "most_recent"},
         ),
-        (
-            "delayed",
-            {},
-            {"reduce_amax": True, "amax_compute_algo": "max", "scaling_factor_compute_algo": None, "backward_override": None},
-        ),
+        ("delayed", {}, {"reduce_amax": True, "scaling_factor_compute_algo": None, "backward_override": None}),
         ("current", {"fp8_format": "E4M3"}, {"fp8_format.name": "E4M3"}),
         ("current", {}, {"fp8_gemm_fprop.use_split_accumulator": False, "fp8_gemm_wgrad.use_split_accumulator": True}),
         ("current", {}, {f"{key}.power_2_scale": False for key in FP8_QUANTIZATION}),

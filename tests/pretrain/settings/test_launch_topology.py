@@ -206,7 +206,7 @@ def test_fp8_as_accelerate_writes_it_is_delayed_scaling_with_its_history(tmp_pat
     fp8 |= {"amax_history_length": 16, "amax_compute_algorithm": "max", "override_linear_precision": (False, False, False)}
     environ = written(tmp_path, 4, distributed_type="MULTI_GPU", mixed_precision="fp8", fp8_config=fp8)
     recipe = settle(environ).recipe
-    assert (recipe.precision, recipe.fp8_config.amax_history_len) == ("delayed", 16)
+    assert (recipe.precision, recipe.fp8_config.amax_history_len, recipe.fp8_config.amax_compute_algo) == ("delayed", 16, "max")
 
 
 def test_processes_without_a_gpu_train_on_the_cpu_of_their_machine_together(tmp_path: Path) -> None:

@@ -118,12 +118,12 @@ def test_a_stale_scale_saturates_what_has_grown():
 # Delayed scaling's history
 
 
-def one_column(history: list[float], scale: float, maximum: float, margin: int) -> tuple[list[float], float]:
+def one_column(history: list[float], scale: float, maximum: float, margin: int, algorithm: str) -> tuple[list[float], float]:
     """TE's fused kernel for one scale, in scalar steps."""
     newest = history[0]
     if newest == 0:
         return history, scale
-    largest = max((value for value in history if not math.isnan(value)), default=0.0)
+    largest = max((value for value in history if not math.isnan(value)), default=0.0) if algorithm == "max" else newest
     if math.isfinite(largest) and largest > 0:
         with np.errstate(over="ignore"):
             scale = min(float(np.float32(maximum * 2.0**-margin) / np.float32(largest)), float(FP32_MAX))
@@ -141,12 +141,15 @@ def histories(draw: st.DrawFn, amax: st.SearchStrategy[float] = AMAX) -> Tensor:
     histories(AMAX | st.just(math.nan)),
     st.sampled_from([448.0, 57344.0]),
     st.integers(-2, 4),
+    st.sampled_from(["max", "most_recent"]),
 )
-def test_a_step_moves_the_history_and_sets_the_scale_as_the_fused_kernel(history: Tensor, maximum: float, margin: int):
+def test_a_step_moves_the_history_and_sets_the_scale_as_the_fused_kernel(
+    history: Tensor, maximum: float, margin: int, algorithm: str
+):
     scale = torch.arange(1, history.shape[1] + 1).float()
-    moved, updated = tensor.update_scale(history, scale, maximum, margin)
+    moved, updated = tensor.update_scale(history, scale, maximum, margin, algorithm)
     columns = zip(history.t().tolist(), scale.tolist(), strict=True)
-    expected = [one_column(column, old, maximum, margin) for column, old in columns]
+    expected = [one_column(column, old, maximum, margin, algorithm) for column, old in columns]
     torch.testing.assert_close(moved.t(), torch.tensor([column for column, _ in expected]), rtol=0, atol=0, equal_nan=True)
     assert torch.equal(updated, torch.tensor([new for _, new in expected]))
 
@@ -155,10 +158,11 @@ PYTHON_UPDATE = ("_amax_and_scale_update", "_compute_amax_and_update_history", "
 PYTHON_UPDATE += ("_update_amax_history", "_compute_scaling_factor", "_default_sf_compute")
 
 
-def test_a_step_is_that_of_transformer_engines_update_in_python(te_functions: Callable):
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+def test_a_step_is_that_of_transformer_engines_update_in_python(algorithm: str, te_functions: Callable):
     """On tensors that each step quantized, and but for the scale's last bit: there it differs from the fused update itself."""
     update = te_functions("pytorch/quantization.py", *PYTHON_UPDATE)["_amax_and_scale_update"]
-    recipe = SimpleNamespace(amax_compute_algo="max", margin=1, scaling_factor_compute_algo=None)
+    recipe = SimpleNamespace(amax_compute_algo=algorithm, margin=1, scaling_factor_compute_algo=None)
 
     @settings(deadline=None)
     @given(histories(st.floats(2.0**-60, 2.0**60, width=32) | st.just(math.inf)))
@@ -166,7 +170,7 @@ def test_a_step_is_that_of_transformer_engines_update_in_python(te_functions: Ca
         ours = (history, torch.ones(history.shape[1]))
         theirs = (history.clone(), torch.ones(history.shape[1]))
         for amax in (3.0, 0.25, 1e20):
-            ours = tensor.update_scale(*ours, 448.0, 1)
+            ours = tensor.update_scale(*ours, 448.0, 1, algorithm)
             update(*theirs, 448.0, recipe)
             assert torch.equal(ours[0], theirs[0])
             torch.testing.assert_close(ours[1], theirs[1], rtol=2**-23, atol=0)
@@ -181,7 +185,7 @@ def test_an_outlier_holds_the_scale_down_for_as_long_as_the_history():
     scales = []
     for amax in (1.0, 100.0, 1.0, 1.0, 1.0, 1.0):
         history[0] = amax
-        history, scale = tensor.update_scale(history, scale, 448.0, 0)
+        history, scale = tensor.update_scale(history, scale, 448.0, 0, "max")
         scales.append(scale.item())
     assert scales == pytest.approx([448, 4.48, 4.48, 4.48, 4.48, 448])
 
@@ -191,7 +195,7 @@ def test_a_larger_margin_gives_room_above_and_takes_it_below_until_nothing_is_le
     history, scale = torch.tensor([[1.0], [1.0]]), torch.ones(1)
 
     def quantized(margin: int, *values: float) -> list[float]:
-        _, updated = tensor.update_scale(history, scale, E4M3.maximum, margin)
+        _, updated = tensor.update_scale(history, scale, E4M3.maximum, margin, "max")
         return (tensor.quantize(torch.tensor([values]), updated, E4M3).codes / updated).flatten().tolist()
 
     assert quantized(0, 2.0, 2.0**-17) == [1.0, pytest.approx(2.0**-17, rel=0.5)], "cut off, and kept"
