@@ -40,38 +40,16 @@ from pretrain.metrics.profile import StepProfile
 from pretrain.metrics.run_folder import RunFolder, check_free
 from pretrain.metrics.trackers import resolve
 from pretrain.metrics.waited import Waited, since_the_command
-from pretrain.model.distributed import (
-    RANKS_WAIT,
-    as_accelerate_reads_it,
-    complete_topology,
-    end_processes,
-    largest_over_ranks,
-    placed_as_planned,
-    refused_together,
-    same_on_all_ranks,
-)
+from pretrain.model import distributed
 from pretrain.model.packed import forward_backward
 from pretrain.model.wrapping import wrap_layers
 from pretrain.optimizer import adamw, schedule
 from pretrain.plan.preflight import Job, prepare_job
 from pretrain.run import assembly as assembling
-from pretrain.run import determinism
-from pretrain.run.assembly import Assembly
-from pretrain.run.command_line import exit_status, parse_arguments
-from pretrain.run.evaluate import best_so_far, evaluate, evaluate_once, is_best
-from pretrain.run.export import export_trained, is_exported
-from pretrain.run.faults import explaining_errors, fault_of
-from pretrain.run.introduction import first_step, has_ended, introduce, warn_of_precisions
-from pretrain.run.keeping import check_room, conclude, leave, prepare_saves, save, save_last, sum_up, tell_saved
-from pretrain.run.microbatch import choose_microbatch
-from pretrain.run.parity import find_parity, require_parity
+from pretrain.run import command_line, evaluate, export, keeping, recording, resume, streaming, trials
 from pretrain.run.previews import plan_launch
-from pretrain.run.recording import due, end_records, log, record_of_step, recorder_of, statistics_of_step
-from pretrain.run.resume import begin_stream, keep_findings, new_past, take_up, where_to_resume
-from pretrain.run.rollback import halted, judge_weights, roll_back
-from pretrain.run.running import Run
-from pretrain.run.streaming import ending_stream, pack_stream, reading_stream, tell_stream, wait_for_packs
-from pretrain.run.switching import follow_the_schedule, go_on_as_scheduled
+from pretrain.run.recording import due
+from pretrain.run.running import Run, follow_the_schedule
 from pretrain.settings import config
 from pretrain.settings.launch_environment import with_precision
 from pretrain.settings.launch_topology import put_right
@@ -79,7 +57,7 @@ from pretrain.settings.launch_topology import put_right
 
 @record  # an error that is none of the user's: its traceback is in torchrun's table
 def main() -> int:
-    return exit_status(lambda: launch(parse_arguments(__doc__)))
+    return command_line.exit_status(lambda: launch(command_line.parse_arguments(__doc__)))
 
 
 # ── Act 1: settings, Accelerator, packs ───────────────────────────────────────────────────────────────────────────────────────
@@ -91,38 +69,41 @@ def launch(arguments: argparse.Namespace) -> int:
         return plan_launch(arguments)
     recipe = with_precision(config.load_recipe(arguments.recipe, arguments.overrides), os.environ)
     if recipe.deterministic:
-        determinism.begin(os.environ)
+        command_line.compute_in_a_fixed_order(os.environ)
     launched = put_right(recipe, os.environ, has_gpu=torch.accelerator.is_available())
-    with as_accelerate_reads_it():  # in no precision of its own: the linears are converted below
-        accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[RANKS_WAIT])
-    complete_topology(accelerator, launched.replicas)
+    with distributed.as_accelerate_reads_it():  # in no precision of its own: the linears are converted below
+        accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[distributed.RANKS_WAIT])
+    distributed.complete_topology(accelerator, launched.replicas)
 
-    main_process = accelerator.is_main_process
-    refused_together(lambda: main_process and check_free(config.run_dir_of(launched.recipe)))  # packs may take hours
+    main_process, run_dir = accelerator.is_main_process, config.run_dir_of(launched.recipe)
+    distributed.refused_together(lambda: main_process and check_free(run_dir))  # packs may take hours
     waited = Waited(shown=main_process, already=since_the_command())
     job = prepare_job(launched.recipe, accelerator, arguments.tokens_per_second, waited=waited)
     console = Console(job.plan.steps, enabled=main_process)
     for text in (*launched.notices, *job.notices):
         console.notice(text)
-    with refused_together(lambda: RunFolder(job.run_dir, owner=main_process)) as folder, ending_stream(job):
+    with (
+        distributed.refused_together(lambda: RunFolder(run_dir, owner=main_process)) as folder,
+        streaming.packing_stream(job, accelerator),
+    ):
         stopped_by = carry_out(job, accelerator, folder, console, waited, arguments)
-    end_processes(accelerator)  # nothing refers to the run any more
+    distributed.end_processes(accelerator)  # nothing refers to the run any more
     return 128 + stopped_by if stopped_by else 0  # what a shell reports for a process that a signal ended
 
 
-def carry_out(job: Job, *surroundings: Any) -> int | None:
-    """Build the run, train it, and finish unless a signal came first; returns the signal's number."""
-    with explaining_errors(job):
+def carry_out(job: Job, *surroundings: Any) -> int:
+    """Build the run, train it, and finish unless a signal came first; returns the signal's number, or 0."""
+    with command_line.explaining_errors(job):
         run = build(job, *surroundings)
+    if run is None:
+        return 0
     try:
-        with explaining_errors(run.job, run):
-            if run.begins and run.job.recipe.model.weights_source is not None:  # what the weights knew before
-                evaluate_once(run)
+        with command_line.explaining_errors(job, run):
+            if run.begins and job.recipe.model.weights_source is not None:  # what the weights knew before
+                evaluate.evaluate_once(run)
                 run.best = None  # the untrained model is no candidate for the best checkpoint
-            stopped_by = train(run)
-            if stopped_by is None:
-                stopped_by = finish(run)
-            end_records(run, stopped_by)
+            stopped_by = train(run) or finish(run)
+            recording.end_records(run, stopped_by)
             return stopped_by
     finally:
         run.checkpoints.close()
@@ -131,7 +112,7 @@ def carry_out(job: Job, *surroundings: Any) -> int | None:
 # ── Act 2: the model on its devices and audited, resumed where there is something to resume ───────────────────────────────────
 
 
-def assemble(job: Job, accelerator: Accelerator, waited: Waited | None = None) -> Assembly:
+def assemble(job: Job, accelerator: Accelerator, waited: Waited | None = None) -> assembling.Assembly:
     """The model of `job`, ready to train, and its optimizer. Each line changes what the next ones find: docs/architecture.md says
     why they stand in this order. Collective."""
     recipe, device, exact = job.recipe, accelerator.device, job.recipe.weights == "bf16_exact"
@@ -142,8 +123,8 @@ def assemble(job: Job, accelerator: Accelerator, waited: Waited | None = None) -
     compiled, cast_to = assembling.compiles_layers(job, device), assembling.working_dtype(job, accelerator)
     wrap_layers(model, recipe.model, cast_to=cast_to, compile_layers=compiled)
 
-    optimizer = adamw.build_optimizer(model, recipe.optimizer, exact=exact)
-    with placed_as_planned(accelerator, model, optimizer, job.compute_dtype, once_a_step=job.plan.devices.gathered):
+    optimizer, once_a_step = adamw.build_optimizer(model, recipe.optimizer, exact=exact), job.plan.devices.gathered
+    with distributed.placed_as_planned(accelerator, model, optimizer, job.compute_dtype, once_a_step=once_a_step):
         model, _ = accelerator.prepare(model, optimizer)  # around the optimizer comes what only FP16 needs
     assembling.give_values(built, optimizer, exact=exact)
     assembling.sum_gradients_apart(job, accelerator, model)
@@ -151,125 +132,129 @@ def assemble(job: Job, accelerator: Accelerator, waited: Waited | None = None) -
 
     around = {"attention": {"kind": attention.name, "reason": attention.reason}, "fused": fused}
     around["compiled"] = assembling.what_is_compiled(compiled, model)
-    assembly = Assembly(built.hf, model, optimizer, job.active, model.context, precisions, {})
+    assembly = assembling.Assembly(built.hf, model, optimizer, job.active, model.context, precisions, {})
     assembling.observe(job, accelerator, assembly, around, waited or Waited(shown=False))
     return assembly
 
 
 def build(
     job: Job, accelerator: Accelerator, folder: RunFolder, console: Console, waited: Waited, arguments: argparse.Namespace
-) -> Run:
-    """Returns the run before its first step, or its next: nothing but the steps is left to do. Collective; raises TrainingHalted
-    where parity failed."""
-    health, main_process = Health(job.recipe.health, job.precision_remedy), accelerator.is_main_process
-    job, checkpoints, source = where_to_resume(job, folder, arguments.resume, arguments.accept_changes)
-    warn_of_precisions(job, console)
-    pack_stream(job, accelerator)
+) -> Run | None:
+    """The run before its first step, or its next: nothing but the steps is left to do. None where an earlier start has done
+    all of it. Collective; raises TrainingHalted where parity failed."""
+    health, log = Health(job.recipe.health, job.precision_remedy), job.recipe.log
+    job, checkpoints, source = resume.where_to_resume(job, arguments.resume, arguments.accept_changes)
+    if source and source.step >= job.plan.steps and recording.is_over(job, folder, console, waited):
+        return None
+    recording.warn_of_precisions(job, console)
     assembly = assemble(job, accelerator, waited)
-    check_room(folder, job, assembly, checkpoints, source)
-
-    state, notes = TrainState(steps=job.plan.steps), []
+    keeping.check_room(job, assembly, checkpoints, source)
     if source:
         with waited.on("start", "reading the checkpoint"):
-            state, notes = take_up(source, checkpoints, job, assembly, health, accelerator)
+            state, notes = resume.restore(source, checkpoints, job, assembly, health, accelerator)
     else:
-        begin_stream(None, job)
+        state, notes = TrainState(steps=job.plan.steps), []
+        resume.begin_stream(None, job)
     with waited.on("checks", "finding the microbatch"):
-        job = job.with_microbatch(choose_microbatch(job, assembly, source.record if source else None, accelerator))
+        job = job.with_microbatch(trials.choose_microbatch(job, assembly, source.record if source else None, accelerator))
     if source:
         checkpoints.abandon_newer(state.step)
 
-    log_settings = job.recipe.log
+    main_process, path = accelerator.is_main_process, folder.path
     run = Run(
         job=job,
-        identity=job.identity,
         assembly=assembly,
         accelerator=accelerator,
         folder=folder,
+        checkpoints=checkpoints,
+        constants=keeping.constants_of(job, source, accelerator),
         state=state,
         begins=source is None or source.begins,
         resumed_step=state.step,
         health=health,
-        checkpoints=checkpoints,
-        recorder=recorder_of(job, assembly, accelerator),
-        trackers=resolve(log_settings, run_dir=folder.path, resumed_step=state.step, main_process=main_process),
-        precision_watch=assembly.precision_watch(log_settings.fp8_statistics, folder.path, state.step, main_process),
-        profile=StepProfile.of(folder.path, accelerator, state) if arguments.profile else None,
+        recorder=recording.recorder_of(job, assembly, accelerator),
+        trackers=resolve(log, run_dir=path, resumed_step=state.step, main_process=main_process),
+        precision_watch=assembly.precision_watch(log.fp8_statistics, path, state.step, main_process),
+        profile=StepProfile.of(path, accelerator, state) if arguments.profile else None,
         console=console,
         waited=waited,
-        past=source.past if source else new_past(job, accelerator),
+        stream=job.data.stream,
     )
     if source:
-        go_on_as_scheduled(run, source)
-    if not run.begins:
-        keep_findings(source, assembly, job)
-    parity, run.ended = find_parity(run), has_ended(run)
-    introduce(run, notes)
-    run.best = best_so_far(run)
-    prepare_saves(run)
-    require_parity(run, parity)
+        resume.resume_precision(run, source)
+        resume.keep_findings(source, run)
+    parity = trials.find_parity(run)
+    recording.introduce(run, notes)
+    run.best = evaluate.best_so_far(run)
+    keeping.prepare_saves(run)
+    trials.require_parity(run, parity)
     return run
 
 
 # ── Act 3: the training loop ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def train(run: Run) -> int | None:
-    """Step until the horizon, or until a signal asks any rank to stop; returns that signal's number."""
+def train(run: Run) -> int:
+    """Step until the horizon, or until a signal asks any rank to stop; returns that signal's number, or 0."""
     run.waited.go_on_to("training")
     run.assembly.model.train()
     with StopRequest(announced=run.accelerator.is_local_main_process) as stop:
         while not run.state.finished:  # once, and again after each rollback
-            tell_stream(run)
-            with run.job.batches(run.accelerator, run.state.shift).steps(*run.state.data_steps) as steps, reading_stream(run.job):
+            if run.stream:
+                streaming.tell_stream(run, run.stream)
+            batches = run.job.batches(run.accelerator, run.state.shift)
+            with batches.steps(*run.state.data_steps) as steps, run.stream.waiting() if run.stream else nullcontext():
                 if stopped_by := train_on(run, steps, stop):
                     return stopped_by
-    return None
+    return 0
 
 
-def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int | None:
-    """Step until these `steps` serve no more: to the horizon, a rollback, or a signal, whose number it returns."""
-    recipe, state, accelerator = run.job.recipe, run.state, run.accelerator
+def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int:
+    """Step until these `steps` serve no more: to the horizon, a rollback, or a signal, whose number it returns; else 0."""
+    recipe, state = run.job.recipe, run.state
 
-    def to_leave() -> int:
-        return fault_of(run, steps) or stop.requested or 0
+    def reason_to_stop() -> int:
+        return keeping.reason_to_stop(run, steps, stop)
 
     while not state.finished:
         profiling = run.profile.recording(state.step + 1) if run.profile else nullcontext()
-        with first_step(run), profiling, run.recorder.step():
-            asked = wait_for_packs(run, steps, to_leave)
-            if not asked:
+        with recording.first_step(run), profiling, run.recorder.step():
+            reason = streaming.wait_for_packs(run, steps, reason_to_stop) if run.stream else 0
+            if not reason:
                 figures, decision = train_step(run, next(steps))
-        if asked:
-            return leave(run, asked, steps)
-        tell_stream(run)
-        log(run, figures, data_wait_ms=steps.data_wait_ms, shown=due(state.step, recipe.log.every) or state.finished)
+        if reason:
+            return keeping.leave(run, reason, steps)
+        if run.stream:
+            streaming.tell_stream(run, run.stream)
+        recording.log(run, figures, data_wait_ms=steps.data_wait_ms)
         evaluates = due(state.step, recipe.evaluate.every) and not state.finished
         saves = due(state.step, recipe.checkpoint.every) or (evaluates and recipe.checkpoint.best)
         # After a skipped step too: the update before it may be to blame.
         if decision.action in ("update", "skip") and (saves or state.finished):
-            decision = judge_weights(run)
+            decision = keeping.judge_weights(run)
         if decision.action == "stop":
-            raise halted(run, decision)
+            raise keeping.halted(run, decision)
         if decision.action == "rollback":
-            return roll_back(run, decision.reason)
-        if is_confirming(run, state.step - 1) and accelerator.is_main_process:
+            resume.roll_back(run, decision.reason)
+            return 0
+        if is_confirming(run, state.step - 1) and run.accelerator.is_main_process:
             run.folder.write_json(run.folder.audit, run.assembly.audit)  # once more: the step has confirmed it
 
         # Between steps.
         if evaluates:
-            evaluate(run)
-        tell_saved(run)
-        if asked := largest_over_ranks(accelerator, to_leave()):
-            return leave(run, asked, steps)
-        if (due(state.step, recipe.checkpoint.every) or is_best(run)) and not state.finished:
-            save(run, behind=True)
-    return None
+            evaluate.evaluate(run)
+        keeping.tell_saved(run)
+        if reason := distributed.largest_over_ranks(run.accelerator, reason_to_stop()):
+            return keeping.leave(run, reason, steps)
+        if (due(state.step, recipe.checkpoint.every) or evaluate.is_best(run)) and not state.finished:
+            with run.waited.on("saves", f"saving step {state.step}"):
+                keeping.save(run, behind=True)
+    return 0
 
 
 def is_confirming(run: Run, steps: int) -> bool:
-    """Whether the step that follows `steps` is the first of this process, after a rollback, or of a phase: its products are held
-    to the audit."""
+    """Whether the step that follows `steps` steps is the first of this process, after a rollback, or of a phase: its products are
+    held to the audit."""
     plan = run.job.plan
     return steps == plan.done or (bool(plan.phases) and plan.begins_phase(steps))
 
@@ -277,12 +262,12 @@ def is_confirming(run: Run, steps: int) -> bool:
 def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDecision]:
     """One optimizer step; returns its part of the metrics, and what its health has decided."""
     plan, state, optimizer, context = run.job.plan, run.state, run.assembly.optimizer, run.assembly.context
-    recipe = plan.recipe
+    recipe, accelerator, model = plan.recipe, run.accelerator, run.assembly.model
     if plan.phases:
         follow_the_schedule(run)
     learning_rate = schedule.learning_rate(state.step, recipe.schedule, recipe.optimizer, state.steps)
     adamw.set_learning_rate(optimizer, learning_rate)
-    seed_step(recipe.seed, state.step, run.accelerator.process_index)
+    seed_step(recipe.seed, state.step, accelerator.process_index)
     if run.health.may_skip:
         context.keep_state()
 
@@ -290,48 +275,46 @@ def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDeci
     watching = run.precision_watch.watching(state.step + 1) if run.precision_watch else None
     audited = context.backend is not None and is_confirming(run, state.step)
     with run.assembly.confirming_audit(state.step + 1) if audited else nullcontext():
-        mean_loss = forward_backward(run.assembly.model, batches, run.accelerator, watching)
-    norm = adamw.gradient_norm(run.assembly.model.parameters())
-    parts = run.assembly.model.mean_parts(run.accelerator, batches.valid_tokens)
+        mean_loss = forward_backward(model, batches, accelerator, watching)
+    norm = adamw.gradient_norm(model.parameters())
+    parts = model.mean_parts(accelerator, batches.valid_tokens)
     figures = (mean_loss, norm) if parts is None else (parts[0], norm, parts[1])
     clip_coefficient = adamw.clip_coefficient(norm, recipe.optimizer.clip)
-    loss, gradient_norm, *penalty = same_on_all_ranks(run.accelerator, *figures)  # waits for the device
-
-    statistics = statistics_of_step(run)
+    loss, gradient_norm, *penalty = distributed.same_on_all_ranks(accelerator, *figures)  # waits for the device
+    statistics = recording.statistics_of_step(run)
 
     # Update, unless the figures say that it would do harm.
-    labelled = batches.valid_tokens > 0
-    can_go_back = run.checkpoints.latest is not None
+    labelled, can_go_back = batches.valid_tokens > 0, run.checkpoints.latest is not None
     decision = run.health.check(state.step + 1, loss, gradient_norm, can_go_back=can_go_back, labelled=labelled)
     if decision.proceed:
         optimizer.step(clip_coefficient=clip_coefficient)
     elif decision.action == "skip":
         context.go_back()
-    adamw.clear_gradients(optimizer, run.assembly.model)  # queued before what waits for the update
+    adamw.clear_gradients(optimizer, model)  # queued before what waits for the update
     state.advance(tokens=batches.tokens, valid_tokens=batches.valid_tokens, skipped=not decision.proceed)
     measured = {"learning_rate": learning_rate, "gradient_norm": gradient_norm}
-    return record_of_step(run, batches, decision, [loss, *penalty], measured, statistics), decision
+    return recording.record_of_step(run, batches, decision, [loss, *penalty], measured, statistics), decision
 
 
 # ── Act 4: what is kept ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def finish(run: Run) -> int | None:
-    """Save, evaluate once more, export, and say where everything is. A finished run started again does what is still missing.
+def finish(run: Run) -> int:
+    """Save, evaluate once more, export, and say where everything is.
 
-    Returns the number of a signal that came during the save, after which nothing more is done."""
+    Returns the number of a signal that came during the save, after which nothing more is done, or 0."""
     run.waited.go_on_to("end")
-    if asked := save_last(run):  # first: an evaluation that takes long, or fails, must not cost what was trained
-        return asked
-    evaluate_once(run)
-    if is_best(run) and run.state.step > run.resumed_step:
-        save(run)  # where `at_end` has not
-    finished = sum_up(run)
-    if run.job.recipe.checkpoint.at_end and not is_exported(run):
+    if stopped_by := keeping.save_last(run):  # first: an evaluation that takes long, or fails, must not cost what was trained
+        return stopped_by
+    evaluate.evaluate_once(run)
+    if evaluate.is_best(run) and run.state.step > run.resumed_step:
+        keeping.save(run)  # where `at_end` has not
+    finished = recording.sum_up(run)
+    if run.job.recipe.checkpoint.at_end:
         with run.waited.on("saves", "writing final/", "tensors", total=len(run.assembly.tensors)):
-            export_trained(run, finished)
-    conclude(run, finished)
-    return None
+            export.export_trained(run, finished)
+    recording.conclude(run, finished)
+    return 0
 
 
 if __name__ == "__main__":

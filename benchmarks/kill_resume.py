@@ -35,8 +35,7 @@ import yaml
 from benchmarks.machine import LAUNCH, ROOT, finish, measured_on, start, write
 from foundation.integrity import find_damage
 from packing.arrow import Pack, PackWriter
-from pretrain.checkpoint.folders import step_folders
-from pretrain.checkpoint.manifest import read_manifest
+from pretrain.checkpoint.folders import read_manifest, step_folders
 from pretrain.metrics.run_folder import describe_environment
 from pretrain.metrics.run_record import read_metrics
 

@@ -306,7 +306,7 @@ def launcher_here(caches: str) -> Callable[..., tuple[int, str, str]]:
 
     import train_accelerate
     from pretrain import __main__ as pretrain
-    from pretrain.run import keeping
+    from pretrain.run import recording
     from tests import blank_picture
 
     def run(*arguments: str) -> tuple[int, str, str]:
@@ -314,7 +314,7 @@ def launcher_here(caches: str) -> Callable[..., tuple[int, str, str]]:
         warnings = logging.StreamHandler(err)  # where the launcher finds logging set up, as it is under pytest, it adds none
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
             patch.setattr(sys, "argv", ["train_accelerate.py", *arguments])
-            patch.setattr(keeping, "plot_losses", blank_picture.plot_losses)
+            patch.setattr(recording, "plot_losses", blank_picture.plot_losses)
             patch.setenv("ACCELERATE_USE_CPU", "true")
             patch.setenv("XDG_CACHE_HOME", caches)
             AcceleratorState._reset_state(reset_partial_state=True)  # accelerate keeps its state in the process

@@ -93,10 +93,10 @@ def _launch(
 
     import train_accelerate
     from pretrain.metrics.jsonl import JsonlTracker
-    from pretrain.run import keeping
+    from pretrain.run import recording
     from tests.blank_picture import plot_losses
 
-    keeping.plot_losses = plot_losses
+    recording.plot_losses = plot_losses
     write = JsonlTracker.log
 
     def log_and_tell(tracker: JsonlTracker, values: dict[str, Any], *args: Any, **options: Any) -> None:

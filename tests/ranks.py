@@ -154,10 +154,10 @@ def _launch(
 ) -> None:
     _begin(environment, logs)
     import train_accelerate
-    from pretrain.run import keeping
+    from pretrain.run import recording
     from tests.blank_picture import plot_losses
 
-    keeping.plot_losses = plot_losses
+    recording.plot_losses = plot_losses
     if machine is not None:
         os.chdir(machine)
     sys.argv = ["train_accelerate.py", *arguments]

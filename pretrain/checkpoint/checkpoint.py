@@ -1,19 +1,6 @@
-"""Checkpoints that are complete or absent, never half, and that any world size can load.
+"""The checkpoints of a run: complete or absent, never half, and loaded by any number of processes. folders.py shows them.
 
-    checkpoints/                                  on a disk that all processes share
-      step-00000100/                              complete
-        model-00000-of-00002.safetensors          parameters under their Hugging Face names, by rank
-        optimizer-00000-of-00002.safetensors
-        state.json                                step, tokens and what defines the training
-        manifest.json                             sizes, SHA-256 and tensor index; written last
-      .partial-step-00000200/                     while it is written; once its manifest is there, only the name is missing
-      abandoned-step-00000150/                    a run went back to before it; deleted when the run has saved its next one
-      replaced-step-00000160/                     damaged; kept for the user to look at or remove
-      .removed-step-00000050/                     while it is deleted
-
-Each file is flushed to the disk, the manifest comes last, and only then does the folder get its name. So a process may die at any
-instruction, and the machine at any moment: a folder named step-* is whole. Disks still flip bits and people still copy folders
-halfway, so every byte is hashed again before it is trusted.
+Disks flip bits and people copy folders halfway, so every byte is hashed again before it is trusted.
 """
 
 from __future__ import annotations
@@ -25,11 +12,10 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed
 from torch import Tensor
@@ -41,22 +27,19 @@ from foundation.reading import load_object
 from foundation.units import GIB, duration, memory
 from pretrain.checkpoint.folders import (
     ABANDONED_STEP,
-    REPLACED_STEP,
-    abandoned,
+    STATE,
+    Manifest,
+    TensorEntry,
     finish_renames,
-    looks_complete,
-    make_empty,
-    move_aside,
-    partial_folder,
+    read_manifest,
     remove,
+    set_aside,
     step_folder,
     step_folders,
     step_of,
 )
-from pretrain.checkpoint.manifest import STATE, Manifest, TensorEntry, read_manifest
-from pretrain.checkpoint.saving import PendingSave
+from pretrain.checkpoint.saving import PendingSave, Staging
 from pretrain.checkpoint.shards import PART_BYTES, ShardBlock, block_of, lay_out, load_tensors, mismatches, rank_stem
-from pretrain.checkpoint.staging import Files, Staging, bytes_staged, gpu_of, room_for
 from pretrain.model.distributed import from_all_ranks, in_a_group, local_part
 
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -64,17 +47,7 @@ _AFTER_AN_ERROR = 20.0  # seconds: how long a process that ends by an error wait
 _SEEN_WITHIN = 5.0  # seconds: a network disk may show a new file late
 _log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 Tensors = Mapping[str, Tensor]
-Blocks = dict[str, dict[str, ShardBlock]]  # by kind: what a rank holds of each tensor
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """Which rank writes what, for as long as all ranks hold the same blocks."""
-
-    mine: Blocks
-    index: dict[str, dict[str, TensorEntry]]
 
 
 class Checkpoints:
@@ -86,120 +59,95 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int, *, before: int | None = None, part_bytes: int = PART_BYTES) -> None:
         """`keep`: the newest so many are kept, and the newest up to step `before`, where the rate begins to fall."""
-        self.folder = folder
-        self.keep = keep
-        self.before = before
+        self.folder, self.keep, self.before = folder, keep, before
         self.part_bytes = part_bytes
         self.rank = torch.distributed.get_rank() if in_a_group() else 0
         self.world_size = torch.distributed.get_world_size() if in_a_group() else 1
-        self.current: Path | None = None  # what the tensors in memory were last saved to or loaded from
+        self.latest: Path | None = None  # what is being written, or the tensors in memory were last saved to or loaded from
         self.damaged: dict[Path, list[str]] = {}  # seen by newest(): what is wrong with each
         self._verified: Path | None = None  # intact when newest() looked: load() need not hash it again
-        self._layout: _Layout | None = None
+        self._blocks: dict[str, dict[str, ShardBlock]] = {}  # what this rank holds of each tensor
+        self._index: dict[str, dict[str, TensorEntry]] = {}  # which rank writes what, while all hold these blocks
+        self._needed = 0  # bytes of the save under way
         self._staging = Staging()
-        self._reserving: Future[None] | None = None
         self._pending: PendingSave | None = None
-        self._news: list[str] = []
+        self._before_pending: Path | None = None  # `latest` before the save under way
+        self._news: list[tuple[Path, float, float | None]] = []
 
     # ── Saving ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def save(self, step: int, model: Tensors, optimizer: Tensors, state: Mapping[str, Any], *, spared: int | None = None) -> Path:
-        """Write checkpoint `step`, then prune; returns its path. One just saved or loaded is not written again.
+    def prepare(self, model: Tensors, optimizer: Tensors) -> None:
+        """Make ready what the first save behind the training would otherwise wait for: who writes what, and the memory, taken in
+        a thread."""
+        self._staging.reserve(self._my_files({"model": model, "optimizer": optimizer}))
 
-        `spared`: the step of a checkpoint that is not pruned, however old it is.
+    def save(
+        self,
+        step: int,
+        model: Tensors,
+        optimizer: Tensors,
+        state: Mapping[str, Any],
+        *,
+        spared: int | None = None,
+        behind: bool = False,
+    ) -> Path:
+        """Write checkpoint `step`, then prune; returns its path. One just saved or loaded is not written again.
 
         `model` holds parameters and persistent buffers by Hugging Face name (a tied tensor once), `optimizer` whatever tensors
         the optimizer keeps, under names that a later run gives them again; both on any device, plain or DTensor. `state` is JSON.
-        Raises InputError where it cannot be written (disk full, read-only, out of memory); what was saved before stays.
+        `spared`: the step of a checkpoint that is not pruned, however old it is. `behind`: return as soon as the tensors are
+        copied, which may change while the copies are written; where the host's memory has no room for them, once this process's
+        part is written.
+
+        Raises InputError where it cannot be written (disk full, read-only), of one `behind` at the next call; what was saved
+        before stays.
         """
-        self._begin(step, model, optimizer, state, spared, copied=False)
-        self.wait()
-        self._prune(self.current, spared)  # once more, for a step that was there already and is now the one that is spared
-        return self.current
-
-    def begin(
-        self, step: int, model: Tensors, optimizer: Tensors, state: Mapping[str, Any], *, spared: int | None = None
-    ) -> None:
-        """Saves as `save` does, but returns as soon as the tensors are copied: they may change while the copies are written.
-
-        Raises InputError where the save before this one has failed. Where the host's memory has no room for the copies, this
-        process returns once its part is written, and says so.
-        """
-        self._begin(step, model, optimizer, state, spared, copied=True)
-
-    def prepare(self, model: Tensors, optimizer: Tensors) -> None:
-        """Make ready what the first `begin` would otherwise wait for: who writes what, and the memory, taken in a thread."""
-        files = self._my_files({"model": model, "optimizer": optimizer})
-        if room_for(bytes_staged(files)):
-            thread = ThreadPoolExecutor(1)
-            self._reserving = thread.submit(self._staging.reserve, bytes_staged(files), gpu_of(files))
-            thread.shutdown(wait=False)
+        final = step_folder(self.folder, step)
+        if final != self.latest:
+            self._begin(final, model, optimizer, state, spared, behind=behind)
+        if not behind:
+            self.wait()
+            self._prune(final, spared)  # once more, for a step that was there already and is now the one that is spared
+        return final
 
     def _begin(
-        self, step: int, model: Tensors, optimizer: Tensors, state: Mapping[str, Any], spared: int | None, *, copied: bool
+        self, final: Path, model: Tensors, optimizer: Tensors, state: Mapping[str, Any], spared: int | None, *, behind: bool
     ) -> None:
-        final = step_folder(self.folder, step)
-        if final == self.latest:
-            return
-        entered = time.perf_counter()
-        self.wait()
         began = time.perf_counter()
-        partial, groups = partial_folder(final), {"model": model, "optimizer": optimizer}
-        state_json = json.dumps(dict(state), indent=1, allow_nan=False).encode()
+        self.wait()  # for a slower save before this one, which counts as a part of the time that training stops
+        files = self._my_files({"model": model, "optimizer": optimizer})
         self._needed = bytes_needed(model, optimizer)
-        files = self._my_files(groups)
-        try:
-            self._on_every_rank(lambda: self.rank == 0 and make_empty(partial))
-        except OSError as refusal:
-            raise InputError(self._describe(refusal, step)) from None
-        to_write, written_first = self._copy(files) if copied else (files, True)
-        stopped = time.perf_counter() - entered  # the wait for a slower save before this one counts
+        copies = self._staging.copy(files) if behind else None
+        stopped = time.perf_counter() - began
 
         def afterwards() -> None:
-            remove(self.folder, abandoned(self.folder))
+            remove(self.folder, list(self.folder.glob(f"{ABANDONED_STEP}step-*")))
             self._prune(final, spared)
-            behind = "" if written_first else f"; training stopped for {duration(stopped)}"
-            self._news.append(f"saved {final} in {duration(time.perf_counter() - began)}{behind}")
+            self._news.append((final, time.perf_counter() - began, stopped if copies else None))
 
-        manifest = Manifest(step, self.world_size, [], self._layout.index["model"], self._layout.index["optimizer"])
-        self._pending = PendingSave(partial, final, to_write, manifest, state_json, self.rank, afterwards)
-        if written_first:
+        manifest = Manifest(step_of(final), self.world_size, [], self._index["model"], self._index["optimizer"])
+        state_json = json.dumps(dict(state), indent=1, allow_nan=False).encode()
+        self._pending = PendingSave(final, copies or files, manifest, state_json, self.rank, afterwards)
+        self._before_pending, self.latest = self.latest, final
+        if behind and copies is None:
+            _log.warning("rank %d: host memory has no room for copies, so training stops while its part is written", self.rank)
             self._pending.written.exception()
 
-    def _copy(self, files: Files) -> tuple[Files, bool]:
-        """Copies of the tensors, and whether they must be written before the tensors may change, because there was no room."""
-        if self._reserving is not None:
-            self._reserving.result()
-            self._reserving = None
-        needed = bytes_staged(files)
-        if not self._staging.holds(needed) and not (room_for(needed) and self._staging.reserve(needed, gpu_of(files))):
-            if self.rank == 0:
-                _log.warning(
-                    "host memory has no room for copies of %s a process, so training stops while a checkpoint is written",
-                    memory(needed / GIB),
-                )
-            return files, True
-        return self._staging.copy(files), False
-
     def _my_files(self, groups: Mapping[str, Tensors]) -> dict[str, dict[str, Tensor]]:
-        """What this rank writes, by file; as the ranks agree on it. Exchanged again only where a rank's blocks have changed."""
+        """What this rank writes, by file; as the ranks agree on it. Exchanged again only where blocks have changed, as they do on
+        all ranks at once."""
         mine = {kind: {name: block_of(tensor) for name, tensor in group.items()} for kind, group in groups.items()}
-        if not all(from_all_ranks(self._layout is not None and self._layout.mine == mine)):
+        if mine != self._blocks:
             offers = from_all_ranks(mine)
-            index = {kind: lay_out(kind, [offer[kind] for offer in offers], self.part_bytes) for kind in groups}
-            self._layout = _Layout(mine, index)
+            self._blocks = mine
+            self._index = {kind: lay_out(kind, [offer[kind] for offer in offers], self.part_bytes) for kind in groups}
         files: dict[str, dict[str, Tensor]] = {}
         for kind, group in groups.items():
-            for name, entry in self._layout.index[kind].items():
+            for name, entry in self._index[kind].items():
                 for piece in entry.pieces:
                     if piece.file.startswith(rank_stem(kind, self.rank, self.world_size)):
                         files.setdefault(piece.file, {})[name] = local_part(group[name])
         return files
-
-    @property
-    def latest(self) -> Path | None:
-        """The checkpoint that is being written, else `current`; not collective."""
-        return self._pending.final if self._pending else self.current
 
     @property
     def failed(self) -> bool:
@@ -208,70 +156,63 @@ class Checkpoints:
 
     def news(self) -> list[str]:
         """What was saved since the last call, one line each; not collective, and only the first rank knows."""
-        news, self._news = self._news, []
-        return news
+        lines, self._news = self._news, []
+        stops = ["" if stopped is None else f"; training stopped for {duration(stopped)}" for *_, stopped in lines]
+        return [f"saved {path} in {duration(taken)}{stop}" for (path, taken, _), stop in zip(lines, stops, strict=True)]
 
     def wait(self) -> None:
         """Return when the save under way, if there is one, is complete. InputError on all ranks where it has failed on any."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        try:
-            self._on_every_rank(lambda: _result(pending.written))
-            self._on_every_rank(lambda: pending.completed and _result(pending.completed))
-        except OSError as refusal:
+        failures = self._failures(pending.written) or self._failures(pending.completed)
+        if failures:
             pending.give_up()
+            self.latest = self._before_pending
             if self.rank == 0:
                 shutil.rmtree(pending.partial, ignore_errors=True)
-            raise InputError(self._describe(refusal, step_of(pending.final))) from None
-        self.current = pending.final
+            raise InputError(self._describe(*failures[0], step_of(pending.final)))
         self.damaged.pop(pending.final, None)  # it is a new one now
+
+    def _failures(self, future: Future[Any] | None) -> list[tuple[int, str]]:
+        """The errno and the reason of each rank whose `future` has failed, whatever with. Waits for all of them."""
+        error, failure = future.exception() if future else None, None
+        if error is not None:
+            reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+            failure = getattr(error, "errno", None) or 0, f"{reason} (rank {self.rank})"
+        return [each for each in from_all_ranks(failure) if each is not None]
+
+    def _describe(self, number: int, reason: str, step: int) -> str:
+        before = f"{self.latest} is untouched" if self.latest else "no earlier checkpoint was touched"
+        space = f"it takes {memory(self._needed / GIB)}, {memory(free_bytes(self.folder) / GIB)} are free"
+        remedy = "free space there, or set a `run_dir` on a larger disk" if number in _DISK_FULL else "check that folder"
+        return (
+            f"{self.folder}: the checkpoint of step {step} could not be saved: {reason}; {space}; {before}. {remedy}, "
+            "then start the same command again to resume"
+        )
 
     def close(self) -> None:
         """Return when no thread of this process writes any more. For a process that may end by an error: not collective."""
         if self._pending is not None:
-            self._pending.patience = _AFTER_AN_ERROR
-            self._pending.join()
-
-    def _on_every_rank(self, work: Callable[[], T]) -> list[T]:
-        """What `work` returned on each rank, once all are done. Where it failed on any, all raise an OSError with the reason."""
-        try:
-            outcome: T | OSError = work()
-        except OSError as error:
-            outcome = OSError(error.errno, f"{error.strerror or error} (rank {self.rank})")
-        outcomes = from_all_ranks(outcome)
-        if refusals := [each for each in outcomes if isinstance(each, OSError)]:
-            raise refusals[0]
-        return outcomes
-
-    def _describe(self, refusal: OSError, step: int) -> str:
-        before = f"{self.current} is untouched" if self.current else "no earlier checkpoint was touched"
-        space = f"it takes {memory(self._needed / GIB)}, {memory(free_bytes(self.folder) / GIB)} are free"
-        remedy = "free space there, or set a `run_dir` on a larger disk" if refusal.errno in _DISK_FULL else "check that folder"
-        return (
-            f"{self.folder}: the checkpoint of step {step} could not be saved: {refusal.strerror}; {space}; {before}. {remedy}, "
-            "then start the same command again to resume"
-        )
+            self._pending.give_up(patience=_AFTER_AN_ERROR)
 
     # ── Which are kept, and which is the newest ───────────────────────────────────────────────────────────────────────────────
 
-    def _prune(self, newest: Path | None, spared: int | None) -> None:
+    def _prune(self, newest: Path, spared: int | None) -> None:
         """Remove all but the `keep` newest checkpoints, that of step `spared` and the newest up to step `before`, when `newest`
         is what was saved last; not collective. Damaged checkpoints are neither removed nor counted."""
-        if self.rank == 0 and newest is not None and newest.parent == self.folder:
-            steps = [path for path in step_folders(self.folder) if step_of(path) <= step_of(newest)]
-            intact = [path for path in steps if path not in self.damaged and looks_complete(path)]
-            early = next((path for path in intact if self.before is not None and step_of(path) <= self.before), None)
-            remove(self.folder, [path for path in intact[self.keep :] if path != early and step_of(path) != spared])
+        if self.rank == 0 and newest.parent == self.folder:
+            steps = [path for path in step_folders(self.folder) if step_of(path) <= step_of(newest) and path not in self.damaged]
+            early = next((path for path in steps if self.before is not None and step_of(path) <= self.before), None)
+            remove(self.folder, [path for path in steps[self.keep :] if path != early and step_of(path) != spared])
 
     def abandon_newer(self, step: int) -> None:
-        """Rename every checkpoint after `step`, for a run that goes on from `step`: otherwise the next automatic resume would
-        continue the abandoned training. They are deleted when the run has saved its next checkpoint; damaged ones are not."""
+        """Set every checkpoint after `step` aside, for a run that goes on from `step`: otherwise the next automatic resume would
+        continue the abandoned training. They are deleted when the run has saved its next checkpoint."""
         self.wait()
         if self.rank == 0:
             for path in [path for path in step_folders(self.folder) if step_of(path) > step]:
-                aside = move_aside(path, REPLACED_STEP if path in self.damaged else ABANDONED_STEP)
-                _log.warning("%s was renamed to %s: the run goes on from step %d", path, aside.name, step)
+                _log.warning("%s was renamed to %s: the run goes on from step %d", path, set_aside(path).name, step)
         from_all_ranks(None)  # nobody looks before all have their names
 
     def newest(self, *, before: int | None = None, look_only: bool = False) -> Path | None:
@@ -320,7 +261,7 @@ class Checkpoints:
             remedy = "Resume with the recipe it was made by, or set another `run_dir`"
             raise InputError(f"{path}: does not fit this run: {'; '.join(differing)}. {remedy}")
         notes = [f"{kind}: {note}" for kind, tensors, index in parts for note in load_tensors(path, index, tensors)]
-        self.current = path
+        self.latest = path
         return notes
 
     def _require_intact(self, path: Path) -> None:
@@ -340,12 +281,7 @@ class Checkpoints:
         return list(dict.fromkeys(problem for rank in from_all_ranks(problems) for problem in rank))
 
 
-def _result(future: Future[T]) -> T:
-    """The result of a saving thread's work; OSError for whatever it raised, so that all ranks are told."""
-    error = future.exception()
-    if error is not None and not isinstance(error, OSError):
-        raise OSError(errno.EIO, f"{type(error).__name__}: {error}") from error
-    return future.result()
+# ── The disk ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def bytes_needed(model: Tensors, optimizer: Tensors) -> int:

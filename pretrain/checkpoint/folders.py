@@ -1,21 +1,54 @@
-"""Checkpoint folders by their names: made, completed, abandoned, deleted. checkpoint.py shows the kinds of names."""
+"""A checkpoint's folder: its names, and the manifest of what it must hold. No torch here, so any machine can list and verify it.
+
+    checkpoints/                                  on a disk that all processes share
+      step-00000100/                              complete
+        model-00000-of-00002.safetensors          parameters under their Hugging Face names, by rank
+        optimizer-00000-of-00002.safetensors
+        state.json                                step, tokens and what defines the training
+        manifest.json                             written last
+      .partial-step-00000200/                     while it is written; once its manifest is there, only the name is missing
+      abandoned-step-00000150/                    a run went back to before it, or wrote the step anew; the next save deletes it
+      .removed-step-00000050/                     while it is deleted
+
+    manifest.json:
+    {"format": 1, "step": 100, "world_size": 2,
+     "files":     {"model-00000-of-00002.safetensors": {"bytes": 3441185, "sha256": "9f8e..."}, ...},
+     "model":     {"model.norm.weight": {"dtype": "BF16", "shape": [2048], "pieces": [
+                      {"file": "model-00000-of-00002.safetensors", "offset": [0], "shape": [1024]}, ...]}, ...},
+     "optimizer": {...},
+     "sha256": "of all the above, so that a flipped bit in the manifest shows too"}
+
+Each file is flushed to the disk, the manifest comes last, and only then does the folder get its name. So a process may die at any
+instruction, and the machine at any moment: a folder named step-* is whole. Nothing but the pieces ties it to the processes that
+wrote it, so any number of processes loads it.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
 import re
 import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from foundation.errors import InputError
 from foundation.files import fsync
-from foundation.integrity import wrong_sizes
-from pretrain.checkpoint.manifest import read_manifest
+from foundation.integrity import FileRecord
+from foundation.reading import load_json, reason_of
 
-PARTIAL_STEP, REMOVED_STEP, ABANDONED_STEP, REPLACED_STEP = ".partial-", ".removed-", "abandoned-", "replaced-"
+MANIFEST, STATE = "manifest.json", "state.json"
+FORMAT = 1
+PARTIAL_STEP, REMOVED_STEP, ABANDONED_STEP = ".partial-", ".removed-", "abandoned-"
 _STEP = re.compile(r"step-\d{8,}")
 _log = logging.getLogger(__name__)
+
+
+# ── Names ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def step_folder(parent: Path, step: int) -> Path:
@@ -38,44 +71,31 @@ def partial_folder(final: Path) -> Path:
     return final.with_name(f"{PARTIAL_STEP}{final.name}")
 
 
-def make_empty(folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
-
-
 def give_name(partial: Path, final: Path) -> None:
-    """Let what is complete in `partial` appear as `final`; what had that name keeps its files under another. Raises OSError."""
+    """Let what is complete in `partial` appear as `final`; what had that name is set aside. Raises OSError."""
     fsync(partial)
     if final.exists():
-        move_aside(final, REPLACED_STEP)
+        set_aside(final)
     os.rename(partial, final)
     fsync(final.parent)
 
 
 def finish_renames(parent: Path) -> None:
-    """Name the partial folders that have their manifest: their writers died just before doing so."""
+    """Name the partial folders that have a whole manifest: their writers died just before doing so."""
     for partial in parent.glob(f"{PARTIAL_STEP}step-*"):
         final = parent / partial.name.removeprefix(PARTIAL_STEP)
-        if not final.exists() and looks_complete(partial):
+        try:
+            read_manifest(partial)
+        except InputError:
+            continue
+        if not final.exists():
             os.rename(partial, final)
             fsync(parent)
 
 
-def looks_complete(folder: Path) -> bool:
-    """Whether all files are there with their sizes. Hashing them is left to loading."""
-    try:
-        return not wrong_sizes(folder, read_manifest(folder).files)
-    except InputError:
-        return False
-
-
-def move_aside(folder: Path, prefix: str) -> Path:
-    """Rename a checkpoint so that no run resumes from it unless it is named; returns the new path.
-
-    An older one of that step and prefix goes: the run has saved a whole checkpoint of the step since.
-    """
-    aside = folder.with_name(f"{prefix}{folder.name}")
+def set_aside(folder: Path) -> Path:
+    """Rename a checkpoint so that no run resumes from it unless it is named; returns the new path. One of that name goes."""
+    aside = folder.with_name(f"{ABANDONED_STEP}{folder.name}")
     if aside.exists():
         shutil.rmtree(aside)
     os.rename(folder, aside)
@@ -90,12 +110,71 @@ def remove(parent: Path, folders: list[Path]) -> None:
             os.rename(folder, folder.with_name(f"{REMOVED_STEP}{folder.name}"))
         for prefix in (REMOVED_STEP, PARTIAL_STEP):
             for leftover in parent.glob(f"{prefix}*step-*"):
-                # Of a link the link alone goes: whoever made it may want what it leads to.
-                leftover.unlink() if leftover.is_symlink() else shutil.rmtree(leftover)
+                shutil.rmtree(leftover)
     except OSError as error:
         _log.warning("%s: an old checkpoint could not be removed: %s", parent, error)
 
 
-def abandoned(parent: Path) -> list[Path]:
-    """The checkpoints in `parent` from which a run has gone back."""
-    return list(parent.glob(f"{ABANDONED_STEP}step-*"))
+# ── The manifest ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One block of a tensor and the file that holds it, under the tensor's name."""
+
+    file: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A whole tensor: safetensors dtype name, global shape, and the disjoint pieces that cover it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    step: int
+    world_size: int
+    files: list[FileRecord]  # all but the manifest itself, each with its SHA-256
+    model: dict[str, TensorEntry]
+    optimizer: dict[str, TensorEntry]
+
+    def to_json(self) -> bytes:
+        files = {file.name: {"bytes": file.size, **file.hashes} for file in self.files}
+        content = {"format": FORMAT, **asdict(self), "files": files}
+        return json.dumps({**content, "sha256": _hash_of(content)}, indent=1).encode()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of the checkpoint at `folder`; InputError where there is none, or one that is damaged."""
+    path = folder / MANIFEST
+    try:
+        content = load_json(path)
+    except FileNotFoundError:
+        raise InputError(f"{folder}: not a complete checkpoint: it has no {MANIFEST}") from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read: {reason_of(error)}") from None
+    written = content.pop("sha256", None) if isinstance(content, dict) else None
+    if written is None or written != _hash_of(content):
+        raise InputError(f"{path}: its content does not match its own SHA-256; the file is damaged")
+    files = [FileRecord(name, file["bytes"], {"sha256": file["sha256"]}) for name, file in content["files"].items()]
+    return Manifest(content["step"], content["world_size"], files, _entries(content["model"]), _entries(content["optimizer"]))
+
+
+def _entries(group: Mapping[str, Any]) -> dict[str, TensorEntry]:
+    def piece(saved: Mapping[str, Any]) -> Piece:
+        return Piece(saved["file"], tuple(saved["offset"]), tuple(saved["shape"]))
+
+    return {
+        name: TensorEntry(entry["dtype"], tuple(entry["shape"]), tuple(map(piece, entry["pieces"])))
+        for name, entry in group.items()
+    }
+
+
+def _hash_of(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

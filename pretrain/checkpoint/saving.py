@@ -1,9 +1,8 @@
-"""One checkpoint on its way to the disk, in a thread of its own, while training goes on.
+"""One checkpoint on its way to the disk while training goes on: copied into host memory, then written by a thread.
 
 The thread takes part in no exchange of the training's process group: those belong to the thread that trains, in their order.
-Each rank's thread writes its files, flushes them, and leaves a report beside them with names, sizes and hashes, or with the error
-that kept it from writing. The first rank's thread waits for all reports, writes the state and, last, the manifest, and gives the
-folder its name.
+Each rank's thread writes its files, flushes them, and leaves a report beside them with their names, sizes and hashes. The first
+rank's thread waits for all reports, writes the state and, last, the manifest, and gives the folder its name.
 
     .partial-step-00000200/
       model-00001-of-00002.safetensors
@@ -15,130 +14,165 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import logging
 import os
 import threading
-import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+import weakref
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from foundation.files import write_file
-from foundation.integrity import FileRecord, wrong_sizes
-from pretrain.checkpoint.folders import give_name
-from pretrain.checkpoint.manifest import MANIFEST, STATE, Manifest
+from foundation.integrity import FileRecord
+from foundation.memory import free_memory
+from foundation.units import GIB, memory
+from pretrain.checkpoint.folders import MANIFEST, STATE, Manifest, give_name, partial_folder
 from pretrain.checkpoint.shards import write_tensors
-from pretrain.checkpoint.staging import Files
 
 THREADS = 4  # hashing and writing release the interpreter lock; the cores are the training's
-PATIENCE = 1800.0  # seconds that the first rank waits for the others once its own part is written
 NICENESS = 5  # of the writing threads: what trains goes first
+POLL = 0.05  # seconds between two looks for the other ranks' reports
+ALIGNMENT = 64  # bytes; a view in any dtype needs its width at most
+SHARE = 0.8  # of the memory that is free: the rest is for who else works on the machine
+Files = Mapping[str, Mapping[str, Tensor]]  # by file: the tensors in it by name, this process's part of each
+_log = logging.getLogger(__name__)
+
+
+# ── The copy ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Staging:
+    """A copy of one checkpoint's tensors at a time, in memory that is kept and used again: to get it takes eight times as long as
+    to copy into it. For tensors of a GPU it is pinned."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._thread = ThreadPoolExecutor(1)
+
+    def reserve(self, files: Files) -> Future[bool]:
+        """Begin to get the memory for a copy of `files`, in a thread. The result is whether the machine has room for it."""
+        needed = sum(_rounded(tensor.nbytes) for group in files.values() for tensor in group.values())
+        return self._thread.submit(self._take, needed, _gpu_of(files))
+
+    def _take(self, needed: int, device: torch.device | None) -> bool:
+        if self._memory.numel() >= needed:
+            return True
+        self._memory = torch.empty(0, dtype=torch.uint8)  # gives back what there was
+        if needed * int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > SHARE * free_memory():
+            return False
+        # Threads start on device 0: pinning there would open a context on another rank's device.
+        with torch.cuda.device(device) if device else nullcontext():
+            self._memory = torch.zeros(needed, dtype=torch.uint8)  # written to, so that the pages are there
+            if device:
+                _pin(self._memory)
+        return True
+
+    def copy(self, files: Files) -> dict[str, dict[str, Tensor]] | None:
+        """The tensors as they are now, on the host; valid until the next copy. None where the host has no room for them."""
+        if not self.reserve(files).result():
+            return None
+        copies: dict[str, dict[str, Tensor]] = {}
+        start = 0
+        for file, group in files.items():
+            for name, tensor in group.items():
+                place = self._memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                copies.setdefault(file, {})[name] = place.copy_(tensor.detach(), non_blocking=True)
+                start += _rounded(tensor.nbytes)
+        if device := _gpu_of(files):
+            torch.cuda.current_stream(device).synchronize()
+        return copies
+
+
+def _gpu_of(files: Files) -> torch.device | None:
+    """The device that these tensors lie on; None for a CPU's."""
+    return next((tensor.device for group in files.values() for tensor in group.values() if tensor.is_cuda), None)
+
+
+def _rounded(count: int) -> int:
+    return -(-count // ALIGNMENT) * ALIGNMENT
+
+
+def _pin(buffer: Tensor) -> None:
+    """Registered and not taken from torch's allocator, which rounds 20 GiB up to 32."""
+    cudart, address = torch.cuda.cudart(), buffer.data_ptr()
+    if buffer.numel() and int(cudart.cudaHostRegister(address, buffer.numel(), 1)) != 0:
+        _log.warning("%s of host memory cannot be pinned; a save stops training for longer", memory(buffer.numel() / GIB))
+    elif buffer.numel():
+        weakref.finalize(buffer, cudart.cudaHostUnregister, address).atexit = False  # CUDA may be gone by then
+
+
+# ── The writing ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class PendingSave:
-    """Writes `files`, this rank's part of the checkpoint `final`, into `partial`, which exists; the first rank completes it.
+    """Writes `files`, this rank's part of the checkpoint `final`; the first rank completes it.
 
     `manifest` lacks the files, which it gets when all are written, and `state` is the JSON beside it. `afterwards` runs in the
-    thread once the checkpoint has its name. `written` holds the rank's files when they are on the disk, `completed` the
-    checkpoint's path, on the first rank; both raise whatever went wrong.
+    thread once the checkpoint has its name. `written` holds the rank's files when they are on the disk; `completed`, on the
+    first rank alone, is done when the checkpoint has its name. Both raise whatever went wrong.
     """
 
     def __init__(
-        self,
-        partial: Path,
-        final: Path,
-        files: Files,
-        manifest: Manifest,
-        state: bytes,
-        rank: int,
-        afterwards: Callable[[], object],
+        self, final: Path, files: Files, manifest: Manifest, state: bytes, rank: int, afterwards: Callable[[], object]
     ) -> None:
-        self.partial, self.final, self.rank = partial, final, rank
-        self.patience = PATIENCE
-        self._files, self._manifest, self._state, self._afterwards = files, manifest, state, afterwards
+        self.final, self.partial, self.rank = final, partial_folder(final), rank
         self._given_up = threading.Event()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="saving", initializer=_be_nice)
-        self.written: Future[list[FileRecord]] = self._thread.submit(self._write)
-        self.completed: Future[Path] | None = self._thread.submit(self._complete) if rank == 0 else None
-        self._thread.shutdown(wait=False)  # takes no more work, and ends with what it has
-
-    @property
-    def ended(self) -> bool:
-        """Whether this process has nothing more to do for it."""
-        return (self.completed or self.written).done()
+        thread = ThreadPoolExecutor(1, thread_name_prefix="saving", initializer=_be_nice)
+        self.written: Future[list[FileRecord]] = thread.submit(self._write, files)
+        self.completed = thread.submit(self._complete, manifest, state, afterwards) if rank == 0 else None
+        thread.shutdown(wait=False)  # takes no more work, and ends with what it has
 
     @property
     def failed(self) -> bool:
         """Whether this process knows that it has failed."""
         return any(each.done() and each.exception() for each in (self.written, self.completed) if each is not None)
 
-    def give_up(self) -> None:
-        """Let the first rank wait for nobody; return when no thread of this process writes any more."""
+    def give_up(self, patience: float = 0.0) -> None:
+        """Let the first rank wait for the others for `patience` seconds at most; return when no thread writes any more."""
+        futures = [each for each in (self.written, self.completed) if each is not None]
+        wait(futures[:1])
+        wait(futures, patience)
         self._given_up.set()
-        self.join()
+        wait(futures)
 
-    def join(self) -> None:
-        """Returns once no thread of this process writes any more."""
-        for each in filter(None, (self.written, self.completed)):
-            each.exception()
-
-    def _write(self) -> list[FileRecord]:
+    def _write(self, files: Files) -> list[FileRecord]:
         """Write this rank's files, several at a time, and tell the first rank."""
-        try:
-            with ThreadPoolExecutor(THREADS) as threads:  # whose threads are as nice as this one
-                jobs = [threads.submit(write_tensors, self.partial / name, part) for name, part in self._files.items()]
-                records = [job.result() for job in jobs]
-            self._report({"files": [asdict(record) for record in records]})
-            return records
-        except BaseException as error:  # raised again; the first rank must not wait for this part
-            for file in self._files:  # they are of no use any more, and the report may find no room otherwise
-                (self.partial / file).unlink(missing_ok=True)
-            with suppress(OSError):  # without a report the first rank learns it when the ranks next meet
-                self._report({"error": f"{error} (rank {self.rank})", "errno": getattr(error, "errno", None)})
-            raise
-        finally:
-            self._files = {}  # which may refer to the live tensors
+        self.partial.mkdir(parents=True, exist_ok=True)
+        with ThreadPoolExecutor(THREADS, thread_name_prefix="saving") as threads:  # as nice as this thread
+            records = list(threads.map(lambda name: write_tensors(self.partial / name, files[name]), files))
+        if self.rank:
+            report = self.partial / _report_name(self.rank)
+            unnamed = report.with_name(f".unnamed{report.name}")
+            write_file(unnamed, json.dumps([asdict(record) for record in records]).encode())
+            os.replace(unnamed, report)  # last: as soon as it has its name, the first rank may give the folder another
+        return records
 
-    def _report(self, report: dict[str, object]) -> None:
-        """Tell the first rank. As soon as the report has its name, that rank may give the folder another, so it comes last."""
-        if self.rank == 0:
-            return
-        unnamed = self.partial / f".unnamed-{self.rank:05d}"
-        write_file(unnamed, json.dumps(report).encode())
-        os.replace(unnamed, _report_path(self.partial, self.rank))
-
-    def _complete(self) -> Path:
+    def _complete(self, manifest: Manifest, state: bytes, afterwards: Callable[[], object]) -> None:
         """The first rank's: wait for the others, write state and manifest, and name the folder."""
-        others = range(1, self._manifest.world_size)
-        state = FileRecord(STATE, len(self._state), {"sha256": hashlib.sha256(self._state).hexdigest()})
-        records = [*self.written.result(), *self._reports(list(others)), state]
-        write_file(self.partial / STATE, self._state)
-        if wrong := wrong_sizes(self.partial, records):
-            raise OSError(errno.EIO, f"{wrong[0]}: rank 0 does not see what another rank has written")
-        for rank in others:
-            _report_path(self.partial, rank).unlink()
-        write_file(self.partial / MANIFEST, replace(self._manifest, files=records).to_json())
+        files = [*self.written.result(), *self._reports(manifest.world_size)]
+        files.append(FileRecord(STATE, len(state), {"sha256": hashlib.sha256(state).hexdigest()}))
+        write_file(self.partial / STATE, state)
+        write_file(self.partial / MANIFEST, replace(manifest, files=files).to_json())
         give_name(self.partial, self.final)
-        self._afterwards()
-        return self.final
+        afterwards()
 
-    def _reports(self, missing: list[int]) -> list[FileRecord]:
-        """The files of the `missing` ranks, once all of them are on the disk."""
+    def _reports(self, world_size: int) -> list[FileRecord]:
+        """The files of the other ranks, once all of them are on the disk."""
         files: list[FileRecord] = []
-        began = time.monotonic()
+        missing = {_report_name(rank) for rank in range(1, world_size)}
         while missing:
-            there = set(os.listdir(self.partial))  # asks a network disk's server, which a look for one name may not
-            for rank in [rank for rank in missing if _report_path(self.partial, rank).name in there]:
-                report = json.loads(_report_path(self.partial, rank).read_bytes())
-                if "error" in report:
-                    raise OSError(report["errno"] or errno.EIO, report["error"])
-                files += [FileRecord(**file) for file in report["files"]]
-                missing.remove(rank)
-            if missing and (self._given_up.is_set() or time.monotonic() - began > self.patience):
-                raise OSError(errno.ETIMEDOUT, f"the part of rank {', '.join(map(str, missing))} has not come")
-            if missing:
-                self._given_up.wait(min(0.5, 0.002 + (time.monotonic() - began) / 20))
+            # Lists the folder: that asks a network disk's server, which a look for one name may not.
+            for report in sorted(missing.intersection(os.listdir(self.partial))):
+                files += [FileRecord(**record) for record in json.loads((self.partial / report).read_bytes())]
+                (self.partial / report).unlink()
+                missing.remove(report)
+            if missing and self._given_up.wait(POLL):
+                raise OSError(errno.ETIMEDOUT, f"{min(missing)}: that rank's part has not come")
         return files
 
 
@@ -147,5 +181,5 @@ def _be_nice() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
-def _report_path(partial: Path, rank: int) -> Path:
-    return partial / f".written-{rank:05d}.json"
+def _report_name(rank: int) -> str:
+    return f".written-{rank:05d}.json"

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from foundation.integrity import FileRecord
-from pretrain.checkpoint.manifest import Piece, TensorEntry
+from pretrain.checkpoint.folders import Piece, TensorEntry
 from pretrain.model.distributed import local_part
 
 PART_BYTES = 2 * 2**30  # largest file, unless one block is larger: enough files to keep the hashing threads busy
@@ -47,7 +47,6 @@ DTYPE_NAMES = {
     torch.bool: "BOOL",
 }
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-_FLOATS = {name for dtype, name in DTYPE_NAMES.items() if dtype.is_floating_point}
 
 
 @dataclass(frozen=True)
@@ -78,11 +77,8 @@ def rank_stem(kind: str, rank: int, world_size: int) -> str:
     return f"{kind}-{rank:05d}-of-{world_size:05d}"
 
 
-Assignment = list[tuple[str, ShardBlock]]  # tensor names and what to write of each
-
-
 def lay_out(kind: str, offers: list[dict[str, ShardBlock]], part_bytes: int = PART_BYTES) -> dict[str, TensorEntry]:
-    """The index of a checkpoint: which rank writes each block into which file.
+    """The index of a checkpoint: which rank writes each block into which file, of at most `part_bytes` unless a block is larger.
 
     `offers[rank]` has the block that this rank holds of each tensor. A pure function, so every rank computes the same index
     without a further exchange.
@@ -90,13 +86,23 @@ def lay_out(kind: str, offers: list[dict[str, ShardBlock]], part_bytes: int = PA
     whole = {name: block for offer in offers for name, block in offer.items()}
     pieces: dict[str, list[Piece]] = {name: [] for name in sorted(whole)}
     for rank, assigned in enumerate(_share_out(offers)):
-        for file, part in _parts(rank_stem(kind, rank, len(offers)), assigned, part_bytes):
+        parts: list[list[tuple[str, ShardBlock]]] = []
+        room = 0
+        for name, block in assigned:
+            if not parts or block.bytes > room:
+                parts.append([])
+                room = part_bytes
+            parts[-1].append((name, block))
+            room -= block.bytes
+        stem = rank_stem(kind, rank, len(offers))
+        for number, part in enumerate(parts):
+            file = f"{stem}-part-{number:03d}.safetensors" if len(parts) > 1 else f"{stem}.safetensors"
             for name, block in part:
                 pieces[name].append(Piece(file, block.offset, block.shape))
     return {name: TensorEntry(whole[name].dtype, whole[name].global_shape, tuple(parts)) for name, parts in pieces.items()}
 
 
-def _share_out(offers: list[dict[str, ShardBlock]]) -> list[Assignment]:
+def _share_out(offers: list[dict[str, ShardBlock]]) -> list[list[tuple[str, ShardBlock]]]:
     """Give each distinct block to one of the ranks that hold it, the largest first to the one with least to write (LPT)."""
     owners: dict[tuple[str, ShardBlock], list[int]] = {}
     for rank, offer in enumerate(offers):
@@ -104,7 +110,7 @@ def _share_out(offers: list[dict[str, ShardBlock]]) -> list[Assignment]:
             owners.setdefault((name, block), []).append(rank)
 
     load = [0] * len(offers)
-    assigned: list[Assignment] = [[] for _ in offers]
+    assigned: list[list[tuple[str, ShardBlock]]] = [[] for _ in offers]
     for name, block in sorted(owners, key=lambda item: (-item[1].bytes, item[0], item[1].offset)):
         if block.bytes == 0:
             continue  # more ranks than rows: some ranks hold nothing
@@ -112,20 +118,6 @@ def _share_out(offers: list[dict[str, ShardBlock]]) -> list[Assignment]:
         load[writer] += block.bytes
         assigned[writer].append((name, block))
     return [sorted(blocks, key=lambda item: item[0]) for blocks in assigned]
-
-
-def _parts(stem: str, assigned: Assignment, part_bytes: int) -> Iterator[tuple[str, Assignment]]:
-    """The files, named from `stem`, that hold `assigned` with at most `part_bytes` each; a larger block has one of its own."""
-    parts: list[Assignment] = []
-    room = 0
-    for name, block in assigned:
-        if not parts or block.bytes > room:
-            parts.append([])
-            room = part_bytes
-        parts[-1].append((name, block))
-        room -= block.bytes
-    for number, part in enumerate(parts):
-        yield f"{stem}-part-{number:03d}.safetensors" if len(parts) > 1 else f"{stem}.safetensors", part
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
@@ -185,15 +177,13 @@ def mismatches(index: Mapping[str, TensorEntry], targets: Mapping[str, Tensor]) 
     missing, unexpected = targets.keys() - index.keys(), index.keys() - targets.keys()
     for what, names in (("the checkpoint lacks", missing), ("only the checkpoint has", unexpected)):
         if names:
-            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            problems.append(f"{what} {', '.join(sorted(names)[:5])}{more}")
+            problems.append(f"{what} {', '.join(sorted(names)[:5])}{' and more' if len(names) > 5 else ''}")
     for name in sorted(targets.keys() & index.keys()):
-        saved, wanted = index[name], targets[name]
-        dtype = DTYPE_NAMES.get(wanted.dtype, str(wanted.dtype))
+        saved, dtype, wanted = index[name], DTYPES[index[name].dtype], targets[name]
         if saved.shape != tuple(wanted.shape):
             problems.append(f"{name} has shape {list(saved.shape)} there and {list(wanted.shape)} here")
-        elif saved.dtype != dtype and not {saved.dtype, dtype} <= _FLOATS:
-            problems.append(f"{name} is {saved.dtype} there and {dtype} here")
+        elif dtype != wanted.dtype and not (dtype.is_floating_point and wanted.dtype.is_floating_point):
+            problems.append(f"{name} is {saved.dtype} there and {DTYPE_NAMES[wanted.dtype]} here")
     return problems
 
 

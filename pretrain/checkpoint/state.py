@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from pydantic import BaseModel
 
 from foundation.errors import InputError
-from packing.order import splitmix64
 from pretrain.settings.config import SOURCE
+
+_64_BITS = 2**64 - 1
 
 
 @dataclass
@@ -68,14 +68,7 @@ class Past(BaseModel):
     """What a run has trained otherwise than its recipe says now. It stands in each checkpoint and in environment.json."""
 
     changed: list[Change] = []  # in order
-    begin_with: str | None = None  # SHA-256 of the manifest of another run's checkpoint with which the run began
-    source_weights: str | None = None  # hash of the weights files in the folder of `model.source` with which the run began
     left_out: int = 0  # steps' packs that rollbacks had passed over before this folder's first step
-
-    def back_at(self, step: int) -> Past:
-        """Returns the past of a run that has gone back to `step`: what it trains from there is as its recipe says now."""
-        changed = [Change(step=min(change.step, step), was=change.was) for change in self.changed]
-        return self.model_copy(update={"changed": [change for change in changed if change.step]})
 
     def record(self) -> dict[str, Any]:
         return {"past": self.model_dump()}
@@ -94,49 +87,45 @@ def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[st
 def changed_keys(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """The keys whose values differ, as `differences` has them.
 
-    Of what the config.json of `model.source` says nothing counts where one of them has no word of it, as older checkpoints.
+    Of what the config.json of `model.source` says nothing counts where one of them has no word of it.
     """
     current = json.loads(json.dumps(current))  # the saved one went through JSON, where tuples become lists
     changed = [key for key in sorted(saved.keys() | current.keys()) if saved.get(key) != current.get(key)]
-    told = all(any(key.startswith(SOURCE) for key in each) for each in (saved, current))
-    return changed if told else [key for key in changed if not key.startswith(SOURCE)]
+    both_have_it = all(any(key.startswith(SOURCE) for key in each) for each in (saved, current))
+    return changed if both_have_it else [key for key in changed if not key.startswith(SOURCE)]
 
 
 def check_same_training(
     record: Mapping[str, Any], current: Mapping[str, Any], source: Path, accept_changes: bool = False
 ) -> list[str]:
     """InputError if the checkpoint `source` was made by another training than `current`; with `accept_changes` what differs."""
-    changed = differences(record.get("identity", {}), current)
+    changed = differences(record["identity"], current)
     if changed and not accept_changes:
         listed = "".join(f"\n  {line}" for line in changed)
-        folder = current.get("model.source")
-        put_back = f"What begins with `{SOURCE}` is in the config.json of {folder}: put that file back as it was. "
         raise InputError(
             f"{source}: the checkpoint was made by another recipe:{listed}\n"
-            f"{put_back if any(line.startswith(SOURCE) for line in changed) else ''}"
             "Set another `run_dir` to start a new run, or pass --accept-changes to continue this one with the present values."
         )
     return changed
 
 
-def check_same_source(identity: Mapping[str, Any], current: Mapping[str, Any], source: Path, folder: str | None) -> None:
-    """InputError where the checkpoint `source`, of this `identity`, is of another model than the config.json of `folder`, the
-    `model.source`, describes now; `current`: what that says, under keys as those of an identity. For who would take the one for
-    the other."""
+def check_same_source(identity: Mapping[str, Any], current: Mapping[str, Any], source: Path) -> None:
+    """InputError where the config.json of `model.source`, which says `current`, describes another model now than it did when the
+    checkpoint `source` of this `identity` was trained."""
     if changed := differences({key: value for key, value in identity.items() if key.startswith(SOURCE)}, current):
         listed = "".join(f"\n  {line}" for line in changed)
-        raise InputError(
-            f"{source}: was trained with another config.json in {folder}, the `model.source`, than is there now:{listed}\n"
-            "With these values it would be another model; put that file back as it was."
-        )
+        raise InputError(f"{source}: its `model.source` has another config.json now:{listed}\nPut that file back as it was.")
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:
-    """A 64-bit seed for one rank's step, by chained splitmix64: near inputs give unrelated seeds."""
-    state = np.zeros(1, np.uint64)
+    """A 64-bit seed for one rank's step, by chained splitmix64 (constants of Vigna's C): near inputs give unrelated seeds."""
+    state = 0
     for part in (seed, step, rank):
-        state = splitmix64(state + np.uint64(part))
-    return int(state[0])
+        state = (state + part + 0x9E3779B97F4A7C15) & _64_BITS
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _64_BITS
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _64_BITS
+        state ^= state >> 31
+    return state
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:

@@ -89,13 +89,7 @@ def differing(first: RunRecord, second: RunRecord) -> dict[str, tuple[Any, Any]]
         changed = {key for key in changed if not key.startswith(SOURCE)}
     keys = [key for key in dict.fromkeys([*ours, *theirs]) if key in changed]
     both = ((first, ours), (second, theirs))
-    found = {key: tuple(values.get(key, _in_a_word(key, setting(run, key))) for run, values in both) for key in keys}
-    for key, kept in (("train.begin_with", "begin_with"), ("model.source", "source_weights")):
-        begun = [getattr(run.past, kept) for run in (first, second)]
-        if all(begun) and begun[0] != begun[1] and key not in found:  # other weights have come to lie there
-            path = ours.get(key)
-            found[key] = (f"{path}, {begun[0][:10]}", f"{path}, {begun[1][:10]}")
-    return found
+    return {key: tuple(values.get(key, _in_a_word(key, setting(run, key))) for run, values in both) for key in keys}
 
 
 def is_varied(key: str, vary: Sequence[str]) -> bool:

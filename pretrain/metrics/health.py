@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
 from foundation.units import percent
 from pretrain.settings.recipe import HealthSettings
@@ -65,18 +64,25 @@ class StepDecision:
         return self.action == "update"
 
 
+@dataclass
+class HealthState:
+    """What the health of a run's steps is judged by; each checkpoint holds it."""
+
+    losses: list[float] = field(default_factory=list)  # of the last WINDOW steps that count
+    in_spike: bool = False
+    skipped_steps: int = 0
+    consecutive_skips: int = 0
+    rollbacks: int = 0  # whoever goes back counts them
+
+
 class Health:
     """Checks the steps of one run; call `check` once a step, before the optimizer."""
 
     def __init__(self, settings: HealthSettings, precision_remedy: str | None = None) -> None:
         """`precision_remedy`: what to change in the run's precision where values overflow."""
         self.settings = settings
-        self.skipped_steps = 0
-        self.rollbacks = 0  # whoever goes back counts them
         self.precision_remedy = precision_remedy
-        self._consecutive_skips = 0
-        self._in_spike = False
-        self._losses: deque[float] = deque(maxlen=WINDOW)
+        self.state = HealthState()
         self._warned: set[str] = set()  # by this process
 
     @property
@@ -100,9 +106,9 @@ class Health:
         reason = self._spike(loss) if labelled and self.settings.on_spike != "ignore" else None
         if reason and self.settings.on_spike != "warn":
             return self._decide(step, "on_spike", reason, can_go_back)
-        self._consecutive_skips = 0
+        self.state.consecutive_skips = 0
         if labelled:
-            self._losses.append(loss)
+            self.state.losses = [*self.state.losses[1 - WINDOW :], loss]
         return StepDecision(reason=f"step {step}: {reason}" if reason else None)
 
     def judge_overflow(self, names: Sequence[str], *, can_go_back: bool) -> StepDecision:
@@ -114,24 +120,6 @@ class Health:
                 return StepDecision("rollback", f"{reason}, in {some_of(names)}")
             reason += no_way_back
         return StepDecision("stop", f"{reason}, and this step is not saved")
-
-    def state_dict(self) -> dict[str, Any]:
-        """Plain numbers and lists, which JSON keeps exactly."""
-        return {
-            "losses": list(self._losses),
-            "in_spike": self._in_spike,
-            "skipped_steps": self.skipped_steps,
-            "consecutive_skips": self._consecutive_skips,
-            "rollbacks": self.rollbacks,
-        }
-
-    def load_state_dict(self, state: dict[str, Any], *, anew: bool = False) -> None:
-        """`anew`: for a run that begins with another's state, whose losses tell what is usual, and whose counts are not its."""
-        self._losses = deque(state["losses"], maxlen=WINDOW)
-        self._in_spike = state["in_spike"]
-        self.skipped_steps = 0 if anew else state["skipped_steps"]
-        self.rollbacks = 0 if anew else state["rollbacks"]
-        self._consecutive_skips = state["consecutive_skips"]
 
     def warnings_of(self, step: int, frozen: float, most_frozen: Mapping[str, float], valid_tokens: int) -> Iterator[str]:
         """Yields, the first time in this process, that many updates are lost (a share of all, and of parameters by name), and
@@ -152,22 +140,22 @@ class Health:
 
     def _decide(self, step: int, key: Literal["on_nan", "on_spike"], reason: str, can_go_back: bool) -> StepDecision:
         wanted, no_way_back = getattr(self.settings, key), self._no_way_back(can_go_back)
-        if wanted == "skip" and self._consecutive_skips < CONSECUTIVE_SKIPS:
-            self.skipped_steps += 1
-            self._consecutive_skips += 1
-            return StepDecision("skip", f"step {step} skipped: {reason} ({self.skipped_steps} skipped so far)")
+        if wanted == "skip" and self.state.consecutive_skips < CONSECUTIVE_SKIPS:
+            self.state.skipped_steps += 1
+            self.state.consecutive_skips += 1
+            return StepDecision("skip", f"step {step} skipped: {reason} ({self.state.skipped_steps} skipped so far)")
         if wanted == "rollback" and not no_way_back:
             return StepDecision("rollback", reason)
         if wanted == "skip":
             reason += f", and the {CONSECUTIVE_SKIPS} steps before it were skipped for the like without effect"
         elif wanted == "rollback":
             reason += no_way_back
-        untouched = f"The weights are those of step {step - 1 - self._consecutive_skips}, and nothing is saved after it"
+        untouched = f"The weights are those of step {step - 1 - self.state.consecutive_skips}, and nothing is saved after it"
         return StepDecision("stop", f"{reason}. {untouched}", self._remedy(key, wanted, can_go_back))
 
     def _no_way_back(self, can_go_back: bool) -> str:
         """The end of a sentence that says why not; empty where there is one."""
-        if self.rollbacks >= MOST_ROLLBACKS:
+        if self.state.rollbacks >= MOST_ROLLBACKS:
             return f", and the run has gone back {MOST_ROLLBACKS} times already"
         return "" if can_go_back else ", and there is no checkpoint yet to go back to (`checkpoint.every`)"
 
@@ -187,16 +175,16 @@ class Health:
         """What a spike is, when it begins and not at each of its steps. A level that stays is no spike after half a window; but
         where spikes are left out or gone back from, their losses never become usual, and each of them is one."""
         usual, limit = self._usual_and_limit()
-        began = loss > limit and not self._in_spike
-        self._in_spike = loss > limit and self.settings.on_spike == "warn"
+        began = loss > limit and not self.state.in_spike
+        self.state.in_spike = loss > limit and self.settings.on_spike == "warn"
         if not began:
             return None
-        return f"the loss jumped to {loss:.4f}; the last {len(self._losses)} steps had a median of {usual:.4f}"
+        return f"the loss jumped to {loss:.4f}; the last {len(self.state.losses)} steps had a median of {usual:.4f}"
 
     def _usual_and_limit(self) -> tuple[float, float]:
         """Median of the recent losses, and the loss above which one is a spike."""
-        if len(self._losses) < QUIET_START:
+        if len(self.state.losses) < QUIET_START:
             return math.nan, math.inf
-        usual = statistics.median(self._losses)
-        deviation = MAD_TO_SD * statistics.median(abs(loss - usual) for loss in self._losses)
+        usual = statistics.median(self.state.losses)
+        deviation = MAD_TO_SD * statistics.median(abs(loss - usual) for loss in self.state.losses)
         return usual, usual + max(SPIKE_DEVIATIONS * deviation, SPIKE_NATS)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
 import inspect
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +26,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from foundation.errors import InputError
-from foundation.integrity import hash_files
 from foundation.reading import one_line
 from packing.settings import HUB_NAME
 from pretrain.model.attention import backends as attention
@@ -89,16 +86,6 @@ def source_config(settings: ModelSettings) -> dict[str, Any]:
     except WRONG_VALUES as error:
         raise _unreadable(settings, error) from None
     return {f"{SOURCE}{key}": value for key, value in flatten(values).items() if _NOT_OF_THE_MODEL.isdisjoint(key.split("."))}
-
-
-def weights_fingerprint(settings: ModelSettings) -> str | None:
-    """Hash of the files of weights in the folder of `source`; None where weights are drawn or come from the hub."""
-    folder = None if settings.weights_source is None else Path(settings.weights_source)
-    if folder is None or not folder.is_dir():
-        return None
-    files = [*folder.glob("model*.safetensors")] or [*folder.glob("pytorch_model*.bin")]
-    hashes = hash_files(folder, sorted(file.name for file in files), ["xxh3_128"])
-    return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
 
 
 def _config_of(settings: ModelSettings) -> PretrainedConfig:

@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from foundation.attributes import holding
-from foundation.errors import InputError
 from foundation.progress import advance
 from packing.batch import Microbatch
 from pretrain.checkpoint.state import seed_step
@@ -52,7 +50,6 @@ from pretrain.precision.scope import Decision, decide
 from pretrain.precision.searched import describe as describe_algorithms
 from pretrain.precision.selection import make_backend
 from pretrain.precision.settings import WEIGHT_DTYPES, ActivePrecision
-from pretrain.run import determinism
 from pretrain.verify import audit
 
 # Linears whose operands are examined again at a statistics step, drawn anew each time. All of them would cost 0.8 % of a run of
@@ -74,7 +71,7 @@ class AssembledPrecision:
     active: ActivePrecision
     backend: Backend | None  # None where nothing is quantized
     decisions: Mapping[str, Decision]
-    found: dict[str, Any]  # the part of audit.json that is about this precision
+    audit: dict[str, Any]  # the part of audit.json that is about this precision
 
 
 @dataclass
@@ -95,7 +92,7 @@ class Assembly:
         self.active, self.context.backend = active, assembled.backend
         self.audit.pop("confirmed_in_step", None)
         self.audit.pop("parity", None)
-        self.audit |= assembled.found
+        self.audit |= assembled.audit
 
     @contextmanager
     def using(self, active: ActivePrecision) -> Iterator[None]:
@@ -115,29 +112,27 @@ class Assembly:
         self.use(active)
         self._rehearse(job, accelerator)
 
-    def begin_histories(self, kept: Iterable[str], job: Job, accelerator: Accelerator) -> None:
-        """Let the histories of the precision at present begin with the weights as they are, but for those `kept`, and audit it
-        anew. Collective, as `begin` is."""
-        values = {name: self.context.state()[name].clone() for name in kept}
+    def begin_histories(self, job: Job, accelerator: Accelerator) -> None:
+        """Let the histories of the precision at present begin with the weights as they are, and audit it anew. Collective, as
+        `begin` is."""
         self.context.backend.reset()
         self._rehearse(job, accelerator)
-        for name, value in values.items():
-            self.context.state()[name].copy_(value)
 
     def _rehearse(self, job: Job, accelerator: Accelerator) -> None:
         assembled = self.precisions[self.active.precision.name]
         job = job.in_precision(self.active)
         # Histories must not depend on what was drawn before, which is not the same in a run that is resumed here: dropout shows.
         seed_step(job.recipe.seed, 0, accelerator.process_index)
-        assembled.found["products"] = rehearse(job, accelerator, self.model, self.optimizer, assembled.decisions)
-        assembled.found.pop("confirmed_in_step", None)
+        assembled.audit["products"] = rehearse(job, accelerator, self.model, self.optimizer, assembled.decisions)
+        assembled.audit.pop("confirmed_in_step", None)
         self.use(self.active)
 
-    @property
+    @cached_property
     def tensors(self) -> dict[str, Tensor]:
+        """The model's, by Hugging Face name, live: updates and loading write into them."""
         return model.named_tensors(self.hf)
 
-    @property
+    @cached_property
     def optimizer_tensors(self) -> dict[str, Tensor]:
         return named_state(self.optimizer, self.hf)
 
@@ -185,7 +180,7 @@ class Assembly:
         products are not the audit's."""
         with audit.confirming(self.model, self.active, self.audit["products"], step):
             yield
-        self.audit["confirmed_in_step"] = self.precisions[self.active.precision.name].found["confirmed_in_step"] = step
+        self.audit["confirmed_in_step"] = self.precisions[self.active.precision.name].audit["confirmed_in_step"] = step
 
     @contextmanager
     def confirming_again(self, step: int) -> Iterator[None]:
@@ -331,20 +326,20 @@ def observe(
             waited.on("checks", *rehearsing, total=REHEARSALS if context.state() else 1),
         ):
             products = rehearse(job.in_precision(each.active), accelerator, assembly.model, assembly.optimizer, each.decisions)
-            each.found.update(audit.describe(each.active, each.backend, assembly.hf, products))
-    assembly.audit |= assembly.precisions[job.precision.name].found | {
+            each.audit.update(audit.describe(each.active, each.backend, assembly.hf, products))
+    assembly.audit |= assembly.precisions[job.precision.name].audit | {
         "weights": job.recipe.weights,
         "gradients": job.recipe.gradients_kept_in,
         **around,
-        "deterministic": determinism.describe(accelerator.device.type, os.environ),
+        "deterministic": "yes" if torch.are_deterministic_algorithms_enabled() else "no",
     }
     if (algorithms := describe_algorithms()) is not None:
         assembly.audit["algorithms"] = algorithms
-    if course := found_of_course(plan):
-        assembly.audit |= course | {"precisions": {name: each.found for name, each in assembly.precisions.items()}}
+    if course := audit_of_course(plan):
+        assembly.audit |= course | {"precisions": {name: each.audit for name, each in assembly.precisions.items()}}
 
 
-def found_of_course(plan: Plan) -> dict[str, Any]:
+def audit_of_course(plan: Plan) -> dict[str, Any]:
     """What the audit says of the order of several precisions: those that ran, and as planned those to come. Empty for one."""
     return {"schedule": plan.computes, "phases": plan.course} if plan.has_several else {}
 
@@ -371,15 +366,7 @@ def rehearse(
             batch = beginning_of(batch, SEEN_ON_CPU if accelerator.device.type == "cpu" else SEEN_UNQUANTIZED)
         return packed(**inputs_of(batch, accelerator.device)) * scale
 
-    try:
-        entries = audit.observe(packed, lambda: loss_of(0), job.active, decisions)
-    except RuntimeError as error:
-        if "shapes cannot be multiplied" not in str(error):
-            raise
-        kind = type(packed.hf).__name__
-        raise InputError(
-            f"`model.config`: the sizes of {kind} do not go together: {error}; change one, or leave it out"
-        ) from None
+    entries = audit.observe(packed, lambda: loss_of(0), job.active, decisions)
     advance()
     if packed.context.state():
         with torch.compiler.set_stance("force_eager"):

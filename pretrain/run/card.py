@@ -32,7 +32,6 @@ def model_card(run: RunRecord, hf: PreTrainedModel, *, tokenizer: bool) -> str:
     """Markdown with the front matter of the hub. `hf` gives the sizes, on any device; PICTURE stands beside it."""
     recipe, figures = run.config, run.summary
     source, name = recipe["model"].get("source"), recipe["name"]
-    parameters = count(sum(parameter.numel() for parameter in hf.parameters()))
     trained_on = source and not recipe["model"].get("from_scratch")  # to the hub, a base model is one whose weights these were
     front = ModelCardData(
         library_name="transformers",
@@ -41,20 +40,15 @@ def model_card(run: RunRecord, hf: PreTrainedModel, *, tokenizer: bool) -> str:
         base_model=source if trained_on and _on_the_hub(source) else None,
         datasets=[each for each in _sources(recipe["data"]) if _on_the_hub(each)] or None,
     )
-    rows = _rows(run) | {"model": f"{type(hf).__name__} in {str(hf.dtype).removeprefix('torch.')}"}
-    held_out = f" Its held-out loss is {figures['held_out_loss']:.4f} nats a token." if "held_out_loss" in figures else ""
+    parameters = count(sum(parameter.numel() for parameter in hf.parameters()))
+    model = f"`{type(hf).__name__}` of {parameters} parameters in {str(hf.dtype).removeprefix('torch.')}"
     parts = [
         f"---\n{front.to_yaml()}\n---",
         f"# {name}",
-        f"A `{hf.config.model_type}` language model of {parameters} parameters, trained on {count(figures['tokens'])} tokens in "
-        f"{figures['steps']:,} steps.{held_out}",
-        "## How to load it",
+        f"A {model}, trained on {count(figures['tokens'])} tokens in {figures['steps']:,} steps.",
         _loading(tokenizer),
-        *([] if tokenizer else ["No tokenizer lies beside it: the run's was not found, or it knew only token ids."]),
-        "## How it was trained",
-        "\n".join(["| | |", "| --- | --- |", *(f"| {key} | {cell(text)} |" for key, text in rows.items() if text)]),
+        "\n".join(["| | |", "| --- | --- |", *(f"| {key} | {cell(text)} |" for key, text in _rows(run).items() if text)]),
         f"![Loss by step: training and, where packs were held out, held-out loss]({PICTURE})",
-        "## The recipe",
         "Every setting of the run:",
         "```yaml\n" + yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=120) + "```",
     ]
@@ -99,35 +93,31 @@ def _origin(recipe: Mapping[str, Any]) -> str:
 def _rows(run: RunRecord) -> dict[str, str]:
     recipe, figures = run.config, run.summary
     data, optimizer, schedule, loss = recipe["data"], recipe["optimizer"], recipe["schedule"], recipe.get("loss") or {}
-    clip = f", gradients clipped at {optimizer['clip']:g}" if optimizer.get("clip") else ""
-    held_out = ""
-    if "held_out_loss" in figures:
-        after = "" if run.evaluated_before is None else f", after {run.evaluated_before:,} of these steps"
-        held_out = f"{figures['held_out_loss']:.4f} nats a token, perplexity {figures['held_out_perplexity']:.4g}{after}"
-    devices, name = run.devices
-    packages = run.environment.get("packages") or {}
-    known = {each: packages.get(each) for each in ("torch", "transformers", "transformer-engine")}
-    return {
-        "model": "",
+    packages, (devices, device) = run.environment.get("packages") or {}, run.devices
+    versions = {each: packages.get(each) for each in ("torch", "transformers", "transformer-engine")}
+    rows = {
         "started from": _origin(recipe),
         "data": _data(data),
         "data fingerprint": (run.data_fingerprint or "")[:16],
-        "packs": f"{data['length']:,} tokens; documents do not see each other",
-        "tokens": f"{figures['tokens']:,}, padding included; {figures['epoch']:.3g} epochs, {recipe['batch']['tokens']:,} a step",
-        "precision": _precision(run),
-        "weights": f"{recipe['weights']} in training",
-        "loss": f"{figures[LOSS_KEY]:.4f}, mean of the last {averaged_steps(figures)} steps" if LOSS_KEY in figures else "",
-        "penalty": f"{loss['penalty_weight']:g} x {loss['penalty']}, added to the loss" if loss.get("penalty") else "",
-        "held-out loss": held_out,
-        "optimizer": f"AdamW, rate {optimizer['learning_rate']:g}, betas {tuple(optimizer['betas'])}, weight decay "
-        f"{optimizer['weight_decay']:g}{clip}",
-        "schedule": f"{schedule['kind']}, warmup {schedule['warmup']:,} steps",
-        "seed": str(recipe["seed"]),
+        "tokens": f"{figures['tokens']:,}, padding included; {figures['epoch']:.3g} epochs; "
+        f"{recipe['batch']['tokens']:,} a step in packs of {data['length']:,}",
+        "precision": f"{_precision(run)}; weights {recipe['weights']}",
+        "optimizer": f"AdamW, rate {optimizer['learning_rate']:g}, {schedule['kind']} with {schedule['warmup']:,} steps of warmup"
+        f", weight decay {optimizer['weight_decay']:g}",
         "changed on the way": changes_in_words(run),
-        "computed on": f"{devices} x {name}, {duration(figures['hours'] * 3600)} inside of steps",
-        "software": ", ".join(f"{each} {version}" for each, version in known.items() if version),
+        "computed on": f"{devices} x {device}, {duration(figures['hours'] * 3600)} inside of steps",
+        "software": ", ".join(f"{each} {version}" for each, version in versions.items() if version),
         "launcher's commit": str((run.environment.get("git") or {}).get("commit", ""))[:12],
     }
+    if LOSS_KEY in figures:
+        rows["loss"] = f"{figures[LOSS_KEY]:.4f}, mean of the last {averaged_steps(figures)} steps"
+    if "held_out_loss" in figures:
+        after = "" if run.evaluated_before is None else f", after {run.evaluated_before:,} of these steps"
+        perplexity = f"perplexity {figures['held_out_perplexity']:.4g}"
+        rows["held-out loss"] = f"{figures['held_out_loss']:.4f} nats a token, {perplexity}{after}"
+    if loss.get("penalty"):
+        rows["penalty"] = f"{loss['penalty_weight']:g} x {loss['penalty']}, added to the loss"
+    return rows
 
 
 def _loading(tokenizer: bool) -> str:

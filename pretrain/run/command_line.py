@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -17,8 +19,13 @@ from foundation.command import CommandParser, number
 from foundation.errors import InputError, permissions_named
 from pretrain.metrics.health import TrainingHalted
 from pretrain.model.distributed import RANKS_WAIT, as_accelerate_reads_it, complete_topology
+from pretrain.plan.preflight import Job
+from pretrain.plan.remedies import is_out_of_memory, out_of_memory
+from pretrain.run.running import Run
 from pretrain.settings.launch_topology import put_right
 from pretrain.settings.recipe import Recipe
+
+# ── What is typed ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class LaunchParser(CommandParser):
@@ -56,6 +63,9 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
     return parser.read(sys.argv[1:])
 
 
+# ── How a launch is set up ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
 def as_launched(recipe: Recipe) -> tuple[Recipe, Accelerator, tuple[str, ...]]:
     """The recipe, the Accelerator and the notices of a command that trains nothing."""
     launch = put_right(recipe, os.environ, has_gpu=torch.accelerator.is_available())
@@ -65,18 +75,74 @@ def as_launched(recipe: Recipe) -> tuple[Recipe, Accelerator, tuple[str, ...]]:
     return launch.recipe, accelerator, launch.notices
 
 
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+WORKSPACES = (":4096:8", ":16:8")  # those that torch takes; the first is as large as what it takes by itself on Hopper
+
+
+def compute_in_a_fixed_order(environ: MutableMapping[str, str]) -> None:
+    """`deterministic: true`: on a GPU too, the same bits from every run of one recipe, stopped and resumed or not. Called before
+    anything is on a GPU, as cuBLAS reads `environ` then.
+
+    Attention takes a kernel with a fixed order (`attention.choose`), torch its deterministic algorithms, cuBLAS one workspace,
+    NCCL no sums in switches; tables' gradients, searched products and compiled reductions ask torch whether that is so. What a
+    step draws is seeded by its number, and a checkpoint holds the rest.
+
+    Raises InputError where `environ` says another cuBLAS workspace.
+    """
+    workspace = environ.setdefault(WORKSPACE, WORKSPACES[0])
+    if workspace not in WORKSPACES:
+        raise InputError(
+            f"environment: {WORKSPACE}={workspace} and `deterministic: true` contradict each other; unset it, or set it to "
+            f"{' or '.join(WORKSPACES)}"
+        )
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it costs a pass over all new memory, and here all is written
+
+
+# ── How it ends ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+_NO_FIXED_ORDER = re.compile(r"(\S+) does not have a deterministic implementation")  # torch's words
+
+
+@contextmanager
+def explaining_errors(job: Job, run: Run | None = None) -> Iterator[None]:
+    """InputError with the settings that take less where a device, or the host, runs out of memory inside, and for an operation
+    that `deterministic` rules out."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if operation := _NO_FIXED_ORDER.search(str(error)):
+            raise InputError(
+                f"`deterministic: true`: torch's {operation[1]} has no deterministic form on this device, and the run needs it; "
+                "set `deterministic: false`, or what needs it (the model, most likely) to something else"
+            ) from None
+        if not is_out_of_memory(error):
+            raise
+        when = f"after step {run.state.step}" if run and run.state.step else "before the first step was done"
+        raise InputError(out_of_memory(job.plan, error, when)) from None
+
+
 def exit_status(launch: Callable[[], int]) -> int:
-    """What `launch` returns; 2 for a mistake of the user's and 3 for a training that cannot go on, each said in one message."""
+    """What `launch` returns; 2 for a mistake of the user's and 3 for a training that cannot go on, each said in one message.
+
+    The first process of all writes it to the file that PRETRAIN_STATUS_FILE names, if it names one: `accelerate launch` ends with
+    1 whatever a process of its ended with, and who started it may have to know.
+    """
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     try:
         with permissions_named():
-            return leave_status(launch())
+            status = launch()
     except InputError as error:
         say_once(f"error: {error}", error)
-        return leave_status(2)
+        status = 2
     except TrainingHalted as halt:
         say_once(f"halted: {halt}", halt)
-        return leave_status(3)
+        status = 3
+    path = os.environ.get("PRETRAIN_STATUS_FILE")
+    if path and os.environ.get("RANK", "0") == "0":
+        Path(path).write_text(f"{status}\n", encoding="utf-8")
+    return status
 
 
 def say_once(text: str, error: BaseException) -> None:
@@ -84,17 +150,3 @@ def say_once(text: str, error: BaseException) -> None:
     get_error_handler().record_exception(error)
     if "TORCHELASTIC_ERROR_FILE" not in os.environ or os.environ.get("LOCAL_RANK", "0") == "0":
         print(text, file=sys.stderr)
-
-
-def leave_status(status: int) -> int:
-    """The first process of all writes `status` to the file that PRETRAIN_STATUS_FILE names, if it names one; returns `status`.
-
-    `accelerate launch` ends with 1 whatever a process of its ended with, and who started it may have to know.
-    """
-    path = os.environ.get("PRETRAIN_STATUS_FILE")
-    if path and os.environ.get("RANK", "0") == "0":
-        try:
-            Path(path).write_text(f"{status}\n", encoding="utf-8")
-        except OSError as error:
-            print(f"PRETRAIN_STATUS_FILE: {path}: {error.strerror}; the status is {status}", file=sys.stderr)
-    return status

@@ -14,18 +14,17 @@ from accelerate import Accelerator
 
 from foundation.attributes import holding
 from foundation.errors import InputError
+from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.checkpoint.state import check_same_source
 from pretrain.metrics.console import Console
 from pretrain.model.distributed import end_processes
 from pretrain.plan.preflight import Job, prepare_job
 from pretrain.precision.settings import ActivePrecision
-from pretrain.run import determinism
 from pretrain.run.assembly import Assembly
-from pretrain.run.command_line import LaunchParser, as_launched, exit_status
+from pretrain.run.command_line import LaunchParser, as_launched, compute_in_a_fixed_order, exit_status, explaining_errors
 from pretrain.run.evaluate import held_out_figures
-from pretrain.run.faults import explaining_errors
-from pretrain.run.introduction import warn_of_precisions
-from pretrain.run.resume import complete_histories, load_weights, look_for_resume_point, scales_to_load
+from pretrain.run.recording import warn_of_precisions
+from pretrain.run.resume import complete_histories, find_resume_point, load_weights
 from pretrain.settings.config import load_recipe, run_dir_of
 from pretrain.settings.launch_environment import with_precision
 from pretrain.settings.recipe import Recipe
@@ -40,7 +39,7 @@ def main(arguments: Sequence[str], assemble: Callable[[Job, Accelerator], Assemb
     def evaluate() -> int:
         recipe = with_precision(load_recipe(parsed.recipe, parsed.overrides), os.environ)
         if recipe.deterministic:
-            determinism.begin(os.environ)
+            compute_in_a_fixed_order(os.environ)
         recipe, accelerator, notices = as_launched(recipe)
         if parsed.resume == "auto" and recipe.train.begin_with is None and not run_dir_of(recipe).exists():
             _refuse_random_weights(recipe)  # before packs are prepared
@@ -78,19 +77,18 @@ def evaluate_only(
     if job.data.held_out is None:
         raise InputError("`data.held_out`: no packs are held out to evaluate on; set it")
     job = job.with_microbatch(job.plan.expected_microbatch)
-    checkpoints, source = look_for_resume_point(wanted, job, accept_changes=True)
+    checkpoints = Checkpoints(job.run_dir / "checkpoints", job.recipe.checkpoint.keep)
+    source = find_resume_point(checkpoints, wanted, job, accept_changes=True, look_only=True)
     if source is not None and not source.begins:
-        check_same_source(source.record["identity"], job.source_config, source.path, job.recipe.model.source)
+        check_same_source(source.record["identity"], job.source_config, source.path)
     if source is None:
         _refuse_random_weights(job.recipe)
     assembly = assemble(job, accelerator)
-    if source is None:
-        what = f"{job.recipe.model.weights_source}, untrained by this run"
-    else:
-        scales, _ = scales_to_load(source.path, assembly.context.saved_state())
-        for note in load_weights(source, checkpoints, job.recipe.weights, assembly, scales):
-            console.notice(note)
+    what = f"{job.recipe.model.weights_source}, untrained by this run"
+    if source is not None:
         what = str(source.path)
+        for note in load_weights(source, checkpoints, job.recipe.weights, assembly):
+            console.notice(note)
 
     console.notice(f"held-out loss of {what}")
     for name, evaluating in _precisions(job, assembly, accelerator):

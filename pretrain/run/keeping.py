@@ -1,35 +1,38 @@
-"""What is kept of a run: checkpoints while it goes on and where it stops, then its summary and its curves; and what is said of a
-run that has ended without a checkpoint, when it is started again."""
+"""What is kept of a run: checkpoints while it goes on and where it stops, and only of weights that are worth it."""
 
 from __future__ import annotations
 
+import math
 import signal
-from dataclasses import replace
+from dataclasses import asdict
+from enum import IntEnum
+from typing import Any
+
+import torch
+from accelerate import Accelerator
 
 from foundation.errors import InputError
+from foundation.files import fsync
 from foundation.signals import StopRequest
 from packing.batch import Prefetch, StepBatches
 from pretrain.checkpoint.checkpoint import Checkpoints, bytes_needed, check_space
-from pretrain.compare.figures import plot_losses
-from pretrain.metrics.run_folder import RunFolder
-from pretrain.metrics.run_record import RunRecord, last_screen, read_metrics, read_run, summary
-from pretrain.model.distributed import largest_over_ranks
+from pretrain.checkpoint.state import Past
+from pretrain.metrics.health import StepDecision, TrainingHalted, some_of
+from pretrain.model.distributed import largest_over_ranks, local_part
 from pretrain.plan.preflight import Job
 from pretrain.run.assembly import Assembly
-from pretrain.run.faults import Stop, why_no_packs
 from pretrain.run.resume import ResumePoint
-from pretrain.run.rollback import halted, judge_weights
 from pretrain.run.running import Run
 
 # ── Checkpoints ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def check_room(folder: RunFolder, job: Job, assembly: Assembly, checkpoints: Checkpoints, source: ResumePoint | None) -> None:
+def check_room(job: Job, assembly: Assembly, checkpoints: Checkpoints, source: ResumePoint | None) -> None:
     """InputError where the disk has no room for the checkpoints to come, of which the kept ones are on it already."""
     at_once = job.plan.checkpoints_at_once
     if source is not None and checkpoints.owns(source.path):
         at_once = int(source.record["progress"]["step"] < job.plan.steps)
-    check_space(folder.path, at_once * bytes_needed(assembly.tensors, assembly.state_tensors))
+    check_space(job.run_dir, at_once * bytes_needed(assembly.tensors, assembly.state_tensors))
 
 
 def prepare_saves(run: Run) -> None:
@@ -39,23 +42,28 @@ def prepare_saves(run: Run) -> None:
         run.checkpoints.prepare(run.assembly.tensors, run.assembly.state_tensors)
 
 
+def constants_of(job: Job, source: ResumePoint | None, accelerator: Accelerator) -> dict[str, Any]:
+    """What all checkpoints of a run say alike: what defines it, what it keeps when it is resumed, and its past."""
+    return {
+        "identity": job.identity,
+        "microbatch": job.plan.microbatch,
+        "loss_chunk": job.plan.loss.tokens_at_once,
+        "world_size": accelerator.num_processes,
+        "past": (source.past if source else Past()).model_dump(),
+        "course": job.plan.course,
+    }
+
+
 def save(run: Run, *, behind: bool = False) -> None:
     """A checkpoint of this step, after which the older ones may go. `behind`: return once its tensors are copied, and go on."""
-    run.trackers.sync()
-    record = run.state.record(run.identity) | {
-        "health": run.health.state_dict(),
-        "microbatch": run.job.plan.microbatch,
-        "loss_chunk": run.job.plan.loss.tokens_at_once,
-        "world_size": run.accelerator.num_processes,
-        **run.past.record(),
-        **({"stream": run.job.data.stream.record()} if run.job.data.stream else {}),
-    }
-    write = run.checkpoints.begin if behind else run.checkpoints.save
-    spared = run.best.step if run.job.plan.recipe.checkpoint.best and run.best else None
-    task = f"saving step {run.state.step}"
-    with run.waited.on("saves", task):
-        write(run.state.step, run.assembly.tensors, run.assembly.state_tensors, record, spared=spared)
-    tell_saved(run)
+    if run.accelerator.is_main_process:
+        fsync(run.folder.metrics)  # first: after a resume from this checkpoint nothing repeats the steps before it
+    state = {"progress": asdict(run.state), "health": asdict(run.health.state), **run.constants}
+    if run.stream:
+        state["stream"] = run.stream.record()
+    tensors, of_optimizer = run.assembly.tensors, run.assembly.optimizer_tensors | run.assembly.context.saved_state()
+    spared = run.best.step if run.best else None
+    run.checkpoints.save(run.state.step, tensors, of_optimizer, state, spared=spared, behind=behind)
 
 
 def tell_saved(run: Run) -> None:
@@ -64,69 +72,119 @@ def tell_saved(run: Run) -> None:
         run.console.notice(line)
 
 
-def leave(run: Run, asked: int, steps: Prefetch[StepBatches]) -> int:
+# ── Where it stops ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Stop(IntEnum):
+    """Why ranks stop, where it is no signal. Above all numbers of signals: ranks agree on the largest."""
+
+    PACKS_FAILED, SAVE_FAILED = 997, 998
+
+
+def reason_to_stop(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int:
+    """The signal that has come, or one of `Stop`: the checkpoint being written cannot be, or no more packs come of a stream, or
+    those of the next of `steps` cannot be read; else 0. Before this run's first step, when nothing can be lost, signals alone. A
+    rank knows only of the files that it writes and the packs that it reads itself; every rank knows that no more packs come."""
+    if run.state.step > run.resumed_step:
+        if run.checkpoints.failed:
+            return Stop.SAVE_FAILED
+        if (run.stream and run.stream.failure) or steps.failure:
+            return Stop.PACKS_FAILED
+    return stop.requested or 0
+
+
+def leave(run: Run, reason: int, steps: Prefetch[StepBatches]) -> int:
     """Save, as a signal or what has gone wrong asks for; returns the number of the signal to end by, or raises what was lost.
-    `steps`: those that would have come next."""
-    if asked == Stop.SAVE_FAILED:
-        with run.waited.on("saves", "saving"):
-            run.checkpoints.wait()  # which raises what has failed
-    lost = why_no_packs(run, steps) if asked == Stop.PACKS_FAILED else None
-    if not (decision := judge_weights(run)).proceed:
-        raise halted(run, decision)
-    if run.state.step > run.resumed_step:  # else it still waits for the packs of its first step, and has none of its own to save
-        save(run)
+    `steps`: those that would have come next. Collective."""
+    if reason == Stop.SAVE_FAILED:
+        run.checkpoints.wait()  # which raises what has failed
+    lost = _why_no_packs(run, steps) if reason == Stop.PACKS_FAILED else None
+    _save_if_good(run)
     if lost:
         raise lost
-    step, why = run.state.step, signal.Signals(asked).name
-    run.console.notice(f"stopped by {why} after step {step}; start the run again to go on from here")
-    return asked
+    return _tell_stopped(run, reason)
 
 
-# ── The end ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def _tell_stopped(run: Run, number: int) -> int:
+    """Say that the signal of this number has stopped the run, and what comes next; returns the number."""
+    todo = "evaluate and export it" if run.state.finished else "go on from here"
+    run.console.notice(f"stopped by {signal.Signals(number).name} after step {run.state.step}; start the run again to {todo}")
+    return number
 
 
-def save_last(run: Run) -> int | None:
+def _save_if_good(run: Run) -> None:
+    """Save a step that this process has trained. TrainingHalted where its weights are not finite."""
+    if not (decision := judge_weights(run)).proceed:
+        raise halted(run, decision)
+    if run.state.step > run.resumed_step:
+        with run.waited.on("saves", f"saving step {run.state.step}"):
+            save(run)
+        tell_saved(run)
+
+
+def _why_no_packs(run: Run, steps: Prefetch[StepBatches]) -> BaseException:
+    """The error to raise once the step in memory is saved."""
+    step, error = run.state.step, steps.failure
+    reason = (run.stream.failure if run.stream else None) or error
+    reason = reason or "another process or machine has no more packs, and says why"
+    if error is None or isinstance(error, InputError):
+        return InputError(f"{reason}. Step {step} is saved")
+    error.add_note(f"Step {step} is saved")
+    return error
+
+
+def save_last(run: Run) -> int:
     """The checkpoint of the last step, where it is wanted and this process has trained it; returns the number of a signal that
-    came meanwhile, after which nothing more is to be done."""
+    came meanwhile, after which nothing more is to be done, or 0. Collective."""
     if not (run.job.recipe.checkpoint.at_end and run.state.step > run.resumed_step):
-        return None
+        return 0
     with StopRequest(announced=run.accelerator.is_local_main_process) as stop:  # what was trained must not be lost so late
-        save(run)
-    asked = largest_over_ranks(run.accelerator, stop.requested or 0)
-    if not asked:
-        return None
-    why = f"stopped by {signal.Signals(asked).name} after step {run.state.step}"
-    run.console.notice(f"{why}, the last one; start the run again to evaluate and export it")
-    return asked
+        with run.waited.on("saves", f"saving step {run.state.step}"):
+            save(run)
+        tell_saved(run)
+    number = largest_over_ranks(run.accelerator, stop.requested or 0)
+    return _tell_stopped(run, number) if number else 0
 
 
-def sum_up(run: Run) -> RunRecord | None:
-    """Draw the curves; returns what the run folder holds, with the summary that `conclude` writes. None but on the main process.
-    InputError where metrics.jsonl has no step any more."""
-    if not run.accelerator.is_main_process:
-        return None
-    metrics = read_metrics(run.folder.path)
-    figures = summary(metrics)
-    if not figures["steps"]:
-        raise InputError(
-            f"{run.folder.metrics}: holds no step of this run any more, of which a summary could be written; the model of "
-            f"its last checkpoint is exported by: python -m pretrain export {run.folder.path}"
-        )
-    if not run.ended:  # what lies there is of an earlier end, or damaged
-        run.folder.summary.unlink(missing_ok=True)
-    finished = read_run(run.folder.path, metrics)
-    if not run.ended:  # else the summary describes the recipe as it was then
-        finished = replace(finished, summary=run.job.plan.fairness(run.job.data.train.fingerprint) | figures)
-    if not (run.ended and run.folder.loss_plot.exists()):
-        plot_losses([finished], run.folder.loss_plot)
-    run.trackers.picture(run.folder.loss_plot, run.state.step)
-    return finished
+# ── What is worth keeping ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def conclude(run: Run, finished: RunRecord | None) -> None:
-    """Write the summary, the last thing that a run does: who finds it of the last step finds all else. And say where all is."""
-    if finished is None:
-        return
-    if not run.ended:
-        run.folder.write_json(run.folder.summary, finished.summary)
-    run.console.panel(*last_screen(finished, run.folder, run.waited.describe()))
+def judge_weights(run: Run) -> StepDecision:
+    """Whether the present weights may be saved: the last update may have overflowed them, which its own loss and gradient cannot
+    show, and what is saved is good to go back to. Collective. Where they stop the run, metrics.jsonl says so."""
+    names = tensors_not_finite(run)
+    if not names:
+        return StepDecision()
+    decision = run.health.judge_overflow(names, can_go_back=run.checkpoints.latest is not None)
+    if decision.action == "stop":
+        run.trackers.log({"step": run.state.step, "event": "halted", "reason": f"{decision.reason}: {some_of(names)}"})
+    return decision
+
+
+def halted(run: Run, decision: StepDecision) -> TrainingHalted:
+    """The end of a run at a step that it does not survive, with what to change. All ranks call it. What was being saved is saved
+    then, or the reason says why not."""
+    reason, remedy = decision.reason, decision.remedy
+    try:
+        run.checkpoints.wait()
+    except InputError as failure:
+        reason += f". {failure}"
+    if names := tensors_not_finite(run):
+        reason += f". The weights themselves hold infinity or NaN, in {some_of(names)}"
+        source, untrained = run.job.recipe.model.weights_source, run.state.step - run.state.skipped_steps <= 1
+        if source is not None and untrained:
+            remedy = f"They came so with `model.source: {source}`: fetch it again, or name other weights"
+        else:
+            there = run.checkpoints.latest is not None
+            again = "resume from a checkpoint before that with --resume" if there else "start again in another `run_dir`"
+            remedy = f"Lower `optimizer.learning_rate`, and {again}"
+    return TrainingHalted(run.state.step, f"{reason}. {remedy}.")
+
+
+@torch.no_grad()
+def tensors_not_finite(run: Run) -> list[str]:
+    """Names of the parameters that hold infinity or NaN on any rank; collective. Allocates nothing of their size."""
+    device, parts = run.accelerator.device, {name: local_part(each) for name, each in run.assembly.hf.named_parameters()}
+    largest = [torch.linalg.vector_norm(each, math.inf).float() if each.numel() else torch.zeros(()) for each in parts.values()]
+    bad = torch.stack([~each.to(device).isfinite() for each in largest]).float()
+    return [name for name, ranks in zip(parts, run.accelerator.reduce(bad, reduction="sum").tolist(), strict=True) if ranks]

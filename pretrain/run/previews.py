@@ -15,11 +15,11 @@ from pretrain.metrics.console import Console
 from pretrain.metrics.run_folder import check_writable
 from pretrain.model.distributed import refused_together
 from pretrain.optimizer import schedule
-from pretrain.plan.preflight import Job, planned_steps, prepare_job
+from pretrain.plan.preflight import planned_steps, prepare_job
 from pretrain.plan.rendering import render
 from pretrain.run.command_line import LaunchParser, as_launched
-from pretrain.run.introduction import warn_of_precisions
-from pretrain.run.resume import going_on, look_for_resume_point, require_steps_to_come
+from pretrain.run.recording import warn_of_precisions
+from pretrain.run.resume import where_to_resume
 from pretrain.settings.config import load_recipe, run_dir_of
 from pretrain.settings.launch_environment import with_precision
 
@@ -35,17 +35,11 @@ def plan_launch(arguments: argparse.Namespace) -> int:
         console.notice(text)
     resumes = []
     if job.data is not None:  # packs that are not prepared belong to no checkpoint yet
-        job, resumes = _going_on(job, arguments.resume, arguments.accept_changes)
+        job, _, source = where_to_resume(job, arguments.resume, arguments.accept_changes, look_only=True)
+        resumes = [f"would resume from {source.path}", *source.notes] if source else []
     warn_of_precisions(job, console)
     console.notice("\n".join([render(job.plan), *resumes]))
     return 0
-
-
-def _going_on(job: Job, wanted: str, accept_changes: bool) -> tuple[Job, list[str]]:
-    """Returns the job as it would go on, and what it would go on from. InputError where the run would refuse."""
-    checkpoints, source = look_for_resume_point(wanted, job, accept_changes)
-    require_steps_to_come(source, checkpoints, job)
-    return going_on(job, source), [f"would resume from {source.path}", *source.notes] if source else []
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -1,23 +1,38 @@
-"""What is recorded of a step: who measures it, what its line in metrics.jsonl says, and who is told."""
+"""What is written and said of a run: what it is before its first step, each step's line in metrics.jsonl, and its summary."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 from accelerate import Accelerator
 
+from foundation.errors import InputError
 from packing.batch import StepBatches
+from pretrain.compare.figures import plot_losses
+from pretrain.metrics.console import Console
 from pretrain.metrics.gradient_statistics import gradient_statistics
 from pretrain.metrics.health import StepDecision, frozen_names_due
-from pretrain.metrics.peaks import peak
+from pretrain.metrics.peaks import is_known, peak
 from pretrain.metrics.recorder import Recorder, joules_of
+from pretrain.metrics.run_folder import RunFolder, describe_environment
+from pretrain.metrics.run_record import RunRecord, last_screen, read_finished, read_metrics, read_run, summary
+from pretrain.metrics.waited import Waited
+from pretrain.model.distributed import describe_topology
 from pretrain.model.huggingface import decoder_layers
 from pretrain.optimizer import adamw
 from pretrain.plan.preflight import Job
+from pretrain.plan.rendering import render
+from pretrain.plan.tokenizer import fingerprint_in_use
 from pretrain.run.assembly import Assembly
 from pretrain.run.running import Run
+from pretrain.settings import config
+from pretrain.verify import audit
+
+# ── Before the first step ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def recorder_of(job: Job, assembly: Assembly, accelerator: Accelerator) -> Recorder:
@@ -31,6 +46,56 @@ def recorder_of(job: Job, assembly: Assembly, accelerator: Accelerator) -> Recor
         low_precision=assembly.low_precision_products(plan.devices.name),
         energy=joules_of(accelerator.device),
     )
+
+
+def warn_of_precisions(job: Job, console: Console) -> None:
+    """Say what is done in place of a precision that the device lacks, of those that steps of the run compute in."""
+    for notice in [active.notice for active in job.plan.in_use if active.notice]:
+        console.warning(notice)
+
+
+def introduce(run: Run, notes: Iterable[str]) -> None:
+    """Say and write down what this run is, before its first step; `notes` are of what it goes on from."""
+    plan, assembly, folder = run.job.plan, run.assembly, run.folder
+    run.console.notice(render(plan, brief=True))
+    microbatch = plan.expected_microbatch
+    memory = {"microbatch": microbatch, "planned": plan.memory.parts(microbatch), "held": assembly.memory_held()}
+    assembly.audit["memory"] = memory
+    run.console.panel(f"what runs in which precision (all of it: {folder.audit})", audit.in_short(assembly.audit))
+    if run.accelerator.device.type == "cuda" and not is_known(plan.devices.name):
+        run.console.notice(f"no peak of {plan.devices.name} is known, so there is no MFU; pretrain/metrics/peaks.py has others")
+    for note in notes:
+        run.console.notice(note)
+    if run.accelerator.is_main_process:
+        folder.summary.unlink(missing_ok=True)  # first: it does not describe the other records
+        folder.write_yaml(folder.config, config.resolved(run.job.recipe))
+        environment = describe_environment(describe_topology(run.accelerator))
+        folder.write_json(folder.environment, _fingerprints(run.job) | environment | {"past": run.constants["past"]})
+        folder.write_json(folder.audit, assembly.audit)
+    run.trackers.start(config.resolved(run.job.recipe))
+
+
+def _fingerprints(job: Job) -> dict[str, Any]:
+    """What environment.json says of the text, of the tokenizer and of `model.source`."""
+    held_out = job.data.held_out
+    fingerprints = {
+        "data_fingerprint": job.data.train.fingerprint,
+        "source_config": dict(job.source_config),
+        "held_out_fingerprint": held_out.fingerprint if held_out is not None else None,
+        "tokenizer_fingerprint": fingerprint_in_use(job.recipe.data, job.recipe.model, job.data),
+    }
+    return {key: value for key, value in fingerprints.items() if value}
+
+
+def first_step(run: Run) -> AbstractContextManager[object]:
+    """Put this around each step: during the first one of this process, which takes long, a terminal shows a bar."""
+    if run.state.step != run.resumed_step:
+        return nullcontext()
+    compiles = run.assembly.audit["compiled"] != "nothing"
+    return run.waited.on("training", "first step, compiling" if compiles else "first step")
+
+
+# ── A step ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def due(step: int, every: int | None) -> bool:
@@ -89,19 +154,61 @@ def record_of_step(
     }
 
 
-def log(run: Run, figures: dict[str, Any], *, data_wait_ms: float, shown: bool) -> None:
-    """The step's line in metrics.jsonl, in the trackers and, where it is `shown`, on the screen."""
+def log(run: Run, figures: dict[str, Any], *, data_wait_ms: float) -> None:
+    """The step's line in metrics.jsonl, in the trackers and, every `log.every` steps, on the screen."""
     record = run.recorder.finish(**figures, data_wait_ms=data_wait_ms)
     run.trackers.log(record)
-    run.console.step(record, show=shown)
+    run.console.step(record, show=due(run.state.step, run.job.recipe.log.every) or run.state.finished)
     if run.profile and run.profile.step == run.state.step:
         run.console.notice(run.profile.table(data_wait_ms))
 
 
-def end_records(run: Run, stopped_by: int | None) -> None:
-    """Close what is recorded; `stopped_by`: the signal that ended the run."""
+# ── The end ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def end_records(run: Run, stopped_by: int) -> None:
+    """Close what is recorded; `stopped_by`: the signal that ended the run, or 0."""
     run.trackers.finish()
     if run.precision_watch:
         run.precision_watch.finish()
-    if stopped_by is not None:
+    if stopped_by:
         run.console.notice(f"you waited {run.waited.describe()}")
+
+
+def sum_up(run: Run) -> RunRecord | None:
+    """Draw the curves; returns what the run folder holds, with the summary that `conclude` writes. None but on the main process.
+    InputError where metrics.jsonl has no step any more."""
+    if not run.accelerator.is_main_process:
+        return None
+    metrics = read_metrics(run.folder.path)
+    figures = summary(metrics)
+    if not figures["steps"]:
+        raise InputError(
+            f"{run.folder.metrics}: holds no step of this run any more, of which a summary could be written; the model of "
+            f"its last checkpoint is exported by: python -m pretrain export {run.folder.path}"
+        )
+    identity = run.job.plan.fairness(run.job.data.train.fingerprint)
+    finished = replace(read_run(run.folder.path, metrics), summary=identity | figures)
+    plot_losses([finished], run.folder.loss_plot)
+    run.trackers.picture(run.folder.loss_plot, run.state.step)
+    return finished
+
+
+def conclude(run: Run, finished: RunRecord | None) -> None:
+    """Write the summary, the last thing that a run does: who finds it of the last step finds all else. And say where all is."""
+    if finished is not None:
+        run.folder.write_json(run.folder.summary, finished.summary)
+        run.console.panel(*last_screen(finished, run.folder, run.waited.describe()))
+
+
+def is_over(job: Job, folder: RunFolder, console: Console, waited: Waited) -> bool:
+    """Whether an earlier start has done all of a run that has no steps to come, which is said then."""
+    finished = read_finished(job.run_dir)
+    over = finished is not None and finished.summary["steps"] == job.plan.steps
+    if over and job.data.held_out is not None:
+        over = job.plan.steps in finished.held_out_curve()[0]
+    if over and job.recipe.checkpoint.at_end:
+        over = folder.final.exists()
+    if over:
+        console.panel(*last_screen(finished, folder, waited.describe()))
+    return over

@@ -1,16 +1,21 @@
-"""What a running training consists of, which everything that happens to it is given."""
+"""What a running training consists of, which everything that happens to it is given; and how it changes its precision.
+
+When a schedule changes the precision follows from the settings alone. A run that is resumed at that step does again what the
+unbroken run did there, and at any later one it finds the histories in its checkpoint. So both have the same bits.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from accelerate import Accelerator
 
+from packing.stream import StreamedPacks
 from pretrain.checkpoint.checkpoint import Checkpoints
-from pretrain.checkpoint.state import Past, TrainState
+from pretrain.checkpoint.state import TrainState
 from pretrain.metrics.console import Console
 from pretrain.metrics.health import Health
 from pretrain.metrics.precision_health import PrecisionWatch
@@ -21,7 +26,9 @@ from pretrain.metrics.run_record import MEASURE, same_measure
 from pretrain.metrics.trackers import Trackers
 from pretrain.metrics.waited import Waited
 from pretrain.plan.preflight import Job
+from pretrain.precision.settings import ActivePrecision
 from pretrain.run.assembly import Assembly
+from pretrain.verify.audit import in_short
 
 
 @dataclass(frozen=True)
@@ -48,21 +55,42 @@ class Run:
     """Everything that a running training consists of."""
 
     job: Job
-    identity: Mapping[str, Any]  # what a checkpoint must agree with to be continued
     assembly: Assembly
     accelerator: Accelerator
     folder: RunFolder
+    checkpoints: Checkpoints
+    constants: Mapping[str, Any]  # what all its checkpoints say alike
     state: TrainState
     begins: bool  # here, with no step or with another run's; False where it goes on from a checkpoint that it resumes
     resumed_step: int
     health: Health
-    checkpoints: Checkpoints
     recorder: Recorder
     trackers: Trackers
     precision_watch: PrecisionWatch | None
     profile: StepProfile | None
     console: Console
     waited: Waited
-    best: BestEvaluation | None = None  # whose checkpoint is kept, where that is asked for
-    past: Past = field(default_factory=Past)
-    ended: bool = False  # in an earlier start, which left nothing to train or to evaluate: its records stay as they are
+    stream: StreamedPacks | None = None  # of packs that are made meanwhile
+    best: BestEvaluation | None = None  # whose checkpoint is kept, where `checkpoint.best` wants that
+
+    def compute_in(self, active: ActivePrecision, first_step: int) -> None:
+        """Let all that knows the precision of a step know that it is `active` now; `first_step`: the one whose operands are
+        measured in any case."""
+        self.job = self.job.in_precision(active)
+        self.health.precision_remedy = self.job.precision_remedy
+        self.recorder.low_precision = self.assembly.low_precision_products(self.job.plan.devices.name)
+        if self.precision_watch:
+            self.precision_watch.go_over_to(active, first_step)
+
+
+def follow_the_schedule(run: Run) -> None:
+    """Goes over to the precision of the next step, if that is another. Call it between two steps, before random numbers are drawn
+    for the next. Collective."""
+    active, before, step = run.job.plan.active_after(run.state.step), run.assembly.active, run.state.step
+    if active.precision.name == before.precision.name:
+        return
+    with run.waited.on("checks", "looking at what runs"):
+        run.assembly.begin(active, run.job, run.accelerator)
+    run.compute_in(active, first_step=step + 1)
+    change = f"{before.precision.name}, then {active.precision.name}"
+    run.console.notice(f"precision after step {step}: {change}, audited anew: {in_short(run.assembly.audit)['products']}")

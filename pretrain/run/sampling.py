@@ -1,87 +1,145 @@
-"""`python -m pretrain sample`: how a trained model continues a text. From a run folder, of which the newest checkpoint, from one
-of its checkpoints, or from a folder that transformers loads, such as a run's `final/`.
+"""How a model continues a text: the samples of a run's evaluations, and `python -m pretrain sample`.
 
-On a GPU where there is one, with transformers' own attention, in the dtype that the weights are stored in.
+The command takes a run folder, of which the newest checkpoint, one of its checkpoints, or a folder that transformers loads, such
+as a run's `final/`. It computes on a GPU where there is one, in the dtype that the weights are stored in.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from foundation.attributes import holding
 from foundation.command import CommandParser, number
 from foundation.errors import InputError
-from foundation.reading import one_line, unusable_text
+from foundation.reading import one_line
 from foundation.settings import MOST
 from pretrain.checkpoint.folders import step_folders
+from pretrain.checkpoint.state import step_seed
 from pretrain.metrics.console import Console
-from pretrain.run.evaluate import sample, seed_of_prompt
+from pretrain.model.distributed import gathered
+from pretrain.plan.tokenizer import encoded_prompt, positions_of
 from pretrain.run.export import SavedModel, tokenizer_of
+from pretrain.run.running import Run
 
+TEMPERATURE, TOP_P = 0.8, 0.95  # unless said otherwise: drawn from the likeliest tokens that have this probability together
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
+COLDEST = 1e-4  # a temperature below which FP32 scores divided by it could overflow, and the likeliest token is all there is
+
+
+def draw_samples(run: Run) -> None:
+    """Continue the recipe's prompts, and record the texts. Collective."""
+    settings, samples = run.job.recipe.evaluate, []
+    how = {"tokens": settings.sample_tokens, "temperature": TEMPERATURE, "top_p": TOP_P}
+    with gathered(run.assembly.model):
+        for number, prompt in enumerate(settings.samples):
+            seed = seed_of_prompt(run.job.recipe.seed, number)
+            text = sample(run.assembly.hf, run.job.tokenizer, prompt, seed=seed, **how)
+            run.console.sample(prompt, text)
+            samples.append({"prompt": prompt, "seed": seed, "text": text})
+    run.trackers.log({"step": run.state.step, "event": "samples", **how, "samples": samples})
+
+
+def seed_of_prompt(seed: int, number: int) -> int:
+    """Each prompt has its own, so that one text does not begin like the other; the same at every evaluation."""
+    return step_seed(seed, number, 0)
+
+
+@torch.no_grad()
+def sample(
+    hf: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    *,
+    tokens: int,
+    seed: int,
+    temperature: float = TEMPERATURE,
+    top_p: float = TOP_P,
+) -> str:
+    """How the model continues `prompt`, by at most `tokens` tokens and as many as it has positions for.
+
+    Drawn from the likeliest tokens that have probability `top_p` together, after all were raised to 1 / `temperature`; at a
+    temperature of 0, or near it, always the likeliest one. Of how a published model wants to generate, only the tokens that end a
+    text count. InputError where the prompt leaves no position free.
+
+    Runs uncompiled, with transformers' own attention: generation has a cache and one growing document, not packs. Every training
+    step seeds its own random numbers, so seeding here does not change them. On a GPU a sample need not repeat, whatever
+    `deterministic` says: its sums of probabilities have no fixed order there (`cumsum`).
+    """
+    encoded = encoded_prompt(tokenizer, prompt, hf.config).to(hf.device)
+    positions = positions_of(hf.config)
+    tokens = min(tokens, positions - encoded["input_ids"].shape[1]) if positions else tokens
+    drawn = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0} if temperature > COLDEST else {}
+    alone = GenerationConfig(
+        max_new_tokens=tokens,
+        eos_token_id=hf.generation_config.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+        **drawn,
+    )
+    with ExitStack() as restored, torch.compiler.set_stance("force_eager"):
+        restored.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
+        restored.callback(hf.train, hf.training)
+        restored.callback(hf.set_attn_implementation, hf.config._attn_implementation)
+        torch.use_deterministic_algorithms(False)
+        hf.eval()
+        hf.set_attn_implementation("sdpa")
+        torch.manual_seed(seed)
+        restored.enter_context(holding(hf, generation_config=alone))  # as an argument it would be completed by the model's own
+        output = hf.generate(**encoded)
+    return tokenizer.decode(output[0, encoded["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+# ── The command ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = CommandParser(
         prog="python -m pretrain sample", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="a run folder, a step-* in it, or a folder of a model")
-    parser.add_argument("prompts", nargs="+", metavar="PROMPT", help="a text to continue; '' begins one")
-    parser.add_argument("--tokens", type=number(1, whole=True), default=64, help="the most tokens of a continuation; default 64")
-    parser.add_argument("--temperature", type=number(0, 100), default=0.8, help="default 0.8; 0: always the likeliest token")
-    likeliest = "of the likeliest tokens with this probability; default 0.95"
-    parser.add_argument("--top-p", type=number(most=1), default=0.95, help=likeliest)
-    own = "default 42; each prompt has a seed of its own, made from it"
-    parser.add_argument("--seed", type=number(0, MOST, whole=True), default=42, help=own)
-    asked = parser.parse_intermixed_args(arguments)
-    for prompt in asked.prompts:
-        if unusable := unusable_text(prompt):
-            raise InputError(f"PROMPT {prompt!a}: {unusable}; write it in UTF-8")
-    hf, tokenizer = load(asked.folder)
+    add = parser.add_argument
+    add("folder", type=Path, metavar="FOLDER", help="a run folder, a step-* in it, or a folder of a model")
+    add("prompts", nargs="+", metavar="PROMPT", help="a text to continue; '' begins one")
+    add("--tokens", type=number(1, whole=True), default=64, help="the most tokens of a continuation; default 64")
+    add("--temperature", type=number(0, 100), default=TEMPERATURE, help="default 0.8; 0: always the likeliest token")
+    add("--top-p", type=number(most=1), default=TOP_P, help="of the likeliest tokens with this probability; default 0.95")
+    add("--seed", type=number(0, MOST, whole=True), default=42, help="default 42; of it each prompt's own is made")
+    options = parser.parse_intermixed_args(arguments)
+    hf, tokenizer = load(options.folder)
     hf.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     console = Console(0)
-    for index, prompt in enumerate(asked.prompts):
-        how = {"tokens": asked.tokens, "temperature": asked.temperature, "top_p": asked.top_p}
-        console.sample(prompt, sample(hf, tokenizer, prompt, seed=seed_of_prompt(asked.seed, index), **how))
+    for index, prompt in enumerate(options.prompts):
+        how = {"tokens": options.tokens, "temperature": options.temperature, "top_p": options.top_p}
+        console.sample(prompt, sample(hf, tokenizer, prompt, seed=seed_of_prompt(options.seed, index), **how))
     return 0
 
 
 def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model and the tokenizer at `folder`. InputError where there is none, or a checkpoint is damaged."""
     transformers_logging.disable_progress_bar()
-    if (folder / "config.json").is_file():
-        return _exported(folder)
-    if not (folder / "checkpoints").is_dir() and not (folder / "state.json").is_file():
-        raise InputError(f"{folder}: is no run folder, no checkpoint, and no folder of a model with a config.json; name one")
-    if not step_folders(folder / "checkpoints") and (folder / "final" / "config.json").is_file():
-        return _exported(folder / "final")
+    final = folder / "final"
+    for exported in (folder, final) if not step_folders(folder / "checkpoints") else (folder,):
+        if (exported / "config.json").is_file():
+            return _exported(exported)
     saved = SavedModel.open(folder)
-    tokenizer, why = tokenizer_of(saved.recipe, saved.run_dir)
+    tokenizer, why_not = tokenizer_of(saved.recipe, saved.run_dir)
     if tokenizer is None:
-        raise InputError(
-            f"{folder}: its prompts cannot be read: {why}; set `data.tokenizer` in {saved.run_dir / 'config.yaml'}, or sample "
-            "from a folder that has one, such as the run's final/"
-        )
-    tensors = {name: saved.read(name) for name in saved.weights.names()}
+        where = saved.run_dir / "config.yaml"
+        raise InputError(f"{folder}: its prompts cannot be read: {why_not}; set `data.tokenizer` in {where}")
+    tensors = {name: saved.read(name) for name in saved.manifest.model}
     hf = type(saved.hf).from_pretrained(None, config=saved.hf.config, state_dict=tensors, dtype=saved.hf.dtype)
     hf.generation_config = saved.hf.generation_config
     return hf, tokenizer
 
 
-def _has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in TOKENIZER_FILES)
-
-
 def _exported(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    if not _has_tokenizer(folder):  # transformers would make one that knows no word
-        raise InputError(
-            f"{folder}: holds a model without a tokenizer, so prompts cannot be read; put its tokenizer's files there"
-        )
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):  # transformers would make one that knows no word
+        raise InputError(f"{folder}: holds a model without a tokenizer, so no prompt can be read; put its files there")
     try:
         hf = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=False)
         return hf, AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

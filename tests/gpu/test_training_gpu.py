@@ -27,7 +27,7 @@ from pretrain.model.packed import PackedLanguageModel, forward_backward, inputs_
 from pretrain.model.wrapping import wrap_layers
 from pretrain.optimizer.adamw import build_optimizer, clip_coefficient, gradient_norm, named_state
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
-from pretrain.run.microbatch import largest_that_fits
+from pretrain.run.trials import largest_that_fits
 from pretrain.settings.recipe import LossSettings, ModelSettings, OptimizerSettings
 from pretrain.verify import audit
 

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 import train_accelerate
+from pretrain.run import keeping
 from tests.conftest import PACK_LENGTH, VOCABULARY, write_packs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,10 +33,10 @@ def watched_run(folder: Path) -> dict[str, list[str]]:
         if event != "call" or name == "<module>" or not file.startswith(PRODUCT):
             return
         entered["run"].add(file)
-        if acts and threading.current_thread() is threading.main_thread():
-            entered[acts[-1]].add(file)
-        elif file.endswith(("checkpoint/saving.py", "checkpoint/shards.py", "checkpoint/manifest.py")):
+        if threading.current_thread().name.startswith("saving"):
             entered["save"].add(file)
+        elif acts and threading.current_thread() is threading.main_thread():
+            entered[acts[-1]].add(file)
 
     def during(act: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*arguments: Any, **options: Any) -> Any:
@@ -47,8 +48,8 @@ def watched_run(folder: Path) -> dict[str, list[str]]:
 
         return watched
 
-    for name, act in (("train_step", "step"), ("save", "save")):
-        setattr(train_accelerate, name, during(act, getattr(train_accelerate, name)))
+    train_accelerate.train_step = during("step", train_accelerate.train_step)
+    keeping.save = during("save", keeping.save)
     write_packs(folder / "packs", PACK_LENGTH)
     config = {"model_type": "qwen3", "vocab_size": VOCABULARY, "head_dim": 16, "max_position_embeddings": PACK_LENGTH} | SIZES
     recipe = {

@@ -171,26 +171,3 @@ def test_what_two_processes_save_one_and_three_processes_load_bit_for_bit(tmp_pa
     assert all(
         torch.equal(model[name], whole(name)) and torch.equal(optimizer[f"exp_avg/{name}"], whole(name)) for name in SHAPES
     )
-
-
-def _refuse_on_rank_1(rank: int, folder: str) -> None:
-    import resource
-
-    from foundation.errors import InputError
-
-    torch.set_num_threads(1)
-    store = torch.distributed.FileStore(f"{folder}/store", 2)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    checkpoints = Checkpoints(Path(folder) / "checkpoints", keep=2)
-    tensors = {name: torch.full((50_000,), 1.0) for name in "abcd"}
-    checkpoints.save(1, tensors, {}, {})
-    if rank == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-    with pytest.raises(InputError, match=r"File too large \(rank 1\).*step-00000001 is untouched"):
-        checkpoints.save(2, tensors, {}, {})
-    torch.distributed.destroy_process_group()
-
-
-def test_one_rank_that_cannot_write_makes_all_ranks_give_up_together(tmp_path):
-    torch.multiprocessing.start_processes(_refuse_on_rank_1, args=(str(tmp_path),), nprocs=2, start_method="fork")
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]

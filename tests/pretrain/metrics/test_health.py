@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pretrain.metrics.health import CONSECUTIVE_SKIPS, Health, StepDecision
+from pretrain.metrics.health import CONSECUTIVE_SKIPS, Health, HealthState, StepDecision
 from pretrain.settings.recipe import HealthSettings
 
 # The reference's smoothed bf16 curve (a 50-step mean), and the standard deviation of one step about it.
@@ -48,7 +49,7 @@ def test_skip_leaves_the_step_out_counts_it_and_says_so():
     watched = fed(noisy(2, 40, 0.1), on_nan="skip")
     decision = watched.check(41, math.nan, math.nan)
     assert decision.action == "skip" and "step 41" in decision.reason and "nan" in decision.reason
-    assert watched.skipped_steps == 1
+    assert watched.state.skipped_steps == 1
     assert watched.check(42, 2.0, 1.0) == UPDATE
 
 
@@ -69,18 +70,18 @@ def test_a_rollback_is_wanted_so_often_only_and_only_with_a_checkpoint(key):
     for done in range(3):
         decision = watched.check(41, bad, 1.0, can_go_back=True)
         assert decision.action == "rollback"
-        watched.load_state_dict(json.loads(json.dumps(watched.state_dict())))
-        watched.rollbacks = done + 1
+        watched.state = HealthState(**json.loads(json.dumps(asdict(watched.state))))
+        watched.state.rollbacks = done + 1
     stop = watched.check(41, bad, 1.0, can_go_back=True)
     assert stop.action == "stop" and "3 times already" in stop.reason
 
 
 def test_spikes_that_are_left_out_never_become_usual():
     watched = fed(noisy(2, 100, 0.05), on_spike="skip")
-    before = watched.state_dict()["losses"]
+    before = watched.state.losses
     decisions = [watched.check(101 + i, 4.0, 1.0).action for i in range(CONSECUTIVE_SKIPS + 1)]
     assert decisions == ["skip"] * CONSECUTIVE_SKIPS + ["stop"]
-    assert watched.state_dict()["losses"] == before
+    assert watched.state.losses == before
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -126,9 +127,9 @@ def test_a_spike_stops_the_run_where_the_settings_say_so_and_is_nothing_where_th
 
 def test_losses_that_were_not_finite_do_not_change_what_is_usual():
     watched = fed(noisy(2, 100, 0.05), on_nan="skip")
-    before = watched.state_dict()["losses"]
+    before = watched.state.losses
     watched.check(101, math.inf, 1.0)
-    assert watched.state_dict()["losses"] == before
+    assert watched.state.losses == before
 
 
 @given(
@@ -143,10 +144,10 @@ def test_a_run_resumed_from_its_json_state_judges_every_step_as_the_unbroken_run
     unbroken, first, resumed = (health(on_nan="skip") for _ in range(3))
     expected = judge(unbroken, 0, losses)
     got = judge(first, 0, losses[:cut])
-    resumed.load_state_dict(json.loads(json.dumps(first.state_dict(), allow_nan=False)))
+    resumed.state = HealthState(**json.loads(json.dumps(asdict(first.state), allow_nan=False)))
     got += judge(resumed, cut, losses[cut:])
     assert got == expected
-    assert resumed.state_dict() == unbroken.state_dict()
+    assert resumed.state == unbroken.state
 
 
 def test_lost_updates_and_a_step_without_labels_are_told_once():
@@ -162,5 +163,5 @@ def test_a_step_without_labels_tells_nothing_of_which_loss_is_usual():
         watched.check(step, 3.0 + step % 2 / 10, 1.0)
         other.check(step, 3.0 + step % 2 / 10, 1.0)
         assert other.check(step, 0.0, 0.0, labelled=False).reason is None
-    assert other.state_dict() == watched.state_dict()
+    assert other.state == watched.state
     assert other.check(41, 0.0, float("nan"), labelled=False) == watched.check(41, 0.0, float("nan")), "a gradient may break"

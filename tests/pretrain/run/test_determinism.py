@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -14,23 +13,22 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from foundation.errors import InputError
-from pretrain.model.attention import backends as attention
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.model.wrapping import wrap_layers
-from pretrain.run import determinism
+from pretrain.run.command_line import WORKSPACE, compute_in_a_fixed_order
 from pretrain.settings.recipe import ModelSettings
 
 
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
     """What is set for a whole process is taken back."""
-    fills, workspace = torch.utils.deterministic.fill_uninitialized_memory, os.environ.pop(determinism.WORKSPACE, None)
+    fills, workspace = torch.utils.deterministic.fill_uninitialized_memory, os.environ.pop(WORKSPACE, None)
     yield
     torch.use_deterministic_algorithms(False)
     torch.utils.deterministic.fill_uninitialized_memory = fills
-    os.environ.pop(determinism.WORKSPACE, None)
+    os.environ.pop(WORKSPACE, None)
     if workspace is not None:
-        os.environ[determinism.WORKSPACE] = workspace
+        os.environ[WORKSPACE] = workspace
 
 
 def write_by_index() -> torch.Tensor:
@@ -38,25 +36,12 @@ def write_by_index() -> torch.Tensor:
     return torch.zeros(3).put_(torch.tensor([1]), torch.ones(1))
 
 
-@pytest.mark.parametrize("workspace", [":16:8", ":4096:8", ":4096:2:16:8", ""])
-def test_a_workspace_of_the_users_is_kept_or_refused(workspace: str) -> None:
-    environment = {determinism.WORKSPACE: workspace}
-    if workspace in determinism.WORKSPACES:
-        determinism.begin(environment)
-        assert environment == {determinism.WORKSPACE: workspace}
-        return
-    with pytest.raises(InputError, match=rf"CUBLAS_WORKSPACE_CONFIG={workspace} and `deterministic: true` contradict"):
-        determinism.begin(environment)
-    assert not torch.are_deterministic_algorithms_enabled()
-
-
-def test_an_operation_without_a_deterministic_form_is_one_message_and_other_errors_stay() -> None:
-    determinism.begin({})
-    says = r"`deterministic: true`: torch's put_ has no deterministic form .*`deterministic: false`"
-    with pytest.raises(InputError, match=says), determinism.explaining():
-        write_by_index()
-    with pytest.raises(RuntimeError, match="something else"), determinism.explaining():
-        raise RuntimeError("something else")
+def test_a_workspace_without_a_fixed_order_is_refused() -> None:
+    environment = {WORKSPACE: ":16:8"}
+    compute_in_a_fixed_order(environment)
+    assert environment == {WORKSPACE: ":16:8"}
+    with pytest.raises(InputError, match=rf"{WORKSPACE}=:4096:2:16:8 and `deterministic: true` contradict"):
+        compute_in_a_fixed_order({WORKSPACE: ":4096:2:16:8"})
 
 
 @pytest.mark.parametrize("repeats", [False, True])
@@ -67,7 +52,7 @@ def test_a_compiled_norm_has_a_graph_for_each_number_of_tokens_where_bits_are_to
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     packed, settings = build_model("qwen3"), ModelSettings(config={"model_type": "qwen3"})
     if repeats:
-        determinism.begin({})
+        compute_in_a_fixed_order({})
     wrap_layers(packed, settings, cast_to=None, compile_layers=True)
     norm: nn.Module = packed.hf.base_model.norm
     torch.compiler.reset()
@@ -78,25 +63,11 @@ def test_a_compiled_norm_has_a_graph_for_each_number_of_tokens_where_bits_are_to
     torch.compiler.reset()
 
 
-# ── The launcher ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize(
-    ("argument", "says"),
-    [
-        ("batch.microbatch=auto", r"`batch.microbatch: auto` takes .*one of 1, 2, 4, 8\. `--plan deterministic=false` says"),
-        ("loss.kind=cce", r"`loss.kind: cce` adds its gradients up in the order .*set `loss.kind: chunked`$"),
-    ],
-)
-def test_what_cannot_repeat_is_refused(argument: str, says: str, train_here: Callable[..., Any]) -> None:
-    assert re.search(says, train_here("deterministic=true", argument).refusal)
-
-
 def test_a_model_that_needs_what_cannot_repeat_is_refused_before_the_first_step(
     train_here: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mask = attention.document_mask
-    monkeypatch.setattr(attention, "document_mask", lambda *of: (write_by_index(), mask(*of))[1])
+    forward = PackedLanguageModel.forward
+    monkeypatch.setattr(PackedLanguageModel, "forward", lambda *of, **options: (write_by_index(), forward(*of, **options))[1])
     finished = train_here("deterministic=true")
     assert finished.refusal.startswith("`deterministic: true`: torch's put_ has no deterministic form on this device")
     assert not (finished.run_dir / "metrics.jsonl").exists()

@@ -19,8 +19,9 @@ from packing.batch import evaluation_batches
 from packing.mixture import MixedPacks
 from packing.settings import DataSettings
 from packing.store import open_packs
-from pretrain.run.evaluate import figures_of, held_out_figures, held_out_sums, sample
+from pretrain.run.evaluate import figures_of, held_out_figures, held_out_sums
 from pretrain.run.running import BestEvaluation
+from pretrain.run.sampling import sample
 from pretrain.settings.recipe import LossSettings
 
 
@@ -37,9 +38,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w60")
 
 
-def evaluate(packed: torch.nn.Module, packs: Packs, accelerator: Accelerator, microbatch: int, **options: int) -> SimpleNamespace:
-    options = {"rank": 0, "world_size": 1} | options
-    batches = evaluation_batches(packs, microbatch=microbatch, mask_boundaries=True, **options)
+def evaluate(packed: torch.nn.Module, packs: Packs, accelerator: Accelerator, microbatch: int) -> SimpleNamespace:
+    batches = evaluation_batches(packs, microbatch=microbatch, mask_boundaries=True, rank=0, world_size=1)
     figures = figures_of(held_out_sums(packed, batches, accelerator))
     return SimpleNamespace(**{key.removeprefix("held_out_"): value for key, value in figures.items()})
 
@@ -77,17 +77,6 @@ def test_held_out_loss_is_the_plain_mean_for_any_microbatch(
     assert result.loss == pytest.approx(expected.item(), rel=1e-6)
     assert result.tokens == sum(len(pack.input_ids) - len(pack.lengths) for pack in packs)
     assert result.perplexity == pytest.approx(expected.exp().item(), rel=1e-5)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_the_ranks_shares_add_up_to_the_whole(
-    world_size: int, held_out: Packs, accelerator: Accelerator, build_model: Callable
-) -> None:
-    packed = build_model()
-    whole = evaluate(packed, held_out, accelerator, 2)
-    shares = [evaluate(packed, held_out, accelerator, 2, rank=rank, world_size=world_size) for rank in range(world_size)]
-    assert sum(share.tokens for share in shares) == whole.tokens
-    assert sum(share.loss * share.tokens for share in shares) / whole.tokens == pytest.approx(whole.loss, rel=1e-9)
 
 
 @pytest.mark.parametrize("penalty", [None, "non_max_sum"])

@@ -1,8 +1,4 @@
-"""`batch.microbatch: auto`: the largest microbatch that fits on this device, found by trying.
-
-The plan's estimate of memory knows neither all of the compiler's choices nor the allocator's fragments, so it only says where to
-begin. A trial is a forward and backward of documents as they lie in the packs, after the optimizer's state was allocated.
-"""
+"""What is tried on the assembled model before a run's first step: its microbatch, and parity with plain transformers."""
 
 from __future__ import annotations
 
@@ -21,35 +17,43 @@ from foundation.errors import InputError
 from packing.batch import Microbatch
 from pretrain.model.distributed import largest_over_ranks
 from pretrain.model.gradients import clear_main_gradients
-from pretrain.model.packed import inputs_of
+from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.plan.preflight import Job
 from pretrain.plan.remedies import is_out_of_memory, listed
 from pretrain.run.assembly import Assembly, beginning_of
+from pretrain.run.running import Run
+from pretrain.verify.parity import PLAIN_BYTES, Parity, check_parity
 
 # Left free for the allocator's fragments, communication buffers and evaluation.
 RESERVE = 0.04
+PARITY_MICROBATCH = 2  # packs laid end to end, where a smaller shape than training's costs no compilation
+
+
+# ── `batch.microbatch: auto` ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def choose_microbatch(job: Job, assembly: Assembly, resumed: Mapping[str, Any] | None, accelerator: Accelerator) -> int:
     """Packs a microbatch: the recipe's number, or that of the `resumed` state, or the largest that fits now, in each of the run's
     precisions; on a CPU, what is expected to fit.
 
-    To keep the microbatch keeps the order of all sums, so the resumed run repeats the uninterrupted one bit for bit.
+    The plan's estimate of memory knows neither all of the compiler's choices nor the allocator's fragments, so it only says where
+    to begin. To keep the microbatch keeps the order of all sums, so the resumed run repeats the uninterrupted one bit for bit.
     """
+    plan = job.plan
+    if plan.microbatch:
+        return plan.microbatch
+    same_split = resumed is not None and resumed["world_size"] == accelerator.num_processes
+    if same_split and resumed["microbatch"] in plan.microbatch_sizes:
+        return resumed["microbatch"]
     fitting = []
     with assembly.context.preserving_state():
-        for active in job.plan.actives:
+        for active in plan.actives:
             with assembly.using(active):
-                fitting.append(_of_one_precision(job.in_precision(active), assembly.model, resumed, accelerator))
+                fitting.append(_largest_here(job.in_precision(active), assembly.model, accelerator))
     return min(fitting)
 
 
-def _of_one_precision(job: Job, model: nn.Module, resumed: Mapping[str, Any] | None, accelerator: Accelerator) -> int:
-    if job.plan.microbatch:
-        return job.plan.microbatch
-    same_split = resumed is not None and resumed["world_size"] == accelerator.num_processes
-    if same_split and resumed["microbatch"] in job.plan.microbatch_sizes:
-        return resumed["microbatch"]
+def _largest_here(job: Job, model: nn.Module, accelerator: Accelerator) -> int:
     if accelerator.device.type != "cuda":  # host memory that is used up ends a process, and cannot be measured
         return job.plan.expected_microbatch
     usable = int((1 - RESERVE) * torch.cuda.get_device_properties(accelerator.device).total_memory)
@@ -75,8 +79,8 @@ def largest_that_fits(
     usable: int,
     most_reserved: Callable[[], int],
 ) -> int | None:
-    """The largest of `sizes` (packs a microbatch) whose forward and backward fit on every rank; None where not even half a pack
-    does. Leaves the model in training mode, its gradients zero.
+    """The largest of `sizes` (packs a microbatch) whose forward and backward fit on every rank, on documents as they lie in the
+    packs; None where not even half a pack does. Leaves the model in training mode, its gradients zero.
 
     Ranks may wait for each other within a trial, and one that ran out of memory would leave the others waiting. So what is tried
     grows from half a pack on, and each size is foreseen to fit from what smaller ones took on the fullest rank.
@@ -147,3 +151,57 @@ def _try(model: nn.Module, accelerator: Accelerator, batch: Microbatch) -> None:
         # Zeroed, not freed: the gradients' memory belongs to every trial. Shards get new ones with every step.
         model.zero_grad(set_to_none=accelerator.is_fsdp2)
         clear_main_gradients(model.parameters())
+
+
+# ── Parity ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def find_parity(run: Run) -> list[Parity | str]:
+    """Compares step 0 with plain transformers in each of the run's precisions, or says why not; the audit holds the results.
+    Empty where `parity` is off, and where the run resumes. Collective."""
+    if not run.job.recipe.parity or not run.begins:
+        return []
+    assembly, results = run.assembly, []
+    comparisons = sum(3 if active.precision.quantized else 2 for active in run.job.plan.actives)
+    with run.waited.on("checks", "parity with plain transformers", "comparisons", total=comparisons):
+        for each in assembly.precisions.values():
+            with assembly.using(each.active):
+                result = _in_one_precision(run, run.job.in_precision(each.active))
+            results.append(result)
+            record = {"left_out": result} if isinstance(result, str) else result.record()
+            each.audit["parity"] = {"source": "this run"} | record
+        assembly.use(assembly.active)
+    return results
+
+
+def require_parity(run: Run, parity: Sequence[Parity | str]) -> None:
+    """Says what the comparisons have found; raises TrainingHalted where one failed."""
+    for active, result in zip(run.job.plan.actives, parity, strict=False):
+        if active in run.job.plan.in_use:
+            name = f"{active.precision.name}: " if run.job.plan.phases else ""
+            run.console.notice(name + (f"parity left out: {result}" if isinstance(result, str) else result.summary()))
+        if isinstance(result, Parity):
+            result.require()
+
+
+def _in_one_precision(run: Run, job: Job) -> Parity | str:
+    """Returns the comparison of some of step 0 in the precision of `job`, or why it was left out; the same on every rank."""
+    model, accelerator = run.assembly.model, run.accelerator
+    if run.state.step:
+        return f"step 0 is compared only, and this run begins with the weights of step {run.state.step:,}"
+    if largest_over_ranks(accelerator, int(not _fits(model, accelerator.device))):
+        return f"plain transformers in FP32 does not fit beside the run ({PLAIN_BYTES} bytes a parameter)"
+    if run.assembly.audit["compiled"] == "nothing":
+        job = job.with_microbatch(math.gcd(job.plan.microbatch, PARITY_MICROBATCH))
+    batches, mask_boundaries = job.batches(accelerator), job.recipe.data.mask_boundaries
+    packs = [batches.packs[index] for index in batches.order.packs_of_step(0).tolist()]
+    optimizer = run.assembly.optimizer
+    return check_parity(model, optimizer, batches.step(0), packs, job.active, accelerator, mask_boundaries=mask_boundaries)
+
+
+def _fits(model: PackedLanguageModel, device: torch.device) -> bool:
+    if device.type != "cuda":
+        return True
+    free, _ = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return PLAIN_BYTES * sum(p.numel() for p in model.hf.parameters()) < 0.8 * free
