@@ -159,7 +159,20 @@ class PlainProduct(Product):
         return (left.t() @ right).to(dtype)
 
     def accumulate(self, total: Tensor, left: Tensor, right: Tensor, *, overwrite: bool = False) -> None:
-        searched.add_product_(total, left.t(), right, overwrite=overwrite)
+        add_product_(total, left.t(), right, overwrite=overwrite)
+
+
+def add_product_(total: Tensor, left: Tensor, right: Tensor, *, overwrite: bool = False) -> None:
+    """total [n, m] += left [n, k] @ right [k, m] in FP32, in one product where possible; `overwrite` leaves out what `total`
+    held, even NaN."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right, beta=0 if overwrite else 1)
+    elif total.is_cuda and searched.products_sum_in_fp32():
+        searched.add_product(total, left, right, overwrite)
+    elif overwrite:
+        total.copy_(left @ right)
+    else:
+        total += left @ right
 
 
 class LinearCall:

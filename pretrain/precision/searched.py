@@ -1,4 +1,4 @@
-"""Matrix products by the fastest of cublasLt's algorithms, found by trying them, where Transformer Engine takes the first named.
+"""Matrix products by the fastest of cublasLt's algorithms, found by trying them, where libraries take the first named.
 
 The heuristic of cublasLt names some eight algorithms for a product. Which is the fastest depends on shape, clock and power, and
 it is often not the first: docs/results.md has the figures. So the first product of a kind is computed by each of them, in turns
@@ -7,18 +7,27 @@ and in place. One that gives other bits than the first named is not taken: then 
 A product may also add a residual, d = a b + c with c apart from d, which spares the kernel that would add it, and a rounding.
 Or it adds to an FP32 sum of gradients, c being d: then the algorithms are tried into another place, so that it adds once.
 
-Whatever does not fit here is left to Transformer Engine or torch: `multiply` returns None and has done nothing. So is everything
-where runs are to repeat their bits (`deterministic: true`): that two algorithms give the same is seen and not known.
+Products in BF16, and in FP8 with one scale a tensor, are computed here. Whatever else there is, is left to Transformer Engine or
+torch: `multiply` returns None and has done nothing. So is everything where runs are to repeat their bits (`deterministic: true`):
+that two algorithms give the same is seen and not known.
+
+cublasLt is called through ctypes, and its names stand here: D = A B + beta C, columns first. In torch's terms, rows first:
+d [n, m] = b [n, k] a [m, k]^T + beta c. In memory `a` is [m, k] if it is called transposed and [k, m] if not, and `b` is [k, n]
+if it is called transposed and [n, k] if not. FP8 products before Blackwell take `a` transposed and `b` not. Source of the
+signatures and numbers: cublasLt.h, cublas_api.h and library_types.h of CUDA 13.0; they are the same in CUDA 12.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 import statistics
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from ctypes import POINTER, byref, c_float, c_int, c_int8, c_int32, c_int64, c_size_t, c_uint64, c_void_p, sizeof
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -26,26 +35,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pretrain.precision.cublaslt import (
-    ALIGNMENT,
-    SCALE_ALIGNMENT,
-    SUCCESS,
-    CublasLt,
-    CublasLtError,
-    Matmul,
-    OpaqueAlgorithm,
-    ScaleEach,
-)
-
 WORKSPACE = 32 * 2**20 + 1024  # bytes, as Transformer Engine's; before Hopper 4 MiB
 _BF16 = torch.bfloat16
 _FP8 = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}  # by Transformer Engine's names
-_ASKED = 16  # algorithms, of which the heuristic names half
+_REQUESTED = 16  # algorithms, of which the heuristic names half
 _ROUNDS = 5
 _LEAST_GAIN = 0.01  # below it the first named stays
 _HEAD_START = 2_000_000  # cycles, a millisecond in which launches are queued
 _MULTIPLE_OF = 16  # of all sizes: FP8's products take no other
-_BLOCK = 128  # values along k that share a scale, where a tensor has more than one
 _BF16_SINCE, _FP8_ON = (8, 0), (9, 0)  # compute capabilities; Blackwell's FP8 products read operands in other ways
 
 
@@ -54,12 +51,11 @@ class Factor(NamedTuple):
 
     values: Tensor  # BF16, or bytes
     dtype: torch.dtype
-    scale: Tensor | None  # of FP8 codes, FP32, shaped as `ScaleEach` says
-    each: ScaleEach = ScaleEach.TENSOR
+    scale: Tensor | None  # FP32 [1], which FP8 codes are multiplied by
 
 
 class Problem(NamedTuple):
-    """What two products that take one algorithm have in common; the letters are those of pretrain.precision.cublaslt."""
+    """What two products that take one algorithm have in common; the letters are cublasLt's."""
 
     m: int
     n: int
@@ -69,12 +65,6 @@ class Problem(NamedTuple):
     fast_accumulation: bool
     adds: bool  # c, in BF16 as d is
     sums: bool = False  # c and d are one, in FP32
-    scales: tuple[ScaleEach, ScaleEach] = (ScaleEach.TENSOR, ScaleEach.TENSOR)  # of a and b
-
-
-class _Chosen(NamedTuple):
-    matmul: Matmul
-    algorithm: OpaqueAlgorithm
 
 
 # ── What the rest of training calls ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -93,8 +83,8 @@ def multiply(
     """d [n, m] BF16 = right [n, k] left [m, k]^T (+ `residual`); None, and nothing done, where another library has to.
 
     As Transformer Engine's general_gemm: `left` is [m, k] if `layout` begins with T, else [k, m]; `right` is [n, k] if it ends
-    with N, else [k, n]. Tensors in BF16, or with TN Transformer Engine's, with one scale or in blocks. `residual` [n, m] BF16
-    stays as it was. `fast_accumulation`: of FP8 products with one scale a tensor, in the tensor cores alone.
+    with N, else [k, n]. Tensors in BF16, or with TN Transformer Engine's with one scale each. `residual` [n, m] BF16 stays as it
+    was. `fast_accumulation`: of FP8 products, in the tensor cores alone.
 
     With `total` [n, m] FP32 the product is added to it, or with `overwrite` takes the place of what it held, and it is returned.
     """
@@ -129,26 +119,14 @@ def input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
     return dy @ weight if dx is None else dx
 
 
-def add_product_(total: Tensor, left: Tensor, right: Tensor, *, overwrite: bool = False) -> None:
-    """total [n, m] += left [n, k] @ right [k, m] in FP32, in one product where possible; `overwrite` leaves out what `total`
-    held, even NaN."""
-    if left.dtype == total.dtype:
-        total.addmm_(left, right, beta=0 if overwrite else 1)
-    elif total.is_cuda and products_sum_in_fp32():
-        _add_product(total, left, right, overwrite)
-    elif overwrite:
-        total.copy_(left @ right)
-    else:
-        total += left @ right
-
-
 @torch.library.custom_op(
     "pretrain::add_product",
     mutates_args=("total",),
     schema="(Tensor(a!) total, Tensor left, Tensor right, bool overwrite) -> ()",
 )
-def _add_product(total: Tensor, left: Tensor, right: Tensor, overwrite: bool) -> None:
-    """`left` is the transpose of what lies in memory, in a gradient of weights; by `multiply` where it can."""
+def add_product(total: Tensor, left: Tensor, right: Tensor, overwrite: bool) -> None:
+    """total [n, m] FP32 += left [n, k] @ right [k, m] in BF16, by `multiply` where it can; `overwrite`: in place of what it held.
+    `left` is the transpose of what lies in memory, in a gradient of weights. Only where `products_sum_in_fp32`."""
     if multiply(right, left.t(), layout="NT", total=total, overwrite=overwrite) is None:
         torch.addmm(total, left, right, beta=0 if overwrite else 1, out_dtype=torch.float32, out=total)
 
@@ -186,23 +164,14 @@ def describe() -> str | None:
 
 
 def _factor(operand: Any) -> Factor | None:
-    """Returns the operand as a factor; None for what is neither a plain tensor in BF16 nor FP8 with one scale a tensor or a
-    block, quantized along its rows."""
+    """The operand as a factor; None for what is neither a plain tensor in BF16 nor FP8 with one scale, quantized along its
+    rows."""
     if type(operand) in (Tensor, nn.Parameter):
         return Factor(operand, operand.dtype, None) if operand.dtype == _BF16 and operand.is_cuda else None
     te = sys.modules.get("transformer_engine.pytorch")
-    if te is None:
+    if te is None or not isinstance(operand, te.Float8TensorStorage) or operand._data is None:
         return None
-    if isinstance(operand, te.Float8TensorStorage):
-        values, scale, each = operand._data, operand._scale_inv, ScaleEach.TENSOR
-    elif isinstance(operand, te.Float8BlockwiseQTensorStorage):
-        values, scale = operand._rowwise_data, operand._rowwise_scale_inv
-        each = ScaleEach.SQUARE if operand._is_2D_scaled else ScaleEach.VECTOR
-    else:
-        return None
-    if values is None or not values.is_cuda:
-        return None
-    return Factor(values, fp8_dtype(te, operand._fp8_dtype), scale, each)
+    return Factor(operand._data, fp8_dtype(te, operand._fp8_dtype), operand._scale_inv)
 
 
 def fp8_dtype(te: ModuleType, dtype: Any) -> torch.dtype:
@@ -220,44 +189,18 @@ def problem_of(
     total: Tensor | None = None,
 ) -> Problem | None:
     """What the product of `a` and `b` is; None where cublasLt would not take it as they lie."""
-    if a.values.dim() != 2 or b.values.dim() != 2:
+    is_fp8 = a.scale is not None
+    if is_fp8 != (b.scale is not None) or (is_fp8 and transposed != (True, False)):
         return None
-    is_fp8 = a.dtype != _BF16
-    if is_fp8 != (b.dtype != _BF16) or (is_fp8 and transposed != (True, False)):
-        return None
-    (m, k), (n, inner) = (
-        shape if along else shape[::-1] for shape, along in ((a.values.shape, transposed[0]), (b.values.shape, not transposed[1]))
-    )
-    per_tensor = a.each is b.each is ScaleEach.TENSOR
-    if not per_tensor and (ScaleEach.TENSOR in (a.each, b.each) or a.each is b.each is ScaleEach.SQUARE or k % _BLOCK):
-        return None
-    fast = is_fp8 and fast_accumulation and per_tensor  # Transformer Engine's neither: tensor cores cannot
-    adds, sums = residual is not None, total is not None
-    problem = Problem(m, n, k, (a.dtype, b.dtype), transposed, fast, adds, sums, (a.each, b.each))
+    m, k = a.values.shape if transposed[0] else reversed(a.values.shape)
+    inner, n = b.values.shape if transposed[1] else reversed(b.values.shape)
     if inner != k or 0 in (m, n, k) or any(size % _MULTIPLE_OF for size in (m, n, k)):
         return None
-    if residual is not None and (residual.dtype != _BF16 or residual.shape != (n, m)):
-        return None
-    if total is not None and (residual is not None or total.dtype != torch.float32 or total.shape != (n, m)):
-        return None
     tensors = [tensor for tensor in (a.values, b.values, residual, total) if tensor is not None]
-    scales = [factor.scale for factor in (a, b) if is_fp8]
-    if is_fp8 and not (_is_scaled(a, m, k) and _is_scaled(b, n, k)):
+    if not all(tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors):
         return None
-    fits = all(tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors)
-    return problem if fits and len({tensor.device for tensor in (*tensors, *scales)}) == 1 else None
-
-
-def _is_scaled(factor: Factor, rows: int, inner: int) -> bool:
-    """Whether its scales are those that cublasLt will read."""
-    scale = factor.scale
-    if scale is None or scale.dtype != torch.float32:
-        return False
-    if factor.each is ScaleEach.TENSOR:
-        return scale.numel() == 1
-    across = inner // _BLOCK
-    shape = (across, rows) if factor.each is ScaleEach.VECTOR else (-(-rows // _BLOCK), across + -across % 4)
-    return scale.shape == shape and scale.is_contiguous() and scale.data_ptr() % SCALE_ALIGNMENT == 0
+    adds, sums = residual is not None, total is not None
+    return Problem(m, n, k, (a.dtype, b.dtype), transposed, is_fp8 and fast_accumulation, adds, sums)
 
 
 # ── Of one GPU ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -272,8 +215,8 @@ class Products:
         self._device, self._library = device, CublasLt()
         self._capability = torch.cuda.get_device_capability(device)
         self._stream = torch.cuda.current_stream(device).cuda_stream
-        self._bytes = WORKSPACE if self._capability >= _FP8_ON else 4 * 2**20
-        self._workspace = torch.empty(self._bytes, dtype=torch.uint8, device=device)
+        size = WORKSPACE if self._capability >= _FP8_ON else 4 * 2**20
+        self._workspace = torch.empty(size, dtype=torch.uint8, device=device)
         self._chosen: dict[Problem, _Chosen | None] = {}
 
     def multiplies(self, factor: Factor) -> bool:
@@ -293,9 +236,7 @@ class Products:
         """Multiplies as the function `multiply` does; None where cublasLt refuses, in which case nothing was started."""
         if problem in self._chosen and self._chosen[problem] is None:
             return None
-        device = self._device.index
-        stream = torch.cuda.current_stream().cuda_stream
-        if torch.cuda.current_device() != device or stream != self._stream or not self.multiplies(a):
+        if torch.cuda.current_stream().cuda_stream != self._stream or not self.multiplies(a):
             return None
         added = residual if total is None or overwrite else total
         d = torch.empty(problem.n, problem.m, dtype=_BF16, device=self._device) if total is None else total
@@ -316,12 +257,11 @@ class Products:
     def _choose(self, problem: Problem, a: Factor, b: Factor, added: Tensor | None, d: Tensor) -> _Chosen | None:
         """The fastest algorithm; None where none runs. d is written over, more than once, unless it is `added`: then it stays as
         it is."""
-        sizes, types = (problem.m, problem.n, problem.k), (*problem.types, d.dtype)
-        options = {"fast_accumulation": problem.fast_accumulation, "scales": problem.scales}
-        matmul = self._library.matmul(sizes, types, problem.transposed, **options)
+        matmul = Matmul(self._library, problem, d.dtype)
         if a.scale is not None:  # not all algorithms can scale
             matmul.set_scales(a.scale, b.scale)
-        named = [_Chosen(matmul, algorithm) for algorithm in matmul.named_by_heuristic(_ASKED, self._bytes)]
+        algorithms = matmul.named_by_heuristic(_REQUESTED, self._workspace.numel())
+        named = [_Chosen(matmul, algorithm) for algorithm in algorithms]
         if d is added:
             try:
                 d = torch.empty_like(d)
@@ -329,10 +269,10 @@ class Products:
                 self._chosen[problem] = named[0] if named else None
                 return self._chosen[problem]
         runs = [(chosen, functools.partial(self._run, chosen, a, b, added, d)) for chosen in named]
-        same, told = _same_as_first(runs, d, added)
+        same, decisive = _same_as_first(runs, d, added)
         if not same:
             return None
-        if not told:  # the next product of this kind will tell more
+        if not decisive:  # the next product of this kind will be
             return same[0][0]
         best, _ = same[fastest(_times([run for _, run in same])) if len(same) > 1 else 0]
         self.searched += 1
@@ -340,12 +280,26 @@ class Products:
         return best
 
 
-_Run = tuple[_Chosen, Callable[[], int]]
+_by_device: dict[int, Products | None] = {}
 
 
-def _same_as_first(runs: Sequence[_Run], d: Tensor, added: Tensor | None) -> tuple[list[_Run], bool]:
-    """Returns those that run and write into d the bits of the first of them, by the sum of all that they write; and whether that
-    tells anything. It does not of a product of zeros, which leaves zeros or what it is `added` to, nor where d is not finite: any
+def _of_device(device: torch.device) -> Products | None:
+    """The products of the current device; None for another one, and where cublasLt cannot be called."""
+    if device.index != torch.cuda.current_device():
+        return None
+    if device.index not in _by_device:
+        try:
+            _by_device[device.index] = Products(device)
+        except (CublasLtError, OSError, AttributeError):  # no such library, or one that lacks a function
+            _by_device[device.index] = None
+    return _by_device[device.index]
+
+
+def _same_as_first(
+    runs: Sequence[tuple[_Chosen, Callable[[], int]]], d: Tensor, added: Tensor | None
+) -> tuple[list[tuple[_Chosen, Callable[[], int]]], bool]:
+    """Those that run and write into d the bits of the first of them, by the sum of all that they write; and whether that is
+    decisive. It is not for a product of zeros, which leaves zeros or what it is `added` to, nor where d is not finite: any
     algorithm would write that."""
     ran, sums = [], []
     for each in runs:
@@ -356,9 +310,9 @@ def _same_as_first(runs: Sequence[_Run], d: Tensor, added: Tensor | None) -> tup
         return [], False
     unchanged = torch.zeros_like(sums[0]) if added is None else added.view(torch.int64).sum()
     finite = d.sum().isfinite().long()  # of the last one, as of all: the operands decide it. In FP64 the sum would copy d
-    *found, unchanged, finite = torch.stack([*sums, unchanged, finite]).tolist()
-    told = bool(finite) and found[0] not in (0, unchanged)
-    return [each for each, bits in zip(ran, found, strict=True) if bits == found[0]], told
+    *bits, unchanged, finite = torch.stack([*sums, unchanged, finite]).tolist()
+    decisive = bool(finite) and bits[0] not in (0, unchanged)
+    return [each for each, written in zip(ran, bits, strict=True) if written == bits[0]], decisive
 
 
 def fastest(times: Sequence[Sequence[float]]) -> int:
@@ -374,25 +328,156 @@ def _times(launches: Sequence[Callable[[], int]]) -> list[list[float]]:
     torch.cuda._sleep(_HEAD_START)
     for turn in range(_ROUNDS):
         for index in range(len(launches)) if turn % 2 == 0 else reversed(range(len(launches))):
-            begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begun.record()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
             launches[index]()
-            ended.record()
-            marks[index].append((begun, ended))
+            end.record()
+            marks[index].append((start, end))
     torch.cuda.synchronize()
-    return [[begun.elapsed_time(ended) for begun, ended in pairs] for pairs in marks]
+    return [[start.elapsed_time(end) for start, end in pairs] for pairs in marks]
 
 
-def _of_device(device: torch.device) -> Products | None:
-    """Returns the products of the current device; None for another one, and where cublasLt cannot be called."""
-    if device.index != torch.cuda.current_device():
-        return None
-    if device.index not in _by_device:
-        try:
-            _by_device[device.index] = Products(device)
-        except (CublasLtError, OSError, AttributeError):  # no such library, or one that lacks a function
-            _by_device[device.index] = None
-    return _by_device[device.index]
+# ── cublasLt ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+SUCCESS = 0
+ALIGNMENT = 256  # bytes, what the heuristic supposes of a tensor where it is not told
+_TYPES = {torch.float32: 0, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}  # cudaDataType
+_COMPUTE_32F, _SCALE_32F = 68, 0  # cublasComputeType_t, and cudaDataType of alpha and beta
+# cublasLtMatmulDescAttributes_t
+_DESC_TRANSPOSE_A, _DESC_TRANSPOSE_B, _DESC_SCALE_A, _DESC_SCALE_B, _DESC_FAST_ACCUMULATION = 3, 4, 17, 18, 25
+_PREFERENCE_WORKSPACE_BYTES = 1  # cublasLtMatmulPreferenceAttributes_t
+_FACTORS = {number: byref(c_float(number)) for number in (0.0, 1.0)}  # alpha and beta, read by the call itself
 
 
-_by_device: dict[int, Products | None] = {}
+class OpaqueAlgorithm(ctypes.Structure):
+    """cublasLtMatmulAlgo_t: one way to compute one product, 64 bytes that may be copied and kept."""
+
+    _fields_ = [("data", c_uint64 * 8)]
+
+
+class HeuristicResult(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t."""
+
+    _fields_ = [
+        ("algorithm", OpaqueAlgorithm),
+        ("workspace", c_size_t),
+        ("state", c_int),
+        ("waves", c_float),
+        ("reserved", c_int * 4),
+    ]
+
+
+# Each returns a cublasStatus_t. Handles, descriptors and device pointers are void *; a value comes with its bytes.
+_SIGNATURES: dict[str, list[Any]] = {
+    "cublasLtCreate": [POINTER(c_void_p)],
+    "cublasLtMatmulDescCreate": [POINTER(c_void_p), c_int, c_int],
+    "cublasLtMatmulDescSetAttribute": [c_void_p, c_int, c_void_p, c_size_t],
+    "cublasLtMatrixLayoutCreate": [POINTER(c_void_p), c_int, c_uint64, c_uint64, c_int64],
+    "cublasLtMatmulPreferenceCreate": [POINTER(c_void_p)],
+    "cublasLtMatmulPreferenceSetAttribute": [c_void_p, c_int, c_void_p, c_size_t],
+    # handle, operation, layouts of A, B, C and D, preference, count, results, how many there are
+    "cublasLtMatmulAlgoGetHeuristic": [*[c_void_p] * 7, c_int, POINTER(HeuristicResult), POINTER(c_int)],
+    # handle, operation, alpha, A and B each with its layout, beta, C and D each with its layout, algorithm, workspace, stream
+    "cublasLtMatmul": [*[c_void_p] * 12, POINTER(OpaqueAlgorithm), c_void_p, c_size_t, c_void_p],
+}
+
+
+class CublasLtError(RuntimeError):
+    """A call that had to succeed did not."""
+
+
+class CublasLt:
+    """The library that torch has loaded: another could differ in version and in choices. `handle` is on the current device, whose
+    context must exist."""
+
+    def __init__(self) -> None:
+        self.path = loaded_library()
+        self._library = ctypes.CDLL(self.path)
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(self._library, name)
+            function.restype, function.argtypes = c_int, arguments
+        self.multiply = self._library.cublasLtMatmul
+        self.handle = self.create("")
+
+    def require(self, name: str, *arguments: Any) -> None:
+        if status := getattr(self._library, name)(*arguments):
+            raise CublasLtError(f"{name} of {self.path} returned status {status}")
+
+    def create(self, kind: str, *arguments: Any) -> c_void_p:
+        created = c_void_p()
+        self.require(f"cublasLt{kind}Create", byref(created), *arguments)
+        return created
+
+    def set_value(self, kind: str, where: c_void_p, attribute: int, value: Any) -> None:
+        self.require(f"cublasLt{kind}SetAttribute", where, attribute, byref(value), sizeof(value))
+
+
+class Matmul:
+    """A product as cublasLt describes it, c like d; accumulated and scaled in FP32. Its tensors are the caller's: contiguous, of
+    these sizes and types, on one device. The descriptions are some hundred bytes, which stay until the process ends."""
+
+    def __init__(self, library: CublasLt, problem: Problem, dtype: torch.dtype) -> None:
+        """`dtype`: of d."""
+        self._library, (m, n, k), transposed = library, problem[:3], problem.transposed
+        self._operation = library.create("MatmulDesc", _COMPUTE_32F, _SCALE_32F)
+        self._set(_DESC_TRANSPOSE_A, c_int32(transposed[0]))  # cublasOperation_t: 0 as it lies, 1 transposed
+        self._set(_DESC_TRANSPOSE_B, c_int32(transposed[1]))
+        if problem.fast_accumulation:
+            self._set(_DESC_FAST_ACCUMULATION, c_int8(1))
+        shapes = [(k, m) if transposed[0] else (m, k), (n, k) if transposed[1] else (k, n), (m, n)]
+        layouts = [
+            library.create("MatrixLayout", _TYPES[each], rows, columns, rows)
+            for (rows, columns), each in zip(shapes, (*problem.types, dtype), strict=True)
+        ]
+        self._layouts = (*layouts, layouts[-1])  # of A, B, C and D
+        self._scales: tuple[int, ...] = ()  # where they are, as cublasLt was last told
+
+    def _set(self, attribute: int, value: Any) -> None:
+        self._library.set_value("MatmulDesc", self._operation, attribute, value)
+
+    def set_scales(self, *scales: Tensor) -> None:
+        """Sets, for FP8, the FP32 numbers on the device that the codes of a and of b are multiplied by. They must be where they
+        are until the products of these scales are done."""
+        places = tuple(scale.data_ptr() for scale in scales)
+        if places == self._scales:
+            return
+        for attribute, place in zip((_DESC_SCALE_A, _DESC_SCALE_B), places, strict=True):
+            self._set(attribute, c_void_p(place))
+        self._scales = places
+
+    def named_by_heuristic(self, count: int, workspace: int) -> list[OpaqueAlgorithm]:
+        """Up to `count` algorithms that need no more than `workspace` bytes, the fastest by cublasLt's estimate first. They take
+        tensors that begin at a multiple of ALIGNMENT bytes."""
+        preference = self._library.create("MatmulPreference")
+        self._library.set_value("MatmulPreference", preference, _PREFERENCE_WORKSPACE_BYTES, c_uint64(workspace))
+        results, number = (HeuristicResult * count)(), c_int()
+        product = (self._library.handle, self._operation, *self._layouts, preference)
+        self._library.require("cublasLtMatmulAlgoGetHeuristic", *product, count, results, byref(number))
+        usable = [result for result in results[: number.value] if result.state == SUCCESS]
+        return [OpaqueAlgorithm.from_buffer_copy(result.algorithm) for result in usable]
+
+    def run(
+        self, a: Tensor, b: Tensor, c: Tensor, d: Tensor, beta: float, algorithm: OpaqueAlgorithm, workspace: Tensor, stream: int
+    ) -> int:
+        """d = a b + beta c on `stream`, beta being 0 or 1; a cublasStatus_t, other than 0 where nothing was started."""
+        layout_a, layout_b, layout_c, layout_d = self._layouts
+        return self._library.multiply(
+            *(self._library.handle, self._operation),
+            *(_FACTORS[1.0], a.data_ptr(), layout_a, b.data_ptr(), layout_b),
+            *(_FACTORS[beta], c.data_ptr(), layout_c, d.data_ptr(), layout_d),
+            *(algorithm, workspace.data_ptr(), workspace.numel(), stream),
+        )
+
+
+class _Chosen(NamedTuple):
+    matmul: Matmul
+    algorithm: OpaqueAlgorithm
+
+
+def loaded_library() -> str:
+    """The file of the libcublasLt that this process has mapped; CublasLtError if it has none."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.split(maxsplit=5)[-1]
+        if Path(path).name.startswith("libcublasLt.so"):
+            return path
+    raise CublasLtError("libcublasLt is not loaded: this torch was built without CUDA, or has run no product yet")

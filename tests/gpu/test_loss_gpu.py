@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from packing.arrow import IGNORE
 from pretrain.model.loss.head import LossHead
-from pretrain.precision.searched import add_product_, products_sum_in_fp32
+from pretrain.precision.product import add_product_
+from pretrain.precision.searched import products_sum_in_fp32
 from pretrain.settings.recipe import LossSettings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

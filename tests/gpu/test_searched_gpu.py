@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic products need, read when CUDA starts
 
@@ -15,9 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pretrain.precision import searched
-from pretrain.precision.cublaslt import CublasLt, CublasLtError
-from pretrain.precision.searched import Products
-from tests.gpu.operands import read
+from pretrain.precision.product import add_product_
+from pretrain.precision.searched import CublasLt, CublasLtError, Products
 from tests.gpu.test_fused_gpu import assemble, cosines, larger, train
 from tests.pretrain.model.fused.fused_models import inputs
 
@@ -57,29 +55,6 @@ def in_codes(values: Tensor, dtype: torch.dtype) -> tuple[Any, Tensor]:
     name = te.DType.kFloat8E4M3 if dtype == E4M3 else te.DType.kFloat8E5M2
     parts = {"data": codes.view(torch.uint8), "data_transpose": None, "fp8_scale_inv": scale_inv}
     return te.Float8TensorStorage(**parts, fp8_dtype=name, fake_dtype=BF16), codes.float() * scale_inv
-
-
-def in_blocks(values: Tensor, dimensions: int) -> Any:
-    """Transformer Engine's tensor of these values, with a scale for 128 (1) or 128 x 128 of them (2), in both layouts."""
-    te = pytest.importorskip("transformer_engine.pytorch")
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("FP8 products of Hopper")
-    both = {"rowwise": True, "columnwise": True}
-    return te.Float8BlockQuantizer(te.DType.kFloat8E4M3, **both, block_scaling_dim=dimensions)(values)
-
-
-def decoded(operand: Any, layout: Literal["features", "rows"]) -> Tensor:
-    """What its codes stand for in FP64, the axis of the sum last."""
-    codes, scales = read(importlib.import_module("transformer_engine.pytorch"), operand, layout)
-    return codes.double() * scales
-
-
-def by_library(left: Any, right: Any, layout: str = "TN", **options: Any) -> Tensor:
-    """Transformer Engine's product."""
-    from transformer_engine.pytorch.cpp_extensions import general_gemm
-
-    options = {"out_dtype": BF16, "use_split_accumulator": True, "grad": layout != "TN"} | options
-    return general_gemm(left, right, layout=layout, **options)[0]
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
@@ -150,9 +125,9 @@ def test_a_gradient_of_weights_adds_up_in_fp32_and_the_search_adds_nothing():
     assert only().searched == 1
     for total in (torch.full((N, M), torch.nan, device="cuda"), torch.ones(N, M, device="cuda")):
         searched._by_device.clear()
-        searched.add_product_(total, dy.t(), x, overwrite=True)
+        add_product_(total, dy.t(), x, overwrite=True)
         assert relative(total.double(), expected) < 1e-5
-        searched.add_product_(total, dy.t(), x)
+        add_product_(total, dy.t(), x)
         assert relative(total.double(), 2 * expected) < 1e-5
 
 
@@ -167,48 +142,6 @@ def test_where_there_is_no_room_to_search_the_first_algorithm_adds(monkeypatch: 
         assert searched.multiply(x, dy, layout="NT", total=total) is total
     assert relative(total - 1, dy.float().t() @ x.float()) < 1e-5 and only().searched == 0
     assert searched.multiply(x, dy, layout="NT", total=total) is total and only().searched == 0
-
-
-# ── Values, in blocks ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-SIZES = [
-    (N, M, K),
-    (256, 384, 640),
-    (4096, 2048, 2048),
-]  # the second: five blocks along the sum, whose scales are padded to eight
-
-
-def weight_and_input(n: int, m: int, k: int) -> tuple[Any, Any]:
-    """Of sizes that differ from block to block."""
-    weight, x = draw(m, k), draw(n, k, seed=1)
-    weight[:128] *= 16
-    x[:, :128] *= 1 / 32
-    x[::3] *= 8
-    return in_blocks(weight, 2), in_blocks(x, 1)
-
-
-@pytest.mark.parametrize("sizes", SIZES)
-def test_a_forward_product_in_blocks_has_the_bits_of_transformer_engines(sizes: tuple[int, int, int]):
-    weight, x = weight_and_input(*sizes)
-    theirs = by_library(weight, x)
-    for _ in range(2):  # searched, and then known
-        y = searched.multiply(weight, x, fast_accumulation=True)
-        assert y is not None and torch.equal(y, theirs)
-    assert relative(y, decoded(x, "features") @ decoded(weight, "features").t()) < ROUNDING
-    assert only().searched == 1
-
-
-@pytest.mark.parametrize("sizes", SIZES)
-def test_a_residual_in_blocks_is_added_before_the_one_rounding(sizes: tuple[int, int, int]):
-    """It takes away the product as BF16 has it: what is left is that rounding, where a sum that was rounded twice is zero."""
-    weight, x = weight_and_input(*sizes)
-    residual, in_fp32 = -by_library(weight, x), by_library(weight, x, out_dtype=torch.float32)
-    before = residual.clone()
-    y = searched.multiply(weight, x, residual=residual)
-    assert y is not None and torch.equal(residual, before)
-    assert relative(y, in_fp32.double() + residual) < 0.5
-    exact, residual = decoded(x, "features") @ decoded(weight, "features").t(), 10 * draw(*y.shape, seed=4)
-    assert relative(searched.multiply(weight, x, residual=residual), exact + residual) < ROUNDING
 
 
 @pytest.mark.parametrize("best", [1, 2, 3])
@@ -231,6 +164,13 @@ def test_where_bits_are_to_repeat_nothing_is_searched():
     assert searched.multiply(weight, x) is None and not searched.takes(x)
     assert torch.equal(searched.linear(x, weight), F.linear(x, weight))
     assert searched._by_device == {} and searched.describe() is None
+
+
+def test_operands_in_blocks_are_left_to_transformer_engine():
+    te = pytest.importorskip("transformer_engine.pytorch")
+    quantizer = te.Float8BlockQuantizer(te.DType.kFloat8E4M3, rowwise=True, columnwise=True, block_scaling_dim=1)
+    x = quantizer(draw(N, K))
+    assert searched.multiply(x, x) is None and not searched.takes(x)
 
 
 def test_another_stream_is_left_to_others():
@@ -258,7 +198,7 @@ def test_a_call_that_fails_leaves_the_product_to_others(monkeypatch: pytest.Monk
 # ── In fused layers ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "delayed", "current", "block"])
+@pytest.mark.parametrize("recipe", ["bf16", "delayed", "current"])
 @pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama"])
 def test_fused_layers_give_what_they_give_by_transformer_engines_products(
     name: str, recipe: str, monkeypatch: pytest.MonkeyPatch
@@ -274,7 +214,7 @@ def test_fused_layers_give_what_they_give_by_transformer_engines_products(
     assert used >= direct  # the head in BF16 is always computed so
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "current", "block"])
+@pytest.mark.parametrize("recipe", ["bf16", "current"])
 def test_residuals_are_added_by_the_products_unless_results_are_watched(recipe: str, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("transformer_engine.pytorch")
     if recipe != "bf16" and torch.cuda.get_device_capability() != (9, 0):

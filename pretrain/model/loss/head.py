@@ -40,8 +40,7 @@ from packing.arrow import IGNORE
 from pretrain.model.loss.penalty import Penalty
 from pretrain.precision import searched
 from pretrain.precision.linear import PrecisionContext, TakesTurns, summing_where
-from pretrain.precision.product import LinearCall, Product
-from pretrain.precision.searched import add_product_
+from pretrain.precision.product import LinearCall, Product, add_product_
 from pretrain.settings.recipe import LossSettings
 
 LogitGradient = Callable[[Tensor, Tensor], Tensor]  # as `softmax_gradient_` and `Penalty.gradient_`

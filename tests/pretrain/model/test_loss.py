@@ -15,7 +15,7 @@ from foundation.errors import InputError
 from packing.arrow import IGNORE
 from pretrain.model.loss import head as loss
 from pretrain.model.loss.head import LossHead, chunks, softmax_gradient_, token_losses
-from pretrain.precision.searched import add_product_
+from pretrain.precision.product import add_product_
 from pretrain.settings.recipe import LossSettings
 
 

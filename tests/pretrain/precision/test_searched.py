@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pretrain.precision import searched
-from pretrain.precision.cublaslt import ALIGNMENT, ScaleEach
-from pretrain.precision.searched import Factor, Problem, problem_of
+from pretrain.precision.searched import ALIGNMENT, CublasLt, Factor, Matmul, Problem, problem_of
 
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
-TENSOR, VECTOR, SQUARE = ScaleEach.TENSOR, ScaleEach.VECTOR, ScaleEach.SQUARE
 
 
 def aligned(*shape: int, dtype: torch.dtype = BF16, offset: int = 0) -> Tensor:
@@ -31,15 +30,6 @@ def factor(*shape: int, dtype: torch.dtype = BF16) -> Factor:
     if dtype == BF16:
         return Factor(aligned(*shape), BF16, None)
     return Factor(aligned(*shape, dtype=torch.uint8), dtype, torch.ones(1))
-
-
-def in_blocks(rows: int, inner: int, each: ScaleEach, *, pad: int = 4, offset: int = 0) -> Factor:
-    """[rows, inner] with scales as cublasLt documents them: of vectors along `inner` [inner / 128, rows]; of squares, rows of
-    scales padded to a multiple of `pad`."""
-    across, down = -(-inner // 128), -(-rows // 128)
-    shape = (across, rows) if each is VECTOR else (down, -(-across // pad) * pad)
-    scale = aligned(*shape, dtype=torch.float32, offset=offset)
-    return Factor(aligned(rows, inner, dtype=torch.uint8), E4M3, scale, each)
 
 
 # ── What is taken ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -74,67 +64,26 @@ def test_codes_of_both_formats_are_taken_along_the_summed_dimension(
         (factor(64, 16), factor(32, 16, dtype=E4M3), None),
         (factor(64, 16), Factor(aligned(32, 16, offset=8), BF16, None), None),  # where the heuristic supposes more
         (factor(64, 16), Factor(aligned(16, 32).t(), BF16, None), None),
-        (factor(64, 16), factor(32, 16), aligned(32, 64, dtype=torch.float32)),
         (factor(64, 16), factor(32, 16), aligned(32, 64, offset=8)),
-        (factor(64, 16, dtype=E4M3), factor(32, 16, dtype=E4M3)._replace(scale=torch.ones(2)), None),
     ],
 )
 def test_what_cublaslt_would_not_take_as_it_lies_is_left(left: Factor, right: Factor, residual: Tensor | None):
     assert problem_of(left, right, (True, False), residual, fast_accumulation=False) is None
 
 
-SUPPORTED = [(VECTOR, VECTOR), (VECTOR, SQUARE), (SQUARE, VECTOR)]  # cublasLt's table of scaling modes
-
-
-@given(
-    sizes=st.tuples(st.integers(1, 20), st.integers(1, 20)).map(lambda each: (16 * each[0], 16 * each[1])),
-    blocks=st.integers(1, 9),
-    scales=st.sampled_from(SUPPORTED),
-    into=st.sampled_from(["output", "residual", "total"]),
-)
-def test_codes_in_blocks_are_taken_along_the_sum_and_add_up_in_full(
-    sizes: tuple[int, int], blocks: int, scales: tuple[ScaleEach, ScaleEach], into: str
-):
-    (m, n), k = sizes, 128 * blocks
-    a, b = in_blocks(m, k, scales[0]), in_blocks(n, k, scales[1])
-    residual = aligned(n, m) if into == "residual" else None
-    total = aligned(n, m, dtype=torch.float32) if into == "total" else None
-    found = problem_of(a, b, (True, False), residual, fast_accumulation=True, total=total)
-    assert found == Problem(m, n, k, (E4M3, E4M3), (True, False), False, into == "residual", into == "total", scales)
-
-
-@pytest.mark.parametrize(
-    ("left", "right"),
-    [
-        (in_blocks(64, 128, SQUARE), in_blocks(32, 128, SQUARE)),  # which cublasLt does not have
-        (in_blocks(64, 128, SQUARE), factor(32, 128, dtype=E4M3)),
-        (in_blocks(64, 192, SQUARE), in_blocks(32, 192, VECTOR)),  # half a block
-        (in_blocks(64, 128, SQUARE, pad=1), in_blocks(32, 128, VECTOR)),
-        (in_blocks(64, 128, SQUARE), in_blocks(32, 128, VECTOR, offset=1)),
-        (in_blocks(64, 128, SQUARE)._replace(each=VECTOR), in_blocks(32, 128, VECTOR)),
-        (in_blocks(64, 256, SQUARE), in_blocks(32, 256, VECTOR)._replace(scale=aligned(32, 2, dtype=torch.float32).t())),
-    ],
-)
-def test_blocks_that_cublaslt_would_read_otherwise_are_left(left: Factor, right: Factor):
-    assert problem_of(left, right, (True, False), None, fast_accumulation=False) is None
-
-
 @pytest.mark.parametrize(
     ("total", "taken"),
     [
         (aligned(32, 64, dtype=torch.float32), True),
-        (aligned(32, 64), False),  # in BF16 it would be rounded
-        (aligned(64, 32, dtype=torch.float32), False),
         (aligned(64, 32, dtype=torch.float32).t(), False),
         (aligned(32, 64, dtype=torch.float32, offset=4), False),
     ],
 )
-def test_a_sum_that_a_product_is_added_to_is_whole_and_in_fp32(total: Tensor, taken: bool):
+def test_a_sum_that_a_product_is_added_to_lies_whole(total: Tensor, taken: bool):
     """A gradient of weights: both factors lie along the tokens."""
     x, dy = factor(16, 64), factor(16, 32)
     found = problem_of(x, dy, (False, True), None, fast_accumulation=False, total=total)
     assert found == (Problem(64, 32, 16, (BF16, BF16), (False, True), False, False, sums=True) if taken else None)
-    assert problem_of(x, dy, (False, True), aligned(32, 64), fast_accumulation=False, total=total) is None
 
 
 def test_tensors_that_are_on_no_gpu_are_left_to_torch():
@@ -164,8 +113,8 @@ def test_only_algorithms_with_the_bits_of_the_first_are_compared(dtype: torch.dt
     other = y.clone()
     other[3, 5] = torch.nextafter(y[3, 5], torch.tensor(torch.inf, dtype=dtype))
     d, added = torch.empty_like(y), torch.randn(32, 16).to(dtype) if adds else None
-    same, told = searched._same_as_first(runs_into(d, None, y, other, None, y.clone()), d, added)
-    assert ([number for number, _ in same], told) == ([1, 4], True)
+    same, decisive = searched._same_as_first(runs_into(d, None, y, other, None, y.clone()), d, added)
+    assert ([number for number, _ in same], decisive) == ([1, 4], True)
     assert searched._same_as_first(runs_into(d, None, None), d, added) == ([], False)
 
 
@@ -180,5 +129,35 @@ def test_products_of_zeros_and_what_is_not_finite_tell_nothing(dtype: torch.dtyp
     assert searched._same_as_first(runs_into(d, added + product), d, added)[1]
     for number in (torch.nan, torch.inf, -torch.inf):
         broken = (added + product).index_fill(0, torch.tensor([7]), number)
-        same, told = searched._same_as_first(runs_into(d, broken, broken), d, added)
-        assert len(same) == 2 and not told
+        same, decisive = searched._same_as_first(runs_into(d, broken, broken), d, added)
+        assert len(same) == 2 and not decisive
+
+
+# ── What cublasLt is told ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+# cublasLt.h of CUDA 13.0: CUBLASLT_MATMUL_DESC_.
+ATTRIBUTES = {3: "TRANSA", 4: "TRANSB", 17: "A_SCALE_POINTER", 18: "B_SCALE_POINTER", 25: "FAST_ACCUM"}
+
+
+class RecordingLibrary(CublasLt):
+    """Notes what the library would be told: without a GPU it is not loaded."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, int] = {}
+
+    def require(self, name: str, *arguments: Any) -> None:
+        if name == "cublasLtMatmulDescSetAttribute":
+            _, attribute, value, _ = arguments
+            self.values[ATTRIBUTES[attribute]] = value._obj.value
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_the_library_is_told_how_operands_lie_and_what_scales_them(fast: bool):
+    library = RecordingLibrary()
+    matmul = Matmul(library, Problem(64, 32, 128, (E4M3, E4M3), (True, False), fast, adds=False), BF16)
+    expected = {"TRANSA": 1, "TRANSB": 0} | ({"FAST_ACCUM": 1} if fast else {})
+    assert library.values == expected
+    scales = torch.ones(1), torch.ones(1)
+    for of_a, of_b in (scales, scales[::-1]):
+        matmul.set_scales(of_a, of_b)
+        assert library.values == expected | {"A_SCALE_POINTER": of_a.data_ptr(), "B_SCALE_POINTER": of_b.data_ptr()}
