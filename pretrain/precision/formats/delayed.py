@@ -6,13 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pretrain.precision.formats.current import Current
-from pretrain.precision.formats.definition import (
-    OptionValues,
-    Quantize,
-    Role,
-    Scaling,
-    TeRecipe,
-)
+from pretrain.precision.formats.definition import OptionValues, Quantize, Role, Scaling, TeRecipe
 
 
 class Delayed(Current):

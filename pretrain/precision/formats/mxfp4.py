@@ -13,15 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pretrain.precision.formats.definition import (
-    WITHIN_TWO,
-    Hardware,
-    OptionValues,
-    Quantize,
-    QuantizedPrecision,
-    Role,
-    Scaling,
-)
+from pretrain.precision.formats.definition import WITHIN_TWO, Hardware, OptionValues, Quantize, QuantizedPrecision, Role, Scaling
 from pretrain.precision.quantizers import E2M1, Grid
 
 

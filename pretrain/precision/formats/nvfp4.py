@@ -5,15 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pretrain.precision.formats.definition import (
-    Hardware,
-    OptionValues,
-    Quantize,
-    QuantizedPrecision,
-    Role,
-    Scaling,
-    TeRecipe,
-)
+from pretrain.precision.formats.definition import Hardware, OptionValues, Quantize, QuantizedPrecision, Role, Scaling, TeRecipe
 from pretrain.precision.quantizers import E2M1, E4M3, Grid
 
 
