@@ -7,7 +7,7 @@ computes in its place.
 
 Emulated operands, and FP8 operands of Transformer Engine, are held against their format as well: every value is a code times its
 scale, every scale a fit one. A `sample` of whole blocks is looked at, so that this costs the same however large the operand is;
-statistics take theirs from it too. Nothing waits for the device until somebody reads what was found.
+statistics take theirs from it too. Nothing waits for the device until somebody reads the findings.
 """
 
 from __future__ import annotations
@@ -61,20 +61,16 @@ SMALLEST_SCALE = 2.0**-100  # below it, a code times its scale leaves the expone
 ROUNDING = 2.0**-20  # a code times an FP32 scale was rounded to FP32, and is divided by it again
 _FP8 = {"e4m3": (torch.float8_e4m3fn, E4M3), "e5m2": (torch.float8_e5m2, E5M2)}
 _TE_BLOCK = 128
-LARGEST_CODE = 6  # the place of it in what `examine` returns
 
 
 # ── A sample of an operand ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Sample(NamedTuple):
-    """Some blocks of an operand: its values [n, values]; `scale` FP32 [n]; the row and the column at which each begins, int64
-    [n]."""
+    """Some blocks of an operand: its values [n, values], and the scale of each, FP32 [n]."""
 
     values: Tensor
     scale: Tensor
-    row: Tensor
-    column: Tensor
 
 
 def sample(matrix: Tensor, scales: Tensor | None, scaling: Scaling, generator: torch.Generator) -> Sample:
@@ -101,7 +97,7 @@ def sample(matrix: Tensor, scales: Tensor | None, scaling: Scaling, generator: t
         scale = scales[at, along]
     else:
         scale = torch.zeros(len(chosen), device=matrix.device)
-    return Sample(blocks[at, along].flatten(1), scale, at * high, along * size)
+    return Sample(blocks[at, along].flatten(1), scale)
 
 
 def generators(seed: int) -> Callable[[torch.device], torch.Generator]:
@@ -112,16 +108,15 @@ def generators(seed: int) -> Callable[[torch.device], torch.Generator]:
 # ── Whether operands are what their format says ─────────────────────────────────────────────────────────────────────────────────
 
 
-def examine(codes: Tensor, blocks: Sample, grid: Grid, scaling: Scaling, largest: Tensor | None = None) -> Tensor:
-    """What is wrong with blocks whose values, divided by their scale, are `codes` FP32 [n, values].
+def examine(codes: Tensor, scale: Tensor, grid: Grid, scaling: Scaling, largest: Tensor | None = None) -> Tensor:
+    """What is wrong with blocks of `codes` FP32 [n, values], which are their values divided by their `scale` FP32 [n].
 
     Returns an FP64 vector: how many there are, how many hold a value that is no code of `grid`, how many have a scale that is
-    none of the format, how many one that is too large; of the first of them the row, the column, the largest code and the scale.
+    none of the format, how many one that is too large.
 
     `largest`: the largest code of the whole operand, where one scale serves all of it and the blocks are but a part. Left alone
     are blocks that hold NaN or infinities, which are the health check's to judge, and those with tiny scales.
     """
-    scale = blocks.scale
     foreign = ((round_to_grid(codes, grid) - codes).abs() > ROUNDING * codes.abs()) & codes.isfinite()
     amax = codes.abs().amax(1)
     judged = scale.isfinite() & (scale.abs() >= SMALLEST_SCALE) & amax.isfinite()
@@ -136,11 +131,8 @@ def examine(codes: Tensor, blocks: Sample, grid: Grid, scaling: Scaling, largest
     if scaling.kind == "E4M3":  # a subnormal scale may be half of what was wanted, or a third too small
         least = torch.where(scale < 2.0**E4M3.min_exponent, 0.75 * least, least)
     loose = judged & (amax > 0) & (amax < least)
-
-    first = (foreign | unfit | loose).int().argmax()
-    counts = [torch.full_like(amax[0], len(amax)), foreign.sum(), unfit.sum(), loose.sum()]
-    where = [blocks.row[first], blocks.column[first], amax[first], scale[first]]
-    return torch.stack([figure.double() for figure in counts + where])
+    figures = [torch.full_like(amax[0], len(amax)), foreign.sum(), unfit.sum(), loose.sum()]
+    return torch.stack([figure.double() for figure in figures])
 
 
 def _is_scale(scale: Tensor, scaling: Scaling) -> Tensor:
@@ -158,20 +150,19 @@ def _examine_tensor_scale(scales: Tensor) -> Tensor:
     largest = scales.amax().double()
     zero = torch.zeros_like(largest)
     loose = (largest > 0) & (largest < 0.85 * E4M3.maximum)
-    return torch.stack([zero + 1, zero, zero, loose.double(), zero, zero, largest, zero + 1])
+    return torch.stack([zero + 1, zero, zero, loose.double()])
 
 
 def describe(figures: Sequence[float], grid: Grid, scaling: Scaling) -> str | None:
-    """What `examine` found, in words; None where nothing is wrong."""
-    blocks, foreign, unfit, loose, row, column, amax, scale = figures
+    """The figures of `examine` in words; None where nothing is wrong."""
+    blocks, foreign, unfit, loose = figures
     faults = {
         f"hold values that are no {grid.name} numbers times their scale": foreign,
         f"have a scale that is no {scaling.kind if scaling.kind != 'FP32' else 'positive number'}": unfit,
         f"have a scale too large for their values, whose largest code could be {grid.maximum:g}": loose,
     }
     counted = " and ".join(f"{count:.0f} {fault}" for fault, count in faults.items() if count)
-    place = f"row {row:.0f}, column {column:.0f}, whose scale is {scale:.4g} and largest code {amax:.4g}"
-    return f"of {blocks:.0f} blocks {counted}, the first at {place}" if counted else None
+    return f"of {blocks:.0f} blocks {counted}" if counted else None
 
 
 # ── Which products there are ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -278,20 +269,12 @@ class ProductObserver:
     def faults(self) -> dict[str, list[str]]:
         """What is wrong with operands, by the linear's name; waits for the device, once."""
         faults: dict[str, list[str]] = {}
-        for (call, role, grid, scaling, _), figures in self._read():
+        figures_of_all = torch.stack([finding.figures for finding in self._findings]).tolist() if self._findings else []
+        for (call, role, grid, scaling, _), figures in zip(self._findings, figures_of_all, strict=True):
             if fault := describe(figures, grid, scaling):
                 for name in call.names:
                     faults.setdefault(name, []).append(f"{call.gemm} {role}: {fault}")
         return faults
-
-    def scaled(self) -> set[tuple[str, Role]]:
-        """Linear and role of each operand of one scale that was not all zeros."""
-        whole = [each for each, figures in self._read() if each.scaling.block is None and figures[LARGEST_CODE] > 0]
-        return {(name, finding.role) for finding in whole for name in finding.call.names}
-
-    def _read(self) -> Iterator[tuple[_Finding, list[float]]]:
-        figures = torch.stack([finding.figures for finding in self._findings]).tolist() if self._findings else []
-        return zip(self._findings, figures, strict=True)
 
     @torch.no_grad()
     def torch_product(self, left: Tensor, right: Tensor) -> None:
@@ -318,7 +301,7 @@ class ProductObserver:
                 codes = torch.where(scale == 0, codes, codes / scale)
                 if precision.tensor_scaled and scales.blocks is not None:
                     self._findings.append(_Finding(call, role, grid, scaling, _examine_tensor_scale(scales.blocks)))
-            self._findings.append(_Finding(call, role, grid, scaling, examine(codes, blocks, grid, scaling, largest)))
+            self._findings.append(_Finding(call, role, grid, scaling, examine(codes, blocks.scale, grid, scaling, largest)))
 
     def _te_product(self, te: ModuleType, *operands: tuple[Any, bool]) -> None:
         """The left and the right operand, each with whether it is read by rows."""
@@ -354,7 +337,7 @@ class ProductObserver:
             down = -(-codes.shape[0] // _TE_BLOCK) if scaling.square else codes.shape[0]
             scales = (scales if scaling.square else scales.t())[:down, : -(-codes.shape[1] // _TE_BLOCK)]  # they are padded
         blocks = sample(codes.view(torch.uint8), scales, scaling, self._generator(data.device))
-        figures = examine(blocks.values.view(dtype).float(), blocks, grid, scaling, largest)
+        figures = examine(blocks.values.view(dtype).float(), blocks.scale, grid, scaling, largest)
         self._findings.append(_Finding(call, role, grid, scaling, figures))
 
     def _note(self, call: _Call, left: str, right: str) -> None:
@@ -382,15 +365,15 @@ class _TorchProducts(TorchDispatchMode):
 
 def operand_kind(te: ModuleType, operand: Any) -> str:
     """The number format and the scaling of a GEMM's operand, such as "e4m3 tensor-scaled"; of an unquantized tensor its dtype."""
-    if isinstance(operand, te.Float8TensorStorage):
-        return f"{_format(te, operand._fp8_dtype)} tensor-scaled"
-    if isinstance(operand, te.Float8BlockwiseQTensorStorage):
-        return f"{_format(te, operand._fp8_dtype)} {'128x128' if operand._is_2D_scaled else '1x128'} blocks"
-    if isinstance(operand, te.MXFP8TensorStorage):
-        return f"mxfp8 {_format(te, operand._fp8_dtype)}"
     if isinstance(operand, te.NVFP4TensorStorage):
         return "nvfp4 e2m1"
-    return dtype_name(operand.dtype) if isinstance(operand, torch.Tensor) else type(operand).__name__
+    if not hasattr(operand, "_fp8_dtype"):
+        return dtype_name(operand.dtype)
+    if isinstance(operand, te.MXFP8TensorStorage):
+        return f"mxfp8 {_format(te, operand._fp8_dtype)}"
+    in_blocks = isinstance(operand, te.Float8BlockwiseQTensorStorage)
+    scaled = f"{'128x128' if operand._is_2D_scaled else '1x128'} blocks" if in_blocks else "tensor-scaled"
+    return f"{_format(te, operand._fp8_dtype)} {scaled}"
 
 
 def _format(te: ModuleType, dtype: Any) -> str:

@@ -339,9 +339,10 @@ def test_more_blocks_than_are_sampled_are_found_and_the_sample_moves_with_the_se
     scaling, seen = PRECISIONS["mxfp8"].scaling(emulated("mxfp8").settings, "input"), []
     for seed in (0, 1):
         generator = torch.Generator().manual_seed(seed)
-        drawn = sample(torch.ones(1024, 512), torch.ones(1024, 16), scaling, generator)
-        assert drawn.values.shape == (1024, 32) and int(drawn.column.max()) <= 480 and set((drawn.column % 32).tolist()) == {0}
-        seen.append(drawn.row)
+        matrix = torch.arange(1024 * 512.0).view(1024, 512)
+        values, scale = sample(matrix, torch.arange(1024 * 16.0).view(1024, 16), scaling, generator)
+        assert values.shape == (1024, 32) and torch.equal(values, 32 * scale[:, None] + torch.arange(32.0))
+        seen.append(scale)
     assert not torch.equal(*seen)
 
 
