@@ -18,7 +18,7 @@ from foundation.units import percent
 from pretrain.metrics.jsonl import JsonlTracker
 from pretrain.metrics.run_folder import STATISTICS_FILE
 from pretrain.precision.advice import Condition, conditions
-from pretrain.precision.linear import PrecisionContext
+from pretrain.precision.product import PrecisionContext
 from pretrain.precision.settings import ActivePrecision
 from pretrain.precision.statistics import OperandStatistics, summary
 

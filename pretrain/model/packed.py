@@ -17,7 +17,7 @@ from pretrain.model.fused.layers import FusedLayers
 from pretrain.model.loss.head import LOSS_SCOPE, LossHead
 from pretrain.model.rank_sums import RankSums
 from pretrain.model.sharding import Sharding
-from pretrain.precision.linear import PrecisionContext
+from pretrain.precision.product import PrecisionContext
 from pretrain.settings.recipe import LossSettings
 
 

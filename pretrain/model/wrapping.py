@@ -23,7 +23,7 @@ from pretrain.model.fused.stacked import By
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.loss.head import LossHead, LowPrecisionHead
 from pretrain.model.packed import PackedLanguageModel
-from pretrain.precision.linear import Backend, LowPrecisionLinear, PrecisionContext, summing_where
+from pretrain.precision.product import Backend, LowPrecisionLinear, PrecisionContext, summing_where
 from pretrain.precision.scope import LINEARS, Decision, features_of
 from pretrain.precision.settings import ActivePrecision
 from pretrain.settings.recipe import ModelSettings, Switch

@@ -131,11 +131,6 @@ class DelayedState:
                 tensors[f"fp8/{module}/{direction}/scale"] = history.scale[columns]
         return tensors
 
-    def storage(self) -> list[Tensor]:
-        """The matrices that `state` shows views of."""
-        histories = [self._history(direction) for direction in SLOTS]
-        return [tensor for history in histories for tensor in (history.amax_history, history.scale)]
-
     def reset(self) -> None:
         """Puts all back to what it was before the first forward: histories zero, scales one."""
         for history in self._histories.values():

@@ -90,9 +90,6 @@ class EmulationBackend:
     def state(self) -> dict[str, Tensor]:
         return {} if self.delayed is None else self.delayed.state()
 
-    def state_storage(self) -> list[Tensor]:
-        return [] if self.delayed is None else self.delayed.storage()
-
     def reset(self) -> None:
         if self.delayed is not None:
             self.delayed.reset()

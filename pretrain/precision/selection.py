@@ -14,7 +14,7 @@ from foundation.errors import InputError
 from pretrain.precision import transformer_engine
 from pretrain.precision.emulation import EmulationBackend
 from pretrain.precision.formats.definition import QuantizedPrecision
-from pretrain.precision.linear import Backend
+from pretrain.precision.product import Backend
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 
 # Why a device cannot run a quantized precision, as in "needs a GPU of ...; this is ..."; None where it can.

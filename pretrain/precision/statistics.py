@@ -21,9 +21,8 @@ from torch import Tensor
 
 from pretrain.precision.delayed_state import of_operand
 from pretrain.precision.formats.definition import QuantizedPrecision, Role
-from pretrain.precision.linear import Backend, PrecisionContext
 from pretrain.precision.observed import generators, sample
-from pretrain.precision.product import Product
+from pretrain.precision.product import Backend, PrecisionContext, Product
 from pretrain.precision.quantizers import Grid, Quantized
 from pretrain.precision.settings import ActivePrecision
 

@@ -192,7 +192,7 @@ class TransformerEngineProduct(Product):
         options |= {"layout": layout, "grad": gemm != "forward"}
         split = split_accumulator(self.backend.te_recipe, theirs)
         with self._observed(gemm):
-            return cpp_extensions().general_gemm(left, right, use_split_accumulator=split, **options)[0]
+            return _module("cpp_extensions").general_gemm(left, right, use_split_accumulator=split, **options)[0]
 
     def _observed(self, gemm: Gemm) -> AbstractContextManager[None]:
         observer = self.backend.observer
@@ -213,7 +213,7 @@ class TransformerEngineProduct(Product):
 
 def save(*operands: Any) -> tuple[Sequence[Tensor | None], Any]:
     """`Product.save` for several operands, plain tensors among them."""
-    quantized_tensor = importlib.import_module("transformer_engine.pytorch.quantized_tensor")
+    quantized_tensor = _module("quantized_tensor")
     for operand in operands:
         if isinstance(operand, quantized_tensor.QuantizedTensorStorage):
             operand.update_usage(rowwise_usage=False)
@@ -221,8 +221,7 @@ def save(*operands: Any) -> tuple[Sequence[Tensor | None], Any]:
 
 
 def restore(tensors: Sequence[Tensor | None], rest: Any) -> list[Any]:
-    quantized_tensor = importlib.import_module("transformer_engine.pytorch.quantized_tensor")
-    return list(quantized_tensor.restore_from_saved(rest, list(tensors)))
+    return list(_module("quantized_tensor").restore_from_saved(rest, list(tensors)))
 
 
 def is_first_in_forward() -> bool:
@@ -232,7 +231,7 @@ def is_first_in_forward() -> bool:
         return False
     state = manager.quantization_state
     before, first = state.is_first_fp8_module, manager.is_first_fp8_module()
-    if importlib.import_module("transformer_engine.pytorch.distributed").in_fp8_activation_recompute_phase():
+    if _module("distributed").in_fp8_activation_recompute_phase():
         state.is_first_fp8_module = before  # the answer was given in forward, and is asked for again
     return first
 
@@ -291,9 +290,6 @@ class TransformerEngineBackend:
             for key in ("amax_history", "scale")
         }
 
-    def state_storage(self) -> list[Tensor]:
-        return list(self.state().values())
-
     def reset(self) -> None:
         for name, tensor in self.state().items():
             tensor.fill_(1.0 if name.endswith("scale") else 0.0)
@@ -329,9 +325,8 @@ def library() -> ModuleType:
     return te
 
 
-def cpp_extensions() -> ModuleType:
-    """Where `general_gemm` is, looked up at each call."""
-    return importlib.import_module("transformer_engine.pytorch.cpp_extensions")
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"transformer_engine.pytorch.{name}")
 
 
 def _version() -> str:

@@ -45,7 +45,7 @@ from pretrain.model.wrapping import choose_arithmetic, convert, fuse, low_precis
 from pretrain.optimizer.adamw import ExactAdamW, clear_gradients, named_state
 from pretrain.plan.plan import Plan
 from pretrain.plan.preflight import Job
-from pretrain.precision.linear import Backend, PrecisionContext
+from pretrain.precision.product import Backend, PrecisionContext
 from pretrain.precision.scope import Decision, decide
 from pretrain.precision.searched import describe as describe_algorithms
 from pretrain.precision.selection import make_backend

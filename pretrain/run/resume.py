@@ -30,7 +30,7 @@ from pretrain.model.huggingface import named_tensors
 from pretrain.optimizer.adamw import set_updates_done
 from pretrain.optimizer.adamw_update import convert_weight, describe_conversion
 from pretrain.plan.preflight import Job
-from pretrain.precision.linear import PREFIX
+from pretrain.precision.product import PREFIX
 from pretrain.precision.schedule import last_steps, phases_of
 from pretrain.precision.settings import WEIGHT_DTYPES, Weights
 from pretrain.run.assembly import REHEARSALS, Assembly, audit_of_course

@@ -26,8 +26,8 @@ from foundation.errors import InputError
 from pretrain.model.gradients import was_reached
 from pretrain.model.loss.head import LossHead
 from pretrain.model.packed import PackedLanguageModel
-from pretrain.precision.linear import Backend, LowPrecisionLinear, PrecisionContext
 from pretrain.precision.observed import FACTORS, OPERANDS, ObservedProduct, ProductObserver, dtype_name
+from pretrain.precision.product import Backend, LowPrecisionLinear, PrecisionContext
 from pretrain.precision.scope import LINEARS, Decision
 from pretrain.precision.settings import UNQUANTIZED, ActivePrecision
 from pretrain.verify.histories import HistoryWatch

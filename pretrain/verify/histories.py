@@ -11,8 +11,7 @@ from torch import Tensor
 
 from pretrain.precision.delayed_state import PLACES, of_operand
 from pretrain.precision.formats.definition import Role
-from pretrain.precision.linear import PrecisionContext
-from pretrain.precision.product import Product
+from pretrain.precision.product import PrecisionContext, Product
 from pretrain.precision.quantizers.tensor import update_scale
 from pretrain.precision.settings import ActivePrecision
 

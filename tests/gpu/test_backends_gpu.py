@@ -14,7 +14,7 @@ from pretrain.model import huggingface as model
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.model.wrapping import convert
-from pretrain.precision.linear import PrecisionContext
+from pretrain.precision.product import PrecisionContext
 from pretrain.precision.scope import decide
 from pretrain.precision.selection import make_backend
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings

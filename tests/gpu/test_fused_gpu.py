@@ -20,7 +20,7 @@ from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.model.wrapping import choose_arithmetic, convert, fuse, wrap_layers
-from pretrain.precision.linear import PrecisionContext
+from pretrain.precision.product import PrecisionContext
 from pretrain.precision.scope import decide, is_called
 from pretrain.precision.selection import make_backend
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from packing.arrow import IGNORE
 from pretrain.model.loss.head import LossHead, LowPrecisionHead
 from pretrain.precision.formats.definition import Role
-from pretrain.precision.linear import LowPrecisionLinear, PrecisionContext
 from pretrain.precision.observed import ProductObserver
-from pretrain.precision.product import Product
+from pretrain.precision.product import LowPrecisionLinear, PrecisionContext, Product
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 from pretrain.precision.transformer_engine import TransformerEngineBackend, unavailable_because
 from pretrain.settings.recipe import LossSettings

@@ -16,9 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pretrain.precision.emulation import EmulationBackend
-from pretrain.precision.linear import Backend, PrecisionContext
 from pretrain.precision.observed import ProductObserver
-from pretrain.precision.product import Product
+from pretrain.precision.product import Backend, PrecisionContext, Product
 from pretrain.precision.selection import missing_on
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 from pretrain.precision.transformer_engine import TransformerEngineBackend

@@ -26,7 +26,7 @@ from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.model.wrapping import choose_arithmetic, fuse, wrap_layers
 from pretrain.precision import searched
-from pretrain.precision.linear import PrecisionContext
+from pretrain.precision.product import PrecisionContext
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 from pretrain.settings.recipe import LossSettings, ModelSettings
 from tests.gpu.interpreted import DEVICE, GPU_OR_INTERPRETER, INTERPRETED, cuda_only

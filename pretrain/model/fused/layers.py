@@ -27,9 +27,8 @@ from pretrain.model.attention.operator import HeadNorms, Heads
 from pretrain.model.fused.arithmetic import Arithmetic
 from pretrain.model.fused.rotary import rotate, rotate_backward
 from pretrain.model.fused.stacked import StackedProduct, StackedWeight
-from pretrain.precision.linear import Backend
 from pretrain.precision.observed import ProductObserver
-from pretrain.precision.product import Operand
+from pretrain.precision.product import Backend, Operand
 from pretrain.precision.scope import LINEARS, Decision
 from pretrain.precision.transformer_engine import finish_backward
 

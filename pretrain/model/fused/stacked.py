@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from pretrain.precision.formats.definition import Role
-from pretrain.precision.linear import Backend, PrecisionContext
 from pretrain.precision.observed import OPERANDS, ProductObserver
-from pretrain.precision.product import Gemm, Operand, PlainProduct, Product
+from pretrain.precision.product import Backend, Gemm, Operand, PlainProduct, PrecisionContext, Product
 
 
 class By(IntEnum):

@@ -22,7 +22,7 @@ from torch import Tensor
 from packing.arrow import IGNORE
 from pretrain.model.loss.softmax_kernel import QuantizedGradient, quantized_softmax_gradient, softmax_gradient_
 from pretrain.precision import transformer_engine
-from pretrain.precision.linear import PrecisionContext
+from pretrain.precision.product import PrecisionContext
 from pretrain.precision.searched import fp8_dtype
 from pretrain.precision.transformer_engine import TransformerEngineProduct
 

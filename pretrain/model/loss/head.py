@@ -39,8 +39,7 @@ from foundation.errors import InputError
 from packing.arrow import IGNORE
 from pretrain.model.loss.penalty import Penalty
 from pretrain.precision import searched
-from pretrain.precision.linear import PrecisionContext, TakesTurns, summing_where
-from pretrain.precision.product import LinearCall, Product, add_product_
+from pretrain.precision.product import LinearCall, PrecisionContext, Product, TakesTurns, add_product_, summing_where
 from pretrain.settings.recipe import LossSettings
 
 LogitGradient = Callable[[Tensor, Tensor], Tensor]  # as `softmax_gradient_` and `Penalty.gradient_`

@@ -15,7 +15,7 @@ from pretrain.model.loss.head import LossHead, LowPrecisionHead
 from pretrain.model.packed import forward_backward
 from pretrain.model.wrapping import casting_parameters
 from pretrain.precision.emulation import EmulatedProduct, EmulationBackend, Operand
-from pretrain.precision.linear import LowPrecisionLinear, PrecisionContext
+from pretrain.precision.product import LowPrecisionLinear, PrecisionContext
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 from pretrain.settings.recipe import LossSettings
 from tests.pretrain.verify.small_runs import build_run

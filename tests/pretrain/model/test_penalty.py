@@ -18,7 +18,7 @@ from pretrain.model.loss import head as loss
 from pretrain.model.loss.head import LossHead, LowPrecisionHead
 from pretrain.model.loss.penalty import Penalty
 from pretrain.precision.emulation import EmulatedProduct
-from pretrain.precision.linear import PrecisionContext
+from pretrain.precision.product import PrecisionContext
 from pretrain.precision.selection import make_backend
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 from pretrain.settings.recipe import LossSettings, PenaltyKind

@@ -15,7 +15,7 @@ from pretrain.model.fused.arithmetic import Arithmetic
 from pretrain.model.wrapping import fuse
 from pretrain.plan.memory import LayerMemory, layers_of
 from pretrain.precision.emulation import EmulationBackend
-from pretrain.precision.linear import PrecisionContext
+from pretrain.precision.product import PrecisionContext
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 from pretrain.settings.recipe import ModelSettings, Recipe
 from tests.pretrain.model.fused.fused_models import ARCHITECTURES, LENGTH, build, inputs

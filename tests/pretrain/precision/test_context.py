@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pretrain.precision.emulation import EmulationBackend
-from pretrain.precision.linear import PrecisionContext
+from pretrain.precision.product import PrecisionContext
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 
 SIZE = 32

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from pretrain.precision.emulation import EmulationBackend
-from pretrain.precision.linear import LowPrecisionLinear, PrecisionContext
 from pretrain.precision.observed import SAMPLED_VALUES
+from pretrain.precision.product import LowPrecisionLinear, PrecisionContext
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 from pretrain.precision.statistics import OperandStatistics, summary
 

@@ -24,7 +24,7 @@ from pretrain.model.rank_sums import RankSums
 from pretrain.model.sharding import Sharding
 from pretrain.model.wrapping import choose_arithmetic, convert, fuse, wrap_layers
 from pretrain.optimizer.adamw import ExactAdamW, build_optimizer, clear_gradients
-from pretrain.precision.linear import PrecisionContext
+from pretrain.precision.product import PrecisionContext
 from pretrain.precision.scope import Decision, decide
 from pretrain.precision.selection import make_backend
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings

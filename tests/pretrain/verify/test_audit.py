@@ -25,8 +25,8 @@ from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.model.wrapping import fuse
 from pretrain.precision import delayed_state
 from pretrain.precision.emulation import EmulationBackend, Operand
-from pretrain.precision.linear import PrecisionContext
 from pretrain.precision.observed import OPERANDS, ProductObserver, sample
+from pretrain.precision.product import PrecisionContext
 from pretrain.precision.quantizers import Grid
 from pretrain.precision.quantizers.tensor import round_to_grid, update_scale
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings

@@ -20,8 +20,8 @@ from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.model.wrapping import convert, wrap_layers
 from pretrain.precision.emulation import EmulationBackend
-from pretrain.precision.linear import PrecisionContext
 from pretrain.precision.observed import ObservedProduct
+from pretrain.precision.product import PrecisionContext
 from pretrain.precision.scope import LINEARS, Decision, check_shapes, decide
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 from pretrain.settings.recipe import ModelSettings

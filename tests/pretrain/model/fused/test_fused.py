@@ -22,8 +22,7 @@ from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.model.wrapping import choose_arithmetic, convert, fuse, low_precision_weights, wrap_layers
 from pretrain.precision.formats.definition import Role
-from pretrain.precision.linear import PrecisionContext
-from pretrain.precision.product import PlainProduct
+from pretrain.precision.product import PlainProduct, PrecisionContext
 from pretrain.precision.scope import LINEARS, Decision, decide, is_called
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 from pretrain.settings.recipe import LossSettings, ModelSettings

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pretrain.model.fused.arithmetic import Arithmetic
 from pretrain.model.fused.stacked import StackedProduct, StackedWeight
 from pretrain.model.gradients import attach_main_gradients
-from pretrain.precision.linear import PrecisionContext
+from pretrain.precision.product import PrecisionContext
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 
