@@ -100,7 +100,6 @@ def save_file(
 
 WRITTEN_BY = "written by python -m pretrain"  # in each picture that a command writes where it is told to
 MARKDOWN_MARK = f"<!-- {WRITTEN_BY} -->"  # in each Markdown file, which does not show it
-_OF_A_PAGE = b'getItem("report-theme")'  # which every page of the report has
 _MARKED_BYTES = 2**16  # at a file's beginning and at its end: one of these marks stands there
 
 
@@ -120,7 +119,7 @@ def check_replaceable(path: Path, named: str = "--out") -> None:
             last = file.read(_MARKED_BYTES)
     except OSError as error:
         raise InputError(f"{named} {path}: is there and cannot be read: {error.strerror}; name another file") from None
-    if first and not any(mark in part for mark in (WRITTEN_BY.encode(), _OF_A_PAGE) for part in (first, last)):
+    if first and not any(WRITTEN_BY.encode() in part for part in (first, last)):
         raise InputError(
             f"{named} {path}: is a file that no command here has written, so it is not written over; move it away, or give "
             "another name"

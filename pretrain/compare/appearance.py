@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pretrain.compare.fairness import Variants, setting, varied_keys
+from pretrain.compare.fairness import keys_told_apart_by, option
 from pretrain.metrics.run_record import RunRecord
 from pretrain.precision.formats.definition import Precision
 from pretrain.precision.settings import PRECISIONS, WEIGHT_DTYPES
@@ -22,9 +22,8 @@ SHADES = 0.16  # how far the lightest and the darkest of one precision lie from 
 @dataclass(frozen=True)
 class Look:
     label: str  # no two runs of a comparison share one
-    kind: str  # what the line and the marker stand for: the weights, options and varied settings, in words
     colour: str
-    place: int  # of its kind among the comparison's
+    place: int  # of its kind among the comparison's: of its weights, options and varied settings
 
     @property
     def dash(self) -> str:
@@ -46,33 +45,21 @@ def colour_of(precision: str | None) -> str:
 
 def looks_of(runs: Sequence[RunRecord]) -> list[Look]:
     """A look for each run. Runs of one precision and one kind, which differ in names alone, are shades of its colour."""
-    variants, keys = Variants(runs), [key for key in varied_keys(runs) if not key.startswith("data.")]
-    several_weights = len({run.config.get("weights") for run in runs}) > 1
-    kinds, orders = [], []
-    for run in runs:
-        weights = str(run.config.get("weights"))
-        dtypes = [f"{key} {variants.dtype(run, key)}" for key in variants.dtypes]
-        varied = [f"{key.rpartition('.')[-1]} {as_text(setting(run, key))}" for key in keys]
-        words = [f"weights {weights}"] if several_weights else []
-        kinds.append(", ".join(filter(None, [*words, variants.name(run), *dtypes, *varied])))
-        orders.append(list(WEIGHT_DTYPES).index(weights) if weights in WEIGHT_DTYPES else len(WEIGHT_DTYPES))
-    in_order = sorted(dict.fromkeys(zip(orders, kinds, strict=True)), key=lambda each: each[0])
-    places = {kind: place for place, (_, kind) in enumerate(in_order)}
-    alike: dict[tuple[str, str | int], list[int]] = {}
-    one_precision = len({run.precision for run in runs}) == 1
+    keys = [key for key in keys_told_apart_by(runs) if not key.startswith("data.")]
+    kinds = [(run.config.get("weights"), *(str(option(run, key)) for key in keys)) for run in runs]
+    weights = [*WEIGHT_DTYPES, None]
+    places = {kind: place for place, kind in enumerate(sorted(dict.fromkeys(kinds), key=lambda kind: weights.index(kind[0])))}
+    one_precision, alike = len({run.precision for run in runs}) == 1, {}
     for index, (run, kind) in enumerate(zip(runs, kinds, strict=True)):
-        alike.setdefault((colour_of(run.precision), "" if one_precision else kind), []).append(index)
-    shades = {index: shade(colour, nth, len(found)) for (colour, _), found in alike.items() for nth, index in enumerate(found)}
-    labels = unique_names(runs)
-    return [Look(labels[i], kind, shades[i], places[kind]) for i, kind in enumerate(kinds)]
+        alike.setdefault((colour_of(run.precision), None if one_precision else kind), []).append(index)
+    shades = {index: shade(colour, nth, len(same)) for (colour, _), same in alike.items() for nth, index in enumerate(same)}
+    return [Look(label, shades[i], places[kinds[i]]) for i, label in enumerate(unique_names(runs))]
 
 
 def unique_names(runs: Sequence[RunRecord]) -> list[str]:
-    """Each run's folder, with its parent's name where two are called the same, or its whole path where that is no help."""
+    """Each run's folder, or its whole path where two folders are called the same."""
     names = [run.name for run in runs]
-    longer = ["/".join(run.path.resolve().parts[-2:]) for run in runs]
-    names = [name if names.count(name) == 1 else longer[i] for i, name in enumerate(names)]
-    return [name if names.count(name) == 1 else str(runs[i].path) for i, name in enumerate(names)]
+    return [name if names.count(name) == 1 else str(run.path) for name, run in zip(names, runs, strict=True)]
 
 
 def shade(colour: str, nth: int, of: int) -> str:

@@ -18,54 +18,57 @@ from foundation.errors import InputError
 from foundation.settings import parse
 from foundation.units import plural
 from pretrain.checkpoint.state import changed_keys
-from pretrain.compare.student import t_quantile
+from pretrain.compare.seeds import CONFIDENCE, t_quantile
 from pretrain.metrics.run_record import HELD_OUT_PACKS, RunRecord, is_rollback, same_measure
 from pretrain.precision.schedule import is_quantized, label
 from pretrain.settings.config import SOURCE, flatten, identity_of, resolved
 from pretrain.settings.recipe import Recipe
 
-# What a comparison is about: the dtypes of products, of weights, and of what is kept beside them. Where a run computes is no part
-# of its identity.
+# What a comparison is about: the dtypes of products, of weights, and of what is kept beside them.
 COMPARED = ("precision", "weights", "fp8_config.", "optimizer.moments", "optimizer.gradients")
 LAST_SHARE = 0.2  # of the common steps: where runs have grown apart, and a difference predicts the end
 FEWEST_STEPS = 64  # for a standard error: eight batches of eight
-CONFIDENCE = 0.95  # of every interval
 # The keys that decide which tokens a step computes the loss of, and in which order: runs that differ in one cannot be paired.
 SAME_TEXT = ("data.", "batch.", "seed")
 # Keys of `fp8_config` that say where a precision is computed. The audit's `backend` answers that; they change no arithmetic.
-_WHERE = ("backend", "on_unsupported")
+_WHERE = ("fp8_config.backend", "fp8_config.on_unsupported")
+
+
+def recipe_of(run: RunRecord) -> Recipe:
+    return parse(Recipe, run.config, str(run.path / "config.yaml"))
+
+
+def setting(run: RunRecord, key: str) -> Any:
+    """The run's value of a flat key of its recipe, of `data.fingerprint`, or of what its `model.source` said; None where it has
+    none. Where a resume has changed it, all that it was."""
+    return changed_settings(run).get(key, _flat(run).get(key))
+
+
+def _flat(run: RunRecord) -> dict[str, Any]:
+    return flatten(run.config) | run.source_config | {"data.fingerprint": run.data_fingerprint}
 
 
 def training_of(run: RunRecord) -> dict[str, Any]:
-    """Returns what must be equal for two runs to be compared: a training's identity but for what is compared, and the packs
-    evaluated on.
+    """What must be equal for two runs to be compared: a training's identity but for what is compared, and the packs evaluated on.
 
     Raises InputError naming the run whose files do not say which data it was.
     """
     if run.data_fingerprint is None:
-        raise InputError(
-            f"{run.path}: its files do not say its `data_fingerprint`, so it cannot be compared with another run; train it again"
-        )
+        raise InputError(f"{run.path}: its files have no `data_fingerprint`, so it cannot be compared; train it again")
     recipe = recipe_of(run)
     identity = identity_of(recipe, run.data_fingerprint) | run.source_config | {"evaluate.packs": recipe.evaluate.packs}
     # Of what is compared, a run with two values one after the other is neither the one nor the other.
-    return {key: value for key, value in identity.items() if not key.startswith(COMPARED)} | changed_settings(run, identity)
+    return {key: value for key, value in identity.items() if not key.startswith(COMPARED)} | changed_settings(run)
 
 
-def changed_settings(run: RunRecord, now: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """Returns for each setting that a resume has changed (`--accept-changes`) the values that it had one after the other, as in
-    "42 to step 6, then 7"; `now`: the flat settings that the run has at present, by default those of its files."""
-    now = _flat(run) if now is None else now
-    before: dict[str, list[str]] = {}
+def changed_settings(run: RunRecord) -> dict[str, str]:
+    """For each setting that a resume has changed (`--accept-changes`) the values that it had one after the other, as in
+    "42 to step 6, then 7"."""
+    now, before = _flat(run), dict[str, list[str]]()
     for change in run.past.changed:
         for key, value in change.was.items():
             before.setdefault(key, []).append(f"{_in_a_word(key, value)} to step {change.step:,}")
     return {key: ", then ".join([*values, _in_a_word(key, now.get(key))]) for key, values in before.items()}
-
-
-def _flat(run: RunRecord) -> dict[str, Any]:
-    """The settings of its files, flat, with what its data are and what its `model.source` said."""
-    return flatten(run.config) | run.source_config | {"data.fingerprint": run.data_fingerprint}
 
 
 def changes_in_words(run: RunRecord) -> str:
@@ -77,68 +80,73 @@ def _in_a_word(key: str, value: Any) -> str:
     return str(label(value) if key == "precision" else "not set" if value is None else value)
 
 
-def recipe_of(run: RunRecord) -> Recipe:
-    return parse(Recipe, run.config, str(run.path / "config.yaml"))
-
-
 def differing(first: RunRecord, second: RunRecord) -> dict[str, tuple[Any, Any]]:
     """The keys in which the two are other trainings, with both values."""
     ours, theirs = training_of(first), training_of(second)
     changed = set(changed_keys(ours, theirs))
     if "model.source" in changed:  # which says it in a word
         changed = {key for key in changed if not key.startswith(SOURCE)}
-    keys = [key for key in dict.fromkeys([*ours, *theirs]) if key in changed]
     both = ((first, ours), (second, theirs))
-    return {key: tuple(values.get(key, _in_a_word(key, setting(run, key))) for run, values in both) for key in keys}
-
-
-def is_varied(key: str, vary: Sequence[str]) -> bool:
-    """Returns whether `vary` names `key`, or a section that it is in: `optimizer` names `optimizer.learning_rate`."""
-    return any(key == name or key.startswith(f"{name}.") for name in vary)
-
-
-def describe_unfairness(first: RunRecord, second: RunRecord, vary: Sequence[str] = ()) -> str | None:
-    """The settings that make comparing the two unfair, with both values; None without any. `vary`: what is compared."""
-    return in_words({key: both for key, both in differing(first, second).items() if not is_varied(key, vary)}) or None
+    return {
+        key: tuple(values.get(key, _in_a_word(key, setting(run, key))) for run, values in both)
+        for key in dict.fromkeys([*ours, *theirs])
+        if key in changed
+    }
 
 
 def in_words(differences: Mapping[str, tuple[Any, Any]]) -> str:
     return "; ".join(f"`{key}`: {ours} and {theirs}" for key, (ours, theirs) in differences.items())
 
 
-def check_comparable(runs: Sequence[RunRecord], vary: Sequence[str] = ()) -> None:
-    """Raise InputError naming every key in which a run differs from the first so that comparing their losses is unfair.
+def unfair_differences(first: RunRecord, second: RunRecord, vary: Sequence[str] = ()) -> dict[str, tuple[Any, Any]]:
+    """The keys that make comparing the two unfair, with both values. `vary`: what is compared, keys or whole sections."""
+    return {key: both for key, both in differing(first, second).items() if not is_varied(key, vary)}
 
-    A name in `vary` that is no key or section of a recipe is a slip, and an InputError too.
-    """
-    if vary and runs[1:]:
-        keys = ["data.fingerprint", *(key for run in runs for key in (*flatten(resolved(recipe_of(run))), *run.source_config))]
-        if unknown := [name for name in vary if not any(is_varied(key, [name]) for key in keys)]:
-            raise InputError(f"--vary {unknown[0]}: no recipe of these runs has such a key or section; docs/settings.md has all")
+
+def is_varied(key: str, vary: Sequence[str]) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in vary)
+
+
+def check_comparable(runs: Sequence[RunRecord], vary: Sequence[str] = ()) -> None:
+    """InputError naming every key in which a run differs from the first so that comparing their losses is unfair, and where
+    `vary` has a name that is no key or section of a recipe."""
+    keys = {"data.fingerprint", *flatten(resolved(recipe_of(runs[0]))), *(key for run in runs for key in run.source_config)}
+    if unknown := [name for name in vary if not any(is_varied(key, [name]) for key in keys)]:
+        raise InputError(f"--vary {unknown[0]}: a recipe has no such key or section; docs/settings.md has all")
     for run in runs[1:]:
-        if differing_keys := describe_unfairness(runs[0], run, vary):
-            keys = [key for key in differing(runs[0], run) if not is_varied(key, vary)]
+        if unfair := unfair_differences(runs[0], run, vary):
             raise InputError(
                 f"{runs[0].path} and {run.path} cannot be compared, as they differ in more than precision and weights: "
-                f"{differing_keys}; report each alone, or train one of them again; if this is what you compare, add "
-                f"{' '.join(f'--vary {key}' for key in keys)}"
+                f"{in_words(unfair)}; report each alone, or train one of them again; if this is what you compare, add "
+                f"{' '.join(f'--vary {key}' for key in unfair)}"
             )
 
 
 def varied_keys(runs: Sequence[RunRecord]) -> list[str]:
-    """Returns the keys by which some run is another training than the first: what a comparison of them is about, beside
-    precision."""
+    """The keys by which some run is another training than the first: what they are compared in, beside precision."""
     return list(dict.fromkeys(key for run in runs[1:] for key in differing(runs[0], run)))
 
 
-def setting(run: RunRecord, key: str) -> Any:
-    """The run's value of a flat key of its recipe, of `data.fingerprint`, or of what its `model.source` said; None where it has
-    none. Where a resume has changed it, all that it was."""
-    return changed_settings(run).get(key, _flat(run).get(key))
+def keys_told_apart_by(runs: Sequence[RunRecord]) -> list[str]:
+    """The keys that have to stand beside precision and weights to tell runs apart: the optimizer's dtypes, options in which runs
+    of one precision differ, and what is varied."""
+    keys = dict.fromkeys(key for run in runs for key in _flat(run) if key.startswith(COMPARED[2:]) and key not in _WHERE)
+
+    def tells(key: str) -> bool:
+        alike = (run.precision if key.startswith("fp8_config.") else None for run in runs)
+        values = {(precision, str(option(run, key))) for precision, run in zip(alike, runs, strict=True)}
+        return len(values) > len({precision for precision, _ in values})
+
+    return list(dict.fromkeys([*filter(tells, keys), *varied_keys(runs)]))
+
+
+def option(run: RunRecord, key: str) -> Any:
+    """`setting`, but None of an option of low precision that the run does not use."""
+    return None if key.startswith("fp8_config.") and not is_quantized(run.config.get("precision")) else setting(run, key)
 
 
 def why_not_paired(first: RunRecord, second: RunRecord) -> str | None:
-    """Returns why step n of one cannot be held against step n of the other; None where it can."""
+    """Why step n of one cannot be held against step n of the other; None where it can."""
     other_text = {key: both for key, both in differing(first, second).items() if key.startswith(SAME_TEXT)}
     if other_text:
         return f"their steps see other text: {in_words(other_text)}"
@@ -151,46 +159,37 @@ def why_not_paired(first: RunRecord, second: RunRecord) -> str | None:
     return None if len(loss_differences(first, second)[0]) else "they have no step with a finite loss in common"
 
 
+def _passed_over(run: RunRecord, steps: np.ndarray) -> np.ndarray:
+    """int64 [steps]: of how many steps the packs had been passed over by then, in rollbacks."""
+    rollbacks = [(record["step"], record.get("left_out", 0)) for record in run.metrics if is_rollback(record)]
+    if not rollbacks and run.summary.get("rollbacks"):  # kept without its events: no step of it can be relied upon
+        return np.full(len(steps), -1)
+    places = np.searchsorted([step for step, _ in rollbacks], steps, side="right")
+    return np.array([run.past.left_out, *(left_out for _, left_out in rollbacks)], dtype=np.int64)[places]
+
+
 def why_no_end(first: RunRecord, second: RunRecord) -> str | None:
-    """Returns why one of the two has no end to be held against the other's, so that there is no gap; None where both came to
-    one."""
+    """Why one of the two has no end to be held against the other's; None where both came to one."""
     return next((f"{name} {run.broke_off}" for name, run in (("it", second), ("the baseline", first)) if run.broken_off), None)
 
 
-def _passed_over(run: RunRecord, steps: np.ndarray) -> np.ndarray:
-    """int64 [steps]: of how many steps the packs had been passed over by then, in rollbacks."""
-    told = [(record["step"], record.get("left_out", 0)) for record in run.metrics if is_rollback(record)]
-    if not told and run.summary.get("rollbacks"):  # kept without its events: no step of it can be relied upon
-        return np.full(len(steps), -1)
-    places = np.searchsorted([step for step, _ in told], steps, side="right")
-    return np.array([run.past.left_out, *(left_out for _, left_out in told)], dtype=np.int64)[places]
-
-
 def same_held_out(first: RunRecord, second: RunRecord) -> bool:
-    """Returns whether both were evaluated on the same packs, whatever they were trained on, by what the last evaluation of each
-    says; of older runs by their environment, or their settings and what they were trained on."""
+    """Whether both were evaluated on the same packs, by what the last evaluation of each says; of kept runs, whose evaluations
+    do not say it, by their settings."""
     last = [(run.evaluations or [{}])[-1] for run in (first, second)]
-    told_packs = all("held_out_packs" in each for each in last)
-    keys = ("data.mask_boundaries", "data.length", *(() if told_packs else ("evaluate.packs",)))
-    if not all(setting(first, key) == setting(second, key) for key in keys) or not same_measure(*last, HELD_OUT_PACKS):
-        return False
-    of_environment = [run.environment.get("held_out_fingerprint") for run in (first, second)]
-    told = [each.get("held_out_fingerprint", known) for each, known in zip(last, of_environment, strict=True)]
-    if all(told):
-        return str(told[0])[:16] == str(told[1])[:16]
-    if not same_packs(first, second) or setting(first, "data.held_out") != setting(second, "data.held_out"):
-        return False
-    ours, theirs = (resolved(recipe_of(run))["data"]["validation"] for run in (first, second))  # which older runs left to be told
-    return ours == theirs
+    keys = ["data.mask_boundaries", "data.length"]
+    if not all(key in each for each in last for key in HELD_OUT_PACKS):
+        keys += ["evaluate.packs", "data.fingerprint", "data.held_out", "data.validation"]
+    return same_measure(*last, HELD_OUT_PACKS) and all(setting(first, key) == setting(second, key) for key in keys)
 
 
 def of_one_text(runs: Sequence[RunRecord]) -> bool:
-    """Returns whether the held-out losses of all are of the same packs, so that they say which run is better."""
+    """Whether the held-out losses of all are of the same packs, so that they say which run is better."""
     return all(same_held_out(runs[0], run) for run in runs[1:])
 
 
 def same_packs(first: RunRecord, second: RunRecord) -> bool:
-    """Returns whether both were trained on the same packs."""
+    """Whether both were trained on the same packs."""
     return setting(first, "data.fingerprint") == setting(second, "data.fingerprint")
 
 
@@ -204,32 +203,12 @@ def loss_differences(first: RunRecord, second: RunRecord) -> tuple[np.ndarray, n
 
 
 def at_the_end(differences: np.ndarray) -> np.ndarray:
-    """Returns those of the end: the last fifth, or the last FEWEST_STEPS where these are more, as fewer have no interval.
+    """Those of the end: the last fifth, or the last FEWEST_STEPS where these are more, as fewer have no interval.
 
-    This is the one definition of where runs end. Tables, pictures, the page, its answer and the gate take the same steps.
+    This is the one definition of where runs end. Tables, pictures, the page and the gate take the same steps.
     """
     steps = max(math.ceil(len(differences) * LAST_SHARE), FEWEST_STEPS)
     return differences[-steps:]
-
-
-@dataclass(frozen=True)
-class PairedDifference:
-    """Step-by-step differences of two losses in nats per token; a figure is NaN where there are too few steps for it."""
-
-    mean: float
-    sd: float
-    standard_error: float
-    steps: int
-
-    @classmethod
-    def of(cls, differences: np.ndarray) -> PairedDifference:
-        steps = len(differences)
-        return cls(
-            mean=float(differences.mean()) if steps else math.nan,
-            sd=float(differences.std(ddof=1)) if steps > 1 else math.nan,
-            standard_error=batch_means_error(differences),
-            steps=steps,
-        )
 
 
 def batch_means_error(values: np.ndarray) -> float:
@@ -248,32 +227,39 @@ def batch_means_error(values: np.ndarray) -> float:
     return float(math.sqrt(batches.var(ddof=1) * size / n))
 
 
-Place = Literal["within", "above", "below", "unknown"]
+Place = Literal["within", "above", "below", "cannot tell"]
 
 
 @dataclass(frozen=True)
 class Gap:
-    """Says how far a run's loss ends from another's: the mean difference over the last common steps, in nats a token.
-
-    `half_width`: half of its interval at CONFIDENCE; NaN where there are fewer than FEWEST_STEPS steps. Every picture, page and
-    sentence that says where a run ends has this figure, so that none contradicts another.
-    """
+    """Step-by-step differences of two losses, in nats a token. A figure is NaN where there are too few steps for it."""
 
     mean: float
-    half_width: float
+    sd: float  # of single steps
+    standard_error: float  # of the mean
     steps: int
 
     @classmethod
-    def of(cls, differences: np.ndarray) -> Gap:
-        """Returns the gap `at_the_end` of `differences`."""
-        last = at_the_end(differences)
-        paired, batches = PairedDifference.of(last), len(last) // max(math.isqrt(len(last)), 1)
-        wide = math.isnan(paired.standard_error)
-        return cls(paired.mean, math.nan if wide else t_quantile(batches - 1, CONFIDENCE) * paired.standard_error, len(last))
+    def over(cls, differences: np.ndarray) -> Gap:
+        steps = len(differences)
+        mean = float(differences.mean()) if steps else math.nan
+        sd = float(differences.std(ddof=1)) if steps > 1 else math.nan
+        return cls(mean, sd, batch_means_error(differences), steps)
+
+    @classmethod
+    def at_end(cls, differences: np.ndarray) -> Gap:
+        return cls.over(at_the_end(differences))
+
+    @property
+    def half_width(self) -> float:
+        """Half of the mean's interval at CONFIDENCE, by Student's t over the means of batches; NaN below FEWEST_STEPS."""
+        if not self.has_interval:
+            return math.nan
+        return t_quantile(self.steps // math.isqrt(self.steps) - 1, CONFIDENCE) * self.standard_error
 
     @property
     def has_interval(self) -> bool:
-        return math.isfinite(self.half_width)
+        return math.isfinite(self.standard_error)
 
     @property
     def ends(self) -> tuple[float, float]:
@@ -282,56 +268,14 @@ class Gap:
         return self.mean - half, self.mean + half
 
     def place(self, tolerance: float) -> Place:
-        """Returns where the whole interval lies: within ± `tolerance`, above or below that; unknown where it lies across an end
-        of it."""
+        """Where the whole interval lies: within ± `tolerance`, above or below that; "cannot tell" where it lies across an end."""
         low, high = self.ends
         if -tolerance <= low and high <= tolerance:
             return "within"
-        return "above" if low > tolerance else "below" if high < -tolerance else "unknown"
+        return "above" if low > tolerance else "below" if high < -tolerance else "cannot tell"
 
 
 def last_steps(gaps: Iterable[Gap]) -> str:
-    """Says over which steps these are the means: "last 64 steps", or "last 20 to 64 steps" where they have not as many."""
+    """Over which steps these are the means: "last 64 steps", or "last 20 to 64 steps" where they have not as many."""
     numbers = sorted({gap.steps for gap in gaps})
     return "last " + (f"{numbers[0]:,} to " if len(numbers) > 1 else "") + plural(numbers[-1], "step")
-
-
-class Variants:
-    """What the runs of one precision differ in, and so has to stand beside the precision's name.
-
-    `options`: keys of `fp8_config` in which two runs of the same precision differ. `dtypes`: of the optimizer's `moments` and
-    `gradients`, those whose dtype differs between any runs. `names`: the variants' names, in the order of the runs.
-    """
-
-    def __init__(self, runs: Sequence[RunRecord]) -> None:
-        quantized = [run for run in runs if self.is_quantized(run)]
-        values: dict[tuple[str, str], set[str]] = {}
-        for run in quantized:
-            for key, value in _options(run).items():
-                values.setdefault((key, run.precision), set()).add(str(value))
-        self.options = list(dict.fromkeys(key for (key, _), found in values.items() if len(found) > 1))
-        self.dtypes = [key for key in ("moments", "gradients") if len({self.dtype(run, key) for run in runs}) > 1]
-        self.names = list(dict.fromkeys(self.name(run) for run in quantized))
-
-    @staticmethod
-    def is_quantized(run: RunRecord) -> bool:
-        return is_quantized(run.config.get("precision"))
-
-    def value(self, run: RunRecord, option: str) -> str | None:
-        """The run's value of an option; None where its precision has no such option."""
-        value = _options(run).get(option) if self.is_quantized(run) else None
-        return None if value is None else str(value)
-
-    @staticmethod
-    def dtype(run: RunRecord, key: str) -> str | None:
-        """The dtype that the run's recipe names for its moments or gradients; None where it names none."""
-        return (run.config.get("optimizer") or {}).get(key)
-
-    def name(self, run: RunRecord, *, keys: bool = True) -> str:
-        """`scope linear+head, margin 1`, or without keys `linear+head, 1`. Empty where runs of a precision do not differ."""
-        values = {option: self.value(run, option) for option in self.options}
-        return ", ".join(f"{key} {value}" if keys else value for key, value in values.items() if value is not None)
-
-
-def _options(run: RunRecord) -> dict[str, Any]:
-    return {key: value for key, value in flatten(run.config.get("fp8_config") or {}).items() if key not in _WHERE}

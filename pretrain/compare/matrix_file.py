@@ -17,17 +17,16 @@ from typing import Annotated, Any
 import yaml
 from pydantic import Field
 
-from foundation.errors import InputError, shown
+from foundation.errors import InputError
 from foundation.settings import FilePath, PathText, PositiveCount, Settings, load_yaml, parse, value_from_text
 from pretrain.compare.fairness import in_words
-from pretrain.metrics.run_record import read_finished, read_run
+from pretrain.metrics.run_record import read_finished
 from pretrain.plan.checks import check_launch
 from pretrain.precision.schedule import in_a_path, is_quantized
 from pretrain.settings.config import (
     begin_of,
     filled_in,
     flatten,
-    identity_of,
     layered,
     load_recipe,
     parse_overrides,
@@ -40,11 +39,11 @@ from pretrain.settings.recipe import Recipe
 Values = dict[str, Any]  # that a cell sets: keys of a recipe, dotted or nested
 Axes = dict[str, Annotated[list[Any], Field(min_length=1)]]  # any keys of a recipe, each with its values
 CELL = "cell"  # in the values of a run of a group: what its settings are called
-_FROM_TOKENIZER = re.compile(r"model\.config\.(vocab_size|\w+_token_id)")
 _WITHOUT_KEY = (CELL, "precision", "weights", "scope")  # keys whose values need no key beside them in a run's name
-# Settings that decide how fast a training runs and not which it is.
-_SPEED = ("batch.microbatch", "loss.kind", "loss.chunk", "deterministic", "fp8_config.backend", "model.attention")
-_SPEED += ("model.compile", "model.fused", "model.gradient_checkpointing", "log.gradient_statistics", "log.fp8_statistics")
+# What a run took from its tokenizer where the recipe leaves it open.
+_FROM_TOKENIZER = re.compile(r"model\.config\.(vocab_size|\w+_token_id)")
+# Settings of names, and of what a run shows, keeps and checks: with others it is the same training, as fast and measured alike.
+_IDLE = ("name", "run_dir", "log.", "checkpoint.", "health.", "parity", "evaluate.every", "evaluate.samples")
 
 
 class MatrixGroup(Settings):
@@ -54,25 +53,35 @@ class MatrixGroup(Settings):
     cells: Annotated[dict[str, Values], Field(min_length=1)]  # the settings of each, by its name
 
 
-class MatrixSettings(Settings):
-    """What a matrix file can hold."""
+class LaunchSettings(Settings):
+    """What is trained and how: common to a matrix and to phases."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     recipe: FilePath  # the base
     accelerate: FilePath  # how the runs are launched; `precision` in a cell overrides the file's
     overrides: Values = Field(default_factory=dict)  # over the recipe, in every cell
+    gpus: PositiveCount | None = None  # GPUs of this machine to spread the runs over, one for each process; none: each sees all
+    processes: PositiveCount | None = None  # of each run; none: as many as the accelerate file says
+    # Hours after which what is running saves and stops, and nothing else is started; the same command goes on. None: no limit.
+    max_hours: float | None = Field(None, gt=0)
+
+
+class CellSettings(Settings):
+    """Which combinations are trained: common to a matrix and to a phase."""
+
     axes: Axes = Field(default_factory=dict)  # a cell for every combination
     leave_out: list[Values] = Field(default_factory=list)  # combinations that are not wanted: those with all of an entry's values
     cells: list[Values] = Field(default_factory=list)  # more cells, beside the combinations
+
+
+class MatrixSettings(LaunchSettings, CellSettings):
+    """What a matrix file can hold."""
+
     groups: list[MatrixGroup] = Field(default_factory=list)  # named cells, each under every combination of its group's axes
     baseline: Values | None = None  # the cell that the report compares the others to; none: the first
     run_dir: PathText = "runs/{matrix}/{cell}"
     # Runs side by side; none: one for each group of `gpus`, else one. Runs that share a device are for losses, never for speeds.
     at_once: PositiveCount | None = None
-    gpus: PositiveCount | None = None  # GPUs of this machine to spread the runs over, one for each process; none: each sees all
-    processes: PositiveCount | None = None  # of each run; none: as many as the accelerate file says
-    # Hours after which what is running saves and stops, and nothing else is started; the same command goes on. None: no limit.
-    max_hours: float | None = Field(None, gt=0)
 
 
 @dataclass(frozen=True)
@@ -85,7 +94,6 @@ class MatrixRun:
     overrides: tuple[str, ...]  # for the launcher's command line, `run_dir` among them
     recipe: Recipe
     run_dir: Path
-    timed: bool = False  # its speed is what is looked for, so settings that decide it tell it from another run
 
     @property
     def begin(self) -> Path | None:
@@ -99,7 +107,7 @@ class MatrixRun:
         return {key: value for key, value in self.values.items() if key != "seed"}
 
     def value(self, key: str) -> str:
-        """Returns what the run has for `key`, set by its cell or not, as a command line gives it."""
+        """What the run has for `key`, set by its cell or not, as a command line gives it."""
         return _text(key, self.values[key] if key in self.values else flatten(resolved(self.recipe)).get(key))
 
     @property
@@ -108,46 +116,38 @@ class MatrixRun:
         return self.run_dir.with_name(f"{self.run_dir.name}.log")
 
     def is_finished(self) -> bool:
-        """Returns whether the run folder holds this very training, and it has reached its end."""
+        """Whether the run folder holds this very training, and it has reached its end."""
         return self.is_in_its_folder() and read_finished(self.run_dir) is not None
 
-    def has_halted(self) -> bool:
-        """Returns whether the run folder holds this very training, and its health has stopped it."""
-        try:
-            return "halted" in read_run(self.run_dir).summary and self.is_in_its_folder()
-        except InputError:  # not begun, or damaged
-            return False
-
     def is_in_its_folder(self) -> bool:
-        """Returns whether what the run folder holds is of this very training."""
         try:
             return not self.unlike_in_its_folder()
         except InputError:  # not begun, or damaged: its launcher decides whether it can go on
             return False
 
     def check_folder(self) -> None:
-        """InputError where the run folder holds the end of a training on other text, or of one that was measured otherwise: its
-        launcher would take it for finished. Of what else differs, the launcher says whether it can go on."""
-        if read_finished(self.run_dir) is None:
-            return
-        differ = self.unlike_in_its_folder()
-        if any(key.startswith(("data.", "evaluate.", "fp8_config.use_autocast_during_eval", *_SPEED)) for key in differ):
+        """InputError where the run folder holds the end of another training, which its launcher would take for finished."""
+        if read_finished(self.run_dir) is not None and (differ := self.unlike_in_its_folder()):
             raise InputError(
                 f"{self.run_dir}: was trained with other settings (now, and then): {in_words(differ)}; set them back, name "
                 f"another `run_dir`, or remove {self.run_dir} to train it again"
             )
 
     def unlike_in_its_folder(self) -> dict[str, tuple[Any, Any]]:
-        """The keys by which the run in the run folder was another training, on other text or measured otherwise, with our value
-        and its. InputError where no readable config.yaml is there.
-
-        What the recipe leaves open of a model's vocabulary, its launcher took from the tokenizer.
-        """
+        """The keys by which the run in the run folder was another one, with our value and its. InputError where no readable
+        config.yaml is there."""
         config = self.run_dir / "config.yaml"
-        found = parse(Recipe, load_yaml(config), str(config))
-        ours, theirs = (_identity(each, timed=self.timed) for each in (self.recipe, found))
+        ours, theirs = (_settings_of(recipe) for recipe in (self.recipe, parse(Recipe, load_yaml(config), str(config))))
         keys = [key for key in dict.fromkeys([*ours, *theirs]) if key in ours or not _FROM_TOKENIZER.fullmatch(key)]
-        return {key: (ours.get(key), theirs.get(key)) for key in keys if ours.get(key) != theirs.get(key)}
+        measured = {key for key in keys if ours.get(key) == "auto"}  # the launcher has found a value for it
+        return {key: (ours.get(key), theirs.get(key)) for key in keys if key not in measured and ours.get(key) != theirs.get(key)}
+
+
+def _settings_of(recipe: Recipe) -> Values:
+    """The settings that decide which training this is, on which text, how it is measured and how fast it is."""
+    idle = (*_IDLE, "data.packs" if recipe.data.prepares else "data.tokenizer")
+    idle = idle if is_quantized(recipe.precision) else (*idle, "fp8_config.")
+    return {key: value for key, value in flatten(resolved(recipe)).items() if not key.startswith(idle)}
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class LaunchFile:
 class Matrix:
     """A matrix file read: its runs in order, and the one that the report compares the others to."""
 
-    path: Path
+    path: str
     settings: MatrixSettings
     runs: tuple[MatrixRun, ...]
     baseline: MatrixRun
@@ -193,16 +193,13 @@ class Matrix:
     def only(self, filters: Sequence[str]) -> list[MatrixRun]:
         """The runs that `key=value` filters pick: any of the values given for a key, and every key. InputError for none."""
         wanted: dict[str, set[str]] = {}
-        for text in filters:
-            key, equals, value = text.partition("=")
-            keys = sorted({key for run in self.runs for key in run.values})
-            if not equals or key not in keys:
-                raise InputError(f"command line: --only {text}: give KEY=VALUE; the keys of the cells are {', '.join(keys)}")
+        for key, _, value in (text.partition("=") for text in filters):
             wanted.setdefault(key, set()).add(value)
         chosen = [r for r in self.runs if all(key in r.values and _text(key, r.values[key]) in wanted[key] for key in wanted)]
         if not chosen:
             names = ", ".join(run.name for run in self.runs)
-            raise InputError(f"command line: --only {' '.join(filters)} picks none of the cells {names}")
+            keys = ", ".join(dict.fromkeys(key for run in self.runs for key in run.values))
+            raise InputError(f"command line: --only {' '.join(filters)} picks none of the cells {names}; their keys are {keys}")
         return chosen
 
 
@@ -212,172 +209,113 @@ def load_matrix(path: str | Path, overrides: Sequence[str] = (), **changes: Any)
 
     Raises InputError naming the file and the key or cell.
     """
-    return make_matrix(path, parse(MatrixSettings, load_yaml(path) | changes, str(path)), overrides)
+    return make_matrix(str(path), parse(MatrixSettings, load_yaml(path) | changes, str(path)), overrides)
 
 
-def make_matrix(path: str | Path, settings: MatrixSettings, overrides: Sequence[str] = (), *, timed: bool = False) -> Matrix:
-    """Work out the runs of `settings`, which messages call `path`; `timed`: for the sake of their speed."""
+def make_matrix(path: str, settings: MatrixSettings, overrides: Sequence[str] = ()) -> Matrix:
+    """Work out the runs of `settings`, which messages call `path`."""
     launch = _launch_file(path, settings)
-    given = parse_overrides(overrides)
+    parse_overrides(overrides)  # which refuses a key that is given twice
     common = [*_as_overrides(flatten(settings.overrides)), *overrides]
-    _check_common(path, settings, common)
-    runs = [_make_run(path, settings, *found, common, launch, timed=timed) for found in _combinations(path, settings)]
+    keys = {text.partition("=")[0].strip() for text in common}
+    if "run_dir" in keys:
+        raise InputError(f"{path}: `overrides`: every cell has a run folder of its own; set the matrix's `run_dir`")
+    axes = [axis for each in (settings.axes, *(group.axes for group in settings.groups)) for axis in each]
+    if twice := [key for key in [*axes, CELL] if key in keys]:
+        only = f"to run some cells only, use `--only {twice[0]}=VALUE`, once for each value"
+        raise InputError(f"{path}: `{twice[0]}` tells cells apart, so it is no override; {only}")
+    runs = [_make_run(path, settings, values, own, common, launch) for values, own in _combinations(path, settings)]
     if not runs:
         raise InputError(f"{path}: describes no cell; set `axes`, or list `cells`")
     _check_distinct(path, runs)
-    if idle := [key for key in given if all(key in run.settings for run in runs)]:
-        raise InputError(f"command line: `{idle[0]}` is set by every cell of {path} itself, so it changes nothing; leave it out")
-    return Matrix(Path(path), settings, tuple(runs), _find_baseline(path, settings.baseline, runs), launch)
+    return Matrix(path, settings, tuple(runs), _find_baseline(path, settings.baseline, runs), launch)
 
 
-def _combinations(path: str | Path, settings: MatrixSettings) -> list[tuple[Values, Values]]:
-    """Returns for each cell, with dotted keys, the values that tell it from others, and its settings: first the axes crossed,
-    then the cells listed, then each group."""
-    crossed = [values for values in _crossed(path, settings.axes) if values]
+def _combinations(path: str, settings: MatrixSettings) -> list[tuple[Values, Values]]:
+    """For each cell, with dotted keys, the values that tell it from others, and its settings: first the axes crossed, then the
+    cells listed, then each group."""
+    crossed = [values for values in _crossed(settings.axes) if values]
     for entry in map(flatten, settings.leave_out):
-        kept = [values for values in crossed if not _matches(values, entry)]
-        if not entry or len(kept) == len(crossed):
+        left = [values for values in crossed if not _matches(values, entry)]
+        if not entry or len(left) == len(crossed):
             raise InputError(f"{path}: `leave_out`: {_described(entry)} matches no combination of the axes; correct it")
-        crossed = kept
-    alone = [(values, values) for values in [*crossed, *(_dotted(path, cell) for cell in settings.cells)]]
-    return [*alone, *_grouped(path, settings.groups)]
-
-
-def _grouped(path: str | Path, groups: Sequence[MatrixGroup]) -> list[tuple[Values, Values]]:
-    """Returns the same for the cells of the groups. Raises InputError where a cell sets an axis of its group, or is called as
-    another one is."""
-    found, called = [], dict[str, Values]()
-    for group in groups:
-        crossed, cells = _crossed(path, group.axes), {name: _dotted(path, cell) for name, cell in group.cells.items()}
-        axes = {key for values in crossed for key in values}
-        for name, cell in cells.items():
-            if both := [key for key in cell if key in axes]:
+        crossed = left
+    cells = [(values, values) for values in [*crossed, *map(flatten, settings.cells)]]
+    for group in settings.groups:
+        for values, (name, cell) in itertools.product(_crossed(group.axes), group.cells.items()):
+            own = flatten(cell)
+            if both := own.keys() & values.keys():
                 raise InputError(
-                    f"{path}: `groups`: cell {name} sets `{both[0]}`, which is an axis of its group; leave it out of one of them"
+                    f"{path}: `groups`: cell {name} sets `{min(both)}`, which is an axis of its group; leave one out"
                 )
-            if called.setdefault(name, cell) != cell:
-                two = f"{_described(called[name])} in one group and {_described(cell)} in another"
-                raise InputError(f"{path}: `groups`: cell {name} is {two}; give them two names")
-        found += [({CELL: name, **values}, cell | values) for values in crossed for name, cell in cells.items()]
-    return found
+            cells.append(({CELL: name, **values}, own | values))
+    return cells
 
 
-def _crossed(path: str | Path, axes: Axes) -> list[Values]:
+def _crossed(axes: Axes) -> list[Values]:
     """Every combination of the axes' values, the last axis fastest; of no axes the one that sets nothing."""
-    return [_dotted(path, dict(zip(axes, values, strict=True))) for values in itertools.product(*axes.values())]
-
-
-def _dotted(path: str | Path, values: Values) -> Values:
-    """Returns what a cell sets, with dotted keys. InputError where it says a key twice, by itself and in its section."""
-    flat: Values = {}
-    for key, value in values.items():
-        inside = flatten({key: value})
-        if twice := sorted(flat.keys() & inside.keys()):
-            raise InputError(f"{path}: {_described(values)} sets `{twice[0]}` twice; leave one of the two out")
-        flat |= inside
-    return flat
+    return [flatten(dict(zip(axes, values, strict=True))) for values in itertools.product(*axes.values())]
 
 
 def _make_run(
-    path: str | Path,
-    settings: MatrixSettings,
-    values: Values,
-    own: Values,
-    common: Sequence[str],
-    launch: LaunchFile,
-    *,
-    timed: bool,
+    path: str, settings: MatrixSettings, values: Values, own: Values, common: Sequence[str], launch: LaunchFile
 ) -> MatrixRun:
     name = _name_of(values)
     if "run_dir" in own:
         raise InputError(f"{path}, cell {name}: `run_dir` is set for all cells at once, as a key of the matrix")
-    require_one_of_each(own, f"{path}, cell {name}")
     try:
+        require_one_of_each(own, "it")
         run_dir = filled_in(settings.run_dir, {"matrix": settings.name, "cell": name})
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from None
-    try:
         overrides = layered([*common, *_as_overrides(own), f"run_dir={run_dir}"])
         recipe = with_precision(load_recipe(settings.recipe, overrides), dict(launch.environment))
         begin_of(recipe)
         check_launch(recipe, launch.processes if launch.knows_processes else None)
     except InputError as error:
-        lines = (  # what the recipe itself says wrongly stands under its own name
-            line.removeprefix(f"command line, over {settings.recipe}: ").removeprefix("command line: ")
-            for line in str(error).splitlines()
-        )
-        raise InputError("\n".join(f"{path}, cell {name}: {line}" for line in lines)) from None
-    return MatrixRun(name, values, own, overrides, recipe, Path(run_dir), timed)
+        said = str(error).replace(f"command line, over {settings.recipe}: ", "").replace("command line: ", "")
+        raise InputError("\n".join(f"{path}, cell {name}: {line}" for line in said.splitlines())) from None
+    return MatrixRun(name, values, own, overrides, recipe, Path(run_dir))
 
 
-def _launch_file(path: str | Path, settings: MatrixSettings) -> LaunchFile:
-    accelerate, gpus = settings.accelerate, settings.gpus
-    file = load_yaml(accelerate)
+def _launch_file(path: str, settings: MatrixSettings) -> LaunchFile:
+    file, gpus = load_yaml(settings.accelerate), settings.gpus
     environment = {"ACCELERATE_MIXED_PRECISION": str(file.get("mixed_precision", "no"))}
-    fp8_config = file.get("fp8_config") or {}
-    if not isinstance(fp8_config, dict):
-        raise InputError(f"{accelerate}: `fp8_config` is {shown(fp8_config, repr)}; a mapping of keys to values is wanted")
-    environment |= {f"ACCELERATE_FP8_{str(key).upper()}": str(value) for key, value in fp8_config.items()}
+    environment |= {f"ACCELERATE_FP8_{str(key).upper()}": str(value) for key, value in (file.get("fp8_config") or {}).items()}
     several = str(file.get("distributed_type", "NO")).upper() not in ("NO", "FALSE")  # a bare NO is false in YAML
     named = file.get("num_processes")
     counted = several and not isinstance(named, int) and settings.processes is None
     processes = settings.processes or (named if several and not counted else 1)
     if processes > 1 and not several:
-        raise InputError(f"{path}: `processes: {processes}`, but {accelerate} starts one; name a file for several, as ddp.yaml")
+        one = f"but {settings.accelerate} starts one; name a file for several, as ddp.yaml"
+        raise InputError(f"{path}: `processes: {processes}`, {one}")
     if gpus is not None and gpus < processes:
         raise InputError(f"{path}: `gpus: {gpus}` are fewer than the {processes} processes of a run; lower `processes`")
     return LaunchFile(environment, processes, on_cpu=bool(file.get("use_cpu")), knows_processes=not counted)
 
 
-def _check_common(path: str | Path, settings: MatrixSettings, common: Sequence[str]) -> None:
-    keys = {text.partition("=")[0].strip() for text in common}
-    if "run_dir" in keys:
-        raise InputError(f"{path}: `overrides`: every cell has a run folder of its own; set the matrix's `run_dir`")
-    axes = {axis: "is an axis" for each in (settings.axes, *(group.axes for group in settings.groups)) for axis in each}
-    if settings.groups:
-        axes[CELL] = "is the name of a group's cell"
-    if twice := [key for key in axes if key in keys]:
-        only = f"to run some cells only, use `--only {twice[0]}=VALUE`, once for each value"
-        raise InputError(f"{path}: `{twice[0]}` {axes[twice[0]]}, and an override too; {only}")
-
-
-def _check_distinct(path: str | Path, runs: Sequence[MatrixRun]) -> None:
-    computed = [_computed(run.recipe) for run in runs]
+def _check_distinct(path: str, runs: Sequence[MatrixRun]) -> None:
+    """InputError where two cells are one run, in all that changes what is computed but its folder, or share a folder."""
+    computed = []
+    for run in runs:
+        unused = {"run_dir"} if is_quantized(run.recipe.precision) else {"run_dir", "fp8_config"}
+        computed.append({key: value for key, value in resolved(run.recipe).items() if key not in unused})
     for (first, ours), (second, theirs) in itertools.combinations(zip(runs, computed, strict=True), 2):
         both = f"{path}: cells {first.name} and {second.name}"
         if ours == theirs:
             raise InputError(f"{both} are the same run; take one of them out")
         if first.run_dir == second.run_dir:
-            remedy = "put {cell} into the matrix's `run_dir`" if first.name != second.name else "give one of them another name"
-            raise InputError(f"{both} would share a run folder; {remedy}")
+            raise InputError(f"{both} would share a run folder; give one of them another name, or put {{cell}} into `run_dir`")
 
 
-def _computed(recipe: Recipe) -> Values:
-    """All settings that change what is computed: not where the run is kept, nor options of a low precision that is not used."""
-    unused = {"run_dir"} if is_quantized(recipe.precision) else {"run_dir", "fp8_config"}
-    return {key: value for key, value in resolved(recipe).items() if key not in unused}
-
-
-def _identity(recipe: Recipe, *, timed: bool) -> Values:
-    """The settings that decide which training this is, on which text, and which held-out loss is measured of it; where it is
-    `timed`, how fast it is too."""
-    flat = flatten(resolved(recipe))
-    text = {key: value for key, value in flat.items() if key.startswith("data.")}
-    text.pop("data.packs" if recipe.data.prepares else "data.tokenizer", None)
-    measure = ["evaluate.packs", *(["fp8_config.use_autocast_during_eval"] if is_quantized(recipe.precision) else [])]
-    speed = [key for key in flat if timed and key.startswith(_SPEED) and flat[key] != "auto"]
-    return identity_of(recipe, "") | text | {key: flat[key] for key in (*measure, *speed)}
-
-
-def _find_baseline(path: str | Path, wanted: Values | None, runs: Sequence[MatrixRun]) -> MatrixRun:
+def _find_baseline(path: str, wanted: Values | None, runs: Sequence[MatrixRun]) -> MatrixRun:
+    """The first of the cells that fit, which may differ in their seed alone."""
     if wanted is None:
         return runs[0]
-    found = [run for run in runs if _matches(run.values, flatten(wanted))]
-    if not found or any(run.but_for_seed != found[0].but_for_seed for run in found):
-        names = ", ".join(run.name for run in found or runs)
-        what = "fits several cells" if found else "is none of the cells"
+    fitting = [run for run in runs if _matches(run.values, flatten(wanted))]
+    if not fitting or any(run.but_for_seed != fitting[0].but_for_seed for run in fitting):
+        names = ", ".join(run.name for run in fitting or runs)
+        what = "fits several cells" if fitting else "is none of the cells"
         raise InputError(f"{path}: `baseline`: {_described(flatten(wanted))} {what}: {names}")
-    return found[0]
+    return fitting[0]
 
 
 def _matches(values: Values, entry: Values) -> bool:

@@ -5,8 +5,8 @@ phases of four cells take twelve runs and not 64. It ends at the first phase tha
 fastest cell so far is the answer, as the command that trains with it. A cell is stable that has finished with every loss finite,
 no step left out and none taken back. What is finished is left alone: the same command goes on.
 
-Exit status: 0 found, 1 no cell of the first phase is stable, 2 something given cannot be used (one message says what), 130 or 143
-stopped, 138 the hours are over.
+Exit status: 0 an answer, 1 no cell of the first phase is stable, 2 something given cannot be used (one message says what), 130 or
+143 stopped, 138 the hours are over.
 """
 
 from __future__ import annotations
@@ -17,53 +17,43 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
 from foundation.command import CommandParser, number
 from foundation.errors import InputError
 from foundation.files import save_file
-from foundation.settings import FilePath, PathText, PositiveCount, Settings, Share, load_yaml, parse
+from foundation.settings import PathText, Share, load_yaml, parse
 from foundation.signals import StopRequest
 from foundation.tables import UNKNOWN, markdown, or_dash
-from foundation.units import count, duration, memory, percent, plural
-from pretrain.compare.matrix import Outcome, run_all
+from foundation.units import count, memory, percent, plural
+from pretrain.compare.matrix import Outcome, run_all, say
 from pretrain.compare.matrix_cell import TIME_IS_UP_STATUS, command_of
-from pretrain.compare.matrix_file import Axes, Matrix, MatrixRun, MatrixSettings, Values, make_matrix
-from pretrain.compare.ranking import Ranking
+from pretrain.compare.matrix_file import CellSettings, LaunchSettings, Matrix, MatrixRun, MatrixSettings, Values, make_matrix
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.run_record import WARM_UP_STEPS, RunRecord, is_rollback, is_unlabelled, read_run
 from pretrain.settings.config import filled_in, flatten, parse_overrides
 
-LEAST_STEPS = 3  # after those that warm up, for a median that means something
+LEAST_STEPS = WARM_UP_STEPS + 3  # for a median that means something
+TOO_SHORT = f"too few steps tell no speed; set `train.steps` to {LEAST_STEPS} or more"
 
 
-class PhaseSettings(Settings):
+class PhaseSettings(CellSettings):
     """One phase: what a matrix file says of its cells."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    axes: Axes = Field(default_factory=dict)  # a cell for every combination
-    leave_out: list[Values] = Field(default_factory=list)  # combinations that are not wanted
-    cells: list[Values] = Field(default_factory=list)  # more cells, beside the combinations
 
 
-class PhasesSettings(Settings):
-    """What a phases file can hold."""
+class PhasesSettings(LaunchSettings):
+    """What a phases file can hold. `overrides` are of every phase: few steps, no checkpoints; `max_hours` of the whole search."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    recipe: FilePath  # the base
-    accelerate: FilePath  # how the runs are launched
-    overrides: Values = Field(default_factory=dict)  # over the recipe, in every phase: few steps, no checkpoints
     phases: Annotated[list[PhaseSettings], Field(min_length=1)]
     least_gain: Share = 0.01  # in tokens/s over the phases before: with less, what is there stays and the search ends
     run_dir: PathText = "runs/{name}"  # of the whole search; each run has a folder in it
-    gpus: PositiveCount | None = None  # as in a matrix: GPUs to spread a phase's cells over
-    processes: PositiveCount | None = None  # as in a matrix
-    max_hours: float | None = Field(None, gt=0)  # of the whole search; what is running then saves and stops
 
 
 @dataclass(frozen=True)
@@ -72,42 +62,39 @@ class Candidate:
 
     phase: str
     run: MatrixRun
-    tokens_per_second: float | None = None  # median, over all devices; None: `because`
-    because: str | None = None
-    figures: Mapping[str, Any] = field(default_factory=dict)
+    record: RunRecord | None
+    unstable: str  # why its speed does not count; empty where it does
 
     @classmethod
     def of(cls, phase: str, outcome: Outcome) -> Candidate:
-        """Judges a run that has ended."""
-        run = outcome.run
         try:
-            record = read_run(run.run_dir)
+            record = read_run(outcome.run.run_dir)
         except InputError as error:
-            return cls(phase, run, because=f"{outcome.status}: see {run.log}" if outcome.status == "failed" else str(error))
-        because = _unstable(record)
-        if because is None and not outcome.status.startswith("finished"):
-            because = f"{outcome.status}: see {run.log}"
-        speed = statistics.median(each["tokens_per_second"] for each in record.steps[WARM_UP_STEPS:]) if because is None else None
-        return cls(phase, run, speed, because, record.summary)
+            return cls(phase, outcome.run, None, str(error))
+        failed = "" if outcome.status.startswith("finished") else f"{outcome.status}: see {outcome.run.log}"
+        return cls(phase, outcome.run, record, why_unstable(record) or failed)
+
+    @property
+    def speed(self) -> float | None:
+        """Tokens/s over all devices, median; None where it does not count."""
+        timed = self.record.steps[WARM_UP_STEPS:] if self.record and not self.unstable else []
+        return statistics.median(each["tokens_per_second"] for each in timed) if timed else None
 
 
-def _unstable(record: RunRecord) -> str | None:
+def why_unstable(record: RunRecord) -> str:
     steps = record.steps
-    if "halted" in record.summary:
-        return f"unstable: halted at step {record.summary['steps']}: {record.summary['halted'].partition('. ')[0]}"
-    if len(steps) < WARM_UP_STEPS + LEAST_STEPS:
-        least = WARM_UP_STEPS + LEAST_STEPS
-        return f"of {plural(len(steps), 'step')} no speed can be told; set `train.steps` to {least} or more"
-    if record.side_by_side:
-        return "it shared its devices with another run"
-    told = [each for each in steps if not is_unlabelled(each)]
-    if strange := [each["step"] for each in told if each["loss"] is None or not math.isfinite(each["loss"])]:
-        return f"unstable: the loss of step {strange[0]} is not finite"
-    if skipped := [each["step"] for each in steps if each.get("skipped")]:
-        return f"unstable: step {skipped[0]} was left out"
-    if any(map(is_rollback, record.metrics)):
-        return "unstable: it went back to a checkpoint"
-    return None
+    losses = {each["step"]: each["loss"] for each in steps if not is_unlabelled(each)}
+    lost = [step for step, loss in losses.items() if loss is None or not math.isfinite(loss)]
+    skipped = [each["step"] for each in steps if each.get("skipped")]
+    reasons = {
+        f"halted at step {record.summary['steps']}: {record.summary.get('halted')}": "halted" in record.summary,
+        TOO_SHORT: len(steps) < LEAST_STEPS,
+        "it shared its devices with another run": record.side_by_side,
+        f"the loss of step {lost[:1]} is not finite": lost,
+        f"step {skipped[:1]} was left out": skipped,
+        "it went back to a checkpoint": any(map(is_rollback, record.metrics)),
+    }
+    return next((reason for reason, applies in reasons.items() if applies), "")
 
 
 @dataclass
@@ -119,20 +106,22 @@ class Search:
     overrides: tuple[str, ...]
     folder: Path
     tried: list[Candidate] = field(default_factory=list)
-    best: Candidate | None = None
-    chosen: list[MatrixRun] = field(default_factory=list)  # the best cell of each phase that gained, in order
+    chosen: list[Candidate] = field(default_factory=list)  # the best cell of each phase that gained, in order
     ended: str = "all phases are measured"
     began: float = field(default_factory=time.monotonic)
 
     @property
+    def best(self) -> Candidate | None:
+        return self.chosen[-1] if self.chosen else None
+
+    @property
     def values(self) -> Values:
         """What the chosen cells set, the later ones over the earlier."""
-        return {key: value for run in self.chosen for key, value in run.values.items()}
+        return {key: value for each in self.chosen for key, value in each.run.values.items()}
 
     @property
     def names(self) -> list[str]:
-        """The names of the chosen cells; two of them may be called alike."""
-        return [run.name for run in self.chosen]
+        return [each.run.name for each in self.chosen]
 
     def matrix(self, number: int, chosen: Values) -> Matrix:
         """Phase `number`, from 1, on the `chosen` values. Its runs lie in a folder of the choices so far, as others would give
@@ -141,112 +130,85 @@ class Search:
         below, axes = flatten(settings.overrides) | chosen, flatten(phase.axes)
         beside = {key: value for key, value in below.items() if key in axes}  # a matrix has no override of an axis; its cells do
         place = self.folder.joinpath(f"{number}-{phase.name}", *self.names)
-        content = {
-            "name": f"{settings.name}-{phase.name}",
-            "recipe": str(settings.recipe),
-            "accelerate": str(settings.accelerate),
-            "overrides": {key: value for key, value in below.items() if key not in axes},
-            "axes": phase.axes,
-            "leave_out": phase.leave_out,
-            "cells": [beside | flatten(cell) for cell in phase.cells],
-            "run_dir": f"{place}/{{cell}}",
-            "gpus": settings.gpus,
-            "processes": settings.processes,
-            "max_hours": self._hours_left(),
-        }
-        origin = f"{self.path}, phase {phase.name}"
-        return make_matrix(origin, parse(MatrixSettings, content, origin), self.overrides, timed=True)
+        cells = {"axes": phase.axes, "leave_out": phase.leave_out, "cells": [beside | flatten(cell) for cell in phase.cells]}
+        matrix = MatrixSettings(
+            **settings.model_dump(include=set(LaunchSettings.model_fields) - {"name", "overrides", "max_hours"}),
+            **cells,
+            name=f"{settings.name}-{phase.name}",
+            overrides={key: value for key, value in below.items() if key not in axes},
+            run_dir=f"{place}/{{cell}}",
+            max_hours=settings.max_hours and max(settings.max_hours - (time.monotonic() - self.began) / 3600, 1e-3),
+        )
+        return make_matrix(f"{self.path}, phase {phase.name}", matrix, self.overrides)
 
     def check(self) -> list[Matrix]:
-        """Every phase as a matrix, before the first is begun: on the base, or where that takes it not, on a cell of the phase
+        """Every phase as a matrix, before the first is begun: on the base, or where that does not take it, on a cell of the phase
         before, which may set what it needs. InputError for a mistake in any."""
         matrices: list[Matrix] = []
         for place in range(1, len(self.settings.phases) + 1):
-            refused = None
-            for base in ({}, *(run.values for run in matrices[-1].runs)) if matrices else ({},):
+            bases = [*(run.values for matrix in matrices[-1:] for run in matrix.runs), {}]
+            while True:
                 try:
-                    matrices.append(self.matrix(place, base))
+                    matrices.append(self.matrix(place, bases.pop()))
                     break
-                except InputError as error:
-                    refused = refused or error
-            else:
-                raise refused
-        least = WARM_UP_STEPS + LEAST_STEPS
-        for run in (run for matrix in matrices for run in matrix.runs):
-            if (steps := run.recipe.train.steps) is not None and steps < least:
-                few = f"of {plural(steps, 'step')} no speed can be told; set `train.steps` to {least} or more"
-                raise InputError(f"{self.path}: {run.name}: {few}")
+                except InputError:
+                    if not bases:
+                        raise
+            for run in matrices[-1].runs:
+                if (steps := run.recipe.train.steps) is not None and steps < LEAST_STEPS:
+                    raise InputError(f"{matrices[-1].path}, cell {run.name}: {TOO_SHORT}")
         return matrices
 
-    def _hours_left(self) -> float | None:
-        most = self.settings.max_hours
-        return None if most is None else max(most - (time.monotonic() - self.began) / 3600, 1e-3)
-
-    def take(self, number: int, outcomes: Sequence[Outcome]) -> bool:
+    def judge(self, phase: str, outcomes: Sequence[Outcome]) -> bool:
         """Judge the cells of a phase that has ended; whether the next one is to be measured."""
-        name = self.settings.phases[number - 1].name
-        found = [Candidate.of(name, outcome) for outcome in outcomes]
-        self.tried += found
-        stable = [each for each in found if each.tokens_per_second]
-        if not stable:
-            self.ended = f"no cell of phase {name} is stable"
+        candidates = [Candidate.of(phase, outcome) for outcome in outcomes]
+        self.tried += candidates
+        fastest = max(candidates, key=lambda each: each.speed or 0.0)
+        if fastest.speed is None:
+            self.ended = f"no cell of phase {phase} is stable"
             return False
-        fastest = max(stable, key=lambda each: each.tokens_per_second)
-        gain = None if self.best is None else fastest.tokens_per_second / self.best.tokens_per_second - 1
-        if gain is not None and gain < self.settings.least_gain:
+        gain = fastest.speed / self.best.speed - 1 if self.best else math.inf
+        if gain < self.settings.least_gain:
             wanted = f"{self.settings.least_gain:+.1%}"
-            self.ended = f"the fastest of phase {name} is at {gain:+.1%} of what it stands on; less than {wanted} ends the search"
+            self.ended = f"the fastest of phase {phase} gains {gain:+.1%} over what it stands on, less than {wanted}"
             return False
-        self.best = fastest
-        self.chosen.append(fastest.run)
+        self.chosen.append(fastest)
         return True
 
+    def report(self) -> str:
+        """The table of all cells, phase by phase, the fastest first, and the answer, in Markdown."""
+        rows, before = [], None
+        for phase in dict.fromkeys(each.phase for each in self.tried):
+            own = sorted((each for each in self.tried if each.phase == phase), key=lambda each: -(each.speed or 0.0))
+            for each in own:
+                figures = each.record.summary if each.record else {}
+                gain = f"{each.speed / before - 1:+.1%}" if each.speed and before else UNKNOWN
+                row = [phase, each.run.name, or_dash(each.speed, "{:,.0f}".format), gain]
+                row += [or_dash(figures.get("mfu_bf16_peak"), percent), or_dash(figures.get("memory_gib"), memory)]
+                row.append(or_dash(figures.get("loss"), "{:.3f}".format))
+                rows.append([*row, "**best**" if each is self.best else each.unstable])
+            before = max([before or 0.0, *(each.speed or 0.0 for each in own)]) or None
+        header = ["phase", "cell", "tokens/s", "gain", "MFU (BF16)", "memory", "last loss", ""]
+        lines = [markdown(header, rows, names=2), f"Ended: {self.ended}."]
+        if self.best is not None:
+            command = ["accelerate", "launch", "--config_file", str(self.settings.accelerate), "train_accelerate.py"]
+            keys = {*self.values, *parse_overrides(self.overrides)}
+            own = [text for text in self.best.run.overrides if text.partition("=")[0].strip() in keys]
+            lines += [
+                f"Fastest and stable: {' + '.join(self.names)}, {count(self.best.speed)} tokens/s. To train with it, without the "
+                f"`overrides` of {self.path}:",
+                f"    {shlex.join([*command, str(self.settings.recipe), *own])}",
+            ]
+        return "\n\n".join(lines)
 
-def load_phases(path: Path, overrides: Sequence[str], **changes: Any) -> Search:
+
+def load_phases(path: Path, overrides: Sequence[str], **changes: float) -> Search:
     """The search that the file at `path` describes, `changes` in place of its keys. InputError names the file and the key."""
-    settings = parse(PhasesSettings, load_yaml(path) | changes, lambda key, _: "command line" if key in changes else str(path))
+    settings = parse(PhasesSettings, load_yaml(path) | changes, str(path))
     names = [phase.name for phase in settings.phases]
     if len(set(names)) < len(names):
         raise InputError(f"{path}: `phases`: two are named {max(names, key=names.count)}; each has a name of its own")
-    try:
-        folder = Path(filled_in(settings.run_dir, {"name": settings.name}))
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from None
-    load_yaml(settings.recipe)  # which has a message of its own where it is not there
-    return Search(path, settings, tuple(overrides), folder)
-
-
-def rows(search: Search) -> Iterator[list[str]]:
-    """A line for each cell that was run, phase by phase, fastest first; how much faster it is than what its phase stood on."""
-    names = [phase.name for phase in search.settings.phases]
-    baseline: float | None = None
-    for name in names:
-        own = [each for each in search.tried if each.phase == name]
-        for each in sorted(own, key=lambda each: -(each.tokens_per_second or 0)):
-            speed, figures = each.tokens_per_second, each.figures
-            gain = f"{speed / baseline - 1:+.1%}" if speed and baseline else UNKNOWN
-            line = [name, each.run.name, or_dash(speed, "{:,.0f}".format), gain, or_dash(figures.get("mfu_bf16_peak"), percent)]
-            line += [or_dash(figures.get("memory_gib"), memory), or_dash(figures.get("loss"), "{:.3f}".format)]
-            yield [*line, "**best**" if each is search.best else each.because or ""]
-        baseline = max([baseline or 0, *(each.tokens_per_second or 0 for each in own)]) or None
-
-
-def report(search: Search) -> str:
-    """The table of all cells and the answer, in Markdown."""
-    header = ["phase", "cell", "tokens/s", "gain", "MFU (BF16)", "memory", "last loss", ""]
-    lines = [markdown(header, list(rows(search)), names=2), "", f"Ended: {search.ended}."]
-    if search.best is None:
-        return "\n".join(lines)
-    command = ["accelerate", "launch", "--config_file", str(search.settings.accelerate), "train_accelerate.py"]
-    asked = {*search.values, *parse_overrides(search.overrides)}
-    given = [text for text in search.best.run.overrides if text.partition("=")[0].strip() in asked]
-    lines += [
-        f"Fastest and stable: {' + '.join(search.names)}, {count(search.best.tokens_per_second)} tokens/s. To train with it, "
-        f"without the `overrides` of {search.path}:",
-        "",
-        f"    {shlex.join([*command, str(search.settings.recipe), *given])}",
-    ]
-    return "\n".join(lines)
+    return Search(path, settings, tuple(overrides), Path(filled_in(settings.run_dir, {"name": settings.name})))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -274,24 +236,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure(search: Search) -> int:
     """Run phase after phase, until one gains nothing; returns the exit status."""
-    page = search.folder / "phases.md"
+    page, phases = search.folder / "phases.md", search.settings.phases
     with StopRequest(passed_on=True) as stop:
-        for place, phase in enumerate(search.settings.phases, start=1):
+        for place, phase in enumerate(phases, start=1):
             matrix = search.matrix(place, search.values)
             for run in matrix.runs:
                 run.check_folder()
             on = f", on {' + '.join(search.names)}" if search.chosen else ""
-            print(
-                f"\nphase {place} of {len(search.settings.phases)}, {phase.name}: {plural(len(matrix.runs), 'cell')}{on}",
-                flush=True,
-            )
-            outcomes = run_all(matrix, matrix.runs, stop, Ranking(matrix, by_speed=True))
+            say(f"\nphase {place} of {len(phases)}, {phase.name}: {plural(len(matrix.runs), 'cell')}{on}")
+            outcomes = run_all(matrix, matrix.runs, stop, by_speed=True)
             if stop.requested or any(each.status in ("stopped", "not started") for each in outcomes):
                 print("\nstopped; the same command goes on from here", file=sys.stderr)
                 return 128 + stop.requested if stop.requested else TIME_IS_UP_STATUS
-            goes_on = search.take(place, outcomes)
-            save_file(page, f"{report(search)}\n".encode(), "put that right, and start again")
-            if not goes_on:
+            gained = search.judge(phase.name, outcomes)
+            save_file(page, f"{search.report()}\n".encode())
+            if not gained:
                 break
-    print(f"\n{report(search)}\n\nmeasured in {duration(time.monotonic() - search.began)}; the table is in {page}")
+    say(f"\n{search.report()}\n\nThe table is in {page}")
     return 0 if search.best else 1

@@ -7,25 +7,43 @@ drops out; the pairs' differences are the sample. Nothing here knows of runs: lo
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from pretrain.compare.fairness import CONFIDENCE
-from pretrain.compare.student import t_quantile
-
+CONFIDENCE = 0.95  # of every interval that is shown
 FEWEST_SEEDS = 3  # for an interval: that of two is nearly four times as wide as that of three
 MARGIN = 0.003  # of the baseline's loss, within which a difference counts as none
 EQUIVALENCE = 0.90  # the interval of two one-sided tests at 5 % each
 FEWEST_EVALUATIONS = 3  # of a run, for a slope
 SLOPE_SHARE = 0.5  # of the tokens before the decay, the last ones, over which the slope is taken
 _MOST_EXPONENT = 700.0  # of e, that a float holds
+_HALVINGS = 64  # of an interval of quantiles: as far as a float goes
 EQUIVALENT, WORSE, BETTER, CANNOT_TELL = "equivalent", "worse", "better", "cannot tell"
 
 
-def root_mean_square(values: Collection[float]) -> float:
-    return math.sqrt(math.fsum(value**2 for value in values) / len(values))
+def within(t: float, freedom: int) -> float:
+    """The probability that a variable with `freedom` degrees, 1 or more, lies within ±`t`: for whole degrees of freedom a finite
+    sum (Abramowitz and Stegun 26.7.3-4)."""
+    angle = math.atan(t / math.sqrt(freedom))
+    sine, cosine = math.sin(angle), math.cos(angle)
+    term, total = (1.0, 1.0) if freedom % 2 == 0 else (cosine, cosine if freedom > 1 else 0.0)
+    for place in range(2 + freedom % 2, freedom - 1, 2):
+        term *= cosine**2 * (place - 1) / place
+        total += term
+    return sine * total if freedom % 2 == 0 else 2 / math.pi * (angle + sine * total)
+
+
+def t_quantile(freedom: int, confidence: float) -> float:
+    """What a variable with `freedom` degrees stays within with the probability `confidence`, below 1: 2.776 for 4 and 0.95."""
+    low, high = 0.0, 1.0
+    while within(high, freedom) < confidence:
+        low, high = high, 2 * high
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if within(middle, freedom) < confidence else (low, middle)
+    return high
 
 
 @dataclass(frozen=True)
@@ -51,7 +69,7 @@ class SeedDifference:
     @property
     def root_mean_square(self) -> float:
         """The root mean square of the single differences: of a repeated baseline, the floor below which nothing is seen."""
-        return root_mean_square(self.by_seed.values())
+        return math.sqrt(math.fsum(value**2 for value in self.by_seed.values()) / len(self.by_seed))
 
     def half_width(self, confidence: float = CONFIDENCE) -> float | None:
         """Returns half of the mean's interval over seeds, by Student's t; None for fewer than FEWEST_SEEDS."""
@@ -91,19 +109,19 @@ class TokenSlope:
         """Returns the slope of `curves` of (tokens, losses), one a seed, from SLOPE_SHARE of the tokens `decay` up to these, but
         not before `warm`, the tokens of the warm-up. None where no curve has FEWEST_EVALUATIONS there, or the loss did not
         fall."""
-        at, losses, taken, begin = [], [], [], max(SLOPE_SHARE * decay, warm)
+        at, losses, used, begin = [], [], [], max(SLOPE_SHARE * decay, warm)
         for tokens, values in (map(np.asarray, curve) for curve in curves):
             chosen = (tokens >= begin) & (tokens <= decay) & np.isfinite(values.astype(float))
             if chosen.sum() >= FEWEST_EVALUATIONS:
-                logarithms, found = np.log(tokens[chosen]), values[chosen].astype(float)
+                logarithms, fitted = np.log(tokens[chosen]), values[chosen].astype(float)
                 at.append(logarithms - logarithms.mean())
-                losses.append(found - found.mean())
-                taken += tokens[chosen].tolist()
+                losses.append(fitted - fitted.mean())
+                used += tokens[chosen].tolist()
         if not at:
             return None
         x, y = np.concatenate(at), np.concatenate(losses)
         nats = float(x @ y / (x @ x))
-        return cls(nats, min(taken), max(taken)) if nats < 0 else None
+        return cls(nats, min(used), max(used)) if nats < 0 else None
 
     def tokens(self, difference: float) -> float:
         """The tokens that the baseline would have needed to end `difference` nats higher, over those that it had, minus 1: −0.05

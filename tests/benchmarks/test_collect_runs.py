@@ -11,7 +11,7 @@ import pytest
 from benchmarks.collect_runs import main
 from pretrain.compare.comparison import RunComparison
 from pretrain.compare.kept_runs import read_kept
-from pretrain.compare.page_differences import audits
+from pretrain.compare.page import audits
 from pretrain.metrics.run_record import read_run
 from tests.pretrain.compare.made_runs import make_run
 
@@ -41,7 +41,7 @@ def test_runs_are_kept_with_their_losses_and_those_of_two_machines_apart(
     with pytest.raises(SystemExit):
         main()
     said = " ".join(capsys.readouterr().err.split())
-    assert "b on 1 × NVIDIA B200" in said and "collect those of each machine" in said and not kept.exists()
+    assert "1 × NVIDIA B200: b" in said and "collect those of each machine" in said and not kept.exists()
 
 
 def test_the_audit_of_every_phase_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -53,8 +53,5 @@ def test_the_audit_of_every_phase_is_kept(tmp_path: Path, monkeypatch: pytest.Mo
     path, kept = make_run(tmp_path / "a", (4.0, 3.0), schedule, audit=audit), tmp_path / "kept.json"
     monkeypatch.setattr(sys, "argv", ["collect_runs", str(path), "--out", str(kept)])
     main()
-    shown = audits(RunComparison.over(read_kept(kept)))
-    assert [(each.label, each.asked, each.ran, each.by) for each in shown] == [
-        ("a, step 1", "nvfp4", "delayed", "emulated"),
-        ("a, step 2", "bf16", "bf16", "torch"),
-    ]
+    titles = [title for title, _ in audits(RunComparison.over(read_kept(kept)).baseline)]
+    assert titles == ["a, from step 1: delayed, nvfp4 asked for · emulated", "a, from step 2: bf16 · torch"]

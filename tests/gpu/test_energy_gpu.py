@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from pretrain.compare.page_data import REST, UNUSED, memory_parts
+from pretrain.compare.page import REST, UNUSED, memory_parts
 from pretrain.metrics.recorder import joules_of
 from pretrain.metrics.run_record import read_run
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from pretrain.metrics.run_record import RunRecord, read_run
 from pretrain.settings.config import layered, load_recipe, resolved
 from tests.conftest import yaml_of
@@ -53,3 +55,26 @@ def make_run(
 
 def trained(*arguments: Any, **keywords: Any) -> RunRecord:
     return read_run(make_run(*arguments, **keywords))
+
+
+def noisy(level: float, seed: int, steps: int = 400) -> list[float]:
+    """Losses that share their noise over seeds but for a small part of their own."""
+    shared = np.random.default_rng(0).normal(0, 0.1, steps)
+    return (level + shared + np.random.default_rng(seed).normal(0, 0.004, steps)).tolist()
+
+
+def note(path: Path, **keys: object) -> None:
+    """Over the last step's line of a run's metrics."""
+    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    next(line for line in reversed(lines) if "event" not in line).update(keys)
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def rows_of(text: str) -> dict[str, list[list[str]]]:
+    """The rows of all tables in Markdown, by their first cell."""
+    rows: dict[str, list[list[str]]] = {}
+    for line in text.splitlines():
+        if line.startswith("| "):
+            cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+            rows.setdefault(cells[0], []).append(cells[1:])
+    return rows

@@ -1,48 +1,60 @@
-"""Pictures whose names are in any script, or hold dollars."""
+"""The PNGs of runs: any run can be drawn, names are drawn as they are, and colours are the precisions'."""
 
 from __future__ import annotations
 
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
-from matplotlib.figure import Figure
+from matplotlib.image import imread
 
-from pretrain.compare.figures import new_figure, save
+from pretrain.compare.appearance import colour_of
+from pretrain.compare.figures import plot_losses, plot_seeds
+from pretrain.compare.report import Report
+from pretrain.metrics.run_record import read_run
+from tests.pretrain.compare.made_runs import make_run, note, trained
 
-NAME = "训练 обучение"  # the usual font lacks the first word
+LOSSES = {
+    "one step": [3.0],
+    "no finite loss": [None, None, None],
+    "a flat line": [2.0] * 300,
+    "a gap": [11.0, None, *np.linspace(8, 2, 500).tolist()],
+}
 
 
-def picture(path: Path, name: str = NAME) -> tuple[bytes, Figure]:
-    """A name wherever a picture has one; drawing it warns of nothing."""
-    figure = new_figure(4, 3)
-    panel = figure.subplots()
-    panel.plot([0, 1], label=name)
-    panel.set_title(name, weight="bold")
-    panel.set_yticks([0.0, 1.0], [name, "plain"])
-    panel.legend()
+def colours_in(picture: Path) -> set[str]:
+    pixels = np.rint(255 * imread(picture)[..., :3]).astype(int).reshape(-1, 3)
+    return {"#" + "".join(f"{part:02X}" for part in pixel) for pixel in np.unique(pixels, axis=0)}
+
+
+@pytest.mark.parametrize("losses", LOSSES.values(), ids=LOSSES)
+def test_any_run_can_be_drawn_alone_and_beside_another(losses, tmp_path):
+    run = trained(tmp_path / "run", losses, "precision=nvfp4", held_out=len(losses) > 1)
+    other = trained(tmp_path / "other", (4.0, 3.0, 2.0))
+    plot_losses([run], tmp_path / "new" / "loss.png", asked_for=True)
+    plot_losses([other, run], tmp_path / "both.png")
+    assert [file.name for file in (tmp_path / "new").iterdir()] == ["loss.png"]
+    assert colour_of("bf16") in colours_in(tmp_path / "both.png")
+    assert colour_of("nvfp4") in colours_in(tmp_path / "new" / "loss.png") or losses[0] is None
+
+
+def test_names_are_drawn_as_they_are_without_a_warning_and_a_broken_run_sets_no_scale(tmp_path):
+    paths = [make_run(tmp_path / name, (4.0, 3.0, 2.0)) for name in ("cost $2^4$ and $x", "日本語")]
+    cut = make_run(tmp_path / "cut", (4.0, 9e9))
+    note(cut, halted="step 2: it diverged")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        save(figure, path)
-    return path.read_bytes(), figure
+        report = Report.over([trained(tmp_path / "base"), *map(read_run, [*paths, cut])])
+        report.write(tmp_path / "x.png", None, None)
+    assert imread(tmp_path / "x.png").std() > 0.05
 
 
-def test_a_name_that_the_font_lacks_is_drawn_without_a_warning(tmp_path: Path):
-    data, _ = picture(tmp_path / "boxes.png")
-    assert data.startswith(b"\x89PNG")
-
-
-def test_dollars_in_a_name_are_no_formula_and_powers_on_an_axis_are(tmp_path: Path):
-    _, figure = picture(tmp_path / "dollars.png", "a $x_$ b")
-    [panel] = figure.axes
-    panel.set_xscale("log")
-    save(figure, tmp_path / "powers.png")
-    powers = [text for text in panel.get_xticklabels() if "$" in text.get_text()]
-    assert powers and all(text.get_parse_math() for text in powers)
-
-
-def test_other_warnings_are_passed_on(tmp_path: Path):
-    figure = new_figure(4, 3)
-    figure.draw = lambda renderer: warnings.warn("something else", UserWarning, stacklevel=1)
-    with pytest.warns(UserWarning, match="something else"):
-        save(figure, tmp_path / "any.png")
+def test_differences_over_seeds_are_drawn_in_the_colour_of_their_precision(tmp_path):
+    runs = [
+        trained(tmp_path / f"{precision}-seed{seed}", [3.0 + seed / 100] * 4, f"seed={seed}", f"precision={precision}")
+        for precision in ("bf16", "delayed")
+        for seed in (1, 2, 3)
+    ]
+    plot_seeds(Report.over(runs).by_seeds, tmp_path / "seeds.png")
+    assert colour_of("delayed") in colours_in(tmp_path / "seeds.png")

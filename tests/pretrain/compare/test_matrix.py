@@ -16,13 +16,10 @@ import pytest
 import yaml
 
 from foundation.errors import InputError
-from packing.store import open_packs
 from pretrain.__main__ import main
-from pretrain.compare.matrix import next_of, require_beginnings, write_report
+from pretrain.compare.matrix import next_of, ranking, write_report
 from pretrain.compare.matrix_cell import StartedRun, command_of, environment_on, least_busy, mark
 from pretrain.compare.matrix_file import Matrix, MatrixRun, load_matrix
-from pretrain.compare.ranking import OTHER_TEXT, Ranking
-from pretrain.compare.report import EMULATED
 from pretrain.settings.config import resolved
 
 ROOT = Path(__file__).parents[3]
@@ -58,13 +55,14 @@ def leave_behind(cell: MatrixRun, loss: float | None, *, held_out: float | None 
     (cell.run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (cell.run_dir / "config.yaml").write_text(yaml.safe_dump(resolved(cell.recipe)))
     if done:
-        (cell.run_dir / "summary.json").write_text(json.dumps({"data_fingerprint": "ab12", "steps": last}))
+        (cell.run_dir / "summary.json").write_text(json.dumps({"steps": last}))
+    (cell.run_dir / "environment.json").write_text(json.dumps({"data_fingerprint": "ab12"}))
 
 
-def started(cell: MatrixRun, script: str, *, slot: int | None = None, log_begins: int = 0, **environment: str) -> StartedRun:
+def started(cell: MatrixRun, script: str, *, slot: int | None = None) -> StartedRun:
     """A cell whose processes are a shell script's."""
-    process = subprocess.Popen(["sh", "-c", script], start_new_session=True, env=os.environ | environment)
-    return StartedRun(cell, process.pid, process, slot=slot, log_begins=log_begins)
+    process = subprocess.Popen(["sh", "-c", script], start_new_session=True)
+    return StartedRun(cell, process, slot, cell.log.with_suffix(".status"), log_begins=0)
 
 
 def rows(table: str) -> list[list[str]]:
@@ -147,34 +145,6 @@ def test_a_cell_waits_for_the_checkpoint_of_another_with_which_it_begins(matrix)
     assert next_of([begins, relative], []) is relative
 
 
-def test_a_cell_whose_beginning_nothing_will_make_is_refused_with_the_cell_to_train_first(matrix, tmp_path: Path, capsys):
-    checkpoints = tmp_path / "runs" / "origin" / "checkpoints"
-    begins = {"precision": "bf16", "train.begin_with": f"{checkpoints}/step-00000004"}
-    found = matrix({}, groups=[{"cells": {"branch": begins, "plain": {"precision": "bf16"}, "origin": {"precision": "fp32"}}}])
-    runs, file = {run.name: run for run in found.runs}, str(found.path)
-
-    def refused(*options: str) -> str:
-        assert main(["matrix", file, *options]) == 2
-        assert not Path(f"{runs['branch'].run_dir}.log").exists(), "nothing is started"
-        return capsys.readouterr().err
-
-    lacks = f"m.yaml, cell branch: `train.begin_with`: {checkpoints}/step-00000004 is not there"
-    first = f"{lacks}; cell origin has no checkpoint: train that cell first"
-    assert first in refused("--cell", str(list(runs).index("branch")))
-    assert first in refused("--only", "cell=branch", "--only", "cell=plain")
-    require_beginnings(found, found.runs)  # where the origin is still to be trained
-
-    leave_behind(runs["origin"], 2.0)
-    (checkpoints / "step-00000012").mkdir(parents=True)
-    assert f"{lacks}; cell origin has step-00000012: " in refused()
-    own = runs["branch"].run_dir / "checkpoints" / "step-00000008"
-    own.mkdir(parents=True)
-    require_beginnings(found, found.runs)  # where it goes on from a checkpoint of its own
-    own.rmdir()
-    (checkpoints / "step-00000004").mkdir()
-    require_beginnings(found, found.runs)
-
-
 def test_when_the_hours_are_over_nothing_else_is_started_and_the_status_says_so(matrix, tmp_path, capsys):
     leave_behind(matrix({"seed": [1, 2]}).runs[0], 2.0)
     assert main(["matrix", str(tmp_path / "m.yaml"), "--max-hours", "1e-9"]) == 138
@@ -187,32 +157,22 @@ def test_when_the_hours_are_over_nothing_else_is_started_and_the_status_says_so(
 
 def test_cells_are_best_first_by_held_out_loss_with_every_key_that_was_varied(matrix):
     found = matrix({"optimizer.learning_rate": [0.01, 0.02, 0.03], "weights": ["fp32", "bf16"], "seed": [1]})
-    ranking = Ranking(found)
-    assert ranking.table() == "No cell has trained a step yet."
+    assert "6 of 6 cells have not begun" in ranking(found, found.runs)
     for cell, held_out in zip(found.runs[:4], (2.5, 2.25, 2.75, None), strict=True):
         leave_behind(cell, 2.0, held_out=held_out)
     leave_behind(found.runs[4], 1.0, held_out=1.0, done=False)
-    table = ranking.table()
+    table = ranking(found, found.runs)
     assert table.splitlines()[0].split()[1:6:2] == ["#", "optimizer.learning_rate", "weights"], "seed is the same in all"
     assert [row[:6] for row in rows(table)] == [
-        ["1", "0.01", "bf16", "2.2500", "2.0000", "12"],
-        ["2", "0.01", "fp32", "2.5000", "2.0000", "12"],
-        ["3", "0.02", "fp32", "2.7500", "2.0000", "12"],
-        ["4", "0.02", "bf16", "–", "2.0000", "12"],
-        ["5", "0.03", "fp32", "1.0000", "1.0000", "5, not finished"],
+        ["1", "0.01", "bf16", "2.2500", "2.0000 (of 12)", "12"],
+        ["2", "0.01", "fp32", "2.5000", "2.0000 (of 12)", "12"],
+        ["3", "0.02", "fp32", "2.7500", "2.0000 (of 12)", "12"],
+        ["4", "0.02", "bf16", "–", "2.0000 (of 12)", "12"],
+        ["5", "0.03", "fp32", "1.0000", "1.0000 (of 5)", "5, not finished"],
     ]
     assert "1 of 6 cells have not begun" in table
-    assert len(rows(ranking.table(best=2))) == 2 and "3 more" in ranking.table(best=2)
-
-
-def test_a_table_of_chosen_cells_has_these_alone(matrix, tmp_path, capsys):
-    found = matrix({"seed": [1, 2], "weights": ["fp32", "bf16"]})
-    for cell in found.runs[:3]:
-        leave_behind(cell, 2.0, held_out=2.0)
-    for options, cells in ((["--only", "weights=bf16"], [["1", "bf16"]]), (["--cell", "0"], [["1", "fp32"]])):
-        assert main(["matrix", str(tmp_path / "m.yaml"), "--table", *options]) == 0
-        out = capsys.readouterr().out
-        assert [row[1:3] for row in rows(out)] == cells and ("1 of 2 cells have not begun" in out) == ("--only" in options)
+    assert len(rows(best := ranking(found, found.runs, best=2))) == 2 and "3 more" in best
+    assert len(rows(ranking(found, found.only(["weights=bf16"])))) == 2
 
 
 def test_figures_of_another_training_in_a_cells_folder_are_not_shown_as_the_cells(matrix, tmp_path, capsys):
@@ -221,10 +181,10 @@ def test_figures_of_another_training_in_a_cells_folder_are_not_shown_as_the_cell
         leave_behind(cell, 2.0, held_out=2.0)
     assert main(["matrix", str(tmp_path / "m.yaml"), "--table", "optimizer.weight_decay=0.5"]) == 0
     out = capsys.readouterr().out
-    assert "2.0000" not in out and "of other settings: seed=1, seed=2" in out
-    assert f"{found.runs[0].run_dir} (now, and then): `optimizer.weight_decay`: 0.5 and 0.1; give the `key=value`" in out
+    assert "2.0000" not in out and "seed=1, seed=2" in out and "`optimizer.weight_decay`: 0.5 and 0.1" in out
     leave_behind(matrix({"seed": [3]}).runs[0], 3.0)
-    table = Ranking(matrix({"seed": [1, 3]}, overrides={"train.steps": 12})).table()
+    third = matrix({"seed": [1, 3]}, overrides={"train.steps": 12})
+    table = ranking(third, third.runs)
     assert [row[1] for row in rows(table)] == ["1", "3"], "what is the same training is shown"
 
 
@@ -233,33 +193,8 @@ def test_cells_without_a_finite_loss_come_last_and_other_text_is_said(matrix, tm
         found = matrix({axis: [1, 2, 3]}, run_dir=f"{tmp_path}/{axis}/{{cell}}")
         for cell, loss in zip(found.runs, (None, 3.0, 2.0), strict=True):
             leave_behind(cell, loss, held_out=loss)
-        table = Ranking(found).table()
-        assert [row[1] for row in rows(table)] == ["3", "2", "1"] and (OTHER_TEXT in table) == other_text
-
-
-def run_at(cell: MatrixRun, speed: float | None) -> None:
-    """The files of a finished run of `cell` that was so fast, in tokens/s."""
-    leave_behind(cell, 2.0)
-    lines = [json.loads(line) for line in (cell.run_dir / "metrics.jsonl").read_text().splitlines()]
-    with_speed = [line | ({"tokens_per_second": speed} if speed else {}) for line in lines]
-    (cell.run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in with_speed))
-
-
-def test_where_speed_is_looked_for_the_fastest_cell_comes_first(matrix):
-    found = matrix({"seed": [1, 2, 3]})
-    for cell, speed in zip(found.runs, (30.0, None, 90.0), strict=True):
-        run_at(cell, speed)
-    assert [row[1] for row in rows(Ranking(found, by_speed=True).table())] == ["3", "1", "2"]
-
-
-def test_an_emulated_speed_is_marked_in_the_table_of_cells(matrix):
-    found = matrix({"seed": [1, 2]})
-    run_at(found.runs[0], 30.0)
-    assert EMULATED not in Ranking(found).table()
-    run_at(found.runs[1], 90.0)
-    (found.runs[1].run_dir / "audit.json").write_text(json.dumps({"backend": "emulation"}))
-    table = Ranking(found).table()
-    assert [row[-1] for row in rows(table)] == ["30", "90 (emulated)"] and EMULATED in table
+        table = ranking(found, found.runs)
+        assert [row[1] for row in rows(table)] == ["3", "2", "1"] and ("different text" in table) == other_text
 
 
 def test_the_report_is_over_the_finished_cells_against_the_baseline(matrix):
@@ -277,8 +212,6 @@ def test_a_cell_of_which_a_seed_was_halted_has_no_mean_of_the_others(matrix):
     for cell in found.runs:
         lost = cell.values == {"seed": 4, "weights": "bf16"}
         leave_behind(cell, 2.0, done=not lost)
-        trained_on = open_packs(cell.recipe.data, "train").fingerprint
-        (cell.run_dir / "environment.json").write_text(json.dumps({"data_fingerprint": trained_on}))
         if lost:
             metrics = cell.run_dir / "metrics.jsonl"
             *steps, last = metrics.read_text().splitlines()
@@ -291,8 +224,6 @@ def test_the_baselines_other_seeds_stand_for_one_that_is_not_finished(matrix):
     found = matrix({"seed": [1, 2, 3, 4], "weights": ["fp32", "bf16"]})
     for cell in found.runs[1:]:
         leave_behind(cell, 2.0)
-        trained_on = open_packs(cell.recipe.data, "train").fingerprint
-        (cell.run_dir / "environment.json").write_text(json.dumps({"data_fingerprint": trained_on}))
     said = write_report(found)
     assert said.startswith("Against fp32 over 3 seeds") and "stands in its place" not in said
     for cell in found.runs[2::2]:
@@ -307,4 +238,16 @@ def test_no_axis_of_the_matrix_leaves_a_cell_out_of_the_report(matrix):
     for cell in found.runs:
         leave_behind(cell, 2.0)
     said = write_report(found)
-    assert "left out" not in said and all(f"| {cell.name} " in said.partition("\n\n")[0] for cell in found.runs)
+    assert "is left out:" not in said and all(f"| {cell.name} " in said for cell in found.runs)
+
+
+def test_a_matrix_with_seeds_as_an_axis_ends_with_their_comparison(matrix, tmp_path, capsys):
+    compared = matrix({"weights": ["bf16", "fp32"], "seed": [1, 2, 3]}, baseline={"weights": "fp32"})
+    assert compared.baseline.name == "seed=1-fp32" or compared.baseline.name == "fp32-seed=1", "the baseline is all of its seeds"
+    for cell in compared.runs:
+        loss = 2.0 + cell.recipe.seed / 10 + (0.5 if cell.recipe.weights == "bf16" else 0.0)
+        leave_behind(cell, 3.0, held_out=loss)
+    assert main(["matrix", str(tmp_path / "m.yaml")]) == 0
+    printed = capsys.readouterr().out
+    assert "Against fp32 over 3 seeds, within 0.3 %: worse: bf16." in printed and "Best first" not in printed
+    assert {"m.png", "m.md", "m.html"} <= {path.name for path in compared.folder.iterdir()}

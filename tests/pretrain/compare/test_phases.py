@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import yaml
 
 from foundation.errors import InputError
 from pretrain.__main__ import main
-from pretrain.compare.phases import load_phases
+from pretrain.compare.phases import Candidate, load_phases
 from pretrain.settings.config import resolved
 
 ROOT = Path(__file__).parents[3]
@@ -37,7 +38,7 @@ def phases_file(small_recipe: dict[str, Any], tmp_path: Path) -> Callable[..., P
 def test_chosen_cells_of_two_phases_that_are_called_alike_both_count(phases_file):
     log, evaluate = ({"name": key, "axes": {f"{key}.every": [2]}} for key in ("log", "evaluate"))
     search = load_phases(phases_file(log, evaluate, LOSS), [])
-    search.chosen = [matrix.runs[0] for matrix in search.check()[:2]]
+    search.chosen = [Candidate("", matrix.runs[0], None, "") for matrix in search.check()[:2]]
     assert search.names == ["every=2", "every=2"]
     assert search.values.items() >= {"log.every": 2, "evaluate.every": 2}.items()
     assert search.matrix(3, search.values).runs[0].recipe.log.every == 2
@@ -47,8 +48,7 @@ def test_cells_too_short_to_be_timed_are_refused_before_the_first_is_run(phases_
     path = phases_file(LOSS, {"name": "short", "axes": {"train.steps": [12, 4]}})
     for asked in ([], ["--dry-run"]):
         assert main(["phases", str(path), *asked]) == 2
-        said = f"error: {path}: steps=4: of 4 steps no speed can be told; set `train.steps` to 5 or more\n"
-        assert capsys.readouterr().err == said
+        assert re.search(r"phase short, cell steps=4: .*`train\.steps`", capsys.readouterr().err)
     assert not (path.parent / "tune").exists()
 
 
@@ -61,7 +61,7 @@ def finish(phases_file: Callable[..., Path], tmp_path: Path) -> Callable[..., No
         matrices = search.check()
         for earlier, name in enumerate(chosen):
             [run] = [run for run in matrices[earlier].runs if run.name == name]
-            search.chosen.append(run)
+            search.chosen.append(Candidate("", run, None, ""))
         [run] = [run for run in search.matrix(number, search.values).runs if run.name == cell]
         run.run_dir.mkdir(parents=True)
         step = {"tokens": 1, "epoch": 0.1, "loss": 2.0, "step_ms": 1.0, "memory_gib": 1.0}
@@ -93,7 +93,7 @@ def test_each_phase_stands_on_the_best_before_and_the_first_without_a_gain_is_th
     assert found["microbatch=8"][2:4] == ["200", "–"]
     assert found["microbatch=4-gradient_checkpointing=full"][2:4] == ["300", "+50.0%"]
     assert found["microbatch=4-gradient_checkpointing=full"][-1] == "**best**" and found["kind=reference"][3] == "+0.3%"
-    assert "the fastest of phase loss is at +0.3% of what it stands on; less than +1.0% ends the search" in out
+    assert "the fastest of phase loss gains +0.3%" in out
     assert (
         out.rstrip()
         .partition("train_accelerate.py ")[2]
@@ -105,9 +105,9 @@ def test_each_phase_stands_on_the_best_before_and_the_first_without_a_gain_is_th
 @pytest.mark.parametrize(
     ("last_step", "says"),
     [
-        ({"loss": None}, "the loss of step 12 is not finite"),
-        ({"skipped": True}, "step 12 was left out"),
-        ({"halted": "the gradient norm is nan. The weights are"}, "unstable: halted at step 12: the gradient norm is nan"),
+        ({"loss": None}, "the loss of step [12] is not finite"),
+        ({"skipped": True}, "step [12] was left out"),
+        ({"halted": "the gradient norm is nan. The weights are"}, "halted at step 12: the gradient norm is nan"),
     ],
 )
 def test_an_unstable_cell_is_not_the_best_however_fast(last_step, says, phases_file, finish, capsys):
@@ -141,7 +141,7 @@ def test_a_cell_that_was_measured_under_other_settings_of_speed_is_refused(overr
     run_dir = path.parent / "tune" / "1-loss" / "kind=reference"
     assert main(["phases", str(path)]) == 2
     refused = capsys.readouterr().err
-    assert refused.startswith(f"error: {run_dir}: was trained with other settings (now, and then): {differ}; set them back")
+    assert refused.startswith(f"error: {run_dir}: was trained with other settings") and differ in refused
 
 
 def test_a_dry_run_prints_every_command_and_leaves_nothing(phases_file, capsys, tmp_path):
@@ -173,7 +173,7 @@ def test_a_later_phase_may_need_what_an_earlier_one_sets(phases_file):
         ([BATCH, {"name": "empty"}], {}, "phase empty: describes no cell"),
         ([BATCH, {"name": "odd", "axes": {"batch.microbtach": [1]}}], {}, "phase odd, cell microbtach=1: unknown key"),
         ([BATCH], {"run_dir": "runs/{cell}"}, "`run_dir`: 'runs/{cell}' cannot be filled in"),
-        ([BATCH], {"run_dir": "runs/{nam}"}, "phases.yaml: `run_dir`: 'runs/{nam}' cannot be filled in; did you mean {name}?"),
+        ([BATCH], {"run_dir": "runs/{nam}"}, "`run_dir`: 'runs/{nam}' cannot be filled in; did you mean {name}?"),
         ([BATCH], {"least_gain": 2}, "`least_gain` is 2"),
         ([BATCH], {"recipe": "/no/such.yaml"}, "/no/such.yaml"),
     ],

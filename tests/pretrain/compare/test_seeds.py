@@ -10,8 +10,18 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from pretrain.compare.seeds import BETTER, CANNOT_TELL, EQUIVALENCE, EQUIVALENT, FEWEST_SEEDS, WORSE, SeedDifference, TokenSlope
-from pretrain.compare.student import t_quantile, within
+from pretrain.compare.seeds import (
+    BETTER,
+    CANNOT_TELL,
+    EQUIVALENCE,
+    EQUIVALENT,
+    FEWEST_SEEDS,
+    WORSE,
+    SeedDifference,
+    TokenSlope,
+    t_quantile,
+    within,
+)
 
 LOSSES = st.lists(st.floats(1.0, 12.0), min_size=FEWEST_SEEDS, max_size=12)
 # Hours of sleep gained by ten patients with one drug over another: W. S. Gosset (Student), The probable error of a mean, 1908.

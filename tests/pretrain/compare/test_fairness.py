@@ -1,0 +1,181 @@
+"""What may be compared and paired, and how far apart two runs end: the difference, its error and its interval."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foundation.errors import InputError
+from pretrain.compare.fairness import (
+    Gap,
+    at_the_end,
+    batch_means_error,
+    changes_in_words,
+    check_comparable,
+    loss_differences,
+    same_held_out,
+    varied_keys,
+    why_not_paired,
+)
+from pretrain.compare.seeds import t_quantile
+from pretrain.metrics.run_record import RunRecord, read_run
+from tests.pretrain.compare.made_runs import make_run, trained
+
+
+def with_past(path: Path, **past: object) -> RunRecord:
+    (path / "environment.json").write_text(json.dumps({"data_fingerprint": "ab12", "past": past}))
+    return read_run(path)
+
+
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [
+        ("seed=7", "`seed`: 42 and 7"),
+        ("batch.tokens=8192", "`batch.tokens`: 4096 and 8192"),
+        ("schedule.kind=cosine", "`schedule.kind`: wsd and cosine"),
+        ("model.config.head_dim=8", "`model.config.head_dim`: not set and 8"),
+        ("evaluate.packs=3", "`evaluate.packs`: None and 3"),
+    ],
+)
+def test_runs_that_were_trained_differently_are_refused_with_the_key_and_both_values(setting, named, tmp_path):
+    runs = [trained(tmp_path / "ours"), trained(tmp_path / "theirs", (4.0, 3.0), setting)]
+    with pytest.raises(InputError) as refused:
+        check_comparable(runs)
+    assert named in str(refused.value) and f"--vary {setting.partition('=')[0]}" in str(refused.value)
+
+
+def test_runs_over_other_data_are_refused_and_those_that_do_not_say_theirs(tmp_path):
+    ours = trained(tmp_path / "ours")
+    for fingerprint, named in (("cd34", "`data.fingerprint`: ab12 and cd34"), (None, "`data_fingerprint`")):
+        with pytest.raises(InputError, match=named):
+            check_comparable([ours, trained(tmp_path / f"x{fingerprint}", fingerprint=fingerprint)])
+
+
+def test_runs_may_differ_in_what_is_compared_and_in_where_and_how_visibly_they_ran(tmp_path):
+    settings = ["precision=delayed", "weights=bf16_exact", "fp8_config.scope=linear+head", "fp8_config.margin=1"]
+    settings += ["batch.microbatch=4", "model.compile=none", "log.every=7", "checkpoint.every=9", "data.packs=elsewhere"]
+    check_comparable([trained(tmp_path / "ours"), trained(tmp_path / "theirs", (4.0, 3.0), *settings)])
+
+
+def test_a_varied_key_or_section_may_differ_and_a_key_that_no_recipe_has_is_refused(tmp_path):
+    runs = [trained(tmp_path / "a"), trained(tmp_path / "b", (4.0, 3.0), "optimizer.learning_rate=0.5", "train.steps=5")]
+    with pytest.raises(InputError, match=r"add --vary train\.steps$"):
+        check_comparable(runs, ["optimizer.learning_rate"])
+    check_comparable(runs, ["optimizer", "train"])
+    assert varied_keys(runs) == ["optimizer.learning_rate", "train.steps"]
+    with pytest.raises(InputError, match="--vary optimizr"):
+        check_comparable(runs, ["optimizr", "train", "optimizer"])
+
+
+def test_what_a_resume_has_changed_makes_another_training(tmp_path):
+    plain = trained(tmp_path / "plain")
+    changed = with_past(make_run(tmp_path / "changed"), changed=[{"step": 2, "was": {"precision": "delayed"}}])
+    with pytest.raises(InputError, match="`precision`: bf16 and delayed to step 2, then bf16"):
+        check_comparable([plain, changed])
+    assert "delayed to step 2" in changes_in_words(changed) and changes_in_words(plain) == ""
+
+
+def test_only_runs_whose_steps_see_the_same_text_are_paired(tmp_path):
+    first = trained(tmp_path / "first")
+    assert why_not_paired(first, trained(tmp_path / "rate", (4.0, 3.0), "optimizer.learning_rate=0.5")) is None
+    assert "`seed`: 42 and 7" in why_not_paired(first, trained(tmp_path / "seed", (4.0, 3.0), "seed=7"))
+    assert "`batch.tokens`" in why_not_paired(first, trained(tmp_path / "batch", (4.0, 3.0), "batch.tokens=8192"))
+    assert "`data.fingerprint`" in why_not_paired(first, trained(tmp_path / "data", fingerprint="cd34"))
+    assert "no step" in why_not_paired(first, trained(tmp_path / "nothing", [None, None]))
+
+
+def test_runs_are_not_paired_where_a_rollback_of_one_has_passed_over_packs(tmp_path):
+    def gone_back(name: str, step: int, left_out: int, past: int = 0) -> RunRecord:
+        folder = make_run(tmp_path / name)
+        before, after = (folder / "metrics.jsonl").read_text().split('{"step": 3')
+        event = {"step": step, "event": "rollback", "resumed_from": step - 1, "rollbacks": 1, "left_out": left_out}
+        (folder / "metrics.jsonl").write_text(f'{before}{json.dumps(event)}\n{{"step": 3{after}')
+        return with_past(folder, left_out=past)
+
+    plain, back = trained(tmp_path / "plain"), gone_back("back", 3, 2)
+    assert "from step 3 on" in why_not_paired(plain, back)
+    assert why_not_paired(back, gone_back("alike", 3, 2)) is None
+    assert "from step 1 on" in why_not_paired(back, gone_back("branch", 3, 2, past=2))
+
+
+def test_held_out_losses_compare_where_they_are_of_the_same_packs(tmp_path):
+    def evaluated_on(name: str, fingerprint: str, held_out: str, packs: int = 4) -> RunRecord:
+        path = make_run(tmp_path / name, fingerprint=fingerprint, held_out=False)
+        told = {"held_out_loss": 2.0, "held_out_fingerprint": held_out, "held_out_packs": packs}
+        with (path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 4, "event": "evaluation"} | told) + "\n")
+        return read_run(path)
+
+    base = evaluated_on("base", "ab12", "ef56")
+    assert same_held_out(base, evaluated_on("other", "cd34", "ef56")), "whatever they were trained on"
+    assert not same_held_out(base, evaluated_on("unlike", "ab12", "gh78"))
+    assert not same_held_out(base, evaluated_on("part", "ab12", "ef56", packs=1))
+    kept = [trained(tmp_path / name, fingerprint=text) for name, text in (("a", "ab12"), ("b", "ab12"), ("c", "cd34"))]
+    assert same_held_out(*kept[:2]) and not same_held_out(*kept[1:]), "by their settings, where evaluations do not say it"
+
+
+def test_the_difference_is_over_the_steps_that_both_have_once_and_over_finite_losses(tmp_path):
+    first, second = trained(tmp_path / "first", [4.0, 3.0, None, 2.0, 2.0]), make_run(tmp_path / "second", [4.5, 3.1, 2.5, 2.3])
+    lines = (second / "metrics.jsonl").read_text().splitlines(keepends=True)
+    for doubled in (lines, [*lines, *lines]):  # as after copies of a folder were put together
+        (second / "metrics.jsonl").write_text("".join(doubled))
+        steps, differences = loss_differences(first, read_run(second))
+        assert steps.tolist() == [1, 2, 4] and differences == pytest.approx([0.5, 0.1, 0.3])
+
+
+@given(st.lists(st.floats(-10, 10), min_size=64, max_size=200))
+def test_the_standard_error_is_that_of_batch_means_computed_plainly(values: list[float]):
+    size = math.floor(math.sqrt(len(values)))
+    rest = values[len(values) % size :]
+    means = [statistics.fmean(rest[i : i + size]) for i in range(0, len(rest), size)]
+    expected = math.sqrt(statistics.variance(means) * size / len(values))
+    assert batch_means_error(np.array(values)) == pytest.approx(expected, abs=1e-9)
+    gap = Gap.over(np.array(values))
+    assert (gap.mean, gap.sd) == pytest.approx((statistics.fmean(values), statistics.stdev(values)), abs=1e-9)
+    assert gap.half_width == pytest.approx(t_quantile(len(means) - 1, 0.95) * gap.standard_error)
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.5, 0.8])
+def test_the_standard_error_allows_for_correlated_steps(correlation: float):
+    """Of an AR(1) process of unit innovations the mean's is 1 / ((1 - correlation) sqrt(n)), in closed form for long series."""
+    rng, n, errors = np.random.default_rng(0), 2000, []
+    for _ in range(40):
+        values, noise = np.zeros(n), rng.normal(size=n)
+        for i in range(1, n):
+            values[i] = correlation * values[i - 1] + noise[i]
+        errors.append(batch_means_error(values))
+    assert np.mean(errors) == pytest.approx(1 / ((1 - correlation) * math.sqrt(n)), rel=0.12)
+
+
+def test_an_interval_covers_the_true_difference_as_often_as_it_says():
+    rng, covered = np.random.default_rng(1), 0
+    for _ in range(400):
+        gap = Gap.at_end(rng.normal(0.5, 1.0, 400))
+        covered += abs(gap.mean - 0.5) <= gap.half_width
+    assert 0.92 <= covered / 400 <= 0.98
+
+
+@given(st.integers(1, 1000))
+def test_the_end_is_the_last_fifth_or_64_steps_and_below_these_there_is_no_interval(steps: int):
+    differences = np.arange(float(steps))
+    gap = Gap.at_end(differences)
+    assert gap.steps == min(steps, max(64, math.ceil(steps / 5))) and at_the_end(differences)[-1] == steps - 1
+    assert gap.has_interval == math.isfinite(gap.half_width) == (steps >= 64)
+
+
+@given(st.floats(-1, 1), st.floats(0, 1), st.floats(0, 1))
+def test_an_end_is_within_a_tolerance_where_its_whole_interval_is(mean: float, error: float, tolerance: float):
+    gap = Gap(mean, 0.0, error, 64)
+    low, high = mean - 2.3646 * error, mean + 2.3646 * error  # Student's t of seven degrees
+    assert gap.ends == pytest.approx((low, high), abs=1e-3)
+    low, high = gap.ends
+    expected = "above" if low > tolerance else "below" if high < -tolerance else "cannot tell"
+    assert gap.place(tolerance) == ("within" if max(abs(low), abs(high)) <= tolerance else expected)
+    assert Gap(mean, 0.0, math.nan, 20).place(1.0) == "within", "the mean decides where there is no interval"
