@@ -156,7 +156,8 @@ def build(
         state, notes = TrainState(steps=job.plan.steps), []
         resume.begin_stream(None, job)
     with waited.on("checks", "finding the microbatch"):
-        job = job.with_microbatch(trials.choose_microbatch(job, assembly, source.record if source else None, accelerator))
+        microbatch = trials.choose_microbatch(job, assembly, source.record if source else None, accelerator)
+        job = job.with_settings("batch", microbatch=microbatch)
     if source:
         checkpoints.abandon_newer(state.step)
 

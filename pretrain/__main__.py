@@ -17,7 +17,7 @@ from foundation.command import run_command
 
 # By name: the module whose `main(arguments)` runs the command and returns its exit status, and what it does.
 RUNS = {
-    "plan": ("pretrain.run.planner", "time, cost, microbatch and expected loss of a recipe on devices that are not here"),
+    "plan": ("pretrain.run.planner", "time, cost and microbatch of a recipe on devices that are not here"),
     "schedule": ("pretrain.run.previews", "the learning rate of every step, drawn"),
     "evaluate": ("pretrain.run.eval_only", "the held-out loss of a checkpoint; behind `accelerate launch ... -m pretrain`"),
     "report": ("pretrain.compare.report", "curves and tables of run folders, and how one run differs from another"),

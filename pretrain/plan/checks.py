@@ -7,9 +7,7 @@ them once, in the order of what it costs to find out, and a matrix calls `check_
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from fractions import Fraction
-from itertools import product
 from typing import TYPE_CHECKING
 
 from foundation.errors import InputError
@@ -17,17 +15,14 @@ from foundation.settings import MOST
 from pretrain.optimizer import schedule
 from pretrain.precision.schedule import last_steps, phases_of
 from pretrain.precision.settings import PRECISIONS, ActivePrecision
-from pretrain.settings.recipe import LEAST_FP32, OptimizerSettings, Recipe, TrainSettings
+from pretrain.settings.recipe import Recipe, TrainSettings
 
 if TYPE_CHECKING:  # slow to import
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig
 
 TOKEN_BYTES = 4  # of a token in packs
 # What FLOPs, memory and attention go by, once for a whole model.
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
-# How many experts a layer has, and how many of them a token chooses, by architecture.
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-CHOSEN = ("num_experts_per_tok", "moe_topk", "top_k_experts")
 
 
 def steps_of(train: TrainSettings, tokens_per_step: int, packs: int, length: int) -> int:
@@ -52,7 +47,7 @@ def microbatch_sizes(packs: int, devices: int) -> list[int]:
     """
     most = -(-packs // devices)
     if packs % devices == 0:
-        return divisors_of(most)
+        return [size for size in range(1, most + 1) if most % size == 0]
     return sorted({-(-most // count) for count in range(1, most + 1)})
 
 
@@ -62,12 +57,6 @@ def shares_out(packs: int, devices: int, microbatch: int | str) -> bool:
     how many."""
     most = -(-packs // devices)
     return microbatch == "auto" or (microbatch <= most and (packs % devices != 0 or most % microbatch == 0))
-
-
-def divisors_of(number: int) -> list[int]:
-    """All divisors, ascending."""
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})
 
 
 def check_launch(recipe: Recipe, world_size: int | None) -> None:
@@ -89,7 +78,12 @@ def check_settings(recipe: Recipe, precision: str, world_size: int | None) -> No
             f"`weights: {recipe.weights}` and `precision: {precision}` contradict each other: BF16 weights compute in BF16; "
             "set `precision: bf16`, or `weights: fp32`"
         )
-    _check_updates(recipe.optimizer)
+    rate, decay = recipe.optimizer.learning_rate, recipe.optimizer.weight_decay
+    if rate * decay > 1:
+        raise InputError(
+            f"`optimizer.learning_rate: {rate:g}` times `optimizer.weight_decay: {decay:g}` is {rate * decay:g}, the share of a "
+            "weight that an update takes away: above 1 weights change their sign; lower one of the two"
+        )
     tokens, length = recipe.batch.tokens, recipe.data.length
     if tokens % length:
         lower, upper = tokens // length * length, (tokens // length + 1) * length
@@ -100,7 +94,7 @@ def check_settings(recipe: Recipe, precision: str, world_size: int | None) -> No
     if world_size is not None:
         _check_shares(recipe, world_size)
     if recipe.deterministic:
-        check_deterministic(recipe, microbatch_sizes(tokens // length, world_size or 1))
+        check_deterministic(recipe)
     if recipe.train.epochs is None:  # otherwise the number of packs decides how many steps there are
         steps = steps_of(recipe.train, tokens, 0, length)
         schedule.check(recipe.schedule, steps)
@@ -109,21 +103,6 @@ def check_settings(recipe: Recipe, precision: str, world_size: int | None) -> No
         check_stream(recipe)
     if recipe.data.prepares and not recipe.data.held_out and recipe.data.validation is None:
         check_held_out(recipe, 0)
-
-
-def _check_updates(optimizer: OptimizerSettings) -> None:
-    """Raises InputError where no update can train at all. That is not refused as settings are read: a run that had such is still
-    exported and compared."""
-    rate, decay, clip = optimizer.learning_rate, optimizer.weight_decay, optimizer.clip
-    if rate * decay > 1:
-        raise InputError(
-            f"`optimizer.learning_rate: {rate:g}` times `optimizer.weight_decay: {decay:g}` is {rate * decay:g}, the share of a "
-            "weight that an update takes away: above 1 weights change their sign; lower one of the two"
-        )
-    if clip is not None and clip < LEAST_FP32:
-        raise InputError(
-            f"`optimizer.clip: {clip:g}` is as good as zero in FP32, and no gradient would be left; for no clipping, set null"
-        )
 
 
 def _check_shares(recipe: Recipe, world_size: int) -> None:
@@ -145,13 +124,12 @@ def _check_shares(recipe: Recipe, world_size: int) -> None:
         )
 
 
-def check_deterministic(recipe: Recipe, sizes: Sequence[int]) -> None:
-    """Raises InputError for what a recipe may not leave open, or ask for, if its runs are to repeat bit for bit; `sizes`: of its
-    microbatches."""
+def check_deterministic(recipe: Recipe) -> None:
+    """Raises InputError for what a recipe may not leave open, or use, if its runs are to repeat bit for bit."""
     if recipe.batch.microbatch == "auto":
         raise InputError(
             "`batch.microbatch: auto` takes what fits into the memory that is free, and `deterministic: true` needs one cut for "
-            f"all runs; set it to one of {', '.join(map(str, sizes))}. `--plan deterministic=false` says what is expected to fit"
+            "all runs; set a number. `--plan deterministic=false` says what is expected to fit"
         )
     if recipe.loss.kind == "cce":
         raise InputError(
@@ -203,6 +181,8 @@ def check_held_out(recipe: Recipe, held_out_packs: int) -> None:
 
 
 def check_sizes(recipe: Recipe, model: PretrainedConfig) -> None:
+    """InputError for a model that is more than one of text or has layers of several sizes, ids of tokens beyond its vocabulary,
+    and packs beyond its positions."""
     kind = type(model).__name__
     try:
         config = model.get_text_config()
@@ -213,9 +193,6 @@ def check_sizes(recipe: Recipe, model: PretrainedConfig) -> None:
         raise InputError(f"`model`: {kind} is not one language model of equal layers: {reason}; name another") from None
     if not hasattr(model, "vocab_size"):
         raise InputError(f"`model`: {kind} has no vocabulary of its own, as it is of more than text; name a model of text alone")
-    for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
-        if (size := getattr(config, key, None)) is not None and size < 1:
-            raise InputError(f"`model.config.{config.attribute_map.get(key, key)}: {size}`: a model needs at least 1")
     for key in ("eos_token_id", "bos_token_id", "pad_token_id"):
         ids = (recipe.model.config or {}).get(key)
         for token in ids if isinstance(ids, list) else [ids]:
@@ -226,26 +203,6 @@ def check_sizes(recipe: Recipe, model: PretrainedConfig) -> None:
         raise InputError(
             f"`data.length: {length}` is beyond the model's {positions} positions; prepare packs of at most {positions} tokens"
         )
-
-
-def check_experts(recipe: Recipe, model: PreTrainedModel) -> None:
-    """InputError where a token is to choose more experts than a layer has. All layers may be dense: each architecture has keys of
-    its own that say which are, and names of modules that tell."""
-    if not any("expert" in name or "router" in name for name, _ in model.named_modules()):
-        return
-    config, written = model.config.get_text_config(), recipe.model.config or {}
-
-    def first(keys: Sequence[str]) -> list[tuple[str, int]]:
-        """The first of them that is a number, by the name that the recipe has for it."""
-        found = ((key if key in written else config.attribute_map.get(key, key), getattr(config, key, None)) for key in keys)
-        return [(key, number) for key, number in found if isinstance(number, int)][:1]
-
-    for (key, experts), (chosen_by, wanted) in product(first(EXPERTS), first(CHOSEN)):
-        if 0 < experts < wanted:  # none at all: its layers are dense
-            raise InputError(
-                f"`model.config.{key}: {experts}`: each token chooses {wanted} experts (`{chosen_by}`), more than there are; set "
-                f"`model.config.{chosen_by}` to {experts} at most, or name more experts"
-            )
 
 
 def check_fit(active: ActivePrecision, recipe: Recipe, layers: int | None = None) -> None:

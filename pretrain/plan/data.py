@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,7 @@ class Data:
     @property
     def held_out_packs(self) -> int | None:
         """None: not known yet."""
-        if self.held_out_to_come:
-            return None
-        return len(self.held_out) if self.held_out is not None else 0
+        return None if self.held_out_to_come else len(self.held_out or ())
 
     @property
     def tokenizer(self) -> dict[str, Any]:
@@ -49,7 +48,7 @@ class Data:
 
     def beside(self, name: str) -> Path | None:
         """The file of this name that travels with the packs: tokenizer.json or, of chats, their template."""
-        return next((file for packs in self._parts if (file := packs.path / name).is_file()), None)
+        return next((file for packs in parts_of(self.train) if (file := packs.path / name).is_file()), None)
 
     @property
     def mean_squared(self) -> float:
@@ -59,12 +58,9 @@ class Data:
 
     def trained_share(self, *, mask_boundaries: bool) -> float | None:
         """Returns which share of the packs' tokens, sampled evenly, is a label; None where no mask says which are."""
-        if all(packs.trained(0) is None for packs in self._parts):
+        if all(packs.trained(0) is None for packs in parts_of(self.train)):
             return None
-
-        def labels(packs: Packs, index: int) -> int:
-            return count_valid_tokens(packs.lengths(index), packs.trained(index), mask_boundaries=mask_boundaries)
-
+        labels = partial(_labels, mask_boundaries=mask_boundaries)
         return self._mean(labels) / self.train.length
 
     @property
@@ -73,11 +69,7 @@ class Data:
         return self.train if isinstance(self.train, StreamedPacks) else None
 
     @property
-    def _parts(self) -> list[Packs]:
-        return parts_of(self.train)
-
-    @property
-    def _looked_at(self) -> Packs:
+    def _readable(self) -> Packs:
         """Training packs that can be read at any time: all, or of a stream those of its beginning that are kept."""
         if self.stream is None:
             return self.train
@@ -86,27 +78,27 @@ class Data:
 
     def _mean(self, figure: Callable[[Packs, int], int]) -> float:
         """Returns the mean of a figure of a pack over what is trained on, sampled evenly from each source."""
-        means = []
-        for packs in self._parts:
-            means.append(float(np.mean([figure(packs, index) for index in evenly(len(packs), _SAMPLED_PACKS)])))
-        packs = self._looked_at
+        means = [
+            np.mean([figure(packs, index) for index in evenly(len(packs), _SAMPLED_PACKS)]) for packs in parts_of(self.train)
+        ]
+        packs = self._readable
         return float(np.average(means, weights=packs.mixture().share_of_packs if isinstance(packs, MixedPacks) else None))
 
     def one_pack(self, index: int, vocab_size: int) -> Microbatch:
         """A microbatch of training pack `index`, from the first again after the last: real text, to observe the model on."""
-        packs = self._looked_at
+        packs = self._readable
         return build_microbatch([read_pack(packs, index % len(packs), vocab_size)], mask_boundaries=True)
 
     def trial_batch(self, packs: int) -> Microbatch:
-        """A microbatch with the documents of the first `packs` packs (in turns where there are fewer), to try the model on.
-
-        All of its tokens are 0: which ones there are changes neither dtypes nor memory. One beyond the vocabulary would end the
-        process on a device, before the batches of training can say in which pack it stands.
-        """
-        tokens = np.zeros(self.train.length, dtype=np.uint32)
-        known = self._looked_at
+        """A microbatch with the documents of the first `packs` packs (in turns where there are fewer), to try the model on. All
+        of its tokens are 0: which ones there are changes neither dtypes nor memory."""
+        tokens, known = np.zeros(self.train.length, dtype=np.uint32), self._readable
         chosen = [Pack(tokens, known.lengths(index % len(known))) for index in range(packs)]
         return build_microbatch(chosen, mask_boundaries=True)
+
+
+def _labels(packs: Packs, index: int, *, mask_boundaries: bool) -> int:
+    return count_valid_tokens(packs.lengths(index), packs.trained(index), mask_boundaries=mask_boundaries)
 
 
 def parts_of(packs: Packs | None) -> list[Packs]:
@@ -139,19 +131,6 @@ def open_data(
     return Data(open_packs(settings, "train"), held_out, held_out_to_come)
 
 
-def check_tokens(data: Data, vocab_size: int, fingerprint: str | None) -> None:
-    """InputError where the packs hold tokens that a model of `vocab_size` embeddings does not have, or means otherwise.
-
-    `fingerprint`: of the model's own tokenizer, None where that is not known. Packs that do not know their vocabulary are read:
-    all of them, or 65,536 evenly chosen ones and the first. The rest is checked as batches are made.
-    """
-    check_model(data.train, vocab_size, fingerprint)
-    for packs in (part for split in (data.train, data.held_out) for part in parts_of(split)):
-        if "vocab_size" not in (packs.tokenizer or {}):
-            for index in _scanned(packs):
-                read_pack(packs, index, vocab_size)
-
-
 def most_positions(config: PretrainedConfig) -> PositionLimit | None:
     """The positions for which the model has an embedding, or beyond which it rotates all documents of a batch otherwise. None:
     any number."""
@@ -163,18 +142,18 @@ def most_positions(config: PretrainedConfig) -> PositionLimit | None:
     return most and PositionLimit(most, f"the model has {most:,} positions")
 
 
-def check_positions(data: Data, config: PretrainedConfig) -> None:
-    """InputError where a document goes on beyond `most_positions`, in the packs that `check_tokens` would read. The rest is
-    checked as batches are made."""
-    if most := most_positions(config):
-        for packs in (part for split in (data.train, data.held_out) for part in parts_of(split)):
-            for index in _scanned(packs):
-                read_pack(packs, index, None, most)
+def check_tokens(data: Data, vocab_size: int, fingerprint: str | None, most: PositionLimit | None = None) -> None:
+    """InputError where the packs hold tokens that a model of `vocab_size` embeddings does not have, or means otherwise, and where
+    a document goes on beyond its positions.
 
-
-def _scanned(packs: Packs) -> list[int]:
-    """Indices of all packs, or of the first and of so many, evenly chosen, that reading them takes no time to speak of."""
-    return sorted({*range(min(len(packs), _SAMPLED_PACKS)), *evenly(len(packs), _SCANNED_PACKS)})
+    `fingerprint`: of the model's own tokenizer, None where that is not known. Packs that do not know their vocabulary are read,
+    and all where positions end: 65,536 evenly chosen ones at most. The rest is checked as batches are made.
+    """
+    check_model(data.train, vocab_size, fingerprint)
+    for packs in (part for split in (data.train, data.held_out) for part in parts_of(split)):
+        if most or "vocab_size" not in (packs.tokenizer or {}):
+            for index in sorted({*range(min(len(packs), _SAMPLED_PACKS)), *evenly(len(packs), _SCANNED_PACKS)}):
+                read_pack(packs, index, vocab_size, most)
 
 
 def packs_evaluated(part: int, held_out: int, limit: int | None) -> int:
@@ -191,13 +170,10 @@ def check_labels(data: Data, settings: DataSettings, evaluated: int | None = Non
     """
     for what, split, limit in (("trained on", data.train, None), ("held out", data.held_out, evaluated)):
         for packs in filter(len, parts_of(split)):
-            masks, count = settings.mask_boundaries, packs_evaluated(len(packs), len(split), limit)
-            labels = (count_valid_tokens(packs.lengths(n), packs.trained(n), mask_boundaries=masks) for n in range(count))
-            if not any(labels):
-                fewer = count < len(packs)
-                among = f" and in the first {plural(count, 'pack')}, which `evaluate.packs: {limit}` takes," if fewer else ""
+            count = packs_evaluated(len(packs), len(split), limit)
+            if not any(_labels(packs, index, mask_boundaries=settings.mask_boundaries) for index in range(count)):
                 raise InputError(
-                    f"{packs.path}: no token that is {what}{among} has a loss: each is masked, or the first of its document or "
-                    f"pack, which nothing predicts; {'raise `evaluate.packs`, or ' if fewer else ''}prepare longer packs "
-                    "(`data.length`), of longer documents or with other labels"
+                    f"{packs.path}: no token that is {what} in the first {plural(count, 'pack')} has a loss: each is masked, or "
+                    "the first of its document or pack, which nothing predicts; prepare longer packs (`data.length`), of longer "
+                    "documents or with other labels, or raise `evaluate.packs`"
                 )

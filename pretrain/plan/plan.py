@@ -13,22 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from foundation import units
-from foundation.units import GIB, plural
+from foundation.units import GIB
 from packing.mixture import Mixture
 from pretrain.metrics.flops import ModelFlops
 from pretrain.metrics.peaks import peak
 from pretrain.optimizer import schedule
-from pretrain.plan.checks import microbatch_sizes, shares_out, steps_of
-from pretrain.plan.memory import Devices, LayerMemory, MemoryEstimate, microbatch_candidates
+from pretrain.plan.checks import microbatch_sizes, steps_of
+from pretrain.plan.memory import Devices, LayerMemory, MemoryEstimate
 from pretrain.precision.advice import cautions
 from pretrain.precision.schedule import in_phases, label, label_of_course, last_steps
 from pretrain.precision.settings import PRECISIONS, ActivePrecision
 from pretrain.settings.recipe import LossSettings, Recipe
 
-SMALL_HIDDEN = 768  # up to which low precision was measured to gain less than at 2,048; nothing was measured between them
-SOME = 0.005  # a share worth a word
 ASSUMED_SHARES = (0.5, 0.3)  # of the peak, between which runs of dense models usually lie
-ASSUMED_SPEED = f"{' to '.join(f'{100 * share:g}' for share in ASSUMED_SHARES)} %"
 
 
 @dataclass(frozen=True)
@@ -57,11 +54,9 @@ class Plan:
     trained_share: float | None = None  # of the packs' tokens, those that are labels; None: no mask says which are
     vocabulary: str | None = None  # where a model from scratch has its vocabulary from
     tokens_per_second: float | None = None  # stated or measured
-    weight_spread: float | None = None  # the standard deviation at which the model's matrices begin, where its config says it
     chunk: int | None = None  # of the loss, where `loss.chunk: auto` takes another than the usual (pretrain.plan.spare)
     keeps_rotated: bool = False  # for backward: queries, keys and values beside what they are made from, where layers can
     phases: Sequence[ActivePhase] = ()  # where the precision changes on the way, in order
-    low_linears: tuple[int, int] | None = None  # of so many linears, how many are in low precision when it is its turn
     done: int = 0  # steps behind the checkpoint that the run goes on from; those of another run count as well
     done_tokens: int | None = None  # that they took; None: as many as such steps take now
     ran: Mapping[int, str] = field(default_factory=dict)  # the run folder's own of them: by first step, what they computed in
@@ -72,15 +67,16 @@ class Plan:
         settings = self.recipe.loss
         return settings.model_copy(update={"chunk": self.chunk}) if settings.chunk == "auto" and self.chunk else settings
 
-    def with_chunk(self, chunk: int) -> Plan:
-        """The plan when it is known which chunk `auto` stands for."""
-        loss = self.recipe.loss.model_copy(update={"chunk": chunk})
-        return replace(self, recipe=self.recipe.model_copy(update={"loss": loss}), chunk=None)
+    def with_settings(self, section: str, **values: Any) -> Plan:
+        """The plan with other values of a section of its recipe."""
+        changed = getattr(self.recipe, section).model_copy(update=values)
+        return replace(self, recipe=self.recipe.model_copy(update={section: changed}))
 
     def with_microbatch(self, microbatch: int) -> Plan:
         """The plan when `auto` has found its microbatch. A step keeps its tokens; only its number of microbatches changes."""
-        batch = self.recipe.batch.model_copy(update={"microbatch": microbatch})
-        return replace(self, recipe=self.recipe.model_copy(update={"batch": batch}))
+        return self.with_settings("batch", microbatch=microbatch)
+
+    # ── Steps, and what they compute in ──
 
     @cached_property
     def steps(self) -> int:
@@ -107,11 +103,6 @@ class Plan:
         """Every precision that the run is put together for, once."""
         return list({active.precision.name: active for *_, active in self.spans}.values())
 
-    def after(self, done: int, ran: Mapping[int, str], tokens: int | None = None) -> Plan:
-        """The plan of a run that goes on after `done` steps, which took so many `tokens`, and of which its folder's own computed
-        in what `ran` says."""
-        return replace(self, done=done, ran=ran, done_tokens=tokens)
-
     @cached_property
     def course(self) -> dict[int, str]:
         """The precisions that the steps of this run folder compute in, by the first step of each: those done as they ran, and
@@ -137,37 +128,34 @@ class Plan:
         return [active for active in self.actives if active.precision.name in self.course.values()]
 
     @property
+    def emulated(self) -> bool:
+        return any(active.backend == "emulation" for active in self.in_use)
+
+    @property
     def computes(self) -> str:
         """What products are computed in, for people: "delayed", or "delayed to 80 %, then bf16"."""
-        first, untils = min(self.course), [phase.until for phase in self.phases] or [None]
-        planned = zip(untils, self.spans, strict=True)
-        own = [(until, end, active.precision.name) for until, (_, end, active) in planned if end >= first]
-        begins = [first, *(end + 1 for _, end, _ in own)]
-        if self.course != {begin: name for begin, (_, _, name) in zip(begins, own, strict=False)}:
-            return label_of_course(self.course)  # the schedule or its horizon was another for some steps
-        return label([{"until": until, "use": name} for until, _, name in own])
+        begin = min(self.course)
+        untils = [phase.until for phase in self.phases] or [None]
+        own = [
+            (max(first, begin), until, active.precision.name)
+            for until, (first, end, active) in zip(untils, self.spans, strict=True)
+            if end >= begin
+        ]
+        if self.course != {first: name for first, _, name in own}:  # the schedule or its horizon was another for some steps
+            return label_of_course(self.course)
+        return label([{"until": until, "use": name} for _, until, name in own])
 
     @property
     def requested(self) -> str:
         """What products were asked to be computed in, for people; the device may not have it."""
         return label(self.recipe.precision) or self.active.requested
 
-    @cached_property
-    def memory(self) -> MemoryEstimate:
-        """The memory of the phase that takes most."""
-        known = {phase.active.precision.name: phase.layers for phase in self.phases}
-        known = known or {self.active.precision.name: self.layers}
-        recipe = self.recipe.model_copy(update={"loss": self.loss})
-        estimates = [
-            MemoryEstimate.of(recipe, self.flops, name, self.devices, layers, keeps_rotated=self.keeps_rotated)
-            for name, layers in known.items()
-        ]
-        return max(estimates, key=lambda estimate: estimate.total(self.microbatch or 1))
-
     def fairness(self, data_fingerprint: str) -> dict[str, Any]:
         """Returns what summary.json says of the text that a run was trained on; `pretrain.compare` tells by it what may be
         compared."""
         return {"seed": self.recipe.seed, "tokens_per_step": self.tokens_per_step, "data_fingerprint": data_fingerprint}
+
+    # ── A step's packs ──
 
     @property
     def microbatch(self) -> int | None:
@@ -202,12 +190,24 @@ class Plan:
         """Places for packs in a step's microbatches that hold none: computed, and of no effect. 0 while it is `auto`."""
         return self.devices.count * self.accumulation * self.microbatch - self.packs_per_step if self.microbatch else 0
 
+    @cached_property
+    def expected_microbatch(self) -> int:
+        """The microbatch, or the largest that fits by the estimate, which `auto` should find."""
+        memory, sizes = self.devices.memory or math.inf, self.microbatch_sizes
+        return self.microbatch or max(size for size in sizes if size == 1 or self.memory.total(size) <= memory)
+
+    @property
+    def packs_at_once(self) -> int:
+        """`expected_microbatch`, or all packs that a device has in a step where they are fewer."""
+        return min(self.expected_microbatch, self.packs_per_rank)
+
+    # ── The whole run ──
+
     @property
     def total_tokens(self) -> int:
         """The tokens of the run from its first step to the horizon: what its steps took so far, and what those to come will."""
-        if self.done_tokens is None:
-            return self.steps * self.tokens_per_step
-        return self.done_tokens + max(self.steps - self.done, 0) * self.tokens_per_step
+        done = self.done * self.tokens_per_step if self.done_tokens is None else self.done_tokens
+        return done + max(self.steps - self.done, 0) * self.tokens_per_step
 
     @property
     def total_packs(self) -> int:
@@ -216,10 +216,6 @@ class Plan:
     @property
     def epochs(self) -> float | None:
         return self.total_packs / self.packs if self.packs else None
-
-    @property
-    def emulated(self) -> bool:
-        return any(active.backend == "emulation" for active in self.in_use)
 
     @property
     def flops_per_token(self) -> float:
@@ -233,6 +229,29 @@ class Plan:
     def hours(self) -> float | None:
         """The hours that all tokens take at `tokens_per_second`; evaluation and checkpoints not included."""
         return self.total_tokens / self.tokens_per_second / 3600 if self.tokens_per_second else None
+
+    @property
+    def peak_tflops(self) -> float | None:
+        """Dense peak of all devices together, in the precision of the run; None on an unknown device, and in emulation. Of
+        several precisions it is that of the whole run: its FLOPs over the time that each phase takes at its own."""
+        peaks = [(last - first + 1, peak(self.devices.name, PRECISIONS[name].peak)) for first, last, name in self.phases_in_use]
+        if self.emulated or not all(each for _, each in peaks):
+            return None
+        return self.devices.count * sum(steps for steps, _ in peaks) / sum(steps / each for steps, each in peaks)
+
+    # ── Memory, and what is kept ──
+
+    @cached_property
+    def memory(self) -> MemoryEstimate:
+        """The memory of the phase that takes most."""
+        known = {phase.active.precision.name: phase.layers for phase in self.phases}
+        known = known or {self.active.precision.name: self.layers}
+        recipe = self.recipe.model_copy(update={"loss": self.loss})
+        estimates = [
+            MemoryEstimate.of(recipe, self.flops, name, self.devices, layers, keeps_rotated=self.keeps_rotated)
+            for name, layers in known.items()
+        ]
+        return max(estimates, key=lambda estimate: estimate.total(self.microbatch or 1))
 
     @property
     def checkpoints_at_once(self) -> int:
@@ -253,125 +272,60 @@ class Plan:
     def bytes_copied(self) -> int:
         """The bytes of host memory that each process takes while a checkpoint is written behind the training: its part of the
         checkpoint."""
-        held = self.memory.parameters + self.memory.remainders + self.memory.moments
-        return held * self.devices.shards // self.devices.count
+        parts = ("parameters", "remainder bits", "optimizer moments")
+        return sum(self.memory.held.get(part, 0) for part in parts) * self.devices.shards // self.devices.count
 
-    @property
-    def peak_tflops(self) -> float | None:
-        """Dense peak of all devices together, in the precision of the run; None on an unknown device, and in emulation. Of
-        several precisions it is that of the whole run: its FLOPs over the time that each phase takes at its own."""
-        time = 0.0
-        for first, last, name in self.phases_in_use:
-            one = None if self.emulated else peak(self.devices.name, PRECISIONS[name].peak)
-            if one is None:
-                return None
-            time += (last - first + 1) / one
-        return (self.steps - min(self.course) + 1) / time * self.devices.count
-
-    @property
-    def expected_microbatch(self) -> int:
-        """The microbatch, or the one that `auto` should find by the estimate."""
-        return self.microbatch or microbatch_candidates(self.microbatch_sizes, self.memory, self.devices.memory, share=1.0)[0]
-
-    @property
-    def packs_at_once(self) -> int:
-        """`expected_microbatch`, or all packs that a device has in a step where they are fewer."""
-        return min(self.expected_microbatch, self.packs_per_rank)
+    # ── What to think about ──
 
     @property
     def warnings(self) -> list[str]:
         """What is allowed, and is perhaps not what the user wants."""
-        found, needed, available = [], self.memory.total(self.expected_microbatch), self.devices.memory
+        needed, available, warnings = self.memory.total(self.expected_microbatch), self.devices.memory, []
         if self.packs is None and self.recipe.data.stream is None:
             nothing = "" if self.recipe.data.prepares else ", and no `data.source` says from what: a run would refuse that"
-            held_out = "; whether there are held-out packs to evaluate on" if self.recipe.evaluate.every and nothing else ""
-            found.append(
-                f"`data.packs`: {self.recipe.data.packs} is not prepared yet{nothing}. Not known: how many epochs the steps "
-                f"are{held_out}. FLOPs count each pack as one document, which is the most that they can be"
+            warnings.append(
+                f"`data.packs`: {self.recipe.data.packs} is not prepared yet{nothing}. Not known: how many epochs the steps are. "
+                "FLOPs count each pack as one document, which is the most that they can be"
             )
         elif self.packs is not None and self.packs < self.packs_per_step:
-            found.append(
+            warnings.append(
                 f"some of the {self.packs:,} packs occur twice in a step of {self.packs_per_step:,}; lower `batch.tokens`"
             )
         if self.held_out_to_come:
-            folders, are = " and ".join(map(str, self.held_out_to_come)), "is" if len(self.held_out_to_come) == 1 else "are"
-            found.append(
-                f"`data.validation`: {folders} {are} not prepared yet. Not known: how many packs there are to evaluate on"
-            )
+            folders = " and ".join(map(str, self.held_out_to_come))
+            warnings.append(f"`data.validation`: {folders}: not prepared yet. Not known: how many packs there are to evaluate on")
         if available is not None and needed > available:
-            smaller = "a smaller `batch.microbatch`, " if self.expected_microbatch > 1 else ""
-            found.append(
-                f"about {units.memory(needed / GIB)} may not fit into {units.memory(available / GIB)} of memory; "
-                f"what helps: {smaller}`model.gradient_checkpointing: full`, `weights: bf16`, sharding"
+            warnings.append(
+                f"about {units.memory(needed / GIB)} may not fit into {units.memory(available / GIB)} of memory; what helps: a "
+                "smaller `batch.microbatch`, `model.gradient_checkpointing: full`, `weights: bf16`, sharding"
             )
         if self.empty_places:
-            found.append(self._empty_places())
+            warnings.append(self._empty_places())
         if self.recipe.weights == "bf16":
-            found.append(self._frozen_weights())
-        found += self._phases_without_steps()
+            warnings.append(self._frozen_weights())
         for active in self.in_use:
-            found += cautions(active)
-            found += self._speed_of(active)
-        if self.flops.uncounted:
-            found.append(self.flops.left_out)
-        return found
-
-    def _phases_without_steps(self) -> list[str]:
-        """The phases of the schedule that were over before the run came to them."""
-        found, own = [], min(self.course)
-        for number, (first, end, active) in enumerate(self.spans, 1):
-            name = active.precision.name
-            if any(name == used and first <= last and start <= end for start, last, used in self.phases_in_use):
-                continue
-            why = f"its first step is {own:,}" if end < own else f"its steps up to {self.done:,} computed in something else"
-            found.append(
-                f"`precision`: phase {number} of {len(self.spans)}, {name} to step {end:,}, never runs in this run: {why}. "
-                "It is put together and checked all the same; leave it out, or go on from an earlier checkpoint"
-            )
-        return found
-
-    def _speed_of(self, active: ActivePrecision) -> list[str]:
-        """Returns why it is emulated, or gains less over BF16 than with a large model; nothing where neither is so."""
-        if active.backend == "emulation":
-            return [
-                f"`{active.precision.name}` is emulated on this device: it shows the losses of the format and saves no time (a "
-                "step took 1.3 to 1.8 times BF16's on an H200, both without fused layers: benchmarks/results/h200_emulated.json)"
-            ]
-        if active.precision.quantized and self.flops.shape.hidden <= SMALL_HIDDEN:
-            return [
-                f"`{active.precision.name}` gains less in a small model: on an H200, FP8 ran at 1.17 to 1.24 times BF16's speed "
-                f"at a hidden size of {SMALL_HIDDEN} with 112 million parameters (benchmarks/results/h200_evidence_111m.json), "
-                "where 1.7 billion run at 1.42 times, and with 14 million it was mostly no faster; measure both"
-            ]
-        return []
+            warnings += cautions(active)
+            if active.backend == "emulation":
+                warnings.append(
+                    f"`{active.precision.name}` is emulated on this device: it shows the losses of the format and saves no time "
+                    "(a step took 1.3 to 1.8 times BF16's on an H200: benchmarks/results/speed/h200_emulated.json)"
+                )
+        return [*warnings, self.flops.left_out] if self.flops.uncounted else warnings
 
     def _empty_places(self) -> str:
-        if not shares_out(self.packs_per_step, self.devices.count, self.microbatch):
-            return (
-                f"a launch on {plural(self.devices.count, 'device')} would refuse `batch.microbatch: {self.microbatch}`, which "
-                f"does not divide the {plural(self.packs_per_rank, 'pack')} that each takes in a step"
-            )
         places = self.packs_per_step + self.empty_places
-        better = max(size for size in self.microbatch_sizes if size <= self.microbatch)
-        fewer = f"`batch.microbatch: {better}` leaves {self.with_microbatch(better).empty_places}, and "
-        unit = self.recipe.data.length * self.devices.count
         return (
             f"{self.packs_per_step:,} packs do not divide into {self.devices.count} devices x {self.accumulation} microbatches x "
             f"{self.microbatch} packs: {self.empty_places} of {places:,} places stay empty, "
             f"{units.percent(self.empty_places / places)} of the time. "
-            f"{'' if better == self.microbatch else fewer}a `batch.tokens` that is a multiple of {unit:,} can leave none"
+            f"A `batch.tokens` that is a multiple of {self.recipe.data.length * self.devices.count:,} can leave none"
         )
 
     def _frozen_weights(self) -> str:
         """BF16 has 8 significant bits: half its spacing is 2^(e-8) from 2^e up to 2^(e+1), and half of that just below 2^e. AdamW
         moves a weight by about the rate."""
-        rate, spread = self.recipe.optimizer.learning_rate, self.weight_spread
-        limit = 2.0 ** math.ceil(math.log2(rate) + 8)
-        what = ["norms, which begin at 1, stay as they are"] if limit < 1 else []
-        if spread and (share := math.erfc(limit / (spread * math.sqrt(2)))) >= SOME:
-            what.append(f"so do {units.percent(share)} of the values of a matrix with a standard deviation of {spread:g}")
-        said = f": {', and '.join(what)}" if what else ""
+        rate = self.recipe.optimizer.learning_rate
         return (
-            f"`weights: bf16` loses small updates: at a rate of {rate:g} a usual step moves no weight beyond {limit:.2g} in "
-            f"magnitude{said}; `weights: bf16_exact` keeps every update"
+            f"`weights: bf16` loses small updates: at a rate of {rate:g} a usual step moves no weight beyond "
+            f"{2.0 ** math.ceil(math.log2(rate) + 8):.2g} in magnitude; `weights: bf16_exact` keeps every update"
         )

@@ -16,11 +16,9 @@ from foundation.errors import InputError
 from packing.batch import BatchStream
 from packing.mixture import MixedPacks
 from packing.packer import check_preparing
-from packing.parts import training_parts, unprepared
-from packing.settings import DataSettings
-from packing.store import with_own_held_out
+from packing.parts import unprepared
 from packing.stream import StreamedPacks, order_of
-from pretrain.metrics.flops import ModelFlops, Shape
+from pretrain.metrics.flops import ModelFlops
 from pretrain.metrics.run_folder import check_ours
 from pretrain.metrics.run_record import read_run
 from pretrain.metrics.trackers import check_login, resolve
@@ -31,8 +29,8 @@ from pretrain.model.attention.operator import Heads
 from pretrain.model.distributed import device_of, gathers_once_a_step, replicas_of
 from pretrain.model.export import check_export
 from pretrain.optimizer import schedule
-from pretrain.plan.checks import check_experts, check_fit, check_pack_counts, check_settings, check_sizes, steps_of
-from pretrain.plan.data import Data, check_labels, check_positions, check_tokens, most_positions, open_data
+from pretrain.plan.checks import check_fit, check_pack_counts, check_settings, check_sizes
+from pretrain.plan.data import Data, check_labels, check_tokens, most_positions, open_data
 from pretrain.plan.memory import Devices, layers_of
 from pretrain.plan.plan import ActivePhase, Plan
 from pretrain.plan.spare import KEPT_FREE, spend_spare_memory
@@ -49,7 +47,7 @@ from pretrain.plan.tokenizer import (
 from pretrain.precision.advice import against_overflow
 from pretrain.precision.formats.definition import Precision
 from pretrain.precision.schedule import PrecisionPhase, last_steps, phases_of
-from pretrain.precision.scope import LINEARS, check_kept, check_shapes, low_precision_linears
+from pretrain.precision.scope import check_kept, check_shapes
 from pretrain.precision.selection import missing_on, select_precision
 from pretrain.precision.settings import WEIGHT_DTYPES, ActivePrecision
 from pretrain.settings import config
@@ -72,7 +70,7 @@ class Job:
     data: Data | None  # None only for a plan that is made before the packs are prepared
     tokenizer: PreTrainedTokenizerBase | None
     attention: attention.Choice
-    notices: tuple[str, ...] = ()  # what was left out, or has no effect, for the user
+    notices: tuple[str, ...] = ()  # what was left out, for the user
     source_config: Mapping[str, Any] = field(default_factory=dict)  # as `model.source` said when the run began, for its identity
 
     @property
@@ -101,9 +99,13 @@ class Job:
         """What to change in the precision where values overflow; None where nothing is quantized."""
         return against_overflow(self.active)
 
-    def in_precision(self, active: ActivePrecision) -> Job:
-        """The job while it computes in `active`, one of the plan's."""
-        return replace(self, plan=replace(self.plan, active=active))
+    def with_plan(self, **values: Any) -> Job:
+        """The job with other values of its plan: `active`, the precision that it computes in for now, or what was `done`."""
+        return replace(self, plan=replace(self.plan, **values))
+
+    def with_settings(self, section: str, **values: Any) -> Job:
+        """The job when what `auto` stands for in a section of its recipe has been found."""
+        return replace(self, plan=self.plan.with_settings(section, **values))
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -117,18 +119,6 @@ class Job:
         weights = packs.weights if isinstance(packs, (MixedPacks, StreamedPacks)) else {}
         shares = {f"data.sources.{name}.weight": weight for name, weight in weights.items()}
         return config.identity_of(self.recipe.model_copy(update=effective), packs.fingerprint) | shares | self.source_config
-
-    def with_microbatch(self, microbatch: int) -> Job:
-        """The job when `batch.microbatch: auto` has found its microbatch (packs at once)."""
-        return replace(self, plan=self.plan.with_microbatch(microbatch))
-
-    def with_chunk(self, chunk: int) -> Job:
-        """The job when it is known which `loss.chunk` a run takes for `auto`."""
-        return replace(self, plan=self.plan.with_chunk(chunk))
-
-    def after(self, done: int, ran: Mapping[int, str], tokens: int | None = None) -> Job:
-        """The job of a run that goes on after `done` steps: `Plan.after`."""
-        return replace(self, plan=self.plan.after(done, ran, tokens))
 
     def batches(self, accelerator: Accelerator, shift: int = 0) -> BatchStream:
         """This rank's training batches, step by step: a pure function of the recipe, the packs, and the packs by which a run is
@@ -165,12 +155,12 @@ def prepare_job(
     """
     # What settings say by themselves.
     run_dir, device_type = _check_surroundings(recipe, accelerator), accelerator.device.type
-    precisions = _choose_precisions(recipe, device_type)
-    world_size = None if purpose == "elsewhere" else accelerator.num_processes
-    check_settings(recipe, precisions.first.precision.name, world_size)
+    phases = _choose_precisions(recipe, device_type)
+    actives = list({active.precision.name: active for _, active in phases}.values())
+    check_settings(recipe, actives[0].precision.name, None if purpose == "elsewhere" else accelerator.num_processes)
 
     # A plan comes before packs, and before a tokenizer that is still to be trained.
-    settings = recipe.data  # as it was asked for: from the recipe an absent tokenizer is left out
+    settings = recipe.data  # as the user has it: from the recipe an absent tokenizer is left out
     to_come = {} if purpose == "run" else unprepared(settings)
     unchecked = check_preparing(settings, elsewhere=purpose == "elsewhere") if to_come else []
     recipe, absent = without_absent_tokenizer(recipe) if to_come else (recipe, None)
@@ -179,27 +169,51 @@ def prepare_job(
     opening = partial(open_data, settings, is_main_process=accelerator.is_main_process, to_come=to_come)
     data = None if settings.prepares else opening()
     recipe, vocabulary = _with_vocabulary(recipe, data)
-    laid_out = _lay_out(recipe, precisions, device_type)
-    tokenizer = _usable_tokenizer(recipe, data, laid_out.config)
+    model_config = model.load_config(recipe.model)
+    shapes, flops, chosen = _lay_out(recipe, model_config, actives, device_type)
+    tokenizer = _usable_tokenizer(recipe, data, model_config)
     if recipe.checkpoint.at_end:
-        check_export(laid_out.shapes, tokenizer)
+        check_export(shapes, tokenizer)
     if settings.prepares:
         clock = waited or Waited(shown=False)
         before = clock.go_on_to("packs")
         data = opening()
         clock.go_on_to(before)
-    _check_packs(recipe, data, laid_out.config)
+    _check_packs(recipe, data, model_config)
 
-    names = {active.precision.name for active in precisions.each_once}
-    here = (accelerator.num_processes, device_of(accelerator)[0])
-    speed = tokens_per_second or measured_speed(run_dir, names, here)
-    plan = _plan_of(recipe, accelerator, precisions, laid_out, data, absent or vocabulary, speed)
-    plan = spend_spare_memory(_with_gathering(plan, accelerator))
-    _check_horizon(plan)
-    without_effect = _held_out_without_effect(settings) if data else []
-    notices = tuple(filter(None, [model.dropout_notice(recipe.model), *without_effect, *unchecked]))
-    source = model.source_config(recipe.model)
-    return Job(plan, run_dir, laid_out.config, laid_out.shapes, data, tokenizer, laid_out.attention, notices, source)
+    # In figures.
+    count, (device, memory) = accelerator.num_processes, device_of(accelerator)
+    on_hardware = any(active.backend == "transformer_engine" for active in actives)
+    capability = torch.cuda.get_device_capability() if on_hardware else None  # emulation takes the same on every device
+    layers = {
+        each.precision.name: layers_of(shapes, flops, recipe, each, device_type, chosen.name, capability) for each in actives
+    }
+    measured = measured_speed(run_dir, {each.precision.name for each in actives}, (count, device))
+    plan = Plan(
+        recipe,
+        actives[0],
+        Devices(count, accelerator.is_fsdp2, device, memory, replicas=replicas_of(accelerator), capability=capability),
+        model_config.model_type,
+        flops,
+        data.mean_squared if data else float(recipe.data.length),  # without packs, as if each were one document
+        layers=layers[actives[0].precision.name],
+        phases=[ActivePhase(until, each, layers[each.precision.name]) for until, each in phases] if len(phases) > 1 else [],
+        packs=len(data.train) if data and not data.stream else None,
+        held_out_to_come=data.held_out_to_come if data else (),
+        trained_share=data.trained_share(mask_boundaries=recipe.data.mask_boundaries) if data else None,
+        mixture=data.train.mixture() if data and isinstance(data.train, MixedPacks) else None,
+        vocabulary=absent or vocabulary,
+        tokens_per_second=tokens_per_second or measured,
+    )
+    # Whether shards are gathered once a step: as the topology says, or where memory allows it.
+    stated = gathers_once_a_step(accelerator)
+    gathered = fits_gathered(plan) if stated is None else stated
+    plan = spend_spare_memory(replace(plan, devices=replace(plan.devices, gathered=gathered)))
+    if recipe.train.epochs is not None:  # steps and tokens were held against the schedule with the settings
+        schedule.check(recipe.schedule, plan.steps)
+        last_steps([until for until, _ in phases], plan.steps)
+    notices = tuple(filter(None, [model.dropout_notice(recipe.model), *unchecked]))
+    return Job(plan, run_dir, model_config, shapes, data, tokenizer, chosen, notices, model.source_config(recipe.model))
 
 
 def _check_surroundings(recipe: Recipe, accelerator: Accelerator) -> Path:
@@ -216,31 +230,17 @@ def _check_surroundings(recipe: Recipe, accelerator: Accelerator) -> Path:
     return run_dir
 
 
-@dataclass(frozen=True)
-class _Precisions:
-    """What the run computes in, phase by phase, each with its `until`."""
-
-    phases: Sequence[tuple[float | int | None, ActivePrecision]]
-
-    @property
-    def each_once(self) -> list[ActivePrecision]:
-        return list({active.precision.name: active for _, active in self.phases}.values())
-
-    @property
-    def first(self) -> ActivePrecision:
-        return self.each_once[0]
-
-
-def _choose_precisions(recipe: Recipe, device_type: str) -> _Precisions:
-    """Neighbouring phases that fall back to the same precision are one."""
-    missing, chosen = missing_on(device_type), []
+def _choose_precisions(recipe: Recipe, device_type: str) -> list[tuple[float | int | None, ActivePrecision]]:
+    """Returns what the run computes in, phase by phase, each with its `until`. Neighbouring phases that fall back to the same
+    precision are one."""
+    missing, phases = missing_on(device_type), []
     for until, use in phases_of(recipe.precision):
         active = select_precision(use, recipe.fp8_config, missing)
-        if chosen and chosen[-1][1].precision is active.precision:
-            chosen[-1] = (until, chosen[-1][1])
+        if phases and phases[-1][1].precision is active.precision:
+            phases[-1] = (until, phases[-1][1])
         else:
-            chosen.append((until, active))
-    return _Precisions(chosen)
+            phases.append((until, active))
+    return phases
 
 
 def _with_vocabulary(recipe: Recipe, data: Data | None) -> tuple[Recipe, str | None]:
@@ -252,47 +252,22 @@ def _with_vocabulary(recipe: Recipe, data: Data | None) -> tuple[Recipe, str | N
     return recipe.model_copy(update={"model": completed}), vocabulary
 
 
-@dataclass(frozen=True)
-class _LaidOut:
-    """The model as it will run here, without memory for its weights."""
-
-    config: PretrainedConfig
-    shapes: PreTrainedModel
-    low_linears: tuple[int, int] | None  # how many, and of how many; None: nothing is quantized
-    attention: attention.Choice
-
-
-def _lay_out(recipe: Recipe, precisions: _Precisions, device_type: str) -> _LaidOut:
-    """InputError where the model cannot be built, is none that is trained here, or has no attention on this device."""
-    model_config = model.load_config(recipe.model)
+def _lay_out(
+    recipe: Recipe, model_config: PretrainedConfig, actives: Sequence[ActivePrecision], device_type: str
+) -> tuple[PreTrainedModel, ModelFlops, attention.Choice]:
+    """The model as it will run here, without memory for its weights; its FLOPs and its attention. InputError where it cannot be
+    built, is none that is trained here, or does not fit one of the run's precisions."""
     check_sizes(recipe, model_config)
     shapes = model.build_on_meta(model_config)
-    check_experts(recipe, shapes)
-    _check_model(shapes, recipe, precisions.each_once, device_type)
-    low_linears = _count_low_linears(shapes, precisions.each_once)
-    shape, compute_dtype = Shape.of(shapes), getattr(torch, precisions.first.precision.compute_dtype)
-    heads = Heads(shape.heads, shape.kv_heads, shape.head_dim)
-    backend = attention.choose(recipe.model.attention, device_type, heads, compute_dtype)
-    return _LaidOut(model_config, shapes, low_linears, backend)
-
-
-def _check_model(shapes: PreTrainedModel, recipe: Recipe, actives: Sequence[ActivePrecision], device_type: str) -> None:
-    """InputError where the model is none that is trained here, or does not fit one of the run's precisions."""
     model.check_architecture(shapes, recipe.data.length, recipe.loss, device_type)
-    decoder = list(model.decoder_layers(shapes).values())
+    flops, decoder = ModelFlops.of(shapes), list(model.decoder_layers(shapes).values())
     for active in actives:
-        check_fit(active, recipe, Shape.of(shapes).layers)
+        check_fit(active, recipe, flops.shape.layers)
         check_shapes(shapes, active)
         check_kept(shapes, decoder, active)
-
-
-def _count_low_linears(shapes: PreTrainedModel, actives: Sequence[ActivePrecision]) -> tuple[int, int] | None:
-    """Returns how many linears compute in the first quantized precision, and of how many; None where nothing is quantized."""
-    active = next((each for each in actives if each.precision.quantized), None)
-    if active is None:
-        return None
-    low = low_precision_linears(shapes, list(model.decoder_layers(shapes).values()), active)
-    return len(low), sum(isinstance(each, LINEARS) for each in shapes.modules())
+    heads = Heads(flops.shape.heads, flops.shape.kv_heads, flops.shape.head_dim)
+    compute_dtype = getattr(torch, actives[0].precision.compute_dtype)
+    return shapes, flops, attention.choose(recipe.model.attention, device_type, heads, compute_dtype)
 
 
 def _usable_tokenizer(recipe: Recipe, data: Data | None, model_config: PretrainedConfig) -> PreTrainedTokenizerBase | None:
@@ -308,11 +283,11 @@ def _usable_tokenizer(recipe: Recipe, data: Data | None, model_config: Pretraine
     return tokenizer
 
 
-def _check_packs(recipe: Recipe, data: Data | None, config: PretrainedConfig) -> None:
+def _check_packs(recipe: Recipe, data: Data | None, model_config: PretrainedConfig) -> None:
     """InputError where packs do not suit the model or are too few, and where `train.epochs` counts packs that nobody has yet."""
     if data is not None:
-        check_tokens(data, config.vocab_size, fingerprint_of(recipe.model) if data.tokenizer.get("fingerprint") else None)
-        check_positions(data, config)
+        own = fingerprint_of(recipe.model) if data.tokenizer.get("fingerprint") else None
+        check_tokens(data, model_config.vocab_size, own, most_positions(model_config))
         check_pack_counts(recipe, len(data.train), data.held_out_packs)
         check_labels(data, recipe.data, recipe.evaluate.packs)
     elif recipe.train.epochs is not None:
@@ -323,89 +298,21 @@ def _check_packs(recipe: Recipe, data: Data | None, config: PretrainedConfig) ->
         )
 
 
-def _held_out_without_effect(settings: DataSettings) -> list[str]:
-    """A line for each folder of packs from which `data.held_out` takes no share, or whose own `data.validation` replaces."""
-    own = with_own_held_out(settings)
-    if settings.validation is not None:
-        return [f"the held-out packs of {packs} are not evaluated on: `data.validation` takes their place" for packs in own]
-    said = f"`data.held_out: {settings.held_out:g}` has no effect"
-    if len(own) < len(training_parts(settings) or [settings]):  # others need it
-        return [f"{said} on {packs}, which has held-out packs of its own" for packs in own]
-    return [f"{said}: {packs} has held-out packs of its own; leave it out" for packs in own]
-
-
-def _plan_of(
-    recipe: Recipe,
-    accelerator: Accelerator,
-    precisions: _Precisions,
-    laid_out: _LaidOut,
-    data: Data | None,
-    vocabulary: str | None,
-    tokens_per_second: float | None,
-) -> Plan:
-    """Returns what was found, in figures; memory is not yet spent on anything that the recipe leaves open."""
-    device_type, backend = accelerator.device.type, laid_out.attention.name
-    on_hardware = any(active.backend == "transformer_engine" for active in precisions.each_once)
-    capability = torch.cuda.get_device_capability() if on_hardware else None  # emulation takes the same on every device
-    count, sharded, replicas = accelerator.num_processes, accelerator.is_fsdp2, replicas_of(accelerator)
-    layers = {
-        each.precision.name: layers_of(laid_out.shapes, recipe, each, device_type, backend, capability)
-        for each in precisions.each_once
-    }
-    phases = [ActivePhase(until, active, layers[active.precision.name]) for until, active in precisions.phases]
-    return Plan(
-        recipe,
-        precisions.first,
-        Devices(count, sharded, *device_of(accelerator), replicas=replicas, capability=capability),
-        laid_out.config.model_type,
-        ModelFlops.of(laid_out.shapes),
-        data.mean_squared if data else float(recipe.data.length),  # without packs, as if each were one document
-        layers=layers[precisions.first.precision.name],
-        phases=phases if len(phases) > 1 else [],
-        low_linears=laid_out.low_linears,
-        packs=len(data.train) if data and not data.stream else None,
-        held_out_to_come=data.held_out_to_come if data else (),
-        trained_share=data.trained_share(mask_boundaries=recipe.data.mask_boundaries) if data else None,
-        mixture=data.train.mixture() if data and isinstance(data.train, MixedPacks) else None,
-        vocabulary=vocabulary,
-        tokens_per_second=tokens_per_second,
-        weight_spread=getattr(laid_out.config.get_text_config(), "initializer_range", None),
-    )
-
-
-def _with_gathering(plan: Plan, accelerator: Accelerator) -> Plan:
-    """The plan when it is known whether shards are gathered once a step: as the topology asks, or where memory allows it."""
-    asked = gathers_once_a_step(accelerator)
-    return replace(plan, devices=replace(plan.devices, gathered=fits_gathered(plan) if asked is None else asked))
-
-
-def _check_horizon(plan: Plan) -> None:
-    """InputError where the schedule does not fit into epochs; into steps and tokens it was fitted with the settings."""
-    if plan.recipe.train.epochs is not None:
-        schedule.check(plan.recipe.schedule, plan.steps)
-        last_steps([phase.until for phase in plan.phases], plan.steps)
-
-
 def fits_gathered(plan: Plan) -> bool:
     """Returns what `fsdp_reshard_after_forward: auto` means: whether a device has the memory to gather its shards once a step,
     with the recipe's microbatch; where that is `auto`, with what fits when they are gathered for each use, or what fills a device
     well."""
-    kept = replace(plan, devices=replace(plan.devices, gathered=True))
+    if plan.devices.memory is None:
+        return True
+    gathered = replace(plan, devices=replace(plan.devices, gathered=True))
     enough = max(1, WELL_FILLED // plan.recipe.data.length)
-    wanted = plan.microbatch or min(plan.expected_microbatch, enough)
-    return plan.devices.memory is None or kept.memory.total(wanted) <= (1 - KEPT_FREE) * plan.devices.memory
-
-
-def planned_steps(recipe: Recipe, accelerator: Accelerator) -> int:
-    """Steps of the horizon, where nothing else is asked for; packs are needed only where `train.epochs` counts them."""
-    if recipe.train.epochs is None:
-        return steps_of(recipe.train, recipe.batch.tokens, 0, recipe.data.length)
-    return prepare_job(recipe, accelerator, purpose="plan").plan.steps
+    packs = plan.microbatch or min(plan.expected_microbatch, enough)
+    return gathered.memory.total(packs) <= (1 - KEPT_FREE) * plan.devices.memory
 
 
 def measured_speed(run_dir: Path, precisions: set[str], devices: tuple[int, str]) -> float | None:
     """Median tokens/s over all devices of the steps that the run has done so far; None before it has done any, where they
-    computed in none of these `precisions`, and where some were on others than `devices`, their number and the name of each."""
+    computed in none of these `precisions`, and where they were on others than `devices`, their number and the name of each."""
     try:
         run = read_run(run_dir)
     except InputError:  # no file yet, or a damaged one, which resuming mends: no reason to refuse that

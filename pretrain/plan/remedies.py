@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from foundation import units
 from foundation.reading import one_line
 from foundation.units import GIB
-from pretrain.plan.memory import LayerMemory
 from pretrain.plan.plan import Plan
 
 # Libraries that allocate by themselves, and torch on a host, raise errors of other classes.
@@ -31,13 +29,12 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 def out_of_memory(plan: Plan, error: BaseException, when: str) -> str:
     """The message for `error`, which came `when`: what the plan had reckoned with, and what takes less, most effective first."""
-    said = one_line(error, 160).split(". GPU")[0].rstrip(".")
     limit = f" of {units.memory(plan.devices.memory / GIB)}" if plan.devices.memory else ""
     reckoned = f"about {units.memory(plan.memory.total(plan.expected_microbatch) / GIB)}{limit} a device"
     return (
-        f"out of memory {when}: {said}. The plan reckoned with {reckoned}, {plan.expected_microbatch} pack(s) a microbatch."
-        f"{listed(plan)}\nCheckpoints are untouched: the same command with one of these goes on from the last; where it changes "
-        "`weights` or `optimizer`, with --accept-changes too."
+        f"out of memory {when}: {one_line(error, 160)}. The plan reckoned with {reckoned}, {plan.expected_microbatch} pack(s) a "
+        f"microbatch.{listed(plan)}\nCheckpoints are untouched: the same command with one of these goes on from the last; where "
+        "it changes `weights` or `optimizer`, with --accept-changes too."
     )
 
 
@@ -62,30 +59,21 @@ def _changes(plan: Plan) -> Iterator[tuple[str, Plan]]:
     for size in {*smaller[-1:], *smaller[:1]}:  # the next one, and the least
         yield f"batch.microbatch={size}", plan.with_microbatch(size)
     plan = plan.with_microbatch(plan.expected_microbatch)
-    yield "model.gradient_checkpointing=full", _with(plan, "model", gradient_checkpointing="full")
+    yield "model.gradient_checkpointing=full", plan.with_settings("model", gradient_checkpointing="full")
     if plan.active.precision.compute_dtype != "float32":
-        weights = {"fp32": ("bf16_exact", "bf16"), "bf16_exact": ("bf16",), "bf16": ()}[recipe.weights]
-        for mode in weights:
-            phases = [replace(phase, layers=_without_copies(phase.layers)) for phase in plan.phases]
-            changed = {"recipe": plan.recipe.model_copy(update={"weights": mode}), "phases": phases}
-            yield f"weights={mode}", replace(plan, **changed, layers=_without_copies(plan.layers))
-    yield "optimizer.moments=bf16", _with(plan, "optimizer", moments="bf16")
+        for mode in {"fp32": ("bf16_exact", "bf16"), "bf16_exact": ("bf16",), "bf16": ()}[recipe.weights]:
+            copied = [replace(layer, working_copies=0) for layer in plan.layers or ()]
+            phases = [replace(each, layers=[replace(one, working_copies=0) for one in each.layers]) for each in plan.phases]
+            stored = plan.recipe.model_copy(update={"weights": mode})
+            yield f"weights={mode}", replace(plan, recipe=stored, phases=phases, layers=copied)
+    yield "optimizer.moments=bf16", plan.with_settings("optimizer", moments="bf16")
     if not devices.sharded:
-        yield "optimizer.gradients=bf16", _with(plan, "optimizer", gradients="bf16")
+        yield "optimizer.gradients=bf16", plan.with_settings("optimizer", gradients="bf16")
     if recipe.loss.kind == "reference":
-        yield "loss.kind=chunked", _with(plan, "loss", kind="chunked")
+        yield "loss.kind=chunked", plan.with_settings("loss", kind="chunked")
     elif recipe.loss.kind == "chunked" and plan.loss.tokens_at_once > _SMALL_CHUNK:
-        yield f"loss.chunk={_SMALL_CHUNK}", _with(plan, "loss", chunk=_SMALL_CHUNK)
+        yield f"loss.chunk={_SMALL_CHUNK}", plan.with_settings("loss", chunk=_SMALL_CHUNK)
     if devices.count > 1 and not devices.sharded:
         yield "accelerate_configs/zero.yaml", replace(plan, devices=replace(devices, sharded=True, gathered=True))
     if devices.count > 1 and (devices.gathered or not devices.sharded):
         yield "accelerate_configs/fsdp2.yaml", replace(plan, devices=replace(devices, sharded=True, gathered=False))
-
-
-def _without_copies(layers: Sequence[LayerMemory] | None) -> list[LayerMemory] | None:
-    return layers and [replace(layer, working_copies=0) for layer in layers]
-
-
-def _with(plan: Plan, section: str, **values: Any) -> Plan:
-    changed = getattr(plan.recipe, section).model_copy(update=values)
-    return replace(plan, recipe=plan.recipe.model_copy(update={section: changed}))

@@ -9,7 +9,7 @@ from foundation.tables import screen_width
 from foundation.units import GIB, plural
 from pretrain.metrics.flop_formulas import FORMULAS
 from pretrain.optimizer import schedule
-from pretrain.plan.plan import ASSUMED_SHARES, ASSUMED_SPEED, Plan
+from pretrain.plan.plan import ASSUMED_SHARES, Plan
 
 WIDTH = 100  # of the rendered plan, or as many columns as a narrower terminal has
 
@@ -17,8 +17,7 @@ WIDTH = 100  # of the rendered plan, or as many columns as a narrower terminal h
 def render(plan: Plan, *, brief: bool = False) -> str:
     """The plan as a user reads it, a few lines to a subject; `brief`: without the parts of FLOPs and memory. As wide as the
     terminal, WIDTH columns at most."""
-    width = screen_width(WIDTH)
-    recipe, devices = plan.recipe, f"{plan.devices.count} x {plan.devices.name or 'device'}"
+    recipe, devices, width = plan.recipe, f"{plan.devices.count} x {plan.devices.name or 'device'}", screen_width(WIDTH)
     if plan.devices.replicas > 1:
         devices += f" ({plan.devices.replicas} replicas of {plan.devices.shards} shards)"
     if plan.devices.sharded:
@@ -32,9 +31,9 @@ def render(plan: Plan, *, brief: bool = False) -> str:
         "FLOPs": _flops_lines(plan)[: 1 if brief else None],
         "time": [_time_line(plan)],
         "memory": _memory_lines(plan)[: 1 if brief else None],
+        "warning: ": plan.warnings,
     }
     lines = [(name if i == 0 else "", text) for name, texts in subjects.items() for i, text in enumerate(texts)]
-    lines += [("warning: ", text) for text in plan.warnings]
     return "\n".join([*textwrap.wrap(title, width), "─" * width, *(wrapped(name, text, width) for name, text in lines)])
 
 
@@ -47,35 +46,19 @@ def _model_lines(plan: Plan) -> list[str]:
     flops, shape = plan.flops, plan.flops.shape
     head = "head tied to the embedding" if flops.tied else "head of its own"
     without = units.count(flops.parameters - flops.embedding_parameters)
-    heads = f"{shape.heads} heads of {shape.head_dim}"
-    groups = f" ({shape.kv_heads} for keys and values)" if shape.kv_heads != shape.heads else ""
+    heads = f"{plural(shape.heads, 'head')} of {shape.head_dim} ({shape.kv_heads} for keys and values)"
     return [
         f"{units.count(flops.parameters)} parameters, {without} without embeddings, {head}",
-        f"{plan.model_type}: {shape.layers} layers, hidden {shape.hidden:,}, {heads}{groups}, vocabulary {shape.vocabulary:,}",
-        *_bf16_lines(plan),
+        f"{plan.model_type}: {shape.layers} layers, hidden {shape.hidden:,}, {heads}, vocabulary {shape.vocabulary:,}",
         *([plan.vocabulary] if plan.vocabulary else []),
     ]
-
-
-def _bf16_lines(plan: Plan) -> list[str]:
-    """Says how many linears are in low precision, where some stay in BF16 by name."""
-    kept = plan.active.settings.keep_bf16
-    if not plan.low_linears or not kept:
-        return []
-    low, linears = plan.low_linears
-    return [f"{low:,} of {plural(linears, 'linear')} in low precision; keep_bf16: {', '.join(kept)}"]
-
-
-def _phase_lines(plan: Plan) -> list[str]:
-    return [f"steps {first:,} to {last:,} in {name}" for first, last, name in plan.phases_in_use if plan.has_several]
 
 
 def _step_line(plan: Plan) -> str:
     total = f"{plan.tokens_per_step:,} tokens = {plan.packs_per_step:,} packs of {plan.recipe.data.length:,}"
     devices = plural(plan.devices.count, "device")
     if plan.microbatch is None:
-        most = "" if plan.packs_per_step % plan.devices.count == 0 else "at most "
-        return f"{total} = {devices} x {most}{plural(plan.packs_per_rank, 'pack')}, microbatch: auto"
+        return f"{total} = {devices} x {plural(plan.packs_per_rank, 'pack')}, microbatch: auto"
     empty = f", {plural(plan.empty_places, 'place')} empty" if plan.empty_places else ""
     return f"{total} = {devices} x {plural(plan.accumulation, 'microbatch')} x {plural(plan.microbatch, 'pack')}{empty}"
 
@@ -85,30 +68,18 @@ def _horizon_lines(plan: Plan) -> list[str]:
     if plan.trained_share is not None:
         tokens += f" ({units.count(plan.total_tokens * plan.trained_share)} of them trained on)"
     epochs = f" = {plan.epochs:.2f} epochs of {plural(plan.packs, 'pack')}" if plan.packs else ""
-    return [
-        f"{plural(plan.steps, 'step')} = {tokens}{epochs}",
-        *_phase_lines(plan),
-        *_source_lines(plan),
-        schedule.describe(plan.recipe.schedule, plan.recipe.optimizer, plan.steps),
-    ]
-
-
-def _source_lines(plan: Plan) -> list[str]:
-    """Says for each of several sources its share of the tokens, and how often the run goes through it; for a stream, how much
-    disk it takes."""
+    phases = [f"steps {first:,} to {last:,} in {name}" for first, last, name in plan.phases_in_use if plan.has_several]
+    sources = []
     if stream := plan.recipe.data.stream:
-        window = f"{units.count(stream.window)} tokens at a time"
-        weights = [f"{each.weight:.0%}" for each in plan.recipe.data.sources or ()]
-        of = f", {' and '.join(weights)} from {len(weights)} sources" if weights else ""
-        return [f"packed as it comes{of}: {window}, {stream.disk_gb:g} GB on disk at most"]
-    if plan.mixture is None:
-        return []
-    shares, epochs = plan.mixture.shares(plan.total_packs), plan.mixture.epochs(plan.total_packs)
-    counts = dict(zip(plan.mixture.names, plan.mixture.counts, strict=True))
-    return [
-        f"{units.percent(shares[name])} of the tokens from {name}: {epochs[name]:.2f} epochs of {plural(count, 'pack')}"
-        for name, count in counts.items()
-    ]
+        sources = [f"packed as it comes: {units.count(stream.window)} tokens at a time, {stream.disk_gb:g} GB on disk at most"]
+    elif plan.mixture is not None:
+        shares, passes = plan.mixture.shares(plan.total_packs), plan.mixture.epochs(plan.total_packs)
+        sources = [
+            f"{units.percent(shares[name])} of the tokens from {name}: {passes[name]:.2f} epochs of {plural(count, 'pack')}"
+            for name, count in zip(plan.mixture.names, plan.mixture.counts, strict=True)
+        ]
+    rate = schedule.describe(plan.recipe.schedule, plan.recipe.optimizer, plan.steps)
+    return [f"{plural(plan.steps, 'step')} = {tokens}{epochs}", *phases, *sources, rate]
 
 
 def _flops_lines(plan: Plan) -> list[str]:
@@ -127,19 +98,18 @@ def _flops_lines(plan: Plan) -> list[str]:
 def _time_line(plan: Plan) -> str:
     """Says how long the run takes at the stated speed; without one, at two utilisations between which runs of dense models
     usually lie."""
-    precision = plan.computes
     if plan.tokens_per_second:
         tflops = plan.tokens_per_second * plan.flops_per_token / units.TERA
-        share = f", {units.percent(tflops / plan.peak_tflops)} of the {precision} peak" if plan.peak_tflops else ""
+        share = f", {units.percent(tflops / plan.peak_tflops)} of the {plan.computes} peak" if plan.peak_tflops else ""
         speed = f"{plan.tokens_per_second:,.0f} tokens/s ({tflops:.4g} TFLOP/s{share})"
         return f"{units.duration(plan.hours * 3600)} at {speed}"
     if plan.peak_tflops:
         fast, slow = (units.duration(plan.total_flops / (share * plan.peak_tflops * units.TERA)) for share in ASSUMED_SHARES)
-        speed = f"{ASSUMED_SPEED} of the {precision} peak, {plan.peak_tflops:,.4g} TFLOP/s"
-        return f"{fast} to {slow} at {speed}: assumed, not measured"
-    if plan.emulated:
-        return "not known: no speed is stated or measured yet, and a peak says nothing of emulation"
-    return "not known: no speed is stated or measured yet, and no peak of this device is known"
+        shares = " to ".join(f"{100 * share:g}" for share in ASSUMED_SHARES)
+        return (
+            f"{fast} to {slow} at {shares} % of the {plan.computes} peak, {plan.peak_tflops:,.4g} TFLOP/s: assumed, not measured"
+        )
+    return "not known: no speed is stated or measured yet, and no peak says anything of this device or of emulation"
 
 
 def _memory_lines(plan: Plan) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, BatchEncoding, PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from foundation.errors import InputError, shown
+from foundation.errors import InputError
 from foundation.reading import one_line
 from packing.parts import training_parts
 from packing.records import CHAT_TEMPLATE, chat_template
@@ -54,20 +54,19 @@ def without_absent_tokenizer(recipe: Recipe) -> tuple[Recipe, str | None]:
 
     Raises InputError where nothing but that tokenizer could say how large the vocabulary of the model is.
     """
-    data, model = recipe.data, recipe.model
-    no_prompts = {"evaluate": recipe.evaluate.model_copy(update={"samples": ()})}
+    data, settings = recipe.data, recipe.model
+    without = {"evaluate": recipe.evaluate.model_copy(update={"samples": ()})}
     if data.tokenizer is None:  # the packs may bring one
-        return recipe if model.source else recipe.model_copy(update=no_prompts), None
-    if Path(data.tokenizer).exists():
-        return recipe, None
+        return recipe if settings.source else recipe.model_copy(update=without), None
     try:
         load_text_tokenizer(data.tokenizer)
     except InputError as error:
-        if model.source is None and "vocab_size" not in (model.config or {}):
+        if Path(data.tokenizer).exists():
+            raise
+        if settings.source is None and "vocab_size" not in (settings.config or {}):
             raise InputError(f"{error}; or plan without it, with model.config.vocab_size=N on the command line") from None
-        origin = "of `model.source`" if model.source else "set by the recipe"
-        said = f"vocabulary {origin}, not checked: `data.tokenizer: {data.tokenizer}` is not there yet, or out of reach"
-        return recipe.model_copy(update=no_prompts | {"data": data.model_copy(update={"tokenizer": None})}), said
+        notice = f"vocabulary not checked: `data.tokenizer: {data.tokenizer}` is not there yet, or out of reach"
+        return recipe.model_copy(update=without | {"data": data.model_copy(update={"tokenizer": None})}), notice
     return recipe, None
 
 
@@ -80,21 +79,24 @@ def with_tokens_of(tokenizer: Mapping[str, Any], settings: ModelSettings) -> tup
     known = load_config(settings if settings.source else ModelSettings(config={"model_type": given["model_type"]}))
     size = tokenizer.get("vocab_size")
     if size is None:
-        origin = "set by the recipe" if "vocab_size" in given else f"the default of {given['model_type']}"
-        return settings, f"vocabulary {origin}; the tokenizer behind the packs is not known (`data.tokenizer`)"
-    if contradictions := _contradictions(given, tokenizer):
+        return settings, "vocabulary of the recipe; the tokenizer behind the packs is not known (`data.tokenizer`)"
+    if given.get("vocab_size", size) < size:
         raise InputError(
-            f"`model.config` contradicts the tokenizer of the data ({tokenizer.get('name', 'unnamed')}): "
-            f"{'; '.join(contradictions)}. Leave these keys out, and they are taken from the tokenizer"
+            f"`model.config.vocab_size: {given['vocab_size']}`: the tokenizer of the data has {size} ids; leave it out"
         )
-    found = {"vocab_size": -(-size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE}
-    found |= {f"{role}_token_id": tokenizer[f"{role}_id"] for role in ROLES if f"{role}_id" in tokenizer}
-    config = given | {key: value for key, value in found.items() if key not in given and hasattr(known, key)}
-    rounded = f"rounded up to a multiple of {VOCABULARY_MULTIPLE}"
-    origin = "set by the recipe, for" if "vocab_size" in given else f"{rounded} from" if found["vocab_size"] != size else "of"
-    tokens = {word: config.get(f"{role}_token_id") for role, word in ROLES.items()}
-    ids = ", ".join(f"{word} {'none' if token is None else token}" for word, token in tokens.items())
-    return settings.model_copy(update={"config": config}), f"vocabulary {origin} the tokenizer's {size:,} ids; {ids}"
+    for role, name in ROLES.items():
+        ids, own = given.get(f"{role}_token_id"), tokenizer.get(f"{role}_id")
+        if ids is not None and own is not None and own not in (ids if isinstance(ids, list) else [ids]):
+            raise InputError(
+                f"`model.config.{role}_token_id: {ids}`: the {name} token of the data's tokenizer "
+                f"({tokenizer.get('name', 'unnamed')}) is {own}; leave it out, and it is taken from there"
+            )
+    taken = {"vocab_size": -(-size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE}
+    taken |= {f"{role}_token_id": tokenizer[f"{role}_id"] for role in ROLES if f"{role}_id" in tokenizer}
+    config = {key: value for key, value in taken.items() if hasattr(known, key)} | given
+    ids = ", ".join(f"{name} {config.get(f'{role}_token_id')}" for role, name in ROLES.items())
+    line = f"vocabulary {config['vocab_size']:,} for the tokenizer's {size:,} ids; {ids}"
+    return settings.model_copy(update={"config": config}), line
 
 
 def has_other_tokens(tokenizer: Mapping[str, Any], settings: ModelSettings) -> bool:
@@ -103,17 +105,6 @@ def has_other_tokens(tokenizer: Mapping[str, Any], settings: ModelSettings) -> b
     if not settings.from_scratch or "fingerprint" not in tokenizer:
         return False
     return fingerprint_of(settings.model_copy(update={"from_scratch": False})) != tokenizer["fingerprint"]
-
-
-def _contradictions(given: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> list[str]:
-    found, size = [], given.get("vocab_size")
-    if isinstance(size, int) and size < tokenizer["vocab_size"]:
-        found.append(f"`vocab_size: {size}`, but it has {tokenizer['vocab_size']} ids")
-    for role, word in ROLES.items():
-        ids, own = given.get(f"{role}_token_id"), tokenizer.get(f"{role}_id")
-        if ids is not None and own is not None and own not in (ids if isinstance(ids, list) else [ids]):
-            found.append(f"`{role}_token_id: {ids}`, but its {word} token is {own}")
-    return found
 
 
 def check_tokenizer(data: DataSettings, model: ModelSettings, vocab_size: int) -> None:
@@ -129,7 +120,7 @@ def check_tokenizer(data: DataSettings, model: ModelSettings, vocab_size: int) -
     if tokenizer.vocab_size > vocab_size:
         raise InputError(
             f"`data.tokenizer`: {data.tokenizer} has {tokenizer.vocab_size} ids, the model's vocabulary {vocab_size}; use the "
-            "model's own tokenizer, or set `model.config.vocab_size` for a model from scratch"
+            "model's own tokenizer"
         )
 
 
@@ -138,54 +129,72 @@ def fingerprint_of(model: ModelSettings) -> str | None:
     is none."""
     if model.weights_source is None:
         return None
-    if Path(model.repository).exists():
-        return (
-            load_text_tokenizer(model.repository).fingerprint if (Path(model.repository) / "tokenizer.json").is_file() else None
-        )
+    if Path(model.repository).exists() and not (Path(model.repository) / "tokenizer.json").is_file():
+        return None
+    return _fingerprint_at(model.repository, model)
+
+
+def fingerprint_in_use(settings: DataSettings, model: ModelSettings, data: Data | None) -> str | None:
+    """Returns the fingerprint of the tokenizer that `load_tokenizer` finds; None where there is none, or one without a
+    tokenizer.json."""
+    named, with_packs = _places(settings, model, data)
+    return (named and _fingerprint_at(named, model)) or (with_packs and _fingerprint_at(str(with_packs), model))
+
+
+def _fingerprint_at(place: str, model: ModelSettings) -> str | None:
+    revision = model.revision if place == model.repository else None
     with contextlib.suppress(InputError):  # a repository without a tokenizer, or a machine without network
-        return load_text_tokenizer(model.repository, model.revision).fingerprint
+        return load_text_tokenizer(place, revision).fingerprint
     return None
+
+
+def check_same_tokenizer(settings: DataSettings, model: ModelSettings, data: Data | None, trained_with: str | None) -> None:
+    """InputError where the tokenizer that `load_tokenizer` finds has another fingerprint than `trained_with`; None: not known."""
+    present = fingerprint_in_use(settings, model, data)
+    if trained_with not in (None, present):
+        place = settings.tokenizer or model.repository or settings.packs
+        raise InputError(
+            f"{place} ({present[:12] if present else 'no tokenizer.json'}) is not the tokenizer that it was trained with "
+            f"({trained_with[:12]}); put that one back"
+        )
 
 
 def load_tokenizer(
     settings: DataSettings, model: ModelSettings, data: Data | None = None, *, needed: bool
 ) -> PreTrainedTokenizerBase | None:
-    """The tokenizer for samples and for the exported folder: the data's, else the model's, else the one that lies with the packs.
+    """The tokenizer for samples and for the exported folder: the data's, else the model's, else the one that lies with the packs;
+    with the template that chats were written with.
 
     None where none is there; InputError where one is `needed`, or named and unreadable.
     """
-    found = _load_tokenizer(settings, model, data, needed=needed)
-    if found is not None and (template := _template_of_chats(settings, data)):
-        found.chat_template = template
-    return found
-
-
-def _template_of_chats(settings: DataSettings, data: Data | None) -> str | None:
-    """Returns what chats are written with, where that is not the tokenizer's own; of several sources, the first that says so."""
-    named = (part.chat_template for part in list(training_parts(settings).values()) or [settings])
-    if (given := next(filter(None, named), None)) is not None:
-        return chat_template(given, str(settings.tokenizer))
-    file = data.beside(CHAT_TEMPLATE) if data is not None else None
-    return file.read_text(encoding="utf-8") if file else None
+    tokenizer = _load_tokenizer(settings, model, data, needed=needed)
+    if tokenizer is None:
+        return None
+    parts = list(training_parts(settings).values()) or [settings]
+    if given := next(filter(None, (part.chat_template for part in parts)), None):
+        tokenizer.chat_template = chat_template(given, str(settings.tokenizer))
+    elif data is not None and (file := data.beside(CHAT_TEMPLATE)):
+        tokenizer.chat_template = file.read_text(encoding="utf-8")
+    return tokenizer
 
 
 def _load_tokenizer(
     settings: DataSettings, model: ModelSettings, data: Data | None, *, needed: bool
 ) -> PreTrainedTokenizerBase | None:
-    source, with_packs = _places(settings, model, data)
+    named, with_packs = _places(settings, model, data)
     if settings.tokenizer is not None:
         text = load_text_tokenizer(settings.tokenizer)  # names what is wrong with it better than the library below
         if Path(settings.tokenizer).is_file():
             return _with_special_tokens(text, text.describe())
     try:
-        if source is not None:
-            revision = model.revision if source == model.repository else None
-            return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
+        if named is not None:
+            revision = model.revision if named == model.repository else None
+            return AutoTokenizer.from_pretrained(named, revision=revision, trust_remote_code=False)
     except (OSError, ValueError) as error:
         if settings.tokenizer is not None or needed:
             key = "data.tokenizer" if settings.tokenizer else "model.source"
             raise InputError(
-                f"`{key}`: no tokenizer can be read from {source!r}: {one_line(error)}; set `data.tokenizer`"
+                f"`{key}`: no tokenizer can be read from {named!r}: {one_line(error)}; set `data.tokenizer`"
             ) from None
     if with_packs is not None:
         text = load_text_tokenizer(str(with_packs))
@@ -201,28 +210,6 @@ def _places(settings: DataSettings, model: ModelSettings, data: Data | None) -> 
     if model.from_scratch and settings.tokenizer is None and with_packs is not None:
         return None, with_packs  # the source's weights, which meant its own ids, are not taken
     return settings.tokenizer or model.repository, with_packs
-
-
-def fingerprint_in_use(settings: DataSettings, model: ModelSettings, data: Data | None) -> str | None:
-    """Returns the fingerprint of the tokenizer that `load_tokenizer` finds; None where there is none, or one without a
-    tokenizer.json."""
-    source, with_packs = _places(settings, model, data)
-    for place, revision in ((source, model.revision if source == model.repository else None), (with_packs, None)):
-        if place is not None:
-            with contextlib.suppress(InputError):
-                return load_text_tokenizer(str(place), revision).fingerprint
-    return None
-
-
-def check_same_tokenizer(settings: DataSettings, model: ModelSettings, data: Data | None, trained_with: str | None) -> None:
-    """InputError where the tokenizer that `load_tokenizer` finds has another fingerprint than `trained_with`; None: not known."""
-    found = fingerprint_in_use(settings, model, data)
-    if trained_with not in (None, found):
-        place = settings.tokenizer or model.repository or settings.packs
-        raise InputError(
-            f"{place} ({found[:12] if found else 'no tokenizer.json'}) is not the one it was trained with "
-            f"({trained_with[:12]}); put that one back"
-        )
 
 
 def _with_special_tokens(text: TextTokenizer, known: Mapping[str, Any]) -> PreTrainedTokenizerFast:
@@ -243,7 +230,7 @@ def encoded_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, model: Pretr
     encoded = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
     tokens, positions = encoded["input_ids"].shape[1], positions_of(model)
     if positions and tokens >= positions:
-        raise InputError(f"a prompt has {tokens} tokens and the model {positions} positions; shorten {shown(prompt, repr)}")
+        raise InputError(f"a prompt has {tokens} tokens and the model {positions} positions; shorten {prompt[:40]!r}")
     if tokens:
         return encoded
     start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id

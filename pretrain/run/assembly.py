@@ -120,7 +120,7 @@ class Assembly:
 
     def _rehearse(self, job: Job, accelerator: Accelerator) -> None:
         assembled = self.precisions[self.active.precision.name]
-        job = job.in_precision(self.active)
+        job = job.with_plan(active=self.active)
         # Histories must not depend on what was drawn before, which is not the same in a run that is resumed here: dropout shows.
         seed_step(job.recipe.seed, 0, accelerator.process_index)
         assembled.audit["products"] = rehearse(job, accelerator, self.model, self.optimizer, assembled.decisions)
@@ -325,7 +325,9 @@ def observe(
             holding(context, backend=each.backend),
             waited.on("checks", *rehearsing, total=REHEARSALS if context.state() else 1),
         ):
-            products = rehearse(job.in_precision(each.active), accelerator, assembly.model, assembly.optimizer, each.decisions)
+            products = rehearse(
+                job.with_plan(active=each.active), accelerator, assembly.model, assembly.optimizer, each.decisions
+            )
             each.audit.update(audit.describe(each.active, each.backend, assembly.hf, products))
     assembly.audit |= assembly.precisions[job.precision.name].audit | {
         "weights": job.recipe.weights,

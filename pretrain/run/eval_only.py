@@ -76,7 +76,7 @@ def evaluate_only(
     """
     if job.data.held_out is None:
         raise InputError("`data.held_out`: no packs are held out to evaluate on; set it")
-    job = job.with_microbatch(job.plan.expected_microbatch)
+    job = job.with_settings("batch", microbatch=job.plan.expected_microbatch)
     checkpoints = Checkpoints(job.run_dir / "checkpoints", job.recipe.checkpoint.keep)
     source = find_resume_point(checkpoints, wanted, job, accept_changes=True, look_only=True)
     if source is not None and not source.begins:

@@ -14,7 +14,6 @@ import math
 import os
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from foundation import units
@@ -25,12 +24,10 @@ from foundation.units import GIB, plural
 from pretrain.metrics.peaks import known_as
 from pretrain.metrics.run_folder import METRICS_FILE
 from pretrain.metrics.run_record import read_run
-from pretrain.plan.checks import shares_out
-from pretrain.plan.plan import Plan
 from pretrain.plan.preflight import Job, prepare_job
 from pretrain.plan.rendering import WIDTH, wrapped
 from pretrain.plan.spare import KEPT_FREE
-from pretrain.plan.targets import LEAST, USUAL, Estimate, MeasuredRun, Target, estimates, left_out, span
+from pretrain.plan.targets import USUAL, Estimate, MeasuredRun, Target, estimates, left_out, span
 from pretrain.run.command_line import as_launched
 from pretrain.settings.config import load_recipe
 from pretrain.settings.launch_environment import with_precision
@@ -39,7 +36,7 @@ DEFAULT_PRECISION = "bf16"  # where neither recipe nor command line names one, a
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """What is asked for; InputError for a mistake in it."""
+    """The options of the command; InputError for a mistake in them."""
     parser = CommandParser("python -m pretrain plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add, several = parser.add_argument, {"action": "append", "default": []}
     add("recipe", type=Path, help="what would be trained: a YAML file, see recipes/")
@@ -49,10 +46,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--run", type=Path, metavar="FOLDER", help="a run of yours, to reckon by its speed; may be repeated", **several)
     add("--price-per-hour", metavar="PRICE", help="of one device: 2.5, or H200=3.5; may be repeated", **several)
     add("--hours", type=number(), metavar="H", help="also: the steps and tokens that fit into so many hours")
-    parsed = parser.parse_intermixed_args(arguments)
-    if len(parsed.mfu) > 2:
-        raise InputError("--mfu: give one share, or two: from, to")
-    return parsed
+    return parser.parse_intermixed_args(arguments)
 
 
 def prices_of(texts: Sequence[str]) -> dict[str, float]:
@@ -77,9 +71,7 @@ def main(arguments: list[str]) -> int:
     recipe, notices = load_recipe(options.recipe, options.overrides), []
     if recipe.precision is None:
         recipe = recipe.model_copy(update={"precision": DEFAULT_PRECISION})
-        notices.append(
-            f"precision: {DEFAULT_PRECISION}, as the recipe names none; precision=NAME on the command line plans another"
-        )
+        notices.append(f"precision: {DEFAULT_PRECISION}, as the recipe names none; precision=NAME plans another")
     # What this machine lacks, another one may have.
     recipe = recipe.model_copy(update={"fp8_config": recipe.fp8_config.model_copy(update={"on_unsupported": "emulate"})})
     runs = [MeasuredRun.of(read_run(folder)) for folder in options.run]
@@ -91,7 +83,7 @@ def main(arguments: list[str]) -> int:
         except InputError as error:
             notices.append(str(error))
     devices = [target.name for target in targets] + [run.device for run in runs]
-    if unknown := [name for name in prices if name and not any(known_as(device, [name]) for device in devices)]:
+    if unknown := [name for name in prices if name and not any(known_as(device, [name]) or device == name for device in devices)]:
         raise InputError(f"--price-per-hour {unknown[0]}=...: no such device is planned for; add it with --on, or correct it")
     for line in sections(job, options, targets, runs, prices, [*put_right, *job.notices, *notices]):
         print(line)
@@ -108,41 +100,32 @@ def sections(
 ) -> Iterator[str]:
     """All that is printed, by lines."""
     plan, rows = job.plan, list(estimates(job, targets, runs, options.mfu))
-    yield f"{plan.recipe.name}: {plan.requested} compute, {plan.recipe.weights} weights, {_parameters(plan)}"
-    yield "─" * screen_width(WIDTH)
-    yield wrapped("horizon", _horizon(plan), screen_width(WIDTH))
-    yield wrapped("step", _batch(plan), screen_width(WIDTH))
+    parameters, width = plan.flops.parameters, screen_width(WIDTH)
+    yield f"{plan.recipe.name}: {plan.requested} compute, {plan.recipe.weights} weights, {units.count(parameters)} parameters"
+    yield "─" * width
+    epochs = f" = {plan.epochs:.2f} epochs" if plan.epochs else ""
+    horizon = (
+        f"{plural(plan.steps, 'step')} x {plan.tokens_per_step:,} tokens = {plan.total_tokens:,} tokens{epochs}, "
+        f"{plan.total_tokens / parameters:.3g} a parameter (a rule of thumb says 20); {plan.total_flops:.4g} FLOP, "
+        f"{plan.flops_per_token:.4g} a token"
+    )
+    yield wrapped("horizon", horizon, width)
+    splits = [f"{size} x {-(-plan.packs_per_step // size)}" for size in plan.microbatch_sizes]
+    shown = ", ".join(splits if len(splits) <= 8 else [*splits[:4], "...", *splits[-4:]])
+    packs = f"{plural(plan.packs_per_step, 'pack')} of {plan.recipe.data.length:,}"
+    step = f"{plan.tokens_per_step:,} tokens = {packs}; microbatch x accumulation on one device: {shown}"
+    yield wrapped("step", step, width)
     yield "\nTime" + (" and cost, at the prices given" if prices else "; --price-per-hour PRICE adds the cost")
     yield _time_table(rows, prices, options.hours)
     yield from _noted([*_notes_on_time(rows), *left_out(job, runs, targets), *notices])
     yield "\nMicrobatch, by the estimate of memory"
     yield _memory_table(rows)
     yield from _noted([f"{units.percent(KEPT_FREE)} of a device's memory is left free"])
-    yield from _noted(f"warning: {text}" for text in plan.warnings if text.startswith("`data."))
+    yield from _noted(f"warning: {text}" for text in plan.warnings if text.startswith(("`data.", "FLOPs")))
 
 
 def _noted(texts: Iterable[str]) -> Iterator[str]:
     return (textwrap.fill(f"* {text}", screen_width(WIDTH), subsequent_indent="  ") for text in texts)
-
-
-def _parameters(plan: Plan) -> str:
-    return f"{units.count(plan.flops.parameters)} parameters"
-
-
-def _horizon(plan: Plan) -> str:
-    epochs = f" = {plan.epochs:.2f} epochs" if plan.epochs else ""
-    each = plan.total_tokens / plan.flops.parameters
-    return (
-        f"{plural(plan.steps, 'step')} x {plan.tokens_per_step:,} tokens = {plan.total_tokens:,} tokens{epochs}, "
-        f"{each:.3g} a parameter (a rule of thumb says 20); {plan.total_flops:.4g} FLOP, {plan.flops_per_token:.4g} a token"
-    )
-
-
-def _batch(plan: Plan) -> str:
-    splits = [f"{size} x {-(-plan.packs_per_step // size)}" for size in plan.microbatch_sizes]
-    shown = ", ".join(splits if len(splits) <= 8 else [*splits[:4], "...", *splits[-4:]])
-    packs = f"{plural(plan.packs_per_step, 'pack')} of {plan.recipe.data.length:,}"
-    return f"{plan.tokens_per_step:,} tokens = {packs}; microbatch x accumulation on one device: {shown}"
 
 
 def _time_table(rows: Sequence[Estimate], prices: Mapping[str, float], hours: float | None) -> str:
@@ -150,7 +133,6 @@ def _time_table(rows: Sequence[Estimate], prices: Mapping[str, float], hours: fl
     header += [f"steps in {hours:g} h", f"tokens in {hours:g} h"] if hours else []
     lines = []
     for row in rows:
-        row = replace(row, tflops=()) if row.is_guess else row
         line = [str(row.target), row.obstacle or row.by, span(row.tokens_per_second, "{:,.0f}".format)]
         line.append(span(row.hours, lambda each: units.duration(3600 * each)))
         if prices:
@@ -167,9 +149,8 @@ def _notes_on_time(rows: Sequence[Estimate]) -> Iterator[str]:
         "time is that of training steps alone; of another device or model it is taken by the ratio of peaks and of operations a "
         "token: docs/planning.md says how far that holds"
     )
-    if any(row.is_guess for row in rows):
-        small = units.count(LEAST)
-        yield f"how fast a model below {small} parameters is, no share of a peak says; --mfu states one, --run FOLDER has its own"
+    if any(not row.obstacle and not row.tokens_per_second for row in rows):
+        yield "how fast so small a model is, no share of a peak says; --mfu states one, --run FOLDER has its own"
 
 
 def _memory_table(rows: Sequence[Estimate]) -> str:
@@ -184,10 +165,7 @@ def _memory_table(rows: Sequence[Estimate]) -> str:
         if size == plan.packs_per_rank != plan.microbatch:
             chosen = "all of a step"
         if limit and takes > limit:
-            all_of_it = row.target.memory if plan.microbatch else limit  # who names a microbatch need not leave any free
-            chosen = "fits barely" if takes <= (all_of_it or limit) else "does not fit"
-        if not shares_out(plan.packs_per_step, row.target.count, size):
-            chosen = f"refused, as it does not divide {plan.packs_per_rank}"
+            chosen = "fits barely" if plan.microbatch and takes <= row.target.memory else "does not fit"
         of_each = or_dash(row.target.memory, lambda each: units.memory(each / GIB))
         accumulation = str(-(-plan.packs_per_rank // size))
         lines[row.target] = [

@@ -15,7 +15,8 @@ from pretrain.metrics.console import Console
 from pretrain.metrics.run_folder import check_writable
 from pretrain.model.distributed import refused_together
 from pretrain.optimizer import schedule
-from pretrain.plan.preflight import planned_steps, prepare_job
+from pretrain.plan.checks import steps_of
+from pretrain.plan.preflight import prepare_job
 from pretrain.plan.rendering import render
 from pretrain.run.command_line import LaunchParser, as_launched
 from pretrain.run.recording import warn_of_precisions
@@ -44,16 +45,15 @@ def plan_launch(arguments: argparse.Namespace) -> int:
 
 def main(arguments: Sequence[str]) -> int:
     """Draw the schedule. Packs are needed only where `train.epochs` counts them."""
-    parser = LaunchParser(__doc__, "python -m pretrain schedule")
-    parsed = parser.read(arguments)
+    parsed = LaunchParser(__doc__, "python -m pretrain schedule").read(arguments)
     if not parsed.overrides or "=" in parsed.overrides[0]:
         raise InputError("python -m pretrain schedule RECIPE PNG [key=value ...]: name the PNG to draw after the recipe")
     picture, *overrides = parsed.overrides
-    recipe = load_recipe(parsed.recipe, overrides)
-    if recipe.precision is None:
-        recipe = recipe.model_copy(update={"precision": "bf16"})  # the rate is the same in each
-    recipe, accelerator, _ = as_launched(recipe)
-    steps = planned_steps(recipe, accelerator)
+    recipe, accelerator, _ = as_launched(load_recipe(parsed.recipe, [*overrides, "precision=bf16"]))  # the rate is alike in each
+    if recipe.train.epochs is None:
+        steps = steps_of(recipe.train, recipe.batch.tokens, 0, recipe.data.length)
+    else:
+        steps = prepare_job(recipe, accelerator, purpose="plan").plan.steps
     if accelerator.is_main_process:
         print(schedule.preview(recipe.schedule, recipe.optimizer, steps, recipe.batch.tokens, Path(picture)))
     return 0

@@ -70,12 +70,12 @@ def where_to_resume(
     if source is None or not checkpoints.owns(source.path):
         _require_own_records(job)
     if source is None:
-        return job.with_chunk(chunk_of(job, None)), checkpoints, None
+        return job.with_settings("loss", chunk=chunk_of(job, None)), checkpoints, None
     _require_steps_to_come(source, job, own=checkpoints.owns(source.path))
     course = {} if source.begins else {int(first): name for first, name in source.record["course"].items()}
     ran = {first: name for first, name in course.items() if first <= source.step}
-    job = job.after(source.step, ran, source.record["progress"]["tokens"])
-    return job.with_chunk(chunk_of(job, source)), checkpoints, source
+    job = job.with_plan(done=source.step, ran=ran, done_tokens=source.record["progress"]["tokens"])
+    return job.with_settings("loss", chunk=chunk_of(job, source)), checkpoints, source
 
 
 def find_resume_point(
@@ -355,7 +355,7 @@ def roll_back(run: Run, reason: str) -> None:
 
     # What is trained anew is in the precisions of the present schedule, whatever those steps were in before a resume.
     ran = {first: name for first, name in run.job.plan.course.items() if first <= step}
-    run.job = run.job.after(step, ran, run.state.tokens)
+    run.job = run.job.with_plan(done=step, ran=ran, done_tokens=run.state.tokens)
     run.constants = run.constants | {"course": run.job.plan.course}
     run.assembly.audit |= audit_of_course(run.job.plan)
     resume_precision(run, source)

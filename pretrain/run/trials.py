@@ -49,7 +49,7 @@ def choose_microbatch(job: Job, assembly: Assembly, resumed: Mapping[str, Any] |
     with assembly.context.preserving_state():
         for active in plan.actives:
             with assembly.using(active):
-                fitting.append(_largest_here(job.in_precision(active), assembly.model, accelerator))
+                fitting.append(_largest_here(job.with_plan(active=active), assembly.model, accelerator))
     return min(fitting)
 
 
@@ -166,7 +166,7 @@ def find_parity(run: Run) -> list[Parity | str]:
     with run.waited.on("checks", "parity with plain transformers", "comparisons", total=comparisons):
         for each in assembly.precisions.values():
             with assembly.using(each.active):
-                result = _in_one_precision(run, run.job.in_precision(each.active))
+                result = _in_one_precision(run, run.job.with_plan(active=each.active))
             results.append(result)
             record = {"left_out": result} if isinstance(result, str) else result.record()
             each.audit["parity"] = {"source": "this run"} | record
@@ -192,7 +192,7 @@ def _in_one_precision(run: Run, job: Job) -> Parity | str:
     if largest_over_ranks(accelerator, int(not _fits(model, accelerator.device))):
         return f"plain transformers in FP32 does not fit beside the run ({PLAIN_BYTES} bytes a parameter)"
     if run.assembly.audit["compiled"] == "nothing":
-        job = job.with_microbatch(math.gcd(job.plan.microbatch, PARITY_MICROBATCH))
+        job = job.with_settings("batch", microbatch=math.gcd(job.plan.microbatch, PARITY_MICROBATCH))
     batches, mask_boundaries = job.batches(accelerator), job.recipe.data.mask_boundaries
     packs = [batches.packs[index] for index in batches.order.packs_of_step(0).tolist()]
     optimizer = run.assembly.optimizer

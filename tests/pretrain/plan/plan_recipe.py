@@ -1,10 +1,22 @@
-"""The recipe of the reference's runs, in as far as a plan asks for it."""
+"""The recipe and the model of the reference's runs, in as far as a plan asks for them."""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from pretrain.metrics.flops import ModelFlops
 from pretrain.settings.recipe import Recipe
+
+flops_of = cache(ModelFlops.of)  # torch runs a forward to count
+
+
+def on_meta(config: dict[str, Any]) -> PreTrainedModel:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
 
 
 def recipe(**changes: Any) -> Recipe:

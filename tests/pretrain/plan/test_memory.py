@@ -1,323 +1,174 @@
-"""The memory estimate against measured peaks, and its monotony where no measurement exists."""
+"""The memory estimate against peaks that were measured on H200s, and against shapes where these decide it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from foundation.units import GIB
-from pretrain.metrics.flops import ModelFlops
-from pretrain.plan.checks import divisors_of, microbatch_sizes
-from pretrain.plan.memory import Devices, MemoryEstimate, layers_of, microbatch_candidates
+from pretrain.plan.checks import microbatch_sizes
+from pretrain.plan.memory import Devices, LayerMemory, MemoryEstimate, layers_of
 from pretrain.precision.settings import PRECISIONS, ActivePrecision
-from pretrain.settings.recipe import Recipe
+from tests.pretrain.plan.plan_recipe import QWEN3, flops_of, on_meta, recipe
 
 ROOT = Path(__file__).parents[3]
 EXACT = {"weights": "bf16_exact"}
-SHAPE = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "vocab_size": 151936}
-HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+HEAD = {"fp8_config": {"scope": "linear+head"}}
+LAYER = 50_331_648  # weights of a layer's linears
+EVERY = 1_720_574_976
 
 
 @pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    """Qwen3-1.7B's shape."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", tie_word_embeddings=True, **SHAPE, **HEADS))
+def qwen3() -> PreTrainedModel:
+    return on_meta(QWEN3)
 
 
-@pytest.fixture(scope="module")
-def qwen3(model: PreTrainedModel) -> ModelFlops:
-    return ModelFlops.of(model)
-
-
-def recipe(**changes: object) -> Recipe:
-    return Recipe.model_validate(
-        {"name": "r", "model": {"source": "m"}, "data": {"packs": "p"}, "train": {"steps": 1}, **changes}
-    )
-
-
-def estimate(
-    flops: ModelFlops,
-    *,
-    world_size: int = 1,
-    sharded: bool = False,
-    gathered: bool = False,
-    precision: str = "bf16",
-    **changes: object,
-) -> MemoryEstimate:
-    """Of layers that are compiled."""
-    return MemoryEstimate.of(recipe(**changes), flops, precision, Devices(world_size, sharded, gathered=gathered))
-
-
-@pytest.fixture
-def fused(model: PreTrainedModel) -> Callable[..., MemoryEstimate]:
+def layers(model: PreTrainedModel, precision: str, devices: Devices, **changes: Any) -> list[LayerMemory]:
     """Of layers that are fused, as on a GPU with Transformer Engine."""
-
-    def estimated(
-        precision: str = "bf16",
-        *,
-        of: PreTrainedModel = model,
-        world_size: int = 1,
-        sharded: bool = False,
-        gathered: bool = False,
-        capability: tuple[int, int] | None = None,
-        **changes: object,
-    ) -> MemoryEstimate:
-        asked, chosen = recipe(**changes), PRECISIONS[precision]
-        backend = "transformer_engine" if chosen.quantized else "torch"
-        active = ActivePrecision(precision, chosen, backend, asked.fp8_config.resolved(precision))
-        layers = layers_of(of, asked, active, "cuda", "packed_cudnn", capability)
-        assert all(layer.fused for layer in layers)
-        devices = Devices(world_size, sharded, gathered=gathered, capability=capability)
-        return MemoryEstimate.of(asked, ModelFlops.of(of), precision, devices, layers)
-
-    return estimated
+    asked, chosen = recipe(**changes), PRECISIONS[precision]
+    active = ActivePrecision(
+        precision, chosen, "transformer_engine" if chosen.quantized else "torch", asked.fp8_config.resolved(precision)
+    )
+    return layers_of(model, flops_of(model), asked, active, "cuda", "packed_cudnn", devices.capability)
 
 
-@pytest.mark.parametrize(("precision", "gib"), [("bf16", 73.997), ("delayed", 74.875), ("current", 74.873)])
-def test_peaks_of_fused_layers_are_met_within_half_a_percent(
-    fused: Callable[..., MemoryEstimate], precision: str, gib: float
-) -> None:
-    """On an H200; FP32 gradients and moments."""
-    assert fused(precision, **EXACT).total(8) / GIB == pytest.approx(gib, rel=0.005)
+def fused(model: PreTrainedModel, precision: str = "bf16", devices: Devices | None = None, **changes: Any) -> MemoryEstimate:
+    devices = devices or Devices()
+    found = layers(model, precision, devices, **changes)
+    assert all(layer.fused for layer in found)
+    return MemoryEstimate.of(recipe(**changes), flops_of(model), precision, devices, found)
 
 
-@pytest.mark.parametrize(("precision", "gib"), [("delayed", 77.263), ("current", 77.261)])
-def test_peaks_with_the_head_in_fp8_are_met_within_two_percent(
-    fused: Callable[..., MemoryEstimate], precision: str, gib: float
-) -> None:
-    """Measured in a first step, whose look at the operands takes another 0.7 GiB."""
-    found = fused(precision, **EXACT, fp8_config={"scope": "linear+head"})
-    assert found.total(8) / GIB == pytest.approx(gib, rel=0.02)
+def compiled(of: PreTrainedModel, precision: str = "bf16", devices: Devices | None = None, **changes: Any) -> MemoryEstimate:
+    return MemoryEstimate.of(recipe(**changes), flops_of(of), precision, devices or Devices())
+
+
+ZERO, FSDP2 = Devices(4, sharded=True, gathered=True), Devices(4, sharded=True)
 
 
 @pytest.mark.parametrize(
-    ("world_size", "sharded", "gib"), [(1, False, 78.377), (4, False, 78.377), (4, True, 67.3)], ids=["one", "ddp", "zero"]
+    ("devices", "precision", "scope", "gib"),
+    [
+        (Devices(), "bf16", "linear", 73.997),
+        (Devices(), "delayed", "linear", 74.875),
+        (Devices(), "current", "linear", 74.873),
+        (Devices(), "current", "linear+head", 77.261),
+        (Devices(4), "delayed", "linear+head", 78.377),
+        (ZERO, "delayed", "linear+head", 67.3),
+    ],
 )
-def test_peaks_of_one_and_four_h200s_are_met_within_three_percent(
-    fused: Callable[..., MemoryEstimate], world_size: int, sharded: bool, gib: float
-) -> None:
-    """benchmarks/results/h200_x4_*.json, as the next; the head is in FP8."""
-    over = {"world_size": world_size, "sharded": sharded, "gathered": sharded}
-    found = fused("delayed", **over, **EXACT, fp8_config={"scope": "linear+head"})
+def test_peaks_of_fused_layers_are_met(devices: Devices, precision: str, scope: str, gib: float, qwen3: PreTrainedModel) -> None:
+    """Of exact BF16 weights, 8 packs of 4,096 at once: benchmarks/results/speed/h200_*.json."""
+    found = fused(qwen3, precision, devices, **EXACT, fp8_config={"scope": scope})
     assert found.total(8) / GIB == pytest.approx(gib, rel=0.03)
 
 
 @pytest.mark.parametrize(
-    ("recipe_name", "scope", "gathered", "gib"),
+    ("name", "scope", "devices", "gib"),
     [
-        ("llama_3_1_8b", "linear", True, 118.148),
-        ("llama_3_1_8b", "linear+head", True, 120.1),
-        ("qwen2_5_14b", "linear+head", False, 135.07),
+        ("llama_3_1_8b", "linear", ZERO, 118.148),
+        ("llama_3_1_8b", "linear+head", ZERO, 120.1),
+        ("qwen2_5_14b", "linear+head", FSDP2, 135.07),
     ],
 )
-def test_peaks_of_large_models_in_shards_are_met_within_two_percent(
-    fused: Callable[..., MemoryEstimate], recipe_name: str, scope: str, gathered: bool, gib: float
-) -> None:
+def test_peaks_of_large_models_in_shards_are_met(name: str, scope: str, devices: Devices, gib: float) -> None:
     """On four H200s: gathered once a step (zero.yaml), and for each use (fsdp2.yaml)."""
-    config = yaml.safe_load((ROOT / f"benchmarks/{recipe_name}.yaml").read_text())["model"]["config"]
-    with torch.device("meta"):
-        of = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
-    changes = {"data": {"packs": "p", "length": 8192}, "fp8_config": {"scope": scope}}
-    found = fused("delayed", of=of, world_size=4, sharded=True, gathered=gathered, **EXACT, **changes)
-    assert found.total(1) / GIB == pytest.approx(gib, rel=0.02)
+    model = on_meta(yaml.safe_load((ROOT / f"benchmarks/{name}.yaml").read_text())["model"]["config"])
+    data = {"data": {"packs": "p", "length": 8192}, "fp8_config": {"scope": scope}}
+    assert fused(model, "delayed", devices, **EXACT, **data).total(1) / GIB == pytest.approx(gib, rel=0.03)
 
 
 @pytest.mark.parametrize(
-    ("weights", "gradients", "gib"),
+    ("precision", "weights", "gradients", "gib"),
     [
-        ("bf16", "bf16", 77.0),
-        ("bf16_exact", "bf16", 86.6),
-        ("fp32", "fp32", 93.0),
-        ("bf16_exact", "fp32", 89.8),
+        ("bf16", "bf16", "bf16", 77.0),
+        ("bf16", "fp32", "fp32", 93.0),
+        ("bf16", "bf16_exact", "fp32", 89.8),
+        ("delayed", "bf16_exact", "bf16", 98.0),
+        ("nvfp4", "bf16_exact", "bf16", 99.7),
+        ("mxfp8", "bf16_exact", "bf16", 102.4),
     ],
 )
-def test_peaks_of_compiled_layers_are_met_within_one_percent(qwen3: ModelFlops, weights: str, gradients: str, gib: float) -> None:
-    found = estimate(qwen3, weights=weights, optimizer={"gradients": gradients})
-    assert found.total(8) / GIB == pytest.approx(gib, rel=0.01)
-
-
-def test_the_peak_of_cut_cross_entropy_is_met_within_five_percent(qwen3: ModelFlops) -> None:
-    found = estimate(qwen3, weights="bf16", loss={"kind": "cce"})
-    assert found.total(8) / GIB == pytest.approx(78.1, rel=0.05)
-
-
-@pytest.mark.parametrize(
-    ("precision", "gib"), [("delayed", 98.0), ("current", 98.0), ("block", 98.5), ("nvfp4", 99.7), ("mxfp8", 102.4)]
-)
-def test_peaks_of_layers_compiled_in_pieces_are_met_within_five_percent(qwen3: ModelFlops, precision: str, gib: float) -> None:
-    found = estimate(qwen3, precision=precision, weights="bf16_exact", optimizer={"gradients": "bf16"})
-    assert found.total(8) / GIB == pytest.approx(gib, rel=0.05)
-    assert found.parts(8)["quantized weights"] == 2 * 1_409_286_144
-
-
-def test_weights_gradients_and_moments_are_exact(qwen3: ModelFlops) -> None:
-    for weights, size in (("fp32", 4), ("bf16", 2)):
-        parts = estimate(qwen3, weights=weights).parts(1)
-        assert parts["parameters"] == parts["gradients"] == parts["optimizer moments"] // 2 == size * 1_720_574_976
-
-
-def test_moments_are_as_many_bytes_as_the_recipe_says(qwen3: ModelFlops) -> None:
-    for weights in ("fp32", "bf16", "bf16_exact"):
-        for moments, size in (("fp32", 4), ("bf16", 2)):
-            parts = estimate(qwen3, weights=weights, optimizer={"moments": moments}).parts(1)
-            assert parts["optimizer moments"] == 2 * size * 1_720_574_976
-
-
-@pytest.mark.parametrize(
-    ("weights", "gradients", "size"),
-    [("fp32", None, 4), ("bf16_exact", None, 4), ("bf16", None, 2), ("fp32", "bf16", 2), ("bf16", "fp32", 4)],
-)
-def test_gradients_are_as_many_bytes_as_what_they_add_up_in(
-    qwen3: ModelFlops, weights: str, gradients: str | None, size: int
+def test_peaks_of_compiled_layers_are_met(
+    precision: str, weights: str, gradients: str, gib: float, qwen3: PreTrainedModel
 ) -> None:
-    found = estimate(qwen3, world_size=2, weights=weights, optimizer={"gradients": gradients})
-    assert found.parts(1)["gradients"] == size * 1_720_574_976
+    found = compiled(qwen3, precision, weights=weights, optimizer={"gradients": gradients})
+    assert found.total(8) / GIB == pytest.approx(gib, rel=0.05)
 
 
-def test_working_copies_exist_only_beside_fp32_weights_in_bf16_compute(qwen3: ModelFlops) -> None:
-    assert "BF16 working copies" in estimate(qwen3, weights="fp32").parts(1)
-    assert "BF16 working copies" not in estimate(qwen3, weights="bf16").parts(1)
-    assert "BF16 working copies" not in estimate(qwen3, weights="fp32", precision="fp32").parts(1)
+def test_the_peak_of_cut_cross_entropy_is_met(qwen3: PreTrainedModel) -> None:
+    assert compiled(qwen3, weights="bf16", loss={"kind": "cce"}).total(8) / GIB == pytest.approx(78.1, rel=0.05)
 
 
-def test_fp32_compute_doubles_activations(qwen3: ModelFlops) -> None:
-    half, whole = estimate(qwen3), estimate(qwen3, precision="fp32")
-    assert whole.parts(1)["activations"] == 2 * half.parts(1)["activations"]
+@pytest.mark.parametrize(
+    ("weights", "moments", "gradients", "sizes"),
+    [("fp32", None, None, (4, 4, 4)), ("bf16", None, None, (2, 2, 2)), ("bf16_exact", "bf16", "bf16", (2, 2, 2))],
+)
+def test_weights_moments_and_gradients_are_exact(
+    weights: str, moments: str | None, gradients: str | None, sizes: tuple[int, ...], qwen3: PreTrainedModel
+) -> None:
+    parts = compiled(qwen3, weights=weights, optimizer={"moments": moments, "gradients": gradients}).parts(1)
+    assert (parts["parameters"], parts["optimizer moments"] // 2, parts["gradients"]) == tuple(EVERY * size for size in sizes)
+    assert parts.get("remainder bits", 0) == (2 * EVERY if weights == "bf16_exact" else 0)
 
 
-def test_checkpointing_more_layers_takes_less(qwen3: ModelFlops) -> None:
+def test_sharding_spreads_weights_and_moments_and_counts_what_is_gathered_and_summed_whole(qwen3: PreTrainedModel) -> None:
+    layer, head = 50_336_128, 151_936 * 2048  # the final norm, too small to matter, is among the layers
+    whole = compiled(qwen3, devices=Devices(4), weights="fp32").parts(8)
+    once, each = (compiled(qwen3, devices=devices, weights="fp32").parts(8) for devices in (ZERO, FSDP2))
+    for shard in (once, each):
+        assert all(shard[name] == whole[name] // 4 for name in ("parameters", "optimizer moments"))
+        assert shard["activations"] == whole["activations"] and "BF16 working copies" not in shard
+    assert (once["gathered weights"], once["gradients"]) == (2 * EVERY, 4 * EVERY + EVERY)
+    assert each["gathered weights"] == pytest.approx(2 * (3 * layer + head), rel=1e-4)
+    assert each["gradients"] == pytest.approx(4 * (layer + head) + EVERY, rel=1e-4)
+    two_replicas = compiled(qwen3, devices=Devices(4, sharded=True, replicas=2), weights="fp32").parts(1)
+    assert two_replicas["parameters"] == 4 * EVERY // 2
+
+
+def test_recomputing_more_layers_takes_less(qwen3: PreTrainedModel) -> None:
     settings = ["none", 4, 2, "full"]
-    totals = [estimate(qwen3, model={"source": "m", "gradient_checkpointing": setting}).total(8) for setting in settings]
+    found = [compiled(qwen3, model={"source": "m", "gradient_checkpointing": setting}) for setting in settings]
+    totals = [each.total(8) for each in found]
     assert totals == sorted(totals, reverse=True) and len(set(totals)) == 4
+    assert found[-1].parts(8)["activations"] == 8 * 4096 * 28 * 2048 * 2, "the inputs of layers"
 
 
-def test_full_checkpointing_keeps_layer_inputs_and_makes_one_layer_whole_in_backward(qwen3: ModelFlops) -> None:
-    found = estimate(qwen3, model={"source": "m", "gradient_checkpointing": "full"})
-    inputs, layer = 2048 * 2, 71_680
-    assert found.parts(8)["activations"] == 8 * 4096 * 28 * inputs
-    assert found.parts(8)["a layer's backward"] == 8 * 4096 * (layer - inputs + layer)
+def test_layers_keep_what_their_formats_take(qwen3: PreTrainedModel) -> None:
+    """Hidden and queries 2,048 wide, 4,096 queries, keys and values, 12,288 gates and ups, 16 heads, two RMS norms."""
+    shared = 2 * 2048 * 2 + 2 * 4096 + 2 * 2048 + 4 * 16 + 2 * 12_288 + 2 * 4
+    operands = 3 * 2048  # of three products; the fourth's is made again
+    expected = {
+        "bf16": shared + 2 * 2 * 2048,
+        "delayed": shared + operands,
+        "block": shared + (operands + 6144) * 33 // 32,
+        "nvfp4": shared + (operands + 6144) * 9 // 16,
+    }
+    for precision, kept in expected.items():
+        assert {layer.kept for layer in layers(qwen3, precision, Devices(), **EXACT)} == {kept}
 
 
-def test_a_layer_recomputed_behind_kept_ones_takes_the_place_of_what_they_gave_back(qwen3: ModelFlops) -> None:
-    """28 layers, every fourth recomputed: the last one to be is the 25th, when three kept ones are done with."""
-    some = estimate(qwen3, model={"source": "m", "gradient_checkpointing": 4})
-    none = estimate(qwen3)
-    assert some.backward_by_pack == none.backward_by_pack == 4096 * 71_680
-
-
-def test_the_larger_of_loss_and_backward_makes_the_peak(qwen3: ModelFlops) -> None:
-    found = estimate(qwen3, weights="bf16")
-    head = 151_936 * 2048
-    assert found.parts(1)["the loss"] == 4 * head + 4096 * (3 * 2048 * 2 + 151_936 * 2)
-    assert "a layer's backward" not in found.parts(1)
-    assert found.parts(16)["a layer's backward"] == 16 * 4096 * 71_680
-    assert "the loss" not in found.parts(16)
-
-
-def test_unchunked_logits_grow_with_the_microbatch_and_chunked_ones_do_not(qwen3: ModelFlops) -> None:
-    head, states = 151_936 * 2048, 3 * 2048 * 2
-    whole = estimate(qwen3, weights="bf16", loss={"kind": "reference"})
-    assert whole.parts(8)["the loss"] == 2 * head + 8 * 4096 * (151_936 * 10 + states)
-    chunked = estimate(qwen3, weights="bf16", loss={"kind": "chunked", "chunk": 32_768})
-    for packs in (8, 16):
-        assert chunked.parts(packs)["the loss"] == 4 * head + 32_768 * 151_936 * 2 + packs * 4096 * states
-
-
-def test_a_head_in_fp8_is_kept_in_both_layouts_and_so_is_a_chunks_gradient(fused: Callable[..., MemoryEstimate]) -> None:
-    without, head = fused("delayed", **EXACT), fused("delayed", **EXACT, fp8_config={"scope": "linear+head"})
-    assert head.quantized_weights - without.quantized_weights == 2 * 151_936 * 2048
-    assert head.logits_at_most == 2 * without.logits_at_most == 4096 * 151_936 * 4
+def test_layers_that_stay_in_bf16_are_counted_so_and_fp32_weights_are_copied_for_them_alone(qwen3: PreTrainedModel) -> None:
+    mixed = layers(qwen3, "delayed", Devices(), weights="fp32", fp8_config={"keep_bf16_layers": {"first": 1, "last": 2}})
+    low, bf16 = (layers(qwen3, precision, Devices(), weights="fp32")[0] for precision in ("delayed", "bf16"))
+    assert mixed == [bf16, *[low] * 25, bf16, bf16]
+    assert (low.quantized_weights, low.working_copies) == (2 * LAYER, 0)
+    assert (bf16.quantized_weights, bf16.working_copies) == (0, 2 * LAYER)
 
 
 @pytest.mark.parametrize(("precision", "layouts"), [("delayed", 1), ("current", 1), ("block", 2), ("mxfp8", 2), ("nvfp4", 2)])
-def test_a_blackwell_holds_one_layout_of_what_has_one_scale(
-    precision: str, layouts: int, qwen3: ModelFlops, fused: Callable[..., MemoryEstimate]
-) -> None:
+def test_a_blackwell_holds_one_layout_of_what_has_one_scale(precision: str, layouts: int, qwen3: PreTrainedModel) -> None:
     """Its products read operands as they lie, in layers and in the head. With scales of blocks there are two layouts."""
-    asked, head, logits = {**EXACT, "fp8_config": {"scope": "linear+head"}}, 151_936 * 2048, 4096 * 151_936
-    hopper, blackwell = (fused(precision, capability=capability, **asked) for capability in ((9, 0), (10, 0)))
-    assert blackwell.quantized_weights == layouts * hopper.quantized_weights // 2
-    assert blackwell.logits_at_most == (2 + layouts) * logits and hopper.logits_at_most == 4 * logits
-    gradients = 4096 * (2048 + 12_288)  # of a layer's output, and of gate and up, while its backward is at its fullest
-    assert hopper.backward_by_pack - blackwell.backward_by_pack == (2 - layouts) * gradients
-    assert blackwell.activations_by_pack == hopper.activations_by_pack, "one layout is kept for backward in any case"
-    assert blackwell.loss == 6 * head, "no product of it adds a chunk's gradient to the FP32 sum"
-    assert hopper.loss == (4 if layouts == 1 else 6) * head
-    compiled = MemoryEstimate.of(recipe(**asked), qwen3, precision, Devices(capability=(10, 0)))
-    assert compiled.quantized_weights == layouts * (1_409_286_144 + head)
-
-
-def test_a_blackwell_whose_products_read_one_layout_alone_holds_both(fused: Callable[..., MemoryEstimate]) -> None:
-    """An RTX 5090."""
-    asked, head = {**EXACT, "fp8_config": {"scope": "linear+head"}}, 151_936 * 2048
-    found, hopper = (fused("current", capability=capability, **asked) for capability in ((12, 0), None))
-    assert found.quantized_weights == hopper.quantized_weights and found.loss - hopper.loss == 2 * head
-
-
-def test_an_fp32_head_is_copied_for_its_bf16_product_at_the_loss_alone(fused: Callable[..., MemoryEstimate]) -> None:
-    head = 2 * 151_936 * 2048
-    assert fused("bf16", weights="fp32").loss - fused("bf16", **EXACT).loss == head
-    assert fused("bf16", weights="fp32").working_copies == 2 * 1_409_286_144
-    assert fused("delayed", weights="fp32").working_copies == 0
-    assert fused("delayed", weights="fp32", fp8_config={"scope": "linear+head"}).loss == fused("delayed", **EXACT).loss
-
-
-def test_the_sums_of_a_layer_are_on_their_way_where_they_are_sharded(qwen3: ModelFlops) -> None:
-    assert estimate(qwen3, **EXACT).backward == estimate(qwen3, world_size=2, **EXACT).backward == 0
-    assert estimate(qwen3, world_size=2, sharded=True, **EXACT).backward == pytest.approx(4 * 50_336_128, rel=1e-4)
-
-
-def test_histories_of_delayed_scaling_are_counted_by_their_length(qwen3: ModelFlops) -> None:
-    """28 layers of seven linears, each with three tensors in forward and two in backward."""
-    part, option = "amax histories", {"amax_history_len": 2**20}
-    assert estimate(qwen3, precision="delayed").parts(1)[part] == 28 * 7 * 5 * 4 * 1024
-    long = estimate(qwen3, precision="delayed", fp8_config=option | {"scope": "linear+head"}).parts(1)[part]
-    assert long == (28 * 7 + 1) * 5 * 4 * 2**20
-    assert part not in estimate(qwen3, precision="current").parts(1)
-
-
-def test_copies_of_recomputed_layers_pass_unless_the_layers_are_fused(
-    qwen3: ModelFlops, fused: Callable[..., MemoryEstimate]
-) -> None:
-    again = {"weights": "fp32", "model": {"source": "m", "gradient_checkpointing": "full"}}
-    assert estimate(qwen3, **again).working_copies == 2 * 50_331_648
-    assert fused("bf16", **again).working_copies == 2 * 1_409_286_144
-
-
-def test_sharding_spreads_weights_and_moments_and_counts_what_is_gathered_and_summed_whole(qwen3: ModelFlops) -> None:
-    every, layer, head = 1_720_574_976, 50_336_128, 151_936 * 2048  # the final norm, too small to matter, is among the layers
-    whole = estimate(qwen3, world_size=4, weights="fp32").parts(8)
-    shards = {way: estimate(qwen3, world_size=4, sharded=True, gathered=way, weights="fp32").parts(8) for way in (True, False)}
-    for shard in shards.values():
-        assert all(shard[name] == whole[name] // 4 for name in ("parameters", "optimizer moments"))
-        assert shard["activations"] == whole["activations"] and "BF16 working copies" not in shard
-    assert shards[True]["gathered weights"] == 2 * every
-    assert shards[True]["gradients"] == 4 * every + every
-    assert shards[False]["gathered weights"] == pytest.approx(2 * (3 * layer + head), rel=1e-4)
-    assert shards[False]["gradients"] == pytest.approx(4 * (layer + head) + every, rel=1e-4)
-    two_replicas = MemoryEstimate.of(recipe(), qwen3, "bf16", Devices(4, sharded=True, replicas=2)).parts(1)
-    assert two_replicas["parameters"] == 4 * every // 2
-
-
-def test_candidates_are_divisors_from_an_optimistic_start_down_to_one(qwen3: ModelFlops) -> None:
-    memory = estimate(qwen3, weights="bf16")
-    assert microbatch_candidates(divisors_of(32), memory, None) == [32, 16, 8, 4, 2, 1]
-    assert microbatch_candidates(divisors_of(32), memory, 76 * GIB) == [8, 4, 2, 1]  # 8 is estimated at 76.8 GiB: worth a try
-    assert microbatch_candidates(divisors_of(32), memory, 76 * GIB, share=1.0) == [4, 2, 1]
-    assert microbatch_candidates(divisors_of(32), memory, 1 * GIB) == [1]
-
-
-@given(st.integers(1, 20_000))
-def test_divisors_are_all_of_them_in_order(number: int) -> None:
-    assert divisors_of(number) == [d for d in range(1, number + 1) if number % d == 0]
+    on = [fused(qwen3, precision, Devices(capability=capability), **EXACT, **HEAD) for capability in ((9, 0), (10, 0))]
+    hopper, blackwell = (each.held["quantized weights"] for each in on)
+    assert blackwell == layouts * hopper // 2
+    assert on[1].logits_at_most == (2 + layouts) * 4096 * 151_936 and on[0].logits_at_most == 4 * 4096 * 151_936
 
 
 @given(st.integers(1, 300), st.integers(1, 40))

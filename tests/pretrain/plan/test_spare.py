@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from pretrain.metrics.flops import ModelFlops
 from pretrain.plan.memory import Devices, layers_of
 from pretrain.plan.plan import Plan
 from pretrain.plan.rendering import render
-from pretrain.plan.spare import KEPT_FREE, spend_spare_memory
+from pretrain.plan.spare import spend_spare_memory
 from pretrain.precision.settings import PRECISIONS, ActivePrecision
-from pretrain.run.resume import ResumePoint, chunk_of
-from tests.pretrain.plan.plan_recipe import QWEN3, recipe
+from tests.pretrain.plan.plan_recipe import QWEN3, flops_of, on_meta, recipe
 
 GIB = 2**30
 H200 = int(139.8 * GIB)
@@ -28,13 +23,12 @@ H200 = int(139.8 * GIB)
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     """Of Qwen3-1.7B in FP8, head and all, on an H200: 8 packs of 4,096 at once."""
-    with torch.device("meta"):
-        hf = AutoModelForCausalLM.from_config(AutoConfig.for_model(**QWEN3))
+    hf = on_meta(QWEN3)
     wanted = recipe(precision="delayed", weights="bf16_exact", fp8_config={"scope": "linear+head"}, train={"steps": 10})
     settings = wanted.fp8_config.resolved("delayed")
     active = ActivePrecision("delayed", PRECISIONS["delayed"], "transformer_engine", settings)
-    found = layers_of(hf, wanted, active, "cuda", "packed_cudnn")
-    return Plan(wanted, active, Devices(name="NVIDIA H200", memory=H200), "qwen3", ModelFlops.of(hf), 745.0, found)
+    found = layers_of(hf, flops_of(hf), wanted, active, "cuda", "packed_cudnn")
+    return Plan(wanted, active, Devices(name="NVIDIA H200", memory=H200), "qwen3", flops_of(hf), 745.0, found)
 
 
 def of(plan: Plan, *, memory: int | None = H200, name: str = "NVIDIA H200", **changes: Any) -> Plan:
@@ -72,22 +66,6 @@ def test_with_few_words_a_chunk_has_more_tokens(plan: Plan, words: int, packs: i
     assert of(small, batch={"microbatch": packs}, memory=small.memory.total(packs)).chunk is None
 
 
-@given(memory=st.integers(2**32, 2**38), microbatch=st.sampled_from(["auto", 1, 4, 32]))
-def test_what_is_spent_leaves_the_microbatch_its_room(plan: Plan, memory: int, microbatch: int | str) -> None:
-    made = of(plan, memory=memory, batch={"microbatch": microbatch})
-    assert made == of(made, memory=memory)  # settings and memory alone decide
-    packs = min(8, plan.with_microbatch(8).packs_per_rank) if microbatch == "auto" else microbatch
-    if made.keeps_rotated:
-        without = replace(made, chunk=None, keeps_rotated=False)
-        assert made.memory.total(min(packs, without.expected_microbatch)) <= (1 - KEPT_FREE) * memory
-
-
-def test_nothing_is_kept_of_layers_that_are_recomputed_or_have_nothing_to_keep(plan: Plan) -> None:
-    assert not of(plan, model={"gradient_checkpointing": "full"}).keeps_rotated
-    unrotated = replace(plan, layers=[replace(layer, rotated=0) for layer in plan.layers])
-    assert not of(unrotated).keeps_rotated
-
-
 def test_cpus_and_devices_of_unknown_memory_take_what_is_usual(plan: Plan) -> None:
     for made in (of(plan, name="CPU"), of(plan, memory=None)):
         assert (made.chunk, made.keeps_rotated, made.loss.tokens_at_once) == (None, False, 4096)
@@ -97,15 +75,3 @@ def test_a_chunk_that_is_set_stays(plan: Plan) -> None:
     made = of(plan, loss={"chunk": 512})
     assert (made.chunk, made.loss.chunk) == (None, 512)
     assert of(plan, loss={"kind": "reference"}).chunk is None
-
-
-@pytest.mark.parametrize(("set_to", "record", "taken"), [("auto", None, 4096), ("auto", {"loss_chunk": 8192}, 8192)])
-def test_a_resumed_run_keeps_the_chunk_that_it_began_with(
-    plan: Plan, tmp_path: Any, set_to: str, record: dict[str, int] | None, taken: int
-) -> None:
-    source = None if record is None else ResumePoint(tmp_path, record, [])
-    made = of(plan, loss={"chunk": set_to})
-    assert chunk_of(SimpleNamespace(recipe=made.recipe, plan=made), source) == taken
-    assert made.with_chunk(taken).loss.chunk == made.with_chunk(taken).recipe.loss.chunk == taken
-    fixed = of(plan, loss={"chunk": 64})
-    assert chunk_of(SimpleNamespace(recipe=fixed.recipe, plan=fixed), source) == 64

@@ -10,28 +10,23 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 import yaml
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from foundation.errors import InputError
-from foundation.tables import UNKNOWN
-from pretrain.metrics.flops import ModelFlops
 from pretrain.metrics.run_record import read_run
 from pretrain.plan.memory import Devices
 from pretrain.plan.plan import Plan
-from pretrain.plan.targets import Estimate, MeasuredRun, Target, estimates, left_out, span
+from pretrain.plan.targets import MeasuredRun, Target, bytes_sent, estimates, left_out, on_devices, step_seconds
 from pretrain.precision.selection import missing_on, select_precision
 from pretrain.precision.settings import LowPrecisionSettings
-from tests.pretrain.plan.plan_recipe import QWEN3, recipe
+from tests.pretrain.plan.plan_recipe import QWEN3, flops_of, on_meta, recipe
 
 ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
 def shapes() -> Any:
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**QWEN3))
+    return on_meta(QWEN3)
 
 
 @pytest.fixture
@@ -42,7 +37,7 @@ def job(shapes: Any) -> Callable[..., Any]:
         settings = LowPrecisionSettings(on_unsupported="emulate", **changes.get("fp8_config", {}))
         active = select_precision(precision, settings, missing_on("cpu"))
         wanted = recipe(precision=precision, weights="bf16_exact", **({"train": {"tokens": 10**9}} | changes))
-        plan = Plan(wanted, active, Devices(), "qwen3", ModelFlops.of(shapes), 745.0)
+        plan = Plan(wanted, active, Devices(), "qwen3", flops_of(shapes), 745.0)
         return SimpleNamespace(plan=plan, active=active, shapes=shapes, recipe=wanted)
 
     return make
@@ -82,13 +77,9 @@ def test_hours_are_operations_over_the_stated_share_of_the_peak(job):
     assert row.cost({"H100": 3.0}) == (), "no price is invented"
     as_driven = replace(row, target=Target("NVIDIA H100 80GB HBM3"))
     assert as_driven.cost({"H200": 9.0, "H100": 3.0}) == pytest.approx([3 * row.hours[0]])
-    assert as_driven.cost({"H100": 3.0, "NVIDIA H100 80GB HBM3": 4.0}) == pytest.approx([4 * row.hours[0]])
+    [low, high] = next(estimates(job(), [Target("H200")], [])).hours
+    assert low / high == pytest.approx(5 / 3), "30 to 50 % are assumed where none is stated"
     assert row.steps_in(10) == (int(10 / row.hours[0] * row.plan.total_tokens / row.plan.tokens_per_step),)
-
-
-def test_without_a_share_two_are_assumed_and_it_is_said(job):
-    [row] = estimates(job(), [Target("H200")], [])
-    assert row.by == "30 to 50 % of the bf16 peak, assumed" and row.hours[0] / row.hours[1] == pytest.approx(5 / 3)
 
 
 def test_a_run_goes_over_to_another_device_by_the_ratio_of_peaks(job, run_folder):
@@ -121,22 +112,6 @@ def test_a_run_on_a_device_without_a_peak_says_something_of_its_own_only(job, ru
     assert list(left_out(job(), [run], [Target("H200")])) == [
         "run slow was on CPU, of which no bf16 peak is known: it says nothing of 1 x H200"
     ]
-
-
-def test_the_device_of_a_run_is_judged_by_its_own_memory_and_not_by_that_of_who_plans(job, run_folder):
-    devices = {"h200": "NVIDIA H200", "a100": "NVIDIA A100-SXM4-80GB", "cpu": None}
-    runs = [measured(run_folder(name, 500.0, [device] if device else [])) for name, device in devices.items()]
-    asked = job(batch={"tokens": 131072, "microbatch": "auto"})
-    asked.plan = replace(asked.plan, devices=Devices(name="CPU", memory=20 * 2**30))
-    *_, on_h200, on_a100, on_cpu = (row.plan for row in estimates(asked, [Target("B200")], runs, [0.4]))
-    assert replace(on_h200, devices=replace(on_h200.devices, name="H200")) == Target("H200").plan(asked)
-    assert on_h200.expected_microbatch == 8 and on_h200.devices.capability == (9, 0)
-    assert on_a100.devices.memory is on_cpu.devices.memory is None, "it is not in the table"
-    assert on_a100.expected_microbatch == on_cpu.expected_microbatch == 32
-    asked.plan = replace(asked.plan, devices=Devices(name=devices["a100"], memory=75 * 2**30))
-    *_, on_h200_again, seen, _ = estimates(asked, [Target("B200")], runs, [0.4])
-    assert on_h200_again.plan == on_h200 and seen.target.memory == 75 * 2**30
-    assert seen.plan.expected_microbatch == 4 and seen.plan.memory.total(4) <= 0.92 * 75 * 2**30, "that machine plans for itself"
 
 
 def test_a_run_in_another_precision_is_left_out_and_named(job, run_folder):
@@ -176,22 +151,6 @@ def test_what_a_device_cannot_run_is_said_in_its_row(job):
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "gib"),
-    {
-        "h100": 79.1,
-        "NVIDIA H100 80GB HBM3": 79.1,
-        "NVIDIA H100 64GB HBM2": None,
-        "NVIDIA H100 96GB HBM3": None,
-        "NVIDIA H200 141G HBM3e": 139.8,
-        "NVIDIA A100-SXM4-80GB": None,
-    }.items(),
-)
-def test_a_device_whose_name_says_another_memory_than_the_tables_has_none_of_it(name, gib):
-    assert Target(name).memory == (gib and int(gib * 2**30))
-    assert Target(name).capability == (None if "A100" in name else (9, 0))
-
-
 @pytest.mark.parametrize("precision", ["bf16", "delayed"])
 def test_memory_is_what_a_run_took_on_that_device(precision, job):
     """Of exact BF16 weights, 8 packs of 4,096 at once."""
@@ -203,13 +162,6 @@ def test_memory_is_what_a_run_took_on_that_device(precision, job):
     assert planned.memory.total(8) / 2**30 == pytest.approx(measured, rel=0.03)
 
 
-def test_a_b200_is_planned_with_one_layout_of_fp8_weights_and_the_gradient_of_a_heads_chunk(job):
-    asked = job("delayed", fp8_config={"scope": "linear+head"})
-    hopper, blackwell = (Target(name).plan(asked).memory for name in ("H200", "B200"))
-    assert hopper.quantized_weights == 2 * blackwell.quantized_weights
-    assert blackwell.loss - hopper.loss == 2 * 151_936 * 2048
-
-
 def test_a_model_that_fits_no_device_whole_is_planned_in_shards(job):
     whole = Target("H200", 8).plan(job())
     assert not whole.devices.sharded and whole.devices.count == 8
@@ -218,21 +170,30 @@ def test_a_model_that_fits_no_device_whole_is_planned_in_shards(job):
     assert Target("H200", 8).plan(large).devices.sharded and not Target("H200").plan(large).devices.sharded
 
 
-@pytest.mark.parametrize(
-    ("text", "target"), [("H200", Target("H200")), ("8xB200", Target("B200", 8)), (" 2 X h100", Target("h100", 2))]
-)
-def test_devices_are_named_with_or_without_a_number(text, target):
-    assert Target.parse(text) == target
-
-
-@pytest.mark.parametrize(
-    ("text", "says"), [("Q9", "no BF16 peak of 'Q9'"), ("8x", "no BF16 peak of ''"), ("0xH200", "0 devices are no machine")]
-)
-def test_devices_that_are_none_are_refused(text, says):
-    with pytest.raises(InputError, match=f"--on {text}: {says}"):
+@pytest.mark.parametrize("text", ["Q9", "8x", "0xH200"])
+def test_devices_that_are_none_are_refused(text):
+    assert [Target.parse(known) for known in ("H200", " 8 X b200")] == [Target("H200"), Target("b200", 8)]
+    with pytest.raises(InputError, match=f"--on {text}: "):
         Target.parse(text)
 
 
-def test_a_span_is_one_figure_where_both_are_alike():
-    assert span([1.0, 1.001], "{:.1f}".format) == "1.0" and span([1, 2], str) == "1 to 2" and span([], str) == UNKNOWN
-    assert Estimate(Target("H200"), None, "", obstacle="no").tokens_per_second == ()
+VALUES = 1_720_574_976  # of QWEN3
+
+
+def on(shapes: Any, tokens: int, devices: int, *, sharded: bool = False) -> Plan:
+    changed = recipe(batch={"tokens": tokens, "microbatch": 8}, data={"packs": "p", "length": 4096})
+    bf16 = select_precision("bf16", LowPrecisionSettings(), missing_on("cpu"))
+    one = Plan(changed, bf16, Devices(name="NVIDIA H200"), "any", flops_of(shapes), 745.0, packs=22_206)
+    return on_devices(one, devices, sharded=sharded)
+
+
+def test_a_copy_on_each_sends_its_sums_twice_and_shards_send_sums_and_weights_once(shapes):
+    assert bytes_sent(on(shapes, 131_072, 4), 1) == pytest.approx(2 * 3 / 4 * 4 * VALUES)
+    assert bytes_sent(on(shapes, 131_072, 4, sharded=True), 1) == pytest.approx(3 / 4 * (4 + 2) * VALUES)
+    assert bytes_sent(on(shapes, 131_072, 1), 4) == 0
+
+
+@pytest.mark.parametrize(("tokens", "measured"), [(131_072, 278_422), (524_288, 299_000)])
+def test_what_four_h200s_lost_is_met_within_two_percent(tokens: int, measured: int, shapes):
+    """DDP in FP8 with its head, where one made 76,923 tokens/s: benchmarks/results/speed/h200_x4_ddp.json, docs/scaling.md."""
+    assert tokens / step_seconds(on(shapes, tokens, 4), 76_923) == pytest.approx(measured, rel=0.02)

@@ -8,6 +8,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from foundation.errors import InputError
+from pretrain.metrics.flops import ModelFlops
 from pretrain.model import huggingface as model
 from pretrain.plan.memory import layers_of
 from pretrain.precision.scope import check_kept, decide, is_called, low_precision_linears
@@ -85,7 +86,7 @@ def test_memory_knows_products_of_both_kinds_in_one_layer(hf: PreTrainedModel) -
     recipe = Recipe.model_validate(values)
 
     def of(asked: ActivePrecision) -> Any:
-        return layers_of(hf, recipe, asked, "cuda", "packed_cudnn")[0]
+        return layers_of(hf, ModelFlops.of(hf), recipe, asked, "cuda", "packed_cudnn")[0]
 
     low, mixed, bf16 = of(active()), of(active("down_proj")), of(active(precision="bf16"))
     assert low.fused and mixed.fused

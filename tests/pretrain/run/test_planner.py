@@ -58,7 +58,7 @@ def test_a_plan_needs_no_packs_and_counts_tokens_and_steps_both_ways(plan):
 def test_what_is_far_outside_of_what_is_known_is_not_forecast(plan):
     status, out, _ = plan("--on", "H100")
     assert status == 0 and cells(out, "1 x H100")[1:] == ["30 to 50 % of the bf16 peak, assumed", UNKNOWN, UNKNOWN]
-    assert "how fast a model below 50.0 M parameters is, no share of a peak says" in out
+    assert "no share of a peak says" in out
     assert cells(plan("--on", "H100", "--mfu", "0.4")[1], "1 x H100")[2] != UNKNOWN, "one that is stated is taken"
 
 
@@ -91,7 +91,6 @@ def test_a_run_of_ones_own_is_reckoned_by(plan, start_here, small_recipe, tmp_pa
     {
         ("--on", "Q9"): "--on Q9: no BF16 peak of 'Q9' is known",
         ("--mfu", "1.2"): "--mfu: 1.2: a number above 0 and of at most 1 is wanted",
-        ("--mfu", "0.1", "--mfu", "0.2", "--mfu", "0.3"): "--mfu: give one share, or two",
         ("--hours", "soon"): "--hours: soon: a finite number above 0",
         ("--price-per-hour", "H200=cheap"): "--price-per-hour H200=cheap: give a price",
         ("--price-per-hour", "H20=3"): "--price-per-hour H20=...: no such device is planned for",
