@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -72,11 +71,6 @@ class ExactAdamW(torch.optim.Optimizer):
                 state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16)
         return state
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if state_dict["state"]:  # accelerate hands the empty one back
-            raise NotImplementedError("torch would cast the state to the weights' dtype; write into `named_state` instead")
-        super().load_state_dict(state_dict)
-
     @torch.no_grad()
     def master(self, parameter: Tensor) -> Tensor:
         """The weight that updates apply to, FP32; of a DTensor, this process's part."""
@@ -114,14 +108,12 @@ class ExactAdamW(torch.optim.Optimizer):
                     alike[hyper, tensors.weight.device, tensors.kind].append(tensors)
                     self._updated += tensors.weight.numel()
         for (hyper, device, _), parameters in alike.items():
-            update = _update_by_kernel() if device.type == "cuda" else update_parameters
-            self._lost.append((parameters, update(parameters, hyper, clip_coefficient)))
+            self._lost.append((parameters, _update_on(device)(parameters, hyper, clip_coefficient)))
         if counts:
             torch._foreach_add_(counts, 1)
 
     def frozen_counts(self) -> Tensor:
-        """Returns counts of the last step on the parameters' device, int64 [2]: this process's values whose update was lost, and
-        all.
+        """Counts of the last step on the parameters' device, int64 [2]: this process's values whose update was lost, and all.
 
         Lost means that the update was not zero and the stored weight (in mode bf16_exact: the master) is what it was before. An
         update is zero where the learning rate is, or where neither its first moment nor its decay moves the weight.
@@ -132,7 +124,7 @@ class ExactAdamW(torch.optim.Optimizer):
         return torch.stack([lost, torch.full_like(lost, self._updated)])
 
     def frozen_by_weight(self) -> dict[int, Tensor]:
-        """Returns this process's count of lost updates in the last step of each weight, by the address of its local part."""
+        """This process's count of lost updates in the last step of each weight, by the address of its local part."""
         return {
             each.weight.data_ptr(): count
             for parameters, counts in self._lost
@@ -140,8 +132,9 @@ class ExactAdamW(torch.optim.Optimizer):
         }
 
 
-@cache
-def _update_by_kernel() -> Callable[[Sequence[ParameterTensors], Hyperparameters, Tensor | None], Tensor]:
+def _update_on(device: torch.device) -> Callable[[Sequence[ParameterTensors], Hyperparameters, Tensor | None], Tensor]:
+    if device.type != "cuda":
+        return update_parameters
     from pretrain.optimizer.adamw_kernel import update_by_kernel  # needs Triton, which machines without a GPU may lack
 
     return update_by_kernel

@@ -33,20 +33,10 @@ _NAN = 0x7FC00000
 # tensor; a whole matrix would come from memory for each of them.
 _IN_CACHE = 1 << 18
 ALIGNMENT = 16  # bytes that a GPU's thread loads at once
-_CONVERSIONS: dict[tuple[Weights, Weights], str] = {
-    ("fp32", "bf16_exact"): "split each FP32 weight into a BF16 weight and its 16 remaining bits; nothing is lost",
-    ("bf16_exact", "fp32"): "joined each BF16 weight and its remainder into the FP32 weight they are; nothing is lost",
-    ("bf16", "bf16_exact"): "gave each BF16 weight a remainder of zero; updates are exact from here on",
-    ("bf16", "fp32"): "widened each BF16 weight to FP32; updates are exact from here on",
-    ("fp32", "bf16"): "rounded each FP32 weight to BF16; its lower 16 bits are LOST",
-    ("bf16_exact", "bf16"): "kept each BF16 weight and dropped its remainder; those 16 bits are LOST",
-}
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
     """The BF16 weight and the int16 remainder of FP32 masters, of their shape."""
-    if master.dtype != torch.float32:
-        raise ValueError(f"a master is FP32, not {master.dtype}")
     bits = master.view(torch.int32).masked_fill(master.isnan(), _NAN)
     # Integer conversions keep the low 16 bits, whatever the sign.
     return ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16), bits.to(torch.int16)
@@ -54,8 +44,6 @@ def split(master: Tensor) -> tuple[Tensor, Tensor]:
 
 def join(weight: Tensor, remainder: Tensor) -> Tensor:
     """The FP32 masters that split() took apart, bit for bit; of any other pair of BF16 and int16, their sum as bits."""
-    if weight.dtype != torch.bfloat16 or remainder.dtype != torch.int16:
-        raise ValueError(f"a master is joined from BF16 and int16, not from {weight.dtype} and {remainder.dtype}")
     return ((weight.view(torch.int16).to(torch.int32) << 16) + remainder).view(torch.float32)
 
 
@@ -80,7 +68,10 @@ def convert_weight(weight: Tensor, remainder: Tensor | None, to: Weights) -> tup
 
 def describe_conversion(source: Weights, to: Weights) -> str | None:
     """What convert_weight() did to a checkpoint of mode `source`, in a sentence for the user; None if nothing."""
-    return None if source == to else f"weights: {source} became {to}: {_CONVERSIONS[source, to]}"
+    if source == to:
+        return None
+    lost = "the lower 16 bits of each weight are LOST" if to == "bf16" else "nothing is lost, and updates are exact from here on"
+    return f"weights: {source} became {to}; {lost}"
 
 
 @dataclass(frozen=True)

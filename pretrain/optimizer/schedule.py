@@ -69,28 +69,28 @@ def check(settings: ScheduleSettings, total_steps: int) -> None:
 def preview(
     settings: ScheduleSettings, optimizer: OptimizerSettings, total_steps: int, tokens_per_step: int, path_png: Path
 ) -> str:
-    """Draw the rate of every step (of 10,000 where there are more) to `path_png`; returns the schedule in a line, and its rate
-    where phases begin and end.
+    """Draw the rate of every step (of 10,000 where there are more) to `path_png`; returns the schedule in a line.
 
     Raises InputError as `check` does, and where the PNG cannot be written or another file lies there.
     """
+    from matplotlib.figure import Figure  # not pyplot, which would pick a display and keep state for the whole process
+
     if path_png.suffix.lower() != ".png":
         raise InputError(f"{path_png}: the schedule is drawn as a PNG; give the file a name that ends in .png")
     check_replaceable(path_png, "schedule PNG")
     check(settings, total_steps)
-    points = min(total_steps, _MOST_POINTS)
-    steps = [1 + point * (total_steps - 1) // max(points - 1, 1) for point in range(points)]
-    rates = [learning_rate(step - 1, settings, optimizer, total_steps) for step in steps]
     title = describe(settings, optimizer, total_steps)
-    save_file(path_png, _picture(steps, rates, title, tokens_per_step), asked_for=True)
-    warmup, decay = settings.warmup, decay_steps(settings, total_steps)
-    marks = {"first": 1, "end of warmup": warmup, "start of decay": decay and total_steps - decay + 1, "last": total_steps}
-    lines = []
-    for name, step in marks.items():
-        if step:
-            rate = learning_rate(step - 1, settings, optimizer, total_steps)
-            lines.append(f"  step {step:>9,}  {rate:.3e}  {name}")
-    return "\n".join([title, *lines])
+    steps = range(1, total_steps + 1, math.ceil(total_steps / _MOST_POINTS))
+    rates = [learning_rate(step - 1, settings, optimizer, total_steps) for step in steps]
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.add_subplot(title=title, xlabel="step", ylabel="learning rate", ylim=(0, max(rates) * 1.08))
+    axes.plot(steps, rates, linewidth=1.8)
+    axes.grid(alpha=0.3)
+    tokens = axes.secondary_xaxis("top", functions=(lambda s: s * tokens_per_step, lambda t: t / tokens_per_step))
+    tokens.set_xlabel("tokens")
+    figure.savefig(picture := io.BytesIO(), format="png", dpi=150, metadata={"Software": WRITTEN_BY})
+    save_file(path_png, picture.getvalue(), asked_for=True)
+    return title
 
 
 def describe(settings: ScheduleSettings, optimizer: OptimizerSettings, total_steps: int) -> str:
@@ -104,22 +104,3 @@ def describe(settings: ScheduleSettings, optimizer: OptimizerSettings, total_ste
         phases += [f"{settings.kind} {total_steps - warmup:,}"]
     end = "" if settings.kind == "constant" else f" to {peak * settings.min_lr_ratio:g}"
     return f"{settings.kind}: {' + '.join(phases)} = {total_steps:,} steps, peak {peak:g}{end}"
-
-
-def _picture(steps: list[int], rates: list[float], title: str, tokens_per_step: int) -> bytes:
-    """The PNG."""
-    from matplotlib.figure import Figure  # not pyplot, which would pick a display and keep state for the whole process
-    from matplotlib.ticker import EngFormatter
-
-    figure = Figure(figsize=(8, 4), layout="constrained")
-    axes = figure.add_subplot(title=title, xlabel="step", ylabel="learning rate", ylim=(0, max(rates) * 1.08))
-    axes.plot(steps, rates, linewidth=1.8)
-    axes.margins(x=0)
-    axes.yaxis.set_major_formatter("{x:.3g}")
-    axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.grid(alpha=0.3)
-    tokens = axes.secondary_xaxis("top", functions=(lambda s: s * tokens_per_step, lambda t: t / tokens_per_step))
-    tokens.set_xlabel("tokens")
-    tokens.xaxis.set_major_formatter(EngFormatter(sep=""))
-    figure.savefig(picture := io.BytesIO(), format="png", dpi=150, metadata={"Software": WRITTEN_BY})
-    return picture.getvalue()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 
 import pytest
@@ -11,12 +10,8 @@ from torch import nn
 
 from pretrain.optimizer.adamw import (
     build_optimizer,
-    clear_gradients,
     clip_coefficient,
     gradient_norm,
-    named_state,
-    set_learning_rate,
-    set_updates_done,
 )
 from pretrain.settings.recipe import OptimizerSettings
 
@@ -65,48 +60,6 @@ def test_the_gradient_norm_is_summed_in_fp32_and_the_coefficient_brings_it_to_th
     assert clip_coefficient(norm, None) is None
     assert clip_coefficient(norm, limit=2 * exact) == 1
     assert norm.item() * clip_coefficient(norm, limit=exact / 4).item() == pytest.approx(exact / 4, rel=1e-5)
-
-
-def test_gradients_that_autograd_keeps_give_their_memory_back() -> None:
-    model = small_model()
-    draw_gradients(model, 1)
-    clear_gradients(build_optimizer(model, OptimizerSettings(), exact=False), model)
-    assert all(p.grad is None for p in model.parameters())
-
-
-def test_state_copied_into_a_fresh_optimizer_continues_bit_for_bit() -> None:
-    settings = OptimizerSettings()
-    model = small_model()
-    optimizer = build_optimizer(model, settings, exact=False)
-    optimizer.materialise()
-    for step in range(3):
-        draw_gradients(model, step)
-        set_learning_rate(optimizer, 0.01 * (step + 1))
-        optimizer.step()
-
-    resumed = copy.deepcopy(model)
-    fresh = build_optimizer(resumed, settings, exact=False)
-    fresh.materialise()
-    saved = named_state(optimizer, model)
-    for name, tensor in named_state(fresh, resumed).items():
-        tensor.copy_(saved[name])
-    set_updates_done(fresh, 3)
-
-    for each, opt in ((model, optimizer), (resumed, fresh)):
-        draw_gradients(each, 9)
-        set_learning_rate(opt, 0.02)
-        opt.step()
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), resumed.parameters(), strict=True))
-
-
-def test_allocating_state_early_changes_no_update() -> None:
-    early, late = small_model(), small_model()
-    optimizers = [build_optimizer(m, OptimizerSettings(), exact=False) for m in (early, late)]
-    optimizers[0].materialise()
-    for model, optimizer in zip((early, late), optimizers, strict=True):
-        draw_gradients(model, 1)
-        optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(early.parameters(), late.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("exact", [True, False])

@@ -18,7 +18,6 @@ from pretrain.settings.recipe import OptimizerSettings, ScheduleSettings
 
 RATE = 2.0e-5
 OPTIMIZER = OptimizerSettings(learning_rate=RATE)
-TOKENS = 131_072
 
 
 def rates(settings: ScheduleSettings, total: int) -> list[float]:
@@ -93,13 +92,6 @@ def test_constant_stays_after_warmup() -> None:
     )
 
 
-def test_beyond_the_horizon_the_rate_stays_at_the_end() -> None:
-    for kind in ("wsd", "cosine", "linear"):
-        settings = ScheduleSettings(kind=kind, min_lr_ratio=0.1)
-        assert schedule.learning_rate(100, settings, OPTIMIZER, 100) == pytest.approx(0.1 * RATE)
-        assert schedule.learning_rate(10_000, settings, OPTIMIZER, 100) == pytest.approx(0.1 * RATE)
-
-
 shapes = st.builds(
     ScheduleSettings,
     kind=st.sampled_from(["wsd", "cosine", "linear", "constant"]),
@@ -124,33 +116,17 @@ def test_rates_rise_through_warmup_and_then_never_rise_again_and_are_never_zero(
     assert min(seen[warm - 1 :]) >= RATE * settings.min_lr_ratio * (1 - 1e-12)
 
 
-def test_warmup_longer_than_the_run_is_refused() -> None:
+def test_warmup_and_decay_that_do_not_fit_are_refused_with_both_named() -> None:
     with pytest.raises(InputError, match=r"schedule\.warmup: 101.*100"):
         schedule.check(ScheduleSettings(kind="cosine", warmup=101), 100)
-
-
-def test_warmup_and_decay_that_overlap_are_refused_with_both_named() -> None:
     with pytest.raises(InputError, match=r"schedule\.warmup: 81.*schedule\.decay: 0\.2.*100 steps"):
         schedule.check(ScheduleSettings(kind="wsd", warmup=81, decay=0.2), 100)
     schedule.check(ScheduleSettings(kind="wsd", warmup=80, decay=0.2), 100)
 
 
-def test_preview_draws_a_png_and_tells_the_rate_where_phases_begin_and_end(tmp_path: Path) -> None:
-    path = tmp_path / "plots" / "schedule.png"
-    title, *lines = schedule.preview(ScheduleSettings(warmup=100), OPTIMIZER, 2776, TOKENS, path).splitlines()
+@pytest.mark.parametrize("total", [101, 2776])
+def test_preview_draws_a_png_and_returns_the_schedule_in_a_line(tmp_path: Path, total: int) -> None:
+    path, settings = tmp_path / "plots" / "schedule.png", ScheduleSettings(warmup=100, decay=0.0)
+    title = schedule.preview(settings, OPTIMIZER, total, 131_072, path)
     assert imread(path).shape[:2] == (600, 1200)
-    assert title == "wsd: warmup 100 + stable 2,121 + decay 555 = 2,776 steps, peak 2e-05 to 0"
-    told = [line.split(maxsplit=3)[1:] for line in lines]
-    assert told == [
-        ["1", "2.000e-07", "first"],
-        ["100", "2.000e-05", "end of warmup"],
-        ["2,222", "2.000e-05", "start of decay"],
-        ["2,776", "3.604e-08", "last"],
-    ]
-
-
-@pytest.mark.parametrize("kind", ["wsd", "cosine", "constant"])
-@pytest.mark.parametrize("total", [1, 2, 7])
-def test_a_very_short_run_can_be_previewed(tmp_path: Path, total: int, kind: str) -> None:
-    text = schedule.preview(ScheduleSettings(kind=kind), OPTIMIZER, total, TOKENS, tmp_path / "s.png")
-    assert "first" in text and text.endswith("last")
+    assert title == f"wsd: warmup 100 + stable {total - 100:,} + decay 0 = {total:,} steps, peak 2e-05 to 0"
