@@ -26,7 +26,7 @@ import torch
 from benchmarks.machine import measured_on, write
 from packing.arrow import Pack
 from packing.batch import BatchStream
-from packing.order import PackOrder, spread
+from packing.order import Mixture, Order, spread
 from packing.pack import Layout, PackBlock, best_fit, materialise, truncate
 
 RESULTS = Path(__file__).parent / "results" / "packing_speed.json"
@@ -99,14 +99,14 @@ class PacksInMemory:
 
 def measure_batches(packs: PacksInMemory, vocab_size: int) -> dict[str, float]:
     """Steps of 32 packs in microbatches of 8: the published recipe's 131,072 tokens."""
-    order = PackOrder(len(packs), packs_per_step=32, seed=42)
+    order = Order(Mixture.alone(len(packs)), packs_per_step=32, seed=42)
     batches = BatchStream(packs, order, microbatch=8, rank=0, world_size=1, mask_boundaries=True, vocab_size=vocab_size)
     step = seconds(lambda: [batches.step(number) for number in range(20)]) / 20
     return {"tokens_per_second": 32 * LENGTH / step, "milliseconds_per_step_of_131072_tokens": step * 1e3}
 
 
 def measure_order() -> dict[str, float]:
-    order = PackOrder(packs_count=1_000_000, packs_per_step=1024, seed=42)
+    order = Order(Mixture.alone(1_000_000), packs_per_step=1024, seed=42)
     costs = np.random.default_rng(0).lognormal(14, 0.5, 1024).astype(np.int64)
     return {
         "packs_of_step_us_per_1024_packs": seconds(lambda: [order.packs_of_step(number) for number in range(100)]) * 1e4,

@@ -10,10 +10,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -21,9 +21,7 @@ from torch import Tensor
 
 from foundation.errors import InputError
 from packing.arrow import IGNORE, Pack, Packs
-from packing.mixture import MixedOrder
-from packing.order import PackOrder, spread
-from packing.stream import StreamOrder
+from packing.order import Order, spread
 
 T = TypeVar("T")
 
@@ -189,15 +187,40 @@ class Prefetch(Generic[T]):
         self.close()
 
 
-class PositionLimit(NamedTuple):
-    """How many positions a document may have that goes on from another pack, and why no more."""
+@dataclass(frozen=True, kw_only=True)
+class Batching:
+    """How packs become the microbatches of one rank."""
 
-    most: int
-    reason: str
+    microbatch: int  # packs in one forward pass
+    rank: int
+    world_size: int
+    mask_boundaries: bool
+    pin_memory: bool = False
+    vocab_size: int | None = None  # if given, a token id beyond it is an InputError instead of a crash on the device
+    positions: int | None = None  # if given, so is a document that goes on from another pack beyond so many positions
+
+    def build(self, packs: Packs, indices: Sequence[int]) -> Microbatch:
+        """The microbatch of these packs, filled up with blank ones: without documents and labels."""
+        chosen = [read_pack(packs, index, self.vocab_size, self.positions) for index in indices]
+        blank = Pack(np.zeros(packs.length, np.uint32), np.zeros(0, np.int32))
+        chosen += [blank] * (self.microbatch - len(chosen))
+        return build_microbatch(chosen, mask_boundaries=self.mask_boundaries, pin_memory=self.pin_memory)
+
+    def evaluation(self, packs: Packs, limit: int | None = None) -> Prefetch[Microbatch]:
+        """This rank's part of one pass over all packs, or over the first `limit` packs, in order. Every rank gets equally many
+        microbatches, so that none waits for another in a collective."""
+        count = len(packs) if limit is None else min(limit, len(packs))
+
+        def build(turn: int) -> Microbatch:
+            first = (turn * self.world_size + self.rank) * self.microbatch
+            return self.build(packs, range(min(first, count), min(first + self.microbatch, count)))
+
+        turns = -(-count // (self.world_size * self.microbatch))
+        return Prefetch(build, range(turns), self.pin_memory)
 
 
 @dataclass(frozen=True)
-class BatchStream:
+class BatchStream(Batching):
     """The batches of one rank, by step number.
 
     `step(n)` is a pure function, so a run that resumes at step n gets the tensors that the uninterrupted one had. Where a step's
@@ -206,19 +229,9 @@ class BatchStream:
     """
 
     packs: Packs
-    order: PackOrder | MixedOrder | StreamOrder
-    _: KW_ONLY
-    microbatch: int  # packs in one forward pass
-    rank: int
-    world_size: int
-    mask_boundaries: bool
-    pin_memory: bool = False
-    vocab_size: int | None = None  # if given, a token id beyond it is an InputError instead of a crash on the device
-    positions: PositionLimit | None = None  # if given, so is a position beyond it
+    order: Order
 
     def __post_init__(self) -> None:
-        if self.order.packs_count != len(self.packs):
-            raise ValueError(f"the order is over {self.order.packs_count} packs, but {self.packs.path} holds {len(self.packs)}")
         if self.order.packs_per_step < self.world_size:
             raise InputError(
                 f"`batch.tokens`: a step of {self.order.packs_per_step} packs does not reach {self.world_size} processes; choose "
@@ -235,7 +248,7 @@ class BatchStream:
         # Free of cost, they come last: to the lightest microbatches, and one that holds nothing else to the end of its rank's.
         mine = spread([*squares, *[0] * blanks], self.world_size, microbatches)[self.rank]
         return StepBatches(
-            microbatches=[self._build([indices[place] for place in places if place < len(indices)]) for places in mine],
+            microbatches=[self.build(self.packs, [indices[i] for i in places if i < len(indices)]) for places in mine],
             tokens=len(indices) * self.packs.length,
             valid_tokens=sum(
                 count_valid_tokens(each, self.packs.trained(index), mask_boundaries=self.mask_boundaries)
@@ -243,66 +256,26 @@ class BatchStream:
             ),
             sum_squared_lengths=sum(squares),
             epoch=self.order.epoch_of(number + 1),
-            sources={} if isinstance(self.order, PackOrder) else self.order.figures(number + 1),
+            sources=self.order.figures(number + 1),
         )
 
     def steps(self, start: int, stop: int) -> Prefetch[StepBatches]:
         """Steps `start` to `stop` (exclusive), built ahead by a thread. Use it in a `with` block, or iterate to the end."""
         return Prefetch(self.step, range(start, stop), self.pin_memory)
 
-    def _build(self, indices: Sequence[int]) -> Microbatch:
-        chosen = [read_pack(self.packs, index, self.vocab_size, self.positions) for index in indices]
-        chosen += [blank_pack(self.packs.length)] * (self.microbatch - len(chosen))
-        return build_microbatch(chosen, mask_boundaries=self.mask_boundaries, pin_memory=self.pin_memory)
 
-
-def evaluation_batches(
-    packs: Packs,
-    *,
-    microbatch: int,
-    rank: int,
-    world_size: int,
-    mask_boundaries: bool,
-    pin_memory: bool = False,
-    vocab_size: int | None = None,
-    positions: PositionLimit | None = None,
-    limit: int | None = None,
-) -> Prefetch[Microbatch]:
-    """This rank's part of one pass over all packs, or over the first `limit` packs, in order.
-
-    Every rank gets equally many microbatches, so that none waits for another in a collective: packs without documents and labels
-    make up the rest.
-    """
-    count = len(packs) if limit is None else min(limit, len(packs))
-    blank = blank_pack(packs.length)
-
-    def build(turn: int) -> Microbatch:
-        first = (turn * world_size + rank) * microbatch
-        indices = range(first, first + microbatch)
-        chosen = [read_pack(packs, index, vocab_size, positions) if index < count else blank for index in indices]
-        return build_microbatch(chosen, mask_boundaries=mask_boundaries, pin_memory=pin_memory)
-
-    turns = -(-count // (world_size * microbatch))
-    return Prefetch(build, range(turns), pin_memory)
-
-
-def blank_pack(length: int) -> Pack:
-    """A pack without documents, all padding: it fills a place where there is no other pack, and has no label."""
-    return Pack(np.zeros(length, dtype=np.uint32), np.zeros(0, dtype=np.int32))
-
-
-def read_pack(packs: Packs, index: int, vocab_size: int | None, positions: PositionLimit | None = None) -> Pack:
+def read_pack(packs: Packs, index: int, vocab_size: int | None, positions: int | None = None) -> Pack:
     """Pack `index`. InputError where it holds a token id that a model of `vocab_size` (None: not known) does not have, or where
-    its first document goes on beyond the limit of `positions`."""
+    its first document goes on beyond so many `positions`."""
     pack = packs[index]
     if vocab_size is not None and (highest := int(pack.input_ids.max())) >= vocab_size:
         raise InputError(
             f"{packs.path}: pack {index} holds token id {highest}, but the model's vocabulary has {vocab_size} tokens; "
             "prepare the packs with the model's own tokenizer, or choose the model they were made for"
         )
-    if positions and len(pack.lengths) and (last := pack.first_position + int(pack.lengths[0])) > positions.most:
+    if positions and len(pack.lengths) and (end := pack.first_position + int(pack.lengths[0])) > positions:
         raise InputError(
-            f"{packs.path}: a document goes on from another pack to position {last - 1:,}, and {positions.reason}; prepare the "
-            "packs with `data.positions: restart`, or take a model with rotary positions of fixed frequencies"
+            f"{packs.path}: pack {index} begins in a document that goes on to position {end - 1:,}, and the model knows "
+            f"{positions:,}; take packs whose positions restart, or a model with rotary positions of fixed frequencies"
         )
     return pack

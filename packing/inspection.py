@@ -11,9 +11,8 @@ import numpy as np
 from foundation.errors import InputError
 from foundation.progress import Progress
 from foundation.settings import parse
-from packing.arrow import ArrowPacks, Packs, PackWriter
-from packing.manifest import FIRST, MANIFEST, Split
-from packing.mds import MDSReader
+from packing.arrow import FIRST, MANIFEST, ArrowPacks, Packs, PackWriter, Split
+from packing.mds import MDSPacks
 from packing.order import evenly
 from packing.pack import length_statistics
 from packing.prepare import lock_of, summary
@@ -21,6 +20,7 @@ from packing.settings import DataSettings
 from packing.store import find_mds, open_packs
 from packing.tokenizer import TextTokenizer, load_tokenizer
 
+_IMPORTED_TOKENS = 2**22  # read and written at once
 _SAMPLED_PACKS = 10_000  # enough for statistics; reading the lengths of a terabyte's packs would take too long
 
 
@@ -29,8 +29,7 @@ def open_splits(path: Path, length: int | None, end_token: int | None) -> dict[S
     if length is None and (path / MANIFEST).is_file():
         length = ArrowPacks(path).length
     elif length is None and (mds := find_mds(path)):
-        sample = MDSReader(mds["train"][:1]).sample(0)
-        length = len(sample.get("input_ids", sample.get("tokens", (0,))))
+        length = MDSPacks(mds["train"][:1], path, None).length
     elif length is None and (path.suffix == ".bin" or any(path.glob("*.bin"))):
         raise InputError(f"{path}: a token file does not say how long its packs are; add --length, as in --length 1024")
     given = {"packs": path, "end_token": end_token} | ({"length": length} if length else {})
@@ -113,15 +112,15 @@ def import_packs(path: Path, out: Path, *, length: int | None, end_token: int | 
     splits = open_splits(path, length, end_token)
     known = load_tokenizer(tokenizer) if tokenizer else None
     first, total = next(iter(splits.values())), sum(map(len, splits.values()))
-    lengths: list[np.ndarray] = []
+    lengths, step = list[np.ndarray](), max(1, _IMPORTED_TOKENS // first.length)
     with lock_of(out, progress=True), PackWriter(out, first.length) as writer, Progress("importing", "packs") as line:
         for split, packs in splits.items():
-            for index in range(len(packs)):
-                pack = packs[index]
+            for begin in range(0, len(packs), step):
+                block = [packs[index] for index in range(begin, min(begin + step, len(packs)))]
                 if known is not None:
-                    _check_ids(pack.input_ids, known, f"{path}: pack {index}")
-                writer.add(split, pack)
-                lengths.append(pack.lengths)
+                    _check_ids(np.stack([pack.input_ids for pack in block]), known, f"{path}: from pack {begin} on")
+                writer.add(split, *block)
+                lengths += [pack.lengths for pack in block]
                 line.update(len(lengths), len(lengths) / total)
         if known is not None:
             known.save(writer.folder / "tokenizer.json")

@@ -1,23 +1,33 @@
 """Which packs make step n, and which rank computes which of them: pure functions, so that resuming needs a number.
 
-An epoch's order is a permutation that gives the pack at place i directly, so nothing has to be replayed or saved. Its integer
-arithmetic is written out here, since a library's random generator may change between versions.
+The stream of packs is endless. Each place in it belongs to one of the sources, by their shares of the tokens, and each source
+goes through its packs epoch after epoch, in another order each time. An epoch's order is a permutation that gives the pack at
+place i directly. So nothing is replayed or saved, and every number of processes sees the same packs. The integer arithmetic is
+written out here, since a library's random generator may change between versions.
 """
 
 from __future__ import annotations
 
+import hashlib
 import heapq
-from collections.abc import Sequence
+import json
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
 
 import numpy as np
 
 from foundation.errors import InputError
+from packing.arrow import ArrowPacks, Packs, PacksOfOthers, checked_index
 
 # With eight rounds over 6 bits or more, every order of up to 8 packs is as frequent as any other, by a chi-square test of 20,000
 # seeds. Over 4 bits it is not, even with twelve rounds.
 _ROUNDS = 8
 _LEAST_BITS = 6
+_SAMPLED_PACKS = 1000
+_PARTS = 1 << 24  # shares are rounded to 1 / this; with it places of up to 2^39 packs fit 64 bits
 
 
 def evenly(count: int, most: int) -> list[int]:
@@ -26,41 +36,147 @@ def evenly(count: int, most: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class PackOrder:
-    """The endless stream of packs, cut into steps: epoch after epoch, each a permutation of all packs by (seed, epoch).
+class Mixture:
+    """Which places of the endless stream of packs belong to which source."""
 
-    Nothing is dropped or repeated within an epoch: a step in which one ends goes on with the next epoch's first packs.
+    names: tuple[str, ...]  # ("",): a single source, without a name
+    counts: tuple[int, ...]  # packs of each source
+    weights: tuple[float, ...]  # share of the tokens that each source shall have; 1 together
+    tokens_per_pack: tuple[float, ...]  # real tokens in a pack of each source, without padding, on average
+
+    @classmethod
+    def alone(cls, count: int) -> Mixture:
+        """One source with `count` packs."""
+        return cls(("",), (count,), (1.0,), (1.0,))
+
+    def __post_init__(self) -> None:
+        rates = self._rates()
+        for number, (name, rate) in enumerate(zip(self.names, rates, strict=True)):
+            if not rate or _PARTS in rates[:number]:  # it takes nothing, or one before it takes all
+                raise InputError(f"data.sources: {name}: its weight is too small to ever be met; leave it out")
+
+    @property
+    def share_of_packs(self) -> list[float]:
+        """Each source's share of all packs, which sum to 1: its share of the tokens, divided by how full its packs are."""
+        packs = [weight / tokens for weight, tokens in zip(self.weights, self.tokens_per_pack, strict=True)]
+        return [each / sum(packs) for each in packs]
+
+    def _rates(self) -> list[int]:
+        """Returns how many packs each source takes, out of `_PARTS` that no source before it has taken; the last takes all."""
+        shares = self.share_of_packs
+        return [round(_PARTS * each / sum(shares[number:])) for number, each in enumerate(shares)]
+
+    def taken(self, places: np.ndarray | int) -> list[np.ndarray]:
+        """Returns for each source how many of the packs before each of `places` it has given; int64, the shape of `places`."""
+        left, taken = np.asarray(places, np.int64), []
+        for rate in self._rates():
+            taken.append(left * rate // _PARTS)
+            left = left - taken[-1]
+        return taken
+
+    def epochs(self, place: int) -> dict[str, float]:
+        """Returns how often each source has been gone through before `place`."""
+        return {name: int(n) / count for name, n, count in zip(self.names, self.taken(place), self.counts, strict=True)}
+
+    def shares(self, place: int) -> dict[str, float]:
+        """The share of the tokens before `place` that came from each source; the weights themselves before the first."""
+        tokens = [int(n) * each for n, each in zip(self.taken(place), self.tokens_per_pack, strict=True)]
+        return dict(zip(self.names, (each / sum(tokens) for each in tokens) if any(tokens) else self.weights, strict=True))
+
+
+@dataclass(frozen=True)
+class Order:
+    """The endless stream of packs, cut into steps. Packs are numbered one source after another.
+
+    Nothing is dropped or repeated within an epoch of a source: a step goes on with the next epoch's first packs.
     """
 
-    packs_count: int
+    mixture: Mixture
     packs_per_step: int
     seed: int
     shift: int = 0  # packs by which step 0 is further on in the stream; below 0 after steps that were smaller
 
-    def __post_init__(self) -> None:
-        if self.packs_count < 1:
-            raise InputError("there are no packs to train on: the data holds 0 packs; give more text or a shorter `data.length`")
-        if self.packs_per_step < 1:
-            raise InputError(
-                f"a step needs at least 1 pack, not {self.packs_per_step}: `batch.tokens` is less than `data.length`"
-            )
+    @property
+    def packs_count(self) -> int:
+        return sum(self.mixture.counts)
 
-    def epoch_of(self, step: int) -> float:
-        """Epochs consumed when `step` starts: 0.0 at step 0, 1.0 once every pack has been seen."""
-        return (step * self.packs_per_step + self.shift) / self.packs_count
+    def places_of_step(self, step: int) -> range:
+        """The places in the stream of step `step`, from 0."""
+        first = step * self.packs_per_step + self.shift
+        return range(first, first + self.packs_per_step)
 
     def packs_of_step(self, step: int) -> np.ndarray:
-        """Indices of the packs that step `step` (from 0) trains on; [packs_per_step] int64, in stream order."""
-        place = step * self.packs_per_step + self.shift + np.arange(self.packs_per_step, dtype=np.int64)
-        return packs_at(place, self.packs_count, self.seed)
+        """Indices of the packs that step `step` trains on; [packs_per_step] int64, in stream order."""
+        places = np.array(self.places_of_step(step), np.int64)
+        before, after = self.mixture.taken(places), self.mixture.taken(places + 1)
+        packs = np.empty_like(places)
+        for number in range(len(before)):
+            own = np.flatnonzero(after[number] > before[number])
+            packs[own] = self.packs_of_source(number, before[number][own])
+        return packs
+
+    def packs_of_source(self, number: int, places: np.ndarray) -> np.ndarray:
+        """The packs that come at `places`, ascending int64, of the stream of source `number` alone."""
+        key = splitmix64(np.asarray([self.seed]).astype(np.uint64))
+        if self.mixture.names != ("",):  # sources of equal size must not go through their packs in the same order
+            key = splitmix64(splitmix64(key + np.uint64(number)))
+        count = self.mixture.counts[number]
+        epoch, within = np.divmod(places, count)
+        # Mixing the seed before the epoch is added keeps (seed 0, epoch 1) and (seed 1, epoch 0) apart.
+        return sum(self.mixture.counts[:number]) + permute(within, count, splitmix64(key + epoch.astype(np.uint64)))
+
+    def epoch_of(self, step: int) -> float:
+        """Packs consumed when `step` starts, by how many there are. The epochs of several sources differ: `figures`."""
+        return self.places_of_step(step).start / self.packs_count
+
+    def figures(self, step: int) -> dict[str, float]:
+        """Epochs and share of the tokens of each of several sources once `step` steps are done, for metrics."""
+        if self.mixture.names == ("",):
+            return {}
+        place = self.places_of_step(step).start
+        epochs, shares = self.mixture.epochs(place), self.mixture.shares(place)
+        return {f"{figure}/{name}": of[name] for figure, of in (("epoch", epochs), ("share", shares)) for name in epochs}
 
 
-def packs_at(places: np.ndarray, count: int, seed: int) -> np.ndarray:
-    """The packs at `places` of the endless stream of `count` packs, shuffled anew in each epoch; int64, the shape of `places`."""
-    epoch, within = np.divmod(places, count)
-    # Mixing the seed before the epoch is added keeps (seed 0, epoch 1) and (seed 1, epoch 0) apart.
-    keys = splitmix64(splitmix64(np.asarray([seed]).astype(np.uint64)) + epoch.astype(np.uint64))
-    return permute(within, count, keys)
+class MixedPacks(PacksOfOthers):
+    """The packs of several sources, one source after another."""
+
+    def __init__(self, path: Path, parts: Mapping[str, Packs], weights: Mapping[str, float]) -> None:
+        self.path = path
+        self.parts = dict(parts)
+        self.weights = {name: weights[name] for name in parts}
+        first = next(iter(self.parts.values()))
+        self.length = first.length
+        known = [packs for packs in self.parts.values() if (packs.tokenizer or {}).get("fingerprint")]
+        self.tokenizer = known[0].tokenizer if known else first.tokenizer  # MDS and token .bin know none
+        if other := next((packs for packs in known if packs.tokenizer["fingerprint"] != self.tokenizer["fingerprint"]), None):
+            raise InputError(f"{other.path}: made with another tokenizer than {known[0].path}; prepare them with the same")
+        content = [[name, packs.fingerprint, self.weights[name]] for name, packs in self.parts.items()]
+        self.fingerprint = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+        self._starts = [0, *accumulate(map(len, self.parts.values()))]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def locate(self, index: int) -> tuple[Packs, int]:
+        number = bisect_right(self._starts, checked_index(index, len(self))) - 1
+        return list(self.parts.values())[number], index - self._starts[number]
+
+    def verify(self) -> None:
+        for packs in self.parts.values():
+            packs.verify()
+
+    def mixture(self) -> Mixture:
+        parts = self.parts.values()
+        return Mixture(tuple(self.parts), tuple(map(len, parts)), tuple(self.weights.values()), tuple(map(_tokens_of, parts)))
+
+
+def _tokens_of(packs: Packs) -> float:
+    """Returns how many real tokens a pack has on average; of packs that do not record how many they hold, by 1,000 spread over
+    all."""
+    if isinstance(packs, ArrowPacks):
+        return packs.tokens / len(packs)
+    return float(np.mean([int(packs.lengths(index).sum()) for index in evenly(len(packs), _SAMPLED_PACKS)]))
 
 
 def spread(costs: Sequence[int] | np.ndarray, ranks: int, microbatches: int) -> list[list[list[int]]]:

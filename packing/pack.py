@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from foundation.errors import InputError
-from packing.arrow import PackWriter
-from packing.manifest import Split
+from packing.arrow import Pack, PackWriter, Split
 from packing.order import permute
 from packing.settings import DataSettings
 from packing.workers import Tokens
@@ -249,7 +248,10 @@ class Arranged:
         for first in range(0, count, step):
             last = min(first + step, count)
             block = materialise(layout, first, last, tokens, starts, padding, trained)
-            writer.write(split, block.input_ids, block.lengths, trained=block.trained)
+            masks = [None] * (last - first) if block.trained is None else block.trained
+            writer.add(
+                split, *(Pack(ids, its, 0, mask) for ids, its, mask in zip(block.input_ids, block.lengths, masks, strict=True))
+            )
             yield last - first
 
     def statistics(self) -> dict[str, Any]:

@@ -23,13 +23,12 @@ from foundation.files import free_bytes, fsync_tree, no_room, replace_file
 from foundation.locks import FileLock
 from foundation.progress import Progress, say
 from foundation.reading import load_object
-from packing.arrow import PackWriter
-from packing.manifest import MANIFEST, read_manifest
+from packing.arrow import MANIFEST, PackWriter, read_manifest
 from packing.pack import Arranged
-from packing.parts import by_key, is_there, naming, training_parts, validation_parts
 from packing.records import CHAT_TEMPLATE, ChatColumns, Counts, TextTemplate, records_of
 from packing.settings import DataSettings
 from packing.sources import CHUNK_BYTES, Records, Source, open_source
+from packing.store import by_key, is_there, naming, training_parts, validation_parts
 from packing.tokenizer import TextTokenizer, load_tokenizer
 from packing.workers import TokenizerWorkers, Tokens
 

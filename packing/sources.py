@@ -25,7 +25,7 @@ import pyarrow as pa
 
 from foundation.errors import InputError
 from foundation.reading import one_line, reason_of
-from packing.manifest import MANIFEST
+from packing.arrow import MANIFEST
 from packing.settings import HUB_NAME, DataSettings
 from packing.tokenizer import split_revision
 

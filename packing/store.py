@@ -1,26 +1,109 @@
-"""Opens packs on disk, whatever their format (Arrow, MDS or token .bin), checks them, and sets held-out packs apart."""
+"""Opens packs on disk, whatever their format (Arrow, MDS or token .bin), of each of the sources that `data` names, and sets
+held-out packs apart."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from foundation.errors import InputError
-from packing.arrow import ArrowPacks, Pack, Packs, checked_index
-from packing.manifest import FIRST, MANIFEST, Split, holds_packs, read_manifest
-from packing.mds import INDEX, MDSPacks, read_index
-from packing.mixture import MixedPacks
-from packing.order import splitmix64
-from packing.parts import stream_parts, training_parts, validation_parts
-from packing.settings import DataSettings
+from packing.arrow import FIRST, MANIFEST, ArrowPacks, Packs, PacksOfOthers, Split, checked_index, read_manifest
+from packing.mds import INDEX, MDSPacks
+from packing.order import MixedPacks, splitmix64
+from packing.settings import SOURCE_NAME, DataSettings, SourceSettings
 from packing.stream import StreamedPacks
 from packing.token_bin import TokenBin
 
 _HELD_OUT_NAMES = ("held_out", "val", "validation", "test")  # what other writers call the split
 _MAKE = "set `data.source` and `data.tokenizer` to prepare packs from text, or point `data.packs` to packs that exist"
+_OF_EXISTING = ("packs", "length", "held_out", "mask_boundaries", "tokenizer", "end_token")  # what packs without a source have
+
+
+def training_parts(settings: DataSettings) -> dict[str, DataSettings]:
+    """The settings of each of `data.sources`, by name: their own, or else the last part of `source`, without suffixes; empty
+    where there is one source only."""
+    parts: dict[str, DataSettings] = {}
+    for each in settings.sources or ():
+        name = each.name or Path(str(each.source)).name.split(".")[0]
+        if not SOURCE_NAME.match(name):
+            raise InputError(f"data.sources: {each.source}: gives no name for its packs and figures; set its `name`")
+        if name in parts:
+            raise InputError(f"data.sources: two are called {name}; give each a `name` of its own")
+        parts[name] = _part(settings, each, settings.packs / name)
+    return parts
+
+
+def stream_parts(settings: DataSettings) -> dict[str, DataSettings]:
+    """The settings of each source that is packed while the run trains, by name, "" where there is one only. Each of several has
+    its share of the window, so that their parts last equally long."""
+    parts = training_parts(settings) or {"": settings.model_copy(update={"validation": None})}
+    for (name, part), source in zip(parts.items(), settings.sources or (), strict=False):
+        window = max(settings.length, round(settings.stream.window * source.weight))
+        parts[name] = part.model_copy(update={"streaming": settings.stream.model_copy(update={"window": window})})
+    return parts
+
+
+def validation_parts(settings: DataSettings) -> dict[str, DataSettings]:
+    """The settings of `data.validation`, by the name ""; empty where there is none. Its packs lie beside those that are trained
+    on, and its documents in their source's order."""
+    validation = settings.validation
+    if validation is None:
+        return {}
+    packs = settings.packs.absolute().with_name(f"{settings.packs.absolute().name}-validation")
+    part = _part(settings.model_copy(update={"held_out": 0.0}), validation, packs)
+    if part.stream:  # what is evaluated on is packed before the run; a dataset of the hub without a download
+        part = part.model_copy(update={"streaming": not Path(str(part.source)).exists()})
+    part._in_source_order = True
+    return {"": part}
+
+
+def _part(settings: DataSettings, own: SourceSettings, packs: Path) -> DataSettings:
+    """`settings` with the source that `own` names, and packs of its own."""
+    values = {key: getattr(own, key) for key in SourceSettings.model_fields}
+    made = settings.model_copy(update={**values, "sources": None, "validation": None, "packs": packs}).model_dump()
+    if own.source is None:
+        made = {key: made[key] for key in _OF_EXISTING}
+    return DataSettings.model_validate(made)
+
+
+def by_key(parts: Mapping[str, DataSettings], of: str = "data") -> dict[str, DataSettings]:
+    """`parts`, by their names as above, by what a message calls the source of each. of: `data` or `data.validation`."""
+    alone = "data.source" if of == "data" else of
+    return {f"{of}.sources ({name})" if name else alone: part for name, part in parts.items()}
+
+
+@contextmanager
+def naming(key: str) -> Iterator[None]:
+    """A block in which messages about `data.source` name `key`, which the part at work comes from."""
+    try:
+        yield
+    except InputError as error:
+        message = str(error)
+        error.args = (f"{key}: {message.removeprefix('data.source: ')}" if message.startswith("data.source: ") else message,)
+        raise
+
+
+def folder_of(part: DataSettings) -> Path:
+    """Returns the folder with the packs of a part: of a stream, those that stay of its beginning."""
+    return part.packs / FIRST if part.stream else part.packs
+
+
+def is_there(folder: Path) -> bool:
+    """Returns whether packs are in `folder`, as far as names tell. An empty one is a place for packs to come."""
+    return folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))
+
+
+def unprepared(settings: DataSettings) -> dict[str, list[Path]]:
+    """The folders of packs that are not there yet, as far as names tell: of what is trained on (`data.packs`), and of
+    `data.validation`."""
+    parts = {"data.packs": training_parts(settings) or {"": settings}, "data.validation": validation_parts(settings)}
+    missing = {key: [path for path in map(folder_of, some.values()) if not is_there(path)] for key, some in parts.items()}
+    return {key: folders for key, folders in missing.items() if folders}
 
 
 def open_packs(settings: DataSettings, split: Split) -> Packs | None:
@@ -34,37 +117,24 @@ def open_packs(settings: DataSettings, split: Split) -> Packs | None:
 
     Raises InputError where there are no packs, where they are damaged, and where their length is not `settings.length`.
     """
-    if settings.validation is not None:
-        if split == "held_out":
-            return open_packs(validation_parts(settings)[""], "train")
-        settings = settings.model_copy(update={"validation": None})
-    if settings.stream:
-        return StreamedPacks(settings) if split == "train" else _held_out_of_stream(settings)
-    if parts := training_parts(settings):
-        opened = {name: open_packs(part, split) for name, part in parts.items()}
-        weights = dict(zip(parts, (each.weight for each in settings.sources), strict=True))
-        found = {name: packs for name, packs in opened.items() if packs is not None}
-        return MixedPacks(settings.packs, found, weights) if found else None
-    return _open_store(settings, split)
-
-
-def _held_out_of_stream(settings: DataSettings) -> Packs | None:
-    """Returns what the first part of a stream, or of each of its sources, has set apart."""
-    folders = {name: part.packs / FIRST for name, part in stream_parts(settings).items()}
-    found = {name: ArrowPacks(path, "held_out") for name, path in folders.items() if "held_out" in read_manifest(path)["splits"]}
-    if not found:
-        return None
+    if settings.validation is not None and split == "held_out":
+        return open_packs(validation_parts(settings)[""], "train")
+    if settings.stream and split == "train":
+        return StreamedPacks(settings, stream_parts(settings))
+    parts = stream_parts(settings) if settings.stream else training_parts(settings)
     if not settings.sources:
-        return next(iter(found.values()))
-    return MixedPacks(settings.packs, found, {name: each.weight for name, each in zip(folders, settings.sources, strict=False)})
+        return _open_source(parts.get("", settings), split)
+    opened = {name: packs for name, part in parts.items() if (packs := _open_source(part, split)) is not None}
+    weights = dict(zip(parts, (each.weight for each in settings.sources), strict=True))
+    return MixedPacks(settings.packs, opened, weights) if opened else None
 
 
-def _open_store(settings: DataSettings, split: Split) -> Packs | None:
+def _open_source(settings: DataSettings, split: Split) -> Packs | None:
     """The packs of one source; of those without a held-out split a share of the training packs, if one is set apart."""
-    openers = _find_splits(settings.packs, settings)
+    openers = _find_splits(folder_of(settings), settings)
     if settings.end_token is not None and openers["train"].func is not TokenBin:
         raise InputError(f"{settings.packs}: `data.end_token` is for token .bin files; these know their documents: leave it out")
-    carved = "held_out" not in openers and settings.held_out > 0.0
+    carved = "held_out" not in openers and settings.held_out > 0.0 and not settings.stream
     if split not in openers and not carved:
         return None
     packs = openers["train" if carved else split]()
@@ -72,21 +142,6 @@ def _open_store(settings: DataSettings, split: Split) -> Packs | None:
         has = f"packs of {packs.length} tokens, but `data.length` is {settings.length}"
         raise InputError(f"{packs.path}: {has}; set it to fit, or prepare other packs")
     return carve(packs, settings.held_out, split) if carved else packs
-
-
-def with_own_held_out(settings: DataSettings) -> list[Path]:
-    """The packs that exist with a held-out split of their own, which `settings.held_out` leaves as it is, unless they were
-    prepared with this share, and which `settings.validation` takes the place of."""
-    parts = [part for part in training_parts(settings).values() or [settings] if part.source is None]
-    if settings.validation is None:
-        parts = [part for part in parts if part.held_out and not _was_held_out(part)]
-    return [part.packs for part in parts if "held_out" in _find_splits(part.packs, part)]
-
-
-def _was_held_out(settings: DataSettings) -> bool:
-    """Returns whether the packs say that they were prepared with `settings.held_out`."""
-    made = read_manifest(settings.packs)["settings"] if (settings.packs / MANIFEST).is_file() else {}
-    return made.get("held_out") == settings.held_out
 
 
 def check_model(packs: Packs, vocab_size: int, tokenizer_fingerprint: str | None = None) -> None:
@@ -121,36 +176,23 @@ def carve(packs: Packs, share: float, split: Split) -> Packs:
     return PartOfPacks(packs, np.flatnonzero(chosen if split == "held_out" else ~chosen))
 
 
-class PartOfPacks:
+class PartOfPacks(PacksOfOthers):
     """Some packs of a larger store, in its order."""
 
     def __init__(self, packs: Packs, indices: np.ndarray) -> None:
-        self._packs = packs
-        self._indices = indices
-        self.path = packs.path
-        self.length = packs.length
-        self.tokenizer = packs.tokenizer
+        self._packs, self._indices = packs, indices
+        self.path, self.length, self.tokenizer, self.verify = packs.path, packs.length, packs.tokenizer, packs.verify
         self.fingerprint = hashlib.sha256(packs.fingerprint.encode() + indices.astype("<i8").tobytes()).hexdigest()
 
     def __len__(self) -> int:
         return len(self._indices)
 
-    def __getitem__(self, index: int) -> Pack:
-        return self._packs[int(self._indices[checked_index(index, len(self))])]
-
-    def lengths(self, index: int) -> np.ndarray:
-        return self._packs.lengths(int(self._indices[checked_index(index, len(self))]))
-
-    def trained(self, index: int) -> np.ndarray | None:
-        return self._packs.trained(int(self._indices[checked_index(index, len(self))]))
-
-    def verify(self) -> None:
-        self._packs.verify()
+    def locate(self, index: int) -> tuple[Packs, int]:
+        return self._packs, int(self._indices[checked_index(index, len(self))])
 
 
 def _find_splits(path: Path, settings: DataSettings) -> dict[Split, partial[Packs]]:
-    """Returns how to open each split that the data at `path` has of its own; raises InputError where there is none to train
-    on."""
+    """Returns how to open each split that the data at `path` has of its own; InputError where there is none to train on."""
     if not path.exists():
         raise InputError(f"{path}: no such file or folder (`data.packs`); {_MAKE}")
     if (path / MANIFEST).is_file():
@@ -159,52 +201,35 @@ def _find_splits(path: Path, settings: DataSettings) -> dict[Split, partial[Pack
         return {split: partial(MDSPacks, folders, path, settings.length) for split, folders in mds.items()}
     if bins := _find_token_bins(path):
         return {split: partial(TokenBin, file, settings.length, settings.end_token) for split, file in bins.items()}
-    if holds_packs(path.parent):
-        raise InputError(f"{path}: one part of the packs in {path.parent}; point `data.packs` to that folder")
-    if several := sorted(each.name for each in path.glob("*") if holds_packs(each)):
-        raise InputError(
-            f"{path}: holds the packs of several sources: {', '.join(several)}; name one, as in {path / several[0]}, or all "
-            "of them in `data.sources`"
-        )
-    if path.is_dir() and not any(path.iterdir()):
-        raise InputError(f"{path}: an empty folder (`data.packs`); {_MAKE}")
-    raise InputError(f"{path}: holds no packs: no {MANIFEST} (Arrow), no {INDEX} (MDS), no train.bin; {_MAKE}")
+    several = "; those of several sources are named by `data.sources`" if any(path.glob(f"*/{MANIFEST}")) else ""
+    raise InputError(f"{path}: holds no packs: no {MANIFEST} (Arrow), no {INDEX} (MDS), no train.bin{several}; {_MAKE}")
 
 
 def find_mds(path: Path) -> dict[Split, list[Path]]:
     """MDS folders by split: `train` and `val` in the folder, else the folder itself or its parts to train on; may be empty."""
-    if folders := _mds_parts(path / "train"):
-        held_out = next(filter(None, (_mds_parts(path / name) for name in _HELD_OUT_NAMES)), None)
-        return {"train": folders} | ({"held_out": held_out} if held_out else {})
-    folders = _mds_parts(path)
-    return {"train": folders} if folders else {}
+    train = _mds_parts(path / "train")
+    folders = train or _mds_parts(path)
+    held_out = next(filter(None, (_mds_parts(path / name) for name in _HELD_OUT_NAMES)), None) if train else None
+    return ({"train": folders} if folders else {}) | ({"held_out": held_out} if held_out else {})
 
 
 def _mds_parts(path: Path) -> list[Path]:
-    """`path` if it has an index, else those of its folders that have one; refused where they are datasets or splits instead."""
-    if (path / INDEX).exists():
-        return [path]
-    parts = sorted(index.parent for index in path.glob(f"*/{INDEX}"))
-    layouts = {str(shard.layout) for part in parts for shard in read_index(part)}
-    splits = [part.name for part in parts if part.name in _HELD_OUT_NAMES]
-    if len(layouts) > 1 or splits:
-        why = f"and {splits[0]} is a split's name" if splits else "with different columns"
+    """`path` if it has an index, else those of its folders that have one, without splits to hold out."""
+    parts = [path] if (path / INDEX).exists() else sorted(index.parent for index in path.glob(f"*/{INDEX}"))
+    if splits := [part.name for part in parts if part != path and part.name in _HELD_OUT_NAMES]:
         raise InputError(
-            f"{path}: holds the MDS folders {', '.join(part.name for part in parts)}, {why}, so they are not the "
-            "parts of one dataset; name one of them in `data.packs`"
+            f"{path}: {splits[0]} is a split's name, and there is no `train` beside it; name a folder in `data.packs`"
         )
     return parts
 
 
 def _find_token_bins(path: Path) -> dict[Split, Path]:
     """Token files by split: train.bin with val.bin, the only .bin of a folder, or the file that `path` is."""
-    if path.is_file():
-        return {"train": path} if path.suffix == ".bin" else {}
-    bins = {file.stem: file for file in path.glob("*.bin")}
-    if "train" in bins:
-        held_out = next((bins[name] for name in _HELD_OUT_NAMES if name in bins), None)
-        return {"train": bins["train"]} | ({"held_out": held_out} if held_out else {})
-    if len(bins) > 1:
-        names = ", ".join(sorted(file.name for file in bins.values()))
-        raise InputError(f"{path}: holds {names}, and none is called train.bin; name one of them in `data.packs`")
-    return {"train": next(iter(bins.values()))} if bins else {}
+    bins = {file.stem: file for file in ([path] if path.suffix == ".bin" and path.is_file() else path.glob("*.bin"))}
+    train = bins.get("train") or (next(iter(bins.values())) if len(bins) == 1 else None)
+    if bins and train is None:
+        raise InputError(
+            f"{path}: holds {', '.join(sorted(bins))}.bin, and none is called train; name one of them in `data.packs`"
+        )
+    held_out = next((bins[name] for name in _HELD_OUT_NAMES if name in bins and bins[name] != train), None)
+    return ({"train": train} if train else {}) | ({"held_out": held_out} if held_out else {})

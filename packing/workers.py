@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -37,6 +37,15 @@ class Tokens:
     trained: np.ndarray | None  # [sum of lengths] bool, which tokens are to be learnt; None: all
     counts: Counts
     progress: float | None = None  # as of its chunk
+
+
+def joined(parts: Sequence[Tokens]) -> Tokens:
+    """The documents of `parts`, one after another."""
+    tokens = np.concatenate([np.zeros(0, np.uint32), *(part.tokens for part in parts)])
+    lengths = np.concatenate([np.zeros(0, np.int64), *(part.lengths for part in parts)])
+    masked = bool(parts) and parts[0].trained is not None
+    trained = np.concatenate([part.trained for part in parts]) if masked else None
+    return Tokens(tokens, lengths, trained, sum((part.counts for part in parts), Counts()))
 
 
 class ChunkTokenizer:

@@ -14,9 +14,8 @@ from transformers import PretrainedConfig
 from foundation.errors import InputError
 from foundation.units import plural
 from packing.arrow import Pack, Packs
-from packing.batch import Microbatch, PositionLimit, build_microbatch, count_valid_tokens, read_pack, sum_of_squares
-from packing.mixture import MixedPacks
-from packing.order import evenly
+from packing.batch import Microbatch, build_microbatch, count_valid_tokens, read_pack, sum_of_squares
+from packing.order import MixedPacks, evenly
 from packing.packer import prepare_stream
 from packing.prepare import prepare
 from packing.settings import DataSettings
@@ -131,18 +130,16 @@ def open_data(
     return Data(open_packs(settings, "train"), held_out, held_out_to_come)
 
 
-def most_positions(config: PretrainedConfig) -> PositionLimit | None:
+def most_positions(config: PretrainedConfig) -> int | None:
     """The positions for which the model has an embedding, or beyond which it rotates all documents of a batch otherwise. None:
     any number."""
     text = config.get_text_config()
     if getattr(text, "rope_parameters", None):  # there is a rotation for each position
-        _, most = rotates_otherwise_beyond(text) or (None, None)
-        return most and PositionLimit(most, f"from position {most:,} on the model rotates a whole batch by other frequencies")
-    most = getattr(text, "max_position_embeddings", None)
-    return most and PositionLimit(most, f"the model has {most:,} positions")
+        return (rotates_otherwise_beyond(text) or (None, None))[1]
+    return getattr(text, "max_position_embeddings", None)
 
 
-def check_tokens(data: Data, vocab_size: int, fingerprint: str | None, most: PositionLimit | None = None) -> None:
+def check_tokens(data: Data, vocab_size: int, fingerprint: str | None, most: int | None = None) -> None:
     """InputError where the packs hold tokens that a model of `vocab_size` embeddings does not have, or means otherwise, and where
     a document goes on beyond its positions.
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from foundation import units
 from foundation.units import GIB
-from packing.mixture import Mixture
+from packing.order import Mixture
 from pretrain.metrics.flops import ModelFlops
 from pretrain.metrics.peaks import peak
 from pretrain.optimizer import schedule

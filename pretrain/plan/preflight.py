@@ -14,9 +14,9 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from foundation.errors import InputError
 from packing.batch import BatchStream
-from packing.mixture import MixedPacks
+from packing.order import MixedPacks
 from packing.packer import check_preparing
-from packing.parts import unprepared
+from packing.store import unprepared
 from packing.stream import StreamedPacks, order_of
 from pretrain.metrics.flops import ModelFlops
 from pretrain.metrics.run_folder import check_ours

@@ -17,9 +17,9 @@ from transformers import AutoTokenizer, BatchEncoding, PretrainedConfig, PreTrai
 
 from foundation.errors import InputError
 from foundation.reading import one_line
-from packing.parts import training_parts
 from packing.records import CHAT_TEMPLATE, chat_template
 from packing.settings import DataSettings
+from packing.store import training_parts
 from packing.tokenizer import TextTokenizer
 from packing.tokenizer import load_tokenizer as load_text_tokenizer
 from pretrain.model.huggingface import load_config

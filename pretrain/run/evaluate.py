@@ -15,8 +15,8 @@ from torch import Tensor
 
 from foundation.progress import advance
 from packing.arrow import Packs
-from packing.batch import Microbatch, evaluation_batches
-from packing.mixture import MixedPacks
+from packing.batch import Batching, Microbatch
+from packing.order import MixedPacks
 from pretrain.checkpoint.folders import step_folder
 from pretrain.metrics.run_record import is_evaluation, own_evaluations, read_metrics, same_measure
 from pretrain.model.distributed import largest_over_ranks
@@ -75,7 +75,7 @@ def held_out_figures(job: Job, model: PackedLanguageModel, accelerator: Accelera
     packs, also that of each as `held_out_loss/NAME`. Collective."""
     sums = {}
     for name, (packs, most) in evaluated_parts(job).items():
-        with evaluation_batches(packs, limit=most, **job.batching(accelerator)) as batches:
+        with Batching(**job.batching(accelerator)).evaluation(packs, most) as batches:
             sums[name] = held_out_sums(model, batches, accelerator)
     by_source = {f"held_out_loss/{name}": figures_of(each)["held_out_loss"] for name, each in sums.items()}
     return figures_of(sum(sums.values())) | (by_source if len(sums) > 1 else {})

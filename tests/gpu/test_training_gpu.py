@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from packing.arrow import Pack
 from packing.batch import BatchStream, Microbatch, build_microbatch
-from packing.order import PackOrder
+from packing.order import Mixture, Order
 from packing.settings import DataSettings
 from packing.store import open_packs
 from pretrain.model import huggingface as model
@@ -170,7 +170,7 @@ def test_pinned_batches_train_the_model_with_fused_adamw(
 ) -> None:
     """Ten steps over packs in which each document counts upwards: learnt at once, if data and updates arrive whole."""
     packs = open_packs(DataSettings(packs=small_packs, length=32), "train")
-    order = PackOrder(len(packs), 16, seed=1)
+    order = Order(Mixture.alone(len(packs)), 16, seed=1)
     stream = BatchStream(packs, order, microbatch=8, rank=0, world_size=1, mask_boundaries=True, pin_memory=True)
     unpinned = BatchStream(packs, order, microbatch=8, rank=0, world_size=1, mask_boundaries=True).step(0)
     adamw = build_optimizer(packed, OptimizerSettings(learning_rate=3e-3), exact=False)

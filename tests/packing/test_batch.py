@@ -16,25 +16,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foundation.errors import InputError
-from packing.arrow import IGNORE, Pack
+from packing.arrow import IGNORE, Pack, Packs
 from packing.batch import (
+    Batching,
     BatchStream,
     Microbatch,
-    PositionLimit,
     Prefetch,
     StepBatches,
     build_microbatch,
     count_valid_tokens,
-    evaluation_batches,
     sum_of_squares,
 )
-from packing.order import PackOrder
+from packing.order import Mixture, Order
 from packing.pack import best_fit, materialise
 
 LENGTH = 32
 
 
-class PacksInMemory:
+class PacksInMemory(Packs):
     """The smallest thing that offers what `Packs` promises."""
 
     path = Path("packs/in_memory")
@@ -89,7 +88,7 @@ def packs_of_text(count: int = 24, seed: int = 0) -> PacksInMemory:
 def stream(
     packs: PacksInMemory, *, per_step: int = 8, microbatch: int = 2, rank: int = 0, world_size: int = 1, **other
 ) -> BatchStream:
-    order = PackOrder(len(packs), per_step, seed=11)
+    order = Order(Mixture.alone(len(packs)), per_step, seed=11)
     return BatchStream(
         packs, order, microbatch=microbatch, rank=rank, world_size=world_size, **{"mask_boundaries": True, **other}
     )
@@ -225,7 +224,7 @@ def test_prefetched_steps_are_the_pure_ones_and_resuming_gives_identical_tensors
 def test_an_exception_in_the_thread_reaches_the_consumer_at_its_step_and_ends_the_thread():
     packs = packs_of_text()
     bad_step = 2
-    bad = int(PackOrder(len(packs), 8, 11).packs_of_step(bad_step)[3])
+    bad = int(Order(Mixture.alone(len(packs)), 8, 11).packs_of_step(bad_step)[3])
     packs.packs = [Pack(np.full(LENGTH, 10**6, np.uint32), p.lengths) if i == bad else p for i, p in enumerate(packs.packs)]
     steps = stream(packs, vocab_size=50_000).steps(0, 9)
     for _ in range(bad_step):
@@ -315,19 +314,13 @@ def test_packs_that_do_not_divide_are_spread_and_blank_ones_fill_the_rest(world_
     assert all(step.microbatches[0].input_ids.any() for step in ranks)
     rows = [batch.input_ids.reshape(-1, LENGTH) for step in ranks for batch in step.microbatches]
     held = sorted(tuple(row.tolist()) for each in rows for row in each if row.any())
-    assert held == sorted(tuple(packs[i].input_ids.tolist()) for i in PackOrder(24, 8, seed=11).packs_of_step(3))
+    assert held == sorted(tuple(packs[i].input_ids.tolist()) for i in Order(Mixture.alone(24), 8, seed=11).packs_of_step(3))
     assert {step.valid_tokens for step in ranks} == {sum(b.valid_tokens for step in ranks for b in step.microbatches)}
 
 
 def test_fewer_packs_than_processes_are_an_input_error():
     with pytest.raises(InputError, match="a step of 8 packs does not reach 9 processes"):
         stream(packs_of_text(), microbatch=1, world_size=9)
-
-
-def test_an_order_over_other_packs_is_refused():
-    packs = packs_of_text()
-    with pytest.raises(ValueError, match="over 5 packs"):
-        BatchStream(packs, PackOrder(5, 1, 0), microbatch=1, rank=0, world_size=1, mask_boundaries=True)
 
 
 # ---- evaluation ----
@@ -343,8 +336,8 @@ def test_evaluation_sees_each_pack_once_with_equally_many_microbatches_on_every_
         for microbatch in (1, 2, 4):
             ranks = [
                 list(
-                    evaluation_batches(
-                        packs, microbatch=microbatch, rank=rank, world_size=world_size, mask_boundaries=True, limit=limit
+                    Batching(microbatch=microbatch, rank=rank, world_size=world_size, mask_boundaries=True).evaluation(
+                        packs, limit
                     )
                 )
                 for rank in range(world_size)
@@ -358,23 +351,18 @@ def test_evaluation_sees_each_pack_once_with_equally_many_microbatches_on_every_
 
 def test_blank_packs_make_up_a_rank_without_data_all_masked_and_covered_by_offsets():
     packs = packs_of_text(count=1)
-    (part,) = evaluation_batches(packs, microbatch=2, rank=1, world_size=2, mask_boundaries=False)
+    (part,) = Batching(microbatch=2, rank=1, world_size=2, mask_boundaries=False).evaluation(packs)
     assert part.valid_tokens == 0 and (part.labels == IGNORE).all()
     assert part.cu_seqlens[:3].tolist() == [0, LENGTH, 2 * LENGTH]
     assert part.position_ids.tolist() == [[*range(LENGTH), *range(LENGTH)]]
 
 
-def test_a_position_beyond_those_that_a_model_has_is_refused_with_the_reason():
-    beyond = Pack(np.zeros(LENGTH, np.uint32), np.array([5, 3], np.int32), first_position=60)
-    packs = PacksInMemory([beyond])
+def test_tokens_and_positions_that_a_model_does_not_have_are_refused():
+    beyond = PacksInMemory([Pack(np.full(LENGTH, 5, np.uint32), np.array([5, 3], np.int32), first_position=60)])
     how = {"microbatch": 1, "rank": 0, "world_size": 1, "mask_boundaries": True}
-    assert len(list(evaluation_batches(packs, **how, positions=PositionLimit(65, "")))) == 1
-    with pytest.raises(InputError, match=r"goes on from another pack to position 64, and why not; prepare"):
-        list(evaluation_batches(packs, **how, positions=PositionLimit(64, "why not")))
-    with pytest.raises(InputError, match=r"goes on from another pack to position 64, and why not; prepare"):
-        BatchStream(packs, PackOrder(1, 1, 0), **how, positions=PositionLimit(64, "why not")).step(0)
-
-
-def test_evaluation_checks_token_ids_too():
-    with pytest.raises(InputError, match="pack 0 holds token id"):
-        list(evaluation_batches(packs_of_text(), microbatch=1, rank=0, world_size=1, mask_boundaries=True, vocab_size=5))
+    assert len(list(Batching(**how, positions=65, vocab_size=6).evaluation(beyond))) == 1
+    for limits, says in (({"positions": 64}, "to position 64"), ({"vocab_size": 5}, "pack 0 holds token id 5")):
+        with pytest.raises(InputError, match=says):
+            list(Batching(**how, **limits).evaluation(beyond))
+        with pytest.raises(InputError, match=says):
+            BatchStream(beyond, Order(Mixture.alone(1), 1, 0), **how, **limits).step(0)

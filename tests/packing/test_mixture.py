@@ -4,81 +4,24 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from foundation.errors import InputError
+from packing.arrow import read_manifest
 from packing.batch import BatchStream
-from packing.manifest import read_manifest
-from packing.mixture import MixedOrder, MixedPacks, Mixture
-from packing.order import PackOrder
+from packing.order import MixedPacks, Mixture, Order
 from packing.packer import prepare_stream
 from packing.prepare import prepare
 from packing.settings import DataSettings
 from packing.store import open_packs
 from packing.stream import order_of
 from pretrain.plan.data import Data, check_tokens
-
-
-@st.composite
-def mixtures(draw: st.DrawFn) -> Mixture:
-    count = draw(st.integers(1, 4))
-    raw = draw(st.lists(st.floats(0.02, 1), min_size=count, max_size=count))
-    return Mixture(
-        names=tuple("abcd"[:count]),
-        counts=tuple(draw(st.lists(st.integers(1, 40), min_size=count, max_size=count))),
-        weights=tuple(weight / sum(raw) for weight in raw),
-        tokens_per_pack=tuple(draw(st.lists(st.floats(20, 64), min_size=count, max_size=count))),
-    )
-
-
-@settings(max_examples=40)
-@given(mixtures(), st.integers(1, 9), st.integers(0, 5))
-def test_every_source_has_its_share_at_any_time_and_each_of_its_epochs_every_pack(
-    mixture: Mixture, per_step: int, seed: int
-) -> None:
-    stream = MixedOrder(mixture, 300, seed).packs_of_step(0)
-    steps = [MixedOrder(mixture, per_step, seed).packs_of_step(step) for step in range(3)]
-    assert np.concatenate(steps).tolist() == stream[: 3 * per_step].tolist()
-    firsts = np.cumsum([0, *mixture.counts])
-    source = np.searchsorted(firsts, stream, "right") - 1
-    tokens = np.cumsum(np.eye(len(mixture.names))[source] * mixture.tokens_per_pack, axis=0)
-    wanted = tokens.sum(1)[:, None] * mixture.weights
-    # A source is at most a pack behind of what those before it have left, and these are so, too.
-    assert (abs(tokens - wanted) <= len(mixture.names) * max(mixture.tokens_per_pack)).all()
-    for first, count in zip(firsts, mixture.counts, strict=False):
-        own = [int(pack - first) for pack in stream if first <= pack < first + count]
-        for begin in range(0, len(own), count):
-            epoch = own[begin : begin + count]
-            assert len(set(epoch)) == len(epoch) and (len(epoch) < count or set(epoch) == set(range(count)))
-    taken = dict(zip(mixture.names, map(int, mixture.taken(len(stream))), strict=True))
-    seen = Counter(mixture.names[number] for number in source)
-    assert taken == {name: seen[name] for name in mixture.names}
-    assert mixture.epochs(len(stream)) == pytest.approx({n: taken[n] / c for n, c in zip(taken, mixture.counts, strict=True)})
-    assert sum(mixture.shares(len(stream)).values()) == pytest.approx(1)
-
-
-def test_the_order_is_this_one_and_stays_it() -> None:
-    mixture = Mixture(("a", "b"), (10, 4), (0.7, 0.3), (64.0, 64.0))
-    assert MixedOrder(mixture, 6, 42).packs_of_step(0).tolist() == [10, 0, 8, 13, 4, 5]
-    assert MixedOrder(mixture, 6, 42).packs_of_step(50).tolist() == [1, 3, 7, 11, 2, 4]
-    alone = Mixture(("a",), (10,), (1.0,), (64.0,))
-    assert sorted(MixedOrder(alone, 10, 1).packs_of_step(3)) == list(range(10))
-
-
-@pytest.mark.parametrize("weights", [(1 - 2e-8, 2e-8), (2e-8, 1 - 2e-8), (0.5, 0.5 - 1e-8, 1e-8)])
-def test_a_source_that_would_never_be_met_is_refused_wherever_it_stands(weights: tuple[float, ...]) -> None:
-    names = tuple("abc"[: len(weights)])
-    with pytest.raises(InputError, match=f"{names[weights.index(min(weights))]}: its weight is too small to ever be met"):
-        Mixture(names, (10,) * len(names), weights, (64.0,) * len(names))
 
 
 def write_texts(path: Path, texts: list[str], **more: Any) -> Path:
@@ -254,6 +197,6 @@ def test_packs_of_one_source_keep_their_order_and_are_not_mixed(data: DataSettin
     one = DataSettings(**values | {"sources": None, "source": source, "packs": data.packs / "web"})
     prepare(one, progress=False)
     packs = open_packs(one, "train")
-    assert order_of(packs, 4, 5) == PackOrder(len(packs), 4, 5)
-    with pytest.raises(InputError, match="holds the packs of several sources: short, web; name one"):
+    assert order_of(packs, 4, 5) == Order(Mixture.alone(len(packs)), 4, 5)
+    with pytest.raises(InputError, match="holds no packs"):
         open_packs(DataSettings(packs=data.packs, length=64), "train")

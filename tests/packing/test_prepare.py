@@ -17,7 +17,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from foundation.errors import InputError
-from packing.manifest import read_manifest
+from packing.arrow import read_manifest
 from packing.prepare import prepare
 from packing.settings import DataSettings
 from packing.store import open_packs

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from foundation import integrity
 from foundation.errors import InputError
-from packing.arrow import ArrowPacks, Pack, PackWriter
+from packing.arrow import ArrowPacks, Pack, Packs, PackWriter
 from packing.settings import DataSettings
 from packing.store import carve, check_model, open_packs
 
@@ -39,9 +39,7 @@ def write(path: Path, train: list[Pack], held_out: list[Pack] = (), *, at_once: 
     with PackWriter(path, LENGTH, **options) as writer:
         for split, packs in (("train", train), ("held_out", held_out)):
             for start in range(0, len(packs), at_once):
-                part = packs[start : start + at_once]
-                firsts = np.array([pack.first_position for pack in part])
-                writer.write(split, np.stack([pack.input_ids for pack in part]), [pack.lengths for pack in part], firsts)
+                writer.add(split, *packs[start : start + at_once])
         return writer.finish(settings={"length": LENGTH}, statistics={"documents": 3}, tokenizer=TOKENIZER)
 
 
@@ -56,13 +54,6 @@ def data_settings(path: Path, **values: object) -> DataSettings:
     return DataSettings(packs=path, **{"length": LENGTH, **values})
 
 
-@pytest.fixture
-def small_batches(monkeypatch):
-    """Record batches of 8 packs, so that small data crosses batches and shards."""
-    monkeypatch.setattr("packing.arrow._BATCH_BYTES", 8 * 4 * LENGTH)
-
-
-@settings(deadline=None)  # disks take what time they take
 @given(
     count=st.integers(1, 60), at_once=st.integers(1, 20), shard_bytes=st.sampled_from([1, 2000, 2**20]), seed=st.integers(0, 9)
 )
@@ -80,23 +71,18 @@ def test_what_was_written_is_read_in_any_order(tmp_path_factory, count, at_once,
             packs[outside]
 
 
-def test_huggingface_datasets_loads_the_folder_and_each_split_with_equal_content(tmp_path, small_batches):
-    from datasets import load_from_disk
-
-    train, held_out = some_packs(50), some_packs(9, seed=1)
-    write(tmp_path / "packs", train, held_out, shard_bytes=1000)
-    assert len(list((tmp_path / "packs" / "train").glob("*.arrow"))) > 2
-    both = load_from_disk(str(tmp_path / "packs"))
-    assert list(both) == ["train", "held_out"]
-    for split, packs in (("train", train), ("held_out", held_out)):
-        for dataset in (both[split], load_from_disk(str(tmp_path / "packs" / split))):
-            assert dataset["input_ids"][:] == [pack.input_ids.tolist() for pack in packs]
-            assert dataset["lengths"][:] == [pack.lengths.tolist() for pack in packs]
-            assert dataset["first_position"][:] == [pack.first_position for pack in packs]
-            assert dataset.features["input_ids"].feature.dtype == "uint32" and dataset.features["input_ids"].length == LENGTH
+def test_huggingface_datasets_reads_each_file(tmp_path):
+    packs = some_packs(50)
+    write(tmp_path / "packs", packs, shard_bytes=1000)
+    files = sorted((tmp_path / "packs" / "train").glob("*.arrow"))
+    dataset = datasets.concatenate_datasets([datasets.Dataset.from_file(str(file)) for file in files])
+    assert len(files) > 2
+    assert dataset["input_ids"][:] == [pack.input_ids.tolist() for pack in packs]
+    assert dataset["lengths"][:] == [pack.lengths.tolist() for pack in packs]
+    assert dataset["first_position"][:] == [pack.first_position for pack in packs]
 
 
-def test_the_fingerprint_is_of_content_and_order_and_not_of_sharding(tmp_path, small_batches):
+def test_the_fingerprint_is_of_content_and_order_and_not_of_sharding(tmp_path):
     packs = some_packs(40)
     fingerprints = [
         write(tmp_path / f"{i}", packs, at_once=at_once, shard_bytes=shard_bytes)["splits"]["train"]["fingerprint"]
@@ -162,23 +148,12 @@ def test_an_interrupted_writer_leaves_nothing_at_the_path_and_a_new_one_starts_a
 def test_a_full_disk_is_one_message_and_leaves_nothing(tmp_path):
     with (
         pytest.raises(InputError, match=r"packs: the disk is full; free some space"),
-        PackWriter(tmp_path / "packs", LENGTH) as writer,
+        PackWriter(tmp_path / "packs", LENGTH, shard_bytes=1) as writer,
     ):
-        writer.add("train", some_packs(1)[0])
-        (writer.folder / "train" / "data-00000.arrow").symlink_to("/dev/full")  # where the first shard is about to be written
-        writer.finish(settings={}, statistics={}, tokenizer=None)
+        writer.add("train", *some_packs(1))
+        (writer.folder / "train" / "data-00001.arrow").symlink_to("/dev/full")  # where the second shard is about to be written
+        writer.add("train", *some_packs(1))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_callers_arrays_may_be_filled_anew_after_each_write(tmp_path):
-    ids = np.zeros((1, LENGTH), np.uint32)
-    with PackWriter(tmp_path / "packs", LENGTH) as writer:
-        for value in range(3):
-            ids[:] = value
-            writer.write("train", ids, [np.array([LENGTH])])
-        writer.finish(settings={}, statistics={}, tokenizer=None)
-    packs = ArrowPacks(tmp_path / "packs")
-    assert [int(packs[index].input_ids[0]) for index in range(3)] == [0, 1, 2]
 
 
 def test_packs_are_never_written_over(tmp_path):
@@ -190,11 +165,8 @@ def test_packs_are_never_written_over(tmp_path):
     assert len(ArrowPacks(tmp_path / "empty")) == 1
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_packs_go_where_a_link_leads_to_that_is_empty_or_not_there(tmp_path, there):
+def test_packs_go_where_a_link_leads_to(tmp_path):
     big, link = tmp_path / "big disk" / "packs", tmp_path / "packs"
-    if there:
-        big.mkdir(parents=True)
     link.symlink_to(big)
     write(link, some_packs(3))
     assert link.is_symlink() and len(ArrowPacks(link, "train")) == 3
@@ -221,10 +193,8 @@ def damaged(path: Path, how: str) -> Path:
         return shard
     if how == "truncated":
         data = data[: len(data) // 2]
-    elif how == "overlong":
-        data += bytes(8)
     else:
-        data[{"first": 0, "middle": len(data) // 2, "last": len(data) - 1}[how]] ^= 0x10
+        data[{"first": 0, "last": len(data) - 1}[how]] ^= 0x10
     before = shard.stat().st_mtime_ns
     shard.write_bytes(data)
     os.utime(shard, ns=(before, before + 10**9))  # clocks of file systems tick slower than a test writes twice
@@ -232,20 +202,10 @@ def damaged(path: Path, how: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("how", "says"),
-    [
-        ("truncated", "truncated"),
-        ("overlong", "overlong"),
-        ("missing", "missing"),
-        ("first", "damaged"),
-        ("middle", "damaged"),
-        ("last", "damaged"),
-    ],
+    ("how", "says"), [("truncated", "truncated"), ("missing", "missing"), ("first", "damaged"), ("last", "damaged")]
 )
 @pytest.mark.parametrize("always_hashed", [integrity.ALWAYS_HASHED_BYTES, 0])
-def test_a_damaged_shard_is_named_with_a_remedy_before_anything_is_read(
-    tmp_path, small_batches, monkeypatch, how, says, always_hashed
-):
+def test_a_damaged_shard_is_named_with_a_remedy_before_anything_is_read(tmp_path, monkeypatch, how, says, always_hashed):
     monkeypatch.setattr(integrity, "ALWAYS_HASHED_BYTES", always_hashed)  # 0: as if the folder were large
     write(tmp_path / "packs", some_packs(40), shard_bytes=1000)
     open_packs(data_settings(tmp_path / "packs"), "train")
@@ -276,18 +236,12 @@ def test_a_large_folder_is_hashed_when_written_and_again_when_a_file_changes_or_
     assert len(hashed) == 4
 
 
-def test_a_damaged_or_future_manifest_is_refused_by_name(tmp_path):
+@pytest.mark.parametrize("how", [lambda text: text.replace('"documents": 3', '"documents": 7'), lambda text: text[:100]])
+def test_a_damaged_manifest_is_refused_by_name(tmp_path, how):
     write(tmp_path / "packs", some_packs(4))
     file = tmp_path / "packs" / "packs.json"
-    text = file.read_text()
-    file.write_text(text.replace('"documents": 3', '"documents": 7'))
-    with pytest.raises(InputError, match=r"packs\.json: damaged or edited"):
-        open_packs(data_settings(tmp_path / "packs"), "train")
-    file.write_text(text[:100])
-    with pytest.raises(InputError, match=r"packs\.json: cannot be read"):
-        open_packs(data_settings(tmp_path / "packs"), "train")
-    file.write_text("[]")
-    with pytest.raises(InputError, match=r"packs\.json: (not a manifest|a JSON object is wanted)"):
+    file.write_text(how(file.read_text()))
+    with pytest.raises(InputError, match=r"packs\.json: (damaged|cannot be read)"):
         open_packs(data_settings(tmp_path / "packs"), "train")
 
 
@@ -300,15 +254,10 @@ def test_the_wrong_length_names_both_and_the_key(tmp_path):
 def test_paths_without_packs_say_how_to_come_by_some(tmp_path):
     with pytest.raises(InputError, match=r"no such file or folder.*`data\.source` and `data\.tokenizer`"):
         open_packs(data_settings(tmp_path / "nowhere"), "train")
-    with pytest.raises(InputError, match=r"an empty folder.*`data\.source`"):
-        open_packs(data_settings(tmp_path), "train")
     (tmp_path / "notes.txt").write_text("hello")
     for path in (tmp_path, tmp_path / "notes.txt"):
         with pytest.raises(InputError, match=r"holds no packs: .*`data\.source`"):
             open_packs(data_settings(path), "train")
-    write(tmp_path / "packs", some_packs(4))
-    with pytest.raises(InputError, match=r"point `data\.packs` to that folder"):
-        open_packs(data_settings(tmp_path / "packs" / "train"), "train")
 
 
 def test_the_datas_own_held_out_split_is_used_and_nothing_is_carved(tmp_path):
@@ -318,65 +267,55 @@ def test_the_datas_own_held_out_split_is_used_and_nothing_is_carved(tmp_path):
         assert len(open_packs(data_settings(tmp_path / "packs", held_out=share), "held_out")) == 3
 
 
+class Numbers(Packs):
+    """So many packs, of which only the number is looked at."""
+
+    path, length, fingerprint, tokenizer = Path("numbers"), LENGTH, "0" * 64, None
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def splitmix64(value: int) -> int:
+    """The published finaliser in plain integers."""
+    mask = 2**64 - 1
+    value = (value + 0x9E3779B97F4A7C15) & mask
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
+    return value ^ (value >> 31)
+
+
 @given(count=st.integers(2, 300), share=st.floats(0.001, 0.999))
-def test_carved_parts_are_disjoint_complete_and_of_the_share_asked_for(count, share):
-    class Numbers:
-        path, length, fingerprint, tokenizer = Path("numbers"), LENGTH, "0" * 64, TOKENIZER
-
-        def __len__(self) -> int:
-            return count
-
-        def __getitem__(self, index: int) -> int:
-            return index
-
-    if max(1, round(share * count)) >= count:
+def test_the_packs_with_the_smallest_hashes_are_held_out_and_the_others_trained_on(count, share):
+    """Packs held out today must be those held out when a run resumes."""
+    held = max(1, round(share * count))
+    if held >= count:
         with pytest.raises(InputError, match=r"`data\.held_out`"):
-            carve(Numbers(), share, "train")
+            carve(Numbers(count), share, "train")
         return
-    train, held_out = (carve(Numbers(), share, split) for split in ("train", "held_out"))
-    parts = [[part[index] for index in range(len(part))] for part in (train, held_out)]
-    assert sorted(parts[0] + parts[1]) == list(range(count))
-    assert len(held_out) == max(1, round(share * count))
-    assert all(part == sorted(part) for part in parts)
+    train, held_out = (carve(Numbers(count), share, split) for split in ("train", "held_out"))
+    chosen = sorted(sorted(range(count), key=splitmix64)[:held])
+    assert [held_out[index] for index in range(len(held_out))] == chosen
+    assert [train[index] for index in range(len(train))] == sorted({*range(count)} - {*chosen})
     assert train.fingerprint != held_out.fingerprint
-    assert train.fingerprint == carve(Numbers(), share, "train").fingerprint
 
 
-def test_a_share_is_carved_from_data_without_a_held_out_split_and_spread_over_all_of_it(tmp_path):
+def test_a_share_is_carved_from_data_without_a_held_out_split(tmp_path):
     written = some_packs(200)
     write(tmp_path / "packs", written)
     assert open_packs(data_settings(tmp_path / "packs"), "held_out") is None
-    held_out = open_packs(data_settings(tmp_path / "packs", held_out=0.1), "held_out")
-    train = open_packs(data_settings(tmp_path / "packs", held_out=0.1), "train")
+    held_out, train = (open_packs(data_settings(tmp_path / "packs", held_out=0.1), split) for split in ("held_out", "train"))
     assert (len(held_out), len(train)) == (20, 180)
     originals = {pack.input_ids.tobytes(): index for index, pack in enumerate(written)}
     indices = [originals[held_out[index].input_ids.tobytes()] for index in range(20)]
-    assert {0, 1, 2, 3} == {index // 50 for index in indices}
+    assert {0, 1, 2, 3} == {index // 50 for index in indices}, "spread over all of it"
     assert held_out.lengths(5).tolist() == written[indices[5]].lengths.tolist()
-
-
-def test_the_carved_choice_never_changes():
-    """Packs held out today must be those held out when an old run resumes."""
-
-    class Ten:
-        path, length, fingerprint, tokenizer = Path("ten"), LENGTH, "0" * 64, None
-
-        def __len__(self) -> int:
-            return 10
-
-        def __getitem__(self, index: int) -> int:
-            return index
-
-    part = carve(Ten(), 0.3, "held_out")
-    mask = 2**64 - 1
-
-    def splitmix64(value: int) -> int:  # the published finaliser in plain integers
-        value = (value + 0x9E3779B97F4A7C15) & mask
-        value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
-        value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
-        return value ^ (value >> 31)
-
-    assert [part[index] for index in range(3)] == sorted(sorted(range(10), key=splitmix64)[:3])
 
 
 def test_another_tokenizer_or_a_larger_vocabulary_than_the_models_is_refused(tmp_path):
@@ -388,17 +327,3 @@ def test_another_tokenizer_or_a_larger_vocabulary_than_the_models_is_refused(tmp
         check_model(packs, 999)
     with pytest.raises(InputError, match=r"another tokenizer \(tiny, ffffffffffff\)"):
         check_model(packs, 1000, "e" * 64)
-
-
-def test_a_pack_is_read_in_far_less_than_50_microseconds(tmp_path):
-    from timeit import timeit
-
-    write(tmp_path / "packs", some_packs(500), at_once=500)
-    packs = ArrowPacks(tmp_path / "packs")
-    assert min(timeit(lambda: packs[333], number=200) / 200 for _ in range(20)) < 50e-6
-
-
-def test_the_manifest_is_plain_json_with_a_trailing_newline(tmp_path):
-    write(tmp_path / "packs", some_packs(1))
-    text = (tmp_path / "packs" / "packs.json").read_text()
-    assert text.endswith("}\n") and json.loads(text)["version"] == 1

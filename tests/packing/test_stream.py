@@ -21,12 +21,10 @@ from foundation.errors import InputError
 from packing import arrow, stream
 from packing.__main__ import main
 from packing.batch import BatchStream
-from packing.packer import PackerProcess, StreamPacker, bytes_below, prepare_stream
-from packing.part_maker import PartMaker
-from packing.parts import stream_parts
+from packing.packer import PackerProcess, PartMaker, pack_ahead, prepare_stream
 from packing.settings import DataSettings
-from packing.store import open_packs
-from packing.stream import Position, StreamedPacks, order_of
+from packing.store import open_packs, stream_parts
+from packing.stream import Position, StreamedPacks, bytes_below, order_of, state_of
 
 LENGTH, STEP = 32, 6  # tokens of a pack, packs of a step
 
@@ -36,32 +34,31 @@ class PackingHere(ExitStack):
 
     def __init__(self, data: DataSettings) -> None:
         super().__init__()
-        makers = {name: self.enter_context(PartMaker(part, 1)) for name, part in stream_parts(data).items()}
-        self.packer, self.most = StreamPacker(data, makers), 0
+        self.data, self.most, self.steps = data, 0, iter(())
+        self.makers = {name: PartMaker(part, 1) for name, part in stream_parts(data).items()}
+        for maker in self.makers.values():
+            self.enter_context(maker.workers)
 
     def begin(self, positions: Mapping[str, Position]) -> None:
-        self.packer.begin(positions)
-
-    def needs(self, ranges: Mapping[str, tuple[int, int]]) -> None:
-        self.packer.needs(ranges)
+        self.steps = pack_ahead(self.data, self.makers, positions)
 
     def check(self) -> None:
-        assert self.packer.step(), "nobody makes what is waited for"
+        next(self.steps, None)
         self.measure()
 
     def run_ahead(self) -> None:
-        while self.packer.step():
+        while next(self.steps, False):
             self.measure()
 
     def measure(self) -> None:
-        self.most = max(self.most, bytes_below(self.packer.settings.packs))
+        self.most = max(self.most, bytes_below(self.data.packs))
 
 
 @pytest.fixture(autouse=True, scope="module")
 def quick() -> Iterator[None]:
     """Nothing here cuts the power, and who waits for a part makes it himself."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stream, "_LOOK", 0)
+        patch.setattr(stream, "LOOK", 0)
         for name in ("fsync", "fsync_tree"):
             patch.setattr(arrow, name, lambda path: None)
         yield
@@ -270,7 +267,7 @@ def test_packs_come_from_a_process_of_their_own_whose_end_is_told(values: dict[s
     finally:
         packing.close()
     again = PackerProcess(data)  # what was left of it is no hindrance
-    assert not (data.packs / stream.FAILED).exists()
+    assert not state_of(data.packs)
     again.close()
     bad = Path(shutil.copy(values["source"], tmp_path / "bad.jsonl"))
     text = bad.read_bytes().replace(b'"text"', b'"tixt"')

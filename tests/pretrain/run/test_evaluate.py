@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerFast
 
 from foundation.errors import InputError
 from packing.arrow import Pack, Packs
-from packing.batch import evaluation_batches
-from packing.mixture import MixedPacks
+from packing.batch import Batching
+from packing.order import MixedPacks
 from packing.settings import DataSettings
 from packing.store import open_packs
 from pretrain.run.evaluate import figures_of, held_out_figures, held_out_sums
@@ -39,7 +39,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def evaluate(packed: torch.nn.Module, packs: Packs, accelerator: Accelerator, microbatch: int) -> SimpleNamespace:
-    batches = evaluation_batches(packs, microbatch=microbatch, mask_boundaries=True, rank=0, world_size=1)
+    batches = Batching(microbatch=microbatch, mask_boundaries=True, rank=0, world_size=1).evaluation(packs)
     figures = figures_of(held_out_sums(packed, batches, accelerator))
     return SimpleNamespace(**{key.removeprefix("held_out_"): value for key, value in figures.items()})
 

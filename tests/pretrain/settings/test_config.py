@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foundation.errors import InputError
-from packing.parts import training_parts, validation_parts
+from packing.store import training_parts, validation_parts
 from pretrain.settings.config import flatten, identity_of, layered, load_recipe, resolved, run_dir_of
 from pretrain.settings.recipe import Recipe
 
