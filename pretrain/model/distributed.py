@@ -256,7 +256,7 @@ def require_same_on_all_ranks(accelerator: Accelerator, tensors: Mapping[str, Te
 
 @torch.no_grad()
 def checksum(tensor: Tensor) -> int:
-    """Of all bits, to which places along the first dimension matter. Waits for the device."""
+    """A sum of all bits, to which places along the first dimension matter. Waits for the device."""
     if not tensor.numel():
         return 0
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
