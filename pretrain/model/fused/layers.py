@@ -148,18 +148,6 @@ class FusedLayers:
         return f"{len(self.layers)} of {len(self.layers) + len(self.left_out)} layers{kept}{why}"
 
 
-@dataclass(frozen=True)
-class Attending:
-    """What rotation and attention over packed documents are told. `eps`: of the heads' norms. `scale`: of q k^T."""
-
-    name: str  # in `ROTATED_ATTENTION`
-    heads: Heads
-    eps: float
-    ends: Tensor  # cu_seqlens
-    longest: int
-    scale: float
-
-
 class FusedLayer:
     """The forward of one decoder layer. Not a module: what it computes with belongs to the layer that it stands in for."""
 
@@ -171,7 +159,7 @@ class FusedLayer:
         self.unfused, self._arithmetic = layer.forward, arithmetic
         self._attention, self.norms = layer.self_attn, (layer.input_layernorm, layer.post_attention_layernorm)
         parts = Parts.of(layer)
-        self._heads, self._head_norms = parts.heads, parts.head_norms
+        self._head_norms = parts.head_norms
         products = []
         for linears, joined in zip(parts.stacks, ("self_attn.qkv_proj", "", "mlp.gate_up_proj", ""), strict=True):
             weights, members = StackedWeight(list(linears.values())), tuple(f"{name}.{member}" for member in linears)
@@ -180,6 +168,8 @@ class FusedLayer:
             stacked = members[0] if len(members) == 1 else f"{name}.{joined}"
             products.append(StackedProduct(stacked, members, weights, arithmetic, backends))
         self.products = self.qkv, self.output, self.gate_up, self.down = tuple(products)
+        eps = self._head_norms[0].variance_epsilon if self._head_norms else 0.0
+        self._before_attention = NormRotation(arithmetic, self.norms[0], self.qkv, parts.heads, eps)
 
     @torch.compiler.disable
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -205,17 +195,14 @@ class FusedLayer:
         **_: Any,
     ) -> tuple[Tensor, Tensor]:
         """x [tokens, hidden] -> attention's output [tokens, query x dim], and x for the residual."""
-        attention, heads, norm = self._attention, self._heads, self.norms[0]
-        head_norms = [each.weight for each in self._head_norms]
-        name, eps = attention.config._attn_implementation, self._head_norms[0].variance_epsilon if head_norms else 0.0
-        angles = [table.flatten(0, -2) for table in position_embeddings]
-        before, parameters = (self._arithmetic, norm, self.qkv), self.qkv.weights.parameters
+        attention, pieces = self._attention, self._before_attention
+        angles, head_norms = [table.flatten(0, -2) for table in position_embeddings], [each.weight for each in self._head_norms]
+        inputs = (x, *angles, self.norms[0].weight, *head_norms, *self.qkv.weights.parameters)
+        name = attention.config._attn_implementation
         window = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))  # of this layer, or all
         if name in ROTATED_ATTENTION and (window is None or window >= max_seqlen):
-            attending = Attending(name, heads, eps, cu_seqlens, max_seqlen, attention.scaling)
-            return NormAttention.apply(*before, attending, x, *angles, norm.weight, *head_norms, *parameters)
-        qkv, x = NormProduct.apply(*before, x, norm.weight, *parameters)
-        q, k, v = Rotation.apply(qkv, *angles, heads, eps, *head_norms)
+            return RotatedAttention.apply(pieces, name, (cu_seqlens, max_seqlen, attention.scaling), *inputs)
+        q, k, v, x = RotatedHeads.apply(pieces, *inputs)
         function = AttentionInterface().get_interface(name, None)
         options = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "document_mask": document_mask, "sliding_window": window}
         q, k, v = (states.transpose(0, 1)[None] for states in (q, k, v))
@@ -228,98 +215,116 @@ class FusedLayer:
 # themselves.
 
 
-class NormProduct(torch.autograd.Function):
-    """x [tokens, hidden] -> norm(x) w^T + b [tokens, out], and x itself, for the residual: so backward has both of its gradients
-    at once, and adds them in the norm's own kernel."""
+@dataclass(frozen=True)
+class NormRotation:
+    """What stands before attention: the norm, the product that gives queries, keys and values, and their rotation, in one. So
+    backward has both gradients of x at once and adds them in the norm's own kernel, and the rotation writes the gradient between
+    it and the product as the product reads it. `eps`: of the heads' norms.
+
+    Tensors come in one order: x [tokens, hidden], cos, sin, then the parameters: the norm's weight, the weights of the heads'
+    norms, none or two, and the product's."""
+
+    arithmetic: Arithmetic
+    norm: nn.Module
+    product: StackedProduct
+    heads: Heads
+    eps: float
+
+    def forward(
+        self, ctx: FunctionCtx, x: Tensor, cos: Tensor, sin: Tensor, parameters: Sequence[Tensor]
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], list[Operand | None]]:
+        """Queries, keys and values, rotated; and what `backward` is to be given again. Where heads are normed it needs what the
+        product gave, from which queries, keys and values can be made again."""
+        self.product.begin(x)
+        ctx.is_first_in_forward = self.arithmetic.is_first_in_forward()
+        ctx.set_materialize_grads(False)
+        normed, rstd = self.arithmetic.norm(x, self.norm, self.product)
+        qkv = self.product.forward(normed)
+        norms = parameters[1 : len(parameters) - len(self.product.weights.parameters)]
+        return self.rotate(qkv, cos, sin, norms), [x, normed, rstd, qkv if norms else None, cos, sin, *norms]
+
+    def rotate(self, qkv: Tensor, cos: Tensor, sin: Tensor, norms: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        return rotate(qkv, cos, sin, self.heads, self._head_norms(norms, qkv.dtype))
+
+    def backward(
+        self, ctx: FunctionCtx, gradients: list[Tensor], residual: Tensor | None, saved: Sequence[Operand | None]
+    ) -> Gradients:
+        """The gradients of all tensors that came in, from those of queries, keys and values, which are taken out of the list, and
+        that of x in the residual."""
+        x, normed, rstd, qkv, cos, sin, *norms = saved
+        head_norms = self._head_norms(norms, gradients[0].dtype)
+        dqkv, *of_head_norms = rotate_backward(*gradients, qkv, cos, sin, self.heads, head_norms)
+        gradients.clear()
+        del qkv
+        of_biases = self.product.weights.bias_gradients(dqkv)
+        dqkv = self.product.gradient_operand(dqkv)  # the gradient in BF16 is free as soon as it has been quantized
+        d_normed = self.product.input_gradient(dqkv)
+        of_weights = self.product.weight_gradients(dqkv, normed)
+        dx, of_norm = self.arithmetic.norm_backward(d_normed, x, rstd, self.norm, residual)
+        if ctx.is_first_in_forward:
+            finish_backward()
+        return dx, None, None, of_norm, *of_head_norms[: len(norms)], *of_weights, *of_biases
+
+    def _head_norms(self, norms: Sequence[Tensor], dtype: torch.dtype) -> HeadNorms | None:
+        """The norms in the dtype of activations, as the unfused layer's working copies are. They are cast in here and not before:
+        autograd would round the gradients to that dtype on their way back."""
+        return HeadNorms(*(norm.to(dtype) for norm in norms), self.eps) if norms else None
+
+
+class RotatedHeads(torch.autograd.Function):
+    """x [tokens, hidden] -> rotated queries [tokens, query, dim], keys and values [tokens, kv, dim], and x itself, for the
+    residual."""
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, arithmetic: Arithmetic, norm: nn.Module, product: StackedProduct, x: Tensor, *parameters: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        y, normed, rstd = _norm_product(ctx, arithmetic, norm, product, x)
-        arithmetic.save(ctx, x, normed, rstd)
-        return y, x
+        ctx: FunctionCtx, pieces: NormRotation, x: Tensor, cos: Tensor, sin: Tensor, *parameters: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        states, saved = pieces.forward(ctx, x, cos, sin, parameters)
+        ctx.pieces = pieces
+        pieces.arithmetic.save(ctx, *saved)
+        return *states, x
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, dy: Tensor, residual: Tensor | None) -> Gradients:
-        return None, None, None, *_norm_product_backward(ctx, dy, residual, *ctx.pieces[0].saved(ctx))
+    def backward(ctx: FunctionCtx, dq: Tensor, dk: Tensor, dv: Tensor, residual: Tensor | None) -> Gradients:
+        return None, *ctx.pieces.backward(ctx, [dq, dk, dv], residual, ctx.pieces.arithmetic.saved(ctx))
 
 
-def _norm_product(
-    ctx: FunctionCtx, arithmetic: Arithmetic, norm: nn.Module, product: StackedProduct, x: Tensor
-) -> tuple[Tensor, Operand, Tensor]:
-    """norm(x) w^T + b, norm(x) as the product's operand, and what else the norm's backward needs."""
-    product.begin(x)
-    ctx.is_first_in_forward, ctx.pieces = arithmetic.is_first_in_forward(), (arithmetic, norm, product)
-    ctx.set_materialize_grads(False)
-    normed, rstd = arithmetic.norm(x, norm, product)
-    return product.forward(normed), normed, rstd
+class RotatedAttention(torch.autograd.Function):
+    """x [tokens, hidden] -> the output [tokens, query x dim] of an attention of `ROTATED_ATTENTION`, called `name`, and x itself.
+    `documents`: cu_seqlens, the pack length, and the scale of q k^T.
 
-
-def _norm_product_backward(
-    ctx: FunctionCtx, dy: Tensor, residual: Tensor | None, x: Tensor, normed: Operand, rstd: Tensor
-) -> list[Tensor | None]:
-    """The gradients of x, of the norm's weight, and of the product's parameters."""
-    arithmetic, norm, product = ctx.pieces
-    bias_gradients = product.weights.bias_gradients(dy)
-    dy = product.gradient_operand(dy)
-    d_normed = product.input_gradient(dy)
-    weight_gradients = product.weight_gradients(dy, normed)
-    dx, of_norm = arithmetic.norm_backward(d_normed, x, rstd, norm, residual)
-    if ctx.is_first_in_forward:
-        finish_backward()
-    return [dx, of_norm, *weight_gradients, *bias_gradients]
-
-
-class NormAttention(torch.autograd.Function):
-    """`NormProduct`, `Rotation` and an attention of `ROTATED_ATTENTION` in one: x [tokens, hidden] -> attention's output
-    [tokens, query x dim], and x itself. So the gradient between attention and product is written as the product reads it.
-
-    Where heads are normed, backward needs what the product gave, and makes queries, keys and values again from it unless they are
-    kept, too; elsewhere they are kept in its place. `norms` of the heads, none or two, stand before the product's parameters.
-    """
+    Where heads are normed, queries, keys and values are made again in backward unless they are kept too."""
 
     @staticmethod
     def forward(
         ctx: FunctionCtx,
-        arithmetic: Arithmetic,
-        norm: nn.Module,
-        product: StackedProduct,
-        attending: Attending,
+        pieces: NormRotation,
+        name: str,
+        documents: Any,
         x: Tensor,
         cos: Tensor,
         sin: Tensor,
         *parameters: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        qkv, normed, rstd = _norm_product(ctx, arithmetic, norm, product, x)
-        norms = parameters[1 : len(parameters) - len(product.weights.parameters)]
-        q, k, v = rotate(qkv, cos, sin, attending.heads, _head_norms(norms, attending.eps, qkv.dtype))
-        attend, _ = ROTATED_ATTENTION[attending.name]
-        output, *statistics = attend(q, k, v, attending.ends, attending.longest, attending.scale)
-        rotated = [q, k, v] if arithmetic.keeps_rotated or not norms else [None] * 3
-        ctx.attending, ctx.normed_heads = attending, len(norms)
-        arithmetic.save(ctx, x, normed, rstd, qkv if norms else None, *rotated, output, cos, sin, *norms, *statistics)
-        return output.view(len(qkv), -1), x
+        states, saved = pieces.forward(ctx, x, cos, sin, parameters)
+        output, *statistics = ROTATED_ATTENTION[name][0](*states, *documents)
+        rotated = states if pieces.arithmetic.keeps_rotated or saved[3] is None else [None] * 3
+        ctx.pieces, ctx.name, ctx.documents, ctx.count = pieces, name, documents, len(saved)
+        pieces.arithmetic.save(ctx, *saved, *rotated, output, *statistics)
+        return output.view(len(x), -1), x
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, d_output: Tensor, residual: Tensor | None) -> Gradients:
-        attending, normed_heads = ctx.attending, ctx.normed_heads
-        x, normed, rstd, qkv, q, k, v, output, cos, sin, *rest = ctx.pieces[0].saved(ctx)
-        norms, statistics = rest[:normed_heads], rest[normed_heads:]
-        head_norms = _head_norms(norms, attending.eps, output.dtype)
+        tensors = ctx.pieces.arithmetic.saved(ctx)
+        saved, (q, k, v, output, *statistics) = tensors[: ctx.count], tensors[ctx.count :]
         if q is None:
-            q, k, v = rotate(qkv, cos, sin, attending.heads, head_norms)
-        _, differentiate = ROTATED_ATTENTION[attending.name]
-        d_output = d_output.view(output.shape)
-        gradients = differentiate(d_output, q, k, v, output, *statistics, attending.ends, attending.longest, attending.scale)
-        del q, k, v, output, statistics, rest, d_output
-        head_gradients = list(rotate_backward(*gradients, qkv, cos, sin, attending.heads, head_norms))
-        del gradients, qkv
-        # Taken out of the list, so that the gradient in BF16 is free as soon as it has been quantized.
-        dx, of_norm, *of_product = _norm_product_backward(ctx, head_gradients.pop(0), residual, x, normed, rstd)
-        return *(None,) * 4, dx, None, None, of_norm, *head_gradients[:normed_heads], *of_product
+            q, k, v = ctx.pieces.rotate(*saved[3:6], saved[6:])
+        differentiate = ROTATED_ATTENTION[ctx.name][1]
+        gradients = list(differentiate(d_output.view(output.shape), q, k, v, output, *statistics, *ctx.documents))
+        del tensors, q, k, v, output, statistics, d_output
+        return None, None, None, *ctx.pieces.backward(ctx, gradients, residual, saved)
 
 
 class OutputProduct(torch.autograd.Function):
@@ -385,30 +390,3 @@ class NormMLPAdd(torch.autograd.Function):
         gate_up_weights = gate_up.weight_gradients(d_hidden, normed)
         dx, of_norm = arithmetic.norm_backward(d_normed, x, rstd, norm, residual=dy)
         return *(None,) * 4, dx, of_norm, *gate_up_weights, *gate_up_bias, *down_weights, *down_bias
-
-
-class Rotation(torch.autograd.Function):
-    """`rotate`, differentiable."""
-
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx, qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, eps: float, *norms: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.heads, ctx.eps = heads, eps
-        ctx.save_for_backward(cos, sin, *((qkv, *norms) if norms else ()))
-        return rotate(qkv, cos, sin, heads, _head_norms(norms, eps, qkv.dtype))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, dq: Tensor, dk: Tensor, dv: Tensor) -> Gradients:
-        cos, sin, *rest = ctx.saved_tensors
-        qkv, *norms = rest or (None,)
-        head_norms = _head_norms(norms, ctx.eps, dq.dtype)
-        dqkv, *norm_gradients = rotate_backward(dq, dk, dv, qkv, cos, sin, ctx.heads, head_norms)
-        return dqkv, None, None, None, None, *norm_gradients[: len(norms)]
-
-
-def _head_norms(norms: Sequence[Tensor], eps: float, dtype: torch.dtype) -> HeadNorms | None:
-    """Returns the norms in the dtype of activations, as the unfused layer's working copies are. They are cast in here and not
-    before: autograd would round the gradients to that dtype on their way back."""
-    return HeadNorms(*(norm.to(dtype) for norm in norms), eps) if norms else None
