@@ -151,7 +151,7 @@ def build(
     keeping.check_room(job, assembly, checkpoints, source)
     if source:
         with waited.on("start", "reading the checkpoint"):
-            state, notes = resume.restore(source, checkpoints, job, assembly, health, accelerator)
+            state, notes = resume.restore(source, checkpoints, job, assembly, health)
     else:
         state, notes = TrainState(steps=job.plan.steps), []
         resume.begin_stream(None, job)

@@ -76,7 +76,6 @@ class NoGPU:
 def no_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> NoGPU:
     gpu = NoGPU(request.param, tmp_path)
     monkeypatch.setattr(driver, "_active", gpu)
-    monkeypatch.setattr(kernels("model.fused.rotary_kernel"), "_shared_memory", lambda tensor: SHARED_MEMORY)
     return gpu
 
 

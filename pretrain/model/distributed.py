@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -239,27 +239,10 @@ def same_on_all_ranks(accelerator: Accelerator, *figures: Tensor) -> list[float]
     return stacked.tolist()
 
 
-def require_same_on_all_ranks(accelerator: Accelerator, tensors: Mapping[str, Tensor], remedy: str) -> None:
-    """InputError, which ends with `remedy`, where a rank's `tensors` are not the first rank's, by name, shape and bits. Shards
-    are left out. Collective; reads each tensor once, and allocates nothing of its size."""
-    if accelerator.num_processes == 1:
-        return
-    own = {name: (tuple(each.shape), checksum(each)) for name, each in tensors.items() if not isinstance(each, DTensor)}
-    first, *others = from_all_ranks(own)
-    for rank, other in enumerate(others, start=1):
-        if differing := [name for name in first | other if first.get(name) != other.get(name)]:
-            raise InputError(
-                f"the processes do not begin with the same model: {len(differing)} tensors are others on rank {rank} than on "
-                f"rank 0, {differing[0]} among them; {remedy}"
-            )
-
-
 @torch.no_grad()
-def checksum(tensor: Tensor) -> int:
-    """A sum of all bits, to which places along the first dimension matter. Waits for the device."""
-    if not tensor.numel():
-        return 0
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    rows = tensor.detach().view(integers[tensor.element_size()]).reshape(len(tensor) if tensor.dim() else 1, -1)
-    sums = rows.sum(dim=1, dtype=torch.int64)
-    return int((sums * torch.arange(1, len(sums) + 1, device=sums.device)).sum())
+def take_from_first_rank(accelerator: Accelerator, tensors: Iterable[Tensor]) -> None:
+    """Overwrite `tensors`, contiguous, by the first rank's: a machine with other files or libraries makes no other model.
+    Collective."""
+    if accelerator.num_processes > 1:
+        for tensor in tensors:
+            torch.distributed.broadcast(tensor.detach().view(-1).view(torch.uint8), src=0)

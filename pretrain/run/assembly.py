@@ -34,7 +34,7 @@ from pretrain.model.distributed import (
     largest_over_ranks,
     local_part,
     part_from_first,
-    require_same_on_all_ranks,
+    take_from_first_rank,
 )
 from pretrain.model.fused.layers import FusedLayers
 from pretrain.model.gradients import attach_main_gradients
@@ -58,7 +58,6 @@ EXAMINED_AGAIN = 13
 # Packs that delayed scaling sees before the first step. The first two teach it the gradients of all layers. More come closer to
 # the largest values of a microbatch: after one pack alone, the first gradient of a 1.7 B model was cut to 82 % of its norm.
 REHEARSALS = 8
-SAME_MODEL = "give every machine the same files at `model.source`, and the same versions of torch and transformers"
 # Tokens of the pack observed where nothing is quantized or fused: uncompiled, a whole one may not fit where training does. To a
 # CPU 512 are half a step of a small model, and in a quarter of them every linear multiplies too.
 SEEN_UNQUANTIZED, SEEN_ON_CPU = 512, 128
@@ -224,7 +223,7 @@ def build_model(job: Job, accelerator: Accelerator, attention: str) -> Built:
         options |= {"kept": weights, "weights": job.weight_dtype}
         return Built(*model.build_on_first_rank(recipe.model, job.model_config, accelerator, **options))
     hf = model.build(recipe.model, job.model_config, weights=weights, device=accelerator.device, **options)
-    require_same_on_all_ranks(accelerator, dict(hf.named_parameters()) | dict(hf.named_buffers()), SAME_MODEL)
+    take_from_first_rank(accelerator, [*hf.parameters(), *hf.buffers()])
     return Built(hf, model.round_weights(hf, job.weight_dtype) if exact else {})
 
 

@@ -25,7 +25,7 @@ from pretrain.metrics.health import MOST_ROLLBACKS, Health, HealthState
 from pretrain.metrics.run_folder import AUDIT_FILE, METRICS_FILE, SUMMARY_FILE
 from pretrain.metrics.run_record import NoStepYet, read_metrics, read_run
 from pretrain.metrics.trackers import resolve
-from pretrain.model.distributed import local_part, require_same_on_all_ranks
+from pretrain.model.distributed import local_part
 from pretrain.model.huggingface import named_tensors
 from pretrain.optimizer.adamw import set_updates_done
 from pretrain.optimizer.adamw_update import convert_weight, describe_conversion
@@ -215,17 +215,15 @@ def restore(
     job: Job,
     assembly: Assembly,
     health: Health,
-    accelerator: Accelerator,
 ) -> tuple[TrainState, list[str]]:
-    """Put the run's memory and its stream into the state of `source`, which all ranks must have read alike; returns the counters,
-    and notes for the user. Collective; `Checkpoints.abandon_newer` is left to do."""
+    """Put the run's memory and its stream into the state of `source`; returns the counters, and notes for the user. Collective;
+    `Checkpoints.abandon_newer` is left to do."""
     begin_stream(source, job)
     state = TrainState(**{**source.record["progress"], "steps": job.plan.steps, "shift": shift_of(source.record, job)})
     notes = load_weights(source, checkpoints, job.recipe.weights, assembly)
     set_updates_done(assembly.optimizer, state.step - state.skipped_steps)
     others_counts = {"skipped_steps": 0, "rollbacks": 0} if source.begins else {}  # whose losses tell what is usual all the same
     health.state = HealthState(**{**source.record["health"], **others_counts})
-    require_same_on_all_ranks(accelerator, assembly.tensors | assembly.state_tensors, f"all must read the same {source.path}")
     return state, [f"resumed from {source.path} at step {state.step}", *source.notes, *notes]
 
 
@@ -345,7 +343,7 @@ def roll_back(run: Run, reason: str) -> None:
         record = checkpoints.read_state(path)
     run.assembly.context.forget()
     source = ResumePoint(path, record, [], begins=not checkpoints.owns(path))
-    run.state, notes = restore(source, checkpoints, run.job, run.assembly, run.health, run.accelerator)
+    run.state, notes = restore(source, checkpoints, run.job, run.assembly, run.health)
     step = run.state.step
     checkpoints.abandon_newer(step)
     run.resumed_step = min(run.resumed_step, step)  # what is trained from here is no checkpoint's yet

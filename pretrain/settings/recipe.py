@@ -55,7 +55,7 @@ class ModelSettings(Settings):
     # From scratch, vocab_size and the ids of eos, bos and pad that are not set come from the tokenizer.
     config: dict[str, Any] | None = None  # without source: from scratch, {model_type: qwen3, ...}; with: changes to its config.
     # auto: on Hopper and Blackwell FlashAttention-4 where its package is, else cudnn with Transformer Engine; otherwise varlen on
-    # a GPU, documents on a CPU, sdpa elsewhere. flash_attn: FlashAttention-4 where it runs, else version 2's package.
+    # a GPU, documents on a CPU, sdpa elsewhere. flash_attn: FlashAttention-4; version 2 is varlen, torch's own.
     attention: Attention = "auto"
     # Layers that keep no activations and are computed again in backward: no layer, every layer, or with a number n each n-th.
     gradient_checkpointing: Literal["none", "full"] | PositiveCount = "none"

@@ -29,7 +29,7 @@ DOCUMENTS = {
     "a pack each": [LENGTH] * PACKS,
     "tokens alone": [1] * 300 + [212] + [1] * 512 + [511, 1],
 }
-KERNELS = ["cudnn", "fa4", "varlen", "fa2"]
+KERNELS = ["cudnn", "fa4", "varlen"]
 SHAPES = [Heads(16, 8, 128), Heads(8, 8, 64), Heads(12, 2, 64), Heads(4, 1, 256)]
 
 attention.register()

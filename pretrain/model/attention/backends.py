@@ -31,15 +31,10 @@ from pretrain.model.attention.documents import attend_by_document
 from pretrain.model.attention.operator import Heads
 from pretrain.settings.recipe import Attention
 
-try:
-    from flash_attn import flash_attn_varlen_func
-except ImportError:  # version 2's package, an extra for GPUs before Hopper
-    flash_attn_varlen_func = None
-
-# FlashAttention has two packages, 4 and 2: `flash_attn` to a user. For names with "flash" transformers loads kernels of its own.
+# `fa4` is `flash_attn` to a user: for names with "flash" transformers loads kernels of its own. Version 2 is torch's `varlen`.
 # On an H200, steps of Qwen3-1.7B are 1.5 % shorter with fa4 than with cudnn, which takes 0.71 of varlen's time
 # (benchmarks/results/h200_attention_in_steps.json).
-Kind = Literal["fa4", "cudnn", "varlen", "fa2", "documents", "sdpa"]
+Kind = Literal["fa4", "cudnn", "varlen", "documents", "sdpa"]
 FASTEST_FIRST: tuple[Kind, ...] = get_args(Kind)
 MIN_MEASURED_HEAD_DIM = 64  # below, nobody has measured whether fa4 and cudnn are faster
 DROPOUTS = ("attention_dropout", "attn_pdrop")  # of attention's probabilities, as configurations call them
@@ -57,7 +52,7 @@ class Choice(NamedTuple):
 
 def register() -> None:
     """Make the names of the functions below, such as `packed_varlen`, names that transformers' models accept."""
-    for attention in (packed_sdpa, packed_documents, packed_varlen, packed_fa2, packed_fa4, packed_cudnn):
+    for attention in (packed_sdpa, packed_documents, packed_varlen, packed_fa4, packed_cudnn):
         AttentionInterface.register(attention.__name__, attention)
 
 
@@ -70,12 +65,11 @@ def choose(
 ) -> Choice:
     """The backend for a device, the model's heads and the dtype that attention computes in.
 
-    `auto` takes the first of FASTEST_FIRST that runs here; fa4 and cudnn from MIN_MEASURED_HEAD_DIM on. `flash_attn` is version
-    4 where that runs, and version 2 elsewhere. `refused`: backends that were tried and are wrong (`choose_tried`), each with why.
-    Raises InputError where none of the requested ones is left.
+    `auto` takes the first of FASTEST_FIRST that runs here; fa4 and cudnn from MIN_MEASURED_HEAD_DIM on. `refused`: backends that
+    were tried and are wrong (`choose_tried`), each with why. Raises InputError where none of the requested ones is left.
     """
     auto = requested == "auto"
-    kinds = FASTEST_FIRST if auto else ("fa4", "fa2") if requested == "flash_attn" else (requested,)
+    kinds = FASTEST_FIRST if auto else ("fa4" if requested == "flash_attn" else requested,)
     passed_over = []
     for kind in kinds:
         obstacle = refused.get(kind) or _obstacle(kind, device_type, heads, dtype)
@@ -96,8 +90,6 @@ def _obstacle(kind: Kind, device_type: str, heads: Heads, dtype: torch.dtype) ->
         return None if device_type == "cpu" else f"is for CPUs, this is {device_type}"
     if kind == "fa4" and not flash.installed():
         return "needs the package flash-attn-4: pip install -r requirements-cuda.txt"
-    if kind == "fa2" and flash_attn_varlen_func is None:
-        return "needs the package flash-attn: pip install -r requirements-cuda.txt"
     if device_type != "cuda":
         return f"needs a CUDA device, this is {device_type}"
     if torch.cuda.get_device_capability() < (8, 0):
@@ -174,16 +166,6 @@ class Packed(NamedTuple):
     scale: float
     window: int | None  # keys that a query sees, its own the last; None: all before it
 
-    @property
-    def offsets(self) -> tuple[Tensor, Tensor, int, int]:
-        """Returns those of queries and of keys, as variable-length kernels take them."""
-        return self.cu_seqlens, self.cu_seqlens, self.max_seqlen, self.max_seqlen
-
-    @property
-    def window_size(self) -> tuple[int, int]:
-        """Keys before and after a query's own that it sees; -1: all. None after it: causal."""
-        return (-1 if self.window is None else self.window - 1, 0)
-
 
 def _packed(kernel: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None]]:
     """`kernel`, of q, k, v [T, heads, D] to the same, as a layer of transformers calls its attention: [1, heads, T, D].
@@ -216,7 +198,7 @@ def _packed(kernel: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None]]
         window = None if sliding_window is None or sliding_window >= max_seqlen else sliding_window
         return kernel(*states, Packed(cu_seqlens, max_seqlen, document_mask, scale, window))[None], None
 
-    attention.__name__ = kernel.__name__
+    attention.__name__, attention.kernel = kernel.__name__, kernel
     return attention
 
 
@@ -227,10 +209,7 @@ def packed_sdpa(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Te
     Packs become the batch, so the mask and the work grow with T x max_seqlen and not with T squared. KV heads are repeated here:
     with a mask, `enable_gqa` gains 5 % on a CPU and leaves the fused kernels on CUDA.
     """
-    return _under_mask(query, key, value, packed)
 
-
-def _under_mask(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Tensor:
     def by_pack(states: Tensor) -> Tensor:  # [T, KV heads, D] -> [packs, heads, max_seqlen, D]
         return _repeated(states, query.shape[1]).unflatten(0, (-1, packed.max_seqlen)).transpose(1, 2)
 
@@ -245,7 +224,7 @@ def packed_documents(query: Tensor, key: Tensor, value: Tensor, packed: Packed) 
     kernel does not know, by `packed_sdpa`."""
     if packed.window is not None:
         mask = document_mask(packed.cu_seqlens, packed.max_seqlen, len(query))
-        return _under_mask(query, key, value, packed._replace(mask=mask))
+        return packed_sdpa.kernel(query, key, value, packed._replace(mask=mask))
     repeated = (_repeated(each, query.shape[1]) for each in (key, value))
     return attend_by_document(query, *repeated, packed.cu_seqlens, packed.scale)
 
@@ -258,28 +237,19 @@ def _repeated(states: Tensor, heads: int) -> Tensor:
 @_packed
 def packed_varlen(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Tensor:
     """Attends by torch's variable-length kernel, which skips what lies between documents; bf16 or fp16."""
-    return _varlen(query, key, value, packed)
-
-
-def _varlen(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Tensor:
-    options: dict[str, Any] = {"scale": packed.scale, "window_size": packed.window_size}
+    before = -1 if packed.window is None else packed.window - 1  # keys; none after a query's own: causal
+    options: dict[str, Any] = {"scale": packed.scale, "window_size": (before, 0)}
     if VARLEN_HAS_GQA_FLAG:
         options["enable_gqa"] = query.shape[1] != key.shape[1]
-    return varlen_attn(query, key, value, *packed.offsets, **options)
-
-
-@_packed
-def packed_fa2(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Tensor:
-    """Attends by the flash-attn package of version 2; bf16 or fp16."""
-    options = {"softmax_scale": packed.scale, "causal": True, "deterministic": torch.are_deterministic_algorithms_enabled()}
-    return flash_attn_varlen_func(query, key, value, *packed.offsets, window_size=packed.window_size, **options)
+    ends, longest = packed.cu_seqlens, packed.max_seqlen
+    return varlen_attn(query, key, value, ends, ends, longest, longest, **options)
 
 
 @_packed
 def packed_fa4(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Tensor:
     """Attends by FlashAttention-4 (pretrain.model.attention.flash), within a window by torch's kernel; bf16 or fp16."""
     if packed.window is not None:
-        return _varlen(query, key, value, packed)
+        return packed_varlen.kernel(query, key, value, packed)
     return flash.flash_attention(query, key, value, packed.cu_seqlens, packed.max_seqlen, packed.scale)
 
 
@@ -287,5 +257,5 @@ def packed_fa4(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Ten
 def packed_cudnn(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Tensor:
     """Attends by cuDNN's variable-length kernels (pretrain.model.attention.cudnn), within a window by torch's; bf16 or fp16."""
     if packed.window is not None:
-        return _varlen(query, key, value, packed)
+        return packed_varlen.kernel(query, key, value, packed)
     return cudnn.cudnn_attention(query, key, value, packed.cu_seqlens, packed.max_seqlen, packed.scale)

@@ -18,13 +18,12 @@ from torch import Tensor
 
 from pretrain.model.attention.operator import HeadNorms, Heads
 
-KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-KERNEL_DIMS = (32, 64, 128, 256)
+KERNEL_DIMS = (32, 64, 128)
 
 
 def has_kernel(rows: Tensor, heads: Heads) -> bool:
     """Whether rows like these are the kernel's to rotate; other heads (80 values in Phi-2) would leave lanes of a tile idle."""
-    return rows.is_cuda and rows.dtype in KERNEL_DTYPES and heads.dim in KERNEL_DIMS
+    return rows.is_cuda and rows.dtype == torch.bfloat16 and heads.dim in KERNEL_DIMS
 
 
 def rotate(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, norms: HeadNorms | None) -> tuple[Tensor, Tensor, Tensor]:

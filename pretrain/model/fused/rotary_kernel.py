@@ -14,8 +14,6 @@ and each goes through the tokens in strides; everything else starts one program 
 
 from __future__ import annotations
 
-import sys
-
 import torch
 import triton
 import triton.language as tl
@@ -28,7 +26,7 @@ from pretrain.model.attention.operator import HeadNorms, Heads
 _TILE, _FORWARD_WARPS = 4096, 4
 # Backward, the fastest measured on an H200: tokens of a tile of one head; warps where a head has 128 values, for others in
 # proportion; registers of a thread, at most; programs where norm gradients are summed, and the tiles that each of these loads at
-# once, at most: all but the last of them go through shared memory.
+# once: all but the last of them go through shared memory, of which heads of 128 want 70 KiB, and 103 with four parts.
 _TOKENS, _BACKWARD_WARPS, _REGISTERS, _PROGRAMS, _STAGES = 32, 8, 112, 264, 3
 MOST_HEADS = 8  # in a block of forward: 2 KB of a token in BF16, all in one stretch
 
@@ -290,18 +288,17 @@ def rotate_backward(
     """pretrain.model.fused.rotary.rotate_backward, for rows that it says have a kernel."""
     (dq, dk, dv), cos, sin = map(_as_read, (dq, dk, dv)), cos.contiguous(), sin.contiguous()
     dqkv, tokens, parts = dq.new_empty(len(dq), heads.width), len(dq), dk.shape[2] if dk.dim() == 4 else 1
-    programs, sums, stages = triton.cdiv(tokens, _TOKENS), None, 1
+    programs, sums = triton.cdiv(tokens, _TOKENS), None
     query_norm, key_norm, eps = _of(norms)
     if norms is not None:
         programs = min(programs, max(1, _PROGRAMS // heads.count))
         sums = torch.empty(programs, heads.rotated, heads.dim, dtype=torch.float32, device=dq.device)
-        stages = _stages(heads, parts, dq.element_size(), cos.element_size(), _shared_memory(dq))
     if tokens:
         with torch.cuda.device_of(dq):
             _rotate_backward[(heads.count * programs,)](
                 *(dq, dk, dv, *dq.stride()[:2], *_strides(dk), *_strides(dv)),
                 *(None if norms is None else qkv, cos, sin, query_norm, key_norm, dqkv, sums, tokens, eps),
-                *(heads.query, heads.kv, heads.dim, _TOKENS, tokens % _TOKENS == 0, parts, stages),
+                *(heads.query, heads.kv, heads.dim, _TOKENS, tokens % _TOKENS == 0, parts, 1 if norms is None else _STAGES),
                 num_warps=max(1, _BACKWARD_WARPS * heads.dim // 128),
                 maxnreg=_REGISTERS,
                 enable_fp_fusion=False,
@@ -325,17 +322,3 @@ def _strides(gradient: Tensor) -> tuple[int, int, int]:
     """Returns the strides of tokens, heads and parts."""
     token, head, *part = gradient.stride()[:-1]
     return token, head, part[0] if part else 0
-
-
-def _stages(heads: Heads, parts: int, value_bytes: int, angle_bytes: int, shared_memory: int) -> int:
-    """Returns how many stages fit into shared memory beside a byte a value and 1 KiB for sums."""
-    tile = _TOKENS * heads.dim
-    of_a_stage = tile * (value_bytes * (parts + 1) + angle_bytes)  # dy and x; half of cos and half of sin
-    return max(1, min(_STAGES, 1 + (shared_memory - tile - 1024) // of_a_stage))
-
-
-def _shared_memory(tensor: Tensor) -> int:
-    """Bytes that a program may have: 227 KiB on Hopper, 99 KiB on Ada and on Blackwell's smaller GPUs."""
-    if not tensor.is_cuda:  # Triton's interpreter
-        return sys.maxsize
-    return torch.cuda.get_device_properties(tensor.device).shared_memory_per_block_optin

@@ -110,16 +110,6 @@ def test_the_document_mask_is_causal_within_each_document(lengths: list[list[int
     assert torch.equal(inputs["document_mask"], torch.stack(expected)[:, None])
 
 
-def test_autocast_with_fp32_parameters_computes_attention_in_bf16() -> None:
-    inputs = packed([[10, 14]], spare=1)
-    ids = torch.randint(VOCABULARY, (1, LENGTH))
-    model = build("qwen3", "packed_sdpa")
-    with torch.autocast("cpu", torch.bfloat16):
-        half = model(input_ids=ids, **inputs).logits
-    assert half.dtype == torch.bfloat16
-    torch.testing.assert_close(half.float(), model(input_ids=ids, **inputs).logits, rtol=0, atol=0.05)
-
-
 @pytest.mark.parametrize("name", ["packed_sdpa", "packed_documents", "packed_cudnn"])
 def test_layers_compile_whole_and_never_again_when_the_number_of_documents_changes(name: str, cudnn_on_a_cpu: None) -> None:
     torch._dynamo.reset()
@@ -237,15 +227,6 @@ def test_auto_takes_the_fastest_that_runs_on_an_h200(on_an_h200: pytest.MonkeyPa
     assert chosen() == "fa4" and chosen(fa4="disagrees") == "varlen"
 
 
-def test_flash_attn_is_version_4_where_that_runs_and_version_2_elsewhere(on_an_h200: pytest.MonkeyPatch) -> None:
-    on_an_h200.setattr(attention, "flash_attn_varlen_func", lambda *_: None)
-    assert chosen("flash_attn") == "fa2"
-    on_an_h200.setattr(flash, "installed", lambda: True)
-    assert chosen("flash_attn") == "fa4"
-    on_an_h200.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    assert chosen("flash_attn") == "fa2"
-
-
 def test_flash_attention_4_is_not_taken_on_a_b200_for_heads_that_it_has_for_hopper_alone(on_an_h200: pytest.MonkeyPatch) -> None:
     on_an_h200.setattr(flash, "installed", lambda: True)
     dims = (64, 128, 136, 192, 248, 256)
@@ -263,19 +244,9 @@ def test_where_bits_are_to_repeat_auto_takes_what_has_a_fixed_order_and_fits(on_
     assert chosen() == "fa4"
 
 
-def test_where_bits_are_to_repeat_flash_attention_is_asked_for_its_fixed_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
-    monkeypatch.setattr(attention, "flash_attn_varlen_func", lambda q, *_, deterministic, **__: asked.append(deterministic) or q)
-    states = torch.zeros(1, 2, 8, 16)
-    for repeats in (False, True):
-        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda repeats=repeats: repeats)
-        attention.packed_fa2(None, states, states, states, None, max_seqlen=8)
-    assert asked == [False, True]
-
-
 def test_transformers_does_not_take_our_names_for_kernels_of_its_own() -> None:
     ours = [name for name in AttentionInterface().valid_keys() if name.startswith("packed_")]
-    assert len(ours) == 6 and not any(is_flash_attention_requested(requested_attention_implementation=name) for name in ours)
+    assert len(ours) == 5 and not any(is_flash_attention_requested(requested_attention_implementation=name) for name in ours)
 
 
 # ── FlashAttention-4 ──────────────────────────────────────────────────────────────────────────────────────────────────────────
