@@ -12,7 +12,6 @@ Exit status: 0 done, 2 something given cannot be used (one message says what), 1
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -94,22 +93,19 @@ def _prepare(options: argparse.Namespace) -> None:
 
 def _data_settings(arguments: Sequence[str]) -> DataSettings:
     """Returns the settings of the data section: defaults, over them a recipe's, then key=value."""
-    files = [text for text in arguments if "=" not in text or os.path.isfile(text)]
-    if len(files) > 1:
-        raise InputError(f"command line: one recipe at a time, not {' and '.join(files)}")
-    chain = load_with_bases(files[0]) if files else []
+    recipe = arguments[0] if arguments and "=" not in arguments[0] else None
     data: dict[str, Any] = {}
-    for path, own in chain:
+    for path, own in load_with_bases(recipe) if recipe else ():
         if not isinstance(section := own.get("data") or {}, dict):
             raise InputError(f"{path}: `data`: a section of keys is wanted, the recipe holds {section!r}")
         data |= section
-    given = given_once([text.split("=", 1) for text in arguments if text not in files])
+    given = given_once((key, value) for key, _, value in (text.partition("=") for text in arguments[bool(recipe) :]))
     for key, value in given.items():
         if not key.startswith("data."):
             raise InputError(f"command line: {key}: prepare takes the keys of data only, as in data.length=1024")
         place, name = place_of({"data": data}, key)  # which may lie deeper, as data.validation.source
         place[name] = value_from_text(_Recipe, key, value)
-    return parse(_Recipe, {"data": data}, str(files[0]) if files else "command line").data
+    return parse(_Recipe, {"data": data}, recipe or "command line").data
 
 
 def _inspect(options: argparse.Namespace) -> None:

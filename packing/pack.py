@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -41,13 +41,12 @@ class Layout:
         return len(self.offsets) - 1
 
 
-@dataclass(frozen=True)
-class PackBlock:
-    """Packs next to each other."""
+class PackBlock(NamedTuple):
+    """Packs next to each other, as `PackWriter.write` takes them."""
 
     input_ids: np.ndarray  # [packs, length] uint32, a short pack's tail filled with fill_id
     lengths: list[np.ndarray]  # of each pack [pieces] int32, lengths of its pieces; they sum to its real tokens
-    trained: np.ndarray | None = None  # [packs, length] bool, which tokens are to be learnt; None: all
+    trained: np.ndarray | None  # [packs, length] bool, which tokens are to be learnt; None: all
 
 
 def truncate(lengths: np.ndarray, length: int) -> Layout:
@@ -148,7 +147,9 @@ def _best_fit_decreasing(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, 
     Pieces of one size are placed together. If the tightest pack for such a piece has room for `each` of them, it is still the
     tightest after the first, so it takes all; and so does every pack with as much room. The result is that of placing one by one.
     """
-    rooms, pack_of = _Rooms(), np.arange(len(sizes))
+    packs_with: dict[int, list[int]] = {}  # the open packs, by how many more tokens each can hold
+    existing = 0  # bit r is set: some pack has room for exactly r tokens. The lowest set bit from a size on is the tightest.
+    pack_of = np.arange(len(sizes))
     # Spare room fits 16 bits for packs of up to 65,535 tokens, where numpy's stable sort is a radix sort, hence linear.
     spare = (capacity - sizes).astype(np.min_scalar_type(capacity))
     longest_first = np.argsort(spare, kind="stable")
@@ -156,53 +157,27 @@ def _best_fit_decreasing(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, 
     packs, at = 0, 0
     for size, count in zip((capacity - spares.astype(np.int64)).tolist(), counts.tolist(), strict=True):
         while count:
-            room = rooms.tightest(size) or capacity
+            fitting = existing >> size
+            room = size + (fitting & -fitting).bit_length() - 1 if fitting else capacity
             each = room // size
             wanted = -(-count // each)
-            if room < capacity:
-                chosen = rooms.take(room, wanted)
+            if fitting:
+                chosen = packs_with[room][-wanted:]
+                del packs_with[room][-wanted:]
+                existing ^= 0 if packs_with[room] else 1 << room
             else:
                 chosen = list(range(packs, packs + wanted))
                 packs += wanted
             placed = min(count, each * len(chosen))
             pack_of[longest_first[at : at + placed]] = np.repeat(chosen, each)[:placed]
             in_last = placed - each * (len(chosen) - 1)
-            rooms.leave(room - each * size, chosen[:-1])
-            rooms.leave(room - in_last * size, chosen[-1:])
+            for left, some in ((room - each * size, chosen[:-1]), (room - in_last * size, chosen[-1:])):
+                if left and some:
+                    packs_with.setdefault(left, []).extend(some)
+                    existing |= 1 << left
             at += placed
             count -= placed
     return pack_of, packs
-
-
-class _Rooms:
-    """The open packs, by how many more tokens each can hold.
-
-    The amounts of room that exist are the bits of one integer: its lowest set bit from a size on is the tightest.
-    """
-
-    def __init__(self) -> None:
-        self._packs: dict[int, list[int]] = {}
-        self._existing = 0  # bit r is set: some pack has room for exactly r tokens
-
-    def tightest(self, size: int) -> int:
-        """The least room of at least `size` >= 1 tokens that any pack has; 0 where none has."""
-        fitting = self._existing >> size
-        return size + (fitting & -fitting).bit_length() - 1 if fitting else 0
-
-    def take(self, room: int, wanted: int) -> list[int]:
-        """Remove and return 1 to `wanted` of the packs with exactly this room."""
-        packs = self._packs[room]
-        taken = packs[-wanted:]
-        del packs[-wanted:]
-        if not packs:
-            self._existing ^= 1 << room
-        return taken
-
-    def leave(self, room: int, packs: list[int]) -> None:
-        """Add packs that have this much room left; full ones are not kept."""
-        if packs and room:
-            self._packs.setdefault(room, []).extend(packs)
-            self._existing |= 1 << room
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ MOST_DOCUMENT = 2**28  # bytes of one text file: a tokenizer needs about 100 byt
 _NO_CLOCK = "{% set strftime_now = there_is_no_clock +%}"  # an undefined name; `+` leaves a line break behind it
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # What a template can end with: its own refusal, or a chat of another shape.
-_REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
+_REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)
 _MARK = "mark the answers with {% generation %} in a template of your own (`data.chat_template`)"
 
 
@@ -93,13 +93,12 @@ def _parsed(record: bytes | dict[str, Any], records: Records) -> dict[str, Any]:
         return record
     try:
         value = json.loads(str(record, "utf-8-sig"))
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise BadRecord(f"the line is not valid JSON: {error}; each is one whole record, as `jq -c .[]` writes a list") from None
     if not isinstance(value, dict):
         raise BadRecord(f'an object such as {{"text": ...}} is wanted, the line holds {type(value).__name__}')
     if absent := [column for column in records.columns if column not in value]:
-        there = ", ".join(map(str, value)) or "none"
-        raise BadRecord(f"no column `{absent[0]}`; the columns are: {there}. Set {records.keys} to one of them")
+        raise BadRecord(f"no column `{absent[0]}`; the columns are: {', '.join(value)}. Set {records.keys} to one of them")
     return value
 
 

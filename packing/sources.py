@@ -146,11 +146,10 @@ def open_stream(path: Path) -> tuple[pa.NativeFile, pa.NativeFile]:
 
 
 def check_columns(where: str, records: Records, names: list[str]) -> None:
-    """InputError where a table of the columns `names` lacks one of those that `records` reads, or has it twice."""
-    if wrong := [column for column in records.columns if names.count(column) != 1]:
-        what = "several columns" if wrong[0] in names else "no column"
+    """InputError where a table of the columns `names` lacks one of those that `records` reads."""
+    if absent := [column for column in records.columns if column not in names]:
         there = ", ".join(names)
-        raise InputError(f"{where}: {what} `{wrong[0]}`; the columns are: {there}. Set {records.keys} to one of them")
+        raise InputError(f"{where}: no column `{absent[0]}`; the columns are: {there}. Set {records.keys} to one of them")
 
 
 class FileSource:
