@@ -10,83 +10,60 @@ from __future__ import annotations
 import ast
 import inspect
 import json
-import os
 import sysconfig
 import tokenize
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from foundation.errors import InputError
 
 # Tests and idlelib are not the library proper; `encodings` is tables of characters and `pydoc_data` prose inside escaped strings.
 LEFT_OUT = {"test", "tests", "idlelib", "encodings", "pydoc_data", "site-packages", "dist-packages", "__pycache__"}
 SHORTEST_DOCSTRING = 80  # characters; anything shorter stays where it is, a comment more than a text
-MOST_BYTES = 32 * 2**20  # of text; CPython's library has about a third of that, a distribution with extras may not run away
 
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
-@dataclass(frozen=True)
-class Document:
+class Document(NamedTuple):
     name: str  # "asyncio/queues.py", or "asyncio/queues.py:Queue.get" for a docstring
     text: str
-
-
-@dataclass(frozen=True)
-class CorpusSummary:
-    documents: int
-    text_bytes: int
-    unreadable: tuple[str, ...]  # modules that this Python cannot decode or parse
 
 
 def standard_library() -> Path:
     """The folder of this Python's standard library; InputError where it has no sources."""
     root = Path(sysconfig.get_path("stdlib"))
     if not (root / "ast.py").is_file():
-        raise InputError(
-            f"{root}: no Python sources here; the demo reads them, so install a Python that ships its library as .py files"
-        )
+        raise InputError(f"{root}: no Python sources here, which the demo reads; install a Python that ships its library")
     return root
 
 
-def write_corpus(path: Path, root: Path, most_bytes: int = MOST_BYTES) -> CorpusSummary:
+def write_corpus(path: Path, root: Path) -> tuple[int, int]:
     """Write the documents of `root` to `path`, one JSON object {"text", "name"} a line; the file appears whole or not at all.
+    Returns how many they are, and their bytes.
 
     The order is that of the sorted paths, a module before its docstrings, so one Python gives one file, byte for byte.
     """
-    documents = text_bytes = 0
-    unreadable: list[str] = []
-    seen: set[str] = set()
+    # Inherited methods often repeat their docstring word for word: of equal texts the first stays.
+    names = {}
+    for document in library_documents(root):
+        names.setdefault(document.text, document.name)
+    lines = [json.dumps({"text": text, "name": name}, ensure_ascii=False) + "\n" for text, name in names.items()]
     unfinished = path.with_name(path.name + ".unfinished")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with unfinished.open("w", encoding="utf-8") as file:
-        for document in library_documents(root, unreadable):
-            if document.text in seen:  # inherited methods often repeat their docstring word for word
-                continue
-            size = len(document.text.encode())
-            if text_bytes + size > most_bytes:
-                break
-            seen.add(document.text)
-            documents += 1
-            text_bytes += size
-            file.write(json.dumps({"text": document.text, "name": document.name}, ensure_ascii=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    unfinished.write_text("".join(lines), encoding="utf-8")
     unfinished.replace(path)
-    return CorpusSummary(documents, text_bytes, tuple(unreadable))
+    return len(names), sum(len(text.encode()) for text in names)
 
 
-def library_documents(root: Path, unreadable: list[str]) -> Iterator[Document]:
-    """Every document under `root`; the names of modules that cannot be read are appended to `unreadable`."""
+def library_documents(root: Path) -> Iterator[Document]:
+    """Every document under `root`, but for modules that this Python cannot decode or parse."""
     paths = (path for path in root.rglob("*.py") if LEFT_OUT.isdisjoint(path.relative_to(root).parts))
     for path in sorted(paths, key=lambda path: path.relative_to(root).as_posix()):
-        name = path.relative_to(root).as_posix()
         try:
             with tokenize.open(path) as file:  # honours the module's coding line
-                module = split_module(name, file.read())
-        except (SyntaxError, UnicodeDecodeError, OSError):
-            unreadable.append(name)
+                module = split_module(path.relative_to(root).as_posix(), file.read())
+        except (SyntaxError, UnicodeDecodeError):
             continue
         yield from module
 
@@ -99,10 +76,10 @@ def split_module(name: str, source: str) -> list[Document]:
     lines: list[str | None] = source.split("\n")  # not splitlines(), which also splits at form feeds, where `ast` does not
     docstrings: list[Document] = []
     for qualified_name, statement in _docstrings(ast.parse(source), ""):
-        text = _text_of(statement)
+        text = inspect.cleandoc(statement.value.value)
         if len(text) < SHORTEST_DOCSTRING or not _has_lines_to_itself(statement, lines):
             continue
-        docstrings.append(Document(f"{name}:{qualified_name}" if qualified_name else f"{name}:", text))
+        docstrings.append(Document(f"{name}:{qualified_name}", text))
         for number in range(statement.lineno - 1, statement.end_lineno):
             lines[number] = None
     module = "\n".join(line for line in lines if line is not None).strip("\n")
@@ -118,10 +95,6 @@ def _docstrings(node: ast.AST, name: str) -> Iterator[tuple[str, ast.Expr]]:
             yield from _docstrings(child, f"{name}.{child.name}" if name else child.name)
         elif isinstance(child, ast.stmt | ast.excepthandler):  # definitions also stand inside `if` and `try`
             yield from _docstrings(child, name)
-
-
-def _text_of(docstring: ast.Expr) -> str:
-    return inspect.cleandoc(docstring.value.value)
 
 
 def _has_lines_to_itself(statement: ast.stmt, lines: list[str]) -> bool:

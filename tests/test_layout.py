@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from demo.parts import RECIPE
+from demo.__main__ import RECIPE
 from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import Recipe
 

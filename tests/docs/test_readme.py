@@ -28,7 +28,7 @@ def checkout(tmp_path: Path) -> Path:
         shutil.copytree(ROOT / name, tmp_path / name)  # with what Python has compiled: four processes begin with it
     shutil.copy(ROOT / "train_accelerate.py", tmp_path)
     (tmp_path / ".venv").symlink_to(sys.prefix)
-    texts = [document.text for document in islice(library_documents(standard_library(), []), 400)]
+    texts = [document.text for document in islice(library_documents(standard_library()), 400)]
     (tmp_path / "my_text").mkdir()
     for number, text in enumerate(texts):
         (tmp_path / "my_text" / f"{number}.txt").write_text(text, encoding="utf-8")
