@@ -18,21 +18,16 @@ from torch import nn
 from transformers.activations import ACT2FN
 from transformers.integrations import moe
 
-from foundation.errors import InputError
 from packing.arrow import IGNORE, Pack
 from packing.batch import build_microbatch
 from pretrain.metrics.health import TrainingHalted
-from pretrain.model import huggingface as model
 from pretrain.model.gradients import attach_main_gradients, was_reached
 from pretrain.model.loss.penalty import Penalty
-from pretrain.model.packed import PackedLanguageModel
-from pretrain.precision import linear
 from pretrain.precision.emulation import EmulatedProduct
 from pretrain.precision.product import LinearFunction
-from pretrain.precision.settings import PRECISIONS
 from pretrain.settings.recipe import LossSettings
 from pretrain.verify.comparison import TOTAL, distances, total_of
-from pretrain.verify.parity import DOCUMENTS, LONGEST, TOKENS, chosen_of, labelled, training_without_dropout
+from pretrain.verify.parity import DOCUMENTS, LONGEST, TOKENS, chosen_of
 from pretrain.verify.probe import ProductParity
 from pretrain.verify.reference_model import (
     Document,
@@ -44,7 +39,7 @@ from pretrain.verify.reference_model import (
     reference_pass,
     valid_tokens_of,
 )
-from tests.pretrain.verify.faults import FAULTS, adds_up_transposed, changing_gradients
+from tests.pretrain.verify.faults import FAULTS, changing_gradients
 from tests.pretrain.verify.small_runs import ARCHITECTURES, CPU, LLAMA, SmallRun, build_run, random_packs, step_of
 
 LENGTH = 16
@@ -88,23 +83,6 @@ def test_whatever_is_wrong_in_a_batch_is_named(name: str) -> None:
     assert differences(replace(batch, **{name: changed}), documents) == [name]
 
 
-def test_a_token_that_is_masked_and_has_a_label_is_found() -> None:
-    trained = np.arange(LENGTH) % 3 > 0
-    pack = Pack(np.arange(LENGTH, dtype=np.uint32), np.array([5, 7], dtype=np.int32), 0, trained)
-    forgotten = build_microbatch([replace(pack, trained=None)], mask_boundaries=True)
-    (documents,) = documents_in([forgotten], [pack], mask_boundaries=True)
-    assert differences(forgotten, documents) == ["labels"]
-    assert valid_tokens_of(pack, mask_boundaries=True) == 7 < forgotten.valid_tokens == 10
-
-
-def test_a_pack_that_comes_twice_and_one_that_is_not_of_the_step_have_no_documents() -> None:
-    one, other = random_packs(2)
-    batch = build_microbatch([one, one, other], mask_boundaries=True)
-    (documents,) = documents_in([batch], [one], mask_boundaries=True)
-    assert [each.begin for each in documents] == [each.begin for each in documents_of(one, mask_boundaries=True)]
-    assert "labels" in differences(batch, documents)
-
-
 @given(st.lists(st.lists(st.integers(1, 3 * LONGEST), max_size=20), min_size=1, max_size=3))
 def test_what_is_compared_is_bounded_and_comes_from_every_microbatch(lengths: list[list[int]]) -> None:
     documents = [[Document(np.zeros(n), np.zeros(n), 0, 0) for n in of_batch] for of_batch in lengths]
@@ -113,20 +91,6 @@ def test_what_is_compared_is_bounded_and_comes_from_every_microbatch(lengths: li
     assert sum(map(len, chosen)) <= DOCUMENTS and all(len(d.tokens) <= LONGEST for of_batch in chosen for d in of_batch)
     if LONGEST * len(lengths) <= TOKENS:  # there is room for one of each
         assert [bool(of_batch) for of_batch in chosen] == [bool(of_batch) for of_batch in lengths]
-
-
-def test_what_is_compared_holds_an_end_and_a_beginning() -> None:
-    """A kernel, or a loss, that forgets tokens forgets those of an end."""
-    documents = [[Document(np.zeros(20), np.zeros(20), 0, 20 * n) for n in range(60)] for _ in range(2)]
-    last, first = (sorted(document.begin // 20 for document in of_batch) for of_batch in chosen_of(documents, 1200))
-    assert last[-2:] == [58, 59] and first[:2] == [0, 1] and len(last) == len(first) == DOCUMENTS // 2
-
-
-def test_labels_of_what_is_not_compared_are_masked_and_others_stay() -> None:
-    pack = Pack(np.arange(LENGTH, dtype=np.uint32), np.array([5, 11], dtype=np.int32))
-    batch = build_microbatch([pack], mask_boundaries=False)
-    masked = labelled(batch, documents_of(pack, mask_boundaries=False)[1:])
-    assert masked.labels[0].tolist() == [IGNORE] * 5 + batch.labels[0, 5:].tolist() and masked.valid_tokens == 10
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
@@ -142,18 +106,6 @@ def test_the_plain_pass_is_the_mean_over_documents_each_run_by_itself(
     assert found.loss == pytest.approx(expected.item(), rel=1e-6)
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(found.gradients[name], parameter.grad, rtol=1e-4, atol=1e-6)
-
-
-def test_the_plain_model_has_the_stored_weights_in_fp32_and_nothing_of_ours(build_model: Callable) -> None:
-    packed = build_model("qwen3")
-    model.round_weights(packed.hf, torch.bfloat16)
-    packed.hf.model.norm.weight.requires_grad_(False)
-    plain = reference_model(packed.hf, CPU)
-    assert type(plain.lm_head) is nn.Linear and plain.lm_head.weight is plain.model.embed_tokens.weight
-    assert plain.config._attn_implementation == "eager" and packed.hf.config._attn_implementation == "packed_sdpa"
-    for (name, mine), (_, stored) in zip(plain.named_parameters(), packed.hf.named_parameters(), strict=True):
-        assert mine.dtype == torch.float32 and torch.equal(mine, stored.float()), name
-        assert mine.requires_grad == stored.requires_grad
 
 
 def test_gradients_of_plain_bf16_add_up_in_fp32(build_model: Callable) -> None:
@@ -207,14 +159,6 @@ def test_the_check_leaves_no_trace(options: dict, small: Callable) -> None:
     context = run.packed.context
     assert context.quantizing and not context.observers and not context.result_observers
     assert not run.packed._forward_pre_hooks
-
-
-def test_dropout_is_off_while_everything_trains(build_model: Callable) -> None:
-    packed: PackedLanguageModel = build_model("gpt2", resid_pdrop=0.5, embd_pdrop=0.5).eval()
-    with training_without_dropout(packed):
-        assert all(module.training for module in packed.modules())
-        assert torch.equal(packed.hf.transformer.drop(torch.ones(1000)), torch.ones(1000))
-    assert packed.hf.transformer.drop.p == packed.hf.transformer.h[0].mlp.dropout.p == 0.5
 
 
 def test_a_mixtures_noise_is_off_and_its_router_named_where_it_differs(small: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,27 +249,6 @@ def test_gradients_that_add_up_in_bf16_are_held_to_what_bf16_can(small: Callable
     assert run.parity().failures == []
 
 
-@pytest.mark.parametrize(
-    ("said", "raised", "told"),
-    [
-        (
-            "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`",
-            InputError,
-            "does not fit into the device's memory",
-        ),
-        ("CUDA error: an illegal memory access", RuntimeError, "an illegal memory access"),
-    ],
-)
-def test_only_a_lack_of_memory_is_told_as_one(said: str, raised: type[Exception], told: str, small: Callable) -> None:
-    def fail(*_: Any) -> None:
-        raise RuntimeError(said)
-
-    run = small("bf16")
-    run.layers[0].register_forward_pre_hook(fail)
-    with pytest.raises(raised, match=told):
-        run.parity()
-
-
 def test_a_text_of_two_tokens_is_compared_without_products(small: Callable) -> None:
     """Many rows are equal, and so are their errors: a sample of them says little."""
     run = small("nvfp4", layers=2)
@@ -367,30 +290,6 @@ def test_a_fault_at_one_end_of_every_product_is_found(small: Callable, monkeypat
     monkeypatch.setattr(EmulatedProduct, "multiply", changed)
     products = small("nvfp4", layers=4).parity().products
     assert any(each.excess > 1 and each.gemm == "forward" for each in products)
-
-
-@pytest.mark.parametrize("precision", [name for name, precision in PRECISIONS.items() if precision.quantized])
-def test_gradients_that_add_up_transposed_are_found(precision: str, small: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where shapes told what is a transpose, and GPT-2's `attn.c_proj` is square. In FP4 noise alone is as large."""
-
-    def by_shape(parameter: torch.Tensor, copy: torch.Tensor, **_: bool) -> torch.Tensor:
-        main = getattr(parameter, "main_grad", None)
-        if main is not None and copy is not parameter:
-            copy.main_grad = main if copy.shape == parameter.shape else main.t()
-        return copy
-
-    monkeypatch.setattr(linear, "summing_where", by_shape)
-    with pytest.raises(TrainingHalted, match=r"transformer\.h\.0\.attn\.c_proj\.weight worst"):
-        small(precision, "gpt2").parity().require()
-
-
-@pytest.mark.parametrize("precision", ["delayed", "nvfp4"])
-def test_a_product_that_adds_its_gradient_up_wrongly_is_found(
-    precision: str, small: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = small(precision, "gpt2")
-    adds_up_transposed(run, monkeypatch)
-    assert any("transformer.h.0.attn.c_proj" in line for line in run.parity().failures)
 
 
 def test_a_product_that_counts_its_gradient_twice_is_found(small: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -456,13 +355,6 @@ def test_norms_distances_and_cosines_are_numpys(pairs: list) -> None:
         x, y = a[int(name)], b[int(name)]
         if np.linalg.norm(x) > 1e-15 and np.linalg.norm(y) > 1e-15:
             assert each.cosine == pytest.approx(x @ y / (np.linalg.norm(x) * np.linalg.norm(y)), abs=1e-5)
-
-
-def test_a_tensor_of_one_side_alone_counts_as_zero_on_the_other() -> None:
-    found = distances({"a": torch.ones(4), "b": None}, {"a": None, "b": torch.ones(9), "c": None})
-    assert (found["a"].measured, found["a"].reference, found["a"].error) == (2.0, 0.0, float("inf"))
-    assert (found["b"].measured, found["b"].error, found["b"].cosine) == (0.0, 1.0, None)
-    assert found["c"].apart == 0.0
 
 
 @pytest.mark.parametrize(

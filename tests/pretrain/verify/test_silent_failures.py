@@ -20,9 +20,8 @@ from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.model.wrapping import convert, wrap_layers
 from pretrain.precision.emulation import EmulationBackend
-from pretrain.precision.observed import ObservedProduct
 from pretrain.precision.product import PrecisionContext
-from pretrain.precision.scope import LINEARS, Decision, check_shapes, decide
+from pretrain.precision.scope import Decision, check_shapes, decide
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 from pretrain.settings.recipe import ModelSettings
 from pretrain.verify import audit
@@ -184,28 +183,6 @@ def test_the_first_step_is_held_against_the_audit(converted: Callable[..., Conve
         trained.packed(**trained.inputs).backward()
 
 
-def test_on_transformer_engine_another_format_of_as_many_bits_is_told_apart() -> None:
-    def found(recipe: str, *products: tuple[str, str, str]) -> str:
-        active = ActivePrecision(recipe, PRECISIONS[recipe], "transformer_engine", LowPrecisionSettings().resolved(recipe))
-        return audit._effective([ObservedProduct(*product) for product in products], "not run", 0, active)
-
-    e4m3, e5m2, rows, squares = "e4m3 tensor-scaled", "e5m2 tensor-scaled", "e4m3 1x128 blocks", "e4m3 128x128 blocks"
-    assert found("current", ("forward", e4m3, e4m3), ("dgrad", e5m2, e4m3), ("wgrad", e5m2, e4m3)) == "current"
-    assert found("block", ("forward", rows, squares), ("dgrad", rows, squares), ("wgrad", rows, rows)) == "block"
-    assert found("nvfp4", *((gemm, "nvfp4 e2m1", "nvfp4 e2m1") for gemm in ("forward", "dgrad", "wgrad"))) == "nvfp4"
-    assert found("nvfp4", *((gemm, "mxfp8 e4m3", "nvfp4 e2m1") for gemm in ("forward", "dgrad", "wgrad"))).startswith(
-        "dgrad mxfp8 e4m3"
-    )
-    assert (
-        found("block", ("forward", e4m3, squares), ("dgrad", rows, squares), ("wgrad", rows, rows))
-        == f"forward {e4m3} x {squares}"
-    )
-    mxfp8 = "mxfp8 e4m3"  # what Blackwell's products make of blocks, inside of the one function that is watched
-    assert found("block", *((gemm, mxfp8, mxfp8) for gemm in ("forward", "dgrad", "wgrad"))).startswith(f"dgrad {mxfp8}")
-    assert found("current", ("forward", e5m2, e4m3), ("dgrad", e5m2, e4m3), ("wgrad", e5m2, e4m3)) == f"forward {e5m2} x {e4m3}"
-    assert found("current", ("forward", e4m3, e4m3), ("wgrad", e5m2, e4m3)) == "dgrad not run"
-
-
 # ── What is decided
 # ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -234,28 +211,6 @@ def test_layers_at_either_end_can_be_kept(converted: Callable[..., Converted]) -
     assert all(name.startswith("model.layers.1.") for name in kept)
 
 
-def test_shapes_that_a_recipe_cannot_take_are_kept_one_by_one(build_model: Callable, inputs: dict) -> None:
-    odd = WIDE | {"intermediate_size": 200}
-    trained = Converted(build_model(weights=torch.bfloat16, **odd), inputs, "mxfp8")
-    assert reasons(trained.decisions) == {
-        f"model.layers.{layer}.mlp.{name}": "200 is not a multiple of 32"
-        for layer in range(2)
-        for name in ("gate_proj", "up_proj", "down_proj")
-    }
-    effective = {entry["name"]: entry["effective"] for entry in trained.audit()}
-    assert effective["model.layers.0.mlp.up_proj"] == "bf16" and effective["model.layers.0.self_attn.q_proj"] == "mxfp8"
-
-
-def test_converting_changes_no_parameter_and_no_name(build_model: Callable, inputs: dict) -> None:
-    packed = build_model("gpt2", weights=torch.bfloat16, n_embd=128, n_head=4, vocab_size=128, n_positions=256)
-    before = dict(packed.hf.named_parameters())
-    trained = Converted(packed, inputs, scope="linear+head")
-    after = dict(trained.hf.named_parameters())
-    assert after.keys() == before.keys() and all(after[name] is before[name] for name in before)
-    assert not [module for module in trained.hf.modules() if type(module) in LINEARS]
-    assert trained.hf.state_dict().keys() == build_model("gpt2").hf.state_dict().keys()
-
-
 def test_matrices_that_are_no_linear_s_are_listed_as_what_they_are(build_model: Callable, inputs: dict) -> None:
     """The stacked experts of a mixture hold most of its weights, and no recipe converts them."""
     sizes = {key: value for key, value in WIDE.items() if key != "head_dim"}
@@ -266,6 +221,18 @@ def test_matrices_that_are_no_linear_s_are_listed_as_what_they_are(build_model: 
     assert (expert["effective"], expert["backend"], expert["stored"]) == ("bf16", "torch", "bfloat16")
     assert expert["module"] == "Qwen3MoeExperts" and "no linear" in expert["reason"]
     assert query["effective"] == "current" and entries["model.layers.1.mlp.gate"]["effective"] == "bf16"
+
+
+def test_shapes_that_a_recipe_cannot_take_are_kept_one_by_one(build_model: Callable, inputs: dict) -> None:
+    odd = WIDE | {"intermediate_size": 200}
+    trained = Converted(build_model(weights=torch.bfloat16, **odd), inputs, "mxfp8")
+    assert reasons(trained.decisions) == {
+        f"model.layers.{layer}.mlp.{name}": "200 is not a multiple of 32"
+        for layer in range(2)
+        for name in ("gate_proj", "up_proj", "down_proj")
+    }
+    effective = {entry["name"]: entry["effective"] for entry in trained.audit()}
+    assert effective["model.layers.0.mlp.up_proj"] == "bf16" and effective["model.layers.0.self_attn.q_proj"] == "mxfp8"
 
 
 @pytest.mark.parametrize(("scope", "refused"), [("linear", True), ("linear+head", False)])
