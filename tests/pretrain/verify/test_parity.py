@@ -22,7 +22,7 @@ from packing.arrow import IGNORE, Pack
 from packing.batch import build_microbatch
 from pretrain.metrics.health import TrainingHalted
 from pretrain.model.gradients import attach_main_gradients, was_reached
-from pretrain.model.loss.penalty import Penalty
+from pretrain.model.loss.head import LossHead
 from pretrain.precision.emulation import EmulatedProduct
 from pretrain.precision.product import LinearFunction
 from pretrain.settings.recipe import LossSettings
@@ -383,6 +383,6 @@ def test_what_is_compared_is_the_loss_with_its_penalty(kind: str, precision: str
 @pytest.mark.parametrize("wrong", [{"weight": 1.8}, {"kind": "neg_max_prob"}, {"top_k": 4}])
 def test_another_penalty_than_the_recipes_is_found(wrong: dict, small: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     run = small("fp32", loss=LossSettings(chunk=256, penalty="top_k_mass", penalty_weight=2.0, top_k=5))
-    right = Penalty.of(run.packed.hf.get_output_embeddings().settings)
-    monkeypatch.setattr(Penalty, "of", lambda settings: replace(right, **wrong))
+    right = run.packed.hf.get_output_embeddings().penalty
+    monkeypatch.setattr(LossHead, "penalty", replace(right, **wrong))
     assert any("loss" in line for line in run.parity().failures)
