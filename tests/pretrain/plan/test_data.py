@@ -133,7 +133,7 @@ def test_a_document_that_goes_on_beyond_a_table_of_positions_is_refused(split: s
             if positions == 64:
                 check_tokens(data, 61, None, most_positions(config))
             else:
-                with pytest.raises(InputError, match=r"packs: a document goes on .* to position 63"):
+                with pytest.raises(InputError, match="to position 63"):
                     check_tokens(data, 61, None, most_positions(config))
     check_tokens(data, 61, None, most_positions(LlamaConfig(max_position_embeddings=16)))
 
