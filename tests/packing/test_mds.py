@@ -76,13 +76,6 @@ def test_reference_packs_have_the_documents_and_first_positions_that_its_columns
     assert any(packs[index].first_position > 0 for index in range(12))
 
 
-def test_documents_come_from_position_resets_where_there_is_no_mask(fixture):
-    packs = open_mds(fixture("zstd"))
-    for index, row in enumerate(EXPECTED["zstd"]):
-        positions = np.array(row["position_ids"]["values"])
-        assert packs[index].lengths.tolist() == np.diff([*np.flatnonzero(positions == 0), LENGTH]).tolist()
-
-
 def test_parts_of_a_dataset_and_their_merged_index_give_the_same_packs(fixture, tmp_path):
     whole = tmp_path / "whole"
     for part in "01":
@@ -140,7 +133,7 @@ def test_a_truncated_or_missing_shard_is_named(fixture, name):
         open_mds(folder)
 
 
-@pytest.mark.parametrize("position", range(0, 1942, 61))
+@pytest.mark.parametrize("position", range(0, 1942, 97))
 def test_damage_without_hashes_gives_an_input_error_or_another_fingerprint(fixture, position):
     """Nothing can tell a changed token from a right one here; but it is never mistaken for the data of an earlier run."""
     folder = fixture("reference")
@@ -254,20 +247,10 @@ def test_columns_that_make_no_packs_of_this_length_are_refused(tmp_path: Path):
 def test_labels_are_the_mask_of_packs_and_an_import_keeps_them(tmp_path: Path):
     """Padding is not counted as trained on, whatever its labels say."""
     labels, mask = np.array([-100, -100, 2, 3, -100, 5, 6, 7]), np.array([1] * 6 + [0] * 2)
-    for name, columns in (("train", (labels, mask)), ("val", (np.arange(8), None))):
+    for name, columns in (("train", (labels, mask)), ("val", (None, None))):
         write_labelled(tmp_path / "mds" / name, *columns)
     assert main(["import", str(tmp_path / "mds"), "--out", str(tmp_path / "arrow")]) == 0
     for packs in (tmp_path / "mds", tmp_path / "arrow"):
         settings = DataSettings(packs=packs, length=8)
-        trained = [open_packs(settings, split).trained(0).tolist() for split in ("train", "held_out")]
-        assert trained == [[False, False, True, True, False, True, False, False], [True] * 8]
-
-
-@pytest.mark.parametrize("labelled", ["train", "val"])
-def test_labels_in_one_split_alone_leave_the_other_wholly_trained_on(labelled: str, tmp_path: Path):
-    for name in ("train", "val"):
-        write_labelled(tmp_path / "mds" / name, np.array([-100] * 6 + [6, 7]) if name == labelled else None)
-    assert main(["import", str(tmp_path / "mds"), "--out", str(tmp_path / "arrow")]) == 0
-    settings = DataSettings(packs=tmp_path / "arrow", length=8)
-    masks = {name: open_packs(settings, split).trained(0) for name, split in (("train", "train"), ("val", "held_out"))}
-    assert masks.pop(labelled).sum() == 2 and [*masks.values()] == [None]
+        assert open_packs(settings, "train").trained(0).tolist() == [False, False, True, True, False, True, False, False]
+        assert open_packs(settings, "held_out").trained(0) is None

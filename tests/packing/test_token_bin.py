@@ -76,13 +76,6 @@ def test_the_vocabulary_of_meta_tells_the_dtype(tmp_path, vocab_size):
     assert packs[0].input_ids.tolist() == tokens and packs.tokenizer == {"vocab_size": vocab_size}
 
 
-@pytest.mark.parametrize("meta", ["{", "[1]", '{"dtype": "float32"}'])
-def test_a_meta_that_cannot_be_used_is_named(tmp_path, meta):
-    (tmp_path / "meta.json").write_text(meta)
-    with pytest.raises(InputError, match=r"meta\.json"):
-        TokenBin(write(tmp_path / "train.bin", range(8)), 4)
-
-
 def test_uint32_tokens_without_meta_are_not_read_as_uint16(tmp_path):
     tokens = np.random.default_rng(0).integers(0, 151_936, 1000)
     path = write(tmp_path / "train.bin", tokens, "uint32")
