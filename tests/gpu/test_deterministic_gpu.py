@@ -158,10 +158,3 @@ def test_plain_torch_repeats_its_bits_and_resumes_with_them(training: Callable[.
     plain = ("model.fused=off", "model.compile=none", "model.attention=sdpa")
     ours = training(*plain, "loss={penalty: top_k_mass, penalty_weight: 0.1, top_k: 5}")
     check_equal(ours.alone(), ours.killed())
-
-
-def test_what_a_start_checks_leaves_no_trace(training: Callable[..., Training]) -> None:
-    """Parity runs where a run begins, and never where one is resumed."""
-    needs_transformer_engine()
-    one, other = (training(*FUSED["delayed_head"], f"parity={parity}", name=parity).alone() for parity in ("on", "off"))
-    check_equal(one, other)

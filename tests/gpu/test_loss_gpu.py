@@ -62,15 +62,6 @@ def test_loss_and_gradients_are_exact_to_the_rounding_of_bf16(kind: str, weights
         assert relative_error(head(states, labels), value.detach()) < 1e-4
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_batch_without_labels_is_zero(kind: str) -> None:
-    states, linear, labels = problem(300, 64, 1000)
-    value = LossHead.replacing(linear, LossSettings(kind=kind, chunk=128))(states, labels.fill_(IGNORE))
-    value.backward()
-    assert value == 0
-    assert not states.grad.any() and not linear.weight.grad.any()
-
-
 def peak_bytes(run: Callable[[], object]) -> int:
     """The most that `run` allocates at once, beyond what was there; its first call, which compiles, is not counted."""
     run()
@@ -99,34 +90,6 @@ def test_peak_memory_is_one_chunk_of_logits_and_the_gradients_and_less_without_g
     training = peak_bytes(train)
     assert training < 1.1 * (chunk_logits + gradients) < 0.3 * logits
     assert peak_bytes(evaluate) < min(1.1 * chunk_logits, training)
-
-
-@pytest.mark.parametrize("chunk", [100, 4096])
-def test_a_real_vocabulary_gives_the_same_bits_again_whatever_the_chunk(chunk: int) -> None:
-    states, linear, labels = problem(512, 512, 151_936)
-    head = LossHead.replacing(linear, LossSettings(chunk=chunk))
-    runs = [(value := head(states, labels), *torch.autograd.grad(value, (states, linear.weight))) for _ in range(2)]
-    assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_microbatches_add_up_in_the_main_gradient(dtype: torch.dtype) -> None:
-    states, linear, labels = problem(1000, 256, 32_003)
-    head = LossHead.replacing(linear, LossSettings(chunk=512))
-    value = head(states, labels)
-    (once,) = torch.autograd.grad(value / 131_072, linear.weight)
-    linear.weight.main_grad = torch.full_like(linear.weight, -0.0, dtype=dtype)
-    for _ in range(2):
-        (head(states, labels) / 131_072).backward()
-    assert linear.weight.grad is None
-    assert relative_error(linear.weight.main_grad, 2 * once.double()) < 2**-8
-
-
-def test_adding_to_a_main_gradient_takes_no_second_buffer() -> None:
-    states, linear, labels = problem(256, 512, 100_000)
-    linear.weight.main_grad = torch.zeros(100_000, 512, device="cuda")
-    head = LossHead.replacing(linear, LossSettings(chunk=64))
-    assert peak_bytes(lambda: head(states, labels).backward()) < 1.2 * 4 * 100_000 * 512
 
 
 def test_the_weight_gradient_is_summed_in_fp32_over_chunks() -> None:

@@ -24,7 +24,7 @@ from pretrain.model.fused.stacked import By, StackedProduct, StackedWeight
 from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel
-from pretrain.model.wrapping import choose_arithmetic, fuse, wrap_layers
+from pretrain.model.wrapping import fuse, wrap_layers
 from pretrain.precision import searched
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
@@ -137,20 +137,3 @@ def test_weight_gradients_of_two_microbatches_add_up_in_fp32(by_torch: bool, mon
         expected = expected + dy.double().t() @ x.double()
     error = (linear.weight.main_grad.double() - expected).norm() / expected.norm()
     assert error < 1e-5, error  # rounded to BF16 on the way it would be 2e-3
-
-
-@cuda_only
-def test_it_is_chosen_and_the_audit_sees_bf16() -> None:
-    from pretrain.verify.audit import observing
-
-    chosen, why_not = choose_arithmetic("auto", BF16_ACTIVE, "cuda", PrecisionContext(None, torch.bfloat16))
-    assert chosen.by == By.KERNELS and not why_not
-    for name in ("qwen3", "llama with biases"):
-        packed = assemble(name, by_kernels=True)
-        assert packed.fused.describe() == "2 of 2 layers"
-        with observing(packed, BF16_ACTIVE) as observer:
-            train(packed, microbatches=1)
-        assert observer.products.keys() == packed.fused.members.keys()
-        for seen in observer.products.values():
-            assert {product.gemm for product in seen} == {"forward", "dgrad", "wgrad"}
-            assert {kind for product in seen for kind in product[1:]} == {"bfloat16"}

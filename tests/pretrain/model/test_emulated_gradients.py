@@ -6,19 +6,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.loss.head import LossHead, LowPrecisionHead
-from pretrain.model.packed import forward_backward
 from pretrain.model.wrapping import casting_parameters
 from pretrain.precision.emulation import EmulatedProduct, EmulationBackend, Operand
 from pretrain.precision.product import LowPrecisionLinear, PrecisionContext
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 from pretrain.settings.recipe import LossSettings
-from tests.pretrain.verify.small_runs import build_run
 
 TOKENS, IN, OUT, MICROBATCHES = 128, 128, 256, 8
 QUANTIZED = [name for name, precision in PRECISIONS.items() if precision.quantized]
@@ -90,26 +87,3 @@ def test_chunks_of_the_head_add_up_to_one_sum_in_fp64(weights: torch.dtype, wgra
     train(lambda hidden: head(hidden.requires_grad_(), torch.randint(OUT, (160,))), context, tokens=160)
     assert len(wgrads) == MICROBATCHES * 5
     assert error(head.weight.main_grad, wgrads) < 1e-6
-
-
-@pytest.mark.parametrize("precision", ["bf16", *QUANTIZED])
-def test_sums_of_gpt2_are_the_gradients_of_plain_transformers(
-    precision: str, accelerator: Accelerator, plain_copy: Callable, plain_loss: Callable
-) -> None:
-    """Its `attn.c_proj` is square, and a transposed gradient of it is 1.4 of its norm off."""
-    run = build_run(accelerator, precision, "gpt2")
-    plain = plain_copy(run.packed)
-    plain_loss(plain, run.packs).backward()
-    forward_backward(run.model, run.step, accelerator)
-    for name, parameter in run.packed.hf.named_parameters():
-        expected = plain.get_parameter(name).grad
-        apart = (parameter.main_grad - expected).norm() / expected.norm()
-        assert apart < TOLERATED.get(precision, 0.25), name
-
-
-def test_without_main_gradients_autograd_gets_the_weights_dtype() -> None:
-    context = emulated("mxfp8")
-    linear = nn.Linear(IN, OUT, bias=False, dtype=torch.bfloat16)
-    layer = LowPrecisionLinear(linear, "l", context.backend.product("l", IN, OUT, bias=False), context)
-    train(layer, context)
-    assert linear.weight.grad.dtype == torch.bfloat16

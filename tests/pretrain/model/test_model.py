@@ -249,18 +249,6 @@ def test_unusable_models_are_refused_with_their_key(chosen: ModelSettings, said:
     assert said in str(error.value)
 
 
-def test_a_width_of_heads_that_layers_read_is_taken_though_no_config_lists_it() -> None:
-    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 64}
-    for model_type, more in {"qwen2": {}, "qwen3_moe": {"num_experts": 2, "moe_intermediate_size": 32}}.items():
-        shape = {"model_type": model_type, **small, **more, "num_key_value_heads": 2, "head_dim": 16}
-        config = model.load_config(ModelSettings(config=shape))
-        with torch.device("meta"):
-            built = AutoModelForCausalLM.from_config(config)
-        assert built.model.layers[0].self_attn.q_proj.weight.shape == (4 * 16, 32)
-    with pytest.raises(InputError, match="GPT2Config has no such key"):
-        model.load_config(ModelSettings(config={"model_type": "gpt2", "head_dim": 16}))
-
-
 def test_a_source_that_lacks_weights_is_refused_and_not_filled_up_at_random(tmp_path: Path) -> None:
     packed_model(settings("llama")).hf.save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")

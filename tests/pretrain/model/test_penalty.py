@@ -16,7 +16,6 @@ from foundation.errors import InputError
 from packing.arrow import IGNORE
 from pretrain.model.loss import head as loss
 from pretrain.model.loss.head import LossHead, LowPrecisionHead
-from pretrain.model.loss.penalty import Penalty
 from pretrain.precision.emulation import EmulatedProduct
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.selection import make_backend
@@ -161,16 +160,6 @@ def test_no_operation_ever_makes_more_than_one_chunk_of_logits(kind: str, grad: 
         if grad:
             value.backward()
     assert seen.elements == 32 * 1000
-
-
-def test_bf16_logits_get_the_gradient_rounded_once() -> None:
-    torch.manual_seed(0)
-    logits, labels = 4 * torch.randn(50, 80), torch.randint(80, (50,))
-    rounded = logits.bfloat16()
-    wide = rounded.float()
-    penalty = Penalty("neg_entropy", 0.3)
-    torch.testing.assert_close(penalty.gradient_(rounded, labels), penalty.gradient_(wide, labels))
-    assert torch.equal(rounded, wide.bfloat16())
 
 
 def test_as_many_as_the_vocabulary_has_words_are_refused() -> None:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from packing.arrow import Pack
 from packing.batch import StepBatches, build_microbatch, sum_of_squares
-from pretrain.model.distributed import largest_over_ranks
 from pretrain.model.packed import forward_backward
 
 LENGTH = 12
@@ -72,18 +71,6 @@ def test_a_step_is_one_plain_batch_however_it_is_cut_into_microbatches(
         assert (parameter.grad - gradient).norm() <= 1e-5 * scale, name
 
 
-def test_tokens_weigh_the_same_whichever_microbatch_they_are_in(
-    accelerator: Accelerator, build_model: Callable, plain_copy: Callable, plain_loss: Callable, random_packs: Callable
-) -> None:
-    packs = random_packs([[LENGTH], [2] + [1] * (LENGTH - 2)], LENGTH)  # 11 valid tokens, and 1
-    packed = build_model()
-    loss = forward_backward(packed, step_of(packs, [1, 1]), accelerator)
-    plain = plain_copy(packed)
-    means = [plain_loss(plain, [pack]).item() for pack in packs]
-    assert loss.item() == pytest.approx((11 * means[0] + means[1]) / 12, rel=1e-5)
-    assert loss.item() != pytest.approx(sum(means) / 2, rel=1e-2)
-
-
 def test_a_microbatch_without_a_valid_token_adds_nothing(
     accelerator: Accelerator, build_model: Callable, random_packs: Callable
 ) -> None:
@@ -118,7 +105,3 @@ def test_the_gradient_arrives_in_fp32_under_bf16_working_copies(
     for (name, a), b in zip(exact.named_parameters(), rounded.parameters(), strict=True):
         assert b.grad.dtype == torch.float32
         assert torch.cosine_similarity(a.grad.flatten(), b.grad.flatten(), dim=0) > 0.99, name
-
-
-def test_the_largest_value_of_one_process_is_its_own(accelerator: Accelerator) -> None:
-    assert largest_over_ranks(accelerator, 15) == 15

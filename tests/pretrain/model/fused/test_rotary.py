@@ -7,8 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import LlamaConfig, Qwen3Config
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
 from pretrain.model.attention.operator import HeadNorms, Heads
@@ -91,20 +90,6 @@ def test_backward_is_the_derivative_of_forward_in_double_precision(tokens: int, 
         ours = rotate_backward(*gradients, qkv, cos, sin, heads, norms)
     for mine, theirs in zip(ours, wanted, strict=True):
         torch.testing.assert_close(mine, theirs, **TOLERANCE[FP64])
-
-
-def test_the_scaling_that_yarn_puts_into_the_angles_scales_both_directions() -> None:
-    scaling = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 32}
-    embedding = LlamaRotaryEmbedding(LlamaConfig(hidden_size=32, num_attention_heads=2, rope_parameters=scaling))
-    assert embedding.attention_scaling > 1.1
-    heads, tokens = Heads(2, 1, 16), 7
-    cos, sin = angles(tokens, embedding, FP64)
-    qkv = normal(tokens, heads.width, dtype=FP64).requires_grad_()
-    expected = as_transformers_does(qkv, cos, sin, heads, None)
-    gradients = [normal(*each.shape, dtype=FP64, seed=seed) for seed, each in enumerate(expected)]
-    (wanted,) = torch.autograd.grad(expected, qkv, gradients)
-    torch.testing.assert_close(rotate(qkv.detach(), cos, sin, heads, None), tuple(e.detach() for e in expected))
-    torch.testing.assert_close(rotate_backward(*gradients, None, cos, sin, heads, None)[0], wanted)
 
 
 def test_bf16_is_rounded_once_at_the_end() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 import torch
 from hypothesis import given
@@ -53,17 +52,6 @@ def test_the_matrix_holds_the_rows_of_each_linear_in_order_wherever_they_lie(sta
         assert stack.bias(dtype) is None
     for parameter, same, value in zip(stack.parameters, parameters, before, strict=True):
         assert parameter is same and torch.equal(parameter, value)
-
-
-@given(stacks())
-def test_laid_together_it_is_a_view_that_shows_every_update(stack: StackedWeight) -> None:
-    stack.lay_together()
-    assert address(stack.weights) == [0, *accumulate(weight.numel() for weight in stack.weights)][:-1]
-    matrix = stack.matrix(stack.weights[0].dtype)
-    assert matrix.data_ptr() == stack.weights[0].data_ptr()
-    with torch.no_grad():
-        stack.weights[-1].add_(1)
-    assert torch.equal(matrix, rows_of(stack))
 
 
 @given(stacks(), DTYPES, st.lists(st.integers(1, 5), min_size=1, max_size=3))
