@@ -29,7 +29,7 @@ import yaml
 
 from benchmarks.kill_resume import LENGTH, MODELS, write_packs
 from benchmarks.machine import LAUNCH, ROOT, measured_on, write
-from foundation.integrity import hash_of
+from foundation.files import hash_of
 from packing.batch import BatchStream, StepBatches
 from pretrain.compare.figures import GREY, new_figure, save, style_panel
 from pretrain.metrics.run_folder import describe_environment

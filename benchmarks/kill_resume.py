@@ -33,7 +33,7 @@ import psutil
 import yaml
 
 from benchmarks.machine import LAUNCH, ROOT, finish, measured_on, start, write
-from foundation.integrity import find_damage
+from foundation.files import find_damage
 from packing.arrow import Pack, PackWriter
 from pretrain.checkpoint.folders import read_manifest, step_folders
 from pretrain.metrics.run_folder import describe_environment

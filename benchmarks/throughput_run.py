@@ -23,7 +23,7 @@ from benchmarks.ways.entries import BASELINE, Entry
 from benchmarks.ways.judge import TOLERANCES, judge
 from foundation.errors import InputError
 from foundation.files import replace_file
-from foundation.settings import load_with_bases
+from foundation.reading import load_with_bases
 from pretrain.metrics.run_record import is_step, read_metrics
 from pretrain.settings.config import load_recipe, resolved
 from pretrain.settings.recipe import Recipe

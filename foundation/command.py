@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from foundation.errors import InputError, permissions_named, shown
+from foundation.errors import InputError, shown
 from foundation.files import no_room
 
 OURS = ("foundation", "packing", "pretrain")
@@ -27,48 +27,34 @@ class CommandParser(argparse.ArgumentParser):
 
 def number(least: float | None = None, most: float = math.inf, *, whole: bool = False) -> Callable[[str], float]:
     """Returns a function for argparse's `type`, which reads a number of `least` to `most`, a `whole` one as an int. `least` None:
-    above 0. As recipes do, it takes a whole number written as 1e3 or 8.0, as long as a float has all its digits."""
-    if least is None:
-        bounds = f"above 0 and of at most {most:g}" if math.isfinite(most) else "above 0"
-    else:
-        bounds = f"of {least} to {most}" if math.isfinite(most) else f"of {least} or more"
-
-    kind = "whole " if whole else "" if math.isfinite(most) else "finite "
+    above 0. As recipes do, it takes a whole number written as 1e3 or 8.0."""
+    bounds = "above 0" if least is None else f"of {least} or more"
+    bounds += f" and of at most {most:g}" if math.isfinite(most) else ""
 
     def read(text: str) -> float:
         try:
-            value = _whole(text) if whole else float(text)
+            value = int(text) if whole and text.isdecimal() else float(text)
         except ValueError:
             value = math.nan
-        if not (value > 0 if least is None else value >= least) or value > most or value == math.inf:
-            raise argparse.ArgumentTypeError(f"{shown(text)}: a {kind}number {bounds} is wanted")
-        return value
+        inside = (value > 0 if least is None else value >= least) and value <= most and math.isfinite(value)
+        if not inside or (whole and int(value) != value):
+            raise argparse.ArgumentTypeError(f"{shown(text)}: a {'whole ' if whole else ''}number {bounds} is wanted")
+        return int(value) if whole else value
 
     return read
 
 
-def _whole(text: str) -> float:
-    """Returns the int that is written in `text`; NaN for a number that is not whole, or that a float cannot hold to its last
-    digit."""
-    try:
-        return int(text)
-    except ValueError:
-        value = float(text)
-        return int(value) if value.is_integer() and abs(value) < 2**53 else math.nan
-
-
 def run_command(command: Callable[[], int | None], *, on_ctrl_c: str) -> int:
-    """Run `command` and return its exit status, 0 where it gives none. It is 2 for a mistake in what was given, for a package
-    that is not installed and for a disk that is full, 130 where Ctrl-C broke it off, which `on_ctrl_c` says, and 141 where nobody
-    reads what is printed any more."""
+    """Run `command` and return its exit status, 0 where it gives none. It is 2 for a mistake in what was given, for a file that
+    this user may not use, a package that is not installed and a disk that is full, 130 where Ctrl-C broke it off, which
+    `on_ctrl_c` says, and 141 where nobody reads what is printed any more."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # a name or a text in any script must not end a command whose output is ASCII
         sys.stdout.reconfigure(errors="replace")
     try:
-        with permissions_named():
-            status = command()
+        status = command()
         print(end="", flush=True)  # to a closed stdout, too
         return status or 0
-    except InputError as error:
+    except (InputError, PermissionError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -1,30 +1,28 @@
-"""Files that survive a crash, because they are flushed before they get their name."""
+"""Files that survive a crash: flushed before they get their name, hashed when they are written, and one owner a folder."""
 
 from __future__ import annotations
 
 import errno
-import itertools
+import fcntl
+import hashlib
+import json
 import os
-import re
 import shutil
-import tempfile
+import socket
 import warnings
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import xxhash
 
 from foundation.errors import InputError
 
 CANNOT = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.ENOLCK)  # what a file system says of a call that it has not
 PARTIAL = ".partial"  # suffix of the hidden file that `replace_file` writes first; a killed process leaves it behind
-PROOF = "proof"  # `.proof.<rank>.partial`: the token by which processes prove that they see one folder
-
-
-def cache_folder(part: str) -> Path:
-    """Returns the folder for what can be made again, by the XDG base directory specification, which wants an absolute path."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    with suppress(RuntimeError):  # no home folder
-        return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "pretrain" / part
-    return Path(__file__).resolve().parent.parent / f".{part}"
 
 
 def fsync(path: Path) -> None:
@@ -58,8 +56,7 @@ def write_file(path: Path, data: bytes) -> None:
 def replace_file(path: Path, data: bytes) -> None:
     """Make `path` hold `data`. Whoever opens it at any moment, also after a crash, sees all of the old content or of the new.
 
-    A symbolic link is itself replaced, and what it leads to stays as it is. Raises OSError (disk full, no permission); the old
-    content is then untouched.
+    Raises OSError (disk full, no permission); the old content is then untouched.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
     try:
@@ -70,88 +67,30 @@ def replace_file(path: Path, data: bytes) -> None:
     fsync(path.parent)
 
 
-def _real(path: Path) -> Path:
-    """Returns where the file at `path` is or will be: `path`, or where it leads if it is a link to a file or to nothing yet."""
-    real = Path(os.path.realpath(path))
-    return real if real.is_file() or not real.exists() else path
-
-
-def save_file(
-    path: Path, data: bytes, remedy: str = "name another file", *, asked_for: bool = False, makes_folder: bool = False
-) -> None:
-    """Does what `replace_file` does, with InputError in place of OSError: it says why the file cannot be written, and what to do,
-    which is `remedy` unless there is no room.
-
-    `asked_for`: the user chooses `path`, so its folder is made where there is none, and where it is a symbolic link, the file
-    that the link leads to is replaced. In a folder of ours the link is, as it may lead to a file that is not ours.
-    `makes_folder`: it may be the first in such a folder."""
-    place = path
+def save_file(path: Path, data: bytes, remedy: str = "name another file") -> None:
+    """`replace_file` with InputError in place of OSError: it says why the file cannot be written, and what to do, which is
+    `remedy` unless there is no room. Makes the folder of `path` where there is none."""
     try:
-        if asked_for:
-            place = _real(path)
-        if asked_for or makes_folder:
-            place.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(place, data)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, data)
     except OSError as error:
         full = no_room(error)
         remedy = f"{full}, then run the same command again" if full else remedy
         raise InputError(f"{path}: cannot be written: {error.strerror}; {remedy}") from None
 
 
-WRITTEN_BY = "written by python -m pretrain"  # in each picture that a command writes where it is told to
+WRITTEN_BY = "written by python -m pretrain"  # in each picture that a command writes where the user says
 MARKDOWN_MARK = f"<!-- {WRITTEN_BY} -->"  # in each Markdown file, which does not show it
-_MARKED_BYTES = 2**16  # at a file's beginning and at its end: one of these marks stands there
 
 
 def check_replaceable(path: Path, named: str = "--out") -> None:
-    """InputError where `path`, which the option `named` asks for, cannot be written, or is a file that no command here has
-    written. An empty one holds nothing to lose."""
-    if reason := why_unwritable(_real(path).parent):
-        raise InputError(f"{named} {path}: cannot be written there: {reason}; name another file")
+    """InputError where `path`, which the option `named` asks for, is something that no command here has written. An empty file
+    holds nothing to lose."""
     if not path.exists():
         return
-    if not path.is_file():
-        raise InputError(f"{named} {path}: is there and is no file; name another")
-    try:
-        with path.open("rb") as file:
-            first = file.read(_MARKED_BYTES)
-            file.seek(-len(first), os.SEEK_END)
-            last = file.read(_MARKED_BYTES)
-    except OSError as error:
-        raise InputError(f"{named} {path}: is there and cannot be read: {error.strerror}; name another file") from None
-    if first and not any(WRITTEN_BY.encode() in part for part in (first, last)):
-        raise InputError(
-            f"{named} {path}: is a file that no command here has written, so it is not written over; move it away, or give "
-            "another name"
-        )
-
-
-REPLACED = ".replaced-"  # in the name of what was set aside
-
-
-def name_aside(path: Path, why: str = REPLACED) -> Path:
-    """The first of `<name>.replaced-1`, `<name>.replaced-2`, ... beside `path` that is not taken, not by a dangling link either.
-    `why`: what stands between the name and the number."""
-    names = (path.with_name(f"{path.name}{why}{number}") for number in itertools.count(1))
-    return next(aside for aside in names if not aside.exists() and not aside.is_symlink())
-
-
-def why_unwritable(folder: Path) -> str | None:
-    """Returns why nothing can be written into `folder`, or, where it is not there, why it cannot be made; None where it can.
-
-    A folder that is there is not touched. Where none is, rights do not tell enough: another is made in the nearest one above, and
-    removed at once.
-    """
-    there = folder.absolute()
-    if there.is_dir():
-        return None if os.access(there, os.W_OK | os.X_OK) else "no permission, or a read-only disk"
-    while not os.path.lexists(there):
-        there = there.parent
-    try:
-        os.rmdir(tempfile.mkdtemp(prefix=".", dir=there))
-    except OSError as error:
-        return error.strerror
-    return None
+    content = path.read_bytes() if path.is_file() else b"a folder"
+    if content and WRITTEN_BY.encode() not in content:
+        raise InputError(f"{named} {path}: is there, and no command here has written it; move it away, or give another name")
 
 
 def free_bytes(path: Path) -> int:
@@ -163,8 +102,7 @@ def free_bytes(path: Path) -> int:
 
 
 def no_room(error: BaseException | None) -> str | None:
-    """Returns what is wrong and what to do, where `error` says that the disk, the user's quota on it, or a file may hold no more;
-    else None."""
+    """What is wrong and what to do, where `error` says that the disk, the user's quota on it, or a file may hold no more."""
     if not isinstance(error, OSError):
         return None
     if error.errno == errno.EFBIG:
@@ -172,15 +110,122 @@ def no_room(error: BaseException | None) -> str | None:
     return "the disk is full; free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else None
 
 
-def remove_own_folder(folder: Path, own: re.Pattern[str]) -> None:
-    """Delete what a killed process has left at `folder`, if anything. InputError where something is there that is not `own`:
-    a name beside `folder` that is not fully matched is somebody else's, and so is a link."""
-    if not folder.exists() and not folder.is_symlink():
-        return
-    strange = "" if folder.is_dir() and not folder.is_symlink() else folder.name
-    strange = strange or next((name for name in sorted(os.listdir(folder)) if not own.fullmatch(name)), "")
-    if strange:
-        raise InputError(
-            f"{folder}: stands where a folder for unfinished work is wanted, and {strange} is not ours; move it away"
-        )
-    shutil.rmtree(folder, ignore_errors=True)
+# ── Whether files are the ones that were written ──────────────────────────────────────────────────────────────────────────────
+
+_THREADS = 8  # hashing releases the interpreter lock; more threads than this only queue at the disk
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What a file's writer recorded about it."""
+
+    name: str  # relative to the folder that holds all recorded files
+    size: int  # bytes
+    hashes: dict[str, str] = field(default_factory=dict)  # algorithm -> hex digest; may be empty
+
+
+def hash_of(content: Mapping[str, Any]) -> str:
+    """SHA-256 of what a manifest says, in hexadecimal digits; the order of its keys does not count."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def hash_file(path: Path, algorithm: str = "sha256") -> str:
+    """The hex digest of a file by any of hashlib's or xxhash's algorithms; InputError where it cannot be read, or hashed so."""
+    make = getattr(xxhash, algorithm) if algorithm in xxhash.algorithms_available else lambda: hashlib.new(algorithm)
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, make).hexdigest()
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read: {error}") from None
+
+
+def hash_files(folder: Path, names: Iterable[str], algorithm: str = "sha256") -> dict[str, str]:
+    """The hex digest of each of the files `names` in `folder`, several at a time."""
+    names = list(names)
+    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as threads:
+        return dict(zip(names, threads.map(lambda name: hash_file(folder / name, algorithm), names), strict=True))
+
+
+def wrong_sizes(folder: Path, records: Iterable[FileRecord]) -> list[str]:
+    """One line for each file that is missing, truncated or too long, which can be told without reading."""
+    wrong = []
+    for record in records:
+        path = folder / record.name
+        if not path.is_file():
+            wrong.append(f"{record.name}: missing, though its index lists it")
+        elif (size := path.stat().st_size) != record.size:
+            kind = "truncated" if size < record.size else "overlong"
+            wrong.append(f"{record.name}: {kind}: {size} bytes, {record.size} were written")
+    return wrong
+
+
+def find_damage(folder: Path, records: Iterable[FileRecord]) -> list[str]:
+    """One line for each file that is not what was written; none where all are intact. Reads every byte once all sizes are right;
+    of a file without recorded hashes the size alone counts."""
+    records = list(records)
+    if wrong := wrong_sizes(folder, records):
+        return wrong
+    for algorithm in sorted({algorithm for record in records for algorithm in record.hashes}):
+        written = {record.name: record.hashes[algorithm] for record in records if algorithm in record.hashes}
+        for name, digest in hash_files(folder, written, algorithm).items():
+            if digest != written[name]:
+                wrong.append(f"{name}: damaged: its {algorithm} is {digest}, {written[name]} was written")
+    return wrong
+
+
+def check_files(folder: Path, records: Iterable[FileRecord], remedy: str, *, hashed: bool = False) -> None:
+    """InputError that names the first file that is missing, of another size or, where they are `hashed`, damaged."""
+    if problems := (find_damage if hashed else wrong_sizes)(folder, records):
+        raise InputError(f"{folder}/{problems[0]}; {remedy}")
+
+
+# ── One owner a folder ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class FileLock:
+    """Holds the lock file `path`; a context manager that releases it.
+
+    The kernel drops the lock when its holder ends, even by SIGKILL, so nobody ever has to remove a stale file. While another
+    process holds it, `when_held` is called with that holder, such as "process 4711 on node3": raise there to refuse, return to
+    wait. Raises OSError where the file cannot be made.
+    """
+
+    def __init__(self, path: Path, when_held: Callable[[str], object]) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(path, "a+", encoding="utf-8")  # noqa: SIM115
+        try:
+            self._lock(when_held)
+            self._file.truncate(0)
+            with suppress(OSError):  # on a full disk it does not say who holds it
+                os.write(self._file.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _lock(self, when_held: Callable[[str], object]) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.seek(0)
+            when_held(self._file.read() or "another process")
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in CANNOT:
+                raise
+            warnings.warn(f"{self._file.name}: this file system has no locks; start no second process on it", stacklevel=3)
+
+    def fileno(self) -> int:
+        """The open file, for `pass_fds`: a child that has it holds the lock too, until both have ended."""
+        return self._file.fileno()
+
+    def release(self) -> None:
+        """Let go of the lock; releasing twice is harmless."""
+        if not self._file.closed:
+            self._file.truncate(0)
+            self._file.close()
+
+    def __enter__(self) -> FileLock:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import shutil
 import sys
-import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
 UNKNOWN = "–"  # in place of what is not known
-_UNBOUND = 10_000  # columns
 
 
 def cell(text: str) -> str:
@@ -32,28 +30,7 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], names: int = 
 
 def screen_width(most: int) -> int:
     """Columns of the terminal that is written to, `most` at most; `most` where it is a file or another program."""
-    return min(most, shutil.get_terminal_size().columns) if sys.stdout and sys.stdout.isatty() else most
-
-
-def fitted(header: Sequence[str], rows: Sequence[Sequence[str]], width: int, names: int = 1) -> str:
-    """Returns what `markdown` does where that fits into `width` columns; else a paragraph a row, `title  value` a line."""
-    table = markdown(header, rows, names)
-    if len(table.partition("\n")[0]) <= width:
-        return table
-    first = max(map(len, header[1:]), default=0) + 4
-    lines = []
-    for row in rows:
-        lines.append(row[0])
-        for title, value in zip(header[1:], row[1:], strict=True):
-            if not value:
-                continue
-            lines.append(textwrap.fill(value, width, initial_indent=f"  {title}".ljust(first), subsequent_indent=" " * first))
-    return "\n".join(lines)
-
-
-def on_screen(header: Sequence[str], rows: Sequence[Sequence[str]], names: int = 1) -> str:
-    """What is printed: `fitted` to the terminal; whole in a file and for another program, which scroll."""
-    return fitted(header, rows, screen_width(_UNBOUND), names)
+    return min(most, shutil.get_terminal_size().columns) if sys.stdout.isatty() else most
 
 
 def or_dash(value: Any, form: Callable[[Any], str] = str) -> str:

@@ -19,7 +19,8 @@ from typing import Any
 
 from foundation.command import CommandParser, number, run_command
 from foundation.errors import InputError
-from foundation.settings import Settings, given_once, load_with_bases, parse, place_of, value_from_text
+from foundation.reading import load_with_bases
+from foundation.settings import Settings, given_once, parse, place_of, value_from_text
 from packing.settings import DataSettings
 
 

@@ -24,8 +24,7 @@ import numpy as np
 import pyarrow as pa
 
 from foundation.errors import InputError
-from foundation.files import fsync, fsync_tree, no_room
-from foundation.integrity import FileRecord, check_files, hash_file, hash_of, stamp_as_verified
+from foundation.files import FileRecord, check_files, fsync, fsync_tree, hash_file, hash_of, no_room
 from foundation.reading import load_object, reason_of
 
 Split = Literal["train", "held_out"]
@@ -169,7 +168,6 @@ class PackWriter:
         text = json.dumps(manifest | {"checksum": hash_of(manifest)}, indent=1, ensure_ascii=False)
         (self.folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
         fsync_tree(self.folder)
-        stamp_as_verified(self.folder, [record for name, split in splits.items() for record in _records(split["files"], name)])
         self.folder.rename(self.path)
         fsync(self.path.parent)
         return manifest
@@ -265,7 +263,7 @@ class ArrowPacks(Packs):
         return Pack(ids[row], lengths[offsets[row] : offsets[row + 1]], int(first_positions[row]), mask)
 
     def verify(self) -> None:
-        check_files(self.path, self._records + _records(self.manifest["files"]), _REMEDY, trust_stamp=False)
+        check_files(self.path, self._records + _records(self.manifest["files"]), _REMEDY, hashed=True)
 
     def _map(self, path: Path) -> list[tuple[np.ndarray, ...]]:
         """Returns for each record batch, as views of the file: ids [rows, length], lengths, offsets [rows + 1], first positions
@@ -300,7 +298,7 @@ def _make_packs(lengths: np.ndarray, offsets: np.ndarray, first_positions: np.nd
 
 def _entry(path: Path) -> dict[str, Any]:
     """Returns what the manifest records of a finished file."""
-    return {"name": path.name, "bytes": path.stat().st_size} | hash_file(path, ["sha256"])
+    return {"name": path.name, "bytes": path.stat().st_size} | {"sha256": hash_file(path)}
 
 
 def _records(files: list[dict[str, Any]], folder: str = "") -> list[FileRecord]:

@@ -26,7 +26,7 @@ import pyarrow as pa
 import zstandard
 
 from foundation.errors import InputError
-from foundation.integrity import FileRecord, check_files, digests, hash_file
+from foundation.files import FileRecord, check_files, hash_file
 from foundation.reading import load_object
 from packing.arrow import IGNORE, Pack, Packs, checked_index
 
@@ -103,7 +103,9 @@ class Shard:
                     target.write(block)
                 target.flush()
                 os.fsync(target.fileno())
-            if temporary.stat().st_size != self.raw.size or hash_file(temporary, self.raw.hashes) != self.raw.hashes:
+            if temporary.stat().st_size != self.raw.size or any(
+                hash_file(temporary, algorithm) != digest for algorithm, digest in self.raw.hashes.items()
+            ):
                 raise InputError(f"{packed}: damaged: what it decompresses to is not what was written; {_REMEDY}")
             temporary.replace(self.path)
         except zstandard.ZstdError as error:
@@ -177,7 +179,7 @@ class MDSPacks(Packs):
             raise InputError(f"{path}: has the columns {', '.join(sorted(names))}; packs need one named input_ids")
         self._labelled = "labels" in names
         # Of columns and content: the hashes of the index, or else the files' own. The same samples in other shards have another.
-        hashes = [each.raw.hashes or digests(each.folder, [each.raw.name], ["sha256"])[each.raw.name] for each in self.shards]
+        hashes = [each.raw.hashes or {"sha256": hash_file(each.folder / each.raw.name)} for each in self.shards]
         content = [[each.samples, each.layout, its] for each, its in zip(self.shards, hashes, strict=True)]
         self.fingerprint = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
         self.length = length or len(self._row(self.shards[0].sample(0), self._tokens, 0))
@@ -218,7 +220,7 @@ class MDSPacks(Packs):
 
     def verify(self) -> None:
         for shard in self.shards:
-            check_files(shard.folder, [shard.record], _REMEDY, trust_stamp=False)
+            check_files(shard.folder, [shard.record], _REMEDY, hashed=True)
 
     def _where(self, index: int) -> str:
         shard, own = self._locate(index)

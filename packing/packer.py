@@ -20,9 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from foundation.errors import InputError, permissions_named
-from foundation.files import free_bytes
-from foundation.locks import FileLock
+from foundation.errors import InputError
+from foundation.files import FileLock, free_bytes
 from foundation.progress import Progress, say
 from packing.arrow import FIRST, PackWriter, Split
 from packing.pack import Arranged
@@ -316,7 +315,7 @@ def serve() -> None:
     settings = DataSettings.model_validate(what)
     threading.Thread(target=lambda: (stdin.read(), os._exit(0)), daemon=True).start()
     try:
-        with permissions_named(), ExitStack() as stack:
+        with ExitStack() as stack:
             makers = {name: PartMaker(part, processes_of(settings)) for name, part in stream_parts(settings).items()}
             for maker in makers.values():
                 stack.enter_context(maker.workers)

@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 
 from foundation.errors import InputError
-from foundation.files import free_bytes, fsync_tree, no_room, replace_file
-from foundation.locks import FileLock
+from foundation.files import FileLock, free_bytes, fsync_tree, no_room, replace_file
 from foundation.progress import Progress, say
 from foundation.reading import load_object
 from packing.arrow import MANIFEST, PackWriter, read_manifest

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
-from foundation.settings import FilePath, PathText, PositiveCount, Settings, Share, TextOrPath
+from foundation.settings import FilePath, PathText, PositiveCount, Settings, Share
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")  # what can be a repository on the Hugging Face hub; else it is a path
 SOURCE_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*$")
@@ -29,7 +29,7 @@ class SourceSettings(Settings):
     messages: str | None = None  # a chat instead of `text`: column with a list of {role, content}
     prompt: str | None = None  # with `response`, a chat of two messages: a column, or a template over columns, for each
     response: str | None = None  # what answers `prompt`
-    chat_template: TextOrPath | None = None  # of a chat: a Jinja file, or the template itself; null: the tokenizer's own
+    chat_template: PathText | None = None  # of a chat: a Jinja file, or the template itself; null: the tokenizer's own
 
     # Tokens instead of `text`, as they are, of a source that is tokenized already:
     input_ids: str | None = None  # tokens instead of `text`: column with a record's ids, of the tokenizer that `tokenizer` names

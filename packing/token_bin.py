@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from foundation.errors import InputError
-from foundation.integrity import digests
+from foundation.files import hash_file
 from foundation.reading import load_object
 from packing.arrow import Pack, Packs, checked_index
 
@@ -53,7 +53,7 @@ class TokenBin(Packs):
                 f"{self.path}: `data.end_token` {end_token} does not occur in its first {len(sample):,} tokens; set it to "
                 "the id that ends a document, or leave it out to take each pack for one"
             )
-        digest = digests(self.path.parent, [self.path.name], ["sha256"])[self.path.name]["sha256"]
+        digest = hash_file(self.path, "xxh3_128")
         self.fingerprint = hashlib.sha256(json.dumps([digest, dtype, length, end_token]).encode()).hexdigest()
 
     def __len__(self) -> int:

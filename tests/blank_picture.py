@@ -16,5 +16,5 @@ from pretrain.metrics.run_record import RunRecord
 ONE_PIXEL = b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4//8/AAX+Av4N70a4AAAAAElFTkSuQmCC")
 
 
-def plot_losses(runs: Sequence[RunRecord], path: Path, *, asked_for: bool = False) -> None:
-    save_file(path, ONE_PIXEL + WRITTEN_BY.encode(), asked_for=asked_for)
+def plot_losses(runs: Sequence[RunRecord], path: Path) -> None:
+    save_file(path, ONE_PIXEL + WRITTEN_BY.encode())

@@ -21,8 +21,7 @@ import torch.distributed
 from torch import Tensor
 
 from foundation.errors import InputError
-from foundation.files import PARTIAL, PROOF, free_bytes
-from foundation.integrity import find_damage
+from foundation.files import PARTIAL, find_damage, free_bytes
 from foundation.reading import load_object
 from foundation.units import GIB, duration, memory
 from pretrain.checkpoint.folders import (
@@ -306,7 +305,7 @@ def require_shared(folder: Path) -> None:
     """InputError unless all processes see `folder`, which the first has made, as one folder. Collective."""
     if not in_a_group():
         return
-    token = folder / f".{PROOF}.0{PARTIAL}"
+    token = folder / f".proof.0{PARTIAL}"
     if torch.distributed.get_rank() == 0:
         token.touch()
     from_all_ranks(None)  # it is there

@@ -37,8 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from foundation.errors import InputError
-from foundation.files import fsync
-from foundation.integrity import FileRecord
+from foundation.files import FileRecord, fsync
 from foundation.reading import load_json, reason_of
 
 MANIFEST, STATE = "manifest.json", "state.json"

@@ -27,8 +27,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from foundation.files import write_file
-from foundation.integrity import FileRecord
+from foundation.files import FileRecord, write_file
 from foundation.memory import free_memory
 from foundation.units import GIB, memory
 from pretrain.checkpoint.folders import MANIFEST, STATE, Manifest, give_name, partial_folder

@@ -25,7 +25,7 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from foundation.integrity import FileRecord
+from foundation.files import FileRecord
 from pretrain.checkpoint.folders import Piece, TensorEntry
 from pretrain.model.distributed import local_part
 

@@ -16,7 +16,7 @@ from pretrain.compare.fairness import CONFIDENCE, FEWEST_STEPS, Gap, keys_told_a
 from pretrain.metrics.run_record import LAST_STEPS, LOSS_KEY, averaged_steps
 
 GAP_DIGITS = 5  # of differences that are paired by step
-Table = Callable[..., str]  # as `markdown`, which files have; `on_screen` fits what is printed to the terminal
+Table = Callable[..., str]  # as `markdown`, which files have; `markdown` fits what is printed to the terminal
 
 
 @dataclass(frozen=True)

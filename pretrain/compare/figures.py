@@ -41,7 +41,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 def save(figure: Figure, path: Path) -> None:
     """Write the PNG at `path`, and its folder; InputError where it cannot be written."""
-    save_file(path, _png(figure), asked_for=True)
+    save_file(path, _png(figure))
 
 
 def _png(figure: Figure) -> bytes:
@@ -89,10 +89,9 @@ def range_after_the_fall(curves: Sequence[np.ndarray], others: Sequence[np.ndarr
     return float(lowest - margin), float(highest + margin)
 
 
-def plot_losses(runs: Sequence[RunRecord], path: Path, *, asked_for: bool = False) -> None:
-    """Draw a run, or the comparison of several comparable ones with the first, into a PNG at `path`. `asked_for` and InputError
-    as `save_file`."""
-    save_file(path, picture_of_losses(runs), asked_for=asked_for)
+def plot_losses(runs: Sequence[RunRecord], path: Path) -> None:
+    """Draw a run, or the comparison of several comparable ones with the first, into a PNG at `path`."""
+    save_file(path, picture_of_losses(runs))
 
 
 def picture_of_losses(runs: Sequence[RunRecord]) -> bytes:

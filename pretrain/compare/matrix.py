@@ -26,7 +26,7 @@ from foundation.command import CommandParser, number
 from foundation.errors import InputError
 from foundation.files import check_replaceable
 from foundation.signals import StopRequest
-from foundation.tables import markdown, on_screen, or_dash
+from foundation.tables import markdown, or_dash
 from foundation.units import duration
 from pretrain.compare.columns import HELD_OUT, LOSS, SPEED, STEPS
 from pretrain.compare.comparison import RunComparison
@@ -182,7 +182,7 @@ def write_report(matrix: Matrix) -> str:
     unfair = {run.name: unfair_differences(first, run, vary) for run in others}
     report = Report.over([first, *(run for run in others if not unfair[run.name])], vary)
     report.write(**report_files(matrix))
-    parts = report.tables(on_screen)
+    parts = report.tables(markdown)
     parts += [f"{name} is left out: it differs from {first.name} in {in_words(why)}" for name, why in unfair.items() if why]
     parts.append(f"Written: {', '.join(map(str, report_files(matrix).values()))}")
     if not own:

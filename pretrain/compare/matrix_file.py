@@ -18,7 +18,8 @@ import yaml
 from pydantic import Field
 
 from foundation.errors import InputError
-from foundation.settings import FilePath, PathText, PositiveCount, Settings, load_yaml, parse, value_from_text
+from foundation.reading import load_yaml
+from foundation.settings import FilePath, PathText, PositiveCount, Settings, parse, value_from_text
 from pretrain.compare.fairness import in_words
 from pretrain.metrics.run_record import read_finished
 from pretrain.plan.checks import check_launch

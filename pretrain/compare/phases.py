@@ -27,7 +27,8 @@ from pydantic import Field
 from foundation.command import CommandParser, number
 from foundation.errors import InputError
 from foundation.files import save_file
-from foundation.settings import PathText, Share, load_yaml, parse
+from foundation.reading import load_yaml
+from foundation.settings import PathText, Share, parse
 from foundation.signals import StopRequest
 from foundation.tables import UNKNOWN, markdown, or_dash
 from foundation.units import count, memory, percent, plural

@@ -15,7 +15,7 @@ from pathlib import Path
 from foundation.command import CommandParser, number
 from foundation.errors import InputError
 from foundation.files import MARKDOWN_MARK, check_replaceable, save_file
-from foundation.tables import markdown, on_screen
+from foundation.tables import markdown
 from foundation.units import plural
 from pretrain.compare.columns import Table, differences_of, figures_of, meanings, signed, table_of, with_interval
 from pretrain.compare.comparison import TOLERANCE, RunComparison
@@ -70,7 +70,7 @@ class Report:
             columns, by_seed = over_seeds.columns(), [each for each in over_seeds.others if each.difference]
             parts += [table_of(columns, over_seeds.results, table), _bullets([*meanings(columns), *over_seeds.notes()])]
             parts += [table_of(over_seeds.columns_by_seed(), by_seed, table)] if by_seed else []
-            if table is on_screen:
+            if table is markdown:
                 return [part for part in parts if part]
         notes: list[str] = []
         parts.append(table_of(figures_of(comparison), comparison.standings, table))
@@ -89,14 +89,14 @@ class Report:
         if picture and self.by_seeds:
             plot_seeds(self.by_seeds, picture)
         elif picture:
-            plot_losses(self.comparison.runs, picture, asked_for=True)
+            plot_losses(self.comparison.runs, picture)
         if tables_file:
             drawn = [f"![what runs differ by]({os.path.relpath(picture, tables_file.parent)})"] if picture else []
             content = "\n\n".join([*self.tables(), *drawn, MARKDOWN_MARK])
-            save_file(tables_file, content.encode() + b"\n", asked_for=True)
+            save_file(tables_file, content.encode() + b"\n")
         if page:
             html = render(self.comparison, seeds=self.seeds, failures=self.judge() if gate else None, every=every)
-            save_file(page, html, asked_for=True)
+            save_file(page, html)
 
     def judge(self) -> list[str]:
         """Why the gate is not passed, a line for each run or group of seeds; InputError where there is nothing to hold it
@@ -179,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report = _report_on(options, runs)
         report.write(picture, options.markdown, options.page, gate=options.gate is not None)
         written = [str(path) for path in (picture, options.markdown, options.page) if path]
-        print("\n\n".join([*report.tables(on_screen), f"Written: {', '.join(written)}"]))
+        print("\n\n".join([*report.tables(markdown), f"Written: {', '.join(written)}"]))
     if options.gate is None:
         return 0
     failures = report.judge() if report else ["no run has a step yet"]

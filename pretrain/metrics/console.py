@@ -17,7 +17,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
-from foundation.progress import above_bars
+from tqdm import tqdm
+
 from foundation.tables import or_dash
 from foundation.units import count, duration, memory, percent, three_digits
 
@@ -149,7 +150,7 @@ class Console:
         encoding = self.stream.encoding or "utf-8"  # a sample in any script must not end a run whose log is ASCII
         text = "".join(f"{line}\n" for line in lines).encode(encoding, "replace").decode(encoding)
         try:
-            with above_bars(self.stream):
+            with tqdm.external_write_mode(file=self.stream):
                 self.stream.write(text)
                 self.stream.flush()
         except OSError:

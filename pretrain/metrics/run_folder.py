@@ -17,9 +17,8 @@ from typing import Any
 import yaml
 
 from foundation.errors import InputError
-from foundation.files import PARTIAL, save_file, why_unwritable
-from foundation.locks import FileLock
-from foundation.settings import load_yaml
+from foundation.files import PARTIAL, FileLock, save_file
+from foundation.reading import load_yaml
 
 MATRIX_FILE = "matrix.json"  # in the folder of a run that is part of a matrix; `pretrain.compare.matrix` writes it
 METRICS_FILE = "metrics.jsonl"
@@ -87,8 +86,11 @@ def check_free(path: Path) -> None:
 
 def check_writable(path: Path) -> None:
     """InputError where no run could write its folder at `path`, whoever has it now."""
-    if reason := why_unwritable(path):
-        raise InputError(f"{path}: cannot be used as the run folder: {reason}; set another `run_dir`")
+    there = path.absolute()
+    while not there.exists():
+        there = there.parent
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise InputError(f"{path}: cannot be used as the run folder: no permission to write there; set another `run_dir`")
 
 
 def check_ours(path: Path) -> None:

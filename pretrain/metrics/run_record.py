@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from foundation.errors import InputError
-from foundation.settings import load_yaml
+from foundation.reading import load_yaml
 from foundation.units import count, duration, memory, percent, plural, three_digits
 from pretrain.checkpoint.state import Past
 from pretrain.metrics.run_folder import MATRIX_FILE, METRICS_FILE, RunFolder

@@ -36,7 +36,7 @@ class Waited:
         """Counts the time of the block to `part`, and a terminal shows how far `task` is (`foundation.progress`)."""
         before = self.go_on_to(part)
         try:
-            with Progress(task, unit, self.shown, lines_every=None, **progress) as shown:
+            with Progress(task, unit, self.shown, in_logs=False, **progress) as shown:
                 yield shown
         finally:
             self.go_on_to(before)

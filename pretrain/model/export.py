@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import logging
 import os
@@ -23,7 +24,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from foundation.attributes import holding
 from foundation.errors import InputError
-from foundation.files import fsync, fsync_tree, name_aside
+from foundation.files import fsync, fsync_tree
 from foundation.progress import advance
 from pretrain.model.attention import backends as attention
 from pretrain.model.huggingface import WRONG_VALUES, named_tensors, why_refused, without_bars
@@ -76,7 +77,8 @@ def _put_in_place(writing: Path, folder: Path) -> None:
         exported = {file.name for file in writing.iterdir()}
         lying_there = set(os.listdir(folder)) if folder.is_dir() else {folder.name}
         if not all(name in exported or _OF_WEIGHTS.fullmatch(name) for name in lying_there):
-            previous = name_aside(folder)
+            names = (folder.with_name(f"{folder.name}.replaced-{number}") for number in itertools.count(1))
+            previous = next(name for name in names if not name.exists())
             _log.warning("%s holds what no export has written, and is kept as %s", folder, previous.name)
         os.replace(folder, previous)
     os.replace(writing, folder)

@@ -10,7 +10,6 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from foundation.progress import advance
 from packing.batch import Microbatch, StepBatches
 from pretrain.model.attention import backends as attention
 from pretrain.model.fused.layers import FusedLayers
@@ -111,7 +110,6 @@ def forward_backward(
             loss_sum = model(**inputs_of(microbatch, accelerator.device))
             accelerator.backward(loss_sum * scale)
         total += loss_sum.detach()
-        advance(of="microbatches")
     context.first_microbatch = True  # for whatever forward comes before the next step
     if sums:
         sums.finish()

@@ -89,7 +89,7 @@ def preview(
     tokens = axes.secondary_xaxis("top", functions=(lambda s: s * tokens_per_step, lambda t: t / tokens_per_step))
     tokens.set_xlabel("tokens")
     figure.savefig(picture := io.BytesIO(), format="png", dpi=150, metadata={"Software": WRITTEN_BY})
-    save_file(path_png, picture.getvalue(), asked_for=True)
+    save_file(path_png, picture.getvalue())
     return title
 
 

@@ -74,8 +74,8 @@ def _in_order(phases: tuple[PrecisionPhase, ...]) -> tuple[PrecisionPhase, ...]:
 PrecisionSchedule = Annotated[tuple[PrecisionPhase, ...], AfterValidator(_in_order)]
 # A precision's name, or a schedule. Told apart by their form, so that a mistake in one is not explained as if it were the other.
 PrecisionSetting = Annotated[
-    Annotated[PrecisionName, Tag("name")] | Annotated[PrecisionSchedule, Tag("schedule")],
-    Discriminator(lambda value: "schedule" if isinstance(value, list | tuple) else "name"),
+    Annotated[PrecisionName, Tag("Name")] | Annotated[PrecisionSchedule, Tag("Schedule")],
+    Discriminator(lambda value: "Schedule" if isinstance(value, list | tuple) else "Name"),
 ]
 
 

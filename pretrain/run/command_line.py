@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from foundation.command import CommandParser, number
-from foundation.errors import InputError, permissions_named
+from foundation.errors import InputError
 from pretrain.metrics.health import TrainingHalted
 from pretrain.model.distributed import RANKS_WAIT, as_accelerate_reads_it, complete_topology
 from pretrain.plan.preflight import Job
@@ -131,9 +131,8 @@ def exit_status(launch: Callable[[], int]) -> int:
     """
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     try:
-        with permissions_named():
-            status = launch()
-    except InputError as error:
+        status = launch()
+    except (InputError, PermissionError) as error:
         say_once(f"error: {error}", error)
         status = 2
     except TrainingHalted as halt:

@@ -26,7 +26,7 @@ import yaml
 
 from foundation.command import CommandParser
 from foundation.errors import InputError
-from foundation.tables import UNKNOWN, on_screen
+from foundation.tables import UNKNOWN, markdown
 from foundation.units import three_digits
 from packing.arrow import Pack, PackWriter
 from pretrain.metrics.run_folder import describe_environment
@@ -69,7 +69,7 @@ def main(arguments: list[str]) -> int:
             lacks = missing(PRECISIONS[name]) if PRECISIONS[name].quantized else None
             rows.append(row_of(name, lacks, recipe, Path(folder), gpu=gpu))
             print(f"{name}: {rows[-1][1]}", file=sys.stderr, flush=True)
-    print(on_screen(HEADER, rows, names=2))
+    print(markdown(HEADER, rows, names=2))
     return int(any(row[1] == "nothing" for row in rows))
 
 

@@ -20,7 +20,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from foundation.command import CommandParser
 from foundation.errors import InputError
-from foundation.integrity import find_damage
+from foundation.files import find_damage
 from foundation.reading import load_object
 from packing.store import open_packs
 from pretrain.checkpoint.folders import STATE, Manifest, TensorEntry, read_manifest, step_folder, step_folders, step_of

@@ -19,7 +19,7 @@ from pathlib import Path
 from foundation import units
 from foundation.command import CommandParser, number
 from foundation.errors import InputError
-from foundation.tables import on_screen, or_dash, screen_width
+from foundation.tables import markdown, or_dash, screen_width
 from foundation.units import GIB, plural
 from pretrain.metrics.peaks import known_as
 from pretrain.metrics.run_folder import METRICS_FILE
@@ -141,7 +141,7 @@ def _time_table(rows: Sequence[Estimate], prices: Mapping[str, float], hours: fl
             steps = row.steps_in(hours)
             line += [span(steps, "{:,}".format), span([each * row.plan.tokens_per_step for each in steps], units.count)]
         lines.append(line)
-    return on_screen(header, lines, names=2)
+    return markdown(header, lines, names=2)
 
 
 def _notes_on_time(rows: Sequence[Estimate]) -> Iterator[str]:
@@ -176,4 +176,4 @@ def _memory_table(rows: Sequence[Estimate]) -> str:
             accumulation,
         ]
     header = ["on", "of each", "microbatch", "takes", "x accumulation"]
-    return on_screen(header, list(lines.values()), names=1) if lines else "none of these devices can run it"
+    return markdown(header, list(lines.values()), names=1) if lines else "none of these devices can run it"

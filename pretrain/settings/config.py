@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from foundation.errors import InputError, shown
-from foundation.settings import given_once, load_with_bases, parse, place_of, value_from_text
+from foundation.reading import load_with_bases
+from foundation.settings import given_once, parse, place_of, value_from_text
 from pretrain.precision import schedule
 from pretrain.settings.recipe import Recipe
 

@@ -1,4 +1,4 @@
-"""What others wrote is read within limits: hostile YAML and JSON, and what is no file, are refused at once."""
+"""YAML and JSON are read as plain values; what YAML would read otherwise than it was meant is refused."""
 
 from __future__ import annotations
 
@@ -11,70 +11,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foundation.errors import InputError
-from foundation.reading import MOST_DEPTH, one_line, parse_json, parse_yaml, read_regular, reason_of
-from foundation.settings import load_yaml
-
-BOMB = "l0: &l0 [x]\n" + "".join(f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 9)}]\n" for i in range(1, 20))
+from foundation.reading import load_object, load_with_bases, load_yaml, one_line, parse_yaml, reason_of
 
 
 @pytest.mark.parametrize(
-    "text, says",
+    ("text", "says"),
     [
-        (BOMB, "its aliases stand for more than 100,000 values"),
-        ("x: &x [*x]", r"`\*x` stands inside of what it names"),
-        ("? [a]\n: b", "a list or mapping cannot be a key"),
-        ("x: " + "[" * 20_000, "nested deeper than 64"),
-        ("x: " + "9" * 5000, "a number of 5,000 digits"),
-        ("x: " + ":".join(["59"] * 300), "a number of 899 digits"),
-        ("x: !!python/object/apply:os.system [x]", "tags are not read"),
-        ("x: !!int word", "tags are not read"),
-        ("x: 2001-99-99", "a value cannot be read: month must be in 1..12"),
-        ('x: "a\\0b"', "text with a NUL character"),
-        ('x: "\\ud800"', "text that is not UTF-8"),
         ("x: 1\nx: 2", "key `x` stands twice"),
-        ("x: 010", "`010` is a number of base 8 to YAML; write it as a plain number, or as text in quotes"),
-        ("x: -0_10", "`-0_10` is a number of base 8"),
+        ("x: 010", "`010` is a number of base 8"),
+        ("x: -0_10", "base 8"),
         ("x: 1:30", "`1:30` is a number of base 60"),
-        ("x: 1:30.5", "`1:30.5` is a number of base 60"),
-        ("x: &x {y: 1}\nz: {<<: *x}", "`<<`: keys are not merged; write them out"),
+        ("x: 1:30.5", "base 60"),
+        ("x: !!python/object/apply:os.system [x]", "tag"),
+        ("x: 2001-99-99", "a value cannot be read"),
+        ("? [a]\n: b", "unhashable"),
     ],
 )
-def test_hostile_yaml_is_refused_with_what_is_wrong(text: str, says: str):
+def test_what_would_be_read_otherwise_than_it_is_meant_is_refused(text: str, says: str):
     with pytest.raises(yaml.YAMLError, match=says):
         parse_yaml(text)
 
 
 def test_numbers_that_mean_the_same_to_everybody_are_read():
-    assert parse_yaml("[0, 00, 007, -7, +1_000, 0x10, 0b11, 1.5, .5, 1e-3, 1.0e-3]")[:8] == [0, 0, 7, -7, 1000, 16, 3, 1.5]
+    assert parse_yaml("[0, 00, 007, -7, +1_000, 0x10, 0b11, 1.5]") == [0, 0, 7, -7, 1000, 16, 3, 1.5]
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("{window:5}", {"window": 5}),
-        ("[{until:0.8,use: nvfp4}, {use:bf16,until:null}]", [{"until": 0.8, "use": "nvfp4"}, {"use": "bf16", "until": None}]),
-        ("{a: {source:s3://x/y.jsonl,weight:1}}", {"a": {"source": "s3://x/y.jsonl", "weight": 1}}),
-        ("a: {b:true}", {"a": {"b": True}}),
-        ("{http://x: 1, 'a:b', \"c:d\": '', e: f:g}", {"http://x": 1, "a:b": None, "c:d": "", "e": "f:g"}),
-        ('{a:"b"}', {'a:"b"': None}),
-        ("[http://x, a:b, '12:30', C:\\x]", ["http://x", "a:b", "12:30", "C:\\x"]),
-    ],
-)
-def test_in_braces_a_colon_needs_no_blank_and_elsewhere_it_is_a_part_of_text(text: str, value: object):
-    assert parse_yaml(text) == value
-    with pytest.raises(yaml.YAMLError, match="key `a` stands twice"):
-        parse_yaml("{a:1,a:2}")
-    with pytest.raises(yaml.YAMLError, match="`12:30` is a number of base 60"):
-        parse_yaml("{at:12:30}")
-
-
-def test_yaml_with_aliases_that_stand_for_little_is_read():
-    assert parse_yaml("a: &a [1, 2]\nb: {c: *a, d: *a}\n") == {"a": [1, 2], "b": {"c": [1, 2], "d": [1, 2]}}
-
-
-TEXT = st.text(
-    st.characters(codec="utf-8", exclude_characters="\0\x85\u2028\u2029")
-)  # the last three end a line of YAML, which folds them
+TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0\x85\u2028\u2029"))  # the last three end a line of YAML
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXT,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
@@ -83,33 +45,36 @@ PLAIN = st.recursive(
 
 
 @given(PLAIN)
-def test_plain_values_come_back_from_yaml_and_json_as_they_were_written(value):
+def test_plain_values_come_back_from_yaml_as_they_were_written(value):
     assert parse_yaml(yaml.safe_dump(value, allow_unicode=True)) == value
-    assert parse_json(json.dumps(value)) == value
 
 
-@pytest.mark.parametrize("depth, read", [(MOST_DEPTH - 1, True), (MOST_DEPTH + 1, False), (100_000, False)])
-def test_json_is_read_down_to_a_depth_that_nothing_of_ours_has(depth: int, read: bool):
-    text = "[" * depth + "]" * depth
-    if read:
-        assert json.dumps(parse_json(text)) == text
-    else:
-        with pytest.raises(ValueError, match="nested deeper than 64"):
-            parse_json(text)
+def test_a_file_builds_on_its_bases_wherever_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name, text in (
+        ("home/first.yaml", "a: 1"),
+        ("second.yaml", "base: ~/first.yaml"),
+        ("sub/third.yaml", "base: ../second.yaml"),
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert [path.name for path, _ in load_with_bases(tmp_path / "sub/third.yaml")] == ["first.yaml", "second.yaml", "third.yaml"]
+    (tmp_path / "home/first.yaml").write_text(f"base: {tmp_path / 'second.yaml'}")
+    for load in (load_with_bases, lambda path: load_yaml(path.with_name("thrd.yaml")), lambda path: load_object(path, "mend it")):
+        with pytest.raises(InputError, match=str(tmp_path)):
+            load(tmp_path / "sub/third.yaml")
 
 
-def test_a_file_beyond_its_limit_is_not_read(tmp_path: Path):
-    with open(tmp_path / "sparse", "wb") as file:
-        file.truncate(2**40)
-    with pytest.raises(InputError, match="sparse: cannot be read: it is longer than the 1 MiB that are read"):
-        load_yaml(tmp_path / "sparse")
-    assert read_regular(Path(__file__)) == Path(__file__).read_bytes()
+def test_a_json_file_holds_an_object(tmp_path: Path):
+    (tmp_path / "x.json").write_text(json.dumps({"a": 1}))
+    assert load_object(tmp_path / "x.json", "mend it") == {"a": 1}
+    (tmp_path / "x.json").write_text("[1]")
+    with pytest.raises(InputError, match=r"x\.json: .*; mend it"):
+        load_object(tmp_path / "x.json", "mend it")
 
 
 def test_why_something_failed_is_one_line_which_is_never_empty():
-    assert one_line(ValueError("404 Client Error.\n\n  Repository Not Found\n")) == "404 Client Error. Repository Not Found"
+    assert one_line(ValueError("404 Client Error.\n\n  Not Found\n")) == "404 Client Error. Not Found"
     assert one_line(AssertionError()) == one_line(AssertionError(), named=True) == "AssertionError"
     assert one_line(ValueError("one\ntwo three"), 7, named=True) == "ValueError: one two"
-    with pytest.raises(OSError) as raised:
-        Path("/not/there").read_bytes()
-    assert reason_of(raised.value) == "No such file or directory" and "/not/there" in one_line(raised.value)
+    assert reason_of(OSError(2, "No such file or directory", "/not/there")) == "No such file or directory"

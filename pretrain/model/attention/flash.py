@@ -15,18 +15,19 @@ from __future__ import annotations
 import importlib.util
 import os
 from functools import cache
+from pathlib import Path
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from foundation.files import cache_folder
 from pretrain.model.attention.operator import differentiable, room_for_log_sums
 from pretrain.precision import transformer_engine
 
+_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "pretrain" / "flash_attn_4"
 # Both are read when the package is imported, and Transformer Engine imports it too: so they are set before either can be.
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(cache_folder("flash_attn_4")))
+os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(_CACHE))
 
 # Tokens of a mean document, times the heads of a group: beyond, products take so long that memory does not count. Empty slots are
 # documents here, since only the device knows how many there are: 4 packs of one document each have 15 slots.

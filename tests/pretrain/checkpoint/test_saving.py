@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from foundation.errors import InputError
-from foundation.integrity import find_damage
+from foundation.files import find_damage
 from pretrain.checkpoint import checkpoint, saving
 from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.checkpoint.folders import Manifest, read_manifest, step_folder

@@ -32,7 +32,7 @@ def colours_in(picture: Path) -> set[str]:
 def test_any_run_can_be_drawn_alone_and_beside_another(losses, tmp_path):
     run = trained(tmp_path / "run", losses, "precision=nvfp4", held_out=len(losses) > 1)
     other = trained(tmp_path / "other", (4.0, 3.0, 2.0))
-    plot_losses([run], tmp_path / "new" / "loss.png", asked_for=True)
+    plot_losses([run], tmp_path / "new" / "loss.png")
     plot_losses([other, run], tmp_path / "both.png")
     assert [file.name for file in (tmp_path / "new").iterdir()] == ["loss.png"]
     assert colour_of("bf16") in colours_in(tmp_path / "both.png")
