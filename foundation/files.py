@@ -112,6 +112,7 @@ def no_room(error: BaseException | None) -> str | None:
 
 # ── Whether files are the ones that were written ──────────────────────────────────────────────────────────────────────────────
 
+ALWAYS_HASHED_BYTES = 2**30
 _THREADS = 8  # hashing releases the interpreter lock; more threads than this only queue at the disk
 
 
@@ -174,7 +175,10 @@ def find_damage(folder: Path, records: Iterable[FileRecord]) -> list[str]:
 
 
 def check_files(folder: Path, records: Iterable[FileRecord], remedy: str, *, hashed: bool = False) -> None:
-    """InputError that names the first file that is missing, of another size or, where they are `hashed`, damaged."""
+    """InputError that names the first file that is missing, of another size or damaged. Where they are not to be `hashed`, as at
+    every start, files that are large together are only looked at."""
+    records = list(records)
+    hashed = hashed or sum(record.size for record in records) <= ALWAYS_HASHED_BYTES
     if problems := (find_damage if hashed else wrong_sizes)(folder, records):
         raise InputError(f"{folder}/{problems[0]}; {remedy}")
 
