@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foundation import integrity
+from foundation import files
 from foundation.errors import InputError
 from packing.arrow import ArrowPacks, Pack, Packs, PackWriter
 from packing.order import splitmix64
