@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foundation.errors import InputError
-from pretrain.precision.schedule import in_a_path, is_quantized, label, last_steps, phases_of
+from pretrain.precision.schedule import is_quantized, label, last_steps, phases_of
 from pretrain.settings.config import load_recipe, resolved, run_dir_of
 from pretrain.settings.launch_environment import with_precision
 from pretrain.settings.recipe import Recipe
@@ -35,18 +35,6 @@ def test_a_command_line_needs_no_blanks_after_colons(loaded: Any, text: str) -> 
     assert label(recipe.precision) == label(resolved(recipe)["precision"]) == "nvfp4 to 80 %, then bf16"
     assert run_dir_of(recipe) == Path("runs/r-nvfp4-to-0.8-then-bf16-fp32")
     assert is_quantized(recipe.precision) and not is_quantized("bf16") and not is_quantized(None)
-
-
-@pytest.mark.parametrize("setting", [5, {"use": "bf16"}, [], [5, "bf16"], [{"until": 3}], None])
-def test_what_a_foreign_file_may_hold_has_no_label(setting: Any) -> None:
-    assert label(setting) is None and in_a_path(setting) is None and not is_quantized(setting)
-    assert label([{"use": "nvfp4"}, {"use": "bf16"}]) == "nvfp4 to step None, then bf16"
-
-
-def test_names_are_what_they_were(loaded: Any) -> None:
-    for name, value in (("delayed", "delayed"), ("null", None)):
-        recipe = loaded(f"precision={name}")
-        assert recipe.precision == value == label(recipe.precision) == in_a_path(recipe.precision)
 
 
 @pytest.mark.parametrize(
