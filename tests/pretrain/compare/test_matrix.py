@@ -120,15 +120,6 @@ def test_cells_of_several_processes_get_as_many_gpus_each(matrix, monkeypatch: p
     )
 
 
-def test_cells_side_by_side_on_a_cpu_share_its_cores(matrix, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(os, "cpu_count", lambda: 12)
-    assert environment_on(matrix({"weights": ["fp32"]}, at_once=3), None)["OMP_NUM_THREADS"] == "4"
-    assert "OMP_NUM_THREADS" not in environment_on(matrix({"weights": ["fp32"]}), None), "as accelerate chooses"
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert environment_on(matrix({"weights": ["fp32"]}, at_once=3), None)["OMP_NUM_THREADS"] == "1", "the user's word"
-
-
 def test_a_cell_waits_for_the_checkpoint_of_another_with_which_it_begins(matrix):
     made, begins = matrix({"precision": ["fp32", "bf16"]}).runs
     checkpoint = made.run_dir / "checkpoints" / "step-00000004"
@@ -143,13 +134,6 @@ def test_a_cell_waits_for_the_checkpoint_of_another_with_which_it_begins(matrix)
     checkpoint.rmdir()
     relative = replace(made, run_dir=Path(os.path.relpath(made.run_dir)))
     assert next_of([begins, relative], []) is relative
-
-
-def test_when_the_hours_are_over_nothing_else_is_started_and_the_status_says_so(matrix, tmp_path, capsys):
-    leave_behind(matrix({"seed": [1, 2]}).runs[0], 2.0)
-    assert main(["matrix", str(tmp_path / "m.yaml"), "--max-hours", "1e-9"]) == 138
-    out, err = capsys.readouterr()
-    assert "| seed=2 | not started " in out and "the same command goes on from here" in err
 
 
 # ── The table ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────

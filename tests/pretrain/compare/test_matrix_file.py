@@ -54,11 +54,6 @@ def test_cells_are_the_product_of_the_axes_less_those_left_out_and_then_those_li
     assert found.baseline is found.runs[0]
 
 
-def test_keys_that_end_alike_are_told_apart_in_a_cells_name(matrix):
-    found = matrix(axes={"loss.kind": ["reference"], "optimizer.learning_rate": [0.001], "schedule.kind": ["cosine"]})
-    assert names(found) == ["loss.kind=reference-learning_rate=0.001-schedule.kind=cosine"]
-
-
 def test_overrides_come_from_the_matrix_then_the_command_line_then_the_cell(matrix, tmp_path):
     cell = matrix("train.steps=7", overrides={"optimizer": {"clip": None}, "train.steps": 5}, axes={"seed": [3]}).runs[0]
     assert cell.overrides == ("optimizer.clip=null", "train.steps=7", "seed=3", f"run_dir={tmp_path}/runs/seed=3")
@@ -193,16 +188,6 @@ def test_a_cell_whose_launch_would_be_refused_is_refused_with_its_name(matrix, k
     with pytest.raises(InputError) as refused:
         matrix(**keys)
     assert f"m.yaml, cell {cell}: " in str(refused.value) and named in str(refused.value)
-
-
-def test_what_hangs_on_a_number_of_processes_that_accelerate_counts_is_left_to_it(matrix, tmp_path: Path):
-    several = {"distributed_type": "MULTI_GPU", "mixed_precision": "bf16"}
-    uneven = {"axes": {"weights": ["fp32", "bf16"]}, "overrides": {"batch.tokens": 9 * 32, "batch.microbatch": 4}}
-    (tmp_path / "counted.yaml").write_text(yaml.safe_dump(several))
-    assert len(matrix(accelerate=str(tmp_path / "counted.yaml"), **uneven).runs) == 2
-    (tmp_path / "one.yaml").write_text(yaml.safe_dump(several | {"num_processes": 1}))
-    with pytest.raises(InputError, match=r"`batch.microbatch: 4` does not divide the 9 packs"):
-        matrix(accelerate=str(tmp_path / "one.yaml"), **uneven)
 
 
 # ── When a cell is finished ───────────────────────────────────────────────────────────────────────────────────────────────────

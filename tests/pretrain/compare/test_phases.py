@@ -119,14 +119,6 @@ def test_an_unstable_cell_is_not_the_best_however_fast(last_step, says, phases_f
     assert found["microbatch=1"][-1] == "**best**" and says in found["microbatch=8"][-1]
 
 
-def test_where_nothing_is_stable_there_is_no_answer_and_the_status_says_so(phases_file, finish, capsys):
-    path = phases_file({"name": "batch", "axes": {"batch.microbatch": [1]}}, LOSS)
-    finish(1, "microbatch=1", 100.0, loss=None)
-    assert main(["phases", str(path)]) == 1
-    out = capsys.readouterr().out
-    assert "Ended: no cell of phase batch is stable." in out and "To train with it" not in out
-
-
 @pytest.mark.parametrize(
     ("overrides", "differ"),
     [
@@ -142,13 +134,6 @@ def test_a_cell_that_was_measured_under_other_settings_of_speed_is_refused(overr
     assert main(["phases", str(path)]) == 2
     refused = capsys.readouterr().err
     assert refused.startswith(f"error: {run_dir}: was trained with other settings") and differ in refused
-
-
-def test_a_dry_run_prints_every_command_and_leaves_nothing(phases_file, capsys, tmp_path):
-    assert main(["phases", str(phases_file(BATCH, LOSS)), "train.steps=7", "--dry-run"]) == 0
-    out = capsys.readouterr().out
-    assert out.count("train_accelerate.py") == 3 and out.count("train.steps=7") == 3 and "# loss, as if on the base" in out
-    assert not (tmp_path / "tune").exists()
 
 
 def test_a_setting_of_one_cell_leaves_the_overrides_of_the_others_as_they_are(phases_file):
