@@ -101,7 +101,8 @@ def about(comparison: RunComparison) -> str:
 
 
 def html_of(figure: Figure, name: str) -> str:
-    figure.update_layout(template="plotly_white", margin={"l": 60, "r": 20, "t": 40, "b": 50}, legend={"itemsizing": "constant"})
+    top = 100 if figure.layout.updatemenus else 40  # above which its buttons stand
+    figure.update_layout(template="plotly_white", margin={"l": 60, "r": 20, "t": top, "b": 50}, legend={"itemsizing": "constant"})
     config = {"displaylogo": False, "responsive": True}
     return figure.to_html(full_html=False, include_plotlyjs=False, div_id=name, config=config, default_width="100%")
 
@@ -144,7 +145,7 @@ def speed_figure(shown: Sequence[Standing], front: Sequence[Standing], *, by_hel
         x=[each.speed for each in front], y=[each.loss for each in front], mode="lines", line=line, hoverinfo="skip"
     )
     loss = "held-out loss" if by_held_out else "training loss"
-    return figure.update_layout(xaxis_title="tokens/s", yaxis_title=f"{loss}, nats a token", showlegend=False)
+    return figure.update_layout(xaxis_title="tokens/s", yaxis_title=f"{loss}, nats a token", showlegend=False, height=480)
 
 
 def ends_figure(comparison: RunComparison) -> Figure:
