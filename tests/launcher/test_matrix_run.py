@@ -135,8 +135,8 @@ def test_a_stopped_matrix_lets_its_cells_save_and_goes_on_though_one_fails(matri
         assert [record["step"] for record in read_metrics(cell) if "loss" in record] == list(range(1, 13))
     assert output.index("Best first:") < output.index("| 1 |") < output.index("| 2 |")
     page = (folder / "precisions.md").read_text()
-    assert "| run  | minus fp32, all |" in page and page.partition("\n\n![curves](precisions.png)")[0] in output
-    assert "the run shared its machine with others" in page, "what ran side by side has no speed of its own"
+    assert "| run  | minus fp32, all |" in page and page.partition("\n\n![")[0] in output
+    assert "shared its machine with others" in page, "what ran side by side has no speed of its own"
     assert (folder / "precisions.png").exists()
 
 
