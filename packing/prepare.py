@@ -72,7 +72,10 @@ def prepare_part(settings: DataSettings, progress: bool) -> Path:
 
 def lock_of(packs: Path, progress: bool) -> FileLock:
     path = packs.absolute().parent / f"{packs.name}.lock"
-    return FileLock(path, lambda holder: say(f"{packs} is being prepared by {holder}; waiting for it", progress))
+    try:
+        return FileLock(path, lambda holder: say(f"{packs} is being prepared by {holder}; waiting for it", progress))
+    except OSError as error:
+        raise InputError(f"{path.parent}: cannot be written to: {error.strerror}; set `data.packs` to another place") from None
 
 
 def content_settings(settings: DataSettings) -> dict[str, Any]:

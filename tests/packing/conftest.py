@@ -6,7 +6,8 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from packing.vocabulary import save_tokenizer, train_tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -20,16 +21,6 @@ def documents() -> list[str]:
 @pytest.fixture(scope="session")
 def tokenizer_file(tmp_path_factory: pytest.TempPathFactory, documents: list[str]) -> Path:
     """A byte-level BPE with 600 ids, trained on the first documents; it gives any text back exactly."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=600,
-        special_tokens=["<|endoftext|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(documents[:10], trainer)
-    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    tokenizer.save(str(path))
-    return path
+    folder = tmp_path_factory.mktemp("tokenizer") / "saved"
+    save_tokenizer(train_tokenizer(documents[:10], 600), folder)
+    return folder / "tokenizer.json"

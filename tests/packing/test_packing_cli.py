@@ -37,24 +37,7 @@ def test_prepare_takes_a_recipes_data_section_and_keys_over_it(recipe: Path, tmp
     assert main(["inspect", str(tmp_path / "other"), "--index", "0", "--verify"]) == 0
     printed = capsys.readouterr().out
     assert "Arrow, packs of 64 tokens" in printed and "document 1 of" in printed and "verified" in printed
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["prepare"], "data"),
-        (["prepare", "absent.yaml"], "absent.yaml"),
-        (["prepare", "RECIPE", "train.steps=3"], "train.steps"),
-        (["prepare", "RECIPE", "data.lenght=3"], "data.lenght"),
-        (["prepare", "RECIPE", "data.source=absent/x.txt"], "data.source"),
-        (["inspect", "absent"], "absent"),
-        (["tokenizer", "absent/x.txt", "--vocabulary", "300", "--out", "t"], "data.source"),
-    ],
-)
-def test_a_mistake_is_one_message_and_exit_status_2(arguments, message: str, recipe: Path, capsys) -> None:
-    assert main([str(recipe) if each == "RECIPE" else each for each in arguments]) == 2
-    printed = capsys.readouterr().err
-    assert message in printed and "Traceback" not in printed
+    assert main(["prepare", str(recipe), "train.steps=3"]) == 2 and "train.steps" in capsys.readouterr().err
 
 
 def test_a_tokenizer_is_learnt_and_packs_the_text_that_it_is_of(recipe: Path, tmp_path: Path) -> None:

@@ -120,24 +120,6 @@ def test_a_full_disk_is_one_message_and_what_was_tokenised_is_kept(settings: Dat
     assert json.loads((settings.packs.with_name("packs.partial") / "progress.json").read_text())["complete"]
 
 
-def test_one_text_file_gives_its_tail_to_the_held_out_split(settings: DataSettings, tmp_path: Path, documents) -> None:
-    (tmp_path / "one.txt").write_text("".join(documents[:8]))
-    alone = settings.model_copy(update={"source": str(tmp_path / "one.txt"), "held_out": 0.25})
-    prepare(alone, progress=False)
-    tokens = {split: open_packs(alone, split).tokens for split in ("train", "held_out")}
-    assert tokens["held_out"] == pytest.approx(sum(tokens.values()) / 4, abs=1)
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [({"tokenizer": "absent/x/y"}, "data.tokenizer"), ({"held_out": 0.999}, "data.held_out")],
-)
-def test_what_cannot_be_prepared_is_refused_and_leaves_no_packs(settings: DataSettings, change: dict, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        prepare(settings.model_copy(update=change), progress=False)
-    assert not settings.packs.exists()
-
-
 def test_an_empty_source_and_a_folder_of_something_else_are_refused(settings: DataSettings, corpus: Path) -> None:
     settings.packs.mkdir()
     (settings.packs / "mine.txt").write_text("x")

@@ -103,12 +103,6 @@ def test_a_template_sets_columns_into_text(tmp_path: Path) -> None:
     assert texts_of(tmp_path / "x.jsonl", text="{title} {n}{{}}\n{body}") == ["T 3{}\n"]
 
 
-@pytest.mark.parametrize("template", ["{", "{}", "{a!r}", "{a:>3}", "{{}}"])
-def test_a_template_that_cannot_be_filled_is_refused(template: str) -> None:
-    with pytest.raises(InputError, match=r"^data.text"):
-        TextTemplate.parse(template)
-
-
 BAD_LINES = ['{"text": 1}', '{"text": "a"', "[1]", '{"texts": "a"}', '{"text": "\\ud800"}', '{"text": ["a"]}', '{"text": "\xff"}']
 
 
@@ -135,23 +129,6 @@ def test_a_truncated_file_is_an_error_and_no_shorter_corpus(kind: str, documents
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(InputError, match=str(path)):
         texts_of(path)
-
-
-@pytest.mark.parametrize(
-    "name, key",
-    [("absent/x.jsonl", "data.source"), ("x.bin", "data.packs"), ("x.odd", "data.source"), ("list.json", "list.json:1")],
-)
-def test_what_is_not_there_or_not_known_is_refused(name: str, key: str, tmp_path: Path) -> None:
-    for file in ("x.bin", "x.odd", "list.json"):
-        (tmp_path / file).write_text('[{"text": "a"}]')
-    with pytest.raises(InputError, match=key):
-        texts_of(tmp_path / name)
-
-
-@pytest.mark.parametrize("setting", [{"split": "validation"}, {"subset": "ms"}, {"streaming": True}])
-def test_a_setting_that_files_do_not_have_is_refused(setting: dict, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=f"data.{next(iter(setting))}"):
-        texts_of(written(tmp_path, "jsonl", ["x"]), **setting)
 
 
 def test_a_saved_dataset_has_splits(tmp_path: Path) -> None:
