@@ -32,9 +32,9 @@ QUANTIZED = [name for name, recipe in PRECISIONS.items() if recipe.quantized]
 SPLIT_ACCUMULATION, FAST_ACCUMULATION = 2e-3, 1e-2
 
 
-def needs(name: str, **options: Any) -> str:
-    """`name`, or the test is skipped where this machine cannot run it, with these of its options."""
-    if missing := missing_on("cuda")(PRECISIONS[name], LowPrecisionSettings(**options).resolved(name)):
+def needs(name: str) -> str:
+    """`name`, or the test is skipped where this machine cannot run it."""
+    if missing := missing_on("cuda")(PRECISIONS[name]):
         pytest.skip(f"{name} {missing}")
     return name
 
@@ -106,10 +106,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_outputs_and_gradients_are_the_emulations_but_for_the_order_of_additions(recipe: str, bias: bool) -> None:
-    compare_with_emulation(recipe, bias, {"disable_stochastic_rounding": True} if recipe == "nvfp4" else {})
-
-
-def compare_with_emulation(recipe: str, bias: bool, options: dict[str, Any]) -> None:
+    options = {"disable_stochastic_rounding": True} if recipe == "nvfp4" else {}
     weight, *rest = parameters(bias)
     measured: dict[str, list[float]] = {}
     backends = [make(kind, recipe, **options) for kind in (TransformerEngineBackend, EmulationBackend)]
@@ -156,7 +153,7 @@ def test_a_weight_is_quantized_once_a_step_and_evaluation_leaves_the_copy_alone(
     assert relative_error(output(True), 2 * before) < 0.05
 
 
-@pytest.mark.parametrize("options", [{}, {"amax_compute_algo": "most_recent"}, {"margin": 2, "fp8_format": "E4M3"}])
+@pytest.mark.parametrize("options", [{}, {"margin": 2, "fp8_format": "E4M3"}])
 def test_delayed_histories_and_scales_are_the_emulations_bit_for_bit(delayed: str, options: dict[str, Any]) -> None:
     weight, bias = parameters()
     states = []
@@ -182,13 +179,6 @@ def test_restored_state_continues_as_if_nothing_had_happened(delayed: str) -> No
     backend = make(TransformerEngineBackend, delayed, amax_history_len=5)
     product = backend.product("p", IN, OUT, bias=True)
     state = backend.state()
-    assert {name: tuple(tensor.shape) for name, tensor in state.items()} == {
-        "fp8/p/forward/amax_history": (5, 3),
-        "fp8/p/forward/scale": (3,),
-        "fp8/p/backward/amax_history": (5, 2),
-        "fp8/p/backward/scale": (2,),
-    }
-    assert all(type(tensor) is Tensor and tensor.dtype == torch.float32 for tensor in state.values())
     for number in range(3):
         microbatch(backend, product, *operands(number), weight, bias, True)
     saved = snapshot(backend)
@@ -322,12 +312,3 @@ def test_what_each_product_really_multiplies_is_seen(recipe: str, checkpointed: 
     wgrad = ("e4m3 1x128 blocks", "e4m3 1x128 blocks") if recipe == "block" else dgrad
     one = [("forward", *forward)] * (2 if checkpointed else 1) + [("dgrad", *dgrad), ("wgrad", *wgrad)]
     assert observer.products == {f"{index}.{part}": one * 2 for index in range(2) for part in ("up", "down")}
-
-
-@pytest.mark.parametrize(("name", "power_of_two"), [("block", True), ("current", False)])
-def test_the_choice_of_scales_reaches_the_quantizers(name: str, power_of_two: bool) -> None:
-    backend = make(TransformerEngineBackend, needs(name))
-    product = backend.product("p", IN, OUT, bias=False)
-    quantizers = [*product.linear.quantizers["scaling_fwd"][:2], product.linear.quantizers["scaling_bwd"][0]]
-    assert [quantizer.force_pow_2_scales for quantizer in quantizers] == [power_of_two] * 3
-    assert [quantizer.amax_epsilon for quantizer in quantizers] == [0.0] * 3
