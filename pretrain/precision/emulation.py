@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from foundation.attributes import holding
 from pretrain.precision.delayed_state import DelayedState
 from pretrain.precision.formats.definition import Along, Role
-from pretrain.precision.observed import BITS, ProductObserver, ScalesOf, dtype_name
+from pretrain.precision.observed import ProductObserver, ScalesOf, dtype_name
 from pretrain.precision.product import Product
 from pretrain.precision.quantizers.blocks import BlockQuantized
 from pretrain.precision.quantizers.tensor import absolute_maximum
@@ -48,12 +48,6 @@ class Operand:
         return ScalesOf(self.block_scale, self.scale)
 
 
-def operand_dtype_of(active: ActivePrecision, device_type: str) -> torch.dtype:
-    """What emulated operands are multiplied in on such a device: the smallest dtype that holds them and is not slow."""
-    bits = [active.precision.significant_bits(active.settings, role) for role in get_args(Role)]
-    return torch.bfloat16 if device_type == "cuda" and max(bits) <= BITS["bfloat16"] else torch.float32
-
-
 class EmulationBackend:
     """Emulated products of one model; a `Backend`."""
 
@@ -65,8 +59,6 @@ class EmulationBackend:
         self.observer: ProductObserver | None = None
         self._products: list[EmulatedProduct] = []
         self._prepare = functools.cache(self._compiled_preparation)
-        if device.type == "cuda" and torch.cuda.is_available():
-            products_of_bf16_give_fp32()  # tried now, as the first product's observer would take the trial for a part of it
 
     def product(self, name: str, in_features: int, out_features: int, *, bias: bool) -> EmulatedProduct:
         product = EmulatedProduct(self, name)
@@ -105,8 +97,8 @@ class EmulationBackend:
 
     @property
     def operand_dtype(self) -> torch.dtype:
-        """What operands are multiplied in, see `operand_dtype_of`."""
-        return operand_dtype_of(self.active, self.device.type)
+        """What operands are multiplied in: BF16 holds those of every format, and is fast where there are tensor cores."""
+        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
     def prepare(self, role: Role, x: Tensor, along: Along, scale: Tensor | None = None) -> tuple[Operand, Tensor | None]:
         """The operand of a product that sums `along` x's features or rows, and x's amax where delayed scaling is to note it."""
@@ -181,7 +173,10 @@ class EmulatedProduct(Product):
 
 def multiply(left: Operand, right: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
     """left [m, k] times right [n, k] transposed, scaled, plus `bias` [n]: all in FP32, then rounded once to `dtype`; [m, n]."""
-    product = _product_in_fp32(left.values, right.values.t())
+    if left.values.is_cuda:
+        product = torch.mm(left.values, right.values.t(), out_dtype=torch.float32)
+    else:
+        product = left.values @ right.values.t()
     scale = None if left.scale is None else (left.scale * right.scale).reshape(1)  # of one dimension, or it would be cast
     out = torch.empty_like(product, dtype=dtype)
     if bias is None:
@@ -189,25 +184,6 @@ def multiply(left: Operand, right: Operand, dtype: torch.dtype, bias: Tensor | N
     if scale is None:
         return torch.add(product, bias, out=out)
     return torch.addcmul(bias.float(), product, scale, out=out)
-
-
-def _product_in_fp32(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right of BF16 or FP32 matrices, with FP32 sums."""
-    if left.dtype == torch.bfloat16 and products_of_bf16_give_fp32():
-        return torch.mm(left, right, out_dtype=torch.float32)
-    with holding(torch.backends.cuda.matmul, fp32_precision="ieee"):  # no TF32, whatever the user set
-        return left.float() @ right.float()
-
-
-@functools.cache
-def products_of_bf16_give_fp32() -> bool:
-    """Whether this torch and GPU write a product of BF16 matrices as FP32: tried, as no version number tells."""
-    factor = torch.ones(16, 16, device="cuda", dtype=torch.bfloat16)
-    try:
-        product = torch.mm(factor, factor, out_dtype=torch.float32)
-    except (TypeError, RuntimeError, NotImplementedError):
-        return False
-    return product.dtype == torch.float32 and bool((product == 16).all())
 
 
 def _compiled(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:

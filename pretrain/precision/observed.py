@@ -32,8 +32,6 @@ from pretrain.precision.quantizers import E4M3, E5M2, Grid
 from pretrain.precision.quantizers.tensor import FP32_MANTISSA_BITS, round_to_grid
 from pretrain.precision.settings import ActivePrecision
 
-BITS = {"bfloat16": 8, "float32": 24}  # significant bits of a dtype's values, the leading one included
-
 # The left and the right operand of a linear's products: x w^T, g w and g^T x.
 OPERANDS: dict[str, tuple[Role, Role]] = {
     "forward": ("input", "weight"),

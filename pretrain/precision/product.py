@@ -181,7 +181,7 @@ def add_product_(total: Tensor, left: Tensor, right: Tensor, *, overwrite: bool 
     held, even NaN."""
     if left.dtype == total.dtype:
         total.addmm_(left, right, beta=0 if overwrite else 1)
-    elif total.is_cuda and searched.products_sum_in_fp32():
+    elif total.is_cuda:
         searched.add_product(total, left, right, overwrite)
     elif overwrite:
         total.copy_(left @ right)

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import math
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -126,23 +125,9 @@ def input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
 )
 def add_product(total: Tensor, left: Tensor, right: Tensor, overwrite: bool) -> None:
     """total [n, m] FP32 += left [n, k] @ right [k, m] in BF16, by `multiply` where it can; `overwrite`: in place of what it held.
-    `left` is the transpose of what lies in memory, in a gradient of weights. Only where `products_sum_in_fp32`."""
+    `left` is the transpose of what lies in memory, in a gradient of weights."""
     if multiply(right, left.t(), layout="NT", total=total, overwrite=overwrite) is None:
         torch.addmm(total, left, right, beta=0 if overwrite else 1, out_dtype=torch.float32, out=total)
-
-
-@functools.cache
-def products_sum_in_fp32() -> bool:
-    """Whether this torch and GPU add a product of BF16 matrices to an FP32 one, and write one over what was there: tried, as no
-    version number tells."""
-    total = torch.full((16, 16), math.nan, device="cuda")
-    factor = torch.ones(16, 16, device="cuda", dtype=_BF16)
-    try:
-        for beta in (0, 1):
-            torch.addmm(total, factor, factor, beta=beta, out_dtype=torch.float32, out=total)
-    except (TypeError, RuntimeError, NotImplementedError):
-        return False
-    return bool((total == 32).all())
 
 
 def takes(operand: Any) -> bool:

@@ -34,7 +34,7 @@ _NVFP4_SCALES = 6.0 * 448.0  # what a tensor's largest value is divided by, to b
 def compare_operands(active: ActivePrecision, device: torch.device) -> Iterator[tuple[str, str | None]]:
     """Yields, for each operand of a product and each axis that is summed over, its name and how the library's differs from ours
     (None: in no bit). They are rounded to nearest, as chance cannot be compared."""
-    if "disable_stochastic_rounding" in getattr(active.precision, "options", {}):
+    if "disable_stochastic_rounding" in active.precision.options:
         active = replace(active, settings=active.settings.model_copy(update={"disable_stochastic_rounding": True}))
     precision, settings = active.precision, active.settings
     backend = TransformerEngineBackend(active, device)

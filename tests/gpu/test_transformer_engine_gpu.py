@@ -153,7 +153,7 @@ def test_a_weight_is_quantized_once_a_step_and_evaluation_leaves_the_copy_alone(
     assert relative_error(output(True), 2 * before) < 0.05
 
 
-@pytest.mark.parametrize("options", [{}, {"margin": 2, "fp8_format": "E4M3"}])
+@pytest.mark.parametrize("options", [{}, {"amax_compute_algo": "most_recent"}, {"margin": 2, "fp8_format": "E4M3"}])
 def test_delayed_histories_and_scales_are_the_emulations_bit_for_bit(delayed: str, options: dict[str, Any]) -> None:
     weight, bias = parameters()
     states = []

@@ -193,10 +193,6 @@ class QuantizedPrecision(Precision):
         """What an operand is called in the audit: "e4m3 1x128 blocks"."""
         return f"{self.grid(settings, role).name.lower()} {self.scaling(settings, role)}"
 
-    def significant_bits(self, settings: OptionValues, role: Role) -> int:
-        """The most that a value of an emulated operand has, its block scale included; powers of two add none."""
-        return self.grid(settings, role).mantissa_bits + 1
-
     def te_recipe(self, te: Any, settings: OptionValues) -> TeRecipe:
         """How Transformer Engine computes it; `te`: transformer_engine.common.recipe."""
         raise NotImplementedError

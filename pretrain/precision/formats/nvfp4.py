@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pretrain.precision.formats.definition import Hardware, OptionValues, Quantize, QuantizedPrecision, Role, Scaling, TeRecipe
-from pretrain.precision.quantizers import E2M1, E4M3, Grid
+from pretrain.precision.quantizers import E2M1, Grid
 
 
 class Nvfp4(QuantizedPrecision):
@@ -41,9 +41,6 @@ class Nvfp4(QuantizedPrecision):
     def scaling(self, settings: OptionValues, role: Role) -> Scaling:
         # An E4M3 scale is a 17th off at most, so the largest value lies between 5.6 and 6.4. Rounded by chance it may become 4.
         return Scaling("E4M3", 4 / 6, 16, square=self.serves_both(settings, role))
-
-    def significant_bits(self, settings: OptionValues, role: Role) -> int:
-        return E2M1.mantissa_bits + 1 + E4M3.mantissa_bits + 1  # of a product of the two
 
     def te_recipe(self, te: Any, settings: OptionValues) -> TeRecipe:
         arguments = {key: getattr(settings, key) for key in self.options} | {
