@@ -51,7 +51,6 @@ class LowPrecisionProducts:
 
     weights: int  # of all linears whose products do, a tied head's too if its product does; each costs 3 multiply-adds a token
     peak_tflops: float  # dense peak of one device for that precision
-    head: bool = False  # whether the head's product is one of them
 
 
 @dataclass(frozen=True)

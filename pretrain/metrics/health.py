@@ -151,7 +151,7 @@ class Health:
         elif wanted == "rollback":
             reason += no_way_back
         untouched = f"The weights are those of step {step - 1 - self.state.consecutive_skips}, and nothing is saved after it"
-        return StepDecision("stop", f"{reason}. {untouched}", self._remedy(key, wanted, can_go_back))
+        return StepDecision("stop", f"{reason}. {untouched}", self._remedy(key, can_go_back))
 
     def _no_way_back(self, can_go_back: bool) -> str:
         """The end of a sentence that says why not; empty where there is one."""
@@ -159,32 +159,23 @@ class Health:
             return f", and the run has gone back {MOST_ROLLBACKS} times already"
         return "" if can_go_back else ", and there is no checkpoint yet to go back to (`checkpoint.every`)"
 
-    def _remedy(self, key: str, wanted: str, can_go_back: bool) -> str:
+    def _remedy(self, key: str, can_go_back: bool) -> str:
+        remedy = "If the text at this step is as it should be, lower `optimizer.learning_rate` or `optimizer.clip`"
         if key == "on_nan":
             again = "resume from an earlier checkpoint" if can_go_back else "start again"
             remedy = f"Lower `optimizer.learning_rate` or lengthen `schedule.warmup`, and {again}"
-        else:
-            remedy = "If the text at this step is as it should be, lower `optimizer.learning_rate` or `optimizer.clip`"
-        if self.precision_remedy:
-            remedy += f". In this precision also: {self.precision_remedy}"
-        if wanted == "stop":
-            remedy += f". `health.{key}`: `skip` leaves such steps out, `rollback` goes back to the last checkpoint"
-        return remedy
+        own = f". In this precision also: {self.precision_remedy}" if self.precision_remedy else ""
+        return f"{remedy}{own}. `health.{key}`: `skip` leaves such steps out, `rollback` goes back to the last checkpoint"
 
     def _spike(self, loss: float) -> str | None:
         """What a spike is, when it begins and not at each of its steps. A level that stays is no spike after half a window; but
         where spikes are left out or gone back from, their losses never become usual, and each of them is one."""
-        usual, limit = self._usual_and_limit()
-        began = loss > limit and not self.state.in_spike
-        self.state.in_spike = loss > limit and self.settings.on_spike == "warn"
+        if len(self.state.losses) < QUIET_START:
+            return None
+        usual = statistics.median(self.state.losses)
+        deviation = MAD_TO_SD * statistics.median(abs(each - usual) for each in self.state.losses)
+        is_high = loss > usual + max(SPIKE_DEVIATIONS * deviation, SPIKE_NATS)
+        began, self.state.in_spike = is_high and not self.state.in_spike, is_high and self.settings.on_spike == "warn"
         if not began:
             return None
         return f"the loss jumped to {loss:.4f}; the last {len(self.state.losses)} steps had a median of {usual:.4f}"
-
-    def _usual_and_limit(self) -> tuple[float, float]:
-        """Median of the recent losses, and the loss above which one is a spike."""
-        if len(self.state.losses) < QUIET_START:
-            return math.nan, math.inf
-        usual = statistics.median(self.state.losses)
-        deviation = MAD_TO_SD * statistics.median(abs(loss - usual) for loss in self.state.losses)
-        return usual, usual + max(SPIKE_DEVIATIONS * deviation, SPIKE_NATS)

@@ -73,8 +73,8 @@ class LayerMemory:
     kept: int  # for backward, what comes in among it
     workspace: int  # of its backward, at its fullest, beside what is kept
     quantized_weights: int  # for forward and backward, kept from the first microbatch of a step to the last
-    working_copies: int  # in BF16, of FP32 weights
-    fused: bool  # then its working copies are kept as its quantized weights are, whether it is recomputed or not
+    unquantized_weights: int  # in the compute dtype; copied where they are stored in FP32
+    fused: bool  # then copies are kept for the whole step, whether it is recomputed or not
     rotated: int = 0  # a token: queries, keys and values, where they may be kept beside what backward can make them from
 
 
@@ -108,7 +108,7 @@ class MemoryEstimate:
         number, layouts = products.number_bytes, products.layouts_on(devices.capability)
         head, values = shape.vocabulary * shape.hidden, math.ceil(flops.parameters / devices.shards)
         low_head = products.quantized and recipe.fp8_config.scope != "linear"
-        layers = layers or [compiled_layer(flops, products, recipe.weights, layouts)] * shape.layers
+        layers = layers or [compiled_layer(flops, products, layouts)] * shape.layers
         if keeps_rotated:
             layers = [replace(layer, kept=layer.kept + layer.rotated) for layer in layers]
         again = [recipe.model.recomputes(index) for index in range(len(layers))]
@@ -124,7 +124,8 @@ class MemoryEstimate:
             sums = flops.parameters if devices.gathered else on_their_way + (head if flops.tied else 0)
 
         # The gradient of the head, its working copy, and a chunk's own gradient where products do not add that to the sum.
-        chunked, copied = loss.kind == "chunked", weights_are_cast(recipe.weights, products) and not devices.sharded
+        chunked = loss.kind == "chunked"
+        copied = recipe.weights == "fp32" and products.compute_dtype != "float32" and not devices.sharded
         adds = low_head and loss.penalty is None and products.fuses_head_on(devices.capability)
         of_head = (4 if chunked else number) + number * (copied and not low_head) + number * (low_head and chunked and not adds)
         # A chunk's logits are overwritten with their gradient, which in FP8 lies beside them in its layouts. The reference keeps
@@ -137,7 +138,7 @@ class MemoryEstimate:
             "gradients": values * BYTES[recipe.gradients_kept_in] + 4 * sums,  # one sum a parameter for the whole step
             "optimizer moments": 2 * values * BYTES[recipe.moments_kept_in],
             "remainder bits": 2 * values * (recipe.weights == "bf16_exact"),
-            "BF16 working copies": 0 if devices.sharded else _working_copies(layers, again),
+            "BF16 working copies": _working_copies(layers, again) if copied else 0,
             "quantized weights": sum(layer.quantized_weights for layer in layers) + layouts * head * low_head,
         }
         return cls(
@@ -177,8 +178,10 @@ def _backward(layers: Sequence[LayerMemory], kept: Sequence[int]) -> int:
 
 def _working_copies(layers: Sequence[LayerMemory], again: Sequence[bool]) -> int:
     """A fused layer keeps its copies for the whole step, another one while the graph of its forward lives."""
-    passing = [layer.working_copies for layer, recomputed in zip(layers, again, strict=True) if recomputed and not layer.fused]
-    return sum(layer.working_copies for layer in layers) - sum(passing) + max(passing, default=0)
+    passing = [
+        layer.unquantized_weights for layer, recomputed in zip(layers, again, strict=True) if recomputed and not layer.fused
+    ]
+    return sum(layer.unquantized_weights for layer in layers) - sum(passing) + max(passing, default=0)
 
 
 def layers_of(
@@ -198,7 +201,7 @@ def layers_of(
     decisions = decide(model, list(layers.values()), without_norms) if active.precision.quantized else {}
     not_fused = not_fused_because(recipe.model.fused, active, device_type, dtype)
     layouts, others = active.precision.layouts_on(capability), UNQUANTIZED[active.precision.compute_dtype]
-    compiled = compiled_layer(flops, active.precision, recipe.weights, layouts)
+    compiled = compiled_layer(flops, active.precision, layouts)
     result = []
     for name, layer in layers.items():
         reason, low = assess_layer(name, layer, decisions)
@@ -207,14 +210,13 @@ def layers_of(
             continue
         parts = Parts.of(layer)
         of_stacks = [active.precision if f"{name}.{next(iter(stack))}" in low else others for stack in parts.stacks]
-        result.append(fused_layer(parts, of_stacks, recipe.weights, attention, layouts))
+        result.append(fused_layer(parts, of_stacks, attention, layouts))
     return result
 
 
-def fused_layer(parts: Parts, of_stacks: Sequence[Precision], weights: str, attention: str, layouts: int) -> LayerMemory:
+def fused_layer(parts: Parts, of_stacks: Sequence[Precision], attention: str, layouts: int) -> LayerMemory:
     """A layer of these `parts` by its shapes. `of_stacks`: what its four products compute in: queries, keys and values; the
-    attention's output; gate and up; down. `weights`: as a recipe says it; `layouts`: held of a quantized operand that enters two
-    products."""
+    attention's output; gate and up; down. `layouts`: held of a quantized operand that enters two products."""
     number, heads = of_stacks[0].number_bytes, parts.heads
     linears = [list(stack.values()) for stack in parts.stacks]
     sizes = [sum(linear.weight.numel() for linear in stack) for stack in linears]
@@ -231,20 +233,20 @@ def fused_layer(parts: Parts, of_stacks: Sequence[Precision], weights: str, atte
         kept += operands[3] * activated
     quantized = zip(of_stacks, operands, sizes, strict=True)
     of_weights = (layouts * (each.weight_bytes or operand) * size for each, operand, size in quantized if each.quantized)
-    copied = (size for each, size in zip(of_stacks, sizes, strict=True) if weights_are_cast(weights, each) and not each.quantized)
+    unquantized = (size for each, size in zip(of_stacks, sizes, strict=True) if not each.quantized)
     return LayerMemory(
         inputs=number * hidden,
         kept=round(kept),
         workspace=number * (hidden + inside + activated),  # the gradients of the MLP, which makes most of all
         quantized_weights=round(sum(of_weights)),
-        working_copies=number * sum(copied),
+        unquantized_weights=number * sum(unquantized),
         fused=True,
         rotated=number * heads.width if parts.head_norms and attention in ROTATED_ATTENTION else 0,
     )
 
 
-def compiled_layer(flops: ModelFlops, precision: Precision, weights: str, layouts: int) -> LayerMemory:
-    """A mean layer of the model that `flops` counts; `weights`: as a recipe says it; `layouts`: held of a quantized weight."""
+def compiled_layer(flops: ModelFlops, precision: Precision, layouts: int) -> LayerMemory:
+    """A mean layer of the model that `flops` counts; `layouts`: held of a quantized weight."""
     shape, number = flops.shape, precision.number_bytes
     linears = sum(matrix.inputs * matrix.outputs for matrix in flops.matrices if matrix.part != "head") // shape.layers
     rotated = shape.query_width + shape.kv_heads * shape.head_dim
@@ -254,11 +256,6 @@ def compiled_layer(flops: ModelFlops, precision: Precision, weights: str, layout
         kept=kept,
         workspace=kept,  # the gradients of what it keeps
         quantized_weights=layouts * linears,
-        working_copies=number * linears if weights_are_cast(weights, precision) else 0,
+        unquantized_weights=number * linears,
         fused=False,
     )
-
-
-def weights_are_cast(weights: str, precision: Precision) -> bool:
-    """Whether products have BF16 working copies of weights that are stored in FP32."""
-    return weights == "fp32" and precision.compute_dtype != "float32"

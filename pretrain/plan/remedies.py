@@ -62,10 +62,7 @@ def _changes(plan: Plan) -> Iterator[tuple[str, Plan]]:
     yield "model.gradient_checkpointing=full", plan.with_settings("model", gradient_checkpointing="full")
     if plan.active.precision.compute_dtype != "float32":
         for mode in {"fp32": ("bf16_exact", "bf16"), "bf16_exact": ("bf16",), "bf16": ()}[recipe.weights]:
-            copied = [replace(layer, working_copies=0) for layer in plan.layers or ()]
-            phases = [replace(each, layers=[replace(one, working_copies=0) for one in each.layers]) for each in plan.phases]
-            stored = plan.recipe.model_copy(update={"weights": mode})
-            yield f"weights={mode}", replace(plan, recipe=stored, phases=phases, layers=copied)
+            yield f"weights={mode}", replace(plan, recipe=plan.recipe.model_copy(update={"weights": mode}))
     yield "optimizer.moments=bf16", plan.with_settings("optimizer", moments="bf16")
     if not devices.sharded:
         yield "optimizer.gradients=bf16", plan.with_settings("optimizer", gradients="bf16")

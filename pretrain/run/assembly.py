@@ -146,7 +146,7 @@ class Assembly:
         if self.active.backend != "transformer_engine" or fastest is None:
             return None
         weights = low_precision_weights(self.model)
-        return LowPrecisionProducts(weights, fastest, head=self.hf.get_output_embeddings().low_now is not None)
+        return LowPrecisionProducts(weights, fastest)
 
     def memory_held(self) -> dict[str, int]:
         """Bytes of this process's device that hold the model from step to step, by part; absent parts have no entry.

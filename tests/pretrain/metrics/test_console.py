@@ -67,30 +67,12 @@ def test_a_line_is_the_mean_of_all_steps_since_the_one_before_and_says_so_once()
     assert re.search(r"step 8/8 .*loss  6\.5000   lr 8\.00e-03   grad   8\.00 +1\.00k tok/s   MFU 40\.0 % .*data 10\.0 %", second)
 
 
-def test_a_loss_that_is_no_number_is_left_out_of_the_mean():
-    def act(console):
-        console.step(record(1, loss=math.nan), show=False)
-        console.step(record(2, loss=3.0))
-
-    assert "loss  3.0000" in written(act)
-
-
 @given(value=st.floats(min_value=0) | st.just(math.nan))
 def test_any_figure_makes_a_line(value):
     assert "nan" in written(lambda console: console.step(record(loss=math.nan)))
     assert (
         written(lambda console: console.step(record(loss=value, gradient_norm=value, tokens_per_second=value))).count("\n") == 1
     )
-
-
-def test_a_file_gets_no_escape_codes_and_a_terminal_does(monkeypatch):
-    def act(console):
-        console.panel("title", {"model": "qwen3"}, {"next": "ls"})
-        console.step(record())
-        console.warning("look")
-
-    assert "\x1b" not in written(act)
-    assert "\x1b[1mtitle\x1b[0m" in on_a_terminal(act, 200, monkeypatch)
 
 
 @pytest.mark.parametrize("columns", [40, 60, 80, 100, 120, 140])
@@ -105,22 +87,6 @@ def test_a_narrow_terminal_gets_shorter_lines_that_always_hold_step_and_loss(col
     assert ("GiB" in bare) == (columns >= 120)
 
 
-@pytest.mark.parametrize("columns", [60, 100])
-def test_the_last_screen_and_samples_keep_their_margins_on_a_narrow_terminal(columns, monkeypatch):
-    waited = "43 s: start 26 s, packs 0.29 s, checks 0.8 s, training 5.5 s, saves 0.74 s, evaluation 3.8 s, end 5.5 s"
-    path = "runs/" + "a" * 60
-
-    def act(console):
-        console.panel("done", {"you waited": waited, "settings": path})
-        console.sample("def ", "word " * 40)
-
-    lines = re.sub(r"\x1b\[\d+m|\r", "", on_a_terminal(act, columns, monkeypatch)).splitlines()
-    assert any(path in line for line in lines), "a path is not broken, so that it can be copied"
-    rows = [line for line in lines if line.strip() and path not in line]
-    assert max(map(len, rows)) <= columns and all(line.startswith("  ") for line in rows if line != "done")
-    assert waited == " ".join(" ".join(rows[1:3] if columns == 100 else rows[1:4]).removeprefix("  you waited").split())
-
-
 def test_other_processes_write_nothing():
     def act(console):
         console.panel("title", {"a": "b"})
@@ -131,14 +97,6 @@ def test_other_processes_write_nothing():
         console.warning("w")
 
     assert written(act, enabled=False) == ""
-
-
-def test_an_evaluation_names_its_step_loss_perplexity_and_time():
-    line = written(
-        lambda console: console.evaluation({"step": 250, "held_out_loss": 2.05612, "held_out_perplexity": 7.8155}, 3.2)
-    )
-    assert line.count("\n") == 1
-    assert not [fact for fact in ("250/2776", "loss 2.0561", "perplexity 7.816", "3.2 s") if fact not in line], line
 
 
 @given(prompt=st.text(), text=st.text())

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoConfig
 
 from foundation.errors import InputError
-from pretrain.metrics.flop_formulas import FORMULAS, attention_to_ffn_ratio
+from pretrain.metrics.flop_formulas import FORMULAS
 from pretrain.metrics.flops import ModelFlops
 from pretrain.plan.flops_table import main, table
 from pretrain.run.doctor import QWEN3_1_7B
@@ -74,11 +74,6 @@ def counts() -> dict[str, ModelFlops]:
 def test_each_definition_gives_what_was_worked_out_by_hand(name: str, length: int, counts: dict[str, ModelFlops]) -> None:
     found = {formula.key: formula.per_token(counts[name], length) for formula in FORMULAS}
     assert found == {key: pytest.approx(value, rel=1e-12) for key, value in BY_HAND[name, length].items()}
-
-
-def test_the_ratio_of_attention_to_the_mlp_counts_projections_and_the_whole_square(counts: dict[str, ModelFlops]) -> None:
-    assert attention_to_ffn_ratio(counts["Qwen3-1.7B"], 2048) == pytest.approx((2 + 2 + 2 + 4) / 18)
-    assert attention_to_ffn_ratio(counts["GPT-2 124M"], 768) == pytest.approx(12 / 16)
 
 
 def test_the_page_shows_the_figures_of_the_code(counts: dict[str, ModelFlops]) -> None:

@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pretrain.metrics.flops import LowPrecisionProducts, ModelFlops
-from pretrain.metrics.recorder import Recorder, compiled_graphs, joules_of
+from pretrain.metrics.recorder import Recorder, joules_of
 from pretrain.metrics.run_record import summary
 
 CPU = torch.device("cpu")
@@ -96,20 +96,6 @@ def test_a_mixed_run_is_held_against_the_peak_of_each_products_precision(flops):
     rest = 6 * (2 * (64 * 64 * 2 + 64 * 32 * 2) + 64 * 512) * 4096 + 6 * 2 * 64 * 1_000_000
     assert record["mfu_recipe_peak"] == pytest.approx((mlps / 4.0e12 + rest / 2.0e12) / 4 / 0.5)
     assert record["mfu_bf16_peak"] == pytest.approx((mlps + rest) / 2.0e12 / 4 / 0.5)
-
-
-def test_graphs_compiled_after_the_second_step_are_counted_where_they_were_compiled():
-    torch.compiler.reset()
-    compiled = torch.compile(lambda x: x * 2 + 1, backend="eager", dynamic=False)
-    recorder = Recorder(pack_length=512, flops=None, peak_tflops=None, device=CPU)
-    counts = []
-    for size in (2, 3, 3, 4, 4, 5, 2):
-        with recorder.step():
-            compiled(torch.ones(size))
-        compiled(torch.ones(size, dtype=torch.float64))  # outside of a step, as an evaluation's graphs are
-        counts.append(recorder.finish(**figures())["recompiles"])
-    assert counts == [0, 0, 0, 1, 0, 1, 0]
-    assert compiled_graphs() >= 8
 
 
 def records(count: int) -> list[dict]:

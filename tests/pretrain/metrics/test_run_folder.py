@@ -41,13 +41,6 @@ def test_a_folder_in_use_by_another_process_is_refused_naming_process_host_and_f
             assert part in str(error.value)
 
 
-def test_the_other_ranks_know_the_paths_and_leave_the_lock_to_its_owner(tmp_path):
-    with RunFolder(tmp_path / "run", owner=True) as main, RunFolder(tmp_path / "run", owner=False) as other:
-        assert other.checkpoints == main.checkpoints
-        with pytest.raises(InputError, match="in use"):
-            RunFolder(tmp_path / "run")
-
-
 def test_what_a_killed_writer_left_half_written_is_removed_by_the_next_run(tmp_path):
     (tmp_path / f".summary.json.123{PARTIAL}").write_text('{"loss": 1')
     (tmp_path / "summary.json").write_text("{}")

@@ -59,14 +59,6 @@ def test_a_held_out_loss_is_that_of_the_run_and_says_after_which_of_its_steps_it
     assert (runs["end"].evaluated_before, runs["end"].when_evaluated) == (None, "")
 
 
-@pytest.mark.parametrize("loss", [2.5, None])
-def test_what_is_not_known_has_no_row(loss: float | None, tmp_path: Path) -> None:
-    _, rows, _ = screen(tmp_path / "run", [step(n, loss=loss) for n in range(1, 4)])
-    assert ("loss" in rows) == (loss is not None)  # None: every step's was not a number
-    assert not {"held-out loss", "model"} & rows.keys()  # nothing held out; no model exported, as for a speed test
-    assert "MFU" not in rows["speed"]
-
-
 @pytest.mark.parametrize("damaged", ['{"step": 2, "tokens"', '{"tokens": 3}', "[1]"])
 def test_a_damaged_line_is_one_message_with_the_file_and_the_line(damaged: str, tmp_path: Path) -> None:
     screen(tmp_path / "run", [step(1)])

@@ -86,15 +86,6 @@ def test_a_tracker_whose_package_is_missing_is_refused_on_every_process_and_the_
             resolve(["comet_ml"], run_dir=tmp_path, main_process=main_process)
 
 
-def test_other_processes_than_the_main_one_write_nothing(tmp_path):
-    trackers = resolve(["tensorboard"], run_dir=tmp_path, main_process=False)
-    trackers.start(CONFIG)
-    trackers.log(record(1))
-    trackers.sync()
-    trackers.finish()
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.fixture
 def state() -> None:
     PartialState()  # accelerate's trackers ask it whether this is the main process

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import GPT2Config, LlamaConfig, PreTrainedTokenizerFast
+from transformers import GPT2Config, LlamaConfig
 
 from foundation.errors import InputError
 from packing.arrow import Pack, PackWriter
@@ -86,13 +86,6 @@ def test_the_share_that_is_trained_on_counts_labels_as_training_does(mask_bounda
     assert data.trained_share(mask_boundaries=mask_boundaries) == share
 
 
-def test_the_model_s_own_tokenizer_is_accepted(data: Data, settings: DataSettings) -> None:
-    own = ModelSettings(source=settings.tokenizer)
-    check_tokens(data, len(WORDS), fingerprint_of(own))
-    check_tokens(data, len(WORDS), fingerprint_of(FROM_SCRATCH))
-    check_tokenizer(settings, own, vocab_size=len(WORDS))
-
-
 def test_another_tokenizer_with_as_many_words_is_refused(data: Data, settings: DataSettings, tmp_path: Path) -> None:
     other = ModelSettings(
         source=str(write_tokenizer(tmp_path / "model", {word: len(WORDS) - 1 - i for word, i in WORDS.items()}))
@@ -101,13 +94,6 @@ def test_another_tokenizer_with_as_many_words_is_refused(data: Data, settings: D
         check_tokens(data, len(WORDS), fingerprint_of(other))
     with pytest.raises(InputError, match=r"`data\.tokenizer`.*is not the tokenizer of `model\.source`"):
         check_tokenizer(settings, other, vocab_size=len(WORDS))
-
-
-def test_a_model_with_fewer_embeddings_than_the_packs_have_tokens_is_refused(data: Data, settings: DataSettings) -> None:
-    with pytest.raises(InputError, match=f"vocabulary of {len(WORDS)} tokens.*the model has {len(WORDS) - 1}"):
-        check_tokens(data, len(WORDS) - 1, None)
-    with pytest.raises(InputError, match=f"has {len(WORDS)} ids, the model's vocabulary {len(WORDS) - 1}"):
-        check_tokenizer(settings, ModelSettings(source=settings.tokenizer), vocab_size=len(WORDS) - 1)
 
 
 def test_packs_that_do_not_know_their_vocabulary_are_read(small_packs: Path) -> None:
@@ -169,15 +155,6 @@ def test_packs_of_which_no_token_has_a_loss_are_refused(
         what = "trained on" if split == "train" else "held out"
         with pytest.raises(InputError, match=f"packs: no token that is {what} .*`data.length`"):
             check_labels(data, settings)
-
-
-@pytest.mark.parametrize("as_file", [True, False])
-def test_the_data_s_tokenizer_is_loaded_from_a_file_or_a_folder(as_file: bool, settings: DataSettings) -> None:
-    folder = Path(settings.tokenizer)
-    PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), eos_token="<|endoftext|>").save_pretrained(folder)
-    chosen = settings.model_copy(update={"tokenizer": str(folder / "tokenizer.json" if as_file else folder)})
-    tokenizer = load_tokenizer(chosen, FROM_SCRATCH, needed=True)
-    assert tokenizer("cat sat")["input_ids"] == [WORDS["cat"], WORDS["sat"]]
 
 
 def test_no_tokenizer_is_an_error_only_where_one_is_needed(small_packs: Path, refused: Callable) -> None:

@@ -158,8 +158,8 @@ def test_layers_that_stay_in_bf16_are_counted_so_and_fp32_weights_are_copied_for
     mixed = layers(qwen3, "delayed", Devices(), weights="fp32", fp8_config={"keep_bf16_layers": {"first": 1, "last": 2}})
     low, bf16 = (layers(qwen3, precision, Devices(), weights="fp32")[0] for precision in ("delayed", "bf16"))
     assert mixed == [bf16, *[low] * 25, bf16, bf16]
-    assert (low.quantized_weights, low.working_copies) == (2 * LAYER, 0)
-    assert (bf16.quantized_weights, bf16.working_copies) == (0, 2 * LAYER)
+    assert (low.quantized_weights, low.unquantized_weights) == (2 * LAYER, 0)
+    assert (bf16.quantized_weights, bf16.unquantized_weights) == (0, 2 * LAYER)
 
 
 @pytest.mark.parametrize(("precision", "layouts"), [("delayed", 1), ("current", 1), ("block", 2), ("mxfp8", 2), ("nvfp4", 2)])

@@ -114,13 +114,6 @@ def test_packs_that_do_not_divide_leave_places_empty_and_the_plan_says_how_many(
     assert "16 of 48 places stay empty, 33.3 % of the time" in warning and "a multiple of 12,288" in warning
 
 
-def test_auto_has_no_accumulation_until_its_microbatch_is_found(qwen3: PreTrainedModel) -> None:
-    made = plan(qwen3, recipe(batch={"tokens": 131_072, "microbatch": "auto"}), devices=Devices(memory=120 * GIB))
-    assert made.accumulation is None
-    found = made.with_microbatch(4)
-    assert (found.microbatch, found.accumulation, found.tokens_per_step) == (4, 8, made.tokens_per_step)
-
-
 def test_a_run_that_decays_keeps_a_checkpoint_from_before_it_and_has_room_for_it(qwen3: PreTrainedModel) -> None:
     def kept(**changes: Any) -> tuple[int | None, int]:
         changed = Recipe.model_validate(recipe().model_dump(exclude_unset=True) | changes)
@@ -142,24 +135,6 @@ def test_bf16_weights_come_with_the_magnitude_from_which_updates_are_lost(qwen3:
     assert "0.0078" in warning
     unmoved, moved = torch.tensor([0.0079, 0.0077], dtype=torch.bfloat16)
     assert unmoved + 2e-5 == unmoved and moved + 2e-5 != moved
-
-
-@pytest.mark.parametrize(
-    ("precision", "fp8_format", "said"),
-    [("mxfp8", "HYBRID", ["Megatron-Bridge#638", "emulated"]), ("mxfp8", "E4M3", ["emulated"]), ("bf16", None, [])],
-)
-def test_a_precision_comes_with_what_is_known_against_it(
-    qwen3: PreTrainedModel, precision: str, fp8_format: str | None, said: list[str]
-) -> None:
-    settings = LowPrecisionSettings(on_unsupported="emulate", fp8_format=fp8_format)
-    active = select_precision(precision, settings, missing_on("cpu"))
-    warnings = Plan(recipe(), active, Devices(), "qwen3", flops_of(qwen3), mean_squared=745.0, packs=22_206).warnings
-    assert len(warnings) == len(said) and all(word in text for word, text in zip(said, warnings, strict=True))
-
-
-def test_a_microbatch_that_will_hardly_fit_is_warned_about(qwen3: PreTrainedModel) -> None:
-    (warning,) = plan(qwen3, devices=Devices(memory=80 * GIB)).warnings
-    assert "92.8 GiB may not fit into 80.0 GiB" in warning
 
 
 def test_the_rendered_plan_says_what_a_user_needs_in_a_hundred_columns(qwen3: PreTrainedModel) -> None:

@@ -49,13 +49,6 @@ def test_a_batch_that_is_no_multiple_of_a_pack_is_refused_with_the_nearest_that_
         check_settings(recipe(batch={"tokens": 100_000}), "bf16", 1)
 
 
-def test_a_batch_with_fewer_packs_than_processes_is_refused() -> None:
-    with pytest.raises(
-        InputError, match=r"batch\.tokens: 131072` are 32 packs.*33 processes; set it to 135168 at least, or start 32"
-    ):
-        check_settings(recipe(batch={"tokens": 131_072}), "bf16", 33)
-
-
 def test_a_microbatch_that_does_not_divide_is_refused_with_those_that_do() -> None:
     with pytest.raises(InputError, match=r"batch\.microbatch: 6.*16 packs.*one of 1, 2, 4, 8, 16"):
         check_settings(recipe(batch={"tokens": 131_072, "microbatch": 6}), "bf16", 2)

@@ -40,10 +40,6 @@ def test_where_the_tokenizer_is_not_known_nothing_is_taken_from_it() -> None:
         assert config == {"model_type": "llama", **given} and "not known" in said
 
 
-def test_of_packs_that_know_only_their_vocabulary_only_that_is_taken() -> None:
-    assert completed({"vocab_size": 65})[0] == {"model_type": "llama", "vocab_size": 128}
-
-
 def test_special_tokens_may_be_set_to_none_or_among_several_and_not_to_others() -> None:
     assert completed(DEMO, pad_token_id=None)[0]["pad_token_id"] is None
     assert completed(DEMO, eos_token_id=[0, 7])[0]["eos_token_id"] == [0, 7]
