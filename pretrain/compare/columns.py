@@ -16,7 +16,6 @@ from pretrain.compare.fairness import CONFIDENCE, FEWEST_STEPS, Gap, keys_told_a
 from pretrain.metrics.run_record import LAST_STEPS, LOSS_KEY, averaged_steps
 
 GAP_DIGITS = 5  # of differences that are paired by step
-Table = Callable[..., str]  # as `markdown`, which files have; `markdown` fits what is printed to the terminal
 
 
 @dataclass(frozen=True)
@@ -39,9 +38,10 @@ class Column:
         return UNKNOWN if value is None else self.form(value) + self.mark(row)
 
 
-def table_of(columns: Sequence[Column], rows: Sequence[Any], table: Table = markdown) -> str:
+def table_of(columns: Sequence[Column], rows: Sequence[Any]) -> str:
     words = max(place for place, column in enumerate(columns) if column.words) + 1
-    return table([column.title for column in columns], [[column.text(row) for column in columns] for row in rows], names=words)
+    header, cells = [column.title for column in columns], [[column.text(row) for column in columns] for row in rows]
+    return markdown(header, cells, names=words)
 
 
 def meanings(columns: Iterable[Column]) -> list[str]:

@@ -182,7 +182,7 @@ def write_report(matrix: Matrix) -> str:
     unfair = {run.name: unfair_differences(first, run, vary) for run in others}
     report = Report.over([first, *(run for run in others if not unfair[run.name])], vary)
     report.write(**report_files(matrix))
-    parts = report.tables(markdown)
+    parts = report.tables(brief=True)
     parts += [f"{name} is left out: it differs from {first.name} in {in_words(why)}" for name, why in unfair.items() if why]
     parts.append(f"Written: {', '.join(map(str, report_files(matrix).values()))}")
     if not own:

@@ -15,9 +15,8 @@ from pathlib import Path
 from foundation.command import CommandParser, number
 from foundation.errors import InputError
 from foundation.files import MARKDOWN_MARK, check_replaceable, save_file
-from foundation.tables import markdown
 from foundation.units import plural
-from pretrain.compare.columns import Table, differences_of, figures_of, meanings, signed, table_of, with_interval
+from pretrain.compare.columns import differences_of, figures_of, meanings, signed, table_of, with_interval
 from pretrain.compare.comparison import TOLERANCE, RunComparison
 from pretrain.compare.fairness import check_comparable, last_steps
 from pretrain.compare.figures import plot_losses, plot_seeds
@@ -62,23 +61,20 @@ class Report:
         """The comparison of several groups of seeds, which then stands first."""
         return self.seeds if self.seeds and self.seeds.others else None
 
-    def tables(self, table: Table = markdown) -> list[str]:
-        """The answer, the tables and what is to be said of them. On a screen, a comparison over seeds has no table of runs."""
+    def tables(self, *, brief: bool = False) -> list[str]:
+        """The answer, the tables and what to note, in Markdown. `brief`: over seeds without the table of single runs."""
         comparison, over_seeds = self.comparison, self.by_seeds
-        parts = [(self.seeds or comparison).answer()]
+        parts, columns = [(self.seeds or comparison).answer()], []
         if over_seeds:
-            columns, by_seed = over_seeds.columns(), [each for each in over_seeds.others if each.difference]
-            parts += [table_of(columns, over_seeds.results, table), _bullets([*meanings(columns), *over_seeds.notes()])]
-            parts += [table_of(over_seeds.columns_by_seed(), by_seed, table)] if by_seed else []
-            if table is markdown:
-                return [part for part in parts if part]
-        notes: list[str] = []
-        parts.append(table_of(figures_of(comparison), comparison.standings, table))
-        if not over_seeds and any(each.differences for each in comparison.standings[1:]):
-            columns = differences_of(comparison)
-            parts.append(table_of(columns, comparison.standings[1:], table))
-            notes += meanings(columns[1:])
-        parts.append(_bullets([*notes, *comparison.notes(over_seeds=bool(over_seeds))]))
+            of_groups, paired = over_seeds.columns(), [each for each in over_seeds.others if each.difference]
+            parts += [table_of(of_groups, over_seeds.results), _bullets([*meanings(of_groups), *over_seeds.notes()])]
+            parts += [table_of(over_seeds.columns_by_seed(), paired)] if paired else []
+        if not (over_seeds and brief):
+            parts.append(table_of(figures_of(comparison), comparison.standings))
+            if not over_seeds and any(each.differences for each in comparison.standings[1:]):
+                columns = differences_of(comparison)
+                parts.append(table_of(columns, comparison.standings[1:]))
+            parts.append(_bullets([*meanings(columns[1:]), *comparison.notes(over_seeds=bool(over_seeds))]))
         return [part for part in parts if part]
 
     def write(
@@ -170,16 +166,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         runs = read_runs(options.runs, options.baseline)
         picture = options.picture
         if not (picture or options.page):
-            alone = len(runs) == 1 and options.runs[0].is_dir()
-            beside = (
-                options.runs[0].parent / "comparison.png" if options.runs[0].is_dir() else options.runs[0].with_suffix(".png")
-            )
-            picture = options.runs[0] / "loss.png" if alone else beside
+            first = options.runs[0]
+            in_folder = first / "loss.png" if len(runs) == 1 else first.parent / "comparison.png"
+            picture = in_folder if first.is_dir() else first.with_suffix(".png")
             check_replaceable(picture, "without --out,")
         report = _report_on(options, runs)
         report.write(picture, options.markdown, options.page, gate=options.gate is not None)
         written = [str(path) for path in (picture, options.markdown, options.page) if path]
-        print("\n\n".join([*report.tables(markdown), f"Written: {', '.join(written)}"]))
+        print("\n\n".join([*report.tables(brief=True), f"Written: {', '.join(written)}"]))
     if options.gate is None:
         return 0
     failures = report.judge() if report else ["no run has a step yet"]
