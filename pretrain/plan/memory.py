@@ -128,10 +128,8 @@ class MemoryEstimate:
         copied = recipe.weights == "fp32" and products.compute_dtype != "float32" and not devices.sharded
         adds = low_head and loss.penalty is None and products.fuses_head_on(devices.capability)
         of_head = (4 if chunked else number) + number * (copied and not low_head) + number * (low_head and chunked and not adds)
-        # A chunk's logits are overwritten with their gradient, which in FP8 lies beside them in its layouts. The reference keeps
-        # the product, the softmax and its gradient, the last two in FP32, and a second time for a penalty.
-        whole = number + (8 if loss.penalty is None else 16)
-        logit = {"cce": 0, "chunked": number + layouts * low_head}.get(loss.kind, whole) * shape.vocabulary
+        # A chunk's logits are overwritten with their gradient, which in FP8 lies beside them in its layouts.
+        logit = (number + layouts * low_head) * shape.vocabulary if chunked else 0
         held = {
             "parameters": values * (4 if recipe.weights == "fp32" else 2),
             "gathered weights": number * in_use,

@@ -66,9 +66,7 @@ def _changes(plan: Plan) -> Iterator[tuple[str, Plan]]:
     yield "optimizer.moments=bf16", plan.with_settings("optimizer", moments="bf16")
     if not devices.sharded:
         yield "optimizer.gradients=bf16", plan.with_settings("optimizer", gradients="bf16")
-    if recipe.loss.kind == "reference":
-        yield "loss.kind=chunked", plan.with_settings("loss", kind="chunked")
-    elif recipe.loss.kind == "chunked" and plan.loss.tokens_at_once > _SMALL_CHUNK:
+    if recipe.loss.kind == "chunked" and plan.loss.tokens_at_once > _SMALL_CHUNK:
         yield f"loss.chunk={_SMALL_CHUNK}", plan.with_settings("loss", chunk=_SMALL_CHUNK)
     if devices.count > 1 and not devices.sharded:
         yield "accelerate_configs/zero.yaml", replace(plan, devices=replace(devices, sharded=True, gathered=True))

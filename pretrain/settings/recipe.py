@@ -199,8 +199,8 @@ PenaltyKind = Literal["non_max_sum", "neg_entropy", "neg_max_prob", "top_k_mass"
 
 
 class LossSettings(Settings):
-    # chunked: a part of the logits at a time; cce: cut-cross-entropy's Triton kernel; reference: all logits at once.
-    kind: Literal["chunked", "cce", "reference"] = "chunked"
+    # chunked: a part of the logits at a time; cce: cut-cross-entropy's Triton kernel.
+    kind: Literal["chunked", "cce"] = "chunked"
     # chunked: tokens whose logits exist at once; auto: 4096; on a GPU more where the vocabulary is small,
     # and fewer where the memory is.
     chunk: Literal["auto"] | PositiveCount = "auto"

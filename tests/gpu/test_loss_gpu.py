@@ -18,7 +18,6 @@ from pretrain.settings.recipe import LossSettings
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 KINDS = [
     "chunked",
-    "reference",
     pytest.param(
         "cce", marks=pytest.mark.skipif(find_spec("cut_cross_entropy") is None, reason="cut-cross-entropy is not installed")
     ),

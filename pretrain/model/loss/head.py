@@ -7,7 +7,6 @@ A penalty on distributions that are not sharp (pretrain.model.loss.penalty) is a
 
 * `chunked`: ours, any device. Softmax in FP32; the head's weight gradient is summed over chunks in FP32.
 * `cce`: the cut-cross-entropy package, CUDA only. Less memory still; it may skip gradient blocks too small to count.
-* `reference`: torch's cross_entropy on all logits in FP32. For comparison.
 
 The logits of one microbatch (32,768 tokens x 151,936 words in bf16) are 9 GiB, so the chunked loss takes the tokens a chunk at a
 time. It computes the gradients on the way forward, while those logits exist: three products a chunk, where recomputing the logits
@@ -81,7 +80,7 @@ def check(config: PretrainedConfig, settings: LossSettings, device_type: str) ->
 
 class LossHead(nn.Linear):
     """A model's LM head that turns hidden states and labels into the loss; called without labels it is the head it replaced. It
-    computes in the autocast dtype where autocast is on, else in the hidden states' dtype; the weight may have another."""
+    computes in the hidden states' dtype; the weight may have another."""
 
     settings: LossSettings
     low_precision: LowPrecisionHead | None = None  # set where the precision's scope has the head
@@ -108,18 +107,11 @@ class LossHead(nn.Linear):
             return F.linear(hidden, *in_dtype(hidden.dtype, self.weight, self.bias))
         # Evaluation, outside of a low-precision forward, multiplies as every other head does.
         low_precision = self.low_now if self.low_now and self.low_now.context.low_precision else None
-        hidden, labels = hidden.flatten(0, -2), labels.flatten()
-        device, penalty = hidden.device.type, self.penalty
-        if torch.is_autocast_enabled(device):
-            hidden = hidden.to(torch.get_autocast_dtype(device))
-        with torch.autocast(device, enabled=False):
-            if self.settings.kind == "cce":
-                return cut_cross_entropy(hidden, self.weight, labels)
-            head = (hidden, self.weight, self.bias, labels)
-            if self.settings.kind == "chunked":
-                trained, parts = chunked_loss(*head, self.settings.tokens_at_once, low_precision, penalty)
-            else:
-                trained, parts = reference_loss(*head, low_precision, penalty)
+        hidden, labels, penalty = hidden.flatten(0, -2), labels.flatten(), self.penalty
+        if self.settings.kind == "cce":
+            return cut_cross_entropy(hidden, self.weight, labels)
+        head, at_once = (hidden, self.weight, self.bias, labels), self.settings.tokens_at_once
+        trained, parts = chunked_loss(*head, at_once, low_precision, penalty)
         if penalty is None:
             return trained
         self._parts = parts if self._parts is None else self._parts + parts
@@ -138,32 +130,14 @@ class LossHead(nn.Linear):
 
     def describe(self) -> dict[str, Any]:
         """What computes the loss, for the audit."""
-        kind, penalty = self.settings.kind, self.penalty
-        if kind == "cce":
-            return {"kind": kind, "options": cut_cross_entropy_options()}
-        softmax = "Triton kernel" if self.weight.is_cuda and not penalty and kind == "chunked" else "torch"
+        penalty = self.penalty
+        if self.settings.kind == "cce":
+            return {"kind": "cce", "options": cut_cross_entropy_options()}
+        softmax = "Triton kernel" if self.weight.is_cuda and not penalty else "torch"
         if self.low_now is not None and self.low_now.supports_fused_loss and not penalty:
             softmax = "Triton kernels that write the gradient as fp8 operands"
-        chunk = {"chunk": self.settings.tokens_at_once} if kind == "chunked" else {}
-        return {"kind": kind, **chunk, "softmax": f"fp32, {softmax}"} | ({"penalty": asdict(penalty)} if penalty else {})
-
-
-def reference_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    low_precision: LowPrecisionHead | None = None,
-    penalty: Penalty | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Returns what `chunked_loss` does, differentiated by autograd."""
-    multiply = low_precision.multiply if low_precision else F.linear
-    logits = multiply(hidden, *in_dtype(hidden.dtype, weight, bias)).float()
-    loss = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum")
-    if penalty is None:
-        return loss, loss.detach()[None]
-    penalties = penalty.of_logits(logits).masked_fill(labels == IGNORE, 0).sum()
-    return loss + penalty.weight * penalties, torch.stack([loss.detach(), penalties.detach()])
+        described = {"kind": "chunked", "chunk": self.settings.tokens_at_once, "softmax": f"fp32, {softmax}"}
+        return described | ({"penalty": asdict(penalty)} if penalty else {})
 
 
 def cut_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from pretrain.settings.config import resolved
 
 ROOT = Path(__file__).parents[3]
 BATCH = {"name": "batch", "axes": {"batch.microbatch": [1, 8]}}
-LOSS = {"name": "loss", "cells": [{"loss.kind": "reference"}]}
+LOSS = {"name": "loss", "cells": [{"loss.chunk": 256}]}
 LAST = {"name": "last", "cells": [{"batch.microbatch": 4, "model.gradient_checkpointing": "full"}]}
 
 
@@ -86,13 +86,13 @@ def test_each_phase_stands_on_the_best_before_and_the_first_without_a_gain_is_th
     finish(1, "microbatch=1", 100.0)
     finish(1, "microbatch=8", 200.0)
     finish(2, "microbatch=4-gradient_checkpointing=full", 300.0, "microbatch=8")
-    finish(3, "kind=reference", 301.0, "microbatch=8", "microbatch=4-gradient_checkpointing=full")
+    finish(3, "chunk=256", 301.0, "microbatch=8", "microbatch=4-gradient_checkpointing=full")
     assert main(["phases", str(path)]) == 0
     out = capsys.readouterr().out
     found = lines_of(out)
     assert found["microbatch=8"][2:4] == ["200", "–"]
     assert found["microbatch=4-gradient_checkpointing=full"][2:4] == ["300", "+50.0%"]
-    assert found["microbatch=4-gradient_checkpointing=full"][-1] == "**best**" and found["kind=reference"][3] == "+0.3%"
+    assert found["microbatch=4-gradient_checkpointing=full"][-1] == "**best**" and found["chunk=256"][3] == "+0.3%"
     assert "the fastest of phase loss gains +0.3%" in out
     assert (
         out.rstrip()
@@ -128,16 +128,16 @@ def test_an_unstable_cell_is_not_the_best_however_fast(last_step, says, phases_f
 )
 def test_a_cell_that_was_measured_under_other_settings_of_speed_is_refused(overrides, differ, phases_file, finish, capsys):
     phases_file(LOSS)
-    finish(1, "kind=reference", 100.0)
+    finish(1, "chunk=256", 100.0)
     path = phases_file(LOSS, overrides=overrides)
-    run_dir = path.parent / "tune" / "1-loss" / "kind=reference"
+    run_dir = path.parent / "tune" / "1-loss" / "chunk=256"
     assert main(["phases", str(path)]) == 2
     refused = capsys.readouterr().err
     assert refused.startswith(f"error: {run_dir}: was trained with other settings") and differ in refused
 
 
 def test_a_setting_of_one_cell_leaves_the_overrides_of_the_others_as_they_are(phases_file):
-    cells = [{"train.steps": 6}, {"loss.kind": "reference"}]
+    cells = [{"train.steps": 6}, {"loss.chunk": 256}]
     mixed = {"name": "mixed", "axes": {"batch.microbatch": [4, 8]}, "cells": cells}
     [matrix] = load_phases(phases_file(mixed, overrides={"train": {"steps": 9}, "batch.microbatch": 2}), []).check()
     found = [(run.recipe.train.steps, run.recipe.batch.microbatch) for run in matrix.runs]

@@ -74,4 +74,3 @@ def test_cpus_and_devices_of_unknown_memory_take_what_is_usual(plan: Plan) -> No
 def test_a_chunk_that_is_set_stays(plan: Plan) -> None:
     made = of(plan, loss={"chunk": 512})
     assert (made.chunk, made.loss.chunk) == (None, 512)
-    assert of(plan, loss={"kind": "reference"}).chunk is None
