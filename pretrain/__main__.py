@@ -6,11 +6,8 @@
 from __future__ import annotations
 
 import difflib
-import gc
 import importlib
 import sys
-from pathlib import Path
-from types import ModuleType
 from typing import NoReturn
 
 from foundation.command import run_command
@@ -36,7 +33,6 @@ PACKS = {
     "import": ("packing.__main__", "MDS or token .bin packs to Arrow packs"),
 }
 COMMANDS = RUNS | PACKS
-SCRIPT = "low-precision"  # as pyproject.toml names it
 
 
 def console() -> NoReturn:
@@ -45,24 +41,18 @@ def console() -> NoReturn:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command that the first argument names; returns its exit status, 2 for a mistake in what was given, and 130 where
-    Ctrl-C broke it off."""
+    """Run the command that the first argument names; returns its exit status, as `run_command` says."""
     if arguments and arguments[0] in COMMANDS:
 
         def run() -> int:
-            module = imported(COMMANDS[arguments[0]][0])
+            module = importlib.import_module(COMMANDS[arguments[0]][0])
             if arguments[0] == "evaluate":
-                return module.main(arguments[1:], imported("train_accelerate").assemble)
+                return module.main(arguments[1:], importlib.import_module("train_accelerate").assemble)
             return module.main(arguments if arguments[0] in PACKS else arguments[1:])
 
         return run_command(run, on_ctrl_c="stopped by Ctrl-C")
-    started = SCRIPT if Path(sys.argv[0]).name == SCRIPT else "python -m pretrain"
-    groups = {"of runs": RUNS, "of packs": PACKS}
-    lines = "\n".join(
-        "\n".join([f"{group}:", *(f"  {name:<9} {what}" for name, (_, what) in commands.items())])
-        for group, commands in groups.items()
-    )
-    usage = f"usage: {started} COMMAND ...\n\n{lines}\n\n{started} COMMAND --help says more"
+    lines = [f"  {name:<9} {what}" for name, (_, what) in COMMANDS.items()]
+    usage = "\n".join(["usage: python -m pretrain COMMAND ...", "", *lines, "", "python -m pretrain COMMAND --help says more"])
     if arguments in (["-h"], ["--help"]):
         print(usage)
         return 0
@@ -71,17 +61,6 @@ def main(arguments: list[str]) -> int:
         print(f"error: unknown command {arguments[0]!r}" + (f"; did you mean {near[0]!r}?" if near else ""), file=sys.stderr)
     print(usage, file=sys.stderr)
     return 2
-
-
-def imported(name: str) -> ModuleType:
-    """Imports leave no garbage: looking for it, while those of torch and transformers make a million objects, takes a second."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        return importlib.import_module(name)
-    finally:
-        if collects:
-            gc.enable()
 
 
 if __name__ == "__main__":

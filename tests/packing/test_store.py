@@ -207,6 +207,7 @@ def test_a_large_folder_is_only_looked_at_until_verify_asks(tmp_path, monkeypatc
         packs.verify()
 
 
+@pytest.mark.parametrize("how", [lambda text: text.replace('"documents": 3', '"documents": 7'), lambda text: text[:100]])
 def test_a_damaged_manifest_is_refused_by_name(tmp_path, how):
     write(tmp_path / "packs", some_packs(4))
     file = tmp_path / "packs" / "packs.json"
