@@ -60,7 +60,7 @@ def main() -> int:
                 part.make()
             times.append(f"{part.title.lower()} {'done before' if there else duration(time.monotonic() - started)}")
         samples = recipe.evaluate
-        run(python("pretrain", "sample", run_dir_of(recipe) / "final", *samples.samples, "--tokens", samples.sample_tokens))
+        run(python("pretrain", "sample", run_dir_of(recipe) / "final", *samples.samples, "--tokens", 48))
         print(last_screen(recipe, ", ".join(times)))
     except InputError as error:
         print(f"demo: {error}", file=sys.stderr)

@@ -28,7 +28,11 @@ from pretrain.plan.tokenizer import encoded_prompt, positions_of
 from pretrain.run.export import SavedModel, tokenizer_of
 from pretrain.run.running import Run
 
-TEMPERATURE, TOP_P = 0.8, 0.95  # unless said otherwise: drawn from the likeliest tokens that have this probability together
+TOKENS, TEMPERATURE, TOP_P = (
+    64,
+    0.8,
+    0.95,
+)  # unless said otherwise: drawn from the likeliest tokens that have this probability together
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 COLDEST = 1e-4  # a temperature below which FP32 scores divided by it could overflow, and the likeliest token is all there is
 
@@ -36,7 +40,7 @@ COLDEST = 1e-4  # a temperature below which FP32 scores divided by it could over
 def draw_samples(run: Run) -> None:
     """Continue the recipe's prompts, and record the texts. Collective."""
     settings, samples = run.job.recipe.evaluate, []
-    how = {"tokens": settings.sample_tokens, "temperature": TEMPERATURE, "top_p": TOP_P}
+    how = {"tokens": TOKENS, "temperature": TEMPERATURE, "top_p": TOP_P}
     with gathered(run.assembly.model):
         for number, prompt in enumerate(settings.samples):
             seed = seed_of_prompt(run.job.recipe.seed, number)

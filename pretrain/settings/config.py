@@ -37,19 +37,15 @@ _NOT_IDENTITY = (
 
 SOURCE = "model.source."  # with which an identity's keys of what the config.json of `model.source` says begin
 
-# Settings that are newer than checkpoints, which say nothing of them and mean this.
-_MEANT_BEFORE = {"model.from_scratch": False, "fp8_config.keep_bf16": [], "train.begin_with": None}
-
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read the recipe at `path`, apply `overrides`, check every key.
 
     Raises InputError naming the file and the key of every mistake.
     """
-    chain = load_with_bases(path)
     values: dict[str, Any] = {}
-    for _, own in chain:
-        values = _over(values, copy.deepcopy(own))  # the command line changes what comes of it, and not what a file says
+    for _, own in load_with_bases(path):
+        values = _over(values, own)
     overridden = parse_overrides(overrides)
     for key, value in overridden.items():
         _set(values, key, value)
@@ -94,8 +90,8 @@ def _over(values: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     values = {key: dict(value) if isinstance(value, dict) else value for key, value in values.items()}
     for group in ALTERNATIVES:
         section = group[0].partition(".")[0]
-        said = own.get(section)
-        if isinstance(said, dict) and any(said.get(key.partition(".")[2]) is not None for key in group):
+        mine = own.get(section)
+        if isinstance(mine, dict) and any(mine.get(key.partition(".")[2]) is not None for key in group):
             values[section] = {k: v for k, v in (values.get(section) or {}).items() if f"{section}.{k}" not in group}
     for key, value in own.items():
         there = values.get(key)
@@ -120,26 +116,16 @@ def _fields_of(recipe: Recipe) -> dict[str, Any]:
 
 
 def filled_in(path: str, fields: Mapping[str, Any], key: str = "run_dir") -> str:
-    """`path`, the value of `key`, with its {fields}, each written as a part of a folder's name.
+    """`path`, the value of `key`, with its {fields}, each written as a part of a folder's name; InputError for other braces."""
 
-    InputError for any other brace, where it is empty, and where a name in it is longer than file systems take.
-    """
-    if not path.strip():
-        raise InputError(f"`{key}` is empty; name a folder{', which the run makes' if key == 'run_dir' else ''}")
-
-    def written(found: re.Match[str]) -> str:
-        if found[1] in fields:
-            return in_a_name(fields[found[1]])
-        near = difflib.get_close_matches(found[1] or "", fields, n=1, cutoff=0.7)
-        known = ", ".join(f"{{{field}}}" for field in list(fields)[:4])
-        others = ", and every other key of the recipe" if len(fields) > 4 else ""
-        hint = f"did you mean {{{near[0]}}}?" if near else f"known fields: {known}{others}"
+    def written(field: re.Match[str]) -> str:
+        if field[1] in fields:
+            return in_a_name(fields[field[1]])
+        near = difflib.get_close_matches(field[1] or "", fields, n=1, cutoff=0.7)
+        hint = f"did you mean {{{near[0]}}}?" if near else "any key of the recipe can stand in braces"
         raise InputError(f"`{key}`: {shown(path, repr)} cannot be filled in; {hint}")
 
-    filled = re.sub(r"{(.*?)}|[{}]", written, path)
-    if longest := [part for part in filled.split("/") if len(part.encode()) > 255]:
-        raise InputError(f"`{key}`: {shown(longest[0], repr)} is too long for a folder's name; name fewer keys")
-    return filled
+    return re.sub(r"{(.*?)}|[{}]", written, path)
 
 
 def in_a_name(value: Any) -> str:
@@ -163,7 +149,7 @@ def identity_of(recipe: Recipe, data_fingerprint: str) -> dict[str, Any]:
     """
     flat = flatten(resolved(recipe))
     idle = _NOT_IDENTITY if schedule.is_quantized(recipe.precision) else (*_NOT_IDENTITY, "fp8_config.")
-    kept = {key: value for key, value in flat.items() if not key.startswith(idle) and _MEANT_BEFORE.get(key) != value}
+    kept = {key: value for key, value in flat.items() if not key.startswith(idle)}
     return kept | {"data.fingerprint": data_fingerprint}
 
 

@@ -18,6 +18,16 @@ _GROUP = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
 _PARALLELISM = "PARALLELISM_CONFIG_"
 _TRUE = ("true", "1", "yes", "y", "t", "on")  # as accelerate reads them
 
+# Variables that would do what the launcher does or what it cannot: the value that asks for nothing, and what is said of others.
+_LEFT_OUT = {
+    "ACCELERATE_DYNAMO_BACKEND": ("NO", "`dynamo_config`: `model.compile` decides"),
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (
+        "1",
+        "`gradient_accumulation_steps`: `batch.tokens` and `batch.microbatch` decide",
+    ),
+    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": ("false", "`fsdp_activation_checkpointing_offload`: activations stay on the device"),
+}
+
 # Whether shards are gathered once a step, for each use, or as the plan's memory allows.
 Sharding = Literal["none", "once", "each", "auto"]
 
@@ -37,12 +47,15 @@ def put_right(recipe: Recipe, environ: MutableMapping[str, str], *, has_gpu: boo
 
     A launch that cannot be put right is an InputError. What `recipe` says itself goes before what the launch says.
     """
-    said: list[str] = []
     for variable, kind in (("ACCELERATE_USE_DEEPSPEED", "DEEPSPEED"), ("ACCELERATE_USE_MEGATRON_LM", "MEGATRON_LM")):
         if _is_true(environ, variable):
             raise InputError(f"{_ORIGIN}: `distributed_type: {kind}` is not supported; use MULTI_GPU or FSDP")
-    world = _settle_processes(environ, has_gpu, said)
-    _leave_out_compiler_and_accumulation(environ, said)
+    notices: list[str] = []
+    world = _processes(environ, has_gpu, notices)
+    for variable, (nothing, why) in _LEFT_OUT.items():
+        if environ.get(variable, nothing).lower() != nothing.lower():
+            environ[variable] = nothing
+            notices.append(f"left out: {why}")
     replicas, sharding = 1, "none"
     if _is_true(environ, "ACCELERATE_USE_FSDP"):
         if environ.get("FSDP_VERSION", "1") == "1":
@@ -50,14 +63,15 @@ def put_right(recipe: Recipe, environ: MutableMapping[str, str], *, has_gpu: boo
                 f"{_ORIGIN}: `fsdp_version: 1` is not supported; set `fsdp_version: 2`, with "
                 "`fsdp_reshard_after_forward: true` for FULL_SHARD and false for SHARD_GRAD_OP"
             )
-        sharding = _asked_sharding(environ)
-        recipe, replicas = _settle_sharding(recipe, environ, world, said)
+        wanted = environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower()
+        sharding = "auto" if wanted == "auto" else "each" if wanted in _TRUE else "once"
+        recipe, replicas = _shards(recipe, environ, world, notices)
     for variable in [key for key in environ if key.startswith(_PARALLELISM) or key == "ACCELERATE_USE_PARALLELISM_CONFIG"]:
         del environ[variable]  # `replicas` is all that is left of it
-    return Launch(recipe, replicas, tuple(f"{_ORIGIN}: {text}" for text in said), sharding)
+    return Launch(recipe, replicas, tuple(f"{_ORIGIN}: {text}" for text in notices), sharding)
 
 
-def _settle_processes(environ: MutableMapping[str, str], has_gpu: bool, said: list[str]) -> int:
+def _processes(environ: MutableMapping[str, str], has_gpu: bool, notices: list[str]) -> int:
     """Returns how many processes train together, and puts the variables right that say so."""
     world = _number(environ, "WORLD_SIZE")
     if "WORLD_SIZE" not in environ and {"ACCELERATE_DYNAMO_BACKEND", "MASTER_ADDR"} <= environ.keys():
@@ -74,79 +88,40 @@ def _settle_processes(environ: MutableMapping[str, str], has_gpu: bool, said: li
     alone = environ.get("LOCAL_WORLD_SIZE") == environ.get("WORLD_SIZE")
     if world > 1 and alone and not has_gpu and not _is_true(environ, "ACCELERATE_USE_CPU"):
         environ["ACCELERATE_USE_CPU"] = "true"
-        said.append(f"no GPU is seen here, so {world} processes train on the CPU")
+        notices.append(f"no GPU is seen here, so {world} processes train on the CPU")
     return world
 
 
-def _leave_out_compiler_and_accumulation(environ: MutableMapping[str, str], said: list[str]) -> None:
-    if (backend := environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper()) != "NO":
-        environ["ACCELERATE_DYNAMO_BACKEND"] = "NO"
-        said.append(
-            f"`dynamo_config` ({backend.lower()}) is left out: it would compile the model a second time; `model.compile` decides"
-        )
-    steps = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
-    if (asked := environ.get(steps, "1")) != "1":
-        environ[steps] = "1"
-        said.append(f"`gradient_accumulation_steps: {asked}` is left out: `batch.tokens` and `batch.microbatch` decide")
-
-
-def _settle_sharding(recipe: Recipe, environ: MutableMapping[str, str], world: int, said: list[str]) -> tuple[Recipe, int]:
+def _shards(recipe: Recipe, environ: MutableMapping[str, str], world: int, notices: list[str]) -> tuple[Recipe, int]:
     """The recipe, which may recompute now, and the number of replicas."""
     replicas, shards = _mesh(environ, world)
     if shards == 1:
-        _leave_out_sharding(environ, world, said)
+        if _is_true(environ, "FSDP_OFFLOAD_PARAMS"):
+            raise InputError(f"{_ORIGIN}: `fsdp_offload_params: true` needs FSDP2 over two processes or more")
+        environ["ACCELERATE_USE_FSDP"] = "false"
+        notices.append("left out: FSDP, as each process holds the whole model")
         replicas = 1
-    elif _is_true(environ, "FSDP_CPU_RAM_EFFICIENT_LOADING"):
-        said.append("`fsdp_cpu_ram_efficient_loading: true` is taken as false: it would untie the head from the embedding")
     if _is_true(environ, "FSDP_ACTIVATION_CHECKPOINTING"):
-        recipe = _recomputing(recipe, said)
-    if _is_true(environ, "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"):
-        said.append("`fsdp_activation_checkpointing_offload: true` is left out: what layers keep stays on the device")
-    for variable in ("CPU_RAM_EFFICIENT_LOADING", "ACTIVATION_CHECKPOINTING", "ACTIVATION_CHECKPOINTING_OFFLOAD"):
-        environ[f"FSDP_{variable}"] = "false"
-    policy, classes = environ.get("FSDP_AUTO_WRAP_POLICY", "NO_WRAP"), environ.pop("FSDP_TRANSFORMER_CLS_TO_WRAP", None)
-    environ["FSDP_AUTO_WRAP_POLICY"] = "TRANSFORMER_BASED_WRAP"
-    if shards > 1 and (classes or policy.upper() != "TRANSFORMER_BASED_WRAP"):
-        named = f"`fsdp_transformer_layer_cls_to_wrap: {classes}`" if classes else f"`fsdp_auto_wrap_policy: {policy}`"
-        said.append(f"{named} is left out: each decoder layer is a group of shards, as the model itself names them")
-    environ["FSDP_STATE_DICT_TYPE"] = "SHARDED_STATE_DICT"  # how accelerate would save; checkpoints here are not accelerate's
+        if "gradient_checkpointing" in recipe.model.model_fields_set:
+            notices.append("left out: `fsdp_activation_checkpointing`: the recipe's `model.gradient_checkpointing` decides")
+        else:
+            notices.append("`fsdp_activation_checkpointing: true` is taken as `model.gradient_checkpointing: full`")
+            model = recipe.model.model_copy(update={"gradient_checkpointing": "full"})
+            recipe = recipe.model_copy(update={"model": model})
+    environ["FSDP_ACTIVATION_CHECKPOINTING"] = environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # which would untie the head
+    # Each decoder layer is a group of shards, as the model itself names them. Checkpoints are not accelerate's.
+    environ.pop("FSDP_TRANSFORMER_CLS_TO_WRAP", None)
+    environ |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
     return recipe, replicas
-
-
-def _leave_out_sharding(environ: MutableMapping[str, str], world: int, said: list[str]) -> None:
-    if _is_true(environ, "FSDP_OFFLOAD_PARAMS"):
-        raise InputError(
-            f"{_ORIGIN}: `fsdp_offload_params: true` needs FSDP2 over two processes or more, and here each holds everything"
-        )
-    environ["ACCELERATE_USE_FSDP"] = "false"
-    why = "one process has nothing to share" if world == 1 else f"{world} replicas of one shard are DDP"
-    said.append(f"FSDP is left out: {why}")
-
-
-def _recomputing(recipe: Recipe, said: list[str]) -> Recipe:
-    """The recipe for a launch that asks for recomputation; what it says of that itself goes first."""
-    text = "`fsdp_activation_checkpointing: true`"
-    if "gradient_checkpointing" in recipe.model.model_fields_set:
-        said.append(f"{text} is left out: the recipe's `model.gradient_checkpointing` decides")
-        return recipe
-    said.append(f"{text} is taken as `model.gradient_checkpointing: full`, which the plan reckons with")
-    model = recipe.model.model_copy(update={"gradient_checkpointing": "full"})
-    return recipe.model_copy(update={"model": model})
-
-
-def _asked_sharding(environ: Mapping[str, str]) -> Sharding:
-    asked = environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower()
-    return "auto" if asked == "auto" else "each" if asked in _TRUE else "once"
 
 
 def _mesh(environ: Mapping[str, str], world: int) -> tuple[int, int]:
     """Replicas and shards of a `parallelism_config`; without one, as many shards as processes."""
     if not _is_true(environ, "ACCELERATE_USE_PARALLELISM_CONFIG"):
         return 1, world
-    size = {key: _number(environ, f"{_PARALLELISM}{key}") for key in ("DP_REPLICATE_SIZE", "DP_SHARD_SIZE")}
+    replicas, shards = (_number(environ, f"{_PARALLELISM}{key}") for key in ("DP_REPLICATE_SIZE", "DP_SHARD_SIZE"))
     if any(_number(environ, f"{_PARALLELISM}{key}_SIZE") > 1 for key in ("TP", "CP", "SP")):
         raise InputError(f"{_ORIGIN}: tensor, context and sequence parallelism are not supported; remove them")
-    replicas, shards = size.values()
     if replicas == shards == 1:  # nothing was asked for
         return 1, world
     if replicas * shards != world:

@@ -234,8 +234,7 @@ class LossSettings(Settings):
 class EvaluateSettings(Settings):
     every: PositiveCount | None = None  # steps; null: at the end, and before the first step of a trained `model.source`
     packs: PositiveCount | None = None  # held-out packs to evaluate on, from the first; null: all of them
-    samples: tuple[str, ...] = ()  # prompts to continue at every evaluation, each with a seed of its own
-    sample_tokens: PositiveCount = 64  # the most tokens of a continuation
+    samples: tuple[str, ...] = ()  # prompts to continue at every evaluation, by 64 tokens at most, each with a seed of its own
 
 
 class CheckpointSettings(Settings):

@@ -73,7 +73,7 @@ def test_samples_are_recorded_with_a_seed_a_prompt(train_here: Callable, tmp_pat
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(61)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w60").save_pretrained(tmp_path / "words")
-    settings = ("evaluate.samples=[w1 w2, w1 w2]", "evaluate.sample_tokens=12", f"data.tokenizer={tmp_path / 'words'}")
+    settings = ("evaluate.samples=[w1 w2, w1 w2]", f"data.tokenizer={tmp_path / 'words'}")
     run = train_here(*settings, "log.trackers=[tensorboard]", "train.steps=6", "parity=off")
     assert run.status == 0, run.output
     early, late = ([*record["samples"]] for record in run.records() if record.get("event") == "samples")

@@ -34,7 +34,7 @@ EVERYWHERE = [
     "evaluate.every=2",
     "evaluate.packs=4",
 ]
-EVERYWHERE += ["evaluate.sample_tokens=4", "checkpoint.every=2", "log.every=1", "parity=off"]
+EVERYWHERE += ["checkpoint.every=2", "log.every=1", "parity=off"]
 
 Trained = Callable[..., list[dict[str, Any]]]
 
