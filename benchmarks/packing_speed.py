@@ -1,150 +1,135 @@
-"""How fast packing is on one core: both strategies from lengths to packed tokens, the order of a step, and its batches.
+"""How fast text becomes packs, on a CPU.
 
-    python -m benchmarks.packing_speed [--tokens 20e6] [--out FILE]
+    python -m benchmarks.packing_speed core       # both strategies on one core, from lengths to packed tokens
+    python -m benchmarks.packing_speed prepare    # `prepare` beside bare `tokenizers.encode_batch` of the same text
 
-Documents have log-normal lengths with a mean of 200 tokens (sigma 1, as web text roughly has) and lie on disk as 16-bit tokens in
-another order than they are packed in, so materialising has to gather. Each figure is the median of 5 runs in CPU seconds of one
-thread, system time included: what a core gives, also while others keep the machine busy (its load is in the report).
+`core`: documents have log-normal lengths with a mean of 200 tokens (sigma 1, as web text roughly has) and lie on disk as 16-bit
+tokens in another order than they are packed in, so materialising has to gather. Each figure is the median of 5 runs in CPU
+seconds of one thread: what a core gives, also while others keep the machine busy.
+
+`prepare`: the text is the Python standard library's sources, a document a file; the tokenizer a byte-level BPE with 8,192 ids.
+The bare way has all texts in memory, tokenises them in one call on as many threads as `prepare` has processes, and does nothing
+with the result. `prepare` reads, parses, starts its processes, orders, packs, hashes and syncs to disk. Each run is a process of
+its own, in turns, so that whatever else the machine does meets both alike.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
+import resource
 import statistics
+import sysconfig
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-
-os.environ["OMP_NUM_THREADS"] = "1"  # before numpy and torch start their threads
+from typing import Any
 
 import numpy as np
-import torch
+from tokenizers import Tokenizer
 
 from benchmarks.machine import measured_on, write
-from packing.arrow import Pack
-from packing.batch import BatchStream
-from packing.order import Mixture, Order, spread
-from packing.pack import Layout, PackBlock, best_fit, materialise, truncate
+from packing.pack import Layout, best_fit, materialise, truncate
+from packing.prepare import prepare, usable_cores
+from packing.settings import DataSettings
+from packing.vocabulary import train_tokenizer
 
-RESULTS = Path(__file__).parent / "results" / "packing_speed.json"
+RESULTS = Path(__file__).parent / "results" / "cpu"
 LENGTH = 4096
 PACKS_AT_ONCE = 256
 REPEATS = 5
 
 
-def seconds(work: Callable[[], object]) -> float:
+def measure_core(documents: int = 100_000) -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    lengths = 1 + rng.lognormal(np.log(199) - 0.5, 1.0, documents).astype(np.int64)
+    total, on_disk = int(lengths.sum()), rng.permutation(documents)
+    starts = np.empty_like(lengths)
+    starts[on_disk] = np.cumsum(lengths[on_disk]) - lengths[on_disk]
+    strategies = {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "tokens.bin"
+        rng.integers(0, 50_000, total).astype(np.uint16).tofile(path)
+        tokens = np.memmap(path, dtype=np.uint16, mode="r")
+
+        def copy_all(layout: Layout) -> None:
+            for first in range(0, len(layout), PACKS_AT_ONCE):
+                materialise(layout, first, min(first + PACKS_AT_ONCE, len(layout)), tokens, starts, 0)
+
+        for strategy in (truncate, best_fit):
+            layout = strategy(lengths, LENGTH)
+            deciding = cpu_seconds(lambda strategy=strategy: strategy(lengths, LENGTH))
+            copying = cpu_seconds(lambda layout=layout: copy_all(layout))
+            fill = total / (len(layout) * LENGTH)
+            strategies[strategy.__name__] = {"tokens_per_second": total / (deciding + copying), "fill": fill}
+    return {"documents": documents, "tokens": total, "pack_length": LENGTH, "strategies": strategies}
+
+
+def cpu_seconds(work: Callable[[], object]) -> float:
     """Median CPU time of `work` after one run that nobody counts."""
-    work()
     times = []
-    for _ in range(REPEATS):
+    for _ in range(REPEATS + 1):
         began = time.process_time()
         work()
         times.append(time.process_time() - began)
-    return statistics.median(times)
+    return statistics.median(times[1:])
 
 
-def materialise_all(layout: Layout, tokens: np.ndarray, starts: np.ndarray) -> list[PackBlock]:
-    return [
-        materialise(layout, first, min(first + PACKS_AT_ONCE, len(layout)), tokens, starts, 0)
-        for first in range(0, len(layout), PACKS_AT_ONCE)
-    ]
-
-
-def measure_strategies(lengths: np.ndarray, starts: np.ndarray, tokens: np.ndarray) -> dict[str, dict[str, float]]:
-    total = int(lengths.sum())
-    figures = {}
-    for strategy in (truncate, best_fit):
-        layout = strategy(lengths, LENGTH)
-        deciding = seconds(lambda strategy=strategy: strategy(lengths, LENGTH))
-        copying = seconds(lambda layout=layout: materialise_all(layout, tokens, starts))
-        figures[strategy.__name__] = {
-            "tokens_per_second": total / (deciding + copying),
-            "tokens_per_second_layout_only": total / deciding,
-            "tokens_per_second_materialise_only": total / copying,
-            "packs": len(layout),
-            "fill": int((layout.stop - layout.start).sum()) / (len(layout) * layout.length),
-            "cut_documents": layout.cut_documents,
-        }
-    return figures
-
-
-class PacksInMemory:
-    """Packs without a file, so that the figure is that of building batches alone."""
-
-    path = Path("in memory")
-    length = LENGTH
-    fingerprint = ""
-    tokenizer = None
-
-    def __init__(self, block: PackBlock) -> None:
-        self.block = block
-
-    def __len__(self) -> int:
-        return len(self.block.input_ids)
-
-    def __getitem__(self, index: int) -> Pack:
-        return Pack(self.block.input_ids[index], self.block.lengths[index])
-
-    def lengths(self, index: int) -> np.ndarray:
-        return self.block.lengths[index]
-
-    def trained(self, index: int) -> None:
-        return None
-
-    def verify(self) -> None: ...
-
-
-def measure_batches(packs: PacksInMemory, vocab_size: int) -> dict[str, float]:
-    """Steps of 32 packs in microbatches of 8: the published recipe's 131,072 tokens."""
-    order = Order(Mixture.alone(len(packs)), packs_per_step=32, seed=42)
-    batches = BatchStream(packs, order, microbatch=8, rank=0, world_size=1, mask_boundaries=True, vocab_size=vocab_size)
-    step = seconds(lambda: [batches.step(number) for number in range(20)]) / 20
-    return {"tokens_per_second": 32 * LENGTH / step, "milliseconds_per_step_of_131072_tokens": step * 1e3}
-
-
-def measure_order() -> dict[str, float]:
-    order = Order(Mixture.alone(1_000_000), packs_per_step=1024, seed=42)
-    costs = np.random.default_rng(0).lognormal(14, 0.5, 1024).astype(np.int64)
-    return {
-        "packs_of_step_us_per_1024_packs": seconds(lambda: [order.packs_of_step(number) for number in range(100)]) * 1e4,
-        "spread_us_per_1024_packs_on_8_ranks_of_16_microbatches": seconds(lambda: spread(costs, 8, 16)) * 1e6,
+def measure_prepare() -> dict[str, Any]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    sources = [path for path in sorted(root.rglob("*.py")) if "site-packages" not in path.parts]
+    texts = [text for path in sources if (text := path.read_text(encoding="utf-8", errors="ignore"))]
+    os.environ |= {"TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": str(usable_cores())}
+    runs: dict[str, list[dict[str, float]]] = {"encode_batch": [], "prepare": []}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        train_tokenizer(texts[::5], 8192).save(str(folder / "tokenizer.json"))
+        (folder / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+        for _ in range(REPEATS):
+            for way, times in runs.items():
+                with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+                    times.append(pool.submit(one_run, way, folder).result())
+    ratios = {
+        clock: statistics.median(bare[clock] / ours[clock] for bare, ours in zip(*runs.values(), strict=True))
+        for clock in ("wall_seconds", "cpu_seconds")
     }
+    return {"threads": usable_cores(), "documents": len(texts), "speed_of_prepare_over_encode_batch": ratios, "runs": runs}
+
+
+def one_run(way: str, folder: Path) -> dict[str, float]:
+    """Wall and CPU seconds of a way, threads and finished child processes included; runs in a process of its own."""
+    corpus, file = folder / "corpus.jsonl", folder / "tokenizer.json"
+    if way == "prepare":
+        given = {"source": str(corpus), "tokenizer": str(file), "length": LENGTH, "held_out": 0.01}
+        settings = DataSettings(packs=Path(tempfile.mkdtemp(dir=folder)), **given)
+        return timed(lambda: prepare(settings, progress=False))
+    texts, tokenizer = [json.loads(line)["text"] for line in corpus.open(encoding="utf-8")], Tokenizer.from_file(str(file))
+    return timed(lambda: tokenizer.encode_batch(texts, add_special_tokens=False))
+
+
+def timed(work: Callable[[], object]) -> dict[str, float]:
+    def now() -> tuple[float, float]:
+        usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        return time.perf_counter(), sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+    before = now()
+    work()
+    return dict(zip(("wall_seconds", "cpu_seconds"), np.subtract(now(), before).tolist(), strict=True))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=float, default=20e6, help="how many tokens to pack, about")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-
-    rng = np.random.default_rng(0)
-    lengths = 1 + rng.lognormal(np.log(199) - 0.5, 1.0, int(arguments.tokens / 200)).astype(np.int64)
-    on_disk = rng.permutation(len(lengths))
-    starts = np.empty_like(lengths)
-    starts[on_disk] = np.cumsum(lengths[on_disk]) - lengths[on_disk]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "tokens.bin"
-        rng.integers(0, 50_000, int(lengths.sum())).astype(np.uint16).tofile(path)
-        tokens = np.memmap(path, dtype=np.uint16, mode="r")
-        strategies = measure_strategies(lengths, starts, tokens)
-        layout = best_fit(lengths, LENGTH)
-        packs = PacksInMemory(materialise(layout, 0, len(layout), tokens, starts, 0))
-
-    report = {
-        **measured_on(),
-        "machine": {"cores_used": 1, "load": os.getloadavg()[0]},
-        "documents": len(lengths),
-        "tokens": int(lengths.sum()),
-        "pack_length": LENGTH,
-        "strategies": strategies,
-        "batches": measure_batches(packs, vocab_size=50_000),
-        "order": measure_order(),
-    }
-    write(arguments.out, report)
+    parser.add_argument("what", choices=("core", "prepare"))
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    name = {"core": "packing_speed.json", "prepare": "prepare_speed.json"}[options.what]
+    measure = {"core": measure_core, "prepare": measure_prepare}[options.what]
+    report = {**measured_on(), "load": os.getloadavg()[0], **measure()}
+    write(options.out or RESULTS / name, report)
     print(json.dumps(report, indent=1))
 
 

@@ -87,15 +87,11 @@ def tensors(gb: float, device: torch.device) -> tuple[dict[str, Tensor], dict[st
 def measure(
     checkpoints: Checkpoints, model: dict[str, Tensor], optimizer: dict[str, Tensor], device: torch.device, saves: int
 ) -> dict[str, Any]:
-    """Seconds, each save's own and their medians."""
+    """Medians of seconds, and of a step's milliseconds."""
     work = step_on(device)
-    began = time.perf_counter()
     checkpoints.save(1, model, optimizer, {})
-    waited_for = time.perf_counter() - began
     checkpoints.prepare(model, optimizer)
-    alone = [work() for _ in range(30)]
-
-    stopped, durable, beside = [], [], []
+    alone, stopped, durable, beside = [work() for _ in range(30)], [], [], []
     for step in range(2, 3 + saves):
         began = time.perf_counter()
         checkpoints.save(step, model, optimizer, {}, behind=True)
@@ -105,16 +101,12 @@ def measure(
             meanwhile.append(work())
         durable.append(time.perf_counter() - began)
         checkpoints.wait()
-        beside += meanwhile if step > 2 else []
+        beside += meanwhile
     return {
-        "save_that_is_waited_for_seconds": waited_for,
-        "first": {"training_stops_seconds": stopped[0], "durable_seconds": durable[0]},
         "training_stops_seconds": statistics.median(stopped[1:]),
         "durable_seconds": statistics.median(durable[1:]),
-        "each": {"training_stops_seconds": stopped[1:], "durable_seconds": durable[1:]},
         "step_ms_alone": statistics.median(alone) * 1e3,
         "step_ms_while_writing": statistics.median(beside) * 1e3,
-        "steps_while_writing": len(beside),
     }
 
 
