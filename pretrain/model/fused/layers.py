@@ -336,9 +336,10 @@ class OutputProduct(torch.autograd.Function):
     ) -> Tensor:
         product.begin(x)
         operand = product.operand(x)
+        y = product.forward(operand, residual)
         ctx.pieces = (arithmetic, product)
-        arithmetic.save(ctx, operand)
-        return product.forward(operand, residual)
+        arithmetic.save(ctx, operand)  # after the product: it takes the operand apart
+        return y
 
     @staticmethod
     @once_differentiable

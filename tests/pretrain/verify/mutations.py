@@ -23,7 +23,6 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
-from torch.utils.checkpoint import CheckpointError
 
 from foundation.errors import InputError
 from pretrain.precision.settings import PRECISIONS
@@ -49,7 +48,9 @@ def caught_by(run: SmallRun, fault: Fault | None = None) -> tuple[str, ...]:
             run.confirm(run.audit())
         except InputError:
             found.append("audit")
-        except (CheckpointError, IndexError):  # what is recomputed has other shapes, or keeps fewer tensors
+        except (RuntimeError, IndexError):  # what is recomputed has other shapes, or keeps other tensors
+            if not (fault and fault.recompute):
+                raise
             return ("torch",)
         if run.parity().failures:
             found.append("parity")
