@@ -38,7 +38,7 @@ from packing.prepare import (
 from packing.records import Counts, TextTemplate, records_of
 from packing.settings import DataSettings
 from packing.sources import CHUNK_BYTES, SourceAbsent, open_source
-from packing.store import by_key, folder_of, naming, stream_parts, training_parts, validation_parts
+from packing.store import folder_of, naming, text_parts, training_parts
 from packing.stream import (
     LOOK,
     STATE,
@@ -162,10 +162,9 @@ def check_preparing(settings: DataSettings, *, elsewhere: bool = False) -> list[
     `elsewhere`: they may be made on another machine. Text that is not on this one is then no error, and is not checked.
     """
     notes = []
-    training = stream_parts(settings) if settings.stream else training_parts(settings) or {"": settings}
-    for key, part in (by_key(training) | by_key(validation_parts(settings), "data.validation")).items():
+    for key, part in text_parts(settings).items():
         with naming(key):
-            if part.source is None or holds_packs_of(part, folder_of(part), content_of(part)):
+            if holds_packs_of(part, folder_of(part), content_of(part)):
                 continue
             try:
                 # Of a tokenizer that is still to be trained nothing is known.
@@ -185,9 +184,7 @@ def prepare_stream(settings: DataSettings, progress: bool = True) -> Path:
 
     Every process may call it: it takes a lock, and who gets it second finds the work done. InputError for what cannot be used.
     """
-    parts = by_key(stream_parts(settings)) | by_key(validation_parts(settings), "data.validation")
-    parts = {key: part for key, part in parts.items() if part.source is not None}
-    for key, part in parts.items():
+    for key, part in text_parts(settings).items():
         with naming(key):
             if not part.stream:
                 prepare_part(part, progress)
@@ -263,14 +260,14 @@ class PackerProcess:
         self._settings = settings
         self._process: subprocess.Popen[bytes] | None = None
         check_disk(settings)
-        self._lock = FileLock(settings.packs / ".lock", self._refuse)
-        (settings.packs / STATE).unlink(missing_ok=True)
 
-    def _refuse(self, holder: str) -> None:
-        raise InputError(
-            f"{self._settings.packs}: another run trains on this stream, {holder}; a stream serves one run at a time: "
-            "wait for it, or set data.packs to another folder"
-        )
+        def refuse(holder: str) -> None:
+            raise InputError(
+                f"{settings.packs}: another run trains on this stream, {holder}; set another data.packs, or wait for it"
+            )
+
+        self._lock = FileLock(settings.packs / ".lock", refuse)
+        (settings.packs / STATE).unlink(missing_ok=True)
 
     def begin(self, positions: Mapping[str, Position]) -> None:
         self._end_process()
@@ -288,13 +285,9 @@ class PackerProcess:
     def check(self) -> None:
         packs, status = self._settings.packs, self._process.poll() if self._process else None
         if status is not None and not state_of(packs).get("error"):
-            why = (
-                f"signal {-status}: if memory ran out, set a smaller window"
-                if status < 0
-                else f"status {status}, and printed why"
-            )
-            text = f"the process that makes the packs of the stream has ended with {why}; start the same command again"
-            leave_state(packs, {"error": f"{packs}: {text}"})
+            why = f"signal {-status}: if memory ran out, set a smaller window" if status < 0 else f"status {status}; it says why"
+            text = f"{packs}: the process that makes the packs of the stream has ended with {why}. Start the same command again"
+            leave_state(packs, {"error": text})
 
     def _end_process(self) -> None:
         if self._process is not None:
@@ -316,7 +309,7 @@ def serve() -> None:
     threading.Thread(target=lambda: (stdin.read(), os._exit(0)), daemon=True).start()
     try:
         with ExitStack() as stack:
-            makers = {name: PartMaker(part, processes_of(settings)) for name, part in stream_parts(settings).items()}
+            makers = {name: PartMaker(part, processes_of(settings)) for name, part in training_parts(settings).items()}
             for maker in makers.values():
                 stack.enter_context(maker.workers)
             for done in pack_ahead(settings, makers, {name: Position.of(each) for name, each in positions.items()}):

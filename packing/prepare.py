@@ -27,7 +27,7 @@ from packing.pack import Arranged
 from packing.records import CHAT_TEMPLATE, ChatColumns, Counts, TextTemplate, records_of
 from packing.settings import DataSettings
 from packing.sources import CHUNK_BYTES, Records, Source, open_source
-from packing.store import by_key, is_there, naming, training_parts, validation_parts
+from packing.store import is_there, naming, text_parts
 from packing.tokenizer import TextTokenizer, load_tokenizer
 from packing.workers import TokenizerWorkers, Tokens
 
@@ -49,10 +49,7 @@ def prepare(settings: DataSettings, progress: bool = True) -> Path:
     """
     if not settings.prepares:
         raise InputError("data.source and data.tokenizer are not set, so there is nothing to prepare packs from")
-    validation = by_key(validation_parts(settings), "data.validation")
-    training = by_key(training_parts(settings) or {"": settings.model_copy(update={"validation": None})})
-    parts = {key: part for key, part in {**training, **validation}.items() if part.source is not None}
-    for key, part in parts.items():
+    for key, part in text_parts(settings).items():
         with naming(key):
             prepare_part(part, progress)
     return settings.packs

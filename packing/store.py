@@ -4,7 +4,7 @@ held-out packs apart."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -25,41 +25,35 @@ _OF_EXISTING = ("packs", "length", "held_out", "mask_boundaries", "tokenizer", "
 
 
 def training_parts(settings: DataSettings) -> dict[str, DataSettings]:
-    """The settings of each of `data.sources`, by name: their own, or else the last part of `source`, without suffixes; empty
-    where there is one source only."""
+    """The settings of each source that is trained on, by name: of several their own, or else the last part of `source`, without
+    suffixes; "" where there is one only. Of a stream each has its share of the window, so that their parts last equally long."""
+    if not settings.sources:
+        return {"": settings.model_copy(update={"validation": None})}
     parts: dict[str, DataSettings] = {}
-    for each in settings.sources or ():
+    for each in settings.sources:
         name = each.name or Path(str(each.source)).name.split(".")[0]
         if not SOURCE_NAME.match(name):
             raise InputError(f"data.sources: {each.source}: gives no name for its packs and figures; set its `name`")
         if name in parts:
             raise InputError(f"data.sources: two are called {name}; give each a `name` of its own")
         parts[name] = _part(settings, each, settings.packs / name)
+        if stream := parts[name].stream:
+            window = max(settings.length, round(stream.window * each.weight))
+            parts[name] = parts[name].model_copy(update={"streaming": stream.model_copy(update={"window": window})})
     return parts
 
 
-def stream_parts(settings: DataSettings) -> dict[str, DataSettings]:
-    """The settings of each source that is packed while the run trains, by name, "" where there is one only. Each of several has
-    its share of the window, so that their parts last equally long."""
-    parts = training_parts(settings) or {"": settings.model_copy(update={"validation": None})}
-    for (name, part), source in zip(parts.items(), settings.sources or (), strict=False):
-        window = max(settings.length, round(settings.stream.window * source.weight))
-        parts[name] = part.model_copy(update={"streaming": settings.stream.model_copy(update={"window": window})})
-    return parts
-
-
-def validation_parts(settings: DataSettings) -> dict[str, DataSettings]:
-    """The settings of `data.validation`, by the name ""; empty where there is none. Its packs lie beside those that are trained
-    on, and its documents in their source's order."""
-    validation = settings.validation
-    if validation is None:
-        return {}
+def validation_part(settings: DataSettings) -> DataSettings | None:
+    """The settings of `data.validation`. Its packs lie beside those that are trained on, and its documents in their source's
+    order."""
+    if settings.validation is None:
+        return None
     packs = settings.packs.absolute().with_name(f"{settings.packs.absolute().name}-validation")
-    part = _part(settings.model_copy(update={"held_out": 0.0}), validation, packs)
+    part = _part(settings.model_copy(update={"held_out": 0.0}), settings.validation, packs)
     if part.stream:  # what is evaluated on is packed before the run; a dataset of the hub without a download
         part = part.model_copy(update={"streaming": not Path(str(part.source)).exists()})
     part._in_source_order = True
-    return {"": part}
+    return part
 
 
 def _part(settings: DataSettings, own: SourceSettings, packs: Path) -> DataSettings:
@@ -71,10 +65,12 @@ def _part(settings: DataSettings, own: SourceSettings, packs: Path) -> DataSetti
     return DataSettings.model_validate(made)
 
 
-def by_key(parts: Mapping[str, DataSettings], of: str = "data") -> dict[str, DataSettings]:
-    """`parts`, by their names as above, by what a message calls the source of each. of: `data` or `data.validation`."""
-    alone = "data.source" if of == "data" else of
-    return {f"{of}.sources ({name})" if name else alone: part for name, part in parts.items()}
+def text_parts(settings: DataSettings) -> dict[str, DataSettings]:
+    """The settings of all text that packs are to be made of, by what a message calls its source."""
+    parts = {f"data.sources ({name})" if name else "data.source": part for name, part in training_parts(settings).items()}
+    if validation := validation_part(settings):
+        parts["data.validation"] = validation
+    return {key: part for key, part in parts.items() if part.source is not None}
 
 
 @contextmanager
@@ -101,8 +97,8 @@ def is_there(folder: Path) -> bool:
 def unprepared(settings: DataSettings) -> dict[str, list[Path]]:
     """The folders of packs that are not there yet, as far as names tell: of what is trained on (`data.packs`), and of
     `data.validation`."""
-    parts = {"data.packs": training_parts(settings) or {"": settings}, "data.validation": validation_parts(settings)}
-    missing = {key: [path for path in map(folder_of, some.values()) if not is_there(path)] for key, some in parts.items()}
+    parts = {"data.packs": training_parts(settings).values(), "data.validation": filter(None, [validation_part(settings)])}
+    missing = {key: [path for path in map(folder_of, some) if not is_there(path)] for key, some in parts.items()}
     return {key: folders for key, folders in missing.items() if folders}
 
 
@@ -118,12 +114,12 @@ def open_packs(settings: DataSettings, split: Split) -> Packs | None:
     Raises InputError where there are no packs, where they are damaged, and where their length is not `settings.length`.
     """
     if settings.validation is not None and split == "held_out":
-        return open_packs(validation_parts(settings)[""], "train")
+        return open_packs(validation_part(settings), "train")
+    parts = training_parts(settings)
     if settings.stream and split == "train":
-        return StreamedPacks(settings, stream_parts(settings))
-    parts = stream_parts(settings) if settings.stream else training_parts(settings)
+        return StreamedPacks(settings, parts)
     if not settings.sources:
-        return _open_source(parts.get("", settings), split)
+        return _open_source(parts[""], split)
     opened = {name: packs for name, part in parts.items() if (packs := _open_source(part, split)) is not None}
     weights = dict(zip(parts, (each.weight for each in settings.sources), strict=True))
     return MixedPacks(settings.packs, opened, weights) if opened else None

@@ -170,8 +170,7 @@ def load_tokenizer(
     tokenizer = _load_tokenizer(settings, model, data, needed=needed)
     if tokenizer is None:
         return None
-    parts = list(training_parts(settings).values()) or [settings]
-    if given := next(filter(None, (part.chat_template for part in parts)), None):
+    if given := next(filter(None, (part.chat_template for part in training_parts(settings).values())), None):
         tokenizer.chat_template = chat_template(given, str(settings.tokenizer))
     elif data is not None and (file := data.beside(CHAT_TEMPLATE)):
         tokenizer.chat_template = file.read_text(encoding="utf-8")

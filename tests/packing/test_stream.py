@@ -23,7 +23,7 @@ from packing.__main__ import main
 from packing.batch import BatchStream
 from packing.packer import PackerProcess, PartMaker, pack_ahead, prepare_stream
 from packing.settings import DataSettings
-from packing.store import open_packs, stream_parts
+from packing.store import open_packs, training_parts
 from packing.stream import Position, StreamedPacks, bytes_below, order_of, state_of
 
 LENGTH, STEP = 32, 6  # tokens of a pack, packs of a step
@@ -35,7 +35,7 @@ class PackingHere(ExitStack):
     def __init__(self, data: DataSettings) -> None:
         super().__init__()
         self.data, self.most, self.steps = data, 0, iter(())
-        self.makers = {name: PartMaker(part, 1) for name, part in stream_parts(data).items()}
+        self.makers = {name: PartMaker(part, 1) for name, part in training_parts(data).items()}
         for maker in self.makers.values():
             self.enter_context(maker.workers)
 

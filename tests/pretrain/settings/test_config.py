@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foundation.errors import InputError
-from packing.store import training_parts, validation_parts
+from packing.store import text_parts
 from pretrain.settings.config import flatten, identity_of, layered, load_recipe, resolved, run_dir_of
 from pretrain.settings.recipe import Recipe
 
@@ -100,7 +100,7 @@ WEIGHTED = [{"source": "a", "weight": 0.5}, {"source": "b", "weight": 0.5, "text
 
 
 def parts_of(recipe: Recipe) -> list[dict]:
-    return [part.model_dump() for parts in (training_parts, validation_parts) for part in parts(recipe.data).values()]
+    return [part.model_dump() for part in text_parts(recipe.data).values()]
 
 
 @pytest.mark.parametrize(
