@@ -24,8 +24,10 @@ from pretrain.precision import schedule
 WARM_UP_STEPS = 2  # compile, allocate, autotune: kept out of every median
 LAST_STEPS = 50  # one step's loss is mostly noise (sd 0.13 in the reference's runs); their mean is what runs differ in
 LOSS_KEY = f"loss_last_{LAST_STEPS}"  # of that mean in a summary
-SPEEDS = ("tokens_per_second", "samples_per_second", "step_ms", "tflops")
-MEDIANS = (*SPEEDS, "mfu_bf16_peak", "mfu_nanogpt", "mfu_recipe_peak", "frozen_updates")
+MEDIANS = (
+    *("tokens_per_second", "samples_per_second", "step_ms", "tflops"),
+    *("mfu_bf16_peak", "mfu_nanogpt", "mfu_recipe_peak", "frozen_updates"),
+)
 
 HELD_OUT_PACKS = ("held_out_fingerprint", "held_out_packs")  # in an evaluation's line: which packs it is of, and how many
 MEASURE = (*HELD_OUT_PACKS, "held_out_tokens", "held_out_precision")  # evaluations that differ in one say nothing of each other
@@ -60,14 +62,6 @@ def same_measure(first: Record, second: Record, keys: Sequence[str] = MEASURE) -
 def own_evaluations(records: Iterable[Record]) -> Iterator[Record]:
     """Yields of a run's lines in order the evaluations of what it has trained: none from before its first step."""
     return filter(is_evaluation, itertools.dropwhile(lambda record: not is_step(record), records))
-
-
-def devices_of(environment: Mapping[str, Any]) -> tuple[int, str]:
-    """On how many devices a run trained, one a process, and what they are called: (2, "NVIDIA H200"), (1, "CPU")."""
-    launch = environment.get("accelerate") or {}
-    gpus = [] if launch.get("device") == "cpu" else environment.get("gpus") or []
-    name = " and ".join(dict.fromkeys(gpus)) or str(launch.get("device") or "cpu").upper()
-    return launch.get("processes") or len(gpus) or 1, name
 
 
 @dataclass(frozen=True)
@@ -133,7 +127,11 @@ class RunRecord:
 
     @property
     def devices(self) -> tuple[int, str]:
-        return devices_of(self.environment)
+        """On how many devices it trained, one a process, and what they are called: (2, "NVIDIA H200"), (1, "CPU")."""
+        launch = self.environment.get("accelerate") or {}
+        gpus = [] if launch.get("device") == "cpu" else self.environment.get("gpus") or []
+        name = " and ".join(dict.fromkeys(gpus)) or str(launch.get("device") or "cpu").upper()
+        return launch.get("processes") or len(gpus) or 1, name
 
     @property
     def tokens_per_step(self) -> int | None:
@@ -175,46 +173,31 @@ class RunRecord:
         return bool(self.matrix.get("side_by_side", False))
 
     @property
-    def diverged(self) -> bool:
-        """Whether the loss of its last step is no finite number; a step without labels has none, and says nothing of it."""
-        losses = self._labelled_losses()[1]
-        return len(losses) > 0 and not np.isfinite(losses[-1])
-
-    @property
     def broken_off(self) -> bool:
-        """Whether its training came to nothing: its loss ends as no number, or its health halted it. Its figures, which are
-        those of the steps before, stand for no end."""
-        return self.diverged or "halted" in self.summary
+        """Whether its training came to nothing: its figures, which are those of the steps before, stand for no end."""
+        return bool(self.broke_off)
 
     @property
     def broke_off(self) -> str:
         """Says how it broke off, to stand behind its name: "was halted at step 2", "has no finite loss from step 7 on"; empty
-        where it was not."""
+        where it did not. A step without labels has no loss, and says nothing of it."""
         if "halted" in self.summary:
             return f"was halted at step {self.summary['steps']:,}"
-        if not self.diverged:
-            return ""
-        steps, losses = self._labelled_losses()
+        steps, losses = _curve([step for step in self.steps if not is_unlabelled(step)], "loss")
         finite = np.flatnonzero(np.isfinite(losses))
-        return f"has no finite loss from step {steps[finite[-1] + 1 if len(finite) else 0]:,} on"
-
-    def _labelled_losses(self) -> tuple[np.ndarray, np.ndarray]:
-        return _curve([step for step in self.steps if not is_unlabelled(step)], "loss")
-
-    @property
-    def epochs(self) -> float:
-        """The passes over the packs that its steps come to, as a horizon counts them: without what rollbacks have passed over."""
-        passed_over = [self.past.left_out, *(each["left_out"] for each in self.metrics if is_rollback(each))][-1]
-        return self.summary["epoch"] * self.summary["steps"] / (self.summary["steps"] + passed_over)
+        after = finite[-1] + 1 if len(finite) else 0
+        return f"has no finite loss from step {steps[after]:,} on" if after < len(steps) else ""
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether the horizon that its recipe names is still to come."""
-        train, tokens = self.config.get("train") or {}, self.tokens_per_step
+        """Whether the horizon that its recipe names is still to come. Epochs count without what rollbacks have passed over."""
+        train, tokens, steps = self.config.get("train") or {}, self.tokens_per_step, self.summary["steps"]
         if epochs := train.get("epochs"):
-            return self.epochs < epochs * (1 - 1e-9)  # whole steps: the last one ends there, or just beyond
+            passed_over = [self.past.left_out, *(each["left_out"] for each in self.metrics if is_rollback(each))][-1]
+            # Whole steps: the last one ends there, or just beyond.
+            return self.summary["epoch"] * steps / (steps + passed_over) < epochs * (1 - 1e-9)
         horizon = train.get("steps") or (tokens and train.get("tokens") and math.ceil(train["tokens"] / tokens))
-        return bool(horizon) and self.summary["steps"] < horizon
+        return bool(horizon) and steps < horizon
 
 
 def _curve(records: Sequence[Record], key: str) -> tuple[np.ndarray, np.ndarray]:

@@ -32,16 +32,11 @@ OTHER_NAMES = {"mfu": "mfu_bf16_peak", "throughput_per_sec": "tokens_per_second"
 
 def errors_of(name: str) -> tuple[type[Exception], ...]:
     """What a service raises that refuses or is away; most of it is OSError, as that of `requests` is."""
-    own: list[type[Exception]] = []
     if name == "wandb":
         import wandb
 
-        own = [wandb.Error]
-    if name == "mlflow":
-        from mlflow.exceptions import MlflowException
-
-        own = [MlflowException]
-    return OSError, ValueError, RuntimeError, *own
+        return OSError, ValueError, RuntimeError, wandb.Error
+    return OSError, ValueError, RuntimeError
 
 
 @dataclass

@@ -49,14 +49,6 @@ def microbatch_sizes(packs: int, devices: int) -> list[int]:
     return sorted({-(-most // count) for count in range(1, most + 1)})
 
 
-def shares_out(packs: int, devices: int, microbatch: int | str) -> bool:
-    """Returns whether a step of so many packs can be computed in microbatches of so many, or `auto`, by so many devices that each
-    have at least one. Where the devices do not divide the packs, some places stay empty anyway: any size does, and the plan says
-    how many."""
-    most = -(-packs // devices)
-    return microbatch == "auto" or (microbatch <= most and (packs % devices != 0 or most % microbatch == 0))
-
-
 def check_launch(recipe: Recipe, world_size: int | None) -> None:
     """Runs those checks of a launch that need neither its device nor its model nor its data; `recipe`: with its precision
     decided. `world_size`: None where only the launch itself will find it out."""
@@ -82,61 +74,56 @@ def check_settings(recipe: Recipe, precision: str, world_size: int | None) -> No
             f"`optimizer.learning_rate: {rate:g}` times `optimizer.weight_decay: {decay:g}` is {rate * decay:g}, the share of a "
             "weight that an update takes away: above 1 weights change their sign; lower one of the two"
         )
-    tokens, length = recipe.batch.tokens, recipe.data.length
-    if tokens % length:
-        lower, upper = tokens // length * length, (tokens // length + 1) * length
-        raise InputError(
-            f"`batch.tokens: {tokens}` is not a multiple of `data.length: {length}`; the nearest "
-            f"{f'are {lower} and {upper}' if lower else f'is {upper}'}"
-        )
+    _check_multiple("batch.tokens", recipe.batch.tokens, recipe.data.length, "the tokens of packs (`data.length`)")
     if world_size is not None:
         _check_shares(recipe, world_size)
-    if recipe.deterministic:
-        check_deterministic(recipe)
-    if recipe.train.epochs is None:  # otherwise the number of packs decides how many steps there are
-        steps = steps_of(recipe.train, tokens, 0, length)
-        schedule.check(recipe.schedule, steps)
-        last_steps([until for until, _ in phases_of(recipe.precision)], steps)
-    if recipe.data.stream:
-        check_stream(recipe)
-    if recipe.data.prepares and not recipe.data.held_out and recipe.data.validation is None:
-        check_held_out(recipe, 0)
-
-
-def _check_shares(recipe: Recipe, world_size: int) -> None:
-    """Raises InputError where a step's packs cannot be shared out over the devices, or a device's over its microbatches."""
-    tokens, length = recipe.batch.tokens, recipe.data.length
-    packs = tokens // length
-    if packs < world_size:
-        raise InputError(
-            f"`batch.tokens: {tokens}` are {packs} packs of `data.length: {length}`, too few for {world_size} processes; set it "
-            f"to {length * world_size} at least, or start {packs} processes at most"
-        )
-    size = recipe.batch.microbatch
-    if not shares_out(packs, world_size, size):
-        fitting = ", ".join(map(str, microbatch_sizes(packs, world_size)))
-        raise InputError(
-            f"`batch.microbatch: {size}` does not divide the {-(-packs // world_size)} packs that a device takes in a step "
-            f"(`batch.tokens: {tokens}` / `data.length: {length}`{f' / {world_size} devices' if world_size > 1 else ''}); "
-            f"set it to one of {fitting}, or to `auto`"
-        )
-
-
-def check_deterministic(recipe: Recipe) -> None:
-    """Raises InputError for what a recipe may not leave open, or use, if its runs are to repeat bit for bit."""
-    if recipe.batch.microbatch == "auto":
+    if recipe.deterministic and recipe.batch.microbatch == "auto":
         raise InputError(
             "`batch.microbatch: auto` takes what fits into the memory that is free, and `deterministic: true` needs one cut for "
             "all runs; set a number. `--plan deterministic=false` says what is expected to fit"
         )
-    if recipe.loss.kind == "cce":
+    if recipe.deterministic and recipe.loss.kind == "cce":
         raise InputError(
             "`loss.kind: cce` adds its gradients up in the order in which blocks finish, and `deterministic: true` needs one "
             "order; set `loss.kind: chunked`"
         )
+    if recipe.train.epochs is None:  # otherwise the number of packs decides how many steps there are
+        steps = steps_of(recipe.train, recipe.batch.tokens, 0, recipe.data.length)
+        schedule.check(recipe.schedule, steps)
+        last_steps([until for until, _ in phases_of(recipe.precision)], steps)
+    if recipe.data.stream:
+        _check_stream(recipe)
+    if recipe.data.prepares and not recipe.data.held_out and recipe.data.validation is None:
+        _check_held_out(recipe, 0)
 
 
-def check_stream(recipe: Recipe) -> None:
+def _check_multiple(key: str, value: int, unit: int, what: str) -> None:
+    if value % unit:
+        lower, upper = value // unit * unit, (value // unit + 1) * unit
+        nearest = f"are {lower} and {upper}" if lower else f"is {upper}"
+        raise InputError(f"`{key}: {value}` is not a multiple of {unit}, {what}; the nearest {nearest}")
+
+
+def _check_shares(recipe: Recipe, world_size: int) -> None:
+    """Raises InputError where a step's packs cannot be shared out over devices, or a device's over its microbatches. Where the
+    devices do not divide the packs, some places stay empty whatever the microbatch, and the plan says how many."""
+    length, size = recipe.data.length, recipe.batch.microbatch
+    packs = recipe.batch.tokens // length
+    if packs < world_size:
+        raise InputError(
+            f"`batch.tokens: {recipe.batch.tokens}` are {packs} packs of `data.length: {length}`, too few for {world_size} "
+            f"processes; set it to {length * world_size} at least, or start {packs} processes at most"
+        )
+    most = -(-packs // world_size)
+    if size != "auto" and (size > most or (packs % world_size == 0 and most % size)):
+        fitting = ", ".join(map(str, microbatch_sizes(packs, world_size)))
+        raise InputError(
+            f"`batch.microbatch: {size}` does not divide the {most} packs that a device takes in a step (`batch.tokens` over "
+            f"`data.length` and {world_size} devices); set it to one of {fitting}, or to `auto`"
+        )
+
+
+def _check_stream(recipe: Recipe) -> None:
     """Raises InputError for a stream of packs without what it has to have: a horizon that is known, and a disk that holds what a
     step reads."""
     settings = recipe.data.stream
@@ -145,12 +132,11 @@ def check_stream(recipe: Recipe) -> None:
             f"`train.epochs: {recipe.train.epochs}` counts packs, and of `data.streaming` nobody knows how many there are; set "
             "`train.steps` or `train.tokens`"
         )
-    needed = TOKEN_BYTES * (3 * settings.window + recipe.batch.tokens) / 1e9
+    needed = TOKEN_BYTES * (3 * settings.window + recipe.batch.tokens) / 1e9  # a part is read, one was, and one comes
     if needed > settings.disk_gb:
         raise InputError(
-            f"`data.streaming.disk_gb: {settings.disk_gb:g}` does not hold the packs of a step and three parts of "
-            f"`data.streaming.window: {settings.window}` tokens, of which one is read, one was and one comes; set it to "
-            f"{needed * 1.1:.2g} or more, or a smaller window"
+            f"`data.streaming.disk_gb: {settings.disk_gb:g}` does not hold a step and three parts of `data.streaming.window: "
+            f"{settings.window}` tokens; set it to {needed * 1.1:.2g} or more, or a smaller window"
         )
 
 
@@ -162,15 +148,12 @@ def check_pack_counts(recipe: Recipe, packs: int, held_out_packs: int | None) ->
             "prepare it from more text, or set a shorter `data.length`"
         )
     if held_out_packs is not None:
-        check_held_out(recipe, held_out_packs)
+        _check_held_out(recipe, held_out_packs)
 
 
-def check_held_out(recipe: Recipe, held_out_packs: int) -> None:
+def _check_held_out(recipe: Recipe, held_out_packs: int) -> None:
     if recipe.checkpoint.best and not (recipe.evaluate.every and held_out_packs):
-        raise InputError(
-            "`checkpoint.best: true` goes by the held-out loss of evaluations; set `evaluate.every`, and `data.held_out` where "
-            "no packs are held out"
-        )
+        raise InputError("`checkpoint.best: true` goes by the held-out loss; set `evaluate.every`, and `data.held_out`")
     if recipe.evaluate.every and not held_out_packs:
         raise InputError(
             f"`evaluate.every: {recipe.evaluate.every}` needs held-out packs and there are none; set `data.held_out` "
@@ -200,14 +183,8 @@ def check_fit(active: ActivePrecision, recipe: Recipe, layers: int | None = None
     where they are known. A single linear that does not fit stays in BF16; what is refused here would leave none."""
     if not active.precision.quantized:
         return
-    name, multiple, length = active.precision.name, active.precision.multiple_of, recipe.data.length
-    if length % multiple:
-        lower, upper = length // multiple * multiple, (length // multiple + 1) * multiple
-        raise InputError(
-            f"`data.length: {length}` is not a multiple of {multiple}, in which `precision: {name}` takes tokens; the nearest "
-            f"{f'are {lower} and {upper}' if lower else f'is {upper}'}"
-        )
-    kept = active.settings.keep_bf16_layers
+    name, kept = active.precision.name, active.settings.keep_bf16_layers
+    _check_multiple("data.length", recipe.data.length, active.precision.multiple_of, f"in which `precision: {name}` takes tokens")
     if layers is not None and kept.first + kept.last >= layers:
         raise InputError(
             f"`fp8_config.keep_bf16_layers`: the first {kept.first} and the last {kept.last} of {layers} layers are all of them; "

@@ -127,24 +127,19 @@ def check_tokenizer(data: DataSettings, model: ModelSettings, vocab_size: int) -
 def fingerprint_of(model: ModelSettings) -> str | None:
     """Returns the fingerprint of the tokenizer that the weights of the model's folder or hub repository are for; None where there
     is none."""
-    if model.weights_source is None:
-        return None
-    if Path(model.repository).exists() and not (Path(model.repository) / "tokenizer.json").is_file():
-        return None
-    return _fingerprint_at(model.repository, model)
+    return model.weights_source and _fingerprint_at(model.repository, model)
 
 
 def fingerprint_in_use(settings: DataSettings, model: ModelSettings, data: Data | None) -> str | None:
     """Returns the fingerprint of the tokenizer that `load_tokenizer` finds; None where there is none, or one without a
     tokenizer.json."""
-    named, with_packs = _places(settings, model, data)
-    return (named and _fingerprint_at(named, model)) or (with_packs and _fingerprint_at(str(with_packs), model))
+    fingerprints = (_fingerprint_at(str(place), model) for place in _places(settings, model, data) if place)
+    return next(filter(None, fingerprints), None)
 
 
 def _fingerprint_at(place: str, model: ModelSettings) -> str | None:
-    revision = model.revision if place == model.repository else None
-    with contextlib.suppress(InputError):  # a repository without a tokenizer, or a machine without network
-        return load_text_tokenizer(place, revision).fingerprint
+    with contextlib.suppress(InputError):  # a folder or repository without a tokenizer, or a machine without network
+        return load_text_tokenizer(place, model.revision if place == model.repository else None).fingerprint
     return None
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from foundation.errors import InputError
 from pretrain.metrics.run_folder import RunFolder
-from pretrain.metrics.run_record import RunRecord, devices_of, last_screen, read_metrics, read_run, summary
+from pretrain.metrics.run_record import RunRecord, last_screen, read_metrics, read_run, summary
 
 
 def step(number: int, **changes: Any) -> dict[str, Any]:
@@ -73,9 +73,9 @@ def test_a_step_without_labels_pulls_no_mean_down_and_is_no_divergence(tmp_path:
     screen(tmp_path / "run", [step(1), step(2, **blank), step(3, loss=2.0), step(4, **blank)])
     run = read_run(tmp_path / "run")
     assert run.summary["loss_last_50"] == pytest.approx((2.999 + 2.0) / 2) and "loss" not in run.summary
-    assert not run.diverged
+    assert not run.broken_off
     screen(tmp_path / "lost", [step(1), step(2, loss=None), step(3, **blank)])
-    assert read_run(tmp_path / "lost").diverged, "a null without its reason was no number"
+    assert read_run(tmp_path / "lost").broken_off, "a null without its reason was no number"
 
 
 @pytest.mark.parametrize(
@@ -87,4 +87,4 @@ def test_a_step_without_labels_pulls_no_mean_down_and_is_no_divergence(tmp_path:
     ],
 )
 def test_what_a_run_trained_on_is_called_alike_everywhere(environment: dict[str, Any], devices: tuple[int, str]) -> None:
-    assert devices_of(environment) == devices
+    assert RunRecord(Path(), {}, environment, [], {}).devices == devices
