@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from foundation.tables import UNKNOWN, markdown
-from foundation.units import count, duration, memory, percent, three_digits
+from foundation.units import count, memory, percent, three_digits
 from pretrain.compare.appearance import as_text
 from pretrain.compare.comparison import RunComparison, Standing
 from pretrain.compare.fairness import CONFIDENCE, FEWEST_STEPS, Gap, keys_told_apart_by, option
@@ -117,7 +117,6 @@ _MFU = {
 
 def figures_of(comparison: RunComparison) -> list[Column]:
     """All that some run knows something about."""
-    matched = f"{comparison.matched_loss:.3f}" if comparison.matched_loss else "in common"
     columns = [
         *_IDENTITY,
         *(
@@ -148,12 +147,6 @@ def figures_of(comparison: RunComparison) -> list[Column]:
             percent,
         ),
         _of_hardware("tok/J", "tokens a joule, by the GPUs' own counters; no host, no cooling", "tokens_per_joule", three_digits),
-        Column(
-            f"to loss {matched}",
-            "speed at matched loss: time in steps until the mean loss was at the lowest that all of them reached",
-            lambda each: each.hours_to_match,
-            lambda hours: duration(hours * 3600),
-        ),
     ]
     return [column for column in columns if any(column.known(each) is not None for each in comparison.standings)]
 

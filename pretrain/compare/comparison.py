@@ -21,7 +21,7 @@ from pretrain.compare.fairness import (
     why_no_end,
     why_not_paired,
 )
-from pretrain.metrics.run_record import LAST_STEPS, LOSS_KEY, RunRecord
+from pretrain.metrics.run_record import LOSS_KEY, RunRecord
 
 TOLERANCE = 0.01  # nats a token that a run may end above its baseline and still count as equal, unless `--gate` says otherwise
 SMOOTHED_SHARE = 1 / 50  # of a run's steps in each mean of a smoothed curve
@@ -36,7 +36,6 @@ class Standing:
     look: Look
     tolerance: float
     loss: float | None  # its last held-out loss; where some run of the comparison has none, the mean of its last training losses
-    hours_to_match: float | None  # of steps, until its smoothed loss was at the loss that all runs reached
 
     @property
     def is_baseline(self) -> bool:
@@ -94,20 +93,18 @@ class Standing:
 class RunComparison:
     standings: list[Standing]
     tolerance: float
-    matched_loss: float | None  # nats a token, of the training loss, that every run with a speed of its own reached
     by_held_out: bool  # every run has a held-out loss, so that this is what they are ranked by
     same_text: bool  # whether the losses that runs are ranked by are of the same text
 
     @classmethod
     def over(cls, runs: Sequence[RunRecord], tolerance: float = TOLERANCE) -> RunComparison:
         """`runs`: comparable, the baseline first."""
-        matched, hours = match_losses([run if own_speed(run) else None for run in runs])
         by_held_out = all("held_out_loss" in run.summary for run in runs)
         same_text = of_one_text(runs) if by_held_out else all(same_packs(runs[0], run) for run in runs)
         key = "held_out_loss" if by_held_out else LOSS_KEY
-        each = zip(runs, looks_of(runs), hours, strict=True)
-        standings = [Standing(run, runs[0], look, tolerance, run.summary.get(key), at) for run, look, at in each]
-        return cls(standings, tolerance, matched, by_held_out, same_text)
+        looks = zip(runs, looks_of(runs), strict=True)
+        standings = [Standing(run, runs[0], look, tolerance, run.summary.get(key)) for run, look in looks]
+        return cls(standings, tolerance, by_held_out, same_text)
 
     @cached_property
     def front(self) -> list[Standing]:
@@ -224,32 +221,6 @@ def moving_mean(values: np.ndarray, window: int) -> np.ndarray:
     middle = slice(window // 2, window // 2 + len(values))
     sums, counts = (np.convolve(each, np.ones(window))[middle] for each in (np.where(finite, values, 0.0), finite))
     return np.where(counts > 0.5, sums / np.maximum(counts, 1), np.nan)
-
-
-def match_losses(runs: Sequence[RunRecord | None]) -> tuple[float | None, list[float | None]]:
-    """(the lowest training loss that all reached, hours of steps until each was there first); None is left out.
-
-    Of means over some 50 steps, so that a lucky one is no arrival. Nothing where fewer than two runs have times of steps. A run
-    that began with another's checkpoint has no times of the steps before, and is left out too.
-    """
-    curves = []
-    for run in runs:
-        steps = run.steps if run and "first_step" not in run.summary else []
-        if not steps or "step_ms" not in steps[0]:
-            curves.append(None)
-            continue
-        losses = run.curve("loss")[1]
-        losses = moving_mean(losses, min(LAST_STEPS, len(losses) // 5) | 1)
-        curves.append((losses, np.cumsum([record["step_ms"] or 0.0 for record in steps]) / 3.6e6))
-    known = [losses for losses, _ in filter(None, curves) if np.isfinite(losses).any()]
-    if len(known) < 2:
-        return None, [None] * len(runs)
-    target = max(float(np.nanmin(losses)) for losses in known)
-    reached: list[float | None] = []
-    for curve in curves:
-        arrived = np.flatnonzero(curve[0] <= target) if curve else ()
-        reached.append(float(curve[1][arrived[0]]) if len(arrived) else None)
-    return target, reached
 
 
 def pareto_front(speeds: Sequence[float], losses: Sequence[float]) -> set[int]:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pretrain.compare.appearance import colour_of, looks_of, shade
-from pretrain.compare.comparison import RunComparison, match_losses, moving_mean, pareto_front, window_of
+from pretrain.compare.comparison import RunComparison, moving_mean, pareto_front, window_of
 from pretrain.metrics.run_record import read_run
 from pretrain.precision.settings import PRECISIONS
 from tests.pretrain.compare.made_runs import make_run, noisy, note, trained
@@ -98,20 +98,6 @@ def test_the_front_is_what_no_other_run_beats_in_speed_and_loss(points):
     for place, (speed, loss) in enumerate(points):
         beaten = any(s >= speed and x <= loss and (s, x) != (speed, loss) for s, x in points)
         assert (place in front) != beaten
-
-
-def test_hours_to_a_matched_loss_are_those_of_the_steps_until_it_was_reached(tmp_path):
-    falling = np.linspace(5.0, 3.0, 100)
-    slow, fast = trained(tmp_path / "slow", falling.tolist()), trained(tmp_path / "fast", (falling - 1.0).tolist())
-    branch = make_run(tmp_path / "branch", falling.tolist())
-    lines = (branch / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (branch / "metrics.jsonl").write_text("".join(lines[50:]))
-    assert match_losses([slow, fast, read_run(branch)])[1][2] is None, "it began where another run had come to in 50 steps"
-    target, (slow_hours, fast_hours) = match_losses([slow, fast])
-    assert target == pytest.approx(3.0, abs=0.2)
-    assert slow_hours == pytest.approx(100 * 100.0 / 3.6e6, rel=0.12), "100 ms a step"
-    assert fast_hours == pytest.approx(slow_hours / 2, rel=0.15), "a line that lies 1 lower is there half way"
-    assert match_losses([slow, None]) == (None, [None, None])
 
 
 @given(losses=st.lists(st.floats(-1e3, 1e3) | st.just(float("nan")), max_size=50), half=st.integers(0, 30))
