@@ -104,27 +104,17 @@ class Assembly:
             self.use(before)
 
     def begin(self, active: ActivePrecision, job: Job, accelerator: Accelerator) -> None:
-        """Go over to `active` between two steps: from here on as if the model had been assembled in it. What the precision before
-        had kept is forgotten, the histories of this one begin with the weights as they are, and what runs is audited anew.
-        Collective; InputError where a product does not run as it should."""
+        """Go over to `active` between two steps, or begin it anew: from here on as if the model had been assembled in it. What was
+        kept before is forgotten, histories begin with the weights as they are, and what runs is audited anew. Collective;
+        InputError where a product does not run as it should."""
         self.context.forget()
         self.use(active)
-        self._rehearse(job, accelerator)
-
-    def begin_histories(self, job: Job, accelerator: Accelerator) -> None:
-        """Let the histories of the precision at present begin with the weights as they are, and audit it anew. Collective, as
-        `begin` is."""
-        self.context.backend.reset()
-        self._rehearse(job, accelerator)
-
-    def _rehearse(self, job: Job, accelerator: Accelerator) -> None:
-        assembled = self.precisions[self.active.precision.name]
-        job = job.with_plan(active=self.active)
+        assembled, job = self.precisions[active.precision.name], job.with_plan(active=active)
         # Histories must not depend on what was drawn before, which is not the same in a run that is resumed here: dropout shows.
         seed_step(job.recipe.seed, 0, accelerator.process_index)
         assembled.audit["products"] = rehearse(job, accelerator, self.model, self.optimizer, assembled.decisions)
         assembled.audit.pop("confirmed_in_step", None)
-        self.use(self.active)
+        self.use(active)
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:

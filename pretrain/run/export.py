@@ -34,7 +34,7 @@ from pretrain.optimizer.adamw_update import convert_weight
 from pretrain.plan.data import Data
 from pretrain.plan.tokenizer import check_same_tokenizer, load_tokenizer
 from pretrain.precision.settings import WEIGHT_DTYPES, Weights
-from pretrain.run.card import CARD, PICTURE, model_card, until
+from pretrain.run.card import CARD, PICTURE, model_card
 from pretrain.run.running import BestEvaluation, Run
 from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import Recipe
@@ -94,10 +94,9 @@ def export_checkpoint(source: Path, out: Path, dtype: Weights | None) -> str:
 def _card_of(saved: SavedModel, tokenizer: bool) -> dict[str, bytes]:
     """The card of the model as it was at the checkpoint, and its picture; nothing where the run's records are gone."""
     try:
-        run = until(read_run(saved.run_dir), step_of(saved.folder))
+        step = step_of(saved.folder)
+        run = read_run(saved.run_dir, [record for record in read_metrics(saved.run_dir) if record["step"] <= step])
     except (InputError, ValueError):  # a folder that was renamed has no step
-        return {}
-    if not run.steps:
         return {}
     return {CARD: model_card(run, saved.hf, tokenizer=tokenizer).encode(), PICTURE: picture_of_losses([run])}
 

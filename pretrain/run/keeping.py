@@ -171,13 +171,9 @@ def halted(run: Run, decision: StepDecision) -> TrainingHalted:
         reason += f". {failure}"
     if names := tensors_not_finite(run):
         reason += f". The weights themselves hold infinity or NaN, in {some_of(names)}"
-        source, untrained = run.job.recipe.model.weights_source, run.state.step - run.state.skipped_steps <= 1
-        if source is not None and untrained:
-            remedy = f"They came so with `model.source: {source}`: fetch it again, or name other weights"
-        else:
-            there = run.checkpoints.latest is not None
-            again = "resume from a checkpoint before that with --resume" if there else "start again in another `run_dir`"
-            remedy = f"Lower `optimizer.learning_rate`, and {again}"
+        there = run.checkpoints.latest is not None
+        again = "resume from a checkpoint before that with --resume" if there else "start again in another `run_dir`"
+        remedy = f"Lower `optimizer.learning_rate`, and {again}"
     return TrainingHalted(run.state.step, f"{reason}. {remedy}.")
 
 

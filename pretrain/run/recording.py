@@ -10,13 +10,12 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from foundation.errors import InputError
 from packing.batch import StepBatches
 from pretrain.compare.figures import plot_losses
 from pretrain.metrics.console import Console
 from pretrain.metrics.gradient_statistics import gradient_statistics
 from pretrain.metrics.health import StepDecision, frozen_names_due
-from pretrain.metrics.peaks import is_known, peak
+from pretrain.metrics.peaks import peak
 from pretrain.metrics.recorder import Recorder, joules_of
 from pretrain.metrics.run_folder import RunFolder, describe_environment
 from pretrain.metrics.run_record import RunRecord, last_screen, read_finished, read_metrics, read_run, summary
@@ -62,8 +61,6 @@ def introduce(run: Run, notes: Iterable[str]) -> None:
     memory = {"microbatch": microbatch, "planned": plan.memory.parts(microbatch), "held": assembly.memory_held()}
     assembly.audit["memory"] = memory
     run.console.panel(f"what runs in which precision (all of it: {folder.audit})", audit.in_short(assembly.audit))
-    if run.accelerator.device.type == "cuda" and not is_known(plan.devices.name):
-        run.console.notice(f"no peak of {plan.devices.name} is known, so there is no MFU; pretrain/metrics/peaks.py has others")
     for note in notes:
         run.console.notice(note)
     if run.accelerator.is_main_process:
@@ -176,19 +173,13 @@ def end_records(run: Run, stopped_by: int) -> None:
 
 
 def sum_up(run: Run) -> RunRecord | None:
-    """Draw the curves; returns what the run folder holds, with the summary that `conclude` writes. None but on the main process.
-    InputError where metrics.jsonl has no step any more."""
+    """Draw the curves; returns what the run folder holds, with the summary that `conclude` writes. None but on the main
+    process."""
     if not run.accelerator.is_main_process:
         return None
     metrics = read_metrics(run.folder.path)
-    figures = summary(metrics)
-    if not figures["steps"]:
-        raise InputError(
-            f"{run.folder.metrics}: holds no step of this run any more, of which a summary could be written; the model of "
-            f"its last checkpoint is exported by: python -m pretrain export {run.folder.path}"
-        )
     identity = run.job.plan.fairness(run.job.data.train.fingerprint)
-    finished = replace(read_run(run.folder.path, metrics), summary=identity | figures)
+    finished = replace(read_run(run.folder.path, metrics), summary=identity | summary(metrics))
     plot_losses([finished], run.folder.loss_plot)
     run.trackers.picture(run.folder.loss_plot, run.state.step)
     return finished

@@ -19,14 +19,12 @@ from foundation.settings import parse
 from foundation.units import plural
 from pretrain.checkpoint.checkpoint import Checkpoints, require_shared
 from pretrain.checkpoint.folders import TensorEntry, read_manifest
-from pretrain.checkpoint.shards import mismatches
 from pretrain.checkpoint.state import Change, Past, TrainState, changed_keys, check_same_training
 from pretrain.metrics.health import MOST_ROLLBACKS, Health, HealthState
 from pretrain.metrics.run_folder import AUDIT_FILE, METRICS_FILE, SUMMARY_FILE
 from pretrain.metrics.run_record import NoStepYet, read_metrics, read_run
 from pretrain.metrics.trackers import resolve
 from pretrain.model.distributed import local_part
-from pretrain.model.huggingface import named_tensors
 from pretrain.optimizer.adamw import set_updates_done
 from pretrain.optimizer.adamw_update import convert_weight, describe_conversion
 from pretrain.plan.preflight import Job
@@ -100,8 +98,6 @@ def find_resume_point(
     except InputError as error:
         raise InputError(f"{key}{error}; name a step-* folder of a run's `checkpoints`") from None
     changes = check_same_training(record, job.identity, path, accept_changes or begins)
-    if misfits := mismatches(read_manifest(path).model, named_tensors(job.shapes)):
-        raise InputError(f"{key}{path}: does not fit this run's model: {'; '.join(misfits[:2])}; name a checkpoint of this model")
     notes = [f"the recipe has changed: {each}" for each in changes if not (begins and each.startswith("train.begin_with:"))]
     return ResumePoint(path, record, notes, begins, past_of(record, job, begins=begins, own=checkpoints.owns(path)))
 
@@ -309,7 +305,7 @@ def complete_histories(source: ResumePoint, assembly: Assembly, job: Job, accele
         reason = f"{', '.join(changed)} changed"
     else:
         return None
-    assembly.begin_histories(job, accelerator)
+    assembly.begin(assembly.active, job, accelerator)
     return f"delayed scaling begins its histories with {REHEARSALS} packs under the checkpoint's weights: {reason}"
 
 

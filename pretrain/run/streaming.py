@@ -7,12 +7,11 @@ from contextlib import contextmanager
 
 from accelerate import Accelerator
 
-from foundation.errors import InputError
 from packing.batch import Prefetch, StepBatches
 from packing.packer import PackerProcess
 from packing.stream import StreamedPacks
 from pretrain.checkpoint.checkpoint import require_shared
-from pretrain.model.distributed import from_all_ranks, largest_over_ranks, refused_together
+from pretrain.model.distributed import largest_over_ranks, refused_together
 from pretrain.plan.preflight import Job
 from pretrain.run.running import Run
 
@@ -27,11 +26,6 @@ def packing_stream(job: Job, accelerator: Accelerator) -> Iterator[None]:
     if stream is None:
         yield
         return
-    if len(set(from_all_ranks(stream.fingerprint))) > 1:
-        raise InputError(
-            f"{stream.path}: not all processes see the same text: their first parts differ; give every machine the same source, "
-            "tokenizer and settings, and remove the folder where it is of another"
-        )
     stream.packing = refused_together(lambda: PackerProcess(job.recipe.data) if accelerator.is_main_process else None)
     try:
         require_shared(stream.path)

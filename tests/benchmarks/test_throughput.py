@@ -28,7 +28,7 @@ from benchmarks.ways.task import Task
 from foundation.errors import InputError
 from pretrain.metrics.run_folder import describe_environment
 from pretrain.settings.config import load_recipe
-from tests.ranks import accelerate_launch_alone, start_agent
+from tests.ranks import launch_alone
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = {entry.name: entry for entry in MODELS["tiny"].entries}
@@ -64,7 +64,7 @@ def run_forked(command: list[str], timeout: float, environment: Mapping[str, str
     """What `run_to_its_end` does, of `accelerate launch` in one process."""
     assert command[:4] == list(LAUNCH[:4])
     with tempfile.TemporaryDirectory() as folder:
-        status, out, err = start_agent(accelerate_launch_alone, command[4:], Path(folder), **environment)
+        status, out, err = launch_alone(command[4:], Path(folder), **environment)
     return status, out + err
 
 

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from pretrain.__main__ import main
 from tests.conftest import Finished, contents
@@ -69,11 +67,8 @@ def test_evaluate_prints_the_losses_in_low_precision_and_in_bf16_and_writes_noth
     assert 0 < abs(printed["bf16"] - printed["current"]) < 0.02
 
 
-def test_samples_are_recorded_with_a_seed_a_prompt(train_here: Callable, tmp_path: Path) -> None:
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(61)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w60").save_pretrained(tmp_path / "words")
-    settings = ("evaluate.samples=[w1 w2, w1 w2]", f"data.tokenizer={tmp_path / 'words'}")
+def test_samples_are_recorded_with_a_seed_a_prompt(train_here: Callable, words: Path) -> None:
+    settings = ("evaluate.samples=[w1 w2, w1 w2]", f"data.tokenizer={words}")
     run = train_here(*settings, "log.trackers=[tensorboard]", "train.steps=6", "parity=off")
     assert run.status == 0, run.output
     early, late = ([*record["samples"]] for record in run.records() if record.get("event") == "samples")

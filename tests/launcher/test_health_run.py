@@ -43,17 +43,6 @@ def events(run: Finished, name: str) -> list[dict[str, Any]]:
     return [record for record in run.records() if record.get("event") == name]
 
 
-def test_a_skipped_step_leaves_weights_and_histories_as_they_were(train_here: Callable, delayed: dict[str, Any]) -> None:
-    with poisoned_once(Path(delayed["run_dir"]), steps_before=3):
-        run = train_here("health.on_nan=skip", "checkpoint={every: 1, keep: 9}", recipe=delayed)
-    assert run.status == 0, run.output
-    steps = steps_of(run)
-    assert steps[3]["skipped"] and steps[3]["gradient_norm"] is None and len(steps) == 6
-    before, after = (tensors_of(run.run_dir / "checkpoints" / f"step-0000000{step}") for step in (3, 4))
-    assert any(name.startswith("fp8/") for name in before)
-    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
-
-
 def test_a_rollback_goes_on_past_the_bad_data_and_resumes_so(
     train_here: Callable, delayed: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -69,22 +58,6 @@ def test_a_rollback_goes_on_past_the_bad_data_and_resumes_so(
     before = weights_of(run)
     again = train_here("health.on_nan=rollback", f"--resume={run.run_dir}/checkpoints/step-00000004", recipe=recipe)
     assert again.status == 0 and steps_of(again) == steps and weights_of(again) == before
-
-
-def test_rollbacks_end_at_their_limit_and_the_step_that_halts_is_written_down(
-    train_here: Callable, delayed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From the third step on no data is good."""
-    backward, run_dir = Accelerator.backward, Path(delayed["run_dir"])
-
-    def poison(accelerator: Accelerator, loss: torch.Tensor, **options: Any) -> None:
-        backward(accelerator, loss * math.inf if steps_logged(run_dir) >= 2 else loss, **options)
-
-    monkeypatch.setattr(Accelerator, "backward", poison)
-    run = train_here("health.on_nan=rollback", "checkpoint.every=1", recipe=delayed)
-    assert run.status == 3 and run.err.count("halted: ") == 1, run.output
-    assert "halted" in steps_of(run)[-1] and not (run.run_dir / "summary.json").exists()
-    assert not (run.run_dir / "final").exists()
 
 
 def test_a_run_stopped_after_two_rollbacks_saves_its_step_and_their_count(

@@ -27,17 +27,6 @@ def parity_of(run: Finished) -> dict[str, Any]:
     return json.loads((run.run_dir / "audit.json").read_text())["parity"]
 
 
-@pytest.mark.parametrize("settings", [(), DELAYED], ids=["fp32", "delayed"])
-def test_a_run_that_agrees_writes_it_down_and_trains_as_it_would_have_unchecked(
-    settings: tuple[str, ...], launch: Callable
-) -> None:
-    unchecked, checked = launch("unchecked", *settings, "parity=off"), launch("checked", *settings, "parity=on")
-    assert unchecked.status == checked.status == 0, checked.output
-    assert "parity" not in json.loads((unchecked.run_dir / "audit.json").read_text())
-    assert parity_of(checked)["failures"] == [] and len(checked.losses()) == 2
-    assert checked.losses() == unchecked.losses(), "the check leaves no trace in random numbers, scales and history"
-
-
 def test_a_run_that_would_train_something_else_stops_before_its_first_step(
     launch: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:

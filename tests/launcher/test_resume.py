@@ -129,17 +129,6 @@ def test_a_signal_while_the_last_step_is_saved_loses_nothing_of_it(
     assert finished.status == 0 and outcome(finished) == outcome(alone)
 
 
-def test_a_second_launcher_on_the_same_run_folder_is_refused_and_the_first_goes_on(
-    start: Callable, run: Callable, tmp_path: Path
-) -> None:
-    first = start(Moment("logged", "^3$"), Moment("logged", "^6$", SIGTERM))
-    first.wait_until_it_waits()
-    second = run()
-    first.go_on()
-    assert first.end() == 128 + SIGTERM and checkpoints(tmp_path / "run")[-1] == 6
-    assert second.status == 2 and str(tmp_path / "run") in second.err and "Traceback" not in second.output
-
-
 # ── Damaged, sent back, repeated, changed ─────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -178,15 +167,3 @@ def test_a_finished_run_started_again_changes_nothing(alone: Finished, start_her
     before = outcome(alone)
     again = start_here(recipe, Path(recipe["run_dir"]).parent)
     assert again.status == 0 and outcome(again) == before
-
-
-def test_another_microbatch_may_take_over_and_sums_to_the_same_losses(
-    copied: Callable, train_here: Callable, small_recipe: dict[str, Any]
-) -> None:
-    """Without dropout, which draws other numbers for other microbatches."""
-    whole = train_here("parity=off", "batch.microbatch=2").losses()
-    shutil.rmtree(Path(small_recipe["run_dir"]) / "checkpoints" / f"step-{STEPS:08d}")
-    shutil.rmtree(Path(small_recipe["run_dir"]) / "final")
-    again = train_here("parity=off", "batch.microbatch=8")
-    assert again.status == 0 and "at step 8" in again.output
-    assert again.losses()[:8] == whole[:8] and again.losses() == pytest.approx(whole, abs=1e-6)

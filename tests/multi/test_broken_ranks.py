@@ -2,13 +2,71 @@
 
 from __future__ import annotations
 
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
+from accelerate import Accelerator
+from torch import Tensor
 
-from tests.multi.broken_ranks import start
+from pretrain.model.distributed import complete_topology
+from tests.pretrain.verify.small_runs import SmallRun, build_run
+from tests.ranks import start_ranks
 
-pytestmark = pytest.mark.multi
+
+def nothing(run: SmallRun) -> None:
+    pass
 
 
+def gradient_of_a_rank_lost(run: SmallRun) -> None:
+    if run.accelerator.process_index == 1:
+        change_loss(run, lambda loss: loss.detach() + loss * 0)
+
+
+def averaged_over_ranks(run: SmallRun) -> None:
+    """What DDP and FSDP2 do where the loss is not scaled up by their number."""
+    change_loss(run, lambda loss: loss.detach() + (loss - loss.detach()) / run.accelerator.num_processes)
+
+
+def change_loss(run: SmallRun, change: Callable[[Tensor], Tensor]) -> None:
+    run.packed.register_forward_hook(lambda module, args, loss: change(loss))
+
+
+FAULTS = {
+    "nothing": nothing,
+    "a rank's gradient is lost": gradient_of_a_rank_lost,
+    "the loss is averaged over ranks": averaged_over_ranks,
+}
+
+
+def find_faults() -> None:
+    """What each process does; the first prints what was found."""
+    complete_topology(accelerator := Accelerator(mixed_precision="no"))
+    found: dict[str, dict[str, list[str]]] = {}
+    for precision in sys.argv[1:]:
+        for what, make in FAULTS.items():
+            run = build_run(accelerator, precision, layers=1)
+            make(run)
+            found.setdefault(what, {})[precision] = run.parity().failures
+    if accelerator.is_main_process:
+        print("FOUND " + json.dumps(found))
+    accelerator.end_training()
+
+
+def start(topology: str, *precisions: str) -> dict[str, dict[str, list[str]]]:
+    """What two processes found: by fault and precision, the failures that parity names."""
+    with tempfile.TemporaryDirectory() as folder:
+        launch = ["--config_file", f"accelerate_configs/{topology}.yaml"]
+        status, out, err = start_ranks(precisions, launch, Path(folder), main=find_faults)
+    assert status == 0, out + err
+    (line,) = [line for line in out.splitlines() if line.startswith("FOUND ")]
+    return json.loads(line.removeprefix("FOUND "))
+
+
+@pytest.mark.multi
 def test_what_is_lost_between_two_processes_is_found() -> None:
     """Under DDP and with histories that both share; `tests.pretrain.verify.mutations` tries FSDP2 and every precision."""
     found = start("ddp", "delayed")

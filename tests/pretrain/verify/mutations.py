@@ -27,7 +27,7 @@ import torch
 from foundation.errors import InputError
 from pretrain.precision.settings import PRECISIONS
 from pretrain.precision.transformer_engine import unavailable_because
-from tests.multi import broken_ranks
+from tests.multi import test_broken_ranks as broken_ranks
 from tests.pretrain.verify.faults import FAULTS, Fault
 from tests.pretrain.verify.small_runs import ARCHITECTURES, SmallRun, build_run, on_a
 
