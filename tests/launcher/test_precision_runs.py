@@ -78,12 +78,3 @@ def test_a_branch_goes_on_as_the_other_did_in_a_folder_of_its_own(started: Calla
     shutil.rmtree(tmp_path / "whole-5")  # once it has checkpoints of its own, those are gone on from
     shutil.rmtree(branch.run_dir / "checkpoints" / "step-00000005")
     assert started("branch", *begins).losses() == branch.losses()
-
-
-@pytest.mark.parametrize("packs", [8, 2])
-def test_a_branch_of_another_batch_goes_on_in_the_text_where_the_checkpoint_ended(packs: int, started: Callable) -> None:
-    """Of 120 packs 12 were trained on, 4 a step."""
-    whole = started("whole", "precision=bf16")
-    begins = (f"train.begin_with={whole.run_dir}/checkpoints/step-00000003", f"batch.tokens={packs * 32}", "precision=bf16")
-    branch = started("branch", *begins)
-    assert [step["epoch"] for step in branch.records() if "loss" in step] == [(12 + packs * n) / 120 for n in (1, 2)]

@@ -77,15 +77,6 @@ def test_what_was_saved_is_loaded_bit_for_bit(tmp_path):
     assert_holds(parts, 3)
 
 
-def test_weights_of_another_float_mode_are_converted_and_the_conversion_is_told(tmp_path):
-    path = save(Checkpoints(tmp_path, keep=1), 1)
-    model, optimizer = tensors_of(1)
-    wanted = {name: torch.zeros(tensor.shape) for name, tensor in model.items()}
-    notes = Checkpoints(tmp_path, keep=1).load(path, wanted, blank(optimizer))
-    assert notes == ["model: 2 tensors converted from BF16 to F32"]
-    assert all(torch.equal(wanted[name], model[name].float()) for name in model)
-
-
 def test_tensors_that_do_not_fit_are_named_and_nothing_is_copied(tmp_path):
     path = save(Checkpoints(tmp_path, keep=1), 1)
     model, optimizer = tensors_of(1)

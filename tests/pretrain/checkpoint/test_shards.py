@@ -14,11 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pretrain.checkpoint import shards
-from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.checkpoint.shards import DTYPE_NAMES, ShardBlock, block_of, lay_out, load_tensors, write_tensors
 from pretrain.model.distributed import local_part
 
@@ -120,54 +119,3 @@ def test_any_number_of_processes_load_what_any_other_number_has_saved(data: st.D
             found = as_rank(rank, mesh, placements, torch.full_like(tensor, 7))
             load_tensors(Path(folder), index, {"t": found})
             assert torch.equal(local_part(found), local_part(wanted))
-
-
-SHAPES = {"embed": (10, 6), "thin": (2, 4), "norm": (7,), "columns": (3, 8), "replica": (5, 2), "plain": (4, 4), "scalar": ()}
-
-
-def whole(name: str) -> torch.Tensor:
-    return torch.randn(SHAPES[name], generator=torch.Generator().manual_seed(len(name)))
-
-
-def distributed(name: str) -> torch.Tensor:
-    """The tensor `name` as a process of the present group would hold it under FSDP2 or tensor parallelism."""
-    if name in ("plain", "scalar"):
-        return whole(name)
-    placement = {"columns": Shard(1), "replica": Replicate()}.get(name, Shard(0))
-    return distribute_tensor(whole(name), init_device_mesh("cpu", (torch.distributed.get_world_size(),)), [placement])
-
-
-def _in_group(rank: int, world_size: int, folder: str, work: str) -> None:
-    torch.set_num_threads(1)
-    store = torch.distributed.FileStore(f"{folder}/store-{world_size}", world_size)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    checkpoints = Checkpoints(Path(folder) / "checkpoints", keep=2)
-    model, optimizer = {name: distributed(name) for name in SHAPES}, {f"exp_avg/{name}": distributed(name) for name in SHAPES}
-    if work == "save":
-        checkpoints.save(5, model, optimizer, {"step": 5})
-    else:
-        for tensor in (*model.values(), *optimizer.values()):
-            (tensor.to_local() if isinstance(tensor, DTensor) else tensor).fill_(7)
-        newest = checkpoints.newest()
-        checkpoints.load(newest, model, optimizer)
-        assert checkpoints.read_state(newest) == {"step": 5}
-        for name in SHAPES:
-            for tensor in (model[name], optimizer[f"exp_avg/{name}"]):
-                assert torch.equal(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor, whole(name)), name
-    torch.distributed.destroy_process_group()
-
-
-def test_what_two_processes_save_one_and_three_processes_load_bit_for_bit(tmp_path):
-    start = torch.multiprocessing.start_processes
-    start(_in_group, args=(2, str(tmp_path), "save"), nprocs=2, start_method="fork")
-    files = sorted(path.name for path in (tmp_path / "checkpoints" / "step-00000005").glob("model*"))
-    assert files == ["model-00000-of-00002.safetensors", "model-00001-of-00002.safetensors"]
-
-    start(_in_group, args=(3, str(tmp_path), "load"), nprocs=3, start_method="fork")
-
-    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
-    model, optimizer = ({prefix + name: torch.zeros(SHAPES[name]) for name in SHAPES} for prefix in ("", "exp_avg/"))
-    checkpoints.load(checkpoints.newest(), model, optimizer)
-    assert all(
-        torch.equal(model[name], whole(name)) and torch.equal(optimizer[f"exp_avg/{name}"], whole(name)) for name in SHAPES
-    )

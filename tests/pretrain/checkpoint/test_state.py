@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from foundation.errors import InputError
 from pretrain.checkpoint.state import (
-    TrainState,
     changed_keys,
     check_same_source,
     check_same_training,
@@ -21,15 +20,6 @@ from pretrain.checkpoint.state import (
 )
 
 SOURCE = Path("runs/demo/checkpoints/step-00000007")
-
-
-def test_a_state_is_finished_when_it_has_advanced_through_its_horizon():
-    state = TrainState(steps=2)
-    state.advance(tokens=4096, valid_tokens=4000)
-    assert not state.finished
-    state.advance(tokens=4096, valid_tokens=4001, skipped=True)
-    assert state.finished
-    assert (state.tokens, state.valid_tokens, state.skipped_steps) == (8192, 8001, 1)
 
 
 def test_differences_name_each_key_with_both_values_and_see_through_json():
