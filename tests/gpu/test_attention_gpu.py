@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +13,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from foundation.errors import InputError
 from pretrain.model.attention import backends as attention
-from pretrain.model.attention import cudnn, flash
 from pretrain.model.attention.operator import Heads
 from pretrain.model.attention.trial import choose_tried, disagreement
 
@@ -112,23 +107,6 @@ def test_a_kernel_that_is_wrong_is_not_taken_by_auto_and_refused_by_name(kind: s
     assert chosen.name != name and (preferred or f"{kind} disagrees with" in chosen.reason)
 
 
-def test_cudnns_two_calls_give_what_its_operator_gives() -> None:
-    kernel_of("cudnn", SHAPES[0])
-    states = [s[0].transpose(0, 1) for s in random_states(SHAPES[0])]  # not contiguous
-    where = (offsets(DOCUMENTS["mixed"], 3), LENGTH, 0.11)
-    output, *saved = cudnn.cudnn_forward(*states, *where)
-    assert [(tuple(s.shape), s.dtype) for s in saved] == [((LENGTH * PACKS, 16, 1), torch.float32), ((2,), torch.int64)]
-    d_output = torch.randn_like(output)
-    gradients = cudnn.cudnn_backward(d_output, *states, output, *saved, *where)
-
-    leaves = [s.detach().requires_grad_() for s in states]
-    theirs = cudnn.cudnn_attention(*leaves, *where)
-    assert torch.equal(theirs, output)
-    for mine, by_operator in zip(gradients, torch.autograd.grad(theirs, leaves, d_output), strict=True):
-        assert mine.is_contiguous()
-        torch.testing.assert_close(mine, by_operator, rtol=2**-7, atol=2**-7)
-
-
 @pytest.mark.parametrize("kind", ["cudnn", "fa4", "varlen"])
 @pytest.mark.parametrize("size", [128, 4096])
 def test_what_repeats_bit_for_bit(kind: Any, size: int) -> None:
@@ -199,24 +177,3 @@ def test_compiled_layers_give_the_documents_own_logits_and_compile_once(kind: st
         assert (logits.float() - expected).norm() / expected.norm() < 0.03
         compiled.append(counter.frame_count)
     assert compiled == [compiled[0]] * 3
-
-
-def test_a_second_process_finds_what_flash_attention_4_has_compiled(tmp_path: Path) -> None:
-    """Where Transformer Engine, which imports the package itself, is there first."""
-    if obstacle := flash.obstacle(64):
-        pytest.skip(f"fa4 {obstacle}")
-    script = """
-import torch
-from pretrain.model.attention import flash
-from pretrain.precision import transformer_engine
-transformer_engine.missing()
-q, k, v = (torch.randn(256, heads, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2))
-flash.flash_attention(q, k, v, torch.tensor([0, 100, 256], device="cuda", dtype=torch.int32), 256, 0.1).sum().backward()
-"""
-    kept = {}
-    for name in ("first", "second"):
-        environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
-        environment.pop("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", None)  # this process's own
-        subprocess.run([sys.executable, "-c", script], env=environment, check=True)
-        kept[name] = {path: path.stat().st_mtime_ns for path in (tmp_path / "pretrain" / "flash_attn_4").rglob("*.o")}
-    assert len(kept["first"]) >= 3 and kept["second"] == kept["first"]

@@ -151,10 +151,3 @@ def test_compiled_layers_with_dropout_repeat_their_bits_and_resume_with_them(tra
     alone, killed = ours.alone(), ours.killed()
     check_equal(alone, killed)
     assert alone["audit"]["compiled"] == "each layer"
-
-
-def test_plain_torch_repeats_its_bits_and_resumes_with_them(training: Callable[..., Training]) -> None:
-    """Layers, attention, and the loss with a penalty, whose `scatter_add_` has a fixed order only where that is asked for."""
-    plain = ("model.fused=off", "model.compile=none", "model.attention=sdpa")
-    ours = training(*plain, "loss={penalty: top_k_mass, penalty_weight: 0.1, top_k: 5}")
-    check_equal(ours.alone(), ours.killed())

@@ -228,16 +228,3 @@ def test_evaluation_in_low_precision_computes_what_training_does_and_leaves_no_t
         assert torch.equal(tensor, before[name]), name
     packed.context.first_microbatch = True  # evaluation has quantized the weights with the scales of now
     assert packed.train()(**batch).item() == pytest.approx(evaluated, rel=1e-4)
-
-
-def test_statistics_are_shown_every_operand() -> None:
-    packed = assemble(larger("qwen3"), "delayed", fused=True)
-    seen: dict[tuple[str, str], tuple[int, ...]] = {}
-    packed.context.observers.append(lambda name, role, tensor, product: seen.update({(name, role): tuple(tensor.shape)}))
-    train(packed, steps=1)
-    assert {name for name, _ in seen} == {product.name for product in packed.fused.products}
-    for product in packed.fused.products:
-        out, into = product.weights.out_features, product.weights.in_features
-        assert seen[product.name, "input"] == (4 * LENGTH, into)
-        assert seen[product.name, "weight"] == (out, into)
-        assert seen[product.name, "grad_output"] == (4 * LENGTH, out)

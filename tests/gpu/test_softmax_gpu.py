@@ -131,20 +131,6 @@ def test_the_fp8_gradient_is_the_bf16_gradient_quantized_apart(
     check_quantized(logits, labels, fp8, None if scale is None else torch.tensor(scale, device=DEVICE))
 
 
-def test_a_chunk_without_labels_has_an_amax_of_zero_and_a_scale_of_one() -> None:
-    logits, labels = draw(16, 32, torch.bfloat16)
-    check_quantized(logits, labels.fill_(IGNORE), torch.float8_e5m2, None)
-
-
-def test_nan_stays_nan_in_the_codes_and_out_of_the_amax() -> None:
-    logits, labels = draw(16, 32, torch.bfloat16)
-    logits[1] = math.nan
-    amax = torch.zeros(1, device=DEVICE)
-    losses, gradient = quantized_softmax_gradient(logits, labels, IGNORE, torch.float8_e5m2, amax, None)
-    assert losses.isnan().sum() == 1 and 0 < amax.item() <= 1
-    assert decoded(gradient.rows, torch.float8_e5m2).isnan().any(1).sum() == 1
-
-
 # ── At full size ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -27,7 +27,6 @@ from pretrain.model.packed import PackedLanguageModel
 from pretrain.model.wrapping import fuse, wrap_layers
 from pretrain.precision import searched
 from pretrain.precision.product import PrecisionContext
-from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 from pretrain.settings.recipe import LossSettings, ModelSettings
 from tests.gpu.interpreted import DEVICE, GPU_OR_INTERPRETER, INTERPRETED, cuda_only
 from tests.pretrain.model.fused.fused_models import ARCHITECTURES, build, inputs, losses_and_gradients, that_count
@@ -36,7 +35,6 @@ pytestmark = [
     *GPU_OR_INTERPRETER,
     pytest.mark.usefixtures("conversions_that_round"),
 ]
-BF16_ACTIVE = ActivePrecision("bf16", PRECISIONS["bf16"], "torch", LowPrecisionSettings())
 LENGTH = 32 if INTERPRETED else 256
 LAYERS = 1 if INTERPRETED else 2
 NAMES = ["qwen3", "llama with biases"] if INTERPRETED else [*ARCHITECTURES]

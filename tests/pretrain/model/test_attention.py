@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import math
-import os
-import sys
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +24,6 @@ from pretrain.model.attention.documents import attend_by_document
 from pretrain.model.attention.operator import Heads
 from pretrain.model.attention.trial import choose_tried, disagreement
 from pretrain.precision import transformer_engine
-from tests.moments import fork_context
 
 VOCABULARY, LENGTH = 97, 24
 SMALL = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -101,15 +96,6 @@ def test_a_packed_batch_gives_the_logits_and_gradients_of_its_documents_alone(
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@given(lengths=st.lists(pack_lengths, min_size=1, max_size=3), spare=st.integers(0, 3))
-def test_the_document_mask_is_causal_within_each_document(lengths: list[list[int]], spare: int) -> None:
-    inputs = packed(lengths, spare)
-    sizes = inputs["cu_seqlens"].diff().tolist()
-    whole = torch.block_diag(*[torch.ones(n, n).tril() for n in sizes if n]).bool()
-    expected = [whole[i : i + LENGTH, i : i + LENGTH] for i in range(0, len(whole), LENGTH)]
-    assert torch.equal(inputs["document_mask"], torch.stack(expected)[:, None])
-
-
 @pytest.mark.parametrize("name", ["packed_sdpa", "packed_documents", "packed_cudnn"])
 def test_layers_compile_whole_and_never_again_when_the_number_of_documents_changes(name: str, cudnn_on_a_cpu: None) -> None:
     torch._dynamo.reset()
@@ -140,13 +126,6 @@ def test_an_operator_keeps_what_operators_promise(attend: str, cudnn_on_a_cpu: N
     v = v if attend == "attend_by_document" else v[:, :2].detach().requires_grad_()
     numbers = (0.3,) if attend == "attend_by_document" else (7, 0.3)
     torch.library.opcheck(getattr(torch.ops.pretrain, attend), (q, k, v, torch.tensor([0, 4, 7, 7], dtype=torch.int32), *numbers))
-
-
-def test_varlen_is_called_as_this_torch_wants_it_and_keeps_the_shape() -> None:
-    query, key = (torch.empty(1, heads, 48, 16, device="meta", dtype=torch.bfloat16) for heads in (4, 2))
-    cu_seqlens = torch.empty(5, device="meta", dtype=torch.int32)
-    output, _ = attention.packed_varlen(None, query, key, key, None, cu_seqlens=cu_seqlens, max_seqlen=24, scaling=0.25)
-    assert output.shape == (1, 48, 4, 16)
 
 
 def test_a_layer_that_asks_for_what_is_not_computed_is_an_error() -> None:
@@ -250,27 +229,6 @@ def test_transformers_does_not_take_our_names_for_kernels_of_its_own() -> None:
 
 
 # ── FlashAttention-4 ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_flash_attention_4_is_told_where_to_keep_its_kernels_before_anything_can_import_it() -> None:
-    """Transformer Engine imports it, and is itself imported by a call, never with our modules."""
-    ours, theirs = fork_context.Pipe()
-    process = fork_context.Process(target=tell_what_the_launcher_imports, args=(theirs,))
-    process.start()
-    told, modules = ours.recv()
-    process.join()
-    assert told.endswith("pretrain/flash_attn_4")
-    assert {"train_accelerate", flash.__name__} < modules
-    assert not {"transformer_engine", "transformer_engine.pytorch", "flash_attn"} & modules
-
-
-def tell_what_the_launcher_imports(connection: Connection) -> None:
-    """In a process forked from one that has imported the launcher: where the kernels are kept, and all modules that there are."""
-    modules = set(sys.modules)
-    for key in [key for key in os.environ if key.startswith("FLASH_ATTENTION")]:
-        del os.environ[key]
-    importlib.reload(flash)
-    connection.send((os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"], modules))
 
 
 @pytest.mark.parametrize("heads", [Heads(6, 2, 16), Heads(4, 1, 16), Heads(3, 3, 16)], ids=str)

@@ -19,7 +19,6 @@ from pretrain.settings.recipe import LossSettings
 
 TOKENS, IN, OUT, MICROBATCHES = 128, 128, 256, 8
 QUANTIZED = [name for name, precision in PRECISIONS.items() if precision.quantized]
-TOLERATED = {"bf16": 0.05, "nvfp4": 0.9, "mxfp4": 0.9}  # of a gradient's norm; the others 0.25
 DETERMINISTIC = {"disable_stochastic_rounding": True}
 
 

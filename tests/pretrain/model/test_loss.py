@@ -15,7 +15,6 @@ from foundation.errors import InputError
 from packing.arrow import IGNORE
 from pretrain.model.loss import head as loss
 from pretrain.model.loss.head import LossHead, chunks, softmax_gradient_, token_losses
-from pretrain.precision.product import add_product_
 from pretrain.settings.recipe import LossSettings
 
 
@@ -86,19 +85,6 @@ def test_chunked_loss_and_gradients_are_exact_to_fp32_rounding(
         torch.testing.assert_close(tensor.grad.double(), expected, rtol=1e-5, atol=1e-6 * scale * tokens)
 
 
-def test_the_loss_agrees_with_the_exact_one_and_without_gradients_too() -> None:
-    states, linear, labels = problem(300, 32, 500, 0.1)
-    value, gradients = exact(states, linear, labels)
-    head = LossHead.replacing(linear, LossSettings(chunk=64))
-    ours = head(states, labels)
-    ours.backward()
-    assert relative_error(ours, value) < 1e-6
-    assert relative_error(states.grad, gradients[0]) < 1e-6
-    assert relative_error(linear.weight.grad, gradients[1]) < 1e-6
-    with torch.no_grad():
-        assert relative_error(head(states, labels), value) < 1e-6
-
-
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
 def test_bf16_stays_within_the_rounding_of_its_factors(weights: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -112,14 +98,6 @@ def test_bf16_stays_within_the_rounding_of_its_factors(weights: torch.dtype) -> 
     assert relative_error(states.grad, gradients[0]) < 2**-7
     assert relative_error(linear.weight.grad, gradients[1]) < 2**-7
     assert linear.weight.grad.dtype == weights and states.grad.dtype == torch.float32
-
-
-def test_a_batch_without_labels_costs_nothing_and_moves_nothing() -> None:
-    states, linear, labels = problem(50, 8, 30, 1.0)
-    value = LossHead.replacing(linear, LossSettings(chunk=16))(states, labels)
-    value.backward()
-    assert value == 0
-    assert not states.grad.any() and not linear.weight.grad.any()
 
 
 def test_a_tied_weight_stays_one_parameter_and_gathers_both_gradients() -> None:
@@ -155,16 +133,6 @@ def test_a_main_gradient_takes_the_sum_of_the_microbatches_and_autograd_none(mai
         (head(states, labels) * scale).backward()
     assert linear.weight.grad is None and states.grad is not None
     assert relative_error(linear.weight.main_grad, expected) < (1e-6 if main == torch.float32 else 2**-8)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_first_product_overwrites_whatever_the_sum_held(dtype: torch.dtype) -> None:
-    left, right = torch.randn(6, 4).to(dtype), torch.randn(4, 5).to(dtype)
-    total = torch.full((6, 5), torch.nan)
-    add_product_(total, left, right, overwrite=True)
-    torch.testing.assert_close(total, (left @ right).float())
-    add_product_(total, left, right)
-    torch.testing.assert_close(total, 2 * (left @ right).float())
 
 
 class LargestResult(TorchDispatchMode):

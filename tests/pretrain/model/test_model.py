@@ -150,25 +150,6 @@ def test_working_copies_compute_what_a_bf16_model_computes_with_gradients_in_fp3
         assert error <= (2**-8 if "embed" in name else 0), name
 
 
-@pytest.mark.long
-@pytest.mark.usefixtures("cpp_compiler")
-@torch.no_grad()  # compiling the backward pass, which nothing here runs, would take the C++ compiler as long again
-def test_compiled_layers_agree_and_do_not_recompile_when_the_number_of_documents_changes() -> None:
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    eager, compiled = packed_model(settings("qwen3")), packed_model(settings("qwen3"), compile_layers=True)
-    rng = np.random.default_rng(0)
-    graphs = []
-    for count in (2, 30, 17):
-        lengths = np.diff([0, *sorted(rng.choice(np.arange(1, 64), count - 1, replace=False)), 64]).astype(np.int32)
-        pack = Pack(rng.integers(0, VOCABULARY, 64).astype(np.uint32), lengths)
-        inputs = inputs_of(build_microbatch([pack], mask_boundaries=True), CPU)
-        torch.testing.assert_close(compiled(**inputs), eager(**inputs), rtol=1e-5, atol=1e-4)
-        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    assert graphs[0] > 0
-    assert graphs == [graphs[0]] * 3
-
-
 @pytest.mark.parametrize("kind", SHAPES)
 def test_tied_heads_stay_tied_and_exports_load_as_plain_transformers_models(kind: str, tmp_path: Path) -> None:
     packed = packed_model(settings(kind), cast_to=torch.bfloat16)
@@ -224,15 +205,6 @@ def test_under_fsdp2_the_first_rank_has_what_is_built_whole_and_the_model_no_mem
     assert all(torch.equal(buffer, whole.get_buffer(name)) for name, buffer in hf.named_buffers())
     assert hf.generation_config.to_dict() == whole.generation_config.to_dict()
     assert (hf.get_output_embeddings().weight is hf.get_input_embeddings().weight) == (kind in ("qwen3", "gpt2"))
-
-
-def test_the_same_seed_draws_the_same_weights_and_bf16_weights_are_the_rounded_fp32_ones() -> None:
-    first, again, other = (packed_model(settings("llama"), seed=seed) for seed in (5, 5, 6))
-    rounded = packed_model(settings("llama"), seed=5, weights=torch.bfloat16)
-    for a, b, c, d in zip(*(m.parameters() for m in (first, again, other, rounded)), strict=True):
-        assert torch.equal(a, b)
-        assert a.dim() < 2 or not torch.equal(a, c)
-        assert torch.equal(a.bfloat16(), d)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from foundation.attributes import holding
@@ -23,7 +23,7 @@ from pretrain.model.packed import PackedLanguageModel
 from pretrain.model.wrapping import choose_arithmetic, convert, fuse, low_precision_weights, wrap_layers
 from pretrain.precision.formats.definition import Role
 from pretrain.precision.product import PlainProduct, PrecisionContext
-from pretrain.precision.scope import LINEARS, Decision, decide, is_called
+from pretrain.precision.scope import decide, is_called
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 from pretrain.settings.recipe import LossSettings, ModelSettings
 from tests.pretrain.model.fused.fused_models import ARCHITECTURES, build, inputs
@@ -50,48 +50,6 @@ def loss_and_gradients(whole: PackedLanguageModel) -> tuple[float, dict[str, Ten
 
 
 # ── Which ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class Named:
-    """A backend that notes what it is asked for."""
-
-    def __init__(self) -> None:
-        self.names: set[str] = set()
-
-    def product(self, name: str, in_features: int, out_features: int, *, bias: bool) -> PlainProduct:
-        self.names.add(name)
-        return PlainProduct(name)
-
-
-def decided(hf: nn.Module, reasons: dict[str, str | None]) -> dict[str, Decision]:
-    """For each linear, the reason that `reasons` has under a part of its name; None, low precision, where it has none."""
-    linears = [name for name, module in hf.named_modules() if isinstance(module, LINEARS)]
-    found = {name: next((why for part, why in reasons.items() if part in name), None) for name in linears}
-    return {name: Decision(name, "bf16" if why else "delayed", why) for name, why in found.items()}
-
-
-@pytest.mark.parametrize(
-    ("reasons", "fused_layers"),
-    [
-        ({}, {0, 1}),
-        ({"lm_head": "scope linear leaves the LM head out"}, {0, 1}),
-        ({"layers.1.": "keep_bf16_layers"}, {0, 1}),
-        ({"layers.0.mlp.down_proj": "keep_bf16: down_proj", "o_proj": "keep_bf16: o_proj"}, {0, 1}),
-        ({"layers.0.mlp.up_proj": "odd"}, {1}),
-    ],
-)
-def test_a_fused_layer_has_products_of_different_precisions_but_none_of_two(
-    reasons: dict[str, str | None], fused_layers: set[int]
-) -> None:
-    hf, backend = build(ARCHITECTURES["llama"]), Named()
-    decisions = decided(hf, reasons)
-    fused = fuse(decoder_layers(hf), {backend: decisions}, Arithmetic(PrecisionContext(None, torch.float32)))
-    assert {int(name.rpartition(".")[2]) for name in fused.layers} == fused_layers
-    assert fused.describe().startswith(f"{len(fused_layers)} of 2 layers")
-    low = [member for member in fused.members if decisions[member].reason is None]
-    assert backend.names == {fused.members[member].name for member in low}
-    assert fused.low_precision_weights(backend) == sum(hf.get_submodule(member).weight.numel() for member in low)
-    assert fused.low_precision_weights(None) == 0
 
 
 @pytest.mark.parametrize(("changes", "reason"), [({"hidden_act": "gelu"}, "activation"), ({"model_type": "olmo2"}, "Olmo2")])

@@ -90,18 +90,3 @@ def test_backward_is_the_derivative_of_forward_in_double_precision(tokens: int, 
         ours = rotate_backward(*gradients, qkv, cos, sin, heads, norms)
     for mine, theirs in zip(ours, wanted, strict=True):
         torch.testing.assert_close(mine, theirs, **TOLERANCE[FP64])
-
-
-def test_bf16_is_rounded_once_at_the_end() -> None:
-    heads = Heads(4, 2, 32)
-    qkv = normal(50, heads.width, dtype=BF16)
-    cos, sin = (normal(50, 16, dtype=BF16, seed=seed).repeat(1, 2) for seed in (1, 2))
-    norms = HeadNorms(*(normal(32, dtype=BF16, seed=seed) for seed in (3, 4)), 1e-6)
-    in_fp32 = HeadNorms(norms.query.float(), norms.key.float(), norms.eps)
-    exact = rotate(qkv.float(), cos.float(), sin.float(), heads, in_fp32)
-    found = rotate(qkv, cos, sin, heads, norms)
-    assert all(torch.equal(ours, theirs.bfloat16()) for ours, theirs in zip(found, exact, strict=True))
-    exact, *exact_sums = rotate_backward(*(each.float() for each in found), qkv.float(), cos.float(), sin.float(), heads, in_fp32)
-    ours, *sums = rotate_backward(*found, qkv, cos, sin, heads, norms)
-    assert ours.dtype == BF16 and torch.equal(ours, exact.bfloat16())
-    assert all(a.dtype == FP32 and torch.equal(a, b) for a, b in zip(sums, exact_sums, strict=True))

@@ -87,16 +87,3 @@ def test_gradients_that_do_not_lie_together_are_returned_to_autograd(stack: Stac
     for weight, gradient, expected in zip(stack.weights, returned, wanted, strict=True):
         assert attached or gradient is not None
         torch.testing.assert_close(weight.main_grad if gradient is None else gradient, expected)
-
-
-def test_rows_in_another_storage_are_put_together_even_where_addresses_touch() -> None:
-    memory = torch.arange(12.0)
-    linears = [nn.Linear(2, 3, bias=False) for _ in range(2)]
-    stack = StackedWeight(linears)
-    linears[0].weight.data, linears[1].weight.data = memory[:6].view(3, 2), memory[6:].view(3, 2)
-    assert stack.matrix(torch.float32).data_ptr() == memory.data_ptr()
-    linears[0].weight.data, linears[1].weight.data = memory[6:].view(3, 2), memory[:6].view(3, 2)
-    assert torch.equal(stack.matrix(torch.float32), torch.cat([memory[6:], memory[:6]]).view(6, 2))
-    linears[0].weight.data = memory.clone()[:6].view(3, 2)
-    linears[1].weight.data = memory[6:].view(2, 3).t()
-    assert torch.equal(stack.matrix(torch.float32), torch.cat([memory[:6].view(3, 2), memory[6:].view(2, 3).t()]))
