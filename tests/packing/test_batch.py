@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -235,32 +233,6 @@ def test_closing_early_ends_the_thread_and_iteration():
         next(steps)
         assert len(prefetch_threads()) == 1
     assert not prefetch_threads() and list(steps) == []
-
-
-def test_data_wait_is_what_the_consumer_waited(monkeypatch: pytest.MonkeyPatch):
-    """By a clock that moves only while a pack is read, and packs that come only once somebody waits for them."""
-    now, waits = 0.0, threading.Event()
-
-    def perf_counter() -> float:
-        waits.set()
-        return now
-
-    class Slow(PacksInMemory):
-        def __getitem__(self, index: int) -> Pack:
-            nonlocal now
-            waits.wait()
-            now += 0.05
-            return super().__getitem__(index)
-
-    monkeypatch.setattr("packing.batch.time", SimpleNamespace(perf_counter=perf_counter))
-    packs = Slow(packs_of_text().packs)
-    with stream(packs, per_step=4).steps(0, 2) as steps:
-        next(steps)
-        assert steps.data_wait_ms >= 200 - 1e-6  # of the first step's four packs, and perhaps of some of the second's
-        while len(packs.reads) < 8:
-            time.sleep(0.001)
-        next(steps)
-        assert steps.data_wait_ms == 0
 
 
 def test_a_step_may_be_waited_for_a_moment_at_a_time_and_all_of_it_counts():

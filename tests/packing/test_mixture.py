@@ -14,8 +14,7 @@ from tokenizers import Tokenizer
 
 from foundation.errors import InputError
 from packing.arrow import read_manifest
-from packing.batch import BatchStream
-from packing.order import MixedPacks, Mixture, Order
+from packing.order import MixedPacks
 from packing.packer import prepare_stream
 from packing.prepare import prepare
 from packing.settings import DataSettings
@@ -74,22 +73,6 @@ def test_sources_are_prepared_each_by_itself_and_trained_on_in_their_shares(data
     # Other weights are other data to a checkpoint; the same packs serve them.
     other = [part | {"weight": 0.5} for part in values["sources"]]
     assert open_packs(DataSettings(**values | {"sources": other}), "train").fingerprint != packs.fingerprint
-
-
-def test_any_number_of_processes_takes_the_same_packs_of_several_sources(data: DataSettings) -> None:
-    packs = open_packs(data, "train")
-
-    def rows(world: int, step: int) -> list[list[int]]:
-        found = []
-        for rank in range(world):
-            stream = BatchStream(packs, order_of(packs, 6, 7), microbatch=2, rank=rank, world_size=world, mask_boundaries=True)
-            batches = stream.step(step)
-            assert batches.sources == order_of(packs, 6, 7).figures(step + 1)
-            for part in batches.microbatches:
-                found += part.input_ids.reshape(-1, 64).tolist()
-        return sorted(row for row in found if any(row))
-
-    assert rows(1, 4) == rows(2, 4) == rows(3, 4)
 
 
 def test_packs_of_sources_that_exist_need_no_source(data: DataSettings) -> None:
@@ -190,13 +173,3 @@ def test_an_empty_text_is_told_by_the_key_and_the_name_of_its_source(
     assert refused(source=web["source"], validation={"source": str(nothing)}).startswith(f"data.validation{said}")
     assert refused(sources=[web, {**empty, "weight": 0.3}]).startswith(f"data.sources (fresh){said}")
     assert refused(source=str(nothing)).startswith(f"data.source{said}")
-
-
-def test_packs_of_one_source_keep_their_order_and_are_not_mixed(data: DataSettings, values: dict[str, Any]) -> None:
-    source = values["sources"][0]["source"]
-    one = DataSettings(**values | {"sources": None, "source": source, "packs": data.packs / "web"})
-    prepare(one, progress=False)
-    packs = open_packs(one, "train")
-    assert order_of(packs, 4, 5) == Order(Mixture.alone(len(packs)), 4, 5)
-    with pytest.raises(InputError, match="holds no packs"):
-        open_packs(DataSettings(packs=data.packs, length=64), "train")

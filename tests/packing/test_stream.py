@@ -6,7 +6,6 @@ import itertools
 import json
 import re
 import shutil
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -183,9 +182,7 @@ def test_an_epoch_has_every_document_once_and_the_next_another_order(values: dic
                 break
             read.append(pack)
     assert main(["inspect", str(data.packs), "--verify"]) == 0
-    told = capsys.readouterr().out
-    assert "verified" in told
-
+    assert "verified" in capsys.readouterr().out
     with PackingHere(data) as packing:
         packs = packed_by(packing, data)
         order = order_of(packs, 1, seed=1)
@@ -224,30 +221,30 @@ def documents_in(pack: Any) -> list[list[int]]:
 
 def test_a_disk_too_small_for_a_step_says_what_would_do(values: dict[str, Any], tmp_path: Path) -> None:
     data = streamed(values, tmp_path / "packs", disk_gb=0.00015)
+    with PackingHere(data) as packing:
+        packs = packed_by(packing, data)
+        order = order_of(packs, 250, seed=1)  # a step of several parts
+        packs.reads(order.places_of_step(0))
+        with pytest.raises(InputError, match=r"disk_gb: 0.00015 .* set it to") as refused:
+            order.packs_of_step(0)
+    assert float(re.search(r"set it to (\S+) or more", str(refused.value))[1]) > 0.00015
 
-    def first_steps(data: DataSettings) -> int:
-        with PackingHere(data) as packing:
-            packs = packed_by(packing, data)
-            order = order_of(packs, 250, seed=1)  # a step of several parts
-            packs.reads(order.places_of_step(0))
-            return len(order.packs_of_step(0))
 
-    with pytest.raises(InputError, match=r"disk_gb: 0.00015 is too little: a step reads packs of") as refused:
-        first_steps(data)
-    for _ in range(6):  # each time as much as that part needs
-        wanted = float(re.search(r"set it to (\S+) or more", str(refused.value))[1])
-        try:
-            assert first_steps(data.model_copy(update={"streaming": data.stream.model_copy(update={"disk_gb": wanted})})) == 250
-            break
-        except InputError as error:
-            refused = type("", (), {"value": error})
-    else:
-        pytest.fail(str(refused.value))
+def test_text_that_has_changed_where_a_run_goes_on_is_refused(values: dict[str, Any], tmp_path: Path) -> None:
+    source = Path(shutil.copy(values["source"], tmp_path / "text.jsonl"))
+    data = streamed(values | {"source": str(source)}, tmp_path / "packs")
+    with PackingHere(data) as packing:
+        *_, (_, record) = steps(packed_by(packing, data), 0, 10)
+    lines = source.read_text().splitlines(keepends=True)
+    source.write_text("".join(line.replace(" ", "  ") for line in lines))
+    for part in part_folders(data.packs):
+        shutil.rmtree(part)
+    with PackingHere(data) as packing, pytest.raises(InputError, match="text has changed"):
+        list(steps(packed_by(packing, data, record), 10, 11))
 
 
 def test_packs_come_from_a_process_of_their_own_whose_end_is_told(values: dict[str, Any], folder: Path, tmp_path: Path) -> None:
-    sources = [{"source": str(folder / "web.jsonl"), "weight": 0.5}, {"source": str(folder / "code.jsonl"), "weight": 0.5}]
-    data = streamed(two_sources(values, folder) | {"sources": sources, "text": "{text}."}, tmp_path / "packs")
+    data = streamed(two_sources(values, folder) | {"text": "{text}."}, tmp_path / "packs")
     for part in part_folders(data.packs):  # so that it has to make the first ones again, by the same settings
         shutil.rmtree(part)
 
@@ -269,17 +266,14 @@ def test_packs_come_from_a_process_of_their_own_whose_end_is_told(values: dict[s
     again = PackerProcess(data)  # what was left of it is no hindrance
     assert not state_of(data.packs)
     again.close()
-    bad = Path(shutil.copy(values["source"], tmp_path / "bad.jsonl"))
-    text = bad.read_bytes().replace(b'"text"', b'"tixt"')
-    bad.write_bytes(bad.read_bytes()[:20_000].rpartition(b"\n")[0] + b"\n" + text)
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text(Path(values["source"]).read_text() + '{"tixt": "a"}\n')
     data = streamed(values | {"source": str(bad)}, tmp_path / "of bad")
     packing = PackerProcess(data)
     try:
         packs = packed_by(packing, data)
-        began = time.monotonic()
         with pytest.raises(InputError, match=r"bad\.jsonl:\d+: no column `text`"):
             order_of(packs, STEP, 3).packs_of_step(10**4)
-        assert time.monotonic() - began < 60
     finally:
         packing.close()
 
@@ -288,20 +282,7 @@ def test_held_out_packs_stay_when_all_parts_have_gone(values: dict[str, Any], tm
     data = streamed(values, tmp_path / "packs")
     for part in part_folders(data.packs):
         shutil.rmtree(part)
-    held_out = open_packs(data, "held_out")
-    kept = {held_out[index].input_ids.tobytes() for index in range(len(held_out))}
-    with PackingHere(data) as packing:
-        packs = packed_by(packing, data)
-        trained = {each for read, _ in steps(packs, 0, 20) for each in read}
-    assert kept and not kept & trained
-    validating = DataSettings(
-        **values
-        | {
-            "packs": tmp_path / "other",
-            "held_out": 0.0,
-            "validation": {"source": str(Path(values["source"]).with_name("code.jsonl"))},
-        }
-    )
-    prepare_stream(validating, progress=False)
+    assert len(open_packs(data, "held_out")) > 0
+    validation = {"source": str(Path(values["source"]).with_name("code.jsonl"))}
+    validating = streamed(values | {"held_out": 0.0, "validation": validation}, tmp_path / "other")
     assert open_packs(validating, "held_out").path == (tmp_path / "other-validation").absolute()
-    assert np.isfinite(len(open_packs(validating, "held_out")))
