@@ -136,7 +136,7 @@ def test_the_run_folder_is_named_from_the_recipe(template: str, folder: str, tmp
     settings = ["optimizer.learning_rate=3e-5", "model={source: Qwen/Qwen3-1.7B}", "data.packs=../packs", "precision=bf16"]
     recipe = load_recipe(write(tmp_path, SMALLEST), settings)
     assert run_dir_of(recipe.model_copy(update={"run_dir": template})) == Path(folder)
-    with pytest.raises(InputError, match="`run_dir`.*{name}"):
+    with pytest.raises(InputError, match=r"`run_dir`.*\{name\}"):
         run_dir_of(recipe.model_copy(update={"run_dir": "{nme}"}))
 
 
