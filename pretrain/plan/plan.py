@@ -29,15 +29,6 @@ ASSUMED_SHARES = (0.5, 0.3)  # of the peak, between which runs of dense models u
 
 
 @dataclass(frozen=True)
-class ActivePhase:
-    """A part of a run in one precision; `until` as the recipe says it, None: to the end."""
-
-    until: float | int | None
-    active: ActivePrecision
-    layers: Sequence[LayerMemory]
-
-
-@dataclass(frozen=True)
 class Plan:
     """One run in figures. Tokens, FLOPs and tokens/s are over all devices, memory is for each."""
 
@@ -47,7 +38,8 @@ class Plan:
     model_type: str
     flops: ModelFlops
     mean_squared: float  # mean over packs of the sum of squared document lengths, divided by the pack's length
-    layers: Sequence[LayerMemory] | None = None  # what each layer of the model takes of memory; None: they are compiled
+    # What each layer of the model takes of memory, by the name of each precision that the run computes in; empty: compiled ones.
+    layers: Mapping[str, Sequence[LayerMemory]] = field(default_factory=dict)
     packs: int | None = None  # to train on; None: not known before they are prepared
     held_out_to_come: Sequence[Path] = ()  # folders of `data.validation` that are not prepared yet
     mixture: Mixture | None = None  # of several sources
@@ -56,7 +48,8 @@ class Plan:
     tokens_per_second: float | None = None  # stated or measured
     chunk: int | None = None  # of the loss, where `loss.chunk: auto` takes another than the usual (pretrain.plan.spare)
     keeps_rotated: bool = False  # for backward: queries, keys and values beside what they are made from, where layers can
-    phases: Sequence[ActivePhase] = ()  # where the precision changes on the way, in order
+    # Where the precision changes on the way, in order: until when, as the recipe says it, and in what.
+    phases: Sequence[tuple[float | int | None, ActivePrecision]] = ()
     done: int = 0  # steps behind the checkpoint that the run goes on from; those of another run count as well
     done_tokens: int | None = None  # that they took; None: as many as such steps take now
     ran: Mapping[int, str] = field(default_factory=dict)  # the run folder's own of them: by first step, what they computed in
@@ -86,8 +79,8 @@ class Plan:
     def spans(self) -> list[tuple[int, int, ActivePrecision]]:
         """The first and the last step of each phase, counted from 1, and what it computes in; all steps where there are no
         phases. Raises InputError where a phase would have no step."""
-        ends = last_steps([phase.until for phase in self.phases], self.steps) or [self.steps]
-        actives = [phase.active for phase in self.phases] or [self.active]
+        untils, actives = zip(*(self.phases or [(None, self.active)]), strict=True)
+        ends = last_steps(untils, self.steps)
         return [(before + 1, end, active) for before, end, active in zip([0, *ends], ends, actives, strict=False)]
 
     def active_after(self, steps: int) -> ActivePrecision:
@@ -134,8 +127,7 @@ class Plan:
     @property
     def computes(self) -> str:
         """What products are computed in, for people: "delayed", or "delayed to 80 %, then bf16"."""
-        begin = min(self.course)
-        untils = [phase.until for phase in self.phases] or [None]
+        begin, untils = min(self.course), [until for until, _ in self.phases] or [None]
         own = [
             (max(first, begin), until, active.precision.name)
             for until, (first, end, active) in zip(untils, self.spans, strict=True)
@@ -244,12 +236,10 @@ class Plan:
     @cached_property
     def memory(self) -> MemoryEstimate:
         """The memory of the phase that takes most."""
-        known = {phase.active.precision.name: phase.layers for phase in self.phases}
-        known = known or {self.active.precision.name: self.layers}
         recipe = self.recipe.model_copy(update={"loss": self.loss})
         estimates = [
             MemoryEstimate.of(recipe, self.flops, name, self.devices, layers, keeps_rotated=self.keeps_rotated)
-            for name, layers in known.items()
+            for name, layers in (self.layers or {self.active.precision.name: None}).items()
         ]
         return max(estimates, key=lambda estimate: estimate.total(self.microbatch or 1))
 

@@ -32,7 +32,7 @@ from pretrain.optimizer import schedule
 from pretrain.plan.checks import check_fit, check_pack_counts, check_settings, check_sizes
 from pretrain.plan.data import Data, check_labels, check_tokens, most_positions, open_data
 from pretrain.plan.memory import Devices, layers_of
-from pretrain.plan.plan import ActivePhase, Plan
+from pretrain.plan.plan import Plan
 from pretrain.plan.spare import KEPT_FREE, spend_spare_memory
 from pretrain.plan.tokenizer import (
     check_tokenizer,
@@ -112,7 +112,7 @@ class Job:
         """What a checkpoint must agree with to be continued, in the precision that the run really computes in."""
         effective = {"precision": self.precision.name, "fp8_config": self.active.settings}
         if phases := self.plan.phases:
-            setting = tuple(PrecisionPhase(until=phase.until, use=phase.active.precision.name) for phase in phases)
+            setting = tuple(PrecisionPhase(until=until, use=active.precision.name) for until, active in phases)
             effective = {"precision": setting, "fp8_config": self.recipe.fp8_config}
         packs = self.data.train
         # The fingerprint has them, too; these say what has changed.
@@ -196,8 +196,8 @@ def prepare_job(
         model_config.model_type,
         flops,
         data.mean_squared if data else float(recipe.data.length),  # without packs, as if each were one document
-        layers=layers[actives[0].precision.name],
-        phases=[ActivePhase(until, each, layers[each.precision.name]) for until, each in phases] if len(phases) > 1 else [],
+        layers=layers,
+        phases=phases if len(phases) > 1 else [],
         packs=len(data.train) if data and not data.stream else None,
         held_out_to_come=data.held_out_to_come if data else (),
         trained_share=data.trained_share(mask_boundaries=recipe.data.mask_boundaries) if data else None,

@@ -80,15 +80,11 @@ class Target:
 
     def plan(self, job: Job) -> Plan:
         """The plan of `job` as it would be here: on hardware, and in shards where the model as a whole does not fit."""
-        plan, active = job.plan, _on_hardware(job.active)
-        phases = [
-            replace(phase, active=_on_hardware(phase.active), layers=self._layers(job, _on_hardware(phase.active)))
-            for phase in plan.phases
-        ]
+        active, phases = _on_hardware(job.active), [(until, _on_hardware(each)) for until, each in job.plan.phases]
+        layers = {each.precision.name: self._layers(job, each) for each in (active, *(each for _, each in phases))}
         usable = None if self.memory is None else int((1 - KEPT_FREE) * self.memory)
         alone = Devices(name=self.name, memory=usable, capability=self.capability)
-        layers = self._layers(job, active)
-        here = replace(plan, devices=alone, active=active, layers=layers, phases=phases, tokens_per_second=None)
+        here = replace(job.plan, devices=alone, active=active, layers=layers, phases=phases, tokens_per_second=None)
         whole = on_devices(here, self.count, sharded=False)
         fits = usable is None or whole.memory.total(1) <= usable
         return whole if fits else on_devices(here, self.count, sharded=True)

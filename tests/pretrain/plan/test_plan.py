@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from foundation import units
 from foundation.units import GIB
 from pretrain.plan.memory import Devices, layers_of
-from pretrain.plan.plan import ActivePhase, Plan
+from pretrain.plan.plan import Plan
 from pretrain.plan.preflight import fits_gathered
 from pretrain.plan.remedies import takes_less
 from pretrain.plan.rendering import render
@@ -63,8 +63,7 @@ def test_what_takes_less_in_a_schedule_is_what_takes_less_in_its_largest_phase(q
         emulated = LowPrecisionSettings(on_unsupported="emulate")
         changed, actives = recipe(weights="fp32"), [select_precision(name, emulated, missing_on("cpu")) for name in names]
         layers = [layers_of(qwen3, flops_of(qwen3), changed, active, "cuda", "packed_cudnn") for active in actives]
-        phases = [ActivePhase(None, *each) for each in zip(actives, layers, strict=True)]
-        return replace(plan(qwen3, changed), active=actives[0], layers=layers[0], phases=phases if len(names) > 1 else [])
+        return replace(plan(qwen3, changed), active=actives[0], layers=dict(zip(names, layers, strict=True)))
 
     scheduled, *single = (dict(takes_less(each)) for each in (of("nvfp4", "bf16"), of("nvfp4"), of("bf16")))
     for mode in ("weights=bf16_exact", "weights=bf16"):
@@ -75,7 +74,7 @@ def test_the_course_of_a_plan_is_what_ran_and_what_is_to_come(qwen3: PreTrainedM
     low, high = (
         select_precision(name, LowPrecisionSettings(on_unsupported="emulate"), missing_on("cpu")) for name in ("nvfp4", "bf16")
     )
-    phases = [ActivePhase(0.5, low, ()), ActivePhase(None, high, ())]
+    phases = [(0.5, low), (None, high)]
     whole = plan(qwen3, recipe(train={"steps": 100}, schedule={"warmup": 0}), phases=phases)
     assert whole.course == {1: "nvfp4", 51: "bf16"} and whole.computes == "nvfp4 to 50 %, then bf16" and whole.emulated
     for done, ran, course, computes in (

