@@ -1,28 +1,24 @@
 """docs/settings.md, made from the settings classes: `make docs`.
 
 What a key means stands once, beside the key: in the comment that trails its line, or in the comment lines right above it. A
-comment that ends with a colon is the heading of a group of keys and belongs to none of them. A key that is made elsewhere (an
-option of a precision, say) brings its meaning as the `description` of its pydantic field.
+comment that ends with a colon is the heading of a group of keys and belongs to none of them.
 """
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import json
 import re
 import textwrap
-import types
-import typing
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, Discriminator, Tag
-from pydantic.fields import FieldInfo
+from pydantic import BaseModel
 
-from foundation.settings import Settings
-from pretrain.precision.settings import PRECISIONS, LowPrecisionSettings, PrecisionName
+from foundation.settings import Settings, sections_in
+from foundation.tables import cell
+from pretrain.precision.settings import PRECISIONS, LowPrecisionSettings
 from pretrain.settings.recipe import Recipe
 
 HEAD = """\
@@ -39,8 +35,7 @@ of a precision.
   the recipe says itself overrides it, key by key: `train.tokens` replaces `train.steps`, and
   `model.config` is replaced as a whole.
 * `key=value` on the command line overrides the recipe, with dots for nesting:
-  `optimizer.learning_rate=1e-4 train.tokens=2e9`. A key that is given twice is refused. In braces a
-  colon needs no blank: `data.streaming={window:1e7}`.
+  `optimizer.learning_rate=1e-4 train.tokens=2e9`. A key that is given twice is refused.
 * Where the default is `null`, the last column says what that means.
 * The run folder's `config.yaml` holds every key with the value that the run really had, of each of
   several sources too, and can be trained as a recipe.
@@ -52,11 +47,12 @@ of a precision.
 
 def page() -> str:
     """The whole of docs/settings.md."""
-    own = [row for row in rows(Recipe) if "." not in row[0].replace("[].", "")]
+    sections = {name: field for name, field in Recipe.model_fields.items() if is_section(Recipe, name)}
+    own = [row for row in rows(Recipe) if row[0].partition(".")[0].partition("[")[0] not in sections]
     parts = [HEAD, "## The recipe itself", table(own)]
-    for name, field in Recipe.model_fields.items():
-        for cls in settings_classes(field.annotation):
-            parts += [f"## `{name}`", introduction(cls), table(list(rows(cls, f"{name}.")))]
+    for name, field in sections.items():
+        [cls] = sections_in(field.annotation)
+        parts += [f"## `{name}`", introduction(cls), table(list(rows(cls, f"{name}.")))]
     return "\n\n".join(part.strip() for part in parts if part) + "\n"
 
 
@@ -67,127 +63,80 @@ def introduction(cls: type[BaseModel]) -> str:
 
 
 def rows(cls: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
-    """(key, type, default, meaning) of every field of `cls`, those of its sections included when a `prefix` is given."""
-    said = comments(cls)
+    """(key, type, default, meaning) of every field of `cls` and of its sections. A section that is a source, as `data` itself is,
+    has just the keys that a source has not, and a row of its own."""
+    meanings = comments(cls)
     for name, field in cls.model_fields.items():
-        below = settings_classes(field.annotation)
-        key, meaning = f"{prefix}{name}", field.description or said.get(name, "")
-        if below and not prefix:
-            continue  # a section of the recipe, which has a table of its own
-        options = option_defaults(name) if cls is LowPrecisionSettings else ""
-        others = [part for part in union(field.annotation) if part not in below]
-        if others or not below:
-            yield key, kind(field), options or default(field), meaning
-        for section in in_list(field.annotation):
-            for inner, *said_of_it in rows(section, ""):
-                if inner not in in_common(cls, section):
-                    yield f"{key}[].{inner}", *said_of_it
-        for section in below:
-            if in_the_table := in_common(cls, section):
-                yield key, "section", default(field), meaning
-            for inner, type_, default_, meaning in rows(section, f"{key}."):
-                if inner.removeprefix(f"{key}.") not in in_the_table:
-                    # Beside `others` none of the section's keys is needed.
-                    yield inner, type_, "" if others and default_ == "required" else default_, meaning
+        key, schema = f"{prefix}{name}", cls.model_json_schema()["properties"][name]
+        listed = "items" in json.dumps(schema)
+        sections = sections_in(field.annotation)
+        known = {known for section in sections for base in section.__mro__ if issubclass(cls, base) for known in keys_of(base)}
+        kind = names_of_precisions(cls, name) or words(schema)
+        if listed and sections:
+            kind = " or ".join(filter(None, [kind, "list of sections"]))
+        if kind or known:
+            default = "required" if field.is_required() else in_yaml(field.get_default(call_default_factory=True))
+            options = option_defaults(name) if cls is LowPrecisionSettings else ""
+            yield key, kind or "section", options or default, meanings.get(name, "")
+        for section in sections:
+            for inner, kind_inside, default, meaning in rows(section):
+                if inner not in known:
+                    needed = default != "required" or listed or not kind  # beside other values none of the section's keys is
+                    yield f"{key}{'[]' if listed else ''}.{inner}", kind_inside, default if needed else "", meaning
 
 
-def in_common(cls: type[BaseModel], section: type[BaseModel]) -> set[str]:
-    """The keys of `section` that it has from a class from which `cls` has them, too."""
-    return {name for base in section.__mro__ if issubclass(cls, base) for name in getattr(base, "model_fields", {})}
+def keys_of(cls: type) -> set[str]:
+    return set(getattr(cls, "model_fields", {}))
+
+
+def is_section(cls: type[BaseModel], name: str) -> bool:
+    """Whether a field holds a settings class and nothing else."""
+    annotation = cls.model_fields[name].annotation
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 def comments(cls: type[BaseModel]) -> dict[str, str]:
     """What the source of `cls` and of its bases says of each field: the comment that trails its line, then those right above."""
-    said: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        if issubclass(base, Settings):
-            with contextlib.suppress(OSError, TypeError):  # a class that was made by a call has no source
-                said |= _comments_in(inspect.getsource(base))
-    return said
-
-
-def _comments_in(source: str) -> dict[str, str]:
-    said, above = {}, []
-    for line in source.splitlines():
-        if comment := re.fullmatch(r"    # (.*)", line):
-            above = [] if comment[1].endswith(":") else [*above, comment[1]]
-        else:
+    meanings: dict[str, str] = {}
+    for base in reversed([each for each in cls.__mro__ if issubclass(each, Settings)]):
+        above: list[str] = []
+        for line in inspect.getsource(base).splitlines():
+            if comment := re.fullmatch(r"    # (.*)", line):
+                above = [] if comment[1].endswith(":") else [*above, comment[1]]
+                continue
             if field := re.match(r"    (\w+): .*?(?:  # (.*))?$", line):
-                said[field[1]] = " ".join(filter(None, [field[2], *above]))
+                meanings[field[1]] = " ".join(filter(None, [field[2], *above]))
             above = []
-    return said
+    return meanings
 
 
 def table(content: list[tuple[str, str, str, str]]) -> str:
     lines = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
-    lines += [" | ".join([f"| `{key}`", *(cell.replace("|", "\\|") for cell in said)]) + " |" for key, *said in content]
+    lines += [" | ".join([f"| `{key}`", *map(cell, others)]) + " |" for key, *others in content]
     return "\n".join(lines)
 
 
-def settings_classes(annotation: Any) -> list[type[BaseModel]]:
-    """The settings classes in `annotation`, which may be a union."""
-    return [part for part in union(annotation) if isinstance(part, type) and issubclass(part, BaseModel)]
+def names_of_precisions(cls: type[BaseModel], name: str) -> str:
+    """The values of a key that names a precision, of which a schema knows only that they are text."""
+    named = name == "use" or (cls is Recipe and name == "precision")
+    return ", ".join(f"`{precision}`" for precision in PRECISIONS) if named else ""
 
 
-def in_list(annotation: Any) -> list[type[BaseModel]]:
-    """The settings classes of which `annotation` is a list."""
-    tuples = [part for part in union(annotation) if typing.get_origin(part) is tuple]
-    return [inner for part in tuples for inner in settings_classes(typing.Union[typing.get_args(part)[:1]])]  # noqa: UP007
-
-
-def union(annotation: Any) -> list[Any]:
-    """The members of a union without None, of unions inside of it too; anything else by itself."""
-    inner = typing.get_args(annotation)
-    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
-        return [member for part in inner if part is not type(None) for member in union(part)]
-    if typing.get_origin(annotation) is typing.Annotated and isinstance(inner[-1], Discriminator):
-        return union(inner[0])
-    if typing.get_origin(annotation) is typing.Annotated and isinstance(inner[-1], Tag):  # what tells it from the others
-        return union(typing.Annotated[inner[:-1]] if inner[1:-1] else inner[0])
-    if typing.get_origin(annotation) is typing.Annotated and typing.get_origin(inner[0]) is tuple:
-        return [inner[0]]
-    return [annotation]
-
-
-def kind(field: FieldInfo) -> str:
-    parts = [part for part in union(field.annotation) if part not in settings_classes(field.annotation)]
-    return " or ".join(dict.fromkeys(words(part, field.metadata) for part in parts))
-
-
-def words(annotation: Any, constraints: list[Any]) -> str:
-    """A type in words, with its bounds: "whole number, 1 or more"."""
-    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
-    if union(annotation) != [annotation]:
-        return " or ".join(words(part, []) for part in union(annotation))
-    a_name = annotation == PrecisionName or (constraints and typing.Annotated[(annotation, *constraints)] == PrecisionName)
-    if a_name or origin is Literal:
-        return ", ".join(f"`{value}`" for value in (inner if origin is Literal else PRECISIONS))
-    if origin is typing.Annotated:
-        nested = (item.metadata if isinstance(item, FieldInfo) else [item] for item in inner[1:])
-        return words(inner[0], [each for item in nested for each in item])
-    if origin is tuple:
-        return f"list of {' or '.join(dict.fromkeys(words(part, []) for part in inner if part is not Ellipsis))}"
-    if settings_classes(annotation):
-        return "sections"
-    if dict in (origin, annotation):
-        return "mapping"
-    names = {bool: "`true`, `false`", int: "whole number", float: "number", str: "text", Path: "path"}
-    return ", ".join([names.get(annotation, str(annotation)), *bounds(annotation, constraints)])
-
-
-def bounds(annotation: Any, constraints: list[Any]) -> list[str]:
-    limits = []
-    for each in constraints if annotation in (int, float) else []:
-        for name, form in {"gt": "above {}", "ge": "{} or more", "lt": "below {}", "le": "at most {}"}.items():
-            if (limit := getattr(each, name, None)) is not None:
-                above = annotation is int and name == "gt"
-                text = f"{limit + above:,}" if annotation is int else f"{limit:g}"
-                limits.append(("{} or more" if above else form).format(text))
-    return limits
-
-
-def default(field: FieldInfo) -> str:
-    return "required" if field.is_required() else in_yaml(field.get_default(call_default_factory=True))
+def words(schema: dict[str, Any]) -> str:
+    """The type of a JSON schema in words, with its bounds: "whole number, 1 or more". Empty for null, and for a section."""
+    if members := schema.get("anyOf") or schema.get("oneOf"):
+        return " or ".join(dict.fromkeys(filter(None, map(words, members))))
+    if values := schema.get("enum") or ([schema["const"]] if "const" in schema else None):
+        return ", ".join(f"`{value}`" for value in values)
+    if schema.get("type") == "array":
+        inside = dict.fromkeys(words(item) for item in schema.get("prefixItems") or [schema["items"]])
+        return f"list of {' or '.join(inside)}" if any(inside) else ""
+    names = {"boolean": "`true`, `false`", "integer": "whole number", "number": "number", "string": "text", "object": "mapping"}
+    name = "path" if schema.get("format") == "path" else names.get(schema.get("type", ""), "")
+    form = "{:,}" if name == "whole number" else "{:g}"
+    bounds = {"exclusiveMinimum": "above {}", "minimum": "{} or more", "exclusiveMaximum": "below {}", "maximum": "at most {}"}
+    limits = [text.format(form.format(schema[key])) for key, text in bounds.items() if key in schema]
+    return ", ".join([name, *limits])
 
 
 def in_yaml(value: Any) -> str:

@@ -26,17 +26,20 @@ class Settings(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuses `learning_rate: true`: to Python true is 1. A field that takes true and false beside a number means both."""
-        if isinstance(value, bool) and info.field_name in _number_fields(cls):
+    def _numbers_as_people_write_them(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuses `learning_rate: true`, as to Python true is 1, and reads a count as `_count` does. A field that takes true and
+        false beside a number means both."""
+        numbers = _numbers(cls).get(info.field_name, frozenset())
+        if isinstance(value, bool) and numbers:
             raise ValueError("a number is wanted, not true or false")
-        return value
+        return _count(value) if numbers == {int} else value
 
 
 @cache
-def _number_fields(cls: type[BaseModel]) -> frozenset[str]:
+def _numbers(cls: type[BaseModel]) -> dict[str, frozenset[type]]:
+    """Of which types of number each field takes some, if not true and false."""
     members = {name: set(_members(field.annotation)) for name, field in cls.model_fields.items()}
-    return frozenset(name for name, allowed in members.items() if allowed & {int, float} and bool not in allowed)
+    return {name: frozenset(allowed & {int, float}) for name, allowed in members.items() if bool not in allowed}
 
 
 MOST = 2**63 - 1  # what fits into 64 bits with a sign, which tensors, files and other libraries hold
@@ -58,9 +61,9 @@ def at_home(value: Any) -> Any:
     return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~") and "/" in value else value
 
 
-Count = Annotated[int, BeforeValidator(_count), Field(ge=0)]
-PositiveCount = Annotated[int, BeforeValidator(_count), Field(gt=0)]
-Seed = Annotated[int, BeforeValidator(_count), Field(ge=0, le=MOST)]
+Count = Annotated[int, Field(ge=0)]
+PositiveCount = Annotated[int, Field(ge=1)]
+Seed = Annotated[int, Field(ge=0, le=MOST)]
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 PathText = Annotated[str, BeforeValidator(at_home)]  # a path, or something else where the file system can be asked for it
 FilePath = Annotated[Path, BeforeValidator(at_home)]
@@ -134,18 +137,18 @@ def _members(annotation: Any) -> tuple[Any, ...]:
     return tuple(member for part in typing.get_args(annotation) for member in _members(part))
 
 
-def _sections(annotation: Any) -> list[type[BaseModel]]:
+def sections_in(annotation: Any) -> list[type[BaseModel]]:
     """The settings classes in an annotation, those of its lists too."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [section for part in typing.get_args(annotation) for section in _sections(part)]
+    return [section for part in typing.get_args(annotation) for section in sections_in(part)]
 
 
 def _section(cls: type[BaseModel], keys: list[str]) -> type[BaseModel]:
     """The settings class that the dotted key `keys` leads to from `cls`; the last known one where a key is unknown."""
     for key in keys:
         field = cls.model_fields.get(key)
-        cls = next(iter(_sections(field.annotation)), cls) if field else cls
+        cls = next(iter(sections_in(field.annotation)), cls) if field else cls
     return cls
 
 
