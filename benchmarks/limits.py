@@ -29,7 +29,6 @@ from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import Recipe
 
 BF16, FP32, E4M3, E5M2 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2
-COPIED = 2**33  # bytes
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ def main() -> None:
 
 
 def measure(recipe: Recipe) -> dict[str, Any]:
-    """Rates of every product by precision, TFLOP/s; a copy on a GPU, bytes a second both ways; floors of a step, seconds."""
+    """Rates of every product by precision, TFLOP/s; floors of a step, seconds."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokens = recipe.data.length * (1 if recipe.batch.microbatch == "auto" else recipe.batch.microbatch)
     flops = ModelFlops.of(build_on_meta(load_config(recipe.model)))
@@ -76,22 +75,8 @@ def measure(recipe: Recipe) -> dict[str, Any]:
             }
             for precision in seconds
         },
-        "copy_bytes_per_second": copy_bandwidth(device, COPIED),
         "floors": floors(products, seconds, recipe.batch.tokens / tokens),
     }
-
-
-def copy_bandwidth(device: torch.device, size: int) -> float:
-    """Bytes a second, read and written, of a copy of `size` bytes on the GPU."""
-    source = torch.empty(size, dtype=torch.uint8, device=device)
-    target, begin, end = torch.empty_like(source), *(torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for _ in range(2):  # the second time counts: the first one pays for the memory
-        begin.record()
-        for _ in range(10):
-            target.copy_(source)
-        end.record()
-    torch.cuda.synchronize(device)
-    return 10 * 2 * size / (begin.elapsed_time(end) / 1e3)
 
 
 def stacked_products(flops: ModelFlops) -> list[Product]:

