@@ -45,8 +45,7 @@ class Service:
 
     name: str
     id: str
-    tracker: GeneralTracker | None = None
-    failed: bool = False
+    tracker: GeneralTracker | None = None  # None before the start, and once it has failed
 
     def build(self, log: LogSettings, run_dir: Path, resumed_step: int) -> GeneralTracker:
         """The tracker as accelerate makes it, which goes on with the run where the service can."""
@@ -75,12 +74,12 @@ class Service:
 
     def attempt(self, act: Callable[[GeneralTracker], object]) -> None:
         """Call `act` with the tracker; where the service fails, say so once, and leave it alone from then on."""
-        if self.failed:
+        if self.tracker is None:
             return
         try:
             act(self.tracker)
         except errors_of(self.name) as error:
-            self.failed = True
+            self.tracker = None
             logging.getLogger(__name__).warning(
                 "`log.trackers`: %s has failed and gets nothing more until the next start: %s", self.name, error
             )

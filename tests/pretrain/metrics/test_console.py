@@ -87,18 +87,6 @@ def test_a_narrow_terminal_gets_shorter_lines_that_always_hold_step_and_loss(col
     assert ("GiB" in bare) == (columns >= 120)
 
 
-def test_other_processes_write_nothing():
-    def act(console):
-        console.panel("title", {"a": "b"})
-        console.step(record())
-        console.evaluation({"step": 5, "held_out_loss": 2.0, "held_out_perplexity": 7.4}, 1.0)
-        console.sample("a", "b")
-        console.notice("n")
-        console.warning("w")
-
-    assert written(act, enabled=False) == ""
-
-
 @given(prompt=st.text(), text=st.text())
 def test_no_sample_can_move_the_cursor_or_fail_on_an_ascii_log(prompt, text):
     for encoding in ("utf-8", "ascii"):

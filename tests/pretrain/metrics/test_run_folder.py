@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 from foundation.errors import InputError
-from foundation.files import PARTIAL
 from pretrain.metrics.run_folder import RunFolder, describe_environment
 
 HOLD = """
@@ -39,13 +38,6 @@ def test_a_folder_in_use_by_another_process_is_refused_naming_process_host_and_f
             RunFolder(tmp_path / "run")
         for part in (str(tmp_path / "run"), f"process {holder.pid}", socket.gethostname(), "run_dir"):
             assert part in str(error.value)
-
-
-def test_what_a_killed_writer_left_half_written_is_removed_by_the_next_run(tmp_path):
-    (tmp_path / f".summary.json.123{PARTIAL}").write_text('{"loss": 1')
-    (tmp_path / "summary.json").write_text("{}")
-    with RunFolder(tmp_path):
-        assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "summary.json"]
 
 
 def test_json_and_yaml_are_replaced_whole_and_read_back_equal(tmp_path):

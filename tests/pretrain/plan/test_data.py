@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ from foundation.errors import InputError
 from packing.arrow import Pack, PackWriter
 from packing.settings import DataSettings
 from pretrain.plan.data import Data, check_labels, check_tokens, most_positions, open_data
-from pretrain.plan.tokenizer import check_tokenizer, fingerprint_of, load_tokenizer
+from pretrain.plan.tokenizer import check_tokenizer, fingerprint_of
 from pretrain.settings.recipe import ModelSettings
 
 WORDS = {word: index for index, word in enumerate(["<|endoftext|>", "the", "a", "cat", "dog", "sat", "ran", "on", "mat"])}
@@ -155,19 +154,3 @@ def test_packs_of_which_no_token_has_a_loss_are_refused(
         what = "trained on" if split == "train" else "held out"
         with pytest.raises(InputError, match=f"packs: no token that is {what} .*`data.length`"):
             check_labels(data, settings)
-
-
-def test_no_tokenizer_is_an_error_only_where_one_is_needed(small_packs: Path, refused: Callable) -> None:
-    data = DataSettings(packs=small_packs, length=32)
-    assert load_tokenizer(data, FROM_SCRATCH, needed=False) is None
-    assert "`data.tokenizer`" in refused(lambda: load_tokenizer(data, FROM_SCRATCH, needed=True))
-
-
-@pytest.fixture
-def refused() -> Callable[[Callable[[], object]], str]:
-    def message(call: Callable[[], object]) -> str:
-        with pytest.raises(InputError) as error:
-            call()
-        return str(error.value)
-
-    return message

@@ -64,13 +64,3 @@ def test_with_few_words_a_chunk_has_more_tokens(plan: Plan, words: int, packs: i
     assert chunk == 4096 or chunk * words <= 2**29
     assert chunk * 2 > tokens or chunk * 2 * words > 2**29  # no longer one would do
     assert of(small, batch={"microbatch": packs}, memory=small.memory.total(packs)).chunk is None
-
-
-def test_cpus_and_devices_of_unknown_memory_take_what_is_usual(plan: Plan) -> None:
-    for made in (of(plan, name="CPU"), of(plan, memory=None)):
-        assert (made.chunk, made.keeps_rotated, made.loss.tokens_at_once) == (None, False, 4096)
-
-
-def test_a_chunk_that_is_set_stays(plan: Plan) -> None:
-    made = of(plan, loss={"chunk": 512})
-    assert (made.chunk, made.loss.chunk) == (None, 512)
