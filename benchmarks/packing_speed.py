@@ -34,7 +34,8 @@ from tokenizers import Tokenizer
 
 from benchmarks.machine import measured_on, write
 from packing.pack import Layout, best_fit, materialise, truncate
-from packing.prepare import prepare, usable_cores
+from packing.packer import prepare
+from packing.prepare import usable_cores
 from packing.settings import DataSettings
 from packing.vocabulary import train_tokenizer
 

@@ -86,10 +86,9 @@ def _tokenizer(options: argparse.Namespace) -> None:
 
 def _prepare(options: argparse.Namespace) -> None:
     settings = _data_settings(options.recipe)
-    from packing.packer import prepare_stream
-    from packing.prepare import prepare
+    from packing.packer import prepare
 
-    print((prepare_stream if settings.stream else prepare)(settings))
+    print(prepare(settings))
 
 
 def _data_settings(arguments: Sequence[str]) -> DataSettings:

@@ -179,11 +179,15 @@ def check_preparing(settings: DataSettings, *, elsewhere: bool = False) -> list[
     return notes
 
 
-def prepare_stream(settings: DataSettings, progress: bool = True) -> Path:
-    """Make the first part of each source, unless it was made, and the text to validate on; returns their folder.
+def prepare(settings: DataSettings, progress: bool = True) -> Path:
+    """Make the packs that `settings` describe, unless they exist, and return their folder: of each source and of the text to
+    validate on; of a stream, the first part of each source.
 
-    Every process may call it: it takes a lock, and who gets it second finds the work done. InputError for what cannot be used.
+    Every process may call it: it takes a lock, and who gets it second finds the work done. InputError for what cannot be used and
+    for a full disk.
     """
+    if not settings.prepares:
+        raise InputError("data.source and data.tokenizer are not set, so there is nothing to prepare packs from")
     for key, part in text_parts(settings).items():
         with naming(key):
             if not part.stream:

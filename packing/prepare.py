@@ -27,7 +27,7 @@ from packing.pack import Arranged
 from packing.records import CHAT_TEMPLATE, ChatColumns, Counts, TextTemplate, records_of
 from packing.settings import DataSettings
 from packing.sources import CHUNK_BYTES, Records, Source, open_source
-from packing.store import is_there, naming, text_parts
+from packing.store import is_there
 from packing.tokenizer import TextTokenizer, load_tokenizer
 from packing.workers import TokenizerWorkers, Tokens
 
@@ -39,20 +39,6 @@ _TOKEN_KEYS = (
 _LAYOUT_KEYS = ("length", "packing", "held_out")
 _COMMIT_SECONDS = 5.0
 _PROGRESS = "progress.json"
-
-
-def prepare(settings: DataSettings, progress: bool = True) -> Path:
-    """Make the packs that `settings` describe, unless they exist, and return their folder: of each source and of the text to
-    validate on.
-
-    Waits for another process that prepares the same folder. Raises InputError for what cannot be used and for a full disk.
-    """
-    if not settings.prepares:
-        raise InputError("data.source and data.tokenizer are not set, so there is nothing to prepare packs from")
-    for key, part in text_parts(settings).items():
-        with naming(key):
-            prepare_part(part, progress)
-    return settings.packs
 
 
 def prepare_part(settings: DataSettings, progress: bool) -> Path:

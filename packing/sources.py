@@ -77,10 +77,6 @@ class SourceAbsent(InputError):
     """There is no such file or folder on this machine."""
 
 
-class SourceUnreachable(InputError):
-    """A dataset has stopped to come, as over a network it may: worth another try."""
-
-
 def open_source(settings: DataSettings, records: Records) -> FileSource | DatasetSource:
     """The source that `settings` name, from names only. InputError where there is none or its format is unclear."""
     name, path = str(settings.source), Path(str(settings.source))
@@ -93,10 +89,8 @@ def open_source(settings: DataSettings, records: Records) -> FileSource | Datase
     if kind is None:
         raise InputError(f"data.source: {path}: its suffix does not tell its format; {_KNOWN}")
     columns = ("text", "messages", "prompt", "input_ids") if kind == "text" else ()
-    if unused := settings.changed(("subset", "split", *columns)):
+    if unused := settings.changed(("subset", "split", *columns)) or ["streaming"] * (settings.streaming is True):
         raise InputError(f"data.{unused[0]}: {name} is read as {kind}, which has no such thing; leave it out")
-    if settings.streaming is True:
-        raise InputError(f"data.streaming: {name} is read as {kind}; a mapping, as {{disk_gb: 20}}, packs it while a run trains")
     return FileSource(paths, kind, records, path if path.is_dir() else None)
 
 
@@ -295,8 +289,7 @@ class DatasetSource:
                     yield replace(chunk, progress=None if streamed else last / len(data), after=after)
                 first, state = last, data.state_dict() if streamed else None
         except (OSError, pa.ArrowException, datasets.exceptions.DatasetsError) as error:
-            reason = f"data.source: {self.name}: cannot be read after row {row}: {reason_of(error)}"
-            raise (SourceUnreachable if streamed else InputError)(reason) from None
+            raise InputError(f"data.source: {self.name}: cannot be read after row {row}: {reason_of(error)}") from None
 
     @cached_property
     def _data(self) -> datasets.Dataset | datasets.IterableDataset:

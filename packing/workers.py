@@ -18,8 +18,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from foundation.errors import InputError
 from packing.records import ChatColumns, Counts, Ids, Rendered, TokenColumns, read_chunk
@@ -51,9 +53,7 @@ def joined(parts: Sequence[Tokens]) -> Tokens:
 class ChunkTokenizer:
     """Turns chunks into ids. tokenizer: path of a tokenizer.json. tail: ids to put after each text."""
 
-    def __init__(self, tokenizer: Path, records: Records, *, skip_bad: bool, tail: list[int]) -> None:
-        from tokenizers import Tokenizer
-
+    def __init__(self, tokenizer: Path, records: Records, skip_bad: bool, tail: list[int]) -> None:
         self._records, self._skip_bad, self._tail = records, skip_bad, tail
         self._tokenizer = Tokenizer.from_file(str(tokenizer))
         # It would add special tokens that nobody asks for, and take blanks out of offsets.
@@ -93,14 +93,10 @@ class ChunkTokenizer:
 
 
 class TokenizerWorkers:
-    """`processes` workers, started when first needed and ended with the `with` block or with this process.
-
-    `arguments`: as of `ChunkTokenizer`.
-    """
+    """`processes` workers, started when first needed and ended with the `with` block or with this process."""
 
     def __init__(self, processes: int, tokenizer: Path, records: Records, *, skip_bad: bool, tail: list[int]) -> None:
-        self._processes = processes
-        arguments = (tokenizer, records, skip_bad, tail)
+        self._processes, arguments = processes, (tokenizer, records, skip_bad, tail)
         self._pool = ProcessPoolExecutor(processes, mp_context=START, initializer=_begin, initargs=arguments)
 
     def __enter__(self) -> TokenizerWorkers:
@@ -141,14 +137,14 @@ def _importing_nothing_of_the_caller() -> Iterator[None]:
 _worker: ChunkTokenizer | None = None
 
 
-def _begin(tokenizer: Path, records: Records, skip_bad: bool, tail: list[int]) -> None:
-    """Runs first in each worker."""
+def _begin(*arguments: Any) -> None:
+    """Runs first in each worker; `arguments` as of `ChunkTokenizer`."""
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its workers
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of a worker would compete with the other workers
-    _worker = ChunkTokenizer(tokenizer, records, skip_bad=skip_bad, tail=tail)
+    _worker = ChunkTokenizer(*arguments)
 
 
 def _tokenize(chunk: Chunk) -> Tokens:

@@ -16,8 +16,7 @@ from foundation.units import plural
 from packing.arrow import Pack, Packs
 from packing.batch import Microbatch, build_microbatch, count_valid_tokens, read_pack, sum_of_squares
 from packing.order import MixedPacks, evenly
-from packing.packer import prepare_stream
-from packing.prepare import prepare
+from packing.packer import prepare
 from packing.settings import DataSettings
 from packing.store import check_model, open_packs
 from packing.stream import StreamedPacks
@@ -122,9 +121,7 @@ def open_data(
     held_out_to_come = to_come.get("data.validation", ())
     if held_out_to_come:
         settings = settings.model_copy(update={"validation": None})
-    if settings.stream:
-        prepare_stream(settings, progress=is_main_process)
-    elif settings.prepares:
+    if settings.prepares:
         prepare(settings, progress=is_main_process)
     held_out = None if held_out_to_come else open_packs(settings, "held_out")
     return Data(open_packs(settings, "train"), held_out, held_out_to_come)

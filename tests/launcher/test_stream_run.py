@@ -13,7 +13,7 @@ import psutil
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from packing.packer import prepare_stream
+from packing.packer import prepare
 from packing.settings import DataSettings
 from tests.conftest import write_recipe
 from tests.golden.runs import steps_logged
@@ -54,7 +54,7 @@ def waiting_for_packs(recipe: dict[str, Any], folder: Path) -> tuple[LauncherPro
     """A run after its third step, and the process that makes its packs, which stands still."""
     changes = {"run_dir": str(folder / "run"), "train": {"steps": 100_000}, "checkpoint": {"every": None}, "evaluate": {}}
     data = recipe["data"] | {"packs": str(folder / "packs")}
-    prepare_stream(DataSettings(**data), progress=False)  # a daemon, as the run is here, starts no processes that tokenise
+    prepare(DataSettings(**data), progress=False)  # a daemon, as the run is here, starts no processes that tokenise
     run = LauncherProcess([str(write_recipe(recipe | changes | {"data": data}, folder))], folder / "log", Moment("logged", "^3$"))
     run.wait_until_it_waits()
     packer = next(each for each in psutil.Process(run.pid).children() if "packing.packer" in " ".join(each.cmdline()))
@@ -92,7 +92,7 @@ def test_a_streamed_run_goes_on_with_the_same_curve_on_two_machines_with_empty_d
     for checkpoint in sorted((alone.run_dir / "checkpoints").glob("step-*"))[-2:]:  # as if it had been killed before
         shutil.rmtree(checkpoint)
     shutil.rmtree(folder / "packs")
-    prepare_stream(DataSettings(**recipe["data"] | {"packs": str(folder / "others")}), progress=False)
+    prepare(DataSettings(**recipe["data"] | {"packs": str(folder / "others")}), progress=False)
     for part in (folder / "others").glob("part-*"):
         shutil.rmtree(part)
     ddp = ["--config_file", "accelerate_configs/ddp.yaml", "--mixed_precision", "no"]

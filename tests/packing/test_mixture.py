@@ -15,8 +15,7 @@ from tokenizers import Tokenizer
 from foundation.errors import InputError
 from packing.arrow import read_manifest
 from packing.order import MixedPacks
-from packing.packer import prepare_stream
-from packing.prepare import prepare
+from packing.packer import prepare
 from packing.settings import DataSettings
 from packing.store import open_packs
 from packing.stream import order_of
@@ -166,7 +165,7 @@ def test_an_empty_text_is_told_by_the_key_and_the_name_of_its_source(
     def refused(**changed: Any) -> str:
         made = DataSettings(**common | {"packs": tmp_path / str(len(os.listdir(tmp_path))) / "packs"} | changed)
         with pytest.raises(InputError) as error:
-            (prepare_stream if streaming else prepare)(made, progress=False)
+            prepare(made, progress=False)
         return str(error.value)
 
     said = f": {nothing}: no document with any text"

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from foundation.errors import InputError
-from packing.prepare import prepare
+from packing.packer import prepare
 from packing.settings import DataSettings
 from packing.store import open_packs
 

@@ -20,7 +20,7 @@ from foundation.errors import InputError
 from packing import arrow, stream
 from packing.__main__ import main
 from packing.batch import BatchStream
-from packing.packer import PackerProcess, PartMaker, pack_ahead, prepare_stream
+from packing.packer import PackerProcess, PartMaker, pack_ahead, prepare
 from packing.settings import DataSettings
 from packing.store import open_packs, training_parts
 from packing.stream import Position, StreamedPacks, bytes_below, order_of, state_of
@@ -87,7 +87,7 @@ def two_sources(values: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def streamed(values: dict[str, Any], packs: Path, **streaming: Any) -> DataSettings:
     data = DataSettings(**values | {"packs": packs, "streaming": values["streaming"] | streaming})
-    prepare_stream(data, progress=False)
+    prepare(data, progress=False)
     return data
 
 
