@@ -218,10 +218,6 @@ class FileLock:
                 raise
             warnings.warn(f"{self._file.name}: this file system has no locks; start no second process on it", stacklevel=3)
 
-    def fileno(self) -> int:
-        """The open file, for `pass_fds`: a child that has it holds the lock too, until both have ended."""
-        return self._file.fileno()
-
     def release(self) -> None:
         """Let go of the lock; releasing twice is harmless."""
         if not self._file.closed:

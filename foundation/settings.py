@@ -37,7 +37,7 @@ class Settings(BaseModel):
 
 @cache
 def _numbers(cls: type[BaseModel]) -> dict[str, frozenset[type]]:
-    """Of which types of number each field takes some, if not true and false."""
+    """Returns by field the types of number that it takes; of one that takes true and false, too, none."""
     members = {name: set(_members(field.annotation)) for name, field in cls.model_fields.items()}
     return {name: frozenset(allowed & {int, float}) for name, allowed in members.items() if bool not in allowed}
 
@@ -120,12 +120,6 @@ def _describe(cls: type[BaseModel], keys: list[str], item: dict[str, Any]) -> tu
         wanted = "be a mapping of keys to values"
     value = "a mapping" if isinstance(item["input"], dict) else "null" if item["input"] is None else shown(item["input"], repr)
     return f"`{key}` is {value}; it should ", wanted or message
-
-
-def first_mistake(error: ValidationError) -> str:
-    """Returns what is wrong first in a file that a program has written, in a line: there, nobody corrects keys one by one."""
-    item = error.errors(include_url=False, include_context=False)[0]
-    return f"`{'.'.join(str(part) for part in item['loc'])}`: {shown(item['msg'].removeprefix('Value error, '))}"
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:

@@ -6,8 +6,6 @@ in `pretrain.plan.checks`. Nothing here imports torch, so a mistyped key is repo
 
 from __future__ import annotations
 
-import json
-import math
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -20,7 +18,6 @@ from pretrain.precision.schedule import PrecisionSetting
 from pretrain.precision.settings import LowPrecisionSettings, Weights
 
 MOST_FP32 = 1e38  # the optimizer computes in FP32, where 3.4e38 is the last number before infinity
-LEAST_FP32 = 1e-37  # and 1.2e-38 the last before numbers lose digits, and then become zero
 USUAL_CHUNK = 4096  # tokens of the loss at once
 Switch = Literal["auto", "on", "off"]
 Attention = Literal["auto", "cudnn", "varlen", "flash_attn", "documents", "sdpa"]
@@ -45,10 +42,6 @@ def _with_numbers(value: Any) -> Any:
     return float(value.replace("_", "")) if isinstance(value, str) and _WITH_EXPONENT.fullmatch(value) else value
 
 
-_EPSILON = re.compile(r"(^|_)eps(ilon)?$")  # of the keys of a model's config, those of what norms add before they divide
-_OF_MLPS = ("intermediate_size", "ffn_dim", "n_inner")  # those of the width of an MLP
-
-
 class ModelSettings(Settings):
     source: PathText | None = None  # folder, hub name or name@revision; null: from scratch, by `config`
     from_scratch: bool = False  # of `source` take the architecture and the tokenizer, and draw the weights from `seed`
@@ -66,32 +59,8 @@ class ModelSettings(Settings):
 
     @field_validator("config")
     @classmethod
-    def _can_be_written_as_json(cls, config: dict[str, Any] | None) -> dict[str, Any] | None:
-        config = _with_numbers(config)
-        for key, value in (config or {}).items():
-            try:
-                json.dumps(value, allow_nan=False)
-            except (ValueError, TypeError):
-                wrong = f"infinity, not-a-number and dates cannot stand in a config.json, and `{key}` holds one of them"
-                raise ValueError(wrong) from None
-        return config
-
-    @field_validator("config")
-    @classmethod
-    def _layers_can_compute(cls, config: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Refuse what transformers takes, and makes a model of that is none."""
-        said = config or {}
-        has_experts = "moe" in str(said.get("model_type")) or any("expert" in key for key in said)  # and may need no MLP
-        for key, value in said.items():
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                continue
-            if _EPSILON.search(key) and value < 0:
-                raise ValueError(
-                    f"`{key}: {value:g}` is below zero, and a norm would take the root of a negative number; 1e-6 is usual"
-                )
-            if key in _OF_MLPS and value < 1 and not has_experts:
-                raise ValueError(f"`{key}: {value:g}` leaves the MLPs of the model no features; set it to 1 or more")
-        return config
+    def _numbers_are_numbers(cls, config: dict[str, Any] | None) -> dict[str, Any] | None:
+        return _with_numbers(config)
 
     @property
     def repository(self) -> str | None:
@@ -147,28 +116,6 @@ class OptimizerSettings(Settings):
     # What microbatches add up in; null: fp32, but bf16 under `weights: bf16`. Over processes sums are in FP32 in any case.
     gradients: Literal["fp32", "bf16"] | None = None
     clip: float | None = Field(1.0, gt=0, le=MOST_FP32)  # the largest gradient norm; null: gradients are not clipped
-
-    @model_validator(mode="after")
-    def _updates_are_numbers(self) -> OptimizerSettings:
-        beta = self.betas[0]
-        if self.eps < LEAST_FP32:
-            raise ValueError(
-                f"`eps: {self.eps:g}` is as good as zero in FP32, and a weight without a gradient would be divided by it; set it "
-                f"to {LEAST_FP32:g} or more"
-            )
-        if self.learning_rate / (1 - beta) > MOST_FP32:
-            raise ValueError(
-                f"`learning_rate: {self.learning_rate:g}` over 1 minus the first of `betas`, {beta:g}, which the first update is "
-                f"multiplied by, is beyond FP32; set a `learning_rate` of {MOST_FP32 * (1 - beta):.2g} or less"
-            )
-        return self
-
-    @field_validator("clip", mode="before")
-    @classmethod
-    def _not_clipping_has_a_word(cls, value: Any) -> Any:
-        if not isinstance(value, bool) and value in (0, math.inf, -math.inf):
-            raise ValueError(f"{value} is no norm to clip at; for no clipping set it to null")
-        return value
 
 
 class ScheduleSettings(Settings):

@@ -52,8 +52,6 @@ def test_a_models_config_takes_numbers_with_an_exponent_that_yaml_reads_as_text(
     config = load_recipe(path, ["model.config.rms_norm_eps=1e-6"]).model.config
     assert config["rope_parameters"] == {"rope_theta": 1e6} and config["rms_norm_eps"] == 1e-6
     assert config["list"] == [100.0, 2, 1e6, 5.0] and (config["name"], config["hex"]) == ("e5", 0x1E5)
-    with pytest.raises(InputError, match=r"model\.config"):
-        load_recipe(path, ["model.config.rms_norm_eps=1e999"])
 
 
 TEXT = {"packs": "p", "tokenizer": "t", "text": "TT {text}"}
