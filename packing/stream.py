@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -100,8 +101,13 @@ def remove_part(part: Path) -> None:
 
 
 def bytes_below(folder: Path) -> int:
-    """Returns the total size in bytes of all files below `folder`."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    """Returns the total size in bytes of all files below `folder`, while the run may be deleting some."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += os.stat(os.path.join(parent, name)).st_size
+    return total
 
 
 def room_for(settings: DataSettings, size: int) -> float:
@@ -246,8 +252,13 @@ class StreamedPacks(PacksOfOthers):
         if failure := self.failure:
             raise InputError(failure)
         waits = state_of(self.path).get("waits", {})
-        if (waits.get("source"), waits.get("part")) == (name, start.number) and start.first < self._needed.get(name, 0):
-            check_room(self.settings, waits["bytes"], "a step reads packs of")  # nothing goes before the step is done
+        needed = start.first < self._needed.get(name, 0) and (waits.get("source"), waits.get("part")) == (name, start.number)
+        if self.packing is not None and needed:  # it deletes what is passed, and nothing is before the step is done
+            try:
+                check_room(self.settings, waits["bytes"], "a step reads packs of")
+            except InputError as error:
+                leave_state(self.path, {"error": str(error)})
+                raise
 
     @property
     def failure(self) -> str | None:
