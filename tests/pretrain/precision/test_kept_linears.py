@@ -90,7 +90,7 @@ def test_memory_knows_products_of_both_kinds_in_one_layer(hf: PreTrainedModel) -
 
     low, mixed, bf16 = of(active()), of(active("down_proj")), of(active(precision="bf16"))
     assert low.fused and mixed.fused
-    assert low.quantized_weights - mixed.quantized_weights == 2 * 128 * 256 and mixed.working_copies == 2 * 128 * 256
+    assert low.quantized_weights - mixed.quantized_weights == 2 * 128 * 256 and mixed.unquantized_weights == 2 * 128 * 256
     assert low.kept == mixed.kept < bf16.kept
     assert of(active("o_proj")).kept == low.kept - 128, "the attention's output serves the product as it is"
     assert not of(active("q_proj")).fused
