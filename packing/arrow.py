@@ -31,7 +31,7 @@ Split = Literal["train", "held_out"]
 
 IGNORE = -100  # the label of a token without a loss, which torch's and transformers' losses skip
 MANIFEST = "packs.json"
-FIRST = "first"  # in the folder of a stream: packs that stay, to look at and to evaluate on
+FIRST = "part-00000000"  # in the folder of a stream: the packs that stay, to look at and to evaluate on
 _VERSION = 1
 _REMEDY = "prepare the packs again, or fetch them again if they were copied"
 

@@ -23,7 +23,7 @@ from typing import Any
 from foundation.errors import InputError
 from foundation.files import FileLock, free_bytes
 from foundation.progress import Progress, say
-from packing.arrow import FIRST, PackWriter, Split
+from packing.arrow import FIRST, PackWriter
 from packing.pack import Arranged
 from packing.prepare import (
     check_counts,
@@ -56,7 +56,6 @@ from packing.stream import (
 from packing.tokenizer import load_tokenizer
 from packing.workers import TokenizerWorkers, Tokens, joined
 
-SAMPLE = 256  # packs that stay of the first part, to look at
 _LEAST_CHUNK = 2**12  # bytes
 _AT_ONCE = 8  # chunks a process that are read before the next ones
 _BESIDE = 2**16  # bytes of a part beside its packs
@@ -126,28 +125,17 @@ class PartMaker:
             wanted = min(_AT_ONCE * self.processes, max(1, to_fill))
         return joined(results), place
 
-    def write(self, part: PackedPart) -> str:
-        """Write a part to its folder; returns its fingerprint."""
-        statistics = {"stream": {"start": asdict(part.start), "after": asdict(part.after)}}
+    def write(self, part: PackedPart) -> None:
+        """Write a part to its folder: the first one with what is held out, and with the tokenizer."""
+        arranged, first = part.arranged, part.start.number == 0
         with PackWriter(part_folder(self.folder, part.start.number), self.settings.length) as writer:
-            return self._write(writer, part.arranged, {"train": None}, part.arranged.statistics() | statistics)
-
-    def write_first(self, part: PackedPart, fingerprint: str) -> None:
-        """Write what stays of the first part, which has this fingerprint."""
-        layout = part.arranged.layouts["train"]
-        tokens_per_pack = float((layout.stop - layout.start).sum()) / len(layout)
-        with PackWriter(self.folder / FIRST, self.settings.length) as writer:
-            save_tokenizer(writer.folder, self.tokenizer, self.records)
-            statistics = {"stream": {"tokens_per_pack": tokens_per_pack, "fingerprint": fingerprint}}
-            self._write(writer, part.arranged, {"train": SAMPLE, "held_out": None}, statistics)
-
-    def _write(self, writer: PackWriter, arranged: Arranged, splits: dict[Split, int | None], statistics: dict[str, Any]) -> str:
-        """Write all packs of these splits, or the first of them; returns the fingerprint of those to train on."""
-        for split, most in splits.items():
-            for _ in arranged.write(writer, split, self.tokenizer.padding, most) if split in arranged.layouts else ():
-                pass
-        manifest = writer.finish(settings=content_of(self.settings), statistics=statistics, tokenizer=self.tokenizer.describe())
-        return manifest["splits"]["train"]["fingerprint"]
+            for split in arranged.layouts if first else ("train",):
+                for _ in arranged.write(writer, split, self.tokenizer.padding):
+                    pass
+            if first:
+                save_tokenizer(writer.folder, self.tokenizer, self.records)
+            statistics = arranged.statistics() | {"stream": {"start": asdict(part.start), "after": asdict(part.after)}}
+            writer.finish(settings=content_of(self.settings), statistics=statistics, tokenizer=self.tokenizer.describe())
 
 
 def content_of(settings: DataSettings) -> dict[str, Any]:
@@ -208,8 +196,8 @@ def _make_first(part: DataSettings, settings: DataSettings, progress: bool) -> N
     with maker.workers, Progress("packing the first part", shown=progress):
         say(f"{part.packs}: packing {maker.source.description} as the run goes on, {limit:g} GB ahead at most", progress)
         made = maker.make(PartStart())
-        check_room(settings, made.bytes + 4 * settings.length * SAMPLE, "the first part takes")
-        maker.write_first(made, maker.write(made))
+        check_room(settings, made.bytes, "the first part takes")
+        maker.write(made)
 
 
 def check_disk(settings: DataSettings) -> None:
@@ -238,7 +226,7 @@ def pack_ahead(settings: DataSettings, makers: Mapping[str, PartMaker], position
                 starts[name] = start = part.after
                 there.add(part.packs.path)
     for path in (path for maker in makers.values() for path in (*maker.folder.glob("part-*"), *maker.folder.glob(".part-*"))):
-        if path not in there:
+        if path not in there and path.name != FIRST:
             remove_part(path)
 
     while True:

@@ -85,7 +85,7 @@ def naming(key: str) -> Iterator[None]:
 
 
 def folder_of(part: DataSettings) -> Path:
-    """Returns the folder with the packs of a part: of a stream, those that stay of its beginning."""
+    """Returns the folder with the packs of a part: of a stream, its first part."""
     return part.packs / FIRST if part.stream else part.packs
 
 

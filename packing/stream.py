@@ -1,9 +1,9 @@
 """Packs that are made while the run trains: of more text than the disk holds, in parts that come, are trained on and go.
 
     packs/                    packs/NAME/ for each of several sources
-      first/                  packs of the first part that stay: a sample to look at, and what is held out
+      part-00000000/          stays, to look at and for what is held out
       part-00000003/          packs as `prepare` writes them, and in their manifest from where in the source they were made
-      part-00000004/
+      part-00000004/          the next ones
     packs/state.json          why no more parts come: there is no room, or something went wrong
 
 A part ends at a place of the source that follows from the settings and the text alone, and so does what is in it: a part that is
@@ -154,15 +154,12 @@ class SourceStream:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.sample = ArrowPacks(folder / FIRST)
-        first = self.sample.manifest["statistics"]["stream"]
-        self.tokens_per_pack: float = first["tokens_per_pack"]
-        self.first_fingerprint: str = first["fingerprint"]
         self._lock = threading.Lock()
         self.begin(None)
 
     def begin(self, position: Position | None) -> None:
         """Close the parts that are open, and read from this one on; None: from the first."""
-        self.position = position or Position(PartStart(), self.first_fingerprint)
+        self.position = position or Position(PartStart(), self.sample.fingerprint)
         self._parts: list[Part] = []  # that are open, one after another
 
     def part_of(self, place: int, wait: Callable[[PartStart], None]) -> Part:
@@ -215,7 +212,7 @@ class StreamedPacks(PacksOfOthers):
         self.weights = dict(zip(parts, [each.weight for each in settings.sources or ()] or [1.0], strict=True))
         first = next(iter(self.sources.values())).sample
         self.length, self.tokenizer = first.length, first.tokenizer
-        content = [[name, each.first_fingerprint, self.weights[name]] for name, each in self.sources.items()]
+        content = [[name, each.sample.fingerprint, self.weights[name]] for name, each in self.sources.items()]
         windows = [part.stream.window for part in parts.values()]
         self.fingerprint = hashlib.sha256(json.dumps([content, windows]).encode()).hexdigest()
         self.packing: Packing | None = None
@@ -225,8 +222,8 @@ class StreamedPacks(PacksOfOthers):
     @cached_property
     def mixture(self) -> Mixture:
         """Which places of the stream of all packs belong to which source."""
-        rates = tuple(each.tokens_per_pack for each in self.sources.values())
-        return Mixture(tuple(self.sources), (ENDLESS,) * len(rates), tuple(self.weights.values()), rates)
+        tokens = tuple(each.sample.tokens / len(each.sample) for each in self.sources.values())
+        return Mixture(tuple(self.sources), (ENDLESS,) * len(tokens), tuple(self.weights.values()), tokens)
 
     @property
     def samples(self) -> dict[str, ArrowPacks]:
@@ -294,7 +291,7 @@ class StreamedPacks(PacksOfOthers):
         self._needed = dict(zip(self.sources, map(int, self.mixture.taken(places.stop)), strict=True))
         for source, first in zip(self.sources.values(), self.mixture.taken(places.start), strict=True):
             for part in source.release(int(first)):
-                if self.packing is not None:
+                if self.packing is not None and part.packs.path.name != FIRST:
                     remove_part(part.packs.path)
 
     @contextmanager

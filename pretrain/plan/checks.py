@@ -132,10 +132,12 @@ def _check_stream(recipe: Recipe) -> None:
             f"`train.epochs: {recipe.train.epochs}` counts packs, and of `data.streaming` nobody knows how many there are; set "
             "`train.steps` or `train.tokens`"
         )
-    needed = TOKEN_BYTES * (3 * settings.window + recipe.batch.tokens) / 1e9  # a part is read, one was, and one comes
+    needed = (
+        TOKEN_BYTES * (4 * settings.window + recipe.batch.tokens) / 1e9
+    )  # a part is read, one was, one comes, and the first stays
     if needed > settings.disk_gb:
         raise InputError(
-            f"`data.streaming.disk_gb: {settings.disk_gb:g}` does not hold a step and three parts of `data.streaming.window: "
+            f"`data.streaming.disk_gb: {settings.disk_gb:g}` does not hold a step and four parts of `data.streaming.window: "
             f"{settings.window}` tokens; set it to {needed * 1.1:.2g} or more, or a smaller window"
         )
 

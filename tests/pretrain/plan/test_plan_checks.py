@@ -94,13 +94,11 @@ def test_no_packs_are_refused() -> None:
         check_pack_counts(recipe(), 0, 0)
 
 
-def test_a_stream_needs_a_horizon_that_does_not_count_packs_and_a_disk_for_three_parts() -> None:
-    data = {"packs": "packs", "length": 4096, "source": "a.jsonl", "tokenizer": "t", "streaming": {"disk_gb": 1, "window": 64e6}}
+def test_a_stream_needs_a_horizon_that_does_not_count_packs_and_a_disk_for_four_parts() -> None:
+    data = {"packs": "packs", "length": 4096, "source": "a.jsonl", "tokenizer": "t", "streaming": {"disk_gb": 2, "window": 64e6}}
     check_settings(recipe(data=data, train={"tokens": 1e12}), "bf16", 1)
     with pytest.raises(InputError, match=r"`train\.epochs: 4.0` counts packs.*set `train\.steps` or `train\.tokens`"):
         check_settings(recipe(data=data), "bf16", 1)
     small = data | {"streaming": {"disk_gb": 0.5, "window": 64e6}}
-    with pytest.raises(
-        InputError, match=r"disk_gb: 0\.5` does not hold .* three parts .*; set it to 0\.85 or more, or a smaller"
-    ):
+    with pytest.raises(InputError, match=r"disk_gb: 0\.5` does not hold .* four parts .*; set it to 1\.1 or more"):
         check_settings(recipe(data=small, train={"steps": 1000}), "bf16", 1)
