@@ -29,7 +29,6 @@ from pretrain.optimizer.adamw import set_updates_done
 from pretrain.optimizer.adamw_update import convert_weight, describe_conversion
 from pretrain.plan.preflight import Job
 from pretrain.precision.product import PREFIX
-from pretrain.precision.schedule import last_steps, phases_of
 from pretrain.precision.settings import WEIGHT_DTYPES, Weights
 from pretrain.run.assembly import REHEARSALS, Assembly, audit_of_course
 from pretrain.run.evaluate import best_so_far
@@ -168,18 +167,10 @@ def shift_of(record: Mapping[str, Any], job: Job) -> int:
     return -(-packs * identity["data.length"] // job.recipe.data.length) - steps * job.plan.packs_per_step
 
 
-def precisions_around(record: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """Returns two precisions of the schedule that a checkpoint was saved under: that of its last step, whose histories can be
-    used further, and that of the step to come; None for both where there was no schedule."""
-    phases, progress = phases_of(record["identity"].get("precision")), record["progress"]
-    if len(phases) < 2:
-        return None, None
-    begins = [0, *last_steps([until for until, _ in phases], progress["steps"])]
-
-    def precision_of(step: int) -> str:
-        return [name for begin, (_, name) in zip(begins, phases, strict=False) if begin < step][-1]
-
-    return precision_of(max(progress["step"], 1)), precision_of(progress["step"] + 1)
+def precision_before(record: Mapping[str, Any]) -> str:
+    """The precision of a checkpoint's last step, whose histories can be used further; of a run without a step, its first."""
+    step, course = max(record["progress"]["step"], 1), record["course"]
+    return [name for first, name in course.items() if int(first) <= step][-1]
 
 
 def past_of(record: Mapping[str, Any], job: Job, *, begins: bool, own: bool) -> Past:
@@ -227,10 +218,10 @@ def resume_precision(run: Run, source: ResumePoint) -> None:
     """Goes over to the precision that the run's last step before the checkpoint `source` computed in, once it was read; the next
     step changes it where it is in another. A run that begins with another's checkpoint has no such step, and is in the precision
     of its next one. Histories that the checkpoint lacks begin here. Collective."""
-    (before, _), plan = precisions_around(source.record), run.job.plan
+    plan = run.job.plan
     if plan.phases:
-        ran = None if source.begins else before or source.record["identity"].get("precision")
-        last = next((each for each in plan.actives if each.requested == ran), plan.active_after(run.state.step))
+        ran = None if source.begins else precision_before(source.record)
+        last = next((each for each in plan.actives if each.precision.name == ran), plan.active_after(run.state.step))
         run.assembly.use(last)
         run.compute_in(last, first_step=1)
     if note := complete_histories(source, run.assembly, run.job, run.accelerator):
@@ -294,12 +285,12 @@ def complete_histories(source: ResumePoint, assembly: Assembly, job: Job, accele
     was built with, whose gradients are many times as large. Collective. Returns what to tell the user, or None."""
     if not assembly.context.state():
         return None
-    (before, _), saved = precisions_around(source.record), source.record["identity"]
+    before, saved = precision_before(source.record), source.record["identity"]
     # What the scales of gradients follow: their largest code, the loss, and by how many tokens it is divided.
     follow = ("batch.tokens", "loss.", "fp8_config.fp8_format")
     if not _are_all_there(_histories_in(source.path), assembly.context.saved_state()):
         reason = "the checkpoint does not hold all of them"
-    elif before not in (None, assembly.active.precision.name):  # they wait for their phase, or it is over
+    elif before != assembly.active.precision.name:  # they wait for their phase, or it is over
         reason = f"the checkpoint's last step was in {before}"
     elif changed := [key for key in changed_keys(saved, job.identity) if key.startswith(follow)]:
         reason = f"{', '.join(changed)} changed"

@@ -6,25 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from pretrain.run.resume import precisions_around, shift_of
+from pretrain.run.resume import precision_before, shift_of
 
 
-@pytest.mark.parametrize(
-    ("step", "around"),
-    [
-        (0, ("nvfp4", "nvfp4")),
-        (1, ("nvfp4", "nvfp4")),
-        (7, ("nvfp4", "nvfp4")),
-        (8, ("nvfp4", "mxfp8")),
-        (15, ("mxfp8", "bf16")),
-        (20, ("bf16", "bf16")),
-        (25, ("bf16", "bf16")),
-    ],
-)
-def test_the_precisions_around_a_checkpoint_are_those_of_its_own_schedule(step: int, around: tuple[str, str]) -> None:
-    phases = [{"until": 0.4, "use": "nvfp4"}, {"until": 15, "use": "mxfp8"}, {"use": "bf16"}]
-    record = {"identity": {"precision": phases}, "progress": {"step": step, "steps": 20}}
-    assert precisions_around(record) == around
+@pytest.mark.parametrize(("step", "before"), [(0, "nvfp4"), (8, "nvfp4"), (9, "mxfp8"), (15, "mxfp8"), (25, "bf16")])
+def test_the_precision_before_a_checkpoint_is_that_of_its_last_step(step: int, before: str) -> None:
+    record = {"course": {"1": "nvfp4", "9": "mxfp8", "16": "bf16"}, "progress": {"step": step}}
+    assert precision_before(record) == before
 
 
 @pytest.mark.parametrize(
