@@ -102,7 +102,7 @@ def test_blocks_of_128_lie_along_the_sum_and_weights_have_squares() -> None:
     assert_same(quantized(case, "weight", x, "rows"), square, transposed=True)
 
 
-def test_blocks_of_32_lie_along_the_sum_and_fp4_transforms_the_operands_of_the_weight_gradient() -> None:
+def test_blocks_of_32_lie_along_the_sum_and_mxfp4_transforms_those_of_the_weight_gradient() -> None:
     x = values()
     for role, (along, operand) in itertools.product(ROLES, zip(ALONG, (x, x.t()), strict=True)):
         assert_same(quantized(active("mxfp8"), role, x, along), blocks.quantize_mx(operand, E4M3))
