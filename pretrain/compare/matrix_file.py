@@ -23,7 +23,7 @@ from foundation.settings import FilePath, PathText, PositiveCount, Settings, par
 from pretrain.compare.fairness import in_words
 from pretrain.metrics.run_record import read_finished
 from pretrain.plan.checks import check_launch
-from pretrain.precision.schedule import in_a_path, is_quantized
+from pretrain.precision.schedule import is_quantized, label
 from pretrain.settings.config import (
     begin_of,
     filled_in,
@@ -329,7 +329,7 @@ def _name_of(values: Values) -> str:
     parts, short = [], {key: key.rpartition(".")[-1] for key in values}
     for key, value in values.items():
         last = short[key] if [*short.values()].count(short[key]) == 1 else key
-        value = in_a_path(value) if key == "precision" and isinstance(value, list) else value
+        value = label(value, in_a_path=True) if key == "precision" and isinstance(value, list) else value
         text = value if isinstance(value, str) else _text(key, value)
         parts.append(text if last in _WITHOUT_KEY else f"{last}={text}")
     return re.sub(r"[^A-Za-z0-9._+=,-]+", "_", "-".join(parts)).strip("_")

@@ -10,25 +10,18 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Tag, model_validator
+from pydantic import AfterValidator, Discriminator, Tag
 
 from foundation.errors import InputError
 from foundation.settings import Settings
 from pretrain.precision.settings import PRECISIONS, PrecisionName
 
 
-def _share_or_step(value: Any) -> Any:
-    wanted = f"{value!r} is neither a share of the steps, above 0 and below 1, nor the number of a step, 2 or more"
-    try:
-        number = float(value.replace("_", "")) if isinstance(value, str) else value
-    except ValueError:
-        raise ValueError(wanted) from None
-    if isinstance(number, bool) or not isinstance(number, int | float):
-        raise ValueError(wanted)
+def _share_or_step(number: float) -> float | int:
     if 0 < number < 1:
         return number
     if number < 2 or number != number // 1:
-        raise ValueError(wanted)
+        raise ValueError(f"{number:g} is neither a share of the steps, above 0 and below 1, nor the number of a step, 2 or more")
     return int(number)
 
 
@@ -36,38 +29,21 @@ class PrecisionPhase(Settings):
     """A part of a run in one precision."""
 
     # A share of all steps, or the number of a step, with which the phase ends; the last one goes on to the end.
-    until: Annotated[float | int, BeforeValidator(_share_or_step)] | None = None
+    until: Annotated[float, AfterValidator(_share_or_step)] | None = None
     use: PrecisionName  # what its products compute in
-
-    @model_validator(mode="before")
-    @classmethod
-    def _has_keys(cls, values: Any) -> Any:
-        if not isinstance(values, Mapping | cls):
-            raise ValueError(f"{values!r} is no phase; write it as {{until: 0.8, use: nvfp4}}, the last one as {{use: bf16}}")
-        return values
 
 
 def _in_order(phases: tuple[PrecisionPhase, ...]) -> tuple[PrecisionPhase, ...]:
     if len(phases) < 2:
-        only = f"; write `precision: {phases[0].use}`" if phases else ""
-        raise ValueError(f"a schedule has two phases or more{only}")
+        raise ValueError("a schedule has two phases or more; of one precision write the name")
     *before, last = phases
-    if last.until is not None:
-        raise ValueError(f"the last phase goes on to the end; leave its `until: {last.until}` out, or add what comes after it")
-    if missing := [number for number, phase in enumerate(before, 1) if phase.until is None]:
-        raise ValueError(f"phase {missing[0]} of {len(phases)} has no `until`, and only the last one goes on to the end")
-    for kind in (int, float):
-        for one, other in pairwise(phase.until for phase in before if isinstance(phase.until, kind)):
-            if other <= one:
-                raise ValueError(f"`until: {other}` stands after `until: {one}`; phases follow each other")
-    for one, other in pairwise(phases):
-        if one.use == other.use:
-            raise ValueError(f"two phases in a row use {one.use}; make them one")
-        if PRECISIONS[one.use].compute_dtype != PRECISIONS[other.use].compute_dtype:
-            raise ValueError(
-                f"{one.use} and {other.use} cannot be phases of one run: activations and copies of weights keep one dtype, and "
-                "theirs differ; train a second run from the first one's `final/`"
-            )
+    if last.until is not None or any(phase.until is None for phase in before):
+        raise ValueError("every phase but the last ends with an `until`, and the last one goes on to the end: leave its out")
+    if len({PRECISIONS[phase.use].compute_dtype for phase in phases}) > 1:
+        raise ValueError(
+            f"{' and '.join(phase.use for phase in phases)} cannot be phases of one run: activations and copies of weights keep "
+            "one dtype, and theirs differ; train a second run from the first one's `final/`"
+        )
     return phases
 
 
@@ -89,15 +65,21 @@ def phases_of(setting: Any) -> list[tuple[float | int | None, str]]:
     return [(each.get("until"), str(each["use"])) for each in phases if isinstance(each, Mapping) and "use" in each]
 
 
-def label(setting: Any) -> str | None:
-    """What a `precision` is called: its name, or "nvfp4 to 80 %, then bf16"; None where none is named."""
-    *before, last = [*phases_of(setting)] or [(None, None)]
-    return ", then ".join([*(f"{name} to {_when(until)}" for until, name in before), str(last[1])]) if last[1] else None
+def label(setting: Any, *, in_a_path: bool = False) -> str | None:
+    """What a `precision` is called: its name, or "nvfp4 to 80 %, then bf16", in a folder's name "nvfp4-to-0.8-then-bf16"; None
+    where none is named."""
+    phases = phases_of(setting)
+    if not phases:
+        return None
+    *before, (_, last) = phases
+    if in_a_path:
+        return "-then-".join([*(f"{name}-to-{until}" for until, name in before), last])
+    ends = (f"{100 * until:g} %" if isinstance(until, float) else f"step {until}" for until, _ in before)
+    return ", then ".join([*(f"{name} to {end}" for (_, name), end in zip(before, ends, strict=True)), last])
 
 
 def in_phases(precisions: Mapping[int, str]) -> dict[int, str]:
-    """Returns precisions by the first step of each phase, from precisions by step in order: of equal neighbours only the
-    first."""
+    """Precisions by the first step of each phase, from precisions by step in order: of equal neighbours only the first."""
     before = [None, *precisions.values()]
     return {step: name for (step, name), last in zip(precisions.items(), before, strict=False) if name != last}
 
@@ -106,12 +88,6 @@ def label_of_course(course: Mapping[int, str]) -> str:
     """`label` of what steps ran in, by first step: "nvfp4 to step 10, then bf16"."""
     ends = [first - 1 for first in course][1:]
     return label([{"until": end, "use": name} for end, name in zip([*ends, None], course.values(), strict=True)])
-
-
-def in_a_path(setting: Any) -> str | None:
-    """The same for a folder's name: `nvfp4-to-0.8-then-bf16`."""
-    *before, last = [*phases_of(setting)] or [(None, None)]
-    return "-then-".join([*(f"{name}-to-{until}" for until, name in before), str(last[1])]) if last[1] else None
 
 
 def is_quantized(setting: Any) -> bool:
@@ -130,7 +106,3 @@ def last_steps(untils: Sequence[float | int | None], steps: int) -> list[int]:
                 f"it with step {before:,}; every phase needs a step: change `until`, or train longer (`train`)"
             )
     return ends
-
-
-def _when(until: float | int | None) -> str:
-    return f"{100 * until:g} %" if isinstance(until, float) else f"step {until}"

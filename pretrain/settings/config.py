@@ -111,7 +111,7 @@ def begin_of(recipe: Recipe) -> Path | None:
 
 
 def _fields_of(recipe: Recipe) -> dict[str, Any]:
-    fields = flatten(resolved(recipe)) | {"precision": schedule.in_a_path(recipe.precision)}
+    fields = flatten(resolved(recipe)) | {"precision": schedule.label(recipe.precision, in_a_path=True)}
     return {key: value for key, value in fields.items() if key not in ("run_dir", "train.begin_with")}
 
 

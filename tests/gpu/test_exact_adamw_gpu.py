@@ -153,31 +153,3 @@ def test_step_uses_the_kernel_and_stays_within_an_ulp_of_torchs_fused_adamw() ->
     for a, b in zip(ours, theirs, strict=True):  # decay and update round once each
         torch.testing.assert_close(a, b, rtol=2 * 2**-23, atol=2**-30)
     assert optimizers[0].frozen_counts().is_cuda and optimizers[0].frozen_counts()[0] == 0
-
-
-@cuda_only
-def test_gradients_allocated_anew_and_a_transposed_gradient_are_followed() -> None:
-    torch.manual_seed(0)
-    parameter, mirror = (nn.Parameter(torch.ones(64, 48, device=DEVICE)) for _ in range(2))
-    optimizers = ExactAdamW([parameter]), ExactAdamW([mirror])
-    mirror.grad = torch.empty_like(mirror)
-    for step in range(4):
-        mirror.grad.copy_(torch.randn_like(mirror))
-        fresh = mirror.grad.clone()
-        parameter.grad = fresh.t().contiguous().t() if step % 2 else fresh
-        for optimizer in optimizers:
-            optimizer.step()
-    assert torch.equal(parameter, mirror)
-
-
-@cuda_only
-def test_lost_updates_are_counted_for_each_weight_that_the_last_step_updated() -> None:
-    weights = [nn.Parameter(torch.ones(count, dtype=BF16, device=DEVICE)) for count in (32, 48, 5)]
-    optimizer = ExactAdamW(weights, lr=1e-5, weight_decay=0.0, exact=False)
-    for updated in (weights, weights[1:], weights[:1]):
-        optimizer.zero_grad()
-        for weight in updated:
-            weight.grad = torch.ones_like(weight)
-        optimizer.step()
-        counts = {address: count.item() for address, count in optimizer.frozen_by_weight().items()}
-        assert counts == {weight.data_ptr(): weight.numel() for weight in updated}

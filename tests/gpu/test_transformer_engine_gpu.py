@@ -174,25 +174,6 @@ def test_delayed_histories_and_scales_are_the_emulations_bit_for_bit(delayed: st
         assert not differing(ours, emulated), (when, differing(ours, emulated), ours, emulated)
 
 
-def test_restored_state_continues_as_if_nothing_had_happened(delayed: str) -> None:
-    weight, bias = parameters()
-    backend = make(TransformerEngineBackend, delayed, amax_history_len=5)
-    product = backend.product("p", IN, OUT, bias=True)
-    state = backend.state()
-    for number in range(3):
-        microbatch(backend, product, *operands(number), weight, bias, True)
-    saved = snapshot(backend)
-    expected = microbatch(backend, product, *operands(7), weight, bias, True) | snapshot(backend)
-    assert all(state[name] is tensor for name, tensor in backend.state().items()), "state() must stay live"
-
-    other = make(TransformerEngineBackend, delayed, amax_history_len=5)
-    other_product = other.product("p", IN, OUT, bias=True)
-    for name, tensor in other.state().items():
-        tensor.copy_(saved[name])
-    actual = microbatch(other, other_product, *operands(7), weight, bias, True) | snapshot(other)
-    assert not differing(actual, expected), differing(actual, expected)
-
-
 @pytest.mark.parametrize("giant", [1e24, torch.inf])
 def test_a_step_that_is_left_out_leaves_no_trace(delayed: str, giant: float) -> None:
     weight, bias = parameters()
