@@ -44,7 +44,7 @@ def decay_steps(settings: ScheduleSettings, total_steps: int) -> int:
 
 
 def decay_begins(settings: ScheduleSettings, total_steps: int) -> int | None:
-    """Returns the number of steps after which the rate begins to fall; None where it never does."""
+    """The number of steps after which the rate begins to fall; None where it never does."""
     if settings.kind not in ("wsd", "constant"):
         return settings.warmup
     decay = decay_steps(settings, total_steps)

@@ -21,7 +21,7 @@ from pretrain.precision.quantizers.tensor import update_scale
 from pretrain.precision.settings import ActivePrecision
 
 # Columns of a module, as Transformer Engine lays them out. It quantizes no outputs and no input gradients of a linear, nor do we:
-# their columns stay as they begin, and are kept for its checkpoints' sake.
+# their columns stay as they begin, and stay for its checkpoints' sake.
 SLOTS = {"forward": ("input", "weight", "output"), "backward": ("grad_output", "grad_input")}
 PLACES: dict[Role, tuple[str, int]] = {  # of each operand: its direction and its slot there
     "input": ("forward", 0),
@@ -31,7 +31,7 @@ PLACES: dict[Role, tuple[str, int]] = {  # of each operand: its direction and it
 
 
 def of_operand(state: Mapping[str, Tensor], module: str, role: Role, key: Literal["amax_history", "scale"]) -> Tensor:
-    """Returns what a backend's `state` has of one operand: its history [length], or its scale, a scalar."""
+    """One operand's history [length], or its scale, a scalar, out of a backend's `state`."""
     direction, slot = PLACES[role]
     return state[f"fp8/{module}/{direction}/{key}"][..., slot]
 
@@ -62,16 +62,15 @@ class DelayedState:
         self._active, self._device = active, device
         self._modules: list[str] = []
         self._histories: dict[str, AmaxHistory] = {}
-        self._forward_scales: Tensor | None = None  # those that the forward under way, or the last one, computes with
+        # Those that the forward under way, or the last one, computes with: a tensor that is never written to.
+        self.forward_scales: Tensor | None = None
         self._depth = 0
         self._recording = True
         self._backward_ran = False
         self._end_expected = False
 
     def register(self, module: str) -> int:
-        """The number of a further module. Raises RuntimeError once the state is in use."""
-        if self._histories:
-            raise RuntimeError(f"{module}: delayed scaling takes no further modules after the first forward")
+        """The number of a further module, before the first forward."""
         self._modules.append(module)
         return len(self._modules) - 1
 
@@ -81,7 +80,7 @@ class DelayedState:
         trace."""
         if self._depth == 0:
             self._finish_backward()  # of one that ran inside a forward only, or that was broken off
-            self._forward_scales = self._history("forward").scale.clone()
+            self.forward_scales = self._history("forward").scale.clone()
         self._depth += 1
         try:
             yield
@@ -92,16 +91,9 @@ class DelayedState:
         elif self._depth == 0:  # what evaluation noted, the next training step would take for its own
             self._history("forward").amax_history[0].zero_()
 
-    @property
-    def forward_scales(self) -> Tensor:
-        """Scales of the forward under way, a tensor that is never written to. Raises RuntimeError before the first forward."""
-        if self._forward_scales is None:
-            raise RuntimeError("delayed scaling: a product ran before the backend's first forward(), which fixes its scales")
-        return self._forward_scales
-
     def recompute(self, forward_scales: Tensor) -> AbstractContextManager[None]:
         """Put this around a layer that backward computes again: with the scales it had, noting no amax a second time."""
-        return holding(self, _forward_scales=forward_scales, _recording=False)
+        return holding(self, forward_scales=forward_scales, _recording=False)
 
     def scale(self, module: int, role: Role) -> Tensor:
         """The FP32 scalar that quantizes the operand now."""
@@ -114,8 +106,8 @@ class DelayedState:
             self._expect_end_of_backward()
         elif not self._recording:
             return
-        noted = self._history(PLACES[role][0]).amax_history[0, self._column(module, role)]
-        torch.maximum(noted, amax, out=noted)
+        newest = self._history(PLACES[role][0]).amax_history[0, self._column(module, role)]
+        torch.maximum(newest, amax, out=newest)
 
     def state(self) -> dict[str, Tensor]:
         """Live views by name: `fp8/<module>/<direction>/amax_history` [length, slots] and `.../scale` [slots], FP32.
@@ -136,7 +128,7 @@ class DelayedState:
         for history in self._histories.values():
             history.amax_history.zero_()
             history.scale.fill_(1.0)
-        self._forward_scales, self._backward_ran, self._end_expected = None, False, False
+        self.forward_scales, self._backward_ran, self._end_expected = None, False, False
 
     def _expect_end_of_backward(self) -> None:
         """Update the gradients' scales when the backward under way ends: the engine calls back, as it does for FSDP.

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from foundation.attributes import holding
 from pretrain.precision.delayed_state import DelayedState
 from pretrain.precision.formats.definition import Along, Role
-from pretrain.precision.observed import ProductObserver, ScalesOf, dtype_name
+from pretrain.precision.observed import ProductObserver, dtype_name
 from pretrain.precision.product import Product
 from pretrain.precision.quantizers.blocks import BlockQuantized
 from pretrain.precision.quantizers.tensor import absolute_maximum
@@ -44,8 +44,8 @@ class Operand:
         return Operand(self.values.t(), self.scale, None if self.block_scale is None else self.block_scale.t())
 
     @property
-    def scales(self) -> ScalesOf:
-        return ScalesOf(self.block_scale, self.scale)
+    def scales(self) -> tuple[Tensor | None, Tensor | None]:
+        return self.block_scale, self.scale
 
 
 class EmulationBackend:

@@ -99,7 +99,7 @@ def sample(matrix: Tensor, scales: Tensor | None, scaling: Scaling, generator: t
 
 
 def generators(seed: int) -> Callable[[torch.device], torch.Generator]:
-    """Returns what gives a generator for each device: a number drawn from torch's own would change the run."""
+    """A function from a device to its generator: a number drawn from torch's own would change the run."""
     return functools.cache(lambda device: torch.Generator(device).manual_seed(seed))
 
 
@@ -174,11 +174,8 @@ class ObservedProduct(NamedTuple):
     right: str
 
 
-class ScalesOf(NamedTuple):
-    """The scales of an emulated operand, beside its values: `blocks` as `sample` takes them, and the scale of the tensor."""
-
-    blocks: Tensor | None
-    tensor: Tensor | None
+# Of an emulated operand, beside its values: the scales of its blocks as `sample` takes them, and the scale of the tensor.
+Scales = tuple[Tensor | None, Tensor | None]
 
 
 class _Call(NamedTuple):
@@ -186,7 +183,7 @@ class _Call(NamedTuple):
 
     names: Sequence[str]
     gemm: str
-    scales: tuple[ScalesOf, ScalesOf] | None  # of an emulated product's operands
+    scales: tuple[Scales, Scales] | None  # of an emulated product's operands
 
 
 class _Finding(NamedTuple):
@@ -218,7 +215,7 @@ class ProductObserver:
         return bool(self._calls)
 
     @contextmanager
-    def during(self, names: Sequence[str], gemm: str, scales: tuple[ScalesOf, ScalesOf] | None = None) -> Iterator[None]:
+    def during(self, names: Sequence[str], gemm: str, scales: tuple[Scales, Scales] | None = None) -> Iterator[None]:
         """What is multiplied inside is `gemm` of the linears called `names`; `scales`: of an emulated product's operands.
 
         Products of torch are looked at in here alone: a dispatch mode around a whole step would keep it from being compiled."""
@@ -286,10 +283,10 @@ class ProductObserver:
         self._note(call, *(precision.operand_kind(settings, role) for role in roles))
         if not self._is_examined(call):
             return
-        for role, matrix, scales in zip(roles, (left, right.mT), call.scales, strict=True):
+        for role, matrix, (of_blocks, of_tensor) in zip(roles, (left, right.mT), call.scales, strict=True):
             grid, scaling = precision.grid(settings, role), precision.scaling(settings, role)
-            of_blocks = scales.tensor if scaling.block is None else scales.blocks
-            blocks = sample(matrix, of_blocks, scaling, self._generator(matrix.device))
+            scales = of_tensor if scaling.block is None else of_blocks
+            blocks = sample(matrix, scales, scaling, self._generator(matrix.device))
             codes, largest = blocks.values.float(), None
             if scaling.block is None:  # the scale is not in the values
                 least, most = torch.aminmax(matrix)
@@ -297,8 +294,8 @@ class ProductObserver:
             else:
                 scale = blocks.scale[:, None]
                 codes = torch.where(scale == 0, codes, codes / scale)
-                if precision.tensor_scaled and scales.blocks is not None:
-                    self._findings.append(_Finding(call, role, grid, scaling, _examine_tensor_scale(scales.blocks)))
+                if precision.tensor_scaled and of_blocks is not None:
+                    self._findings.append(_Finding(call, role, grid, scaling, _examine_tensor_scale(of_blocks)))
             self._findings.append(_Finding(call, role, grid, scaling, examine(codes, blocks.scale, grid, scaling, largest)))
 
     def _te_product(self, te: ModuleType, *operands: tuple[Any, bool]) -> None:

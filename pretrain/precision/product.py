@@ -113,11 +113,12 @@ class Product:
         return None
 
     def save(self, operand: Operand) -> tuple[Sequence[Tensor | None], Any]:
-        """An operand, no longer needed along its features, as tensors that autograd can save, and what `restore` needs."""
-        return [operand], None
+        """An operand, no longer needed along its features, as tensors that autograd can save, and what `restore` needs. Only of
+        products that do not keep their input."""
+        raise NotImplementedError
 
     def restore(self, tensors: Sequence[Tensor | None], rest: Any) -> Operand:
-        return tensors[0]
+        raise NotImplementedError
 
     def is_first_in_forward(self) -> bool:
         """Whether this is the first product of the forward under way: its backward is the last one's, and calls
@@ -219,10 +220,10 @@ class LinearCall:
 
     def save(self) -> Sequence[Tensor | None]:
         """The input as tensors for autograd to save; it is not held here any longer."""
-        kept, self._input = self._input, None
+        operand, self._input = self._input, None
         if self.product.keeps_input:
-            return [kept]
-        tensors, self._rest = self.product.save(kept)
+            return [operand]
+        tensors, self._rest = self.product.save(operand)
         return tensors
 
     def restore(self, tensors: Sequence[Tensor | None]) -> None:

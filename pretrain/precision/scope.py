@@ -47,8 +47,9 @@ def check_kept(hf: PreTrainedModel, layers: Sequence[nn.Module], active: ActiveP
     linear to low precision. Shapes are enough, as for `check_shapes`."""
     if not active.precision.quantized:
         return
-    names, kept = [name for name, module in hf.named_modules() if isinstance(module, LINEARS)], active.settings.keep_bf16
-    for pattern in kept:
+    names = [name for name, module in hf.named_modules() if isinstance(module, LINEARS)]
+    patterns = active.settings.keep_bf16
+    for pattern in patterns:
         if not any(is_called(name, pattern) for name in names):
             ends = dict.fromkeys(end for name in names for end in ends_of(name))
             near = difflib.get_close_matches(pattern, ends, n=3, cutoff=0.4) or names[:3]
@@ -56,9 +57,9 @@ def check_kept(hf: PreTrainedModel, layers: Sequence[nn.Module], active: ActiveP
                 f"`fp8_config.keep_bf16`: {pattern!r} matches no linear of {type(hf).__name__}; near it are {', '.join(near)}. A "
                 "pattern is held against a linear's whole name, and against each end of it that begins after a dot"
             )
-    if kept and not low_precision_linears(hf, layers, active):
+    if patterns and not low_precision_linears(hf, layers, active):
         raise InputError(
-            f"`fp8_config.keep_bf16: {list(kept)}` leaves no linear of {type(hf).__name__} to "
+            f"`fp8_config.keep_bf16: {list(patterns)}` leaves no linear of {type(hf).__name__} to "
             f"`precision: {active.precision.name}`; keep fewer, or set `precision: bf16`"
         )
 
@@ -85,8 +86,8 @@ def decide(hf: PreTrainedModel, layers: Sequence[nn.Module], active: ActivePreci
     """A decision for each linear of `hf`, by name. `layers`: in order."""
     settings, head = active.settings, hf.get_output_embeddings()
     scope, keep = settings.scope, settings.keep_bf16_layers
-    kept = [layer for index, layer in enumerate(layers) if index < keep.first or index >= len(layers) - keep.last]
-    inside = {id(module) for layer in kept for module in layer.modules()}
+    outer_layers = [layer for index, layer in enumerate(layers) if index < keep.first or index >= len(layers) - keep.last]
+    inside = {id(module) for layer in outer_layers for module in layer.modules()}
     decisions, left_out = {}, UNQUANTIZED[active.precision.compute_dtype].name
     for name, module in hf.named_modules():
         if module is head and scope == "linear":

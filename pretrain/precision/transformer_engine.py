@@ -66,7 +66,7 @@ def unavailable_because(precision: QuantizedPrecision) -> str | None:
 
 
 def build_te_recipe(precision: QuantizedPrecision, settings: OptionValues) -> Any:
-    """The `transformer_engine.common.recipe` object of `precision`, with nothing in it that was not asked for.
+    """The `transformer_engine.common.recipe` object of `precision`, with nothing in it but what the settings say.
 
     Transformer Engine takes defaults from NVTE_* variables when it is imported, drops keyword arguments that it does not know,
     and with `Float8BlockScaling(use_f32_scales=True)` scales are powers of two all the same. So every attribute is set here, then
@@ -141,17 +141,17 @@ class TransformerEngineProduct(Product):
         return weight, weight
 
     def _weight(self, matrix: Callable[[], Tensor], *, refresh: bool, differentiable: bool) -> Any:
-        kept = self.linear._fp8_workspaces
-        if differentiable and not refresh and _WEIGHT in kept:
-            return kept[_WEIGHT]
+        cache = self.linear._fp8_workspaces
+        if differentiable and not refresh and _WEIGHT in cache:
+            return cache[_WEIGHT]
         weight, quantizer = matrix().contiguous(), self.quantizer("weight", both=differentiable)  # Conv1D's is a transpose
         # Blackwell's products read scales in an order of their own, which is made here once or else in every product.
         quantizer.optimize_for_gemm = self.linear._enable_weight_preswizzle(quantizer, weight)
         if not differentiable:  # evaluation neither uses nor replaces the copy that training made
             return quantizer(weight)
-        kept.pop(_WEIGHT, None)
-        kept[_WEIGHT] = quantizer(weight)
-        return kept[_WEIGHT]
+        cache.pop(_WEIGHT, None)  # or two of the largest would be in memory at once
+        cache[_WEIGHT] = quantizer(weight)
+        return cache[_WEIGHT]
 
     def multiply(
         self,
@@ -280,7 +280,7 @@ class TransformerEngineBackend:
         return self.te.checkpoint(functools.partial(function, *args, **kwargs), use_reentrant=False, context_fn=contexts)
 
     def state(self) -> dict[str, Tensor]:
-        """Returns what `DelayedState.state` does: the same names, shapes and slots."""
+        """The same names, shapes and slots as `DelayedState.state`."""
         if not self.precision.keeps_history:
             return {}
         return {
