@@ -66,21 +66,21 @@ class Mixture:
         shares = self.share_of_packs
         return [round(_PARTS * each / sum(shares[number:])) for number, each in enumerate(shares)]
 
-    def taken(self, places: np.ndarray | int) -> list[np.ndarray]:
-        """Returns for each source how many of the packs before each of `places` it has given; int64, the shape of `places`."""
-        left, taken = np.asarray(places, np.int64), []
+    def packs_before(self, places: np.ndarray | int) -> list[np.ndarray]:
+        """Returns for each source how many of the packs before each of `places` are of it; int64, the shape of `places`."""
+        left, packs = np.asarray(places, np.int64), []
         for rate in self._rates():
-            taken.append(left * rate // _PARTS)
-            left = left - taken[-1]
-        return taken
+            packs.append(left * rate // _PARTS)
+            left = left - packs[-1]
+        return packs
 
     def epochs(self, place: int) -> dict[str, float]:
         """Returns how often each source has been gone through before `place`."""
-        return {name: int(n) / count for name, n, count in zip(self.names, self.taken(place), self.counts, strict=True)}
+        return {name: int(n) / count for name, n, count in zip(self.names, self.packs_before(place), self.counts, strict=True)}
 
     def shares(self, place: int) -> dict[str, float]:
         """The share of the tokens before `place` that came from each source; the weights themselves before the first."""
-        tokens = [int(n) * each for n, each in zip(self.taken(place), self.tokens_per_pack, strict=True)]
+        tokens = [int(n) * each for n, each in zip(self.packs_before(place), self.tokens_per_pack, strict=True)]
         return dict(zip(self.names, (each / sum(tokens) for each in tokens) if any(tokens) else self.weights, strict=True))
 
 
@@ -108,7 +108,7 @@ class Order:
     def packs_of_step(self, step: int) -> np.ndarray:
         """Indices of the packs that step `step` trains on; [packs_per_step] int64, in stream order."""
         places = np.array(self.places_of_step(step), np.int64)
-        before, after = self.mixture.taken(places), self.mixture.taken(places + 1)
+        before, after = self.mixture.packs_before(places), self.mixture.packs_before(places + 1)
         packs = np.empty_like(places)
         for number in range(len(before)):
             own = np.flatnonzero(after[number] > before[number])

@@ -288,8 +288,8 @@ class StreamedPacks(PacksOfOthers):
     def reads(self, places: range) -> None:
         """The next step reads the packs at `places` of the stream of all sources, and no process reads what is before."""
         self._leaving.clear()
-        self._needed = dict(zip(self.sources, map(int, self.mixture.taken(places.stop)), strict=True))
-        for source, first in zip(self.sources.values(), self.mixture.taken(places.start), strict=True):
+        self._needed = dict(zip(self.sources, map(int, self.mixture.packs_before(places.stop)), strict=True))
+        for source, first in zip(self.sources.values(), self.mixture.packs_before(places.start), strict=True):
             for part in source.release(int(first)):
                 if self.packing is not None and part.packs.path.name != FIRST:
                     remove_part(part.packs.path)
@@ -341,8 +341,8 @@ class StreamOrder(Order):
 
     def _reached(self, step: int) -> dict[str, Part]:
         """Returns for each source the part with its last pack before `step`, or its first part where there is no such pack."""
-        taken = self.mixture.taken(self.places_of_step(step).start)
-        return {name: self.packs.part_of(name, max(int(n) - 1, 0)) for name, n in zip(self.packs.sources, taken, strict=True)}
+        before = self.mixture.packs_before(self.places_of_step(step).start)
+        return {name: self.packs.part_of(name, max(int(n) - 1, 0)) for name, n in zip(self.packs.sources, before, strict=True)}
 
 
 def order_of(packs: Packs, packs_per_step: int, seed: int, shift: int = 0) -> Order:

@@ -102,9 +102,9 @@ def test_packs_of_any_format_are_mixed(tmp_path: Path, values: dict[str, Any], d
     # Beside packs that know their tokenizer, those that do not are looked through for ids that the model has not.
     (tmp_path / "web").symlink_to(data.packs / "web")
     mixed = DataSettings(packs=tmp_path, length=64, sources=[both[0], {"name": "web", "weight": 0.3}])
-    found = Data(open_packs(mixed, "train"), None)
-    assert found.tokenizer["fingerprint"]
-    check_tokens(found, 600, None)
+    mixed_data = Data(open_packs(mixed, "train"), None)
+    assert mixed_data.tokenizer["fingerprint"]
+    check_tokens(mixed_data, 600, None)
     tokens = np.fromfile(tmp_path / "a" / "train.bin", np.uint16)
     tokens[-1] = 700
     tokens.tofile(tmp_path / "a" / "train.bin")
@@ -168,7 +168,7 @@ def test_an_empty_text_is_told_by_the_key_and_the_name_of_its_source(
             prepare(made, progress=False)
         return str(error.value)
 
-    said = f": {nothing}: no document with any text"
-    assert refused(source=web["source"], validation={"source": str(nothing)}).startswith(f"data.validation{said}")
-    assert refused(sources=[web, {**empty, "weight": 0.3}]).startswith(f"data.sources (fresh){said}")
-    assert refused(source=str(nothing)).startswith(f"data.source{said}")
+    message = f": {nothing}: no document with any text"
+    assert refused(source=web["source"], validation={"source": str(nothing)}).startswith(f"data.validation{message}")
+    assert refused(sources=[web, {**empty, "weight": 0.3}]).startswith(f"data.sources (fresh){message}")
+    assert refused(source=str(nothing)).startswith(f"data.source{message}")

@@ -188,10 +188,10 @@ def test_every_source_has_its_share_at_any_time_and_each_of_its_epochs_every_pac
         for begin in range(0, len(own), count):
             epoch = own[begin : begin + count]
             assert len(set(epoch)) == len(epoch) and (len(epoch) < count or set(epoch) == set(range(count)))
-    taken = dict(zip(mixture.names, map(int, mixture.taken(len(stream))), strict=True))
+    before = dict(zip(mixture.names, map(int, mixture.packs_before(len(stream))), strict=True))
     seen = Counter(mixture.names[number] for number in source)
-    assert taken == {name: seen[name] for name in mixture.names}
-    assert mixture.epochs(len(stream)) == pytest.approx({n: taken[n] / c for n, c in zip(taken, mixture.counts, strict=True)})
+    assert before == {name: seen[name] for name in mixture.names}
+    assert mixture.epochs(len(stream)) == pytest.approx({n: before[n] / c for n, c in zip(before, mixture.counts, strict=True)})
     assert sum(mixture.shares(len(stream)).values()) == pytest.approx(1)
 
 

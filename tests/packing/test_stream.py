@@ -134,18 +134,18 @@ def test_resumed_anywhere_a_stream_is_the_same_and_never_exceeds_its_disk(
     with PackingHere(data := streamed(sources, packs / "bounded", window=window, disk_gb=disk)) as packing:
         first = packed_by(packing, data)
         assert first.fingerprint == unbounded.fingerprint
-        begun = list(steps(first, 0, killed, ahead=packing))
+        before = list(steps(first, 0, killed, ahead=packing))
         with first.waiting():
             list(steps(first, killed, min(killed + 2, last)))  # which are lost
-        first.begin(begun[-1][1])  # as a rollback does, in the same process
+        first.begin(before[-1][1])  # as a rollback does, in the same process
         again = [read for read, _ in steps(first, killed, min(killed + 2, last))]
     if draw.draw(st.booleans()):  # another machine, or all of it was passed long ago
         for part in part_folders(data.packs):
             shutil.rmtree(part)
     with PackingHere(data) as resumed:
-        second = packed_by(resumed, data, begun[-1][1])
+        second = packed_by(resumed, data, before[-1][1])
         rest = [read for read, _ in steps(second, killed, last, ahead=resumed)]
-    assert [read for read, _ in begun] + rest == expected and again == expected[killed : killed + 2]
+    assert [read for read, _ in before] + rest == expected and again == expected[killed : killed + 2]
     assert 0 < max(packing.most, resumed.most) <= disk * 1e9
 
 
