@@ -54,7 +54,7 @@ def prepare_part(settings: DataSettings, progress: bool) -> Path:
 
 
 def lock_of(packs: Path, progress: bool) -> FileLock:
-    path = packs.absolute().parent / f"{packs.name}.lock"
+    path = packs.absolute().parent / f".{packs.name}.lock"
     try:
         return FileLock(path, lambda holder: say(f"{packs} is being prepared by {holder}; waiting for it", progress))
     except OSError as error:

@@ -52,7 +52,8 @@ def main(arguments: list[str]) -> int:
 
         return run_command(run, on_ctrl_c="stopped by Ctrl-C")
     lines = [f"  {name:<9} {what}" for name, (_, what) in COMMANDS.items()]
-    usage = "\n".join(["usage: python -m pretrain COMMAND ...", "", *lines, "", "python -m pretrain COMMAND --help says more"])
+    usage = "usage: low-precision COMMAND ..., or python -m pretrain COMMAND ...\n\n"
+    usage += "\n".join([*lines, "", "COMMAND --help says more"])
     if arguments in (["-h"], ["--help"]):
         print(usage)
         return 0
