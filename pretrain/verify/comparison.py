@@ -86,12 +86,6 @@ def total_of(apart: Mapping[str, Distance]) -> Distance:
     return Distance(*norms, sum(each.product for each in apart.values()), sum(each.values for each in apart.values()))
 
 
-def typical_error(apart: Mapping[str, Distance]) -> float:
-    """The median relative error of the tensors whose gradient is not negligible."""
-    least = NEGLIGIBLE * total_of(apart).reference
-    return median([each.error for each in apart.values() if each.reference > least] or [0.0])
-
-
 @dataclass(frozen=True)
 class TensorParity:
     """One tensor's gradient: its error and what is tolerated, both relative to the reference's norm."""
@@ -131,19 +125,12 @@ class Comparison:
             )
         wrong = [tensor for tensor in self.tensors if not tensor.excess <= 1]
         if wrong:
+            worst = ", ".join(f"{tensor.name} ({tensor.excess:.3g})" for tensor in wrong[:SHOWN])
             lines.append(
-                f"gradients of {len(wrong)} of {len(self.tensors)} tensors: the packed path is not plain transformers, "
-                f"{wrong[0].name} worst, {wrong[0].excess:.3g} times what is tolerated"
+                f"gradients of {len(wrong)} of {len(self.tensors)} tensors: the packed path is not plain transformers; "
+                f"how many times over what is tolerated: {worst}"
             )
         return lines
-
-    def rows(self) -> list[tuple[str, ...]]:
-        """The worst tensors for people."""
-        rows = [("tensor", "error", "tolerated", "cosine", "share of gradient")]
-        for each in self.tensors[:SHOWN]:
-            cosine = "-" if each.cosine is None else f"{each.cosine:.5f}"
-            rows.append((each.name, f"{each.error:.2e}", f"{each.tolerated:.2e}", cosine, f"{each.share:.1e}"))
-        return rows
 
     def record(self) -> dict[str, Any]:
         """What audit.json says of it."""
@@ -157,41 +144,38 @@ class Comparison:
         }
 
 
-class RoundingTolerance:
-    """How far BF16 took each tensor: itself, those of its kind in all layers, and the median one. For a tensor of few values, or
-    one that is small because much cancels in it, its own draw may be small by chance."""
+def judge(
+    apart: Mapping[str, Distance], noise: Mapping[str, Distance], resolution: float, tokens: float
+) -> tuple[TensorParity, ...]:
+    """Each tensor, and all as one, with what it may be off; the worst first.
 
-    def __init__(self, noise: Mapping[str, Distance], resolution: float, tokens: float) -> None:
-        """`noise`: of plain transformers in BF16 to itself in FP32. `resolution`: how coarsely what is judged rounds; 1.0 is
-        BF16. `tokens`: that are compared."""
-        total = total_of(noise)
-        self._noise, self._resolution, self._total = {**noise, TOTAL: total}, resolution, total.reference
-        # A token that goes elsewhere takes its whole part from one gradient and adds as much to another. FP32 hardly sends any.
-        self._routed = math.sqrt(2 * ROUTED_ELSEWHERE / max(tokens, 1)) if resolution == 1.0 else 0.0
-        self._mixtures = mixtures_in(noise)
-        self._typical = typical_error(noise)
-        squares: dict[str, list[float]] = defaultdict(list)
-        for name, each in self._noise.items():
-            if each.reference > NEGLIGIBLE * self._total:
-                squares[_kind(name)].append(each.error**2)
-        self._kinds = {kind: math.sqrt(mean(errors)) for kind, errors in squares.items()}
-
-    def judge(self, apart: Mapping[str, Distance]) -> tuple[TensorParity, ...]:
-        """Each tensor, and all as one, with what it may be off; the worst first."""
-        judged = [self._allow(name, each) for name, each in [*apart.items(), (TOTAL, total_of(apart))]]
-        return tuple(sorted(judged, key=lambda tensor: tensor.excess, reverse=True))
-
-    def _allow(self, name: str, each: Distance) -> TensorParity:
-        own = self._noise.get(name, Distance(0.0, each.reference, 0.0))
-        usual = max(self._typical, self._kinds.get(_kind(name), 0.0))
+    `noise`: of plain transformers in BF16 to itself in FP32. A tensor may be as far off as BF16 took itself, those of its kind in
+    all layers, or the median one: for a tensor of few values, or one that is small because much cancels in it, its own draw may
+    be small by chance. `resolution`: how coarsely what is judged rounds; 1.0 is BF16. `tokens`: that are compared.
+    """
+    total = total_of(noise)
+    negligible = NEGLIGIBLE * total.reference
+    typical = median([each.error for each in noise.values() if each.reference > negligible] or [0.0])
+    squares: dict[str, list[float]] = defaultdict(list)
+    for name, each in [*noise.items(), (TOTAL, total)]:
+        if each.reference > negligible:
+            squares[_kind(name)].append(each.error**2)
+    # A token that goes elsewhere takes its whole part from one gradient and adds as much to another. FP32 hardly sends any.
+    routed = math.sqrt(2 * ROUTED_ELSEWHERE / max(tokens, 1)) if resolution == 1.0 else 0.0
+    mixtures = mixtures_in(noise)
+    judged = []
+    for name, each in [*apart.items(), (TOTAL, total_of(apart))]:
+        own = total if name == TOTAL else noise.get(name, Distance(0.0, each.reference, 0.0))
+        usual = max(typical, math.sqrt(mean(squares.get(_kind(name), [0.0]))))
         few = 1 + FEW_VALUES / each.values  # large for a scalar only
-        allowed = few * LEEWAY * self._resolution * max(own.apart, usual * each.reference)
-        if self._mixtures:
-            changed = 1.0 if name.startswith(self._mixtures) else CHANGED_BESIDE
-            allowed = math.hypot(allowed, changed * self._routed * each.reference)
-        negligible = NEGLIGIBLE * self._total
+        allowed = few * LEEWAY * resolution * max(own.apart, usual * each.reference)
+        if mixtures:
+            changed = 1.0 if name.startswith(mixtures) else CHANGED_BESIDE
+            allowed = math.hypot(allowed, changed * routed * each.reference)
         norm = max(each.reference, negligible) or 1.0
-        return TensorParity(name, each.apart / norm, (allowed + negligible) / norm, each.cosine, norm / (self._total or 1.0))
+        share = norm / (total.reference or 1.0)
+        judged.append(TensorParity(name, each.apart / norm, (allowed + negligible) / norm, each.cosine, share))
+    return tuple(sorted(judged, key=lambda tensor: tensor.excess, reverse=True))
 
 
 def mixtures_in(names: Iterable[str]) -> tuple[str, ...]:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -36,23 +33,20 @@ class HistoryWatch:
         rule makes of its history. Of zeros it must stay as it was. Collective."""
         wrong = []
         for role in PLACES:
-            names = sorted(name for name, of_role in self._amaxes if of_role == role)
-            if names:
-                is_wrong = self._wrong_of(names, role)
-                wrong += [f"{name} ({role})" for name, each in zip(names, is_wrong.tolist(), strict=True) if each]
+            if names := sorted(name for name, of_role in self._amaxes if of_role == role):
+                is_wrong = self._is_wrong(names, role).tolist()
+                wrong += [f"{name} ({role})" for name, each in zip(names, is_wrong, strict=True) if each]
         return wrong
 
-    def _wrong_of(self, names: list[str], role: Role) -> Tensor:
+    def _is_wrong(self, names: list[str], role: Role) -> Tensor:
         """A bool for each of `names`."""
-
-        def of_all(state: Mapping[str, Tensor], key: Literal["amax_history", "scale"]) -> Tensor:
-            return torch.stack([of_operand(state, name, role, key) for name in names], -1)
-
         amax = torch.stack([self._amaxes[name, role] for name in names])
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        if dist.is_initialized():
             dist.all_reduce(amax, op=dist.ReduceOp.MAX)
-        old_history, history = (of_all(state, "amax_history") for state in (self._before, self._context.state()))
-        old_scale, scale = (of_all(state, "scale") for state in (self._before, self._context.state()))
+        (old_history, old_scale), (history, scale) = (
+            [torch.stack([of_operand(state, name, role, key) for name in names], -1) for key in ("amax_history", "scale")]
+            for state in (self._before, self._context.state())
+        )
         settings = self._active.settings
         rule = (self._active.precision.grid(settings, role).maximum, settings.margin, settings.amax_compute_algo)
         right_history, right_scale = update_scale(torch.cat([history[-1:], old_history[1:]]), old_scale, *rule)
@@ -60,6 +54,6 @@ class HistoryWatch:
         moved &= torch.isclose(scale, right_scale, rtol=OF_THE_RULE, atol=0)
         stayed = (history == old_history).all(0) & (scale == old_scale)
         # An overflow is left to the health check (a NaN is no amax). Of a history of one microbatch nothing is left to look at.
-        known = history.isfinite().all(0) & amax.isfinite() & (len(history) > 1)
+        judged = history.isfinite().all(0) & amax.isfinite() & (len(history) > 1)
         never_moved = history[0] != 0
-        return (known & ~torch.where(amax > 0, moved, stayed)) | never_moved
+        return (judged & ~torch.where(amax > 0, moved, stayed)) | never_moved

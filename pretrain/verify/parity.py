@@ -29,8 +29,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import numpy as np
@@ -38,7 +40,6 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from foundation import tables
 from foundation.attributes import holding
 from foundation.errors import InputError
 from foundation.progress import advance
@@ -51,19 +52,17 @@ from pretrain.model.packed import PackedLanguageModel, forward_backward
 from pretrain.optimizer.adamw import clear_gradients
 from pretrain.plan.remedies import is_out_of_memory
 from pretrain.precision.settings import ActivePrecision
-from pretrain.verify.comparison import LEEWAY, SHOWN, Comparison, Distance, RoundingTolerance, distances, mixtures_in, total_of
+from pretrain.verify.comparison import LEEWAY, SHOWN, Comparison, Distance, distances, judge, mixtures_in, total_of
 from pretrain.verify.probe import ProductParity, ProductProbe
 from pretrain.verify.reference_model import (
     Document,
     Pass,
     differences,
     documents_in,
+    documents_of,
     in_bf16,
     reference_model,
     reference_pass,
-    release,
-    valid_tokens_of,
-    whole,
 )
 
 MICROBATCHES = 2  # of each rank: the first quantizes the weights, and the second takes its copies
@@ -127,9 +126,10 @@ class Parity:
         if self.text.tokens and not self.text.inside:
             lines.append("no boundary between documents was looked at: packs are too short to hold two")
         if wrong := [each for each in self.products if each.excess > 1]:
+            worst = ", ".join(f"{each.name} {each.gemm} ({each.excess:.3g})" for each in wrong[:SHOWN])
             lines.append(
-                f"{len(wrong)} of {len(self.products)} low-precision products: {wrong[0].name} ({wrong[0].gemm}) worst, "
-                f"{wrong[0].error:.2%} off where the format is {wrong[0].least:.2%} to {wrong[0].most:.2%}"
+                f"{len(wrong)} of {len(self.products)} low-precision products are not what the format makes; how many times over "
+                f"what is tolerated: {worst}"
             )
         if self.histories:
             lines.append(f"delayed scaling: scale or history of {len(self.histories)} operands, {self.histories[0]} among them")
@@ -160,20 +160,15 @@ class Parity:
         return record
 
     def require(self) -> None:
-        """TrainingHalted with what differs, the worst of it and what to try, unless all is within the tolerance."""
+        """TrainingHalted with what differs and what to try, unless all is within the tolerance."""
         if not self.failures:
             return
-        worst = [self.plain.rows()] if self.plain.failures else []
-        if wrong := [each.cells() for each in self.products if each.excess > 1]:
-            worst.append([("product", "error", "of the format", "likeness"), *wrong[:SHOWN]])
-        parts = ["parity: this run would not train what plain transformers trains:", *(f"  {line}" for line in self.failures)]
-        parts += [tables.markdown(heading, rows) for heading, *rows in worst]
-        raise TrainingHalted(
-            0,
-            "\n".join(parts) + "\nNothing has been trained. `precision=bf16`, `model.compile=none`, `model.fused=off` and "
+        lines = ["parity: this run would not train what plain transformers trains:", *(f"  {line}" for line in self.failures)]
+        lines.append(
+            "Nothing has been trained; audit.json has all figures. `precision=bf16`, `model.compile=none`, `model.fused=off` and "
             "`model.attention=sdpa`, one by one, tell what is at fault; `parity=off` trains all the same."
-            + (ROUTED if self.mixture else ""),
         )
+        raise TrainingHalted(0, "\n".join(lines) + (ROUTED if self.mixture else ""))
 
 
 def check_parity(
@@ -225,14 +220,16 @@ class _Check:
 
     def run(self, step: StepBatches, packs: Sequence[Pack], mask_boundaries: bool) -> Parity:
         documents = documents_in(step.microbatches, packs, mask_boundaries=mask_boundaries)
-        valid_tokens = sum(valid_tokens_of(pack, mask_boundaries=mask_boundaries) for pack in packs)
+        of_packs = [document for pack in packs for document in documents_of(pack, mask_boundaries=mask_boundaries)]
+        valid_tokens = sum(document.valid_tokens for document in of_packs)
         batch = self._wrong_in(step, documents, packs, valid_tokens)
         length = step.microbatches[0].max_seqlen
         microbatches, documents = with_boundaries(step.microbatches, documents, length, mask_boundaries=mask_boundaries)
         chosen = chosen_of(documents, length)
         microbatches = [labelled(*each) for each in zip(microbatches, chosen, strict=True)]
-        step = replace(step, microbatches=[replace(each, labels=self._others(each.labels)) for each in microbatches])
-        compared = [replace(document, targets=self._others(document.targets)) for of_batch in chosen for document in of_batch]
+        others = partial(other_labels, vocabulary=self.hf.config.get_text_config().vocab_size)
+        step = replace(step, microbatches=[replace(each, labels=others(each.labels)) for each in microbatches])
+        compared = [replace(document, targets=others(document.targets)) for of_batch in chosen for document in of_batch]
 
         with self._timed("plain"):
             reference, noise, loss_noise = self._plain_passes(compared, max(valid_tokens, 1))
@@ -255,7 +252,7 @@ class _Check:
                 loss_tolerated=loss_noise * resolution * (1.0 if text.different >= DIFFERENT else LEEWAY),
                 gradient_norm=total_of(apart).measured,
                 reference_norm=total_of(apart).reference,
-                tensors=RoundingTolerance(noise, resolution, tokens).judge(apart),
+                tensors=judge(apart, noise, resolution, tokens),
             )
             parity = Parity(tuple(batch), text, plain, self.seconds, self.mixture)
             # Rounding equal rows by chance errs alike in all of them, and then a sample says nothing.
@@ -274,11 +271,10 @@ class _Check:
             with probe.watching():
                 quantized = self._pass(step)
             total = total_of(distances(quantized.gradients, unquantized.gradients))
-            histories, products = probe.wrong_histories(), probe.products()
         return replace(
             parity,
-            products=tuple(products),
-            histories=tuple(histories),
+            products=tuple(probe.products()),
+            histories=tuple(probe.wrong_histories),
             quantized=QuantizedFigures(quantized.loss / share, unquantized.loss / share, total.measured, total.reference),
         )
 
@@ -291,8 +287,8 @@ class _Check:
                 lines.append(f"{', '.join(wrong)} of microbatch {number} are not those of the packs of step 0")
         if step.valid_tokens != valid_tokens:
             lines.append(f"{step.valid_tokens} tokens of step 0 have a label, and its packs have {valid_tokens}")
-        if step.tokens != sum(len(pack.input_ids) for pack in packs):
-            lines.append(f"step 0 counts {step.tokens} tokens, and its packs hold {sum(len(p.input_ids) for p in packs)}")
+        if step.tokens != (held := sum(len(pack.input_ids) for pack in packs)):
+            lines.append(f"step 0 counts {step.tokens} tokens, and its packs hold {held}")
         return lines
 
     def _text(self, compared: list[Document], tokens: int, length: int) -> Text:
@@ -309,21 +305,18 @@ class _Check:
         plain = reference_model(self.hf, self.accelerator.device)
         measured = len(documents) if self.mixture else -(-len(documents) // 2)
         loss = self.hf.get_output_embeddings().settings
-        first = reference_pass(plain, documents[:measured], valid_tokens, loss)
-        of_first = self._summed(Pass(first.loss, {n: g.clone() for n, g in first.gradients.items()}, first.token_losses))
-        rest = reference_pass(plain, documents[measured:], valid_tokens, loss)  # adds to the gradients of the first
-        reference = self._summed(Pass(first.loss + rest.loss, rest.gradients))
+        first = self._summed(reference_pass(plain, documents[:measured], valid_tokens, loss))
+        rest = self._summed(reference_pass(plain, documents[measured:], valid_tokens, loss))
+        reference = Pass(first.loss + rest.loss, {name: rest.gradients[name].add_(g) for name, g in first.gradients.items()})
         rounded = self._summed(reference_pass(in_bf16(plain), documents[:measured], valid_tokens, loss))
-        release(plain)
-        squares = (rounded.token_losses - of_first.token_losses).double().square().sum().item()
-        loss_noise = math.sqrt(self.over_ranks(squares) / max(self.over_ranks(of_first.token_losses.numel()), 1))
-        noise = distances(rounded.gradients, of_first.gradients)
-        norms = [whole(gradient).norm(dtype=torch.float64) for gradient in reference.gradients.values()]
+        for parameter in plain.parameters():  # modules whose forward was replaced are cycles, which wait for the collector
+            parameter.data = parameter.data.new_empty(0)
+        squares = (rounded.token_losses - first.token_losses).double().square().sum().item()
+        loss_noise = math.sqrt(self.over_ranks(squares) / max(self.over_ranks(first.token_losses.numel()), 1))
+        noise = distances(rounded.gradients, first.gradients)
+        norms = [gradient.norm(dtype=torch.float64) for gradient in reference.gradients.values()]
         larger = torch.stack(norms).norm().item() / (total_of(noise).reference or 1.0)
         return reference, {name: each.scaled(larger) for name, each in noise.items()}, loss_noise
-
-    def _others(self, labels: Labels) -> Labels:
-        return other_labels(labels, self.hf.config.get_text_config().vocab_size)
 
     def _pass(self, step: StepBatches) -> Pass:
         """Forward and backward as a training step does them. The gradients stay where they add up until the next pass."""
@@ -336,8 +329,12 @@ class _Check:
         are as before: the negated model's values are others."""
         self.forget_copies()
         state = {name: tensor.clone() for name, tensor in self.context.state().items()}
-        with self._negated():
+        parameters = [local_part(parameter).detach() for parameter in self.hf.parameters()]
+        torch._foreach_neg_(parameters)
+        try:
             self._pass(replace(step, microbatches=step.microbatches[:1]))
+        finally:
+            torch._foreach_neg_(parameters)
         for name, tensor in self.context.state().items():
             tensor.copy_(state[name])
 
@@ -346,15 +343,6 @@ class _Check:
             pass
         for product in self.packed.fused.products if self.packed.fused else ():
             product.weights.forget_copy()
-
-    @contextmanager
-    def _negated(self) -> Iterator[None]:
-        parameters = [local_part(parameter).detach() for parameter in self.hf.parameters()]
-        torch._foreach_neg_(parameters)
-        try:
-            yield
-        finally:
-            torch._foreach_neg_(parameters)
 
     def _summed(self, own: Pass) -> Pass:
         """The sum over ranks of plain passes over each rank's own packs; the fast path's backward has made it already."""
@@ -413,25 +401,22 @@ def chosen_of(documents: Sequence[Sequence[Document]], length: int) -> list[list
     the first two of the next: what is lost is mostly lost at an end. One that begins inside of a pack of `length` tokens comes
     before all, as long ones may leave no room for more."""
     draw = np.random.default_rng(0)
-    waiting = []
+    in_turn = []
     for number, of_batch in enumerate(documents):
         trained = [document for document in of_batch if document.valid_tokens]
         ends, others = (trained[:2], trained[2:]) if number % 2 else (trained[:-3:-1], trained[:-2])
         pairs = draw.permutation(-(-len(others) // 2))
-        in_turn = [*ends, *(document for pair in pairs for document in others[2 * pair : 2 * pair + 2])]
-        first = next((document for document in in_turn if document.begin % length), None)
-        waiting.append([*([first] if first else []), *(document for document in in_turn if document is not first)])
+        ends += [document for pair in pairs for document in others[2 * pair : 2 * pair + 2]]
+        first = next((document for document in ends if document.begin % length), None)
+        in_turn.append(sorted(ends, key=lambda document: document is not first))
     chosen: list[list[Document]] = [[] for _ in documents]
-    room, number = TOKENS, 0
-    while room > 0 and sum(map(len, chosen)) < DOCUMENTS and any(waiting):
-        if waiting[number % len(waiting)]:
-            document = waiting[number % len(waiting)].pop(0)
-            length = min(len(document.tokens), room, LONGEST)
-            chosen[number % len(waiting)].append(
-                replace(document, tokens=document.tokens[:length], targets=document.targets[:length])
-            )
-            room -= length
-        number += 1
+    room = TOKENS
+    for turn in zip_longest(*in_turn):
+        for of_batch, document in zip(chosen, turn, strict=True):
+            if document and room and sum(map(len, chosen)) < DOCUMENTS:
+                size = min(len(document.tokens), room, LONGEST)
+                of_batch.append(replace(document, tokens=document.tokens[:size], targets=document.targets[:size]))
+                room -= size
     return chosen
 
 
@@ -439,7 +424,7 @@ def labelled(batch: Microbatch, documents: Sequence[Document]) -> Microbatch:
     """`batch` with the labels that it has in these documents, and no others."""
     labels = torch.full_like(batch.labels, IGNORE)
     for document in documents:
-        labels[:, document.begin : document.end] = batch.labels[:, document.begin : document.end]
+        labels[:, document.span] = batch.labels[:, document.span]
     return replace(batch, labels=labels, valid_tokens=int((labels != IGNORE).sum()))
 
 
@@ -453,21 +438,14 @@ def other_labels(labels: Labels, vocabulary: int) -> Labels:
 def training_without_dropout(model: nn.Module) -> Iterator[None]:
     """All of `model` in training mode, which low precision and recomputation go by, with every dropout rate at zero: of torch's
     own dropout, and of layers that call the function. So is the noise on what goes into a mixture's experts."""
-    modes = [(module, module.training) for module in model.modules()]
-    rates = [
-        (module, name, value)
-        for module in model.modules()
-        for name, value in vars(module).items()
-        if isinstance(value, float)
-        and ("drop" in name or name in NOISES or (name == "p" and isinstance(module, nn.modules.dropout._DropoutNd)))
-    ]
-    model.train()
-    for module, name, _ in rates:
-        setattr(module, name, 0.0)
-    try:
+    with ExitStack() as changes:
+        for module in model.modules():
+            rates = [name for name, value in vars(module).items() if isinstance(value, float) and _is_noise(module, name)]
+            changes.enter_context(holding(module, training=True, **dict.fromkeys(rates, 0.0)))
         yield
-    finally:
-        for module, name, rate in rates:
-            setattr(module, name, rate)
-        for module, training in modes:
-            module.training = training
+
+
+def _is_noise(module: nn.Module, attribute: str) -> bool:
+    if attribute == "p":
+        return isinstance(module, nn.modules.dropout._DropoutNd)
+    return "drop" in attribute or attribute in NOISES

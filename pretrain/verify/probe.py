@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import mean
-from typing import Any, TypeVar, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -41,8 +41,6 @@ LEEWAY = 1.2  # of an error's size, beyond what the draws span: a mantissa bit, 
 ORDER_OF_SUMS = 2.0**-10  # of the result's norm: sums of BF16 results come in another order than ours
 LEAST_LIKENESS = 0.5  # of two errors' directions: of the same scales 0.8 or more, of other ones near zero
 KNOWN_LIKENESS = 0.1  # of the draws of stochastic rounding among themselves, from which on it says something
-
-Key = TypeVar("Key")
 
 # The axis that each product's sum runs along, seen from its left and its right operand.
 _ALONG: dict[str, tuple[Along, Along]] = {
@@ -76,9 +74,13 @@ class ProductParity:
                 excess = max(excess, LEAST_LIKENESS / self.likeness if self.likeness > 0 else math.inf)
         return excess if math.isfinite(excess) else math.inf
 
-    def cells(self) -> tuple[str, str, str, str]:
-        alike = "-" if self.likeness is None else f"{self.likeness:.3f}"
-        return f"{self.name} {self.gemm}", f"{self.error:.2%}", f"{self.least:.2%} to {self.most:.2%}", alike
+
+class _Sample(NamedTuple):
+    """Rows of an operand, with the axis of the product's sum last."""
+
+    values: Tensor
+    to_quantize: Tensor  # the same, transformed where the precision transforms them first
+    amax: Tensor  # FP32, of the whole operand
 
 
 class ProductProbe:
@@ -88,10 +90,10 @@ class ProductProbe:
         self._packed, self._context, self.active = packed, packed.context, active
         self._before = {name: tensor.clone() for name, tensor in packed.context.state().items()}
         self._rows: dict[tuple[str, Role], Tensor] = {}
-        self._samples: dict[tuple[str, Role, Along], tuple[Tensor, Tensor]] = {}
+        self._samples: dict[tuple[str, Role, Along], _Sample] = {}
         self._figures: dict[tuple[str, str], Tensor] = {}
         self._history: HistoryWatch | None = None  # of the microbatch under way
-        self._wrong_histories: list[str] = []
+        self.wrong_histories: list[str] = []  # operands whose history or scale is not what the pass makes of it
         self._microbatch = -1
         # What is laid out with the axis of the sum last is quantized alike for every product.
         self._quantize = {role: active.precision.along_features(active.settings, role) for role in get_args(Role)}
@@ -101,6 +103,7 @@ class ProductProbe:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
+        """Collective at its end, where histories are watched."""
         context = self._context
         counting = self._packed.register_forward_pre_hook(self._next_microbatch)
         context.observers.append(self.see_operand)
@@ -120,7 +123,7 @@ class ProductProbe:
         self._history = HistoryWatch(self._context, self.active) if self.active.precision.keeps_history else None
 
     def _end_microbatch(self) -> None:
-        self._wrong_histories += self._history.wrong() if self._history else []
+        self.wrong_histories += self._history.wrong() if self._history else []
 
     @torch.no_grad()
     def see_operand(self, name: str, role: Role, tensor: Tensor, product: Product) -> None:
@@ -133,56 +136,48 @@ class ProductProbe:
         if role != "weight":
             rows = self._rows[name, role] = _tokens(tensor)
         # Copies: a view would keep the whole operand.
-        self._samples[name, role, "features"] = tensor[rows].clone(), amax
-        part = tensor[:, columns].clone()
-        along_rows, transform = part.t(), self.active.precision.transform(self.active.settings, role)
+        of_rows, of_columns = tensor[rows].clone(), tensor[:, columns].clone().t()
+        self._samples[name, role, "features"] = _Sample(of_rows, of_rows, amax)
+        transformed, transform = of_columns, self.active.precision.transform(self.active.settings, role)
         if transform is not None:
-            along_rows = transform(along_rows)
+            transformed = transform(of_columns)
             if self.active.precision.tensor_scaled:
                 amax = transform(tensor.t()).abs().amax().float()
-        self._samples[name, role, "rows"] = along_rows, amax
-        if role != "weight":
-            self._samples[name, role, "as it is"] = part.t(), amax
+        self._samples[name, role, "rows"] = _Sample(of_columns, transformed, amax)
 
     @torch.no_grad()
     def see_result(self, name: str, gemm: str, result: Tensor, bias: Tensor | None) -> None:
         if self._microbatch > 0 or (name != self._head and (name, gemm) in self._figures):
             return
-        (left_role, right_role), (left_along, right_along) = OPERANDS[gemm], _ALONG[gemm]
-        left, right = self._samples.get((name, left_role, left_along)), self._samples.get((name, right_role, right_along))
-        if left is None or right is None:
+        roles = OPERANDS[gemm]
+        samples = [self._samples.get((name, role, along)) for role, along in zip(roles, _ALONG[gemm], strict=True)]
+        if None in samples:
             return
-        rows = _sampled(name, len(result)) if gemm == "wgrad" else self._rows[name, left_role]
+        rows = _sampled(name, len(result)) if gemm == "wgrad" else self._rows[name, roles[0]]
         columns = _sampled(name, result.shape[1])
         measured = result[rows][:, columns].float()
         added = torch.zeros((), device=result.device) if bias is None else bias.float()[columns]
         with holding(torch.backends.cuda.matmul, fp32_precision="ieee"):
-            if gemm == "wgrad":
-                left_as_it_is, right_as_it_is = (self._samples[name, role, "as it is"][0] for role in (left_role, right_role))
-            else:
-                left_as_it_is, right_as_it_is = left[0], right[0]
-            exact = left_as_it_is.float() @ right_as_it_is.float().t()
+            left, right = (sample.values.float() for sample in samples)
+            exact = left @ right.t()
             errors = []
-            for _ in range(DRAWS if self._rounds_by_chance and "grad_output" in (left_role, right_role) else 1):
-                operands = [
-                    self._quantize[role](rows_of, self._scale(name, role), amax).dequantize()
-                    for role, (rows_of, amax) in ((left_role, left), (right_role, right))
-                ]
-                plain = (operands[0] @ operands[1].t() + added).to(result.dtype).float() - added
+            for _ in range(DRAWS if self._rounds_by_chance and "grad_output" in roles else 1):
+                left, right = (self._quantized(name, *each) for each in zip(roles, samples, strict=True))
+                plain = (left @ right.t() + added).to(result.dtype).float() - added
                 errors.append(plain - exact)
         error = measured - added - exact
         vectors = torch.stack([exact, error, *errors]).flatten(1).double()
         self._figures[name, gemm] = vectors @ vectors.t()
 
-    def _scale(self, name: str, role: Role) -> Tensor | None:
-        if not self.active.precision.keeps_history:
-            return None
-        return of_operand(self._before, name, role, "scale")
+    def _quantized(self, name: str, role: Role, sample: _Sample) -> Tensor:
+        scale = of_operand(self._before, name, role, "scale") if self.active.precision.keeps_history else None
+        return self._quantize[role](sample.to_quantize, scale, sample.amax).dequantize()
 
     def products(self) -> list[ProductParity]:
         """Every result that was seen, the worst first. Those whose product is nothing but zeros are left out."""
         products = []
-        for (name, gemm), figures in _on_cpu(self._figures).items():
+        for (name, gemm), figures in self._figures.items():
+            figures = figures.cpu()
             exact, error, *plain = figures.diagonal().clamp(min=0).sqrt().tolist()
             if exact == 0 and error == 0:
                 continue
@@ -195,19 +190,6 @@ class ProductProbe:
             exact = exact or math.nan
             products.append(ProductParity(name, gemm, error / exact, min(plain) / exact, max(plain) / exact, likeness))
         return sorted(products, key=lambda each: each.excess, reverse=True)
-
-    def wrong_histories(self) -> list[str]:
-        """The operands of delayed scaling whose history or scale is not what the pass has made of it. Collective."""
-        return self._wrong_histories
-
-
-def _on_cpu(tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
-    """Copies tensors of one dtype to the CPU at once, so that the device is waited for once."""
-    if not tensors:
-        return {}
-    flat = torch.cat([tensor.flatten() for tensor in tensors.values()]).cpu()
-    parts = flat.split([tensor.numel() for tensor in tensors.values()])
-    return {key: part.view(tensors[key].shape) for key, part in zip(tensors, parts, strict=True)}
 
 
 def _tokens(tensor: Tensor) -> Tensor:

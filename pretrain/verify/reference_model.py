@@ -25,8 +25,6 @@ from packing.batch import Microbatch
 from pretrain.model.huggingface import decoder_layers, named_tensors
 from pretrain.settings.recipe import LossSettings
 
-RECOMPUTED_FROM = 1024  # tokens of a document: eager attention keeps heads x length^2 scores a layer, several times over
-
 
 @dataclass(frozen=True)
 class Pass:
@@ -49,8 +47,8 @@ class Document:
     begin: int
 
     @property
-    def end(self) -> int:
-        return self.begin + len(self.tokens)
+    def span(self) -> slice:
+        return slice(self.begin, self.begin + len(self.tokens))
 
     @property
     def valid_tokens(self) -> int:
@@ -62,42 +60,32 @@ def documents_of(pack: Pack, *, mask_boundaries: bool, begin: int = 0) -> list[D
 
     The last token of a document predicts nothing with `mask_boundaries`, and else the next one's first, if the pack has one.
     """
-    documents, at = [], 0
-    real = int(pack.lengths.sum())
-    for number, length in enumerate(int(each) for each in pack.lengths):
-        targets = np.full(length, IGNORE, dtype=np.int64)
-        targets[:-1] = pack.input_ids[at + 1 : at + length]
-        if not mask_boundaries and at + length < real:
-            targets[-1] = pack.input_ids[at + length]
-        for place in range(length if pack.trained is not None else 0):  # a token that is not to be learnt is nobody's target
-            if at + place + 1 < real and not pack.trained[at + place + 1]:
-                targets[place] = IGNORE
-        tokens = pack.input_ids[at : at + length].astype(np.int64)
-        documents.append(Document(tokens, targets, pack.first_position if number == 0 else 0, begin + at))
-        at += length
+    ends = np.cumsum(pack.lengths)
+    tokens = pack.input_ids[: pack.lengths.sum()].astype(np.int64)
+    targets = np.append(tokens[1:], IGNORE)
+    if pack.trained is not None:  # a token that is not to be learnt is nobody's target
+        targets[:-1][~pack.trained[1 : len(tokens)]] = IGNORE
+    if mask_boundaries:
+        targets[ends - 1] = IGNORE
+    documents = []
+    for first, end in zip(ends - pack.lengths, ends, strict=True):
+        first_position = pack.first_position if first == 0 else 0
+        documents.append(Document(tokens[first:end], targets[first:end], first_position, begin + int(first)))
     return documents
-
-
-def valid_tokens_of(pack: Pack, *, mask_boundaries: bool) -> int:
-    """How many tokens of a pack have something to predict."""
-    return sum(document.valid_tokens for document in documents_of(pack, mask_boundaries=mask_boundaries))
 
 
 def documents_in(microbatches: Sequence[Microbatch], packs: Iterable[Pack], *, mask_boundaries: bool) -> list[list[Document]]:
     """Returns, for each microbatch, the documents of the packs whose tokens it holds. A row that is none of `packs`, or is one
     for a second time, has none."""
-    known: dict[bytes, list[Pack]] = defaultdict(list)
+    packs_by_tokens: dict[bytes, list[Pack]] = defaultdict(list)
     for pack in packs:
-        known[pack.input_ids.astype(np.int64).tobytes()].append(pack)
-    found = []
-    for batch in microbatches:
-        length, documents = batch.max_seqlen, []
-        for begin in range(0, batch.input_ids.shape[1], length):
-            alike = known[batch.input_ids[0, begin : begin + length].contiguous().numpy().tobytes()]
-            if alike:
-                documents += documents_of(alike.pop(0), mask_boundaries=mask_boundaries, begin=begin)
-        found.append(documents)
-    return found
+        packs_by_tokens[pack.input_ids.astype(np.int64).tobytes()].append(pack)
+    documents: list[list[Document]] = [[] for _ in microbatches]
+    for batch, of_batch in zip(microbatches, documents, strict=True):
+        for row, tokens in enumerate(batch.input_ids[0].split(batch.max_seqlen)):
+            if alike := packs_by_tokens[tokens.numpy().tobytes()]:
+                of_batch += documents_of(alike.pop(0), mask_boundaries=mask_boundaries, begin=row * batch.max_seqlen)
+    return documents
 
 
 def differences(batch: Microbatch, documents: Sequence[Document]) -> list[str]:
@@ -107,10 +95,9 @@ def differences(batch: Microbatch, documents: Sequence[Document]) -> list[str]:
     expected["position_ids"] = batch.position_ids[0].numpy().copy()
     ends = {0, size, *range(0, size, batch.max_seqlen)}  # a pack's padding is an attention of its own
     for each in documents:
-        span = slice(each.begin, each.end)
-        expected["input_ids"][span], expected["labels"][span] = each.tokens, each.targets
-        expected["position_ids"][span] = each.first_position + np.arange(len(each.tokens))
-        ends |= {each.begin, each.end}
+        expected["input_ids"][each.span], expected["labels"][each.span] = each.tokens, each.targets
+        expected["position_ids"][each.span] = each.first_position + np.arange(len(each.tokens))
+        ends |= {each.span.start, each.span.stop}
     wrong = [name for name, values in expected.items() if not np.array_equal(getattr(batch, name)[0].numpy(), values)]
     return wrong + ([] if set(batch.cu_seqlens.tolist()) == ends else ["cu_seqlens"])
 
@@ -119,8 +106,8 @@ def reference_model(hf: PreTrainedModel, device: torch.device) -> PreTrainedMode
     """A new model of the class and configuration of `hf`, in evaluation mode, with its weights as they are stored, in FP32.
     Attention and the experts of a mixture are plain too, one matrix after the other.
 
-    Layers are recomputed in backward where a document is long. The same operations run on the same values again, so nothing else
-    changes. Draws random numbers. Collective where `hf` is sharded.
+    Layers are recomputed in backward, since eager attention keeps heads x length^2 scores a layer. The same operations run on the
+    same values again, so nothing else changes. Draws random numbers. Collective where `hf` is sharded.
     """
     plainly = {"attn_implementation": "eager", "experts_implementation": "eager"}
     with device:
@@ -131,27 +118,15 @@ def reference_model(hf: PreTrainedModel, device: torch.device) -> PreTrainedMode
             tensor.copy_(whole(of_run[name]))
             tensor.requires_grad_(of_run[name].requires_grad)
     for layer in decoder_layers(plain).values():
-        layer.forward = partial(_recomputed_where_long, layer.forward)
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     return plain.eval()
 
 
-def _recomputed_where_long(forward: nn.Module, hidden: Tensor, *args: object, **kwargs: object) -> object:
-    if hidden.shape[1] < RECOMPUTED_FROM:
-        return forward(hidden, *args, **kwargs)
-    return checkpoint(forward, hidden, *args, use_reentrant=False, **kwargs)
-
-
 def in_bf16(plain: PreTrainedModel) -> PreTrainedModel:
-    """`plain` with its parameters in BF16 and without gradients; in place. Rotary frequencies are buffers and stay in FP32."""
+    """`plain` with its parameters in BF16; in place. Rotary frequencies are buffers and stay in FP32."""
     for parameter in plain.parameters():
-        parameter.grad, parameter.data = None, parameter.data.to(torch.bfloat16)
+        parameter.data = parameter.data.to(torch.bfloat16)
     return plain
-
-
-def release(plain: PreTrainedModel) -> None:
-    """Give back the memory of its parameters: modules whose forward was replaced are cycles, which wait for the collector."""
-    for parameter in plain.parameters():
-        parameter.grad, parameter.data = None, parameter.data.new_empty(0)
 
 
 def reference_pass(
@@ -163,13 +138,12 @@ def reference_pass(
     Gradients add up in FP32 whatever the parameters are: what BF16 loses in a document is to be seen, not what a sum of many
     loses.
     """
-    device, losses = next(plain.parameters()).device, []
-    trained = {name: parameter for name, parameter in plain.named_parameters() if parameter.requires_grad}
-    sums: dict[str, Tensor] = {}
-    hooks = []
-    for name, parameter in trained.items():
-        if parameter.dtype != torch.float32:
-            hooks.append(parameter.register_post_accumulate_grad_hook(partial(_add_up, sums, name)))
+    device = next(plain.parameters()).device
+    losses, gradients, hooks = [torch.zeros(0, device=device)], {}, []
+    for name, parameter in plain.named_parameters():
+        if parameter.requires_grad:
+            gradients[name] = torch.zeros_like(parameter, dtype=torch.float32)
+            hooks.append(parameter.register_post_accumulate_grad_hook(partial(_move_gradient, gradients[name])))
     for document in documents:
         if not document.valid_tokens:  # a document of one token
             continue
@@ -183,10 +157,13 @@ def reference_pass(
         losses.append(token_losses.detach()[labels != IGNORE])
     for hook in hooks:
         hook.remove()
-    token_losses = torch.cat(losses) if losses else torch.zeros(0, device=device)
-    gradients = {name: sums.get(name, p.grad) for name, p in trained.items()}
-    gradients = {name: torch.zeros_like(trained[name]) if g is None else g for name, g in gradients.items()}
+    token_losses = torch.cat(losses)
     return Pass(token_losses.double().sum().item() / valid_tokens, gradients, token_losses)
+
+
+def _move_gradient(total: Tensor, parameter: nn.Parameter) -> None:
+    total += parameter.grad
+    parameter.grad = None
 
 
 def _penalties(logits: Tensor, loss: LossSettings) -> Tensor:
@@ -198,14 +175,6 @@ def _penalties(logits: Tensor, loss: LossSettings) -> Tensor:
         return 1 - p.sort(dim=-1, descending=True).values[:, : loss.top_k].sum(dim=-1)
     largest = p.max(dim=-1).values
     return -largest if loss.penalty == "neg_max_prob" else 1 - largest
-
-
-def _add_up(sums: dict[str, Tensor], name: str, parameter: nn.Parameter) -> None:
-    if name in sums:
-        sums[name] += parameter.grad
-    else:
-        sums[name] = parameter.grad.float()
-    parameter.grad = None
 
 
 def whole(tensor: Tensor) -> Tensor:
