@@ -58,18 +58,16 @@ def observe(
         DtypesOfLinears(linears | others, observer) as dtypes,
     ):
         run().backward()
-    members = fused.members if fused else {}
     _check_tied(hf)
 
-    observed, faults = observer.products, observer.faults()
-    entries, precision = [], active.precision.name
+    members, faults, precision = fused.members if fused else {}, observer.faults(), active.precision.name
+    entries = []
     for name, module in linears.items():
-        decision = decisions.get(name, Decision(name, precision))
-        products = observed.get(name, ())
-        effective = _multiplied(dtypes.seen.get(name), products, all_three=name in members)
-        entry = _entry(name, module, decision.requested, effective, "torch", stored[name], decision.reason)
+        decision, products = decisions.get(name, Decision(name, precision)), observer.products.get(name, ())
+        effective = _multiplied(dtypes.seen[name], products, all_three=name in members)
+        entry = _entry(name, module, decision.requested, effective, stored[name], decision.reason)
         if active.precision.quantized and decision.requested == precision:
-            wrong = [*faults.get(name, ()), *dtypes.strays.get(name, ())]
+            wrong = [*faults.get(name, ()), *dtypes.strays[name]]
             entry["effective"] = _effective(products, effective, context.calls_outside[name], active, wrong)
             entry["products"] = {product.gemm: f"{product.left} x {product.right}" for product in products}
             entry["backend"] = active.backend
@@ -82,17 +80,15 @@ def observe(
     # them, so nothing is refused: they compute as transformers wrote them, and a router may do so in FP32.
     reason = "no linear, which is what low precision takes" if active.precision.quantized else None
     for name, module in others.items():
-        effective = _multiplied(dtypes.seen.get(name), ())
-        entries.append(_entry(name, module, effective, effective, "torch", stored[name], reason))
+        effective = _multiplied(dtypes.seen[name], ())
+        entries.append(_entry(name, module, effective, effective, stored[name], reason))
     return entries
 
 
-def _entry(
-    name: str, module: nn.Module, requested: str, effective: str, backend: str, stored: str, reason: str | None = None
-) -> Entry:
+def _entry(name: str, module: nn.Module, requested: str, effective: str, stored: str, reason: str | None) -> Entry:
     """What was asked of a module and what it did. `products`: the operands of those that ran in low precision, by their gemm."""
     entry = {"name": name, "module": type(module).__name__, "requested": requested, "effective": effective, "products": {}}
-    return entry | {"backend": backend, "stored": stored, "reason": reason}
+    return entry | {"backend": "torch", "stored": stored, "reason": reason}
 
 
 @contextmanager
@@ -118,16 +114,14 @@ def confirming(
         yield
         return
     context.calls_outside.clear()
-    low = [entry["name"] for entry in products if entry["products"]]
-    examined = set(random.Random(step).sample(low, min(len(low), most or len(low))))
+    low = {entry["name"]: entry for entry in products if entry["products"]}
+    examined = set(random.Random(step).sample(list(low), min(len(low), most or len(low))))
     with observing(packed, active, step, examined) as observer:
         yield
     checked, faults = [], observer.faults()
-    for entry in (entry for entry in products if entry["products"]):
-        name = entry["name"]
-        outside = context.calls_outside[name]
-        effective = _effective(observer.products.get(name, ()), "not run", outside, active, faults.get(name, ()))
-        checked.append(entry | {"effective": effective})
+    for name, entry in low.items():
+        ran, outside = observer.products.get(name, ()), context.calls_outside[name]
+        checked.append(entry | {"effective": _effective(ran, "not run", outside, active, faults.get(name, ()))})
     _refuse(checked, active, f" in step {step}")
 
 
@@ -177,50 +171,52 @@ def describe(active: ActivePrecision, backend: Backend | None, hf: PreTrainedMod
     }
 
 
-def in_short(found: Mapping[str, Any]) -> dict[str, str]:
+def in_short(audited: Mapping[str, Any]) -> dict[str, str]:
     """An audit for people: a row of its products, one of what stands around them."""
-    linears = defaultdict[tuple[str, ...], list[str]](list)
-    for p in found["products"]:
-        linears[p["effective"], p["backend"], p["stored"], p["reason"]].append(p["name"].rsplit(".", 1)[-1])
+    linears = defaultdict[tuple[str, str | None], list[str]](list)
+    for p in audited["products"]:
+        on = "" if p["backend"] == "torch" else f" on {p['backend'].replace('_', ' ')}"
+        linears[f"in {p['effective']}{on}, weights {p['stored']}", p["reason"]].append(p["name"].rsplit(".", 1)[-1])
     products = []
-    for (effective, backend, stored, reason), names in sorted(linears.items(), key=lambda group: -len(group[1])):
+    for (what, reason), names in sorted(linears.items(), key=lambda group: -len(group[1])):
         kinds = list(dict.fromkeys(names))
         named = f" ({', '.join(kinds)}: {reason})" if reason else f" ({kinds[0]})" if len(kinds) == 1 else ""
-        on = "" if backend == "torch" else f" on {backend.replace('_', ' ')}"
-        products.append(f"{len(names)} in {effective}{on}, weights {stored}{named}")
-    if "algorithms" in found:
-        products.append(f"cublasLt's algorithms: {found['algorithms']}")
-    fused = "not fused" if found["fused"].startswith("nothing") else f"fused: {found['fused']}"
-    around = [f"attention {found['attention']['kind'].removeprefix('packed_')}", f"loss {found['loss']['kind']}"]
-    around += [f"gradients {found['gradients']}", fused, f"compiled: {found['compiled']}"]
-    around += ["deterministic"] if found["deterministic"] != "no" else []
+        products.append(f"{len(names)} {what}{named}")
+    if "algorithms" in audited:
+        products.append(f"cublasLt's algorithms: {audited['algorithms']}")
+    around = [f"attention {audited['attention']['kind'].removeprefix('packed_')}", f"loss {audited['loss']['kind']}"]
+    around += [f"gradients {audited['gradients']}", f"fused: {audited['fused']}", f"compiled: {audited['compiled']}"]
+    around += ["deterministic"] if audited["deterministic"] != "no" else []
     return {"products": "; ".join(products), "around them": ", ".join(around)}
 
 
-def _multiplied(seen: Collection[str] | None, observed: Sequence[ObservedProduct], *, all_three: bool = False) -> str:
+def _multiplied(seen: Collection[str], observed: Sequence[ObservedProduct], *, all_three: bool = False) -> str:
     """The precision, or else the dtypes, that a module multiplied in, by itself or in a fused product that was `observed`, of
     which `all_three` gemms are to be seen."""
-    if observed:
-        seen = {operand for product in observed for operand in (product.left, product.right)}
-    missing = sorted(OPERANDS.keys() - {product.gemm for product in observed}) if all_three else []
-    dtypes = " x ".join(sorted(seen)) if seen else "not run"
+    operands = {operand for product in observed for operand in (product.left, product.right)} or seen
+    if not operands:
+        return "not run"
+    dtypes = " x ".join(sorted(operands))
     name = UNQUANTIZED[dtypes].name if dtypes in UNQUANTIZED else dtypes
-    return ", ".join([name, *(f"{gemm} not run" for gemm in missing)]) if seen else name
+    return ", ".join([name, *(_not_run(observed) if all_three else ())])
 
 
 def _effective(
-    observed: Sequence[ObservedProduct], otherwise: str, outside: int, active: ActivePrecision, faults: Sequence[str] = ()
+    observed: Sequence[ObservedProduct], otherwise: str, outside: int, active: ActivePrecision, faults: Sequence[str]
 ) -> str:
     """The precision's name if all three products ran on operands of its formats; else what ran. `otherwise`: where no product was
     observed. `outside`: calls from outside the low-precision context, as of a layer that is recomputed after it was left.
-    `faults`: what else was found."""
+    `faults`: what else is wrong."""
     if not observed:
         return otherwise
     if outside:
         return f"{outside} calls outside the low-precision context"
     wrong = sorted({f"{p.gemm} {p.left} x {p.right}" for p in observed if not _is_expected(p, active)})
-    missing = sorted(f"{gemm} not run" for gemm in OPERANDS.keys() - {product.gemm for product in observed})
-    return ", ".join([*wrong, *missing, *faults]) or active.precision.name
+    return ", ".join([*wrong, *_not_run(observed), *faults]) or active.precision.name
+
+
+def _not_run(observed: Sequence[ObservedProduct]) -> list[str]:
+    return sorted(f"{gemm} not run" for gemm in OPERANDS.keys() - {product.gemm for product in observed})
 
 
 def _is_expected(product: ObservedProduct, active: ActivePrecision) -> bool:
@@ -246,12 +242,11 @@ def _refuse(entries: Sequence[Entry], active: ActivePrecision, where: str = "") 
 def _check_reached(hf: nn.Module) -> None:
     """InputError for a trained parameter without a gradient: one that was copied, or untied, and is no longer what computes, or
     one that packed attention has no use for. An expert of its own may be what no token of a pack has chosen."""
-    trained = {
-        name: parameter
+    lost = [
+        name
         for name, parameter in hf.named_parameters()
-        if parameter.requires_grad and not re.search(r"\.experts\.\d+\.", name)
-    }
-    lost = [name for name, parameter in trained.items() if not was_reached(parameter)]
+        if parameter.requires_grad and not was_reached(parameter) and not re.search(r"\.experts\.\d+\.", name)
+    ]
     if lost:
         raise InputError(
             f"model: {len(lost)} parameters get no gradient, {lost[0]} among them; they would never be trained. If "
@@ -280,8 +275,8 @@ class DtypesOfLinears(TorchDispatchMode):
 
     def __init__(self, linears: Mapping[str, nn.Module], observer: ProductObserver) -> None:
         super().__init__()
-        self.seen: dict[str, set[str]] = {}
-        self.strays: dict[str, set[str]] = {}
+        self.seen = defaultdict[str, set[str]](set)
+        self.strays = defaultdict[str, set[str]](set)
         self._observer = observer
         self._running: list[str] = []
         self._linears = linears
@@ -304,7 +299,7 @@ class DtypesOfLinears(TorchDispatchMode):
         # The LM head casts its weight to its input's dtype inside its own forward; every other linear takes it as it finds it.
         operands = args[:1] if isinstance(module, LossHead) else (*args[:1], *matrices_of(module))
         floats = (each for each in operands if isinstance(each, Tensor) and each.is_floating_point())
-        self.seen.setdefault(name, set()).update(dtype_name(each.dtype) for each in floats)
+        self.seen[name].update(dtype_name(each.dtype) for each in floats)
 
     def _end(self, *_: Any) -> None:  # returns nothing: what a forward hook returns would replace the output
         self._running.pop()
@@ -316,7 +311,7 @@ class DtypesOfLinears(TorchDispatchMode):
             name, dtypes = self._running[-1], [dtype_name(factor.dtype) for factor in args[factors]]
             self.seen[name].update(dtypes)
             if isinstance(self._linears[name], LowPrecisionLinear) and not self._observer.multiplying:
-                self.strays.setdefault(name, set()).add(f"a product of its own in {' x '.join(dtypes)}")
+                self.strays[name].add(f"a product of its own in {' x '.join(dtypes)}")
         return function(*args, **(kwargs or {}))
 
 

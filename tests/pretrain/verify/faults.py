@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -30,14 +31,17 @@ from pretrain.verify import parity
 from tests.pretrain.verify.small_runs import LENGTH, SmallRun
 
 Patch = pytest.MonkeyPatch
+Make = Callable[[SmallRun, Patch], None]  # changes a run, or through the patch what it is made of
+Inputs = dict[str, Any]
+Change = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Fault:
-    """`make` changes the run, or through `patch` what it is made of. `recompute`: the run recomputes its layers."""
+    """`recompute`: the run recomputes its layers."""
 
     what: str
-    make: Callable[[SmallRun, Patch], None]
+    make: Make
     applies: Callable[[SmallRun], bool]
     recompute: bool = False
 
@@ -51,12 +55,8 @@ class Fault:
 FAULTS: list[Fault] = []
 
 
-def fault(what: str, applies: Callable[[SmallRun], bool] = lambda run: True, recompute: bool = False) -> Callable:
-    def register(make: Callable[[SmallRun, Patch], None]) -> Callable[[SmallRun, Patch], None]:
-        FAULTS.append(Fault(what, make, applies, recompute))
-        return make
-
-    return register
+def fault(what: str, applies: Callable[[SmallRun], bool] = lambda run: True, recompute: bool = False) -> Callable[[Make], None]:
+    return lambda make: FAULTS.append(Fault(what, make, applies, recompute))
 
 
 def quantized(run: SmallRun) -> bool:
@@ -86,26 +86,25 @@ def stochastic(run: SmallRun) -> bool:
 # ── What goes into the model ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def changing_inputs(run: SmallRun, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    run.packed.register_forward_pre_hook(lambda module, args, inputs: (args, inputs | change(inputs)), with_kwargs=True)
+def changing_inputs(change: Callable[[Inputs], Inputs]) -> Make:
+    def make(run: SmallRun, patch: Patch) -> None:
+        run.packed.register_forward_pre_hook(lambda module, args, inputs: (args, inputs | change(inputs)), with_kwargs=True)
+
+    return make
 
 
 @fault("documents of a pack see each other")
-def documents_leak(run: SmallRun, patch: Patch) -> None:
-    def packs_only(inputs: dict[str, Any]) -> dict[str, Any]:
-        ids = inputs["input_ids"]
-        return {"cu_seqlens": torch.arange(0, ids.shape[1] + 1, LENGTH, dtype=torch.int32, device=ids.device)}
-
-    changing_inputs(run, packs_only)
+@changing_inputs
+def documents_leak(inputs: Inputs) -> Inputs:
+    ids = inputs["input_ids"]
+    return {"cu_seqlens": torch.arange(0, ids.shape[1] + 1, LENGTH, dtype=torch.int32, device=ids.device)}
 
 
 @fault("every second boundary between documents is lost")
-def boundaries_lost(run: SmallRun, patch: Patch) -> None:
-    def fewer(inputs: dict[str, Any]) -> dict[str, Any]:
-        ends = inputs["cu_seqlens"].unique()
-        return {"cu_seqlens": torch.cat([ends[:-1:2], ends[-1:]]).to(torch.int32)}
-
-    changing_inputs(run, fewer)
+@changing_inputs
+def boundaries_lost(inputs: Inputs) -> Inputs:
+    ends = inputs["cu_seqlens"].unique()
+    return {"cu_seqlens": torch.cat([ends[:-1:2], ends[-1:]]).to(torch.int32)}
 
 
 @fault("targets cross the boundaries of documents")
@@ -116,37 +115,30 @@ def targets_cross(run: SmallRun, patch: Patch) -> None:
 
 
 @fault("a document's last token has to predict the next one's first, in the model")
-def labels_shifted_again(run: SmallRun, patch: Patch) -> None:
-    def unmasked(inputs: dict[str, Any]) -> dict[str, Any]:
-        labels, ids = inputs["labels"], inputs["input_ids"]
-        after = torch.cat([labels[:, :1], labels[:, :-1]], dim=1)  # the token before it has a label: it ends a document
-        return {"labels": torch.where((labels == IGNORE) & (after != IGNORE), ids.roll(-1, 1), labels)}
-
-    changing_inputs(run, unmasked)
+@changing_inputs
+def labels_shifted_again(inputs: Inputs) -> Inputs:
+    labels, ids = inputs["labels"], inputs["input_ids"]
+    after = torch.cat([labels[:, :1], labels[:, :-1]], dim=1)  # the token before it has a label: it ends a document
+    return {"labels": torch.where((labels == IGNORE) & (after != IGNORE), ids.roll(-1, 1), labels)}
 
 
-@fault("labels are shifted twice")
-def labels_shifted_twice(run: SmallRun, patch: Patch) -> None:
-    changing_inputs(run, lambda inputs: {"labels": inputs["labels"].roll(-1, 1)})
+fault("labels are shifted twice")(changing_inputs(lambda inputs: {"labels": inputs["labels"].roll(-1, 1)}))
 
 
 @fault("positions run on through a pack")
-def positions_run_on(run: SmallRun, patch: Patch) -> None:
-    def counted(inputs: dict[str, Any]) -> dict[str, Any]:
-        # Rotation knows differences only, which a constant more leaves as they are: so the count also goes at another speed.
-        return {"position_ids": torch.arange(inputs["input_ids"].shape[1], device=run.accelerator.device)[None] % LENGTH // 2}
-
-    changing_inputs(run, counted)
+@changing_inputs
+def positions_run_on(inputs: Inputs) -> Inputs:
+    # Rotation knows differences only, which a constant more leaves as they are: so the count also goes at another speed.
+    ids = inputs["input_ids"]
+    return {"position_ids": torch.arange(ids.shape[1], device=ids.device)[None] % LENGTH // 2}
 
 
 @fault("the tokens at a microbatch's end are dropped")
-def tokens_dropped(run: SmallRun, patch: Patch) -> None:
-    def cut(inputs: dict[str, Any]) -> dict[str, Any]:
-        labels = inputs["labels"].clone()
-        labels[:, -labels.shape[1] // 2 :] = IGNORE
-        return {"labels": labels}
-
-    changing_inputs(run, cut)
+@changing_inputs
+def tokens_dropped(inputs: Inputs) -> Inputs:
+    labels = inputs["labels"].clone()
+    labels[:, -labels.shape[1] // 2 :] = IGNORE
+    return {"labels": labels}
 
 
 @fault("one pack is taken twice, and another never")
@@ -230,27 +222,27 @@ def layer_left_out(run: SmallRun, patch: Patch) -> None:
 # ── Gradients and their sums ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def changing_loss(run: SmallRun, change: Callable[[Tensor, dict[str, Any]], Tensor]) -> None:
-    run.packed.register_forward_hook(lambda module, args, inputs, loss: change(loss, inputs), with_kwargs=True)
+def changing_loss(change: Callable[[SmallRun, Tensor, Inputs], Tensor]) -> Make:
+    def make(run: SmallRun, patch: Patch) -> None:
+        run.packed.register_forward_hook(lambda module, args, inputs, loss: change(run, loss, inputs), with_kwargs=True)
+
+    return make
 
 
-@fault("the gradient is halved")
-def gradient_halved(run: SmallRun, patch: Patch) -> None:
-    changing_loss(run, lambda loss, _: loss / 2 + loss.detach() / 2)
+fault("the gradient is halved")(changing_loss(lambda run, loss, _: loss / 2 + loss.detach() / 2))
 
 
 @fault("the loss is averaged over microbatches, not over tokens")
-def averaged_over_microbatches(run: SmallRun, patch: Patch) -> None:
-    def own_mean(loss: Tensor, inputs: dict[str, Any]) -> Tensor:
-        valid = (inputs["labels"] != IGNORE).sum().clamp(min=1)
-        return loss / valid * run.step.valid_tokens / len(run.step.microbatches)
-
-    changing_loss(run, own_mean)
+@changing_loss
+def averaged_over_microbatches(run: SmallRun, loss: Tensor, inputs: Inputs) -> Tensor:
+    valid = (inputs["labels"] != IGNORE).sum().clamp(min=1)
+    return loss / valid * run.step.valid_tokens / len(run.step.microbatches)
 
 
 @fault("a microbatch's gradient is lost")
-def microbatch_lost(run: SmallRun, patch: Patch) -> None:
-    changing_loss(run, lambda loss, _: loss if run.packed.context.first_microbatch else loss.detach() + loss * 0)
+@changing_loss
+def microbatch_lost(run: SmallRun, loss: Tensor, inputs: Inputs) -> Tensor:
+    return loss if run.packed.context.first_microbatch else loss.detach() + loss * 0
 
 
 @fault("the loss forgets all but its last chunk of tokens in the head's gradient")
@@ -259,28 +251,26 @@ def last_chunk_alone(run: SmallRun, patch: Patch) -> None:
     patch.setattr(loss_head, "add_product_", lambda total, left, right, overwrite=False: add(total, left, right, overwrite=True))
 
 
-def changing_gradients(run: SmallRun, patch: Patch, name: str, change: Callable[[Tensor], None]) -> None:
+def changing_gradients(name: str, change: Callable[[Tensor], object]) -> Make:
     """Of the parameter that ends in `name`, in the second layer, after each pass."""
-    parameters = [p for n, p in run.packed.hf.named_parameters() if ".1." in n and n.endswith(name)]
 
-    def passed(*args: Any, **kwargs: Any) -> Tensor:
-        loss = forward_backward(*args, **kwargs)
-        for parameter in parameters:
-            change(gradient_of(parameter))
-        return loss
+    def make(run: SmallRun, patch: Patch) -> None:
+        parameters = [p for n, p in run.packed.hf.named_parameters() if ".1." in n and n.endswith(name)]
 
-    forward_backward = parity.forward_backward
-    patch.setattr(parity, "forward_backward", passed)
+        def passed(*args: Any, **kwargs: Any) -> Tensor:
+            loss = forward_backward(*args, **kwargs)
+            for parameter in parameters:
+                change(gradient_of(parameter))
+            return loss
+
+        forward_backward = parity.forward_backward
+        patch.setattr(parity, "forward_backward", passed)
+
+    return make
 
 
-@fault("one weight's gradient is lost")
-def gradient_lost(run: SmallRun, patch: Patch) -> None:
-    changing_gradients(run, patch, "_proj.weight", torch.Tensor.zero_)
-
-
-@fault("one weight's gradient is a quarter too large")
-def gradient_too_large(run: SmallRun, patch: Patch) -> None:
-    changing_gradients(run, patch, "_proj.weight", lambda gradient: gradient.mul_(1.25))
+fault("one weight's gradient is lost")(changing_gradients("_proj.weight", torch.Tensor.zero_))
+fault("one weight's gradient is a quarter too large")(changing_gradients("_proj.weight", lambda gradient: gradient.mul_(1.25)))
 
 
 @fault("a square weight's gradient adds up transposed", emulated)
@@ -317,43 +307,29 @@ def stale_copy(run: SmallRun, patch: Patch) -> None:
 # ── Products ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def changing_products(patch: Patch, gemm: str, change: Callable[[Operand, Operand], tuple[Operand, Operand]]) -> None:
-    """Of the second layer."""
-    multiply = emulation.EmulatedProduct.multiply
+def changing_products(gemm: str, left: Change = lambda values: values, right: Change = lambda values: values) -> Make:
+    """The values of the operands, in the second layer."""
 
-    def changed(product: Any, kind: str, left: Operand, right: Operand, *rest: Any) -> Tensor:
-        if kind == gemm and ".1." in product.name:
-            left, right = change(left, right)
-        return multiply(product, kind, left, right, *rest)
+    def make(run: SmallRun, patch: Patch) -> None:
+        def changed(product: Any, kind: str, *operands: Operand | Any) -> Tensor:
+            if kind == gemm and ".1." in product.name:
+                pairs = zip((left, right), operands[:2], strict=True)
+                operands = *(Operand(change(of.values), of.scale) for change, of in pairs), *operands[2:]
+            return multiply(product, kind, *operands)
 
-    patch.setattr(emulation.EmulatedProduct, "multiply", changed)
+        multiply = emulation.EmulatedProduct.multiply
+        patch.setattr(emulation.EmulatedProduct, "multiply", changed)
 
-
-def of_values(operand: Operand, change: Callable[[Tensor], Tensor]) -> Operand:
-    return Operand(change(operand.values), operand.scale)
-
-
-@fault("the transposed weight has the wrong rows", emulated)
-def transposed_of_the_wrong_rows(run: SmallRun, patch: Patch) -> None:
-    changing_products(patch, "dgrad", lambda left, right: (left, of_values(right, lambda values: values.roll(1, 0))))
+    return make
 
 
-@fault("the transposed input has the wrong tokens", emulated)
-def input_of_the_wrong_tokens(run: SmallRun, patch: Patch) -> None:
-    changing_products(patch, "wgrad", lambda left, right: (left, of_values(right, lambda values: values.roll(1, 1))))
-
-
-@fault("the gradient of the input is a quarter too large", emulated)
-def dgrad_too_large(run: SmallRun, patch: Patch) -> None:
-    changing_products(patch, "dgrad", lambda left, right: (of_values(left, lambda values: values * 1.25), right))
-
-
-@fault("a weight's gradient is that of every second token, doubled", emulated)
-def half_of_the_tokens(run: SmallRun, patch: Patch) -> None:
-    def halved(left: Operand, right: Operand) -> tuple[Operand, Operand]:
-        return of_values(left, lambda values: values[:, ::2] * 2), of_values(right, lambda values: values[:, ::2])
-
-    changing_products(patch, "wgrad", halved)
+ROWS, TOKENS = (partial(torch.roll, shifts=1, dims=dim) for dim in (0, 1))
+fault("the transposed weight has the wrong rows", emulated)(changing_products("dgrad", right=ROWS))
+fault("the transposed input has the wrong tokens", emulated)(changing_products("wgrad", right=TOKENS))
+fault("the gradient of the input is a quarter too large", emulated)(changing_products("dgrad", lambda values: values * 1.25))
+fault("a weight's gradient is that of every second token, doubled", emulated)(
+    changing_products("wgrad", lambda values: values[:, ::2] * 2, lambda values: values[:, ::2])
+)
 
 
 @fault("one product's backward is not quantized", emulated)
@@ -362,16 +338,13 @@ def backward_in_bf16(run: SmallRun, patch: Patch) -> None:
 
     def unquantized(backend: Any, role: str, x: Tensor, along: str, scale: Tensor | None = None) -> tuple[Operand, Tensor | None]:
         operand, amax = prepare(backend, role, x, along, scale)
-        return (
-            (Operand(x.float() if along == "features" else x.t().float(), None), amax)
-            if role == "grad_output"
-            else (operand, amax)
-        )
+        plain = Operand(x.float() if along == "features" else x.t().float(), None)
+        return plain if role == "grad_output" else operand, amax
 
     patch.setattr(emulation.EmulationBackend, "prepare", unquantized)
 
 
-def of_operands(make: Callable[[SmallRun, Patch], None]) -> Callable[[SmallRun, Patch], None]:
+def of_operands(make: Make) -> Make:
     """The fault is in the operands that the run multiplies, and not in the quantizers that parity holds them to."""
 
     def applied(run: SmallRun, patch: Patch) -> None:
@@ -380,6 +353,7 @@ def of_operands(make: Callable[[SmallRun, Patch], None]) -> Callable[[SmallRun, 
         def prepared(*arguments: Any) -> tuple[Operand, Tensor | None]:
             with pytest.MonkeyPatch.context() as inside:
                 make(run, inside)
+                run.packed.context.backend._prepare.cache_clear()
                 return prepare(*arguments)
 
         patch.setattr(emulation.EmulationBackend, "prepare", prepared)
@@ -387,12 +361,19 @@ def of_operands(make: Callable[[SmallRun, Patch], None]) -> Callable[[SmallRun, 
     return applied
 
 
-@fault("nothing is quantized, under the name of the precision", emulated)
-@of_operands
-def not_quantized(run: SmallRun, patch: Patch) -> None:
-    for module in (tensor, blocks):
-        patch.setattr(module, "round_to_grid", lambda x, grid: x)
-    patch.setattr(blocks, "round_stochastically", lambda x, grid, uniform: x)
+def changing_rounding(nearest: Callable[[Tensor, Grid], Tensor], by_chance: Callable[[Tensor, Grid, Tensor], Tensor]) -> Make:
+    @of_operands
+    def make(run: SmallRun, patch: Patch) -> None:
+        for module in (tensor, blocks):
+            patch.setattr(module, "round_to_grid", nearest)
+        patch.setattr(blocks, "round_stochastically", by_chance)
+
+    return make
+
+
+fault("nothing is quantized, under the name of the precision", emulated)(
+    changing_rounding(lambda x, grid: x, lambda x, grid, uniform: x)
+)
 
 
 @fault("low precision is entered by no forward", quantized)
@@ -416,65 +397,29 @@ def recomputed_outside(run: SmallRun, patch: Patch) -> None:
 # ── Rounding and formats ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def changing_rounding(patch: Patch, change: Callable[[Tensor, Grid], Tensor]) -> None:
-    """To nearest and by chance alike."""
-    for module in (tensor, blocks):
-        patch.setattr(module, "round_to_grid", change)
-    patch.setattr(blocks, "round_stochastically", lambda x, grid, uniform: change(x, grid))
+def toward_zero(x: Tensor, grid: Grid, uniform: Tensor | None = None) -> Tensor:
+    x, quantum, per_quantum = tensor._in_quanta(x, grid)
+    return torch.trunc(x * per_quantum) * quantum
 
 
-@fault("values are truncated, not rounded", emulated)
-@of_operands
-def truncated(run: SmallRun, patch: Patch) -> None:
-    def toward_zero(x: Tensor, grid: Grid) -> Tensor:
-        x, quantum, per_quantum = tensor._in_quanta(x, grid)
-        return torch.trunc(x * per_quantum) * quantum
-
-    changing_rounding(patch, toward_zero)
-
-
-@fault("codes have a mantissa bit less", emulated)
-@of_operands
-def bit_less(run: SmallRun, patch: Patch) -> None:
+def on_another_grid(change: Callable[[Grid], Grid]) -> Make:
     nearest, by_chance = tensor.round_to_grid, tensor.round_stochastically
-
-    def coarser(grid: Grid) -> Grid:
-        return replace(grid, mantissa_bits=grid.mantissa_bits - 1, maximum=grid.maximum)
-
-    for module in (tensor, blocks):
-        patch.setattr(module, "round_to_grid", lambda x, grid: nearest(x, coarser(grid)))
-    patch.setattr(blocks, "round_stochastically", lambda x, grid, uniform: by_chance(x, coarser(grid), uniform))
-
-
-@fault("codes have a mantissa bit more", emulated)
-@of_operands
-def bit_more(run: SmallRun, patch: Patch) -> None:
-    nearest, by_chance = tensor.round_to_grid, tensor.round_stochastically
-
-    def finer(grid: Grid) -> Grid:
-        return replace(grid, mantissa_bits=grid.mantissa_bits + 1)
-
-    for module in (tensor, blocks):
-        patch.setattr(module, "round_to_grid", lambda x, grid: nearest(x, finer(grid)))
-    patch.setattr(blocks, "round_stochastically", lambda x, grid, uniform: by_chance(x, finer(grid), uniform))
-
-
-@fault("E5M2 in place of E4M3, or E4M3 in place of the others", emulated)
-@of_operands
-def another_format(run: SmallRun, patch: Patch) -> None:
-    other = {E4M3: E5M2, E5M2: E4M3, E2M1: E4M3}
-    nearest, by_chance = tensor.round_to_grid, tensor.round_stochastically
-
-    def of_scaled(x: Tensor, grid: Grid) -> Tensor:  # at the scale of its own format
-        return nearest(x, replace(other[grid], maximum=grid.maximum))
-
-    for module in (tensor, blocks):
-        patch.setattr(module, "round_to_grid", of_scaled)
-    patch.setattr(
-        blocks,
-        "round_stochastically",
-        lambda x, grid, uniform: by_chance(x, replace(other[grid], maximum=grid.maximum), uniform),
+    return changing_rounding(
+        lambda x, grid: nearest(x, change(grid)), lambda x, grid, uniform: by_chance(x, change(grid), uniform)
     )
+
+
+OTHER = {E4M3: E5M2, E5M2: E4M3, E2M1: E4M3}
+fault("values are truncated, not rounded", emulated)(changing_rounding(toward_zero, toward_zero))
+fault("codes have a mantissa bit less", emulated)(
+    on_another_grid(lambda grid: replace(grid, mantissa_bits=grid.mantissa_bits - 1, maximum=grid.maximum))
+)
+fault("codes have a mantissa bit more", emulated)(
+    on_another_grid(lambda grid: replace(grid, mantissa_bits=grid.mantissa_bits + 1))
+)
+fault("E5M2 in place of E4M3, or E4M3 in place of the others", emulated)(
+    on_another_grid(lambda grid: replace(OTHER[grid], maximum=grid.maximum))  # at the scale of its own format
+)
 
 
 @fault("a block is decoded by its neighbour's scale", in_blocks)
@@ -498,7 +443,6 @@ def no_blocks(run: SmallRun, patch: Patch) -> None:
 
     patch.setattr(type(run.active.precision), "along_features", by_tensor)
     patch.setattr(type(run.active.precision), "block_scaled", True)
-    run.packed.context.backend._prepare.cache_clear()
 
 
 @fault("the tensor's scale is twice what fits", lambda run: emulated(run) and run.active.precision.tensor_scaled)
@@ -516,21 +460,15 @@ def one_side_transformed(run: SmallRun, patch: Patch) -> None:
         return blocks.hadamard if role == "input" else None
 
     patch.setattr(QuantizedPrecision, "transform", of_inputs)
-    run.packed.context.backend._prepare.cache_clear()
 
 
-@fault("the Hadamard transform is left out", transforms)
-@of_operands
-def not_transformed(run: SmallRun, patch: Patch) -> None:
-    patch.setattr(QuantizedPrecision, "transform", lambda *_: None)
-    run.packed.context.backend._prepare.cache_clear()
+def without(method: str, replacement: Any) -> Make:
+    """Precisions decide otherwise what is done to operands."""
+    return of_operands(lambda run, patch: patch.setattr(QuantizedPrecision, method, replacement))
 
 
-@fault("gradients are rounded to nearest, not by chance", stochastic)
-@of_operands
-def not_stochastic(run: SmallRun, patch: Patch) -> None:
-    patch.setattr(QuantizedPrecision, "uniform", lambda *_: lambda x: None)
-    run.packed.context.backend._prepare.cache_clear()
+fault("the Hadamard transform is left out", transforms)(without("transform", lambda *_: None))
+fault("gradients are rounded to nearest, not by chance", stochastic)(without("uniform", lambda *_: lambda x: None))
 
 
 @fault("rounding by chance always goes up", stochastic)
@@ -543,14 +481,12 @@ def always_up(run: SmallRun, patch: Patch) -> None:
 # ── Delayed scaling ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@fault("a scale is never updated", delayed)
-def scale_never_updated(run: SmallRun, patch: Patch) -> None:
-    patch.setattr(delayed_state.AmaxHistory, "update", lambda self: None)
+def never_called(of: type, method: str) -> Make:
+    return lambda run, patch: patch.setattr(of, method, lambda self: None)
 
 
-@fault("the gradients' scales are never updated", delayed)
-def backward_never_updated(run: SmallRun, patch: Patch) -> None:
-    patch.setattr(delayed_state.DelayedState, "_finish_backward", lambda self: None)
+fault("a scale is never updated", delayed)(never_called(delayed_state.AmaxHistory, "update"))
+fault("the gradients' scales are never updated", delayed)(never_called(delayed_state.DelayedState, "_finish_backward"))
 
 
 @fault("a linear takes its neighbour's scale", delayed)

@@ -42,19 +42,19 @@ MARKS = {
 
 def caught_by(run: SmallRun, fault: Fault | None = None) -> tuple[str, ...]:
     """Of "audit" and "parity", who objects to the run, with the fault if there is one."""
-    found = []
+    objecting = []
     with fault.entered(run) if fault else nullcontext():
         try:
             run.confirm(run.audit())
         except InputError:
-            found.append("audit")
+            objecting.append("audit")
         except (RuntimeError, IndexError):  # what is recomputed has other shapes, or keeps other tensors
             if not (fault and fault.recompute):
                 raise
             return ("torch",)
         if run.parity().failures:
-            found.append("parity")
-    return tuple(found)
+            objecting.append("parity")
+    return tuple(objecting)
 
 
 def configurations(device: str, kinds: Sequence[str] = ("qwen3",)) -> Iterator[tuple[str, str, bool]]:
@@ -81,23 +81,22 @@ def precisions_on(device: str) -> list[str]:
 
 def who_catches(fault: Fault, precision: str, device: str = "cpu") -> str | None:
     """For the table: "parity", "audit" or both, with fused layers and without; None where it cannot be made in the precision."""
-    found = {}
+    catchers = []
     with on_a(device) as accelerator:
         for _, name, fused in configurations(device):
             if name == precision:
                 run = build_run(accelerator, name, fused=fused, recompute=fault.recompute)
                 if fault.applies(run):
-                    found[fused] = " and ".join(caught_by(run, fault)) or NOTHING
-    said = [found[False]] if False in found else []
-    said += [f"{found[True]} (fused)"] if True in found and found[True] not in said else []
-    return ", ".join(said) or None
+                    who = " and ".join(caught_by(run, fault)) or NOTHING
+                    catchers += [f"{who} (fused)" if fused else who] if who not in catchers else []
+    return ", ".join(catchers) or None
 
 
 def row_of(number: int, precisions: Sequence[str], device: str) -> str | None:
     """The row of a fault; None where it can be made in no precision."""
     fault = faults_on(device)[number]
-    said = [who_catches(fault, name, device) for name in precisions]
-    return f"| {fault.what} | {' | '.join(each or '–' for each in said)} |" if any(said) else None
+    cells = [who_catches(fault, name, device) for name in precisions]
+    return f"| {fault.what} | {' | '.join(each or '–' for each in cells)} |" if any(cells) else None
 
 
 def objections_to(layers: int, kind: str, precision: str, fused: bool, device: str = "cpu") -> tuple[str, ...]:
@@ -114,12 +113,11 @@ def rows_of_ranks(precisions: Sequence[str]) -> list[str]:
     """Of the faults that need several processes, under DDP and FSDP2, in every precision."""
     rows = []
     for topology in ("ddp", "fsdp2"):
-        for what, found in broken_ranks.start(topology, *precisions).items():
-            if what == "nothing":
-                objected = [name for name, failures in found.items() if failures]
-                assert not objected, f"{topology}: parity objects to unbroken runs in {objected}"
-                continue
-            rows.append(f"| {what} ({topology}) | {' | '.join('parity' if found[name] else NOTHING for name in precisions)} |")
+        failures = broken_ranks.start(topology, *precisions)
+        assert not any(failures.pop("nothing").values()), f"{topology}: parity objects to unbroken runs"
+        for what, by_precision in failures.items():
+            cells = ["parity" if by_precision[name] else NOTHING for name in precisions]
+            rows.append(f"| {what} ({topology}) | {' | '.join(cells)} |")
     return rows
 
 
@@ -129,10 +127,8 @@ def table(jobs: int, precisions: Sequence[str], depths: Sequence[int], device: s
     healthy = [(layers, *each) for layers in depths for each in unbroken]
     lines = [f"| what is broken | {' | '.join(f'`{name}`' for name in precisions)} |", "| --- |" + " --- |" * len(precisions)]
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        rows, objections = (
-            pool.map(partial(row_of, precisions=precisions, device=device), range(len(faults_on(device)))),
-            pool.map(partial(objections_to, device=device), *zip(*healthy, strict=True)),
-        )
+        rows = pool.map(partial(row_of, precisions=precisions, device=device), range(len(faults_on(device))))
+        objections = pool.map(partial(objections_to, device=device), *zip(*healthy, strict=True))
         for row in filter(None, rows):
             print(row, flush=True)
             lines.append(row)
@@ -157,13 +153,11 @@ def main() -> int:
     arguments = parser.parse_args()
     device, begin, end = arguments.device, *MARKS[arguments.device]
     rows, good = table(arguments.jobs, arguments.precisions or precisions_on(device), arguments.depths, device)
-    if arguments.out is None:
-        print(rows)
-    else:
+    print(rows)
+    if arguments.out:
         page = arguments.out.read_text(encoding="utf-8")
-        before, after = page.split(begin)[0], page.split(end)[1]
         command = shlex.join(["python", "-m", "tests.pretrain.verify.mutations", *sys.argv[1:]])
-        text = f"{before}{begin}\n```bash\n{command}\n```\n\n{rows}\n\n{end}{after}"
+        text = f"{page.split(begin)[0]}{begin}\n```bash\n{command}\n```\n\n{rows}\n\n{end}{page.split(end)[1]}"
         arguments.out.write_text(text, encoding="utf-8")
     return 0 if good else 1
 
