@@ -314,23 +314,18 @@ def test_what_is_empty_tiny_or_no_number_is_left_to_the_health_check(case: str, 
 # ── Delayed scaling's histories ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def microbatch(layer: Layer) -> None:
+def microbatch(layer: Layer, scale: float = 1.0) -> None:
     with audit.confirming_histories(layer.context, emulated("delayed")):
-        layer.microbatch()
+        layer.microbatch(scale)
 
 
-def test_histories_that_are_kept_pass_from_the_first_microbatch_on() -> None:
+@pytest.mark.parametrize("scales", [[1.0, 1.0, 1.0], [1.0, 0.0, 1.0, 0.0, math.nan, 1.0]])
+def test_histories_that_are_kept_pass_and_those_of_nothing_to_be_learnt_stay(scales: list[float]) -> None:
+    """None of a microbatch's tokens has a label, or a layer is idle: its gradients are zero. Where they are NaN, the health check
+    speaks."""
     layer = Layer(emulated("delayed"))
-    for _ in range(3):
-        microbatch(layer)
-
-
-def test_a_microbatch_in_which_nothing_is_to_be_learnt_leaves_histories_alone() -> None:
-    """None of its tokens has a label, or a layer is idle: its gradients are zero. Where they are NaN, the health check speaks."""
-    layer = Layer(emulated("delayed"))
-    for scale in (1.0, 0.0, 1.0, 0.0, math.nan, 1.0):
-        with audit.confirming_histories(layer.context, emulated("delayed")):
-            layer.microbatch(scale)
+    for scale in scales:
+        microbatch(layer, scale)
 
 
 def test_a_scale_that_is_never_updated_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

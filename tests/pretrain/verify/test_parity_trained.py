@@ -85,9 +85,9 @@ def test_a_sound_run_passes_with_weights_whose_loss_is_next_to_nothing(
     precision: str, options: dict, trained: Callable[..., SmallRun]
 ) -> None:
     """As a fresh one does: with as much to spare."""
-    found = trained(precision, **options).parity()
-    assert found.failures == []
-    assert found.plain.tensors[0].excess < 0.8
+    parity = trained(precision, **options).parity()
+    assert parity.failures == []
+    assert parity.plain.tensors[0].excess < 0.8
 
 
 @pytest.mark.parametrize(
