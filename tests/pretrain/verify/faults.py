@@ -446,11 +446,19 @@ def no_blocks(run: SmallRun, patch: Patch) -> None:
 
 
 @fault("the tensor's scale is twice what fits", lambda run: emulated(run) and run.active.precision.tensor_scaled)
-@of_operands
 def saturating_scale(run: SmallRun, patch: Patch) -> None:
-    real = tensor.scale_from_amax
-    for module in (tensor, blocks):
-        patch.setattr(module, "scale_from_amax", lambda amax, maximum, **options: 2 * real(amax, maximum, **options))
+    def of_history(*history_and_rule: Any) -> tuple[Tensor, Tensor]:  # delayed scales are made after operands
+        history, scale = update_scale(*history_and_rule)
+        return history, 2 * scale
+
+    @of_operands
+    def of_operand(run: SmallRun, patch: Patch) -> None:
+        for module in (tensor, blocks):
+            patch.setattr(module, "scale_from_amax", lambda amax, maximum, **options: 2 * real(amax, maximum, **options))
+
+    update_scale, real = delayed_state.update_scale, tensor.scale_from_amax
+    patch.setattr(delayed_state, "update_scale", of_history)
+    of_operand(run, patch)
 
 
 @fault("the Hadamard transform is made on one side only", transforms)

@@ -30,6 +30,7 @@ CAUGHT = [
     ("one scale a tensor in place of one a block", "mxfp8"),
     ("the Hadamard transform is left out", "nvfp4"),
     ("gradients are rounded to nearest, not by chance", "mxfp4"),
+    ("the tensor's scale is twice what fits", "delayed"),
     ("the gradients' scales are never updated", "delayed"),
 ]
 BY_NAME = {fault.what: fault for fault in FAULTS}
