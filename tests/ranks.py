@@ -57,7 +57,7 @@ def _run_forked(target: Callable[..., None], each: Sequence[tuple[Any, ...]], fo
     logs = folder / "ranks.out", folder / "ranks.err"
     for log in logs:
         log.write_text("")
-    started = [fork_context.Process(target=target, args=(*arguments, logs), daemon=True) for arguments in each]
+    started = [fork_context.Process(target=target, args=(*arguments, logs)) for arguments in each]
     try:
         for process in started:
             process.start()

@@ -205,7 +205,7 @@ def test_the_launcher_trains_on_a_gpu_in_bf16_without_recompiling(train: Callabl
     found = json.loads((finished.run_dir / "audit.json").read_text())
     library = importlib.util.find_spec("transformer_engine") is not None
     alone = "packed_cudnn" if library else "packed_varlen"
-    kind = alone if flash.obstacle() else "packed_fa4"
+    kind = alone if flash.obstacle(64) else "packed_fa4"
     assert (found["precision"], found["attention"]["kind"], found["compiled"]) == ("bf16", kind, "nothing")
     assert found["fused"].startswith("2 of 2 layers")
     assert {(each["stored"], each["effective"]) for each in found["products"]} == {("float32", "bf16")}
@@ -233,7 +233,7 @@ def test_the_launcher_changes_its_precision_on_the_way(
     before: str, after: str, keep: str, train: Callable, low_precision_recipe: dict[str, Any], tmp_path: Path
 ) -> None:
     """Fused on Transformer Engine; the whole run and one that is resumed at the switch agree as far as a GPU repeats itself."""
-    schedule = f"precision=[{{until:0.5,use:{before}}},{{use:{after}}}]"
+    schedule = f"precision=[{{until: 0.5, use: {before}}}, {{use: {after}}}]"
     recipe = low_precision_recipe | {"parity": "on", "weights": "bf16_exact", "checkpoint": {"every": 6, "keep": 3}}
     launch = ["--config_file", "accelerate_configs/bf16.yaml"]
     options = (schedule, f"fp8_config.keep_bf16={keep}")
