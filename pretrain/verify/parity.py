@@ -117,7 +117,6 @@ class Parity:
     mixture: bool  # the model chooses experts for each token
     products: tuple[ProductParity, ...] = ()  # the worst first
     histories: tuple[str, ...] = ()
-    stale: tuple[str, ...] = ()  # products by a weight that was quantized in an earlier step
     quantized: QuantizedFigures | None = None
     elsewhere: bool = False  # another process found a mismatch, and this one none
 
@@ -132,8 +131,6 @@ class Parity:
                 f"{len(wrong)} of {len(self.products)} low-precision products are not what the format makes; how many times over "
                 f"what is tolerated: {worst}"
             )
-        if self.stale:
-            lines.append(f"weights quantized in an earlier step: {len(self.stale)} products, {self.stale[0]} among them")
         if self.histories:
             lines.append(f"delayed scaling: scale or history of {len(self.histories)} operands, {self.histories[0]} among them")
         if (q := self.quantized) and not (math.isfinite(q.loss) and 1 / NORM_RATIO <= q.norm_ratio <= NORM_RATIO):
@@ -278,7 +275,6 @@ class _Check:
             parity,
             products=tuple(probe.products()),
             histories=tuple(probe.wrong_histories),
-            stale=tuple(sorted(probe.stale)),
             quantized=QuantizedFigures(quantized.loss / share, unquantized.loss / share, total.measured, total.reference),
         )
 

@@ -93,7 +93,6 @@ class ProductProbe:
         self._samples: dict[tuple[str, Role, Along], _Sample] = {}
         self._figures: dict[tuple[str, str], Tensor] = {}
         self._history: HistoryWatch | None = None  # of the microbatch under way
-        self.stale: set[str] = set()  # products whose weight was not quantized in the step's first microbatch
         self.wrong_histories: list[str] = []  # operands whose history or scale is not what the pass makes of it
         self._microbatch = -1
         # What is laid out with the axis of the sum last is quantized alike for every product.
@@ -153,8 +152,6 @@ class ProductProbe:
         roles = OPERANDS[gemm]
         samples = [self._samples.get((name, role, along)) for role, along in zip(roles, _ALONG[gemm], strict=True)]
         if None in samples:
-            if "weight" in roles and samples[roles.index("weight")] is None:
-                self.stale.add(name)
             return
         rows = _sampled(name, len(result)) if gemm == "wgrad" else self._rows[name, roles[0]]
         columns = _sampled(name, result.shape[1])

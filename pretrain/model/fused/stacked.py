@@ -173,6 +173,8 @@ class StackedProduct:
     def forward(self, x: Operand, residual: Tensor | None = None) -> Tensor:
         """-> [tokens, out], with `residual` added, which stays as it was: in the product itself where that can."""
         context, product, alone = self._shared.context, self.product, self._results_watched
+        if self.watched:  # the weights as they are now, whatever copy of them multiplies
+            self.show("weight", self.weights.matrix(context.compute_dtype))
         weight = self._weight_operands(refresh=context.first_microbatch)[0]
         bias = self.weights.bias(context.compute_dtype)
         y = product.multiply("forward", x, weight, context.compute_dtype, bias, residual=None if alone else residual)
@@ -234,9 +236,7 @@ class StackedProduct:
         def matrix() -> Tensor:
             if differentiable and not self.low_precision:
                 return self.weights.cached_matrix(dtype, refresh=refresh)
-            weight = self.weights.matrix(dtype)  # an evaluation's casts are not kept, nor is what is quantized
-            self.show("weight", weight)
-            return weight
+            return self.weights.matrix(dtype)  # an evaluation's casts are not kept, nor is what is quantized
 
         return self.product.weight_operands(matrix, refresh=refresh, differentiable=differentiable)
 
