@@ -74,11 +74,6 @@ PEAKS = (
 )
 
 
-def is_known(device_name: str | None) -> bool:
-    """Whether the device has an entry, whatever figures of it are known."""
-    return _entry(device_name) is not None
-
-
 def peak(device_name: str | None, dtype: PeakDtype) -> float | None:
     """Dense peak of `device_name` in TFLOP/s, or None where the device or its figure for `dtype` is not known.
 
