@@ -97,7 +97,7 @@ def measure(
         checkpoints.save(step, model, optimizer, {}, behind=True)
         stopped.append(time.perf_counter() - began)
         meanwhile = []
-        while not (checkpoints._pending.completed or checkpoints._pending.written).done():
+        while not checkpoints._pending.completed.done():
             meanwhile.append(work())
         durable.append(time.perf_counter() - began)
         checkpoints.wait()

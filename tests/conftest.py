@@ -199,6 +199,17 @@ def references() -> Path:
     return folder
 
 
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 6 MiB."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(path)], capture_output=True).returncode:
+        pytest.skip("mounting a small file system needs root")
+    yield path
+    subprocess.run(["umount", str(path)], check=True)
+
+
 @dataclass(frozen=True)
 class Finished:
     """What one start of the launcher came to."""

@@ -5,7 +5,6 @@ Disks flip bits and people copy folders halfway, so every byte is hashed again b
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
@@ -22,14 +21,14 @@ from torch import Tensor
 
 from foundation.errors import InputError
 from foundation.files import PARTIAL, find_damage, free_bytes
-from foundation.reading import load_object
+from foundation.reading import load_object, one_line
 from foundation.units import GIB, duration, memory
 from pretrain.checkpoint.folders import (
     ABANDONED_STEP,
     STATE,
     Manifest,
     TensorEntry,
-    finish_renames,
+    partial_folder,
     read_manifest,
     remove,
     set_aside,
@@ -37,11 +36,10 @@ from pretrain.checkpoint.folders import (
     step_folders,
     step_of,
 )
-from pretrain.checkpoint.saving import PendingSave, Staging
-from pretrain.checkpoint.shards import PART_BYTES, ShardBlock, block_of, lay_out, load_tensors, mismatches, rank_stem
+from pretrain.checkpoint.saving import Files, PendingSave, Staging
+from pretrain.checkpoint.shards import block_of, lay_out, load_tensors, mismatches, rank_stem
 from pretrain.model.distributed import from_all_ranks, in_a_group, local_part
 
-_DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 _AFTER_AN_ERROR = 20.0  # seconds: how long a process that ends by an error waits for the other ranks' part of a save
 _SEEN_WITHIN = 5.0  # seconds: a network disk may show a new file late
 _log = logging.getLogger(__name__)
@@ -56,29 +54,28 @@ class Checkpoints:
     same order. A save that was begun is written by threads, one save at a time; every other method waits for it first.
     """
 
-    def __init__(self, folder: Path, keep: int, *, before: int | None = None, part_bytes: int = PART_BYTES) -> None:
+    def __init__(self, folder: Path, keep: int, *, before: int | None = None) -> None:
         """`keep`: the newest so many are kept, and the newest up to step `before`, where the rate begins to fall."""
         self.folder, self.keep, self.before = folder, keep, before
-        self.part_bytes = part_bytes
         self.rank = torch.distributed.get_rank() if in_a_group() else 0
         self.world_size = torch.distributed.get_world_size() if in_a_group() else 1
-        self.latest: Path | None = None  # what is being written, or the tensors in memory were last saved to or loaded from
-        self.damaged: dict[Path, list[str]] = {}  # seen by newest(): what is wrong with each
-        self._verified: Path | None = None  # intact when newest() looked: load() need not hash it again
-        self._blocks: dict[str, dict[str, ShardBlock]] = {}  # what this rank holds of each tensor
-        self._index: dict[str, dict[str, TensorEntry]] = {}  # which rank writes what, while all hold these blocks
-        self._needed = 0  # bytes of the save under way
+        self.damaged: set[Path] = set()  # seen by newest()
+        self._complete: Path | None = None  # what the tensors in memory were last saved to or loaded from
+        self._intact: Path | None = None  # whose bytes were compared with their hashes: load() need not hash it again
         self._staging = Staging()
         self._pending: PendingSave | None = None
-        self._before_pending: Path | None = None  # `latest` before the save under way
-        self._news: list[tuple[Path, float, float | None]] = []
+        self._news: list[str] = []
+
+    @property
+    def latest(self) -> Path | None:
+        """What is being written, or the tensors in memory were last saved to or loaded from; not collective."""
+        return self._pending.final if self._pending else self._complete
 
     # ── Saving ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def prepare(self, model: Tensors, optimizer: Tensors) -> None:
-        """Make ready what the first save behind the training would otherwise wait for: who writes what, and the memory, taken in
-        a thread."""
-        self._staging.reserve(self._my_files({"model": model, "optimizer": optimizer}))
+        """Begin to get the memory that the first save behind the training would otherwise wait for."""
+        self._staging.reserve(self._lay_out(model, optimizer)[0])
 
     def save(
         self,
@@ -101,52 +98,45 @@ class Checkpoints:
         Raises InputError where it cannot be written (disk full, read-only), of one `behind` at the next call; what was saved
         before stays.
         """
-        final = step_folder(self.folder, step)
-        if final != self.latest:
-            self._begin(final, model, optimizer, state, spared, behind=behind)
+        began, final = time.perf_counter(), step_folder(self.folder, step)
+        self.wait()  # for a slower save before this one, which counts as a part of the time that training stops
+        if final != self._complete:
+            if self.rank == 0:
+                shutil.rmtree(
+                    partial_folder(final), ignore_errors=True
+                )  # of a writer that died; nobody writes before the exchange
+            files, index = self._lay_out(model, optimizer)
+            copies = self._staging.copy(files) if behind else None
+            stopped = f"; training stopped for {duration(time.perf_counter() - began)}" if copies else ""
+
+            def afterwards() -> None:
+                self._prune(final, spared)
+                self._news.append(f"saved {final} in {duration(time.perf_counter() - began)}{stopped}")
+
+            manifest = Manifest(step, self.world_size, [], **index)
+            state_json = json.dumps(dict(state), indent=1, allow_nan=False).encode()
+            self._pending = PendingSave(final, copies or files, manifest, state_json, self.rank, afterwards)
+            if behind and copies is None:
+                _log.warning("rank %d: host memory has no room for copies, so training stops while it writes", self.rank)
+                self._pending.written.exception()
+        elif self.rank == 0:
+            self._prune(final, spared)  # it may be another one that is spared now
         if not behind:
             self.wait()
-            self._prune(final, spared)  # once more, for a step that was there already and is now the one that is spared
         return final
 
-    def _begin(
-        self, final: Path, model: Tensors, optimizer: Tensors, state: Mapping[str, Any], spared: int | None, *, behind: bool
-    ) -> None:
-        began = time.perf_counter()
-        self.wait()  # for a slower save before this one, which counts as a part of the time that training stops
-        files = self._my_files({"model": model, "optimizer": optimizer})
-        self._needed = bytes_needed(model, optimizer)
-        copies = self._staging.copy(files) if behind else None
-        stopped = time.perf_counter() - began
-
-        def afterwards() -> None:
-            remove(self.folder, list(self.folder.glob(f"{ABANDONED_STEP}step-*")))
-            self._prune(final, spared)
-            self._news.append((final, time.perf_counter() - began, stopped if copies else None))
-
-        manifest = Manifest(step_of(final), self.world_size, [], self._index["model"], self._index["optimizer"])
-        state_json = json.dumps(dict(state), indent=1, allow_nan=False).encode()
-        self._pending = PendingSave(final, copies or files, manifest, state_json, self.rank, afterwards)
-        self._before_pending, self.latest = self.latest, final
-        if behind and copies is None:
-            _log.warning("rank %d: host memory has no room for copies, so training stops while its part is written", self.rank)
-            self._pending.written.exception()
-
-    def _my_files(self, groups: Mapping[str, Tensors]) -> dict[str, dict[str, Tensor]]:
-        """What this rank writes, by file; as the ranks agree on it. Exchanged again only where blocks have changed, as they do on
-        all ranks at once."""
-        mine = {kind: {name: block_of(tensor) for name, tensor in group.items()} for kind, group in groups.items()}
-        if mine != self._blocks:
-            offers = from_all_ranks(mine)
-            self._blocks = mine
-            self._index = {kind: lay_out(kind, [offer[kind] for offer in offers], self.part_bytes) for kind in groups}
+    def _lay_out(self, model: Tensors, optimizer: Tensors) -> tuple[Files, dict[str, dict[str, TensorEntry]]]:
+        """What this rank writes, by file, and where all ranks write all tensors."""
         files: dict[str, dict[str, Tensor]] = {}
-        for kind, group in groups.items():
-            for name, entry in self._index[kind].items():
+        index: dict[str, dict[str, TensorEntry]] = {}
+        for kind, tensors in (("model", model), ("optimizer", optimizer)):
+            index[kind] = lay_out(kind, from_all_ranks({name: block_of(tensor) for name, tensor in tensors.items()}))
+            mine = rank_stem(kind, self.rank, self.world_size)
+            for name, entry in index[kind].items():
                 for piece in entry.pieces:
-                    if piece.file.startswith(rank_stem(kind, self.rank, self.world_size)):
-                        files.setdefault(piece.file, {})[name] = local_part(group[name])
-        return files
+                    if piece.file.startswith(mine):
+                        files.setdefault(piece.file, {})[name] = local_part(tensors[name])
+        return files, index
 
     @property
     def failed(self) -> bool:
@@ -156,39 +146,30 @@ class Checkpoints:
     def news(self) -> list[str]:
         """What was saved since the last call, one line each; not collective, and only the first rank knows."""
         lines, self._news = self._news, []
-        stops = ["" if stopped is None else f"; training stopped for {duration(stopped)}" for *_, stopped in lines]
-        return [f"saved {path} in {duration(taken)}{stop}" for (path, taken, _), stop in zip(lines, stops, strict=True)]
+        return lines
 
     def wait(self) -> None:
         """Return when the save under way, if there is one, is complete. InputError on all ranks where it has failed on any."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        failures = self._failures(pending.written) or self._failures(pending.completed)
-        if failures:
+        if reasons := self._failures(pending.written) or self._failures(pending.completed):
             pending.give_up()
-            self.latest = self._before_pending
             if self.rank == 0:
                 shutil.rmtree(pending.partial, ignore_errors=True)
-            raise InputError(self._describe(*failures[0], step_of(pending.final)))
-        self.damaged.pop(pending.final, None)  # it is a new one now
+            before = f"{self._complete} is untouched" if self._complete else "no earlier checkpoint was touched"
+            raise InputError(
+                f"{self.folder}: the checkpoint of step {step_of(pending.final)} could not be saved: {reasons[0]}; "
+                f"{memory(free_bytes(self.folder) / GIB)} are free there; {before}. Free space, or set a `run_dir` on another "
+                "disk, then start the same command again to resume"
+            )
+        self._complete = pending.final
+        self.damaged.discard(pending.final)  # it is a new one now
 
-    def _failures(self, future: Future[Any] | None) -> list[tuple[int, str]]:
-        """The errno and the reason of each rank whose `future` has failed, whatever with. Waits for all of them."""
-        error, failure = future.exception() if future else None, None
-        if error is not None:
-            reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-            failure = getattr(error, "errno", None) or 0, f"{reason} (rank {self.rank})"
-        return [each for each in from_all_ranks(failure) if each is not None]
-
-    def _describe(self, number: int, reason: str, step: int) -> str:
-        before = f"{self.latest} is untouched" if self.latest else "no earlier checkpoint was touched"
-        space = f"it takes {memory(self._needed / GIB)}, {memory(free_bytes(self.folder) / GIB)} are free"
-        remedy = "free space there, or set a `run_dir` on a larger disk" if number in _DISK_FULL else "check that folder"
-        return (
-            f"{self.folder}: the checkpoint of step {step} could not be saved: {reason}; {space}; {before}. {remedy}, "
-            "then start the same command again to resume"
-        )
+    def _failures(self, future: Future[Any]) -> list[str]:
+        """The reason of each rank whose `future` has failed, whatever with. Waits for all of them."""
+        error = future.exception()
+        return [reason for reason in from_all_ranks(error and f"{one_line(error, named=True)} (rank {self.rank})") if reason]
 
     def close(self) -> None:
         """Return when no thread of this process writes any more. For a process that may end by an error: not collective."""
@@ -199,11 +180,11 @@ class Checkpoints:
 
     def _prune(self, newest: Path, spared: int | None) -> None:
         """Remove all but the `keep` newest checkpoints, that of step `spared` and the newest up to step `before`, when `newest`
-        is what was saved last; not collective. Damaged checkpoints are neither removed nor counted."""
-        if self.rank == 0 and newest.parent == self.folder:
-            steps = [path for path in step_folders(self.folder) if step_of(path) <= step_of(newest) and path not in self.damaged]
-            early = next((path for path in steps if self.before is not None and step_of(path) <= self.before), None)
-            remove(self.folder, [path for path in steps[self.keep :] if path != early and step_of(path) != spared])
+        is what was saved last; the first rank's. Damaged checkpoints are neither removed nor counted."""
+        steps = [path for path in step_folders(self.folder) if step_of(path) <= step_of(newest) and path not in self.damaged]
+        early = next((path for path in steps if self.before is not None and step_of(path) <= self.before), None)
+        old = [path for path in steps[self.keep :] if path != early and step_of(path) != spared]
+        remove(self.folder, [*old, *self.folder.glob(f"{ABANDONED_STEP}step-*")])
 
     def abandon_newer(self, step: int) -> None:
         """Set every checkpoint after `step` aside, for a run that goes on from `step`: otherwise the next automatic resume would
@@ -214,24 +195,18 @@ class Checkpoints:
                 _log.warning("%s was renamed to %s: the run goes on from step %d", path, set_aside(path).name, step)
         from_all_ranks(None)  # nobody looks before all have their names
 
-    def newest(self, *, before: int | None = None, look_only: bool = False) -> Path | None:
+    def newest(self, *, before: int | None = None) -> Path | None:
         """The newest intact checkpoint, of a step earlier than `before` if that is given, every byte verified; None if there is
-        none. With `look_only` nothing on the disk changes, not even the name of what a dead writer has completed.
-
-        A damaged one is reported through `logging`, kept in `damaged` and left where it is; then the one before it is tried.
-        """
+        none. A damaged one is reported through `logging`, kept in `damaged` and left where it is; then the one before it is
+        tried."""
         self.wait()
-        if self.rank == 0 and not look_only:
-            finish_renames(self.folder)
-            remove(self.folder, [])  # now: the next save would wait for it, seconds where a large one was broken off
         steps = from_all_ranks([step_of(path) for path in step_folders(self.folder)] if self.rank == 0 else [])[0]
         for step in [step for step in steps if before is None or step < before]:
             path = step_folder(self.folder, step)
             problems = self._verify(path)
             if not problems:
-                self._verified = path
                 return path
-            self.damaged[path] = problems
+            self.damaged.add(path)
             if self.rank == 0:
                 _log.warning("%s is DAMAGED and is not used; trying the one before it. %s", path, "; ".join(problems))
         return None
@@ -240,35 +215,35 @@ class Checkpoints:
         """Whether the checkpoint at `path` lies in this run's folder; not collective."""
         return path.resolve().parent == self.folder.resolve()
 
+    # ── Loading ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
     def read_state(self, path: Path) -> dict[str, Any]:
         """The `state` of a checkpoint, verified but not loaded, to see what it belongs to. InputError if missing or damaged."""
         self._require_intact(path)
         return load_object(path / STATE, "resume from another checkpoint")
 
-    def load(self, path: Path, model: Tensors, optimizer: Tensors) -> list[str]:
+    def load(self, path: Path, model: Tensors, optimizer: Tensors) -> None:
         """Copy the checkpoint at `path` into the given tensors, in place and whatever their sharding.
 
-        Returns notes for the user, on dtypes that were converted. Raises InputError, before anything is copied, where a file is
-        damaged and where names, shapes or integer dtypes differ.
+        Raises InputError, before anything is copied, where a file is damaged and where names, shapes or integer dtypes differ.
 
         A rank reads the bytes of its own part, by mapping the files. Before that, every byte is hashed once, by one of the ranks.
         """
         self._require_intact(path)
         manifest = read_manifest(path)
-        parts = [("model", model, manifest.model), ("optimizer", optimizer, manifest.optimizer)]
-        if differing := [f"{kind}: {problem}" for kind, tensors, index in parts for problem in mismatches(index, tensors)]:
+        problems = [*mismatches(manifest.model, model), *mismatches(manifest.optimizer, optimizer)]
+        if problems:
             remedy = "Resume with the recipe it was made by, or set another `run_dir`"
-            raise InputError(f"{path}: does not fit this run: {'; '.join(differing)}. {remedy}")
-        notes = [f"{kind}: {note}" for kind, tensors, index in parts for note in load_tensors(path, index, tensors)]
-        self.latest = path
-        return notes
+            raise InputError(f"{path}: does not fit this run: {'; '.join(problems[:5])}. {remedy}")
+        load_tensors(path, manifest.model, model)
+        load_tensors(path, manifest.optimizer, optimizer)
+        self._complete = path
 
     def _require_intact(self, path: Path) -> None:
         """InputError unless every byte of the checkpoint at `path` is as it was written; hashes it once."""
         self.wait()
-        if path != self._verified and (problems := self._verify(path)):
-            raise InputError(f"{path}: cannot be used: {'; '.join(problem.removeprefix(f'{path}: ') for problem in problems)}")
-        self._verified = path
+        if path != self._intact and (problems := self._verify(path)):
+            raise InputError(f"{path}: cannot be used: {'; '.join(problems)}")
 
     def _verify(self, path: Path) -> list[str]:
         """What is wrong with the checkpoint at `path`; each rank hashes its share of the files."""
@@ -277,7 +252,9 @@ class Checkpoints:
             problems = find_damage(path, files[self.rank :: self.world_size])
         except InputError as error:
             problems = [str(error)]
-        return list(dict.fromkeys(problem for rank in from_all_ranks(problems) for problem in rank))
+        problems = list(dict.fromkeys(problem for rank in from_all_ranks(problems) for problem in rank))
+        self._intact = None if problems else path
+        return problems
 
 
 # ── The disk ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -305,11 +282,10 @@ def require_shared(folder: Path) -> None:
     """InputError unless all processes see `folder`, which the first has made, as one folder. Collective."""
     if not in_a_group():
         return
-    token = folder / f".proof.0{PARTIAL}"
+    token, end = folder / f".proof.0{PARTIAL}", time.monotonic() + _SEEN_WITHIN
     if torch.distributed.get_rank() == 0:
         token.touch()
     from_all_ranks(None)  # it is there
-    end = time.monotonic() + _SEEN_WITHIN
     while not (seen := folder.is_dir() and token.name in os.listdir(folder)) and time.monotonic() < end:
         time.sleep(0.05)
     blind = [host for host in from_all_ranks(None if seen else socket.gethostname()) if host]

@@ -2,19 +2,19 @@
 
     checkpoints/                                  on a disk that all processes share
       step-00000100/                              complete
-        model-00000-of-00002.safetensors          parameters under their Hugging Face names, by rank
-        optimizer-00000-of-00002.safetensors
+        model-00000-of-00002-part-000.safetensors      parameters under their Hugging Face names, by rank
+        optimizer-00000-of-00002-part-000.safetensors
         state.json                                step, tokens and what defines the training
         manifest.json                             written last
-      .partial-step-00000200/                     while it is written; once its manifest is there, only the name is missing
+      .partial-step-00000200/                     while it is written
       abandoned-step-00000150/                    a run went back to before it, or wrote the step anew; the next save deletes it
       .removed-step-00000050/                     while it is deleted
 
     manifest.json:
     {"format": 1, "step": 100, "world_size": 2,
-     "files":     {"model-00000-of-00002.safetensors": {"bytes": 3441185, "sha256": "9f8e..."}, ...},
+     "files":     [{"name": "model-00000-of-00002-part-000.safetensors", "size": 3441185, "hashes": {"sha256": "9f8e..."}}, ...],
      "model":     {"model.norm.weight": {"dtype": "BF16", "shape": [2048], "pieces": [
-                      {"file": "model-00000-of-00002.safetensors", "offset": [0], "shape": [1024]}, ...]}, ...},
+                      {"file": "model-00000-of-00002-part-000.safetensors", "offset": [0], "shape": [1024]}, ...]}, ...},
      "optimizer": {...},
      "sha256": "of all the above, so that a flipped bit in the manifest shows too"}
 
@@ -25,7 +25,6 @@ wrote it, so any number of processes loads it.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -37,13 +36,12 @@ from pathlib import Path
 from typing import Any
 
 from foundation.errors import InputError
-from foundation.files import FileRecord, fsync
-from foundation.reading import load_json, reason_of
+from foundation.files import FileRecord, fsync, hash_of
+from foundation.reading import load_object
 
 MANIFEST, STATE = "manifest.json", "state.json"
 FORMAT = 1
 PARTIAL_STEP, REMOVED_STEP, ABANDONED_STEP = ".partial-", ".removed-", "abandoned-"
-_STEP = re.compile(r"step-\d{8,}")
 _log = logging.getLogger(__name__)
 
 
@@ -61,8 +59,7 @@ def step_of(folder: Path) -> int:
 
 def step_folders(parent: Path) -> list[Path]:
     """All folders in `parent` that are named like a checkpoint, newest first."""
-    folders = [path for path in parent.glob("step-*") if _STEP.fullmatch(path.name) and path.is_dir()]
-    return sorted(folders, key=step_of, reverse=True)
+    return sorted((path for path in parent.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name)), key=step_of, reverse=True)
 
 
 def partial_folder(final: Path) -> Path:
@@ -77,19 +74,6 @@ def give_name(partial: Path, final: Path) -> None:
         set_aside(final)
     os.rename(partial, final)
     fsync(final.parent)
-
-
-def finish_renames(parent: Path) -> None:
-    """Name the partial folders that have a whole manifest: their writers died just before doing so."""
-    for partial in parent.glob(f"{PARTIAL_STEP}step-*"):
-        final = parent / partial.name.removeprefix(PARTIAL_STEP)
-        try:
-            read_manifest(partial)
-        except InputError:
-            continue
-        if not final.exists():
-            os.rename(partial, final)
-            fsync(parent)
 
 
 def set_aside(folder: Path) -> Path:
@@ -107,9 +91,8 @@ def remove(parent: Path, folders: list[Path]) -> None:
         for folder in folders:
             # Renamed first, so that an interrupted deletion leaves nothing that looks like a checkpoint.
             os.rename(folder, folder.with_name(f"{REMOVED_STEP}{folder.name}"))
-        for prefix in (REMOVED_STEP, PARTIAL_STEP):
-            for leftover in parent.glob(f"{prefix}*step-*"):
-                shutil.rmtree(leftover)
+        for leftover in (*parent.glob(f"{REMOVED_STEP}*"), *parent.glob(f"{PARTIAL_STEP}*")):
+            shutil.rmtree(leftover)
     except OSError as error:
         _log.warning("%s: an old checkpoint could not be removed: %s", parent, error)
 
@@ -144,36 +127,23 @@ class Manifest:
     optimizer: dict[str, TensorEntry]
 
     def to_json(self) -> bytes:
-        files = {file.name: {"bytes": file.size, **file.hashes} for file in self.files}
-        content = {"format": FORMAT, **asdict(self), "files": files}
-        return json.dumps({**content, "sha256": _hash_of(content)}, indent=1).encode()
+        content = {"format": FORMAT, **asdict(self)}
+        return json.dumps({**content, "sha256": hash_of(content)}, indent=1).encode()
 
 
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of the checkpoint at `folder`; InputError where there is none, or one that is damaged."""
     path = folder / MANIFEST
-    try:
-        content = load_json(path)
-    except FileNotFoundError:
-        raise InputError(f"{folder}: not a complete checkpoint: it has no {MANIFEST}") from None
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: cannot be read: {reason_of(error)}") from None
-    written = content.pop("sha256", None) if isinstance(content, dict) else None
-    if written is None or written != _hash_of(content):
+    content = load_object(path, "this is no complete checkpoint, use another")
+    if content.pop("sha256", None) != hash_of(content):
         raise InputError(f"{path}: its content does not match its own SHA-256; the file is damaged")
-    files = [FileRecord(name, file["bytes"], {"sha256": file["sha256"]}) for name, file in content["files"].items()]
+    files = [FileRecord(**file) for file in content["files"]]
     return Manifest(content["step"], content["world_size"], files, _entries(content["model"]), _entries(content["optimizer"]))
 
 
 def _entries(group: Mapping[str, Any]) -> dict[str, TensorEntry]:
-    def piece(saved: Mapping[str, Any]) -> Piece:
-        return Piece(saved["file"], tuple(saved["offset"]), tuple(saved["shape"]))
-
-    return {
-        name: TensorEntry(entry["dtype"], tuple(entry["shape"]), tuple(map(piece, entry["pieces"])))
-        for name, entry in group.items()
-    }
-
-
-def _hash_of(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    entries = {}
+    for name, entry in group.items():
+        pieces = [Piece(piece["file"], tuple(piece["offset"]), tuple(piece["shape"])) for piece in entry["pieces"]]
+        entries[name] = TensorEntry(entry["dtype"], tuple(entry["shape"]), tuple(pieces))
+    return entries

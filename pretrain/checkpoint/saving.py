@@ -5,7 +5,7 @@ Each rank's thread writes its files, flushes them, and leaves a report beside th
 rank's thread waits for all reports, writes the state and, last, the manifest, and gives the folder its name.
 
     .partial-step-00000200/
-      model-00001-of-00002.safetensors
+      model-00001-of-00002-part-000.safetensors
       .written-00001.json              of rank 1
 """
 
@@ -29,7 +29,6 @@ from torch import Tensor
 
 from foundation.files import FileRecord, write_file
 from foundation.memory import free_memory
-from foundation.units import GIB, memory
 from pretrain.checkpoint.folders import MANIFEST, STATE, Manifest, give_name, partial_folder
 from pretrain.checkpoint.shards import write_tensors
 
@@ -56,9 +55,9 @@ class Staging:
     def reserve(self, files: Files) -> Future[bool]:
         """Begin to get the memory for a copy of `files`, in a thread. The result is whether the machine has room for it."""
         needed = sum(_rounded(tensor.nbytes) for group in files.values() for tensor in group.values())
-        return self._thread.submit(self._take, needed, _gpu_of(files))
+        return self._thread.submit(self._reserve, needed, _gpu_of(files))
 
-    def _take(self, needed: int, device: torch.device | None) -> bool:
+    def _reserve(self, needed: int, device: torch.device | None) -> bool:
         if self._memory.numel() >= needed:
             return True
         self._memory = torch.empty(0, dtype=torch.uint8)  # gives back what there was
@@ -75,12 +74,12 @@ class Staging:
         """The tensors as they are now, on the host; valid until the next copy. None where the host has no room for them."""
         if not self.reserve(files).result():
             return None
-        copies: dict[str, dict[str, Tensor]] = {}
+        copies: dict[str, dict[str, Tensor]] = {file: {} for file in files}
         start = 0
         for file, group in files.items():
             for name, tensor in group.items():
                 place = self._memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-                copies.setdefault(file, {})[name] = place.copy_(tensor.detach(), non_blocking=True)
+                copies[file][name] = place.copy_(tensor.detach(), non_blocking=True)
                 start += _rounded(tensor.nbytes)
         if device := _gpu_of(files):
             torch.cuda.current_stream(device).synchronize()
@@ -99,9 +98,9 @@ def _rounded(count: int) -> int:
 def _pin(buffer: Tensor) -> None:
     """Registered and not taken from torch's allocator, which rounds 20 GiB up to 32."""
     cudart, address = torch.cuda.cudart(), buffer.data_ptr()
-    if buffer.numel() and int(cudart.cudaHostRegister(address, buffer.numel(), 1)) != 0:
-        _log.warning("%s of host memory cannot be pinned; a save stops training for longer", memory(buffer.numel() / GIB))
-    elif buffer.numel():
+    if int(cudart.cudaHostRegister(address, buffer.numel(), 1)) != 0:
+        _log.warning("the copy of a checkpoint cannot be pinned in host memory; a save stops training for longer")
+    else:
         weakref.finalize(buffer, cudart.cudaHostUnregister, address).atexit = False  # CUDA may be gone by then
 
 
@@ -112,8 +111,8 @@ class PendingSave:
     """Writes `files`, this rank's part of the checkpoint `final`; the first rank completes it.
 
     `manifest` lacks the files, which it gets when all are written, and `state` is the JSON beside it. `afterwards` runs in the
-    thread once the checkpoint has its name. `written` holds the rank's files when they are on the disk; `completed`, on the
-    first rank alone, is done when the checkpoint has its name. Both raise whatever went wrong.
+    thread once the checkpoint has its name. `written` holds the rank's files when they are on the disk; `completed` is done when
+    the checkpoint has its name, on the other ranks at once. Both raise whatever went wrong.
     """
 
     def __init__(
@@ -123,21 +122,21 @@ class PendingSave:
         self._given_up = threading.Event()
         thread = ThreadPoolExecutor(1, thread_name_prefix="saving", initializer=_be_nice)
         self.written: Future[list[FileRecord]] = thread.submit(self._write, files)
-        self.completed = thread.submit(self._complete, manifest, state, afterwards) if rank == 0 else None
+        complete = (self._complete, manifest, state, afterwards) if rank == 0 else (self.written.result,)
+        self.completed: Future[object] = thread.submit(*complete)
         thread.shutdown(wait=False)  # takes no more work, and ends with what it has
 
     @property
     def failed(self) -> bool:
         """Whether this process knows that it has failed."""
-        return any(each.done() and each.exception() for each in (self.written, self.completed) if each is not None)
+        return any(each.done() and each.exception() for each in (self.written, self.completed))
 
     def give_up(self, patience: float = 0.0) -> None:
         """Let the first rank wait for the others for `patience` seconds at most; return when no thread writes any more."""
-        futures = [each for each in (self.written, self.completed) if each is not None]
-        wait(futures[:1])
-        wait(futures, patience)
+        wait([self.written])
+        wait([self.completed], patience)
         self._given_up.set()
-        wait(futures)
+        wait([self.completed])
 
     def _write(self, files: Files) -> list[FileRecord]:
         """Write this rank's files, several at a time, and tell the first rank."""
@@ -145,10 +144,9 @@ class PendingSave:
         with ThreadPoolExecutor(THREADS, thread_name_prefix="saving") as threads:  # as nice as this thread
             records = list(threads.map(lambda name: write_tensors(self.partial / name, files[name]), files))
         if self.rank:
-            report = self.partial / _report_name(self.rank)
-            unnamed = report.with_name(f".unnamed{report.name}")
+            unnamed = self.partial / f".unnamed{_report_of(self.rank)}"
             write_file(unnamed, json.dumps([asdict(record) for record in records]).encode())
-            os.replace(unnamed, report)  # last: as soon as it has its name, the first rank may give the folder another
+            os.replace(unnamed, self.partial / _report_of(self.rank))  # last: now the first rank may give the folder its name
         return records
 
     def _complete(self, manifest: Manifest, state: bytes, afterwards: Callable[[], object]) -> None:
@@ -163,7 +161,7 @@ class PendingSave:
     def _reports(self, world_size: int) -> list[FileRecord]:
         """The files of the other ranks, once all of them are on the disk."""
         files: list[FileRecord] = []
-        missing = {_report_name(rank) for rank in range(1, world_size)}
+        missing = {_report_of(rank) for rank in range(1, world_size)}
         while missing:
             # Lists the folder: that asks a network disk's server, which a look for one name may not.
             for report in sorted(missing.intersection(os.listdir(self.partial))):
@@ -180,5 +178,5 @@ def _be_nice() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
-def _report_name(rank: int) -> str:
+def _report_of(rank: int) -> str:
     return f".written-{rank:05d}.json"

@@ -12,8 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
@@ -32,21 +31,12 @@ from pretrain.model.distributed import local_part
 PART_BYTES = 2 * 2**30  # largest file, unless one block is larger: enough files to keep the hashing threads busy
 BLOCK_BYTES = 64 * 2**20  # what goes from device to host, to the hash and to the disk at once
 
-DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "BOOL": torch.bool}
+DTYPES |= {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}  # as safetensors has them
+
+
+# ── Who writes what ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
@@ -77,8 +67,8 @@ def rank_stem(kind: str, rank: int, world_size: int) -> str:
     return f"{kind}-{rank:05d}-of-{world_size:05d}"
 
 
-def lay_out(kind: str, offers: list[dict[str, ShardBlock]], part_bytes: int = PART_BYTES) -> dict[str, TensorEntry]:
-    """The index of a checkpoint: which rank writes each block into which file, of at most `part_bytes` unless a block is larger.
+def lay_out(kind: str, offers: list[dict[str, ShardBlock]]) -> dict[str, TensorEntry]:
+    """The index of a checkpoint: which rank writes each block into which file, of at most PART_BYTES unless a block is larger.
 
     `offers[rank]` has the block that this rank holds of each tensor. A pure function, so every rank computes the same index
     without a further exchange.
@@ -86,19 +76,12 @@ def lay_out(kind: str, offers: list[dict[str, ShardBlock]], part_bytes: int = PA
     whole = {name: block for offer in offers for name, block in offer.items()}
     pieces: dict[str, list[Piece]] = {name: [] for name in sorted(whole)}
     for rank, assigned in enumerate(_share_out(offers)):
-        parts: list[list[tuple[str, ShardBlock]]] = []
-        room = 0
+        stem, parts, room = rank_stem(kind, rank, len(offers)), 0, 0
         for name, block in assigned:
             if not parts or block.bytes > room:
-                parts.append([])
-                room = part_bytes
-            parts[-1].append((name, block))
+                parts, room = parts + 1, PART_BYTES
+            pieces[name].append(Piece(f"{stem}-part-{parts - 1:03d}.safetensors", block.offset, block.shape))
             room -= block.bytes
-        stem = rank_stem(kind, rank, len(offers))
-        for number, part in enumerate(parts):
-            file = f"{stem}-part-{number:03d}.safetensors" if len(parts) > 1 else f"{stem}.safetensors"
-            for name, block in part:
-                pieces[name].append(Piece(file, block.offset, block.shape))
     return {name: TensorEntry(whole[name].dtype, whole[name].global_shape, tuple(parts)) for name, parts in pieces.items()}
 
 
@@ -106,18 +89,19 @@ def _share_out(offers: list[dict[str, ShardBlock]]) -> list[list[tuple[str, Shar
     """Give each distinct block to one of the ranks that hold it, the largest first to the one with least to write (LPT)."""
     owners: dict[tuple[str, ShardBlock], list[int]] = {}
     for rank, offer in enumerate(offers):
-        for name, block in offer.items():
-            owners.setdefault((name, block), []).append(rank)
-
+        for block in offer.items():
+            owners.setdefault(block, []).append(rank)
     load = [0] * len(offers)
     assigned: list[list[tuple[str, ShardBlock]]] = [[] for _ in offers]
     for name, block in sorted(owners, key=lambda item: (-item[1].bytes, item[0], item[1].offset)):
-        if block.bytes == 0:
-            continue  # more ranks than rows: some ranks hold nothing
-        writer = min(owners[name, block], key=lambda rank: (load[rank], rank))
-        load[writer] += block.bytes
-        assigned[writer].append((name, block))
+        if block.bytes:  # of more ranks than rows some hold nothing
+            writer = min(owners[name, block], key=lambda rank: (load[rank], rank))
+            load[writer] += block.bytes
+            assigned[writer].append((name, block))
     return [sorted(blocks, key=lambda item: item[0]) for blocks in assigned]
+
+
+# ── Writing ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
@@ -134,9 +118,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
         header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-
-    digest = hashlib.sha256()
-    head = len(text).to_bytes(8, "little") + text
+    head, digest = len(text).to_bytes(8, "little") + text, hashlib.sha256()
     with open(path, "wb") as file:
         for block in chain([head], *(_host_blocks(tensors[name]) for name in names)):
             digest.update(block)
@@ -158,26 +140,16 @@ def _host_blocks(tensor: Tensor) -> Iterator[memoryview]:
             yield memoryview(block.numpy())
 
 
-def _overlap(one: Piece | ShardBlock, other: Piece | ShardBlock) -> list[tuple[slice, ...]] | None:
-    """What two blocks of a tensor share, as slices of each; None if they share nothing."""
-    starts = [max(a, b) for a, b in zip(one.offset, other.offset, strict=True)]
-    stops = [min(a + n, b + m) for a, n, b, m in zip(one.offset, one.shape, other.offset, other.shape, strict=True)]
-    if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
-        return None
-    where = list(zip(starts, stops, strict=True))
-    return [tuple(slice(a - base, b - base) for (a, b), base in zip(where, each.offset, strict=True)) for each in (one, other)]
+# ── Reading ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def mismatches(index: Mapping[str, TensorEntry], targets: Mapping[str, Tensor]) -> list[str]:
     """One line for each reason why the saved tensors cannot be loaded into `targets`; empty: they can.
 
-    A floating-point tensor may be loaded into another floating-point dtype: that is how a run changes its weight mode.
+    A floating-point tensor may be loaded into another floating-point dtype: moments may be kept in another one.
     """
-    problems = []
-    missing, unexpected = targets.keys() - index.keys(), index.keys() - targets.keys()
-    for what, names in (("the checkpoint lacks", missing), ("only the checkpoint has", unexpected)):
-        if names:
-            problems.append(f"{what} {', '.join(sorted(names)[:5])}{' and more' if len(names) > 5 else ''}")
+    problems = [f"it lacks {name}" for name in sorted(targets.keys() - index.keys())]
+    problems += [f"only it has {name}" for name in sorted(index.keys() - targets.keys())]
     for name in sorted(targets.keys() & index.keys()):
         saved, dtype, wanted = index[name], DTYPES[index[name].dtype], targets[name]
         if saved.shape != tuple(wanted.shape):
@@ -187,33 +159,27 @@ def mismatches(index: Mapping[str, TensorEntry], targets: Mapping[str, Tensor]) 
     return problems
 
 
-def load_tensors(folder: Path, index: Mapping[str, TensorEntry], targets: Mapping[str, Tensor]) -> list[str]:
+def load_tensors(folder: Path, index: Mapping[str, TensorEntry], targets: Mapping[str, Tensor]) -> None:
     """Fill `targets`, of any sharding and without mismatches, from the checkpoint in `folder`, converted to their dtypes.
 
-    Files are mapped, not loaded: a rank touches only the bytes of its own part. Returns notes about dtypes that were converted.
+    Files are mapped, not loaded: a rank touches only the bytes of its own part.
     """
-    conversions: Counter[tuple[str, str]] = Counter()
     with ExitStack() as stack, torch.no_grad():
         open_file = cache(lambda file: stack.enter_context(safe_open(folder / file, framework="pt", device="cpu")))
         for name, target in targets.items():
-            _fill(target, name, index[name], open_file)
-            conversions[index[name].dtype, DTYPE_NAMES[target.dtype]] += 1
-    return [
-        f"{count} tensors converted from {saved} to {wanted}" for (saved, wanted), count in conversions.items() if saved != wanted
-    ]
+            mine, local = block_of(target), local_part(target)
+            for piece in index[name].pieces:
+                if overlap := _overlap(piece, mine):
+                    (where, here), file = overlap, open_file(piece.file)
+                    is_whole = where == tuple(slice(0, size) for size in piece.shape)  # without dimensions there are no slices
+                    local[here].copy_(file.get_tensor(name) if is_whole else file.get_slice(name)[where])
 
 
-def _fill(target: Tensor, name: str, entry: TensorEntry, open_file: Callable[[str], safe_open]) -> None:
-    """Copy the saved tensor `name` into this process's part of `target`; ValueError where the saved pieces do not cover it."""
-    mine = block_of(target)
-    local = local_part(target)
-    copied = 0
-    for piece in entry.pieces:
-        if overlap := _overlap(piece, mine):
-            (where, here), file = overlap, open_file(piece.file)
-            is_whole = where == tuple(slice(0, size) for size in piece.shape)
-            source = file.get_tensor(name) if is_whole else file.get_slice(name)[where]  # without dimensions there are no slices
-            local[here].copy_(source)
-            copied += source.numel()
-    if copied != local.numel():
-        raise ValueError(f"{name}: the saved pieces cover {copied} of the {local.numel()} values wanted here")
+def _overlap(one: Piece | ShardBlock, other: Piece | ShardBlock) -> list[tuple[slice, ...]] | None:
+    """What two blocks of a tensor share, as slices of each; None if they share nothing."""
+    starts = [max(a, b) for a, b in zip(one.offset, other.offset, strict=True)]
+    stops = [min(a + n, b + m) for a, n, b, m in zip(one.offset, one.shape, other.offset, other.shape, strict=True)]
+    if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
+        return None
+    where = list(zip(starts, stops, strict=True))
+    return [tuple(slice(a - base, b - base) for (a, b), base in zip(where, each.offset, strict=True)) for each in (one, other)]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
 from foundation.errors import InputError
-from pretrain.settings.config import SOURCE
 
 _64_BITS = 2**64 - 1
 
@@ -46,15 +45,6 @@ class TrainState:
         self.valid_tokens += valid_tokens
         self.skipped_steps += skipped
 
-    def record(self, identity: Mapping[str, Any]) -> dict[str, Any]:
-        """What `state.json` of a checkpoint holds: these counters, and what defines the training."""
-        return {"progress": asdict(self), "identity": dict(identity)}
-
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any], steps: int) -> TrainState:
-        """The state in `record`, with the present recipe's `steps`."""
-        return cls(**{**record["progress"], "steps": steps})
-
 
 class Change(BaseModel):
     """Says that a run went on with other settings after `step`; `was`: what each had been up to there, None where it was not
@@ -70,51 +60,29 @@ class Past(BaseModel):
     changed: list[Change] = []  # in order
     left_out: int = 0  # steps' packs that rollbacks had passed over before this folder's first step
 
-    def record(self) -> dict[str, Any]:
-        return {"past": self.model_dump()}
-
-
-def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """One line for each key whose value differs between two identities: flat mappings of dotted settings and fingerprints.
-
-    A missing key equals one that is None.
-    """
-    changed = changed_keys(saved, current)
-    texts = [{key: json.dumps(value) for key, value in each.items()} for each in (saved, current)]
-    return [f"{key}: saved {texts[0].get(key, 'not set')}, now {texts[1].get(key, 'not set')}" for key in changed]
-
 
 def changed_keys(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """The keys whose values differ, as `differences` has them.
-
-    Of what the config.json of `model.source` says nothing counts where one of them has no word of it.
-    """
+    """The keys whose values differ between two identities: flat mappings of dotted settings and fingerprints. A missing key
+    equals one that is None."""
     current = json.loads(json.dumps(current))  # the saved one went through JSON, where tuples become lists
-    changed = [key for key in sorted(saved.keys() | current.keys()) if saved.get(key) != current.get(key)]
-    both_have_it = all(any(key.startswith(SOURCE) for key in each) for each in (saved, current))
-    return changed if both_have_it else [key for key in changed if not key.startswith(SOURCE)]
+    return [key for key in sorted(saved.keys() | current.keys()) if saved.get(key) != current.get(key)]
 
 
 def check_same_training(
-    record: Mapping[str, Any], current: Mapping[str, Any], source: Path, accept_changes: bool = False
+    saved: Mapping[str, Any], current: Mapping[str, Any], source: Path, accept_changes: bool = False
 ) -> list[str]:
-    """InputError if the checkpoint `source` was made by another training than `current`; with `accept_changes` what differs."""
-    changed = differences(record["identity"], current)
-    if changed and not accept_changes:
-        listed = "".join(f"\n  {line}" for line in changed)
+    """InputError if the checkpoint `source`, whose identity is `saved`, was made by another training than `current`; with
+    `accept_changes` a line for each key that differs."""
+    lines = [
+        f"{key}: saved {json.dumps(saved.get(key))}, now {json.dumps(current.get(key))}" for key in changed_keys(saved, current)
+    ]
+    if lines and not accept_changes:
+        listed = "".join(f"\n  {line}" for line in lines)
         raise InputError(
             f"{source}: the checkpoint was made by another recipe:{listed}\n"
             "Set another `run_dir` to start a new run, or pass --accept-changes to continue this one with the present values."
         )
-    return changed
-
-
-def check_same_source(identity: Mapping[str, Any], current: Mapping[str, Any], source: Path) -> None:
-    """InputError where the config.json of `model.source`, which says `current`, describes another model now than it did when the
-    checkpoint `source` of this `identity` was trained."""
-    if changed := differences({key: value for key, value in identity.items() if key.startswith(SOURCE)}, current):
-        listed = "".join(f"\n  {line}" for line in changed)
-        raise InputError(f"{source}: its `model.source` has another config.json now:{listed}\nPut that file back as it was.")
+    return lines
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:
@@ -135,7 +103,7 @@ def seed_step(seed: int, step: int, rank: int) -> None:
     between two steps does not change the training. A run resumed with the same world size repeats its dropout masks and its
     stochastic rounding bit for bit.
     """
-    import torch  # here, so that the rest of this module does without torch
+    import torch  # not above: comparing runs does without
 
     seed = step_seed(seed, step, rank)
     if torch.accelerator.is_available():

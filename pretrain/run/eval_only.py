@@ -15,7 +15,6 @@ from accelerate import Accelerator
 from foundation.attributes import holding
 from foundation.errors import InputError
 from pretrain.checkpoint.checkpoint import Checkpoints
-from pretrain.checkpoint.state import check_same_source
 from pretrain.metrics.console import Console
 from pretrain.model.distributed import end_processes
 from pretrain.plan.preflight import Job, prepare_job
@@ -71,16 +70,13 @@ def evaluate_only(
     """Say the held-out loss in the recipe's precision, and in BF16 where that is another. Collective.
 
     `wanted`: a checkpoint, of whatever recipe with the same model, or "auto": the run folder's newest, or the weights with which
-    the run would begin where there is none. InputError where no packs are held out, where there are no weights but random ones,
-    and where the config.json of `model.source` has changed since the checkpoint.
+    the run would begin where there is none. InputError where no packs are held out, and where all weights are random.
     """
     if job.data.held_out is None:
         raise InputError("`data.held_out`: no packs are held out to evaluate on; set it")
     job = job.with_settings("batch", microbatch=job.plan.expected_microbatch)
     checkpoints = Checkpoints(job.run_dir / "checkpoints", job.recipe.checkpoint.keep)
-    source = find_resume_point(checkpoints, wanted, job, accept_changes=True, look_only=True)
-    if source is not None and not source.begins:
-        check_same_source(source.record["identity"], job.source_config, source.path)
+    source = find_resume_point(checkpoints, wanted, job, accept_changes=True)
     if source is None:
         _refuse_random_weights(job.recipe)
     assembly = assemble(job, accelerator)

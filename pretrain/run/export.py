@@ -25,7 +25,6 @@ from foundation.reading import load_object
 from packing.store import open_packs
 from pretrain.checkpoint.folders import STATE, Manifest, TensorEntry, read_manifest, step_folder, step_folders, step_of
 from pretrain.checkpoint.shards import DTYPES, load_tensors
-from pretrain.checkpoint.state import check_same_source
 from pretrain.compare.figures import picture_of_losses
 from pretrain.metrics.run_record import RunRecord, own_evaluations, read_metrics, read_run
 from pretrain.model import huggingface as model
@@ -124,7 +123,6 @@ class SavedModel:
         folder, manifest, run_dir = _intact(source, moments=dtype == "fp32")
         identity = load_object(folder / STATE, "name another checkpoint")["identity"]
         recipe = load_recipe(run_dir / "config.yaml")
-        check_same_source(identity, model.source_config(recipe.model), folder)
         to: Weights = dtype or ("fp32" if identity["weights"] == "fp32" else "bf16")
         hf = _without_memory(recipe, getattr(torch, WEIGHT_DTYPES[to]))
         described = {name: tuple(tensor.shape) for name, tensor in model.named_tensors(hf).items()}

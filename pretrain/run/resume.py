@@ -63,7 +63,7 @@ def where_to_resume(
     if not look_only:
         require_shared(job.run_dir)
     checkpoints = Checkpoints(job.run_dir / "checkpoints", job.recipe.checkpoint.keep, before=job.plan.before_decay)
-    source = find_resume_point(checkpoints, wanted, job, accept_changes, look_only=look_only)
+    source = find_resume_point(checkpoints, wanted, job, accept_changes)
     if source is None or not checkpoints.owns(source.path):
         _require_own_records(job)
     if source is None:
@@ -75,16 +75,14 @@ def where_to_resume(
     return job.with_settings("loss", chunk=chunk_of(job, source)), checkpoints, source
 
 
-def find_resume_point(
-    checkpoints: Checkpoints, wanted: str, job: Job, accept_changes: bool, *, look_only: bool = False
-) -> ResumePoint | None:
+def find_resume_point(checkpoints: Checkpoints, wanted: str, job: Job, accept_changes: bool) -> ResumePoint | None:
     """The checkpoint to continue, `wanted` ("auto" or a path); where there is none yet that of another run with which the recipe
     begins (`train.begin_with`), or None.
 
     Raises InputError where it does not exist, where it belongs to another training and `accept_changes` is not set, and where all
     checkpoints are damaged: a new run in their place would bury what may still be rescued.
     """
-    path = checkpoints.newest(look_only=look_only) if wanted == "auto" else Path(wanted)
+    path = checkpoints.newest() if wanted == "auto" else Path(wanted)
     if path is None and checkpoints.damaged:
         raise InputError(f"{checkpoints.folder}: every checkpoint is damaged; name another `run_dir` to train from the beginning")
     begins = path is None
@@ -96,7 +94,7 @@ def find_resume_point(
         record = checkpoints.read_state(path)
     except InputError as error:
         raise InputError(f"{key}{error}; name a step-* folder of a run's `checkpoints`") from None
-    changes = check_same_training(record, job.identity, path, accept_changes or begins)
+    changes = check_same_training(record["identity"], job.identity, path, accept_changes or begins)
     notes = [f"the recipe has changed: {each}" for each in changes if not (begins and each.startswith("train.begin_with:"))]
     return ResumePoint(path, record, notes, begins, past_of(record, job, begins=begins, own=checkpoints.owns(path)))
 
@@ -252,19 +250,20 @@ def load_weights(source: ResumePoint, checkpoints: Checkpoints, mode: Weights, a
     saved: Weights = source.record["identity"]["weights"]
     scales = histories_to_load(source.path, assembly.context.saved_state())
     if saved == mode:
-        return checkpoints.load(source.path, assembly.tensors, assembly.optimizer_tensors | scales)
+        checkpoints.load(source.path, assembly.tensors, assembly.optimizer_tensors | scales)
+        return []
     parameters = dict(assembly.hf.named_parameters())
     stored = {name: torch.empty_like(p, dtype=getattr(torch, WEIGHT_DTYPES[saved])) for name, p in parameters.items()}
     moments = {key: tensor for key, tensor in assembly.optimizer_tensors.items() if not key.startswith("remainder/")}
     remainders = {f"remainder/{name}": torch.empty_like(p, dtype=torch.int16) for name, p in parameters.items()}
     others = moments | scales | (remainders if saved == "bf16_exact" else {})
-    notes = checkpoints.load(source.path, assembly.tensors | stored, others)
+    checkpoints.load(source.path, assembly.tensors | stored, others)
     for name, parameter in parameters.items():
         # Plain BF16 keeps the stored weight: the master would round to its neighbour where it lies just between two.
         remainder = local_part(remainders[f"remainder/{name}"]) if saved == "bf16_exact" and mode == "fp32" else None
         master, _ = convert_weight(local_part(stored.pop(name)), remainder, "fp32")
         assembly.optimizer.set_master(parameter, master)
-    return [describe_conversion(saved, mode), *notes]
+    return [describe_conversion(saved, mode)]
 
 
 # ── Histories of delayed scaling ──────────────────────────────────────────────────────────────────────────────────────────────

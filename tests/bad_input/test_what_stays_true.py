@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import shutil
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -123,18 +121,6 @@ def test_without_any_intact_checkpoint_a_run_refuses_to_begin_anew(trained: Path
     before = contents(trained)
     assert str(trained / "checkpoints") in train_here("train.steps=10", "--accept-changes").err
     assert contents(trained) == before
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 6 MiB."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(path)]
-    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting a small file system needs root")
-    yield path
-    subprocess.run(["umount", str(path)], check=True)
 
 
 def test_a_disk_that_fills_up_leaves_the_last_checkpoint_from_which_the_same_command_goes_on(

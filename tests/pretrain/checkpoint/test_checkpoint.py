@@ -18,7 +18,10 @@ import torch
 from safetensors.torch import load_file
 
 from foundation.errors import InputError
+from pretrain.checkpoint import shards
 from pretrain.checkpoint.checkpoint import Checkpoints, bytes_needed, check_space
+
+MODEL, OPTIMIZER = (f"{kind}-00000-of-00001-part-000.safetensors" for kind in ("model", "optimizer"))
 
 
 def tensors_of(step: int, rows: int = 40) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -46,9 +49,8 @@ def assert_holds(path: Path, step: int, rows: int = 40) -> None:
     model, optimizer = tensors_of(step, rows)
     loaded_model, loaded_optimizer = blank(model), blank(optimizer)
     checkpoints = Checkpoints(path.parent, keep=1)
-    notes = checkpoints.load(path, loaded_model, loaded_optimizer)
+    checkpoints.load(path, loaded_model, loaded_optimizer)
     assert checkpoints.read_state(path) == {"step": step}
-    assert notes == []
     assert all(torch.equal(loaded_model[name], model[name]) for name in model)
     assert all(torch.equal(loaded_optimizer[name], optimizer[name]) for name in optimizer)
 
@@ -63,17 +65,17 @@ def flip_bit(path: Path, offset: int) -> None:
     path.write_bytes(data)
 
 
-def test_what_was_saved_is_loaded_bit_for_bit(tmp_path):
+def test_what_was_saved_is_loaded_bit_for_bit(tmp_path, monkeypatch):
     path = save(Checkpoints(tmp_path, keep=2), 100)
     assert names(tmp_path) == ["step-00000100"]
-    kinds = ["model", "optimizer"]
-    assert names(path) == ["manifest.json", *(f"{kind}-00000-of-00001.safetensors" for kind in kinds), "state.json"]
+    assert names(path) == ["manifest.json", MODEL, OPTIMIZER, "state.json"]
     assert_holds(path, 100)
     model, _ = tensors_of(100)
-    loaded = load_file(path / "model-00000-of-00001.safetensors")  # plain safetensors under the parameters' names
+    loaded = load_file(path / MODEL)  # plain safetensors under the parameters' names
     assert loaded.keys() == model.keys() and all(torch.equal(loaded[name], model[name]) for name in model)
-    parts = Checkpoints(tmp_path / "in parts", keep=1, part_bytes=1000).save(3, *tensors_of(3), {"step": 3})
-    assert len(list(parts.glob("optimizer-00000-of-00001-part-*.safetensors"))) > 1
+    monkeypatch.setattr(shards, "PART_BYTES", 1000)
+    parts = save(Checkpoints(tmp_path / "in parts", keep=1), 3)
+    assert len(list(parts.glob("optimizer-*.safetensors"))) > 1
     assert_holds(parts, 3)
 
 
@@ -90,7 +92,7 @@ def test_tensors_that_do_not_fit_are_named_and_nothing_is_copied(tmp_path):
     for part in (
         str(path),
         "lacks lm_head.weight",
-        "only the checkpoint has norm.weight",
+        "only it has norm.weight",
         "[40, 16] there and [41, 16] here",
         "scale is F32 there and I64",
     ):
@@ -99,11 +101,11 @@ def test_tensors_that_do_not_fit_are_named_and_nothing_is_copied(tmp_path):
 
 
 HARMS = {
-    "bit of a weight": lambda path: flip_bit(path / "model-00000-of-00001.safetensors", -1),
+    "bit of a weight": lambda path: flip_bit(path / MODEL, -1),
     "bit of the state": lambda path: flip_bit(path / "state.json", 3),
     "bit of the manifest": lambda path: flip_bit(path / "manifest.json", 200),
-    "truncated": lambda path: os.truncate(path / "optimizer-00000-of-00001.safetensors", 100),
-    "missing file": lambda path: (path / "optimizer-00000-of-00001.safetensors").unlink(),
+    "truncated": lambda path: os.truncate(path / OPTIMIZER, 100),
+    "missing file": lambda path: (path / OPTIMIZER).unlink(),
     "no manifest": lambda path: (path / "manifest.json").unlink(),
 }
 
@@ -116,7 +118,7 @@ def test_a_damaged_newest_checkpoint_is_reported_kept_and_the_one_before_it_take
     harm(newest)
     checkpoints = Checkpoints(tmp_path, keep=2)
     assert checkpoints.newest() == tmp_path / "step-00000002"
-    assert list(checkpoints.damaged) == [newest]
+    assert checkpoints.damaged == {newest}
     assert f"{newest} is DAMAGED" in caplog.text
     with pytest.raises(InputError, match="step-00000003"):
         checkpoints.load(newest, *map(blank, tensors_of(3)))
@@ -133,21 +135,6 @@ def test_a_step_saved_again_to_be_spared_itself_lets_the_one_spared_before_it_go
     for spared, left in ((10, ["step-00000010", "step-00000020"]), (20, ["step-00000020"])):
         checkpoints.save(20, *tensors_of(20, 40), {"step": 20}, spared=spared)
         assert names(tmp_path) == left
-
-
-def test_a_resume_clears_what_dead_writers_left_before_it_trains(tmp_path):
-    kept = save(Checkpoints(tmp_path, keep=2), 1)
-    (tmp_path / ".partial-step-00000002").mkdir()
-    (tmp_path / ".partial-step-00000002" / "model-00000-of-00001.safetensors").write_bytes(b"half")
-    assert Checkpoints(tmp_path, keep=2).newest(look_only=True) == kept and len(names(tmp_path)) == 2
-    assert Checkpoints(tmp_path, keep=2).newest() == kept and names(tmp_path) == [kept.name]
-
-
-def test_a_checkpoint_whose_writer_died_just_before_naming_it_is_recovered(tmp_path):
-    path = save(Checkpoints(tmp_path, keep=1), 5)
-    path.rename(tmp_path / ".partial-step-00000005")
-    assert Checkpoints(tmp_path, keep=1).newest() == path
-    assert_holds(path, 5)
 
 
 # Calls between which a process may die and leave something else behind.
@@ -169,68 +156,29 @@ def _save_and_die(folder: Path, number: int) -> None:
     save(checkpoints, 3, rows=2000)
 
 
-def _left_behind(folder: Path) -> str:
-    """How far the save of step 3 had come, by what lies in `folder`."""
-    if (folder / "step-00000003").exists():
-        if (folder / ".removed-step-00000001").exists():
-            return "pruning"
-        return "not pruned" if (folder / "step-00000001").exists() else "done"
-    partial = folder / ".partial-step-00000003"
-    if not partial.exists():
-        return "not begun"
-    whole = {path.name: path.stat().st_size for path in (folder / "step-00000002").iterdir()}
-    found = {path.name: path.stat().st_size for path in partial.iterdir()}
-    if any(0 < size < whole[name] for name, size in found.items() if name.endswith(".safetensors")):
-        return "half a file"
-    if "manifest.json" in found:
-        return "not named" if found["manifest.json"] else "manifest begun"
-    return f"{len(found)} of 4 files"
-
-
 def test_a_save_killed_at_any_moment_leaves_an_intact_newest_checkpoint_and_no_half_one(tmp_path):
     before = tmp_path / "before"
     for step in (1, 2):
         save(Checkpoints(before, keep=2), step, rows=2000)
-    stages, newest_steps, status = [], [], None
+    newest_steps, status = [], -signal.SIGKILL
     for number in itertools.count(1):
         folder = shutil.copytree(before, tmp_path / str(number))
         writer = multiprocessing.get_context("fork").Process(target=_save_and_die, args=(folder, number))
         writer.start()
         writer.join()
         status = writer.exitcode
-        stages.append(_left_behind(folder))
         for path in folder.glob("step-*"):
             assert_holds(path, int(path.name[5:]), rows=2000)
         survivor = Checkpoints(folder, keep=2)
         newest = survivor.newest()
         newest_steps.append(int(newest.name[5:]))
-        assert_holds(newest, newest_steps[-1], rows=2000)
         save(survivor, 4, rows=2000)  # and the next save clears away what this one left
         assert names(folder) == [newest.name, "step-00000004"]
         shutil.rmtree(folder)
         if status != -signal.SIGKILL:
             break
-    assert status == 0 and stages[-1] == "done"
-    assert newest_steps == sorted(newest_steps) and set(newest_steps) == {2, 3}
-    shown = {"not begun", "0 of 4 files", "half a file", "2 of 4 files", "3 of 4 files", "manifest begun", "not named"}
-    assert set(stages) - {"1 of 4 files"} == shown | {"not pruned", "pruning", "done"}  # two threads may begin two files at once
-
-
-def test_a_full_disk_is_one_message_and_leaves_the_previous_checkpoint_untouched(small_disk):
-    folder = small_disk / "checkpoints"
-    checkpoints = Checkpoints(folder, keep=2)
-    rows = 20_000  # 640 kB of weights, 1.28 MB of moments: the third no longer fits
-    for step in (1, 2):
-        save(checkpoints, step, rows)
-    with pytest.raises(InputError) as error:
-        save(checkpoints, 3, rows)
-    for part in (str(folder), "step 3", "No space left", "step-00000002 is untouched"):
-        assert part in str(error.value)
-    assert names(folder) == ["step-00000001", "step-00000002"]
-    assert_holds(folder / "step-00000002", 2, rows)
-
-    shutil.rmtree(folder / "step-00000001")  # the user makes room, and the same run can go on
-    assert_holds(save(checkpoints, 3, rows), 3, rows)
+    assert status == 0
+    assert newest_steps == sorted(newest_steps) and newest_steps.count(2) > 9 and newest_steps.count(3) > 5
 
 
 def test_space_is_checked_against_the_bytes_a_checkpoint_really_takes(tmp_path):
