@@ -21,7 +21,7 @@ from torch import Tensor
 
 from packing.arrow import IGNORE
 from pretrain.model.attention.operator import HeadNorms, Heads
-from pretrain.optimizer.adamw_update import Hyperparameters, ParameterTensors
+from pretrain.optimizer.adamw import Hyperparameters, ParameterTensors
 from tests.triton_kernels import launched_in
 
 triton = pytest.importorskip("triton", minversion="3.9", reason="earlier ones ask the driver for other things")
@@ -143,7 +143,7 @@ def update() -> None:
         remainder = torch.zeros(4096, dtype=torch.int16) if weight == BF16 else None
         moments = (torch.zeros(4096, dtype=moment) for _ in range(2))
         parameter = ParameterTensors(torch.zeros(4096, dtype=weight), remainder, torch.zeros(4096), *moments)
-        kernel.update_by_kernel([parameter], hyper, None)
+        kernel.update_by_kernel([(parameter, hyper)], None)
 
 
 @pytest.mark.parametrize(

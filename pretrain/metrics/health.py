@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -29,14 +29,7 @@ SPIKE_NATS = 0.3  # and at least this far above it: late, smooth curves move by 
 CONSECUTIVE_SKIPS = 10
 MOST_ROLLBACKS = 3  # over the whole run, resumed or not; then it stops
 MAD_TO_SD = 1.4826  # standard deviation of a normal distribution over its median absolute deviation, 1 / Phi^-1(3/4)
-FROZEN_SHARE = 0.05  # of all updates lost: from here on it is said which parameters lose them
-FROZEN_NAMES_EVERY = 100  # steps
-
-
-def frozen_names_due(step: int, steps: int, share: float) -> bool:
-    """Whether to find out after `step`, which lost `share` of its updates, which parameters lose most: rarely, as it is not free,
-    and by the step alone, so that a resumed run writes down the same."""
-    return share > FROZEN_SHARE and (step in (1, 10, steps) or step % FROZEN_NAMES_EVERY == 0)
+FROZEN_SHARE = 0.05  # of all updates lost: from here on there is a warning
 
 
 class TrainingHalted(Exception):
@@ -121,15 +114,14 @@ class Health:
             reason += no_way_back
         return StepDecision("stop", f"{reason}, and this step is not saved")
 
-    def warnings_of(self, step: int, frozen: float, most_frozen: Mapping[str, float], valid_tokens: int) -> Iterator[str]:
-        """Yields, the first time in this process, that many updates are lost (a share of all, and of parameters by name), and
-        that no token of a step has a label, so that it has no loss."""
-        if most_frozen and "frozen" not in self._warned:
+    def warnings_of(self, step: int, frozen: float, valid_tokens: int) -> Iterator[str]:
+        """Yields, the first time in this process, that many updates are lost (a share of all), and that no token of a step has a
+        label, so that it has no loss."""
+        if frozen > FROZEN_SHARE and "frozen" not in self._warned:
             self._warned.add("frozen")
-            names = ", ".join(f"{name} ({percent(part)})" for name, part in most_frozen.items())
             yield (
-                f"step {step}: {percent(frozen)} of all updates were too small to change the stored weights, most of them in "
-                f"{names}; `weights: bf16_exact` keeps every update"
+                f"step {step}: {percent(frozen)} of all updates were too small to change the stored weights; "
+                "`weights: bf16_exact` keeps every update"
             )
         if not valid_tokens and "unlabelled" not in self._warned:
             self._warned.add("unlabelled")

@@ -319,7 +319,6 @@ def summary(records: Iterable[Record]) -> dict[str, Any]:
         "skipped_steps": sum(bool(record.get("skipped")) for record in steps),
         "rollbacks": max((record["rollbacks"] for record in records if is_rollback(record)), default=None),
         "halted": next((record["reason"] for record in records if record.get("event") == "halted"), last.get("halted")),
-        "frozen_most": next((record["frozen_most"] for record in reversed(steps) if "frozen_most" in record), None),
     }
     return {key: value for key, value in figures.items() if value is not None}
 

@@ -1,14 +1,15 @@
 """AdamW for every way to store weights, its parameter groups, gradient norm and clipping, and its state by parameter name.
 
-Every way (pretrain.optimizer.adamw_update) takes the same update in FP32, so BF16 weights with remainders follow the trajectory
+Every way (pretrain.optimizer.exact_weights) takes the same update in FP32, so BF16 weights with remainders follow the trajectory
 of FP32 weights bit for bit.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Iterable, Sequence
+from itertools import repeat
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from pretrain.model.distributed import local_part
 from pretrain.model.gradients import clear_main_gradients, gradient_of
-from pretrain.optimizer.adamw_update import Hyperparameters, ParameterTensors, convert_weight, mode_of, update_parameters
+from pretrain.optimizer.exact_weights import join, split
 from pretrain.precision.settings import WEIGHT_DTYPES
 from pretrain.settings.recipe import OptimizerSettings
 
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+# Values of a parameter that a CPU updates at once. The dozen operations then find them in its caches, a megabyte of each
+# tensor; a whole matrix would come from memory for each of them.
+IN_CACHE = 1 << 18
 
 
 class ExactAdamW(torch.optim.Optimizer):
@@ -49,10 +53,8 @@ class ExactAdamW(torch.optim.Optimizer):
         moments: torch.dtype | None = None,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self.exact = exact
-        self.moments = moments
-        self._updated = 0  # values, in the last step
-        self._lost: list[tuple[list[ParameterTensors], Tensor]] = []  # parameters, and how many updates each has lost in it
+        self.exact, self.moments = exact, moments
+        self._updated, self._lost = 0, torch.zeros((), dtype=torch.int64)  # values in the last step, and lost updates among them
 
     def materialise(self) -> None:
         """Allocate all state now: what does not fit fails at the start, and a checkpoint has a place to load into."""
@@ -63,7 +65,7 @@ class ExactAdamW(torch.optim.Optimizer):
     def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
         state = self.state[parameter]
         if not state:
-            bf16 = mode_of(parameter, None) == "bf16"
+            bf16 = parameter.dtype == torch.bfloat16
             moments = self.moments or (torch.bfloat16 if bf16 and not self.exact else torch.float32)
             state["step"] = torch.zeros(())
             state |= {name: torch.zeros_like(parameter, dtype=moments) for name in MOMENTS}
@@ -72,19 +74,13 @@ class ExactAdamW(torch.optim.Optimizer):
         return state
 
     @torch.no_grad()
-    def master(self, parameter: Tensor) -> Tensor:
-        """The weight that updates apply to, FP32; of a DTensor, this process's part."""
-        remainder = self._state_of(parameter).get("remainder")
-        return convert_weight(local_part(parameter), None if remainder is None else local_part(remainder), "fp32")[0]
-
-    @torch.no_grad()
     def set_master(self, parameter: Tensor, master: Tensor) -> None:
         """Store the FP32 `master`, a tensor like the parameter or its local part, as this parameter's mode does."""
-        remainder = self._state_of(parameter).get("remainder")
-        weight, rest = convert_weight(local_part(master), None, mode_of(local_part(parameter), remainder))
-        local_part(parameter).copy_(weight)
-        if remainder is not None and rest is not None:
+        weight, remainder = local_part(master), self._state_of(parameter).get("remainder")
+        if remainder is not None:
+            weight, rest = split(weight)
             local_part(remainder).copy_(rest)
+        local_part(parameter).copy_(weight)
 
     @torch.no_grad()
     def step(self, *, clip_coefficient: Tensor | None = None) -> None:
@@ -92,25 +88,20 @@ class ExactAdamW(torch.optim.Optimizer):
 
         Clipping here spares reading and writing all gradients once more, and the rounding of clipped BF16 gradients.
         """
-        self._updated, self._lost = 0, []
-        counts, alike = [], defaultdict(list)
+        updates: list[Update] = []
         for group in self.param_groups:
-            numbers = (group["lr"], group["weight_decay"], *group["betas"], group["eps"])
             for parameter in group["params"]:
-                gradient = gradient_of(parameter)
-                if gradient is None:
+                if (gradient := gradient_of(parameter)) is None:
                     continue
                 state = self._state_of(parameter)
-                counts.append(state["step"])
-                tensors = _tensors_of(parameter, gradient, state)
-                if tensors.weight.numel():  # a process may hold no part of a sharded parameter
-                    hyper = Hyperparameters(*numbers, int(state["step"].item()) + 1)
-                    alike[hyper, tensors.weight.device, tensors.kind].append(tensors)
-                    self._updated += tensors.weight.numel()
-        for (hyper, device, _), parameters in alike.items():
-            self._lost.append((parameters, _update_on(device)(parameters, hyper, clip_coefficient)))
-        if counts:
-            torch._foreach_add_(counts, 1)
+                state["step"] += 1
+                hyper = Hyperparameters(group["lr"], group["weight_decay"], *group["betas"], group["eps"], int(state["step"]))
+                tensors = (parameter, state.get("remainder"), gradient.contiguous(), *(state[name] for name in MOMENTS))
+                local = ParameterTensors(*(None if each is None else local_part(each) for each in tensors))
+                if local.weight.numel():  # a process may hold no part of a sharded parameter
+                    updates.append((local, hyper))
+        self._updated = sum(tensors.weight.numel() for tensors, _ in updates)
+        self._lost = _update_all(updates, clip_coefficient)
 
     def frozen_counts(self) -> Tensor:
         """Counts of the last step on the parameters' device, int64 [2]: this process's values whose update was lost, and all.
@@ -118,36 +109,100 @@ class ExactAdamW(torch.optim.Optimizer):
         Lost means that the update was not zero and the stored weight (in mode bf16_exact: the master) is what it was before. An
         update is zero where the learning rate is, or where neither its first moment nor its decay moves the weight.
         """
-        if not self._lost:
-            return torch.zeros(2, dtype=torch.int64)
-        lost = torch.cat([counts for _, counts in self._lost]).sum()
-        return torch.stack([lost, torch.full_like(lost, self._updated)])
-
-    def frozen_by_weight(self) -> dict[int, Tensor]:
-        """This process's count of lost updates in the last step of each weight, by the address of its local part."""
-        return {
-            each.weight.data_ptr(): count
-            for parameters, counts in self._lost
-            for each, count in zip(parameters, counts, strict=True)
-        }
+        return torch.stack([self._lost, torch.full_like(self._lost, self._updated)])
 
 
-def _update_on(device: torch.device) -> Callable[[Sequence[ParameterTensors], Hyperparameters, Tensor | None], Tensor]:
-    if device.type != "cuda":
-        return update_parameters
-    from pretrain.optimizer.adamw_kernel import update_by_kernel  # needs Triton, which machines without a GPU may lack
-
-    return update_by_kernel
+# ── The update ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _tensors_of(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor]) -> ParameterTensors:
-    weight, gradient = local_part(parameter), local_part(gradient)
-    if not weight.is_contiguous():
-        raise ValueError(f"a parameter of shape {list(weight.shape)} and strides {weight.stride()} is not contiguous")
-    if gradient.dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"gradients are FP32 or BF16, not {gradient.dtype}")
-    remainder = local_part(state["remainder"]) if "remainder" in state else None
-    return ParameterTensors(weight, remainder, gradient.contiguous(), *(local_part(state[name]) for name in MOMENTS))
+class Hyperparameters(NamedTuple):
+    """The numbers of one update, in double precision; each is rounded to FP32 where it is used, as torch does with its own."""
+
+    learning_rate: float
+    weight_decay: float
+    beta1: float
+    beta2: float
+    eps: float
+    step: int  # of this update, from 1
+
+    @property
+    def decay(self) -> float:
+        return 1 - self.learning_rate * self.weight_decay
+
+    @property
+    def step_size(self) -> float:
+        return self.learning_rate / (1 - self.beta1**self.step)
+
+    @property
+    def bias_correction2_sqrt(self) -> float:
+        return math.sqrt(1 - self.beta2**self.step)
+
+
+class ParameterTensors(NamedTuple):
+    """The local tensors of one parameter: contiguous, of one shape and device."""
+
+    weight: Tensor  # FP32 or BF16
+    remainder: Tensor | None  # int16, in mode bf16_exact
+    gradient: Tensor  # FP32 or BF16
+    exp_avg: Tensor  # FP32 or BF16, both moments alike
+    exp_avg_sq: Tensor
+
+
+Update = tuple[ParameterTensors, Hyperparameters]
+
+
+def _update_all(updates: Sequence[Update], clip_coefficient: Tensor | None) -> Tensor:
+    """Update all of these in place, each gradient times the FP32 scalar `clip_coefficient`; returns how many updates were lost
+    (ExactAdamW.frozen_counts), an int64 scalar on their device."""
+    if updates and updates[0][0].weight.is_cuda:
+        from pretrain.optimizer.adamw_kernel import update_by_kernel  # needs Triton, which machines without a GPU may lack
+
+        return update_by_kernel(updates, clip_coefficient)
+    lost = torch.zeros((), dtype=torch.int64)
+    for tensors, hyper in updates:
+        pieces = (repeat(None) if each is None else each.view(-1).split(IN_CACHE) for each in tensors)
+        for piece in zip(*pieces, strict=False):  # a missing remainder has no end
+            lost += _update(ParameterTensors(*piece), hyper, clip_coefficient)
+    return lost
+
+
+def _update(tensors: ParameterTensors, hyper: Hyperparameters, clip_coefficient: Tensor | None) -> Tensor:
+    """The algorithm is Loshchilov and Hutter's (arXiv:1711.05101, algorithm 2). The operations and their order are those of
+    torch.optim.adam._single_tensor_adam, in FP32 whatever is stored: FP32 masters get torch.optim.AdamW's bits, and BF16 moments
+    and plain BF16 weights are rounded once, when they are written. The kernel for GPUs rounds in the same places."""
+    weight, remainder = tensors.weight, tensors.remainder
+    in_place = weight.dtype == torch.float32  # the weight is its own master
+    before = weight.to(torch.float32, copy=True) if remainder is None else join(weight, remainder)
+    gradient = tensors.gradient.float()
+    if clip_coefficient is not None:
+        gradient = gradient * clip_coefficient
+    master = weight if in_place else before.clone()
+    exp_avg, exp_avg_sq = tensors.exp_avg.float(), tensors.exp_avg_sq.float()  # FP32 moments: no copies
+
+    if hyper.weight_decay != 0:
+        master.mul_(hyper.decay)
+    exp_avg.lerp_(gradient, 1 - hyper.beta1)
+    exp_avg_sq.mul_(hyper.beta2).addcmul_(gradient, gradient, value=1 - hyper.beta2)
+    denominator = exp_avg_sq.sqrt().div_(hyper.bias_correction2_sqrt).add_(hyper.eps)
+    master.addcdiv_(exp_avg, denominator, value=-hyper.step_size)
+
+    if exp_avg is not tensors.exp_avg:
+        tensors.exp_avg.copy_(exp_avg)
+        tensors.exp_avg_sq.copy_(exp_avg_sq)
+    if remainder is not None:
+        for stored, part in zip((weight, remainder), split(master), strict=True):
+            stored.copy_(part)
+    elif not in_place:
+        weight.copy_(master)
+    after = weight if remainder is None else master
+    # `bool` of a number is `!= 0` in a tenth of the time that a CPU takes to compare. An infinite weight counts as changed.
+    moved = exp_avg.bool()
+    if hyper.weight_decay != 0:
+        moved |= before.bool()
+    return (moved & ~(after - before).bool()).sum() * (hyper.learning_rate != 0)
+
+
+# ── Around it ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def build_optimizer(model: nn.Module, settings: OptimizerSettings, *, exact: bool) -> ExactAdamW:
@@ -203,18 +258,6 @@ def frozen_share(optimizer: ExactAdamW, accelerator: Accelerator) -> float:
     """The fraction of all parameters whose non-zero update left their stored weight as it was, in the step just done."""
     frozen, total = accelerator.reduce(optimizer.frozen_counts().to(accelerator.device), reduction="sum").tolist()
     return frozen / max(total, 1)
-
-
-def most_frozen(optimizer: ExactAdamW, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
-    """The three parameters of which the step just done lost the largest share of updates, and that share; the largest first,
-    parameters that lost none left out. Collective."""
-    counts, none = optimizer.frozen_by_weight(), torch.zeros((), dtype=torch.int64)
-    parts = {name: local_part(parameter) for name, parameter in model.named_parameters()}
-    frozen = torch.stack([counts.get(part.data_ptr(), none).to(accelerator.device) for part in parts.values()])
-    values = torch.tensor([part.numel() for part in parts.values()], device=accelerator.device)
-    table = accelerator.reduce(torch.stack([frozen, values]), reduction="sum").tolist()
-    shares = {name: lost / max(size, 1) for name, lost, size in zip(parts, *table, strict=True) if lost}
-    return dict(sorted(shares.items(), key=lambda each: -each[1])[:3])
 
 
 def named_state(optimizer: ExactAdamW, model: nn.Module) -> dict[str, Tensor]:

@@ -11,16 +11,17 @@ root here is the nearest FP32 number; torch's on a CPU may be the one beside it.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from pretrain.optimizer.adamw_update import ALIGNMENT, Hyperparameters, ParameterTensors
-
 BLOCK, WARPS = 1024, 4  # values of a program: 8 a thread, 16 bytes of BF16
+ALIGNMENT = 16  # bytes that a thread loads at once
 _ALIGNMENT = tl.constexpr(ALIGNMENT)
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
@@ -69,7 +70,7 @@ def _adamw(
     gradient = tl.load(_pointers(row, 2, gradient_type, at, aligned), mask=inside, other=0).to(tl.float32)
     exp_avg = tl.load(exp_avg_at, mask=inside, other=0).to(tl.float32)
     exp_avg_sq = tl.load(exp_avg_sq_at, mask=inside, other=0).to(tl.float32)
-    if exact:  # adamw_update.join
+    if exact:  # exact_weights.join
         remainder = tl.load(remainder_at, mask=inside, other=0)
         bits = (weight.to(tl.int16, bitcast=True).to(tl.int32) << 16) + remainder.to(tl.int32)
         before = bits.to(tl.float32, bitcast=True)
@@ -84,7 +85,7 @@ def _adamw(
 
     tl.store(exp_avg_at, exp_avg.to(moment_type), mask=inside)
     tl.store(exp_avg_sq_at, exp_avg_sq.to(moment_type), mask=inside)
-    if exact:  # adamw_update.split
+    if exact:  # exact_weights.split
         bits = tl.where(after == after, after.to(tl.int32, bitcast=True), 0x7FC00000)
         tl.store(weight_at, ((bits + 0x8000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), mask=inside)
         tl.store(remainder_at, bits.to(tl.int16), mask=inside)
@@ -98,16 +99,27 @@ def _adamw(
     tl.store(frozen + program, tl.sum((inside & moved & (stored == before)).to(tl.int32)))
 
 
-def update_by_kernel(parameters: Sequence[ParameterTensors], hyper: Hyperparameters, clip_coefficient: Tensor | None) -> Tensor:
-    """`adamw_update.update_parameters` on a GPU, for parameters of one device and kind."""
-    device = parameters[0].weight.device
+def update_by_kernel(updates: Sequence[tuple[Any, Any]], clip_coefficient: Tensor | None) -> Tensor:
+    """`_update_all` of pretrain.optimizer.adamw on a GPU: pairs of ParameterTensors and Hyperparameters."""
+    device = updates[0][0].weight.device
     coefficient = torch.ones((), device=device) if clip_coefficient is None else clip_coefficient
-    if coefficient.dtype != torch.float32 or coefficient.device != device:
-        raise ValueError(f"the clip coefficient is FP32 on {device}, not {coefficient.dtype} on {coefficient.device}")
+    alike = defaultdict(list)
+    for tensors, hyper in updates:
+        addresses = [0 if each is None else each.view(-1).data_ptr() for each in tensors]
+        values = tensors.weight.numel()
+        aligned = all(number % ALIGNMENT == 0 for number in (*addresses, values))  # unless FSDP2 cut a tensor at an odd place
+        types = (_TYPES[each.dtype] for each in (tensors.weight, tensors.gradient, tensors.exp_avg))
+        alike[hyper, (*types, tensors.remainder is not None, aligned)].append((*addresses, values))
+    return torch.stack([_launch(tensors, hyper, kind, coefficient) for (hyper, kind), tensors in alike.items()]).sum()
+
+
+def _launch(tensors: Sequence[Sequence[int]], hyper: Any, kind: Sequence[Any], coefficient: Tensor) -> Tensor:
+    """Update the tensors of one `kind`, each given by its addresses and its number of values; returns the lost updates."""
     rows, programs = [], 0
-    for each in parameters:
-        rows.append((*each.addresses, each.weight.numel(), programs))
-        programs += triton.cdiv(each.weight.numel(), BLOCK)
+    for each in tensors:
+        rows.append((*each, programs))
+        programs += triton.cdiv(each[-1], BLOCK)
+    device = coefficient.device
     table = torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
     ends = torch.cat([table[1:, 6], table.new_full((1,), programs)])
     tensor_of = torch.repeat_interleave(ends - table[:, 6], output_size=programs)
@@ -115,12 +127,8 @@ def update_by_kernel(parameters: Sequence[ParameterTensors], hyper: Hyperparamet
     # Floats, as Triton would compile a kernel of its own for the integers 0 and 1.
     numbers = (hyper.decay, 1 - hyper.beta1, hyper.beta2, 1 - hyper.beta2, hyper.bias_correction2_sqrt, hyper.eps)
     numbers = map(float, (*numbers, -hyper.step_size, hyper.learning_rate, hyper.weight_decay))
-    weight, gradient, moment, exact, aligned = parameters[0].kind
     with torch.cuda.device_of(frozen):
         _adamw[(programs,)](
-            *(table, tensor_of, frozen, coefficient, *numbers, _TYPES[weight], _TYPES[gradient], _TYPES[moment], exact, aligned),
-            BLOCK,
-            num_warps=WARPS,
-            enable_fp_fusion=False,
+            table, tensor_of, frozen, coefficient, *numbers, *kind, BLOCK, num_warps=WARPS, enable_fp_fusion=False
         )
-    return torch.cumsum(frozen, 0, dtype=torch.int64)[ends - 1].diff(prepend=ends.new_zeros(1))
+    return frozen.sum()

@@ -29,7 +29,7 @@ from pretrain.compare.figures import picture_of_losses
 from pretrain.metrics.run_record import RunRecord, own_evaluations, read_metrics, read_run
 from pretrain.model import huggingface as model
 from pretrain.model.export import export as write_export
-from pretrain.optimizer.adamw_update import convert_weight
+from pretrain.optimizer.exact_weights import convert_weight
 from pretrain.plan.data import Data
 from pretrain.plan.tokenizer import check_same_tokenizer, load_tokenizer
 from pretrain.precision.settings import WEIGHT_DTYPES, Weights

@@ -55,5 +55,5 @@ def main(arguments: Sequence[str]) -> int:
     else:
         steps = prepare_job(recipe, accelerator, purpose="plan").plan.steps
     if accelerator.is_main_process:
-        print(schedule.preview(recipe.schedule, recipe.optimizer, steps, recipe.batch.tokens, Path(picture)))
+        print(schedule.draw(recipe.schedule, recipe.optimizer, steps, Path(picture)))
     return 0

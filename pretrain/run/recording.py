@@ -14,7 +14,7 @@ from packing.batch import StepBatches
 from pretrain.compare.figures import plot_losses
 from pretrain.metrics.console import Console
 from pretrain.metrics.gradient_statistics import gradient_statistics
-from pretrain.metrics.health import StepDecision, frozen_names_due
+from pretrain.metrics.health import StepDecision
 from pretrain.metrics.peaks import peak
 from pretrain.metrics.recorder import Recorder, joules_of
 from pretrain.metrics.run_folder import RunFolder, describe_environment
@@ -123,12 +123,9 @@ def record_of_step(
     """The part of the metrics of the step just done, and warnings of it. `losses`: its mean loss and, where the recipe has one,
     its penalty."""
     plan, labelled, (loss, *penalty) = run.job.plan, batches.valid_tokens > 0, losses
-    step, optimizer, most_frozen = run.state.step, run.assembly.optimizer, {}
-    frozen = adamw.frozen_share(optimizer, run.accelerator) if decision.proceed else 0.0
-    if frozen_names_due(step, run.state.steps, frozen):
-        most_frozen = adamw.most_frozen(optimizer, run.assembly.hf, run.accelerator)
+    frozen = adamw.frozen_share(run.assembly.optimizer, run.accelerator) if decision.proceed else 0.0
     reason = decision.reason if decision.action in ("update", "skip") else None
-    warnings = run.health.warnings_of(step, frozen, most_frozen, batches.valid_tokens)
+    warnings = run.health.warnings_of(run.state.step, frozen, batches.valid_tokens)
     for warning in filter(None, (reason, *warnings)):
         run.console.warning(warning)
     return {
@@ -144,7 +141,6 @@ def record_of_step(
         "frozen_updates": frozen,
         "step_tokens": batches.tokens,
         "sum_squared_lengths": batches.sum_squared_lengths,
-        **({"frozen_most": most_frozen} if most_frozen else {}),
         "skipped": not decision.proceed,
         **({"halted": decision.reason} if decision.action == "stop" else {}),
         **statistics,

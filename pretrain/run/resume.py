@@ -26,7 +26,7 @@ from pretrain.metrics.run_record import NoStepYet, read_metrics, read_run
 from pretrain.metrics.trackers import resolve
 from pretrain.model.distributed import local_part
 from pretrain.optimizer.adamw import set_updates_done
-from pretrain.optimizer.adamw_update import convert_weight, describe_conversion
+from pretrain.optimizer.exact_weights import convert_weight, describe_conversion
 from pretrain.plan.preflight import Job
 from pretrain.precision.product import PREFIX
 from pretrain.precision.settings import WEIGHT_DTYPES, Weights

@@ -16,6 +16,7 @@ from pretrain.model.gradients import attach_main_gradients, clear_main_gradients
 from pretrain.model.huggingface import round_weights
 from pretrain.model.packed import PackedLanguageModel, forward_backward
 from pretrain.optimizer.adamw import ExactAdamW, build_optimizer, clear_gradients, clip_coefficient, gradient_norm
+from pretrain.optimizer.exact_weights import convert_weight
 from pretrain.settings.recipe import LossSettings, OptimizerSettings
 from tests.pretrain.model.adding_product import AddsToTheSum
 
@@ -174,11 +175,15 @@ def step_of(random_packs: Callable, microbatches: int, seed: int) -> StepBatches
     return StepBatches(built, LENGTH * len(packs), valid, 0, 1.0)
 
 
+def master_of(adamw: ExactAdamW, parameter: Tensor) -> Tensor:
+    return convert_weight(parameter.detach(), adamw.state[parameter].get("remainder"), "fp32")[0]
+
+
 def leave_ties(adamw: ExactAdamW, model: nn.Module) -> None:
     """Masters halfway between two BF16 numbers, one in 65,536, move on by a unit in their last place: a working copy of an FP32
     weight rounds them to even and a BF16 weight with a remainder up, which is no matter of gradients."""
     for parameter in model.parameters():
-        bits = adamw.master(parameter).clone().view(torch.int32)
+        bits = master_of(adamw, parameter).clone().view(torch.int32)
         adamw.set_master(parameter, (bits + ((bits & 0xFFFF) == 0x8000)).view(FP32))
 
 
@@ -198,7 +203,7 @@ def trajectory(model: PackedLanguageModel, steps: Sequence[StepBatches], acceler
         adamw.step(clip_coefficient=clip_coefficient(norm, settings.clip))
         clear_gradients(adamw, model)
         leave_ties(adamw, model)
-    return [*figures, *(adamw.master(parameter) for parameter in model.parameters())]
+    return [*figures, *(master_of(adamw, parameter) for parameter in model.parameters())]
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2", "qwen3_moe"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -11,8 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from pretrain.model.gradients import attach_main_gradients
-from pretrain.optimizer.adamw import ExactAdamW
-from pretrain.optimizer.adamw_update import _IN_CACHE, split
+from pretrain.optimizer.adamw import IN_CACHE, ExactAdamW, build_optimizer, clip_coefficient, gradient_norm
+from pretrain.optimizer.exact_weights import join, split
+from pretrain.settings.recipe import OptimizerSettings
 
 SHAPES = ((33, 17), (17,), (5, 3, 2))
 HYPER = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -32,6 +34,11 @@ def loss_gradients(weights: list[Tensor], step: int) -> list[Tensor]:
 def give(parameters: list[nn.Parameter], gradients: list[Tensor]) -> None:
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient.to(parameter.dtype)
+
+
+def master(optimizer: ExactAdamW, parameter: Tensor) -> Tensor:
+    remainder = optimizer.state[parameter].get("remainder") if optimizer.state[parameter] else None
+    return parameter.detach().float() if remainder is None else join(parameter.detach(), remainder)
 
 
 def equal(ours: list[Tensor], theirs: list[Tensor]) -> bool:
@@ -57,44 +64,30 @@ def test_fp32_and_exact_bf16_follow_torchs_adamw_on_fp32_masters_bit_for_bit_ove
             optimizer.step()
         if step % 100 == 99:
             assert equal(fp32, masters)
-            assert equal([exact.master(p) for p in bf16], masters)
+            assert equal([master(exact, p) for p in bf16], masters)
     for moment in ("exp_avg", "exp_avg_sq"):
         theirs = [reference.state[p][moment] for p in masters]
         assert equal([plain.state[p][moment] for p in fp32], theirs)
         assert equal([exact.state[p][moment] for p in bf16], theirs)
 
 
-def test_the_clip_coefficient_scales_gradients_in_fp32_and_leaves_them_as_they_are() -> None:
-    clipped, scaled = parameters(torch.bfloat16), parameters(torch.bfloat16)
-    coefficient = torch.tensor(0.3)
-    optimizers = ExactAdamW(clipped, **HYPER), torch.optim.AdamW(masters := parameters(), **HYPER, foreach=False)
-    for step in range(5):
-        gradients = loss_gradients(scaled, step)
-        give(clipped, gradients)
-        give(masters, [gradient.float() * coefficient for gradient in gradients])
-        optimizers[0].step(clip_coefficient=coefficient)
-        optimizers[1].step()
-        assert equal([p.grad for p in clipped], gradients)
-    assert equal([optimizers[0].master(p) for p in clipped], masters)
-
-
 @pytest.mark.parametrize("gradients", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
-def test_main_gradients_may_have_another_dtype_than_the_weights_and_stay_as_they_are(
+def test_main_gradients_of_any_dtype_are_clipped_in_fp32_and_stay_as_they_are(
     weights: torch.dtype, gradients: torch.dtype
 ) -> None:
     ours, masters = nn.ParameterList(parameters(weights)), parameters()
     attach_main_gradients(ours, gradients)
-    optimizers = ExactAdamW(ours, **HYPER), torch.optim.AdamW(masters, **HYPER, foreach=False)
+    optimizers, coefficient = (ExactAdamW(ours, **HYPER), torch.optim.AdamW(masters, **HYPER, foreach=False)), torch.tensor(0.3)
     for step in range(5):
-        for parameter, master in zip(ours, masters, strict=True):
-            drawn = torch.randn(master.shape, generator=torch.Generator().manual_seed(step))
+        for parameter, of_fp32 in zip(ours, masters, strict=True):
+            drawn = torch.randn(of_fp32.shape, generator=torch.Generator().manual_seed(step))
             parameter.main_grad.copy_(drawn)
-            master.grad = drawn.to(gradients).float()
-        for optimizer in optimizers:
-            optimizer.step()
-        assert equal([parameter.main_grad.float() for parameter in ours], [master.grad for master in masters])
-    assert equal([optimizers[0].master(parameter) for parameter in ours], masters)
+            of_fp32.grad = drawn.to(gradients).float() * coefficient
+        optimizers[0].step(clip_coefficient=coefficient)
+        optimizers[1].step()
+        assert all(torch.equal(p.main_grad.float() * coefficient, m.grad) for p, m in zip(ours, masters, strict=True))
+    assert equal([master(optimizers[0], parameter) for parameter in ours], masters)
 
 
 def test_plain_bf16_computes_in_fp32_and_rounds_once_as_torchs_fused_adamw_does() -> None:
@@ -111,17 +104,17 @@ def test_plain_bf16_computes_in_fp32_and_rounds_once_as_torchs_fused_adamw_does(
 
 
 def test_a_parameter_that_is_updated_part_by_part_follows_torchs_adamw_bit_for_bit() -> None:
-    drawn = torch.randn(2, _IN_CACHE + 3, generator=torch.Generator().manual_seed(0)).bfloat16()
-    master, fp32, bf16 = (nn.Parameter(drawn.to(dtype)) for dtype in (torch.float32, torch.float32, torch.bfloat16))
-    optimizers = torch.optim.AdamW([master], **HYPER, foreach=False), ExactAdamW([fp32], **HYPER), ExactAdamW([bf16], **HYPER)
+    drawn = torch.randn(2, IN_CACHE + 3, generator=torch.Generator().manual_seed(0)).bfloat16()
+    whole, fp32, bf16 = (nn.Parameter(drawn.to(dtype)) for dtype in (torch.float32, torch.float32, torch.bfloat16))
+    optimizers = torch.optim.AdamW([whole], **HYPER, foreach=False), ExactAdamW([fp32], **HYPER), ExactAdamW([bf16], **HYPER)
     for step in range(3):
         (gradient,) = loss_gradients([bf16.detach()], step)
-        for parameter, optimizer in zip((master, fp32, bf16), optimizers, strict=True):
+        for parameter, optimizer in zip((whole, fp32, bf16), optimizers, strict=True):
             give([parameter], [gradient])
             optimizer.step()
-    assert equal([fp32, optimizers[2].master(bf16)], [master, master])
+    assert equal([fp32, master(optimizers[2], bf16)], [whole, whole])
     for moment in ("exp_avg", "exp_avg_sq"):
-        assert torch.equal(optimizers[2].state[bf16][moment], optimizers[0].state[master][moment])
+        assert torch.equal(optimizers[2].state[bf16][moment], optimizers[0].state[whole][moment])
 
 
 def test_it_follows_torchs_adamw_where_gradients_come_and_go_bit_for_bit() -> None:
@@ -138,7 +131,7 @@ def test_it_follows_torchs_adamw_where_gradients_come_and_go_bit_for_bit() -> No
                     parameter.grad = None
             optimizer.step()
         assert torch.equal(optimizers[0].frozen_counts()[1], optimizers[1].frozen_counts()[1])
-    assert equal(ours, theirs) and equal([optimizers[1].master(p) for p in alone], theirs)
+    assert equal(ours, theirs) and equal([master(optimizers[1], p) for p in alone], theirs)
     for mine, other in zip(ours, theirs, strict=True):
         assert all(torch.equal(tensor, optimizers[2].state[other][name]) for name, tensor in optimizers[0].state[mine].items())
     assert len({state["step"].item() for state in optimizers[0].state.values()}) == len(SHAPES)
@@ -153,11 +146,11 @@ def approach(dtype: torch.dtype, exact: bool) -> tuple[float, float]:
     optimizer = ExactAdamW([weight], lr=1e-4, betas=(0.9, 0.95), weight_decay=0.0, exact=exact)
     frozen = []
     for _ in range(300):
-        give([weight], [torch.sign(optimizer.master(weight) - 1.01)])
+        give([weight], [torch.sign(master(optimizer, weight) - 1.01)])
         optimizer.step()
         lost, total = optimizer.frozen_counts().tolist()
         frozen.append(lost / total)
-    return sum(frozen) / len(frozen), (optimizer.master(weight) - 1.01).abs().max().item()
+    return sum(frozen) / len(frozen), (master(optimizer, weight) - 1.01).abs().max().item()
 
 
 def test_plain_bf16_freezes_where_exact_bf16_and_fp32_arrive() -> None:
@@ -167,7 +160,7 @@ def test_plain_bf16_freezes_where_exact_bf16_and_fp32_arrive() -> None:
         assert frozen == 0 and distance < 1e-3
 
 
-@pytest.mark.parametrize("times", [1, _IN_CACHE // 3], ids=["at once", "part by part"])
+@pytest.mark.parametrize("times", [1, IN_CACHE // 3], ids=["at once", "part by part"])
 def test_an_update_of_zero_is_not_frozen_and_one_of_decay_alone_is(times: int) -> None:
     weight = torch.tensor([0.0, 1.0, 1.0, 0.0], dtype=torch.bfloat16).repeat(times)
     gradient = torch.tensor([0.0, 0.0, 1.0, 1.0]).repeat(times)
@@ -182,37 +175,67 @@ def test_an_update_of_zero_is_not_frozen_and_one_of_decay_alone_is(times: int) -
         assert optimizer.frozen_counts().tolist() == [count * times for count in expected]
 
 
-def test_lost_updates_are_counted_for_each_weight_that_the_last_step_updated() -> None:
-    weights = [nn.Parameter(torch.ones(count, dtype=torch.bfloat16)) for count in (3, 5)]
-    optimizer = ExactAdamW(weights, lr=1e-5, weight_decay=0.0, exact=False)
-    give(weights, [torch.ones(3), torch.zeros(5)])
-    optimizer.step()
-    assert [optimizer.frozen_by_weight()[weight.data_ptr()].item() for weight in weights] == [3, 0]
-    weights[0].grad = None
-    give(weights[1:], [torch.ones(5)])
-    optimizer.step()
-    assert {address: count.item() for address, count in optimizer.frozen_by_weight().items()} == {weights[1].data_ptr(): 5}
+# ── Around it ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-# ── State ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def small_model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(7, 5), nn.LayerNorm(5), nn.Linear(5, 3, bias=False)).to(dtype)
 
 
-def test_copied_state_continues_bit_for_bit() -> None:
-    params, resumed = parameters(torch.bfloat16), parameters(torch.bfloat16)
-    optimizer, fresh = ExactAdamW(params, **HYPER), ExactAdamW(resumed, **HYPER)
-    for step in range(4):
-        if step == 2:
-            for to, source in zip(resumed, params, strict=True):
-                to.data.copy_(source.data)
-            fresh.materialise()
-            for to, source in zip(resumed, params, strict=True):
-                for name, tensor in fresh.state[to].items():
-                    tensor.copy_(optimizer.state[source][name])
-        for ps, opt in ((params, optimizer), (resumed, fresh))[: 1 if step < 2 else 2]:
-            give(ps, loss_gradients(ps, step))
-            opt.step()
-    assert equal([fresh.master(p) for p in resumed], [optimizer.master(p) for p in params])
-    assert fresh.state[resumed[0]]["remainder"].dtype == torch.int16
+def draw_gradients(model: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+
+
+def test_updates_are_those_of_the_published_algorithm() -> None:
+    settings = OptimizerSettings(learning_rate=0.01, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3)
+    model = small_model()
+    weights = [p.detach().double() for p in model.parameters()]
+    first, second = [torch.zeros_like(w) for w in weights], [torch.zeros_like(w) for w in weights]
+    optimizer = build_optimizer(model, settings, exact=False)
+    for step in range(1, 6):
+        draw_gradients(model, step)
+        # Loshchilov and Hutter, "Decoupled Weight Decay Regularization", algorithm 2, in double precision.
+        for w, m, v, p in zip(weights, first, second, model.parameters(), strict=True):
+            g = p.grad.double()
+            if p.dim() >= 2:
+                w.mul_(1 - 0.01 * 0.3)
+            m.mul_(0.8).add_(0.2 * g)
+            v.mul_(0.9).add_(0.1 * g * g)
+            w.sub_(0.01 * (m / (1 - 0.8**step)) / ((v / (1 - 0.9**step)).sqrt() + 1e-6))
+        optimizer.step()
+    for w, p in zip(weights, model.parameters(), strict=True):
+        torch.testing.assert_close(p.detach().double(), w, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradient_norm_is_summed_in_fp32_and_the_coefficient_brings_it_to_the_limit(dtype: torch.dtype) -> None:
+    model = small_model(dtype)
+    draw_gradients(model, 1)
+    exact = math.sqrt(sum(p.grad.double().pow(2).sum().item() for p in model.parameters()))
+    norm = gradient_norm(model.parameters())
+    assert norm.dtype == torch.float32
+    assert norm.item() == pytest.approx(exact, rel=1e-6)
+
+    assert clip_coefficient(norm, None) is None
+    assert clip_coefficient(norm, limit=2 * exact) == 1
+    assert norm.item() * clip_coefficient(norm, limit=exact / 4).item() == pytest.approx(exact / 4, rel=1e-5)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize(
+    ("moments", "dtype"),
+    [("fp32", torch.float32), ("bf16", torch.bfloat16), (None, None)],
+    ids=["fp32", "bf16", "by the weights"],
+)
+def test_moments_have_the_dtype_that_the_recipe_names(moments: str | None, dtype: torch.dtype | None, exact: bool) -> None:
+    layer = torch.nn.Linear(4, 4, dtype=torch.bfloat16)
+    adamw = build_optimizer(layer, OptimizerSettings(moments=moments), exact=exact)
+    adamw.materialise()
+    expected = dtype or (torch.float32 if exact else torch.bfloat16)
+    assert {adamw.state[layer.weight][name].dtype for name in ("exp_avg", "exp_avg_sq")} == {expected}
 
 
 # ── Sharded ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -237,6 +260,8 @@ def test_dtensors_take_the_same_updates_and_have_sharded_state(shard: Callable[[
         for optimizer in optimizers:
             optimizer.step(clip_coefficient=torch.tensor(0.5))
     assert isinstance(optimizers[1].state[sharded[0]]["remainder"], DTensor)
-    assert equal([optimizers[1].master(p) for p in sharded], [optimizers[0].master(p) for p in whole])
+    masters = [join(p.to_local(), optimizers[1].state[p]["remainder"].to_local()) for p in sharded]
+    assert equal(masters, [master(optimizers[0], p) for p in whole])
     optimizers[1].set_master(sharded[0], shard(torch.full(SHAPES[0], 1.0001)))
-    assert (optimizers[1].master(sharded[0]) == torch.tensor(1.0001)).all()
+    state = optimizers[1].state[sharded[0]]
+    assert (join(sharded[0].to_local(), state["remainder"].to_local()) == torch.tensor(1.0001)).all()

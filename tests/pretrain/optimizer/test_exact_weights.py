@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pretrain.optimizer.adamw_update import convert_weight, join, mode_of, split
+from pretrain.optimizer.exact_weights import convert_weight, join, mode_of, split
 
 MODES = ("fp32", "bf16", "bf16_exact")
 # Zeros, subnormals, the smallest normal, ones, ties above even and odd, the largest, what rounds to infinity, infinities.

@@ -125,8 +125,8 @@ def test_warmup_and_decay_that_do_not_fit_are_refused_with_both_named() -> None:
 
 
 @pytest.mark.parametrize("total", [101, 2776])
-def test_preview_draws_a_png_and_returns_the_schedule_in_a_line(tmp_path: Path, total: int) -> None:
+def test_the_schedule_is_drawn_and_returned_in_a_line(tmp_path: Path, total: int) -> None:
     path, settings = tmp_path / "plots" / "schedule.png", ScheduleSettings(warmup=100, decay=0.0)
-    title = schedule.preview(settings, OPTIMIZER, total, 131_072, path)
+    title = schedule.draw(settings, OPTIMIZER, total, path)
     assert imread(path).shape[:2] == (600, 1200)
     assert title == f"wsd: warmup 100 + stable {total - 100:,} + decay 0 = {total:,} steps, peak 2e-05 to 0"
