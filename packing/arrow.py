@@ -93,6 +93,11 @@ class PacksOfOthers(Packs):
         return packs.trained(own)
 
 
+def same_or_ignored(labels: np.ndarray, tokens: np.ndarray) -> bool:
+    """Returns whether `labels` are the tokens themselves, not shifted, but for some that are `IGNORE`."""
+    return len(labels) == len(tokens) and bool(((labels == tokens) | (labels == IGNORE)).all())
+
+
 def checked_index(index: int, count: int) -> int:
     """`index` itself; IndexError unless it lies in 0 .. count - 1. Negative ones are refused: they hide arithmetic mistakes."""
     if not 0 <= index < count:

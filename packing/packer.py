@@ -1,4 +1,4 @@
-"""Makes the packs of `packing.stream`, ahead of a run that trains on them: as far ahead as the disk may hold.
+"""Makes packs: all of them before a run, or the parts of `packing.stream` ahead of it, as far as the disk may hold.
 
 What a part holds follows from the place in the source where it begins, never from who makes it, when, or how often. So whatever
 is passed may be deleted: a run that goes back, or on another machine, makes it again from the place that its checkpoint names.
@@ -10,161 +10,45 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from foundation.errors import InputError
-from foundation.files import FileLock, free_bytes
+from foundation.files import FileLock, free_bytes, replace_file
 from foundation.progress import Progress, say
-from packing.arrow import FIRST, PackWriter
+from packing.arrow import FIRST, MANIFEST, PackWriter
 from packing.pack import Arranged
 from packing.prepare import (
     check_counts,
     content_settings,
     holds_packs_of,
     lock_of,
-    prepare_part,
+    make_packs,
     save_tokenizer,
-    tail_of,
+    summary,
     usable_cores,
 )
 from packing.records import Counts, TextTemplate, records_of
 from packing.settings import DataSettings
-from packing.sources import CHUNK_BYTES, SourceAbsent, open_source
-from packing.store import folder_of, naming, text_parts, training_parts
-from packing.stream import (
-    LOOK,
-    STATE,
-    PartStart,
-    Position,
-    bytes_below,
-    check_room,
-    leave_state,
-    part_folder,
-    read_part,
-    remove_part,
-    room_for,
-    state_of,
-)
+from packing.sources import CHUNK_BYTES, Place, SourceAbsent, open_source
+from packing.store import text_parts, training_parts
+from packing.stream import FAILED, LOOK, PartStart, part_folder, read_part
 from packing.tokenizer import load_tokenizer
 from packing.workers import TokenizerWorkers, Tokens, joined
 
 _LEAST_CHUNK = 2**12  # bytes
 _AT_ONCE = 8  # chunks a process that are read before the next ones
 _BESIDE = 2**16  # bytes of a part beside its packs
-
-
-@dataclass(frozen=True)
-class PackedPart:
-    """A part that is not on disk yet."""
-
-    start: PartStart
-    after: PartStart  # of the next part
-    arranged: Arranged
-
-    @property
-    def bytes(self) -> int:
-        """The bytes that its files will take, and a few more."""
-        return round(1.002 * self.arranged.bytes()) + _BESIDE
-
-
-class PartMaker:
-    """Makes the parts of one source, each from its start alone. It has `workers` to tokenise, which a `with` block ends."""
-
-    def __init__(self, settings: DataSettings, processes: int) -> None:
-        self.settings, self.folder, self.processes = settings, settings.packs, processes
-        self.tokenizer = load_tokenizer(str(settings.tokenizer))
-        self.records = records_of(settings, self.tokenizer)
-        self.source = open_source(settings, self.records)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        file = self.folder / ".tokenizer.json"  # where processes read it
-        self.tokenizer.save(file)
-        skip_bad, tail = settings.on_bad_line == "skip", tail_of(self.records, self.tokenizer)
-        self.workers = TokenizerWorkers(processes, file, self.records, skip_bad=skip_bad, tail=tail)
-
-    def make(self, start: PartStart) -> PackedPart:
-        """Tokenise a part. Where the source ends, it begins again with a part of its own."""
-        epoch, (tokens, place) = start.epoch, self._fill(start.place)
-        if not tokens.counts.documents and start.number:  # the part before has taken the last document
-            epoch, (tokens, place) = epoch + 1, self._fill({})
-        if start.number == 0 or not tokens.counts.documents:
-            check_counts(self.settings, tokens.counts)
-        # What is held out of the text's beginning is so each time that the text is gone through.
-        begins = start.number == 0 or epoch > start.epoch
-        settings = self.settings if begins else self.settings.model_copy(update={"held_out": 0.0})
-        arranged = Arranged.of(tokens, settings, one_file=self.source.identity["kind"] == "text")
-        after = PartStart(
-            number=start.number + 1,
-            epoch=epoch,
-            place=place,
-            first=start.first + len(arranged.layouts["train"]),
-            documents=start.documents + tokens.counts.documents,
-            tokens=start.tokens + tokens.counts.tokens,
-            left_out=start.left_out + tokens.counts.skipped + tokens.counts.empty,
-        )
-        return PackedPart(start, after, arranged)
-
-    def _fill(self, place: dict[str, Any]) -> tuple[Tokens, dict[str, Any]]:
-        """Tokenise from `place` on until a part is full or the source is over; returns what, and the place behind it."""
-        counts, results, window = Counts(), list[Tokens](), self.settings.stream.window
-        chunks, wanted = self.source.chunks(place, min(CHUNK_BYTES, max(_LEAST_CHUNK, window))), self.processes
-        while counts.tokens < window and (batch := list(itertools.islice(chunks, wanted))):
-            for chunk, result in zip(batch, self.workers.map(batch), strict=True):
-                counts, place = counts + result.counts, chunk.after
-                results.append(result)
-                if counts.tokens >= window:
-                    break
-            to_fill = (window - counts.tokens) * len(results) // max(counts.tokens, 1)
-            wanted = min(_AT_ONCE * self.processes, max(1, to_fill))
-        return joined(results), place
-
-    def write(self, part: PackedPart) -> None:
-        """Write a part to its folder: the first one with what is held out, and with the tokenizer."""
-        arranged, first = part.arranged, part.start.number == 0
-        with PackWriter(part_folder(self.folder, part.start.number), self.settings.length) as writer:
-            for split in arranged.layouts if first else ("train",):
-                for _ in arranged.write(writer, split, self.tokenizer.padding):
-                    pass
-            if first:
-                save_tokenizer(writer.folder, self.tokenizer, self.records)
-            statistics = arranged.statistics() | {"stream": {"start": asdict(part.start), "after": asdict(part.after)}}
-            writer.finish(settings=content_of(self.settings), statistics=statistics, tokenizer=self.tokenizer.describe())
-
-
-def content_of(settings: DataSettings) -> dict[str, Any]:
-    """All settings that packs depend on: those of a stream also on how much of it is a part."""
-    return content_settings(settings) | ({"window": settings.stream.window} if settings.stream else {})
-
-
-def check_preparing(settings: DataSettings, *, elsewhere: bool = False) -> list[str]:
-    """Checks for a plan what can be checked without packs; returns what cannot be, to be printed. Raises InputError where a run
-    would refuse the data before it reads any text.
-
-    `elsewhere`: they may be made on another machine. Text that is not on this one is then no error, and is not checked.
-    """
-    notes = []
-    for key, part in text_parts(settings).items():
-        with naming(key):
-            if holds_packs_of(part, folder_of(part), content_of(part)):
-                continue
-            try:
-                # Of a tokenizer that is still to be trained nothing is known.
-                named = Path(str(part.tokenizer)).exists()
-                open_source(part, records_of(part, load_tokenizer(str(part.tokenizer))) if named else TextTemplate.parse("text"))
-            except SourceAbsent as error:
-                if not elsewhere:
-                    raise
-                notes.append(f"{error}; it is not checked")
-            if part.stream and not elsewhere:
-                check_disk(settings)
-    return notes
 
 
 def prepare(settings: DataSettings, progress: bool = True) -> Path:
@@ -176,28 +60,121 @@ def prepare(settings: DataSettings, progress: bool = True) -> Path:
     """
     if not settings.prepares:
         raise InputError("data.source and data.tokenizer are not set, so there is nothing to prepare packs from")
-    for key, part in text_parts(settings).items():
-        with naming(key):
-            if not part.stream:
-                prepare_part(part, progress)
-            elif not holds_packs_of(part, folder_of(part), content_of(part)):
-                with lock_of(settings.packs, progress):
-                    if not holds_packs_of(part, folder_of(part), content_of(part)):
-                        _make_first(part, settings, progress)
+    for part in text_parts(settings):
+        if not holds_packs_of(part):  # before any file is touched: packs may be on a read-only disk
+            with lock_of(part.packs, progress):
+                if not holds_packs_of(part):
+                    say(summary(_make_first(part, settings, progress) if part.stream else make_packs(part, progress)), progress)
+                    continue
+        say(f"{part.packs}: already prepared with these settings", progress)
     return settings.packs
 
 
-def _make_first(part: DataSettings, settings: DataSettings, progress: bool) -> None:
+def check_preparing(settings: DataSettings, *, elsewhere: bool = False) -> list[str]:
+    """Checks for a plan what can be checked without packs; returns what cannot be, to be printed. Raises InputError where a run
+    would refuse the data before it reads any text.
+
+    `elsewhere`: they may be made on another machine. Text that is not on this one is then no error, and is not checked.
+    """
+    notes = []
+    for part in text_parts(settings):
+        if holds_packs_of(part):
+            continue
+        try:
+            # Of a tokenizer that is still to be trained nothing is known.
+            there = Path(str(part.tokenizer)).exists()
+            open_source(part, records_of(part, load_tokenizer(str(part.tokenizer))) if there else TextTemplate.parse("text"))
+        except SourceAbsent as error:
+            if not elsewhere:
+                raise
+            notes.append(f"{error}; it is not checked")
+        if part.stream and not elsewhere:
+            check_disk(settings)
+    return notes
+
+
+# ── Parts of a stream ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class PartMaker:
+    """Makes the parts of one source, each from its start alone, by worker processes until its `with` block ends."""
+
+    def __init__(self, settings: DataSettings, processes: int) -> None:
+        self.settings, self.folder, self.processes = settings, settings.packs, processes
+        self.tokenizer = load_tokenizer(str(settings.tokenizer))
+        self.records = records_of(settings, self.tokenizer)
+        self.source = open_source(settings, self.records)
+        self._workers = TokenizerWorkers(processes, self.tokenizer.tokenizer, self.records, settings)
+
+    def __enter__(self) -> PartMaker:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._workers.__exit__(*exception)
+
+    def make(self, start: PartStart) -> tuple[Arranged, PartStart]:
+        """Tokenise and lay out a part; also returns where the next one begins. Where the source ends, it begins again with a part
+        of its own."""
+        epoch, tokens = start.epoch, self._fill(start.place)
+        if not tokens.counts.documents and start.number:  # the part before has taken the last document
+            epoch, tokens = epoch + 1, self._fill({})
+        check_counts(self.settings, tokens.counts)
+        # What is held out of the text's beginning is so each time that the text is gone through.
+        begins = start.number == 0 or epoch > start.epoch
+        settings = self.settings if begins else self.settings.model_copy(update={"held_out": 0.0})
+        arranged = Arranged.of(tokens, settings, one_file=self.source.identity["kind"] == "text")
+        return arranged, PartStart(
+            number=start.number + 1,
+            epoch=epoch,
+            place=tokens.after,
+            first=start.first + len(arranged.layouts["train"]),
+            documents=start.documents + tokens.counts.documents,
+            tokens=start.tokens + tokens.counts.tokens,
+            left_out=start.left_out + tokens.counts.skipped + tokens.counts.empty,
+        )
+
+    def _fill(self, place: Place) -> Tokens:
+        """Tokenise from `place` on until a part is full or the source is over."""
+        no_mask = np.zeros(0, np.bool_) if self.settings.masks else None
+        results = [Tokens(np.zeros(0, np.uint32), np.zeros(0, np.int64), no_mask, Counts(), after=place)]
+        done, window, wanted = 0, self.settings.stream.window, self.processes
+        chunks = self.source.chunks(place, min(CHUNK_BYTES, max(_LEAST_CHUNK, window)))
+        while done < window and (batch := list(itertools.islice(chunks, wanted))):
+            for result in self._workers.map(batch):
+                if done < window:
+                    results.append(result)
+                    done += result.counts.tokens
+            wanted = min(_AT_ONCE * self.processes, max(1, (window - done) * len(results) // max(done, 1)))
+        return joined(results)
+
+    def write(self, start: PartStart, arranged: Arranged, after: PartStart) -> dict[str, Any]:
+        """Write a part to its folder: the first one with what is held out, and with the tokenizer. Returns its manifest."""
+        with PackWriter(part_folder(self.folder, start.number), self.settings.length) as writer:
+            for split in arranged.layouts if start.number == 0 else ("train",):
+                for _ in arranged.write(writer, split, self.tokenizer.padding):
+                    pass
+            if start.number == 0:
+                save_tokenizer(writer.folder, self.tokenizer, self.records)
+            statistics = arranged.statistics() | {"stream": {"start": asdict(start), "after": asdict(after)}}
+            content, tokenizer = content_settings(self.settings), self.tokenizer.describe()
+            return writer.finish(settings=content, statistics=statistics, tokenizer=tokenizer)
+
+
+def _make_first(part: DataSettings, settings: DataSettings, progress: bool) -> dict[str, Any]:
     check_disk(settings)
-    for path in part.packs.glob("part-*"):  # of an earlier stream, or of work that was killed
-        remove_part(path)
-    limit = settings.stream.disk_gb
-    maker = PartMaker(part, processes_of(settings))
-    with maker.workers, Progress("packing the first part", shown=progress):
-        say(f"{part.packs}: packing {maker.source.description} as the run goes on, {limit:g} GB ahead at most", progress)
-        made = maker.make(PartStart())
-        check_room(settings, made.bytes, "the first part takes")
-        maker.write(made)
+    with PartMaker(part, processes_of(settings)) as maker, Progress("packing the first part", shown=progress):
+        say(f"{part.packs}: packing {maker.source.description} as the run goes on", progress)
+        return maker.write(PartStart(), *maker.make(PartStart()))
+
+
+def processes_of(settings: DataSettings) -> int:
+    """Returns how many processes tokenise each source while the run trains: by default half of the cores, shared out."""
+    return max(1, (usable_cores() // 2) // len(settings.shares))
+
+
+def bytes_below(folder: Path) -> int:
+    """Returns the total size in bytes of all files below `folder`."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def check_disk(settings: DataSettings) -> None:
@@ -210,35 +187,56 @@ def check_disk(settings: DataSettings) -> None:
         )
 
 
-def processes_of(settings: DataSettings) -> int:
-    """Returns how many processes tokenise each source while the run trains: by default half of the cores, shared out."""
-    return max(1, (usable_cores() // 2) // max(1, len(settings.sources or ())))
+def _remove(part: Path) -> None:
+    """Its manifest first: what is half deleted is no part."""
+    (part / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(part, ignore_errors=True)
 
 
-def pack_ahead(settings: DataSettings, makers: Mapping[str, PartMaker], positions: Mapping[str, Position]) -> Iterator[bool]:
-    """Make parts of all sources from these positions on, in the order in which they will be needed, as far ahead as the disk may
-    hold. Yields True after each part, and False where the next one has to wait until the run has deleted another."""
-    weights = dict(zip(makers, [each.weight for each in settings.sources or ()] or [1.0], strict=True))
-    starts, there = {name: position.start for name, position in positions.items()}, set[Path]()
-    for name, start in starts.items():  # what is there from before, one part after another
+def pack_ahead(
+    settings: DataSettings,
+    makers: Mapping[str, PartMaker],
+    starts: Mapping[str, PartStart],
+    reading: Mapping[str, tuple[int, int]],
+) -> Iterator[bool]:
+    """Make parts of all sources from these starts on, in the order in which they will be needed, as far ahead as the disk may
+    hold, and delete those that are passed. Yields True after each part, False where the next one waits until another is passed.
+
+    reading: the packs of each source that the step at work reads, from one to another (exclusive); who calls this changes it.
+    """
+    weights, limit = dict(zip(makers, settings.shares, strict=True)), settings.stream.disk_gb * 1e9
+    nexts = dict(starts)  # of the parts that are still to be made
+    behind: dict[Path, tuple[str, int]] = {}  # of each part on disk, its source and the first pack of the next part
+    for name, maker in makers.items():  # what is there from before, one part after another
         with suppress(InputError):  # damaged: it is made again
-            while part := read_part(makers[name].folder, start):
-                starts[name] = start = part.after
-                there.add(part.packs.path)
-    for path in (path for maker in makers.values() for path in (*maker.folder.glob("part-*"), *maker.folder.glob(".part-*"))):
-        if path not in there and path.name != FIRST:
-            remove_part(path)
+            while part := read_part(maker.folder, nexts[name]):
+                nexts[name] = part.after
+                behind[part.packs.path] = name, part.after.first
+        for path in maker.folder.glob("*part-*"):  # also what a killed writer has left
+            if path not in behind and path.name != FIRST:
+                _remove(path)
 
     while True:
-        name = min(starts, key=lambda name: starts[name].first / weights[name])
-        part = makers[name].make(starts[name])
-        if room_for(settings, part.bytes) < 0:
-            leave_state(settings.packs, {"waits": {"source": name, "part": part.start.number, "bytes": part.bytes}})
-            while room_for(settings, part.bytes) < 0:
-                yield False
-            leave_state(settings.packs, {})
-        makers[name].write(part)
-        starts[name] = part.after
+        name = min(nexts, key=lambda name: nexts[name].first / weights[name])
+        start = nexts[name]
+        arranged, after = makers[name].make(start)
+        size = round(1.002 * arranged.bytes()) + _BESIDE
+        while True:
+            now = dict(reading)
+            for path in [path for path, (source, end) in behind.items() if end < now[source][0] and path.name != FIRST]:
+                _remove(path)
+                del behind[path]
+            if (needed := bytes_below(settings.packs) + size) <= limit:
+                break
+            if start.first < now[name][1]:
+                raise InputError(
+                    f"data.streaming.disk_gb: {limit / 1e9:g} is too little: a step reads packs of {needed / 1e9:.3g} GB; set it "
+                    f"to {needed * 1.05e-9:.2g} or more, or a smaller data.streaming.window, which begins another stream"
+                )
+            yield False
+        makers[name].write(start, arranged, after)
+        behind[part_folder(makers[name].folder, start.number)] = name, after.first
+        nexts[name] = after
         yield True
 
 
@@ -250,8 +248,7 @@ class PackerProcess:
 
     def __init__(self, settings: DataSettings) -> None:
         self._settings = settings
-        self._process: subprocess.Popen[bytes] | None = None
-        check_disk(settings)
+        self._process: subprocess.Popen[str] | None = None
 
         def refuse(holder: str) -> None:
             raise InputError(
@@ -259,33 +256,39 @@ class PackerProcess:
             )
 
         self._lock = FileLock(settings.packs / ".lock", refuse)
-        (settings.packs / STATE).unlink(missing_ok=True)
+        check_disk(settings)
 
-    def begin(self, positions: Mapping[str, Position]) -> None:
+    def begin(self, starts: Mapping[str, Any]) -> None:
         self._end_process()
+        (self._settings.packs / FAILED).unlink(missing_ok=True)
         path = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH")]))
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", "from packing.packer import serve; serve()"],
             stdin=subprocess.PIPE,
+            text=True,
             env=os.environ | {"PYTHONPATH": path},
             start_new_session=True,  # as Ctrl-C is for the run, which ends this one
         )
-        what = [self._settings.model_dump(mode="json"), {name: asdict(position) for name, position in positions.items()}]
-        self._process.stdin.write(json.dumps(what).encode() + b"\n")
-        self._process.stdin.flush()
+        self.tell([self._settings.model_dump(mode="json"), starts])
+
+    def tell(self, reading: Any) -> None:
+        with suppress(BrokenPipeError):  # it has ended, which `check` says
+            self._process.stdin.write(json.dumps(reading) + "\n")
+            self._process.stdin.flush()
 
     def check(self) -> None:
-        packs, status = self._settings.packs, self._process.poll() if self._process else None
-        if status is not None and not state_of(packs).get("error"):
+        failed, status = self._settings.packs / FAILED, self._process.poll()
+        if status is not None and not failed.exists():
             why = f"signal {-status}: if memory ran out, set a smaller window" if status < 0 else f"status {status}; it says why"
-            text = f"{packs}: the process that makes the packs of the stream has ended with {why}. Start the same command again"
-            leave_state(packs, {"error": text})
+            text = f"the process that makes the packs of the stream has ended with {why}. Start the same command again"
+            replace_file(failed, f"{self._settings.packs}: {text}".encode())
 
     def _end_process(self) -> None:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-            self._process.stdin.close()
+            with suppress(BrokenPipeError):
+                self._process.stdin.close()
 
     def close(self) -> None:
         """End it, and let others have the folder; closing twice is harmless."""
@@ -295,16 +298,20 @@ class PackerProcess:
 
 def serve() -> None:
     """Runs in the process that makes parts: from where its stdin says, until the other end of that is closed."""
-    stdin = os.fdopen(0, "rb")
-    what, positions = json.loads(stdin.readline())
-    settings = DataSettings.model_validate(what)
-    threading.Thread(target=lambda: (stdin.read(), os._exit(0)), daemon=True).start()
+    values, starts = json.loads(sys.stdin.readline())
+    settings, reading = DataSettings.model_validate(values), dict.fromkeys(starts, (0, 0))
+
+    def listen() -> None:
+        for line in sys.stdin:
+            reading.update(json.loads(line))
+        os._exit(0)
+
+    threading.Thread(target=listen, daemon=True).start()
     try:
         with ExitStack() as stack:
-            makers = {name: PartMaker(part, processes_of(settings)) for name, part in training_parts(settings).items()}
-            for maker in makers.values():
-                stack.enter_context(maker.workers)
-            for done in pack_ahead(settings, makers, {name: Position.of(each) for name, each in positions.items()}):
-                time.sleep(0 if done else LOOK)
+            parts = training_parts(settings)
+            makers = {name: stack.enter_context(PartMaker(part, processes_of(settings))) for name, part in parts.items()}
+            for made in pack_ahead(settings, makers, {name: PartStart(**each) for name, each in starts.items()}, reading):
+                time.sleep(0 if made else LOOK)
     except InputError as error:
-        leave_state(settings.packs, {"error": str(error)})
+        replace_file(settings.packs / FAILED, str(error).encode())

@@ -1,6 +1,6 @@
 """Text to packs: tokenise in several processes, order the documents, lay out packs, write them.
 
-Tokenising takes nearly all the time, so its results are kept in `<packs>.partial/`, from where a later call goes on; the rest
+Tokenising takes nearly all the time, so its results are kept in `.<packs>.tokens/`, from where a later call goes on; the rest
 starts over after a kill. The packs depend on neither interruptions nor the number of processes.
 """
 
@@ -8,26 +8,26 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from hashlib import sha256
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from foundation.errors import InputError
-from foundation.files import FileLock, free_bytes, fsync_tree, no_room, replace_file
+from foundation.files import FileLock, fsync_tree, no_room, replace_file
 from foundation.progress import Progress, say
 from foundation.reading import load_object
 from packing.arrow import MANIFEST, PackWriter, read_manifest
 from packing.pack import Arranged
-from packing.records import CHAT_TEMPLATE, ChatColumns, Counts, TextTemplate, records_of
+from packing.records import CHAT_TEMPLATE, ChatColumns, Counts, records_of
 from packing.settings import DataSettings
-from packing.sources import CHUNK_BYTES, Records, Source, open_source
-from packing.store import is_there
+from packing.sources import Place, Records, open_source
+from packing.store import folder_of, is_there
 from packing.tokenizer import TextTokenizer, load_tokenizer
 from packing.workers import TokenizerWorkers, Tokens
 
@@ -41,44 +41,31 @@ _COMMIT_SECONDS = 5.0
 _PROGRESS = "progress.json"
 
 
-def prepare_part(settings: DataSettings, progress: bool) -> Path:
-    """Make the packs of one source, unless they exist."""
-    packs, content = settings.packs, content_settings(settings)
-    if not holds_packs_of(settings, packs, content):  # before any file is touched: packs may be on a read-only disk
-        with lock_of(packs, progress):
-            if not holds_packs_of(settings, packs, content):
-                say(summary(_prepare_anew(settings, progress)), progress)
-                return packs
-    say(f"{packs}: already prepared with these settings", progress)
-    return packs
-
-
 def lock_of(packs: Path, progress: bool) -> FileLock:
     path = packs.absolute().parent / f".{packs.name}.lock"
-    try:
-        return FileLock(path, lambda holder: say(f"{packs} is being prepared by {holder}; waiting for it", progress))
-    except OSError as error:
-        raise InputError(f"{path.parent}: cannot be written to: {error.strerror}; set `data.packs` to another place") from None
+    return FileLock(path, lambda holder: say(f"{packs} is being prepared by {holder}; waiting for it", progress))
 
 
 def content_settings(settings: DataSettings) -> dict[str, Any]:
-    """All settings that the packs depend on, as the manifest records them."""
+    """All settings that the packs depend on, as the manifest records them; those of a stream also on how much of it is a part."""
     values = settings.model_dump(mode="json")
-    return {key: values[key] for key in (*_TOKEN_KEYS, *_LAYOUT_KEYS)}
+    content = {key: values[key] for key in (*_TOKEN_KEYS, *_LAYOUT_KEYS)}
+    return content | ({"window": settings.stream.window} if settings.stream else {})
 
 
-def holds_packs_of(settings: DataSettings, packs: Path, content: dict[str, Any]) -> bool:
-    """Returns whether `packs` holds packs that record `content` as their settings. Raises InputError if it holds others."""
+def holds_packs_of(settings: DataSettings) -> bool:
+    """Returns whether packs are there that were made with these settings. Raises InputError where others are."""
+    packs = folder_of(settings)
     if not is_there(packs):
         return False
     if not (packs / MANIFEST).is_file():
         raise InputError(f"{packs}: exists and holds no packs that were prepared; set data.packs to another folder")
     manifest = read_manifest(packs)
-    then, now = dict(manifest["settings"]), dict(content)
+    before, now = dict(manifest["settings"]), content_settings(settings)
     if Path(str(settings.tokenizer)).exists():  # packs travel without it; where it is here, its content may have changed
-        then["tokenizer fingerprint"] = (manifest["tokenizer"] or {}).get("fingerprint")
+        before["tokenizer fingerprint"] = (manifest["tokenizer"] or {}).get("fingerprint")
         now["tokenizer fingerprint"] = load_tokenizer(str(settings.tokenizer)).fingerprint
-    if different := differences(then, now):
+    if different := differences(before, now):
         raise InputError(
             f"{packs}: holds packs prepared with other settings ({different}); set data.packs to another folder, or remove this "
             "one to prepare it anew"
@@ -92,30 +79,35 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return "; ".join(f"{name}: {before.get(name)} -> {now.get(name)}" for name in names if before.get(name) != now.get(name))
 
 
-def _prepare_anew(settings: DataSettings, progress: bool) -> dict[str, Any]:
+def make_packs(settings: DataSettings, progress: bool) -> dict[str, Any]:
     """Tokenise, from where an earlier run stopped, lay out the packs of both splits and write them; returns the manifest."""
-    partial = settings.packs.absolute().parent / f"{settings.packs.name}.partial"
+    kept = settings.packs.absolute().parent / f".{settings.packs.name}.tokens"
     tokenizer = load_tokenizer(str(settings.tokenizer))
     records = records_of(settings, tokenizer)
-    source = open_source(settings, records)
-    content = content_settings(settings)
+    source, processes, content = open_source(settings, records), usable_cores(), content_settings(settings)
     # `on_bad_line` is not part of the key: after a bad line hours into the work, setting it to `skip` goes on from there.
     key = {name: content[name] for name in _TOKEN_KEYS if name != "on_bad_line"}
-    key |= {"source files": source.identity, "tokenizer fingerprint": tokenizer.fingerprint, "chunk bytes": CHUNK_BYTES}
+    key |= {"source files": source.identity, "tokenizer fingerprint": tokenizer.fingerprint}
     if isinstance(records, ChatColumns):
         key["chat template fingerprint"] = sha256(repr((records.template, records.tokens)).encode()).hexdigest()
     try:
-        log = TokenLog(partial, key, masked=settings.masks)
-        if log.counts.skipped and settings.on_bad_line == "error":
-            raise InputError(f"{partial}: was made with data.on_bad_line: skip; set it to skip again, or remove that folder")
+        log = TokenLog(kept, key, masked=settings.masks)
         if not log.complete:
-            _tokenize(settings, source, records, tokenizer, log, progress)
+            first = log.counts.documents + 1
+            say(f"reading {source.description} with {processes} processes, from document {first:,} on", progress)
+            with (
+                TokenizerWorkers(processes, tokenizer.tokenizer, records, settings) as workers,
+                Progress("tokenising", "tokens", progress, log.counts.tokens) as line,
+                log,
+            ):
+                for result in workers.map(source.chunks(log.place)):
+                    log.append(result)
+                    line.update(log.counts.tokens, result.progress, f"{log.counts.documents:,} documents")
+                if source.identity != key["source files"]:
+                    raise InputError(f"data.source: {settings.source}: has changed while it was read; run this again")
+                check_counts(settings, log.counts)
+                log.complete = True
         arranged = Arranged.of(log.tokens(), settings, one_file=source.identity["kind"] == "text")
-        if (needed := arranged.bytes()) > (free := free_bytes(settings.packs)):
-            raise InputError(
-                f"{settings.packs}: the packs need {needed / 1e9:,.2f} GB and the disk has {free / 1e9:,.2f} GB; what is "
-                "tokenised is kept. Free some space and run this again"
-            )
         with PackWriter(settings.packs, settings.length) as writer, Progress("packing", "packs", progress) as line:
             written = 0
             for split in arranged.layouts:
@@ -127,23 +119,24 @@ def _prepare_anew(settings: DataSettings, progress: bool) -> dict[str, Any]:
     except OSError as error:
         if not (full := no_room(error)):
             raise
-        raise InputError(f"{settings.packs}: {full} and run this again; what is tokenised is kept in {partial}") from None
-    log.remove()
+        raise InputError(f"{settings.packs}: {full} and run this again; what is tokenised is kept in {kept}") from None
+    shutil.rmtree(kept)
     return manifest
 
 
 class TokenLog:
     """Tokens on their way from text to packs, in `folder`: files that only grow, and a note of how much of them is complete.
 
-    Every few seconds `tokens.bin` (uint32), `lengths.bin` (int64, one a document) and, where some tokens are not to be learnt,
-    `trained.bin` (a byte a token) are flushed and `progress.json` is replaced. Bytes beyond the sizes it names are cut off when
-    the log is opened again, so a kill or a power cut loses seconds. `key`: what the tokens follow from; InputError where the
-    folder holds tokens of another one, as tokens take hours.
+    Every few seconds, and at the end of its `with` block, `tokens.bin` (uint32), `lengths.bin` (int64, one a document) and, where
+    some tokens are not to be learnt, `trained.bin` (a byte a token) are flushed and `progress.json` is replaced. Bytes beyond the
+    sizes it names are cut off when the log is opened again, so a kill or a power cut loses seconds. `key`: what the tokens follow
+    from; InputError where the folder holds tokens of another one, as tokens take hours.
     """
 
     def __init__(self, folder: Path, key: dict[str, Any], *, masked: bool = False) -> None:
         self.folder, self.key, self.masked, self._committed = folder, key, masked, time.monotonic()
-        self.counts, self.chunks, self.complete = Counts(), 0, False  # chunks of the source from the first on; its end is reached
+        self.counts, self.complete = Counts(), False  # complete: the source's end is reached
+        self.place: Place = {}  # in the source, behind what is tokenised
         remedy = f"remove {folder} to start over"
         state = load_object(folder / _PROGRESS, remedy) if (folder / _PROGRESS).is_file() else None
         if state and state["counts"]["documents"]:
@@ -152,7 +145,7 @@ class TokenLog:
                     f"{folder}: holds {state['counts']['tokens']:,} tokens made with other settings or text ({different}); set "
                     f"them back, set data.packs to another folder, or {remedy}"
                 )
-            self.counts, self.chunks, self.complete = Counts(**state["counts"]), state["chunks"], state["complete"]
+            self.counts, self.place, self.complete = Counts(**state["counts"]), state["place"], state["complete"]
         folder.mkdir(parents=True, exist_ok=True)
         tokens, documents = self.counts.tokens, self.counts.documents
         for name, size in (("tokens.bin", 4 * tokens), ("lengths.bin", 8 * documents), ("trained.bin", tokens * masked)):
@@ -165,16 +158,22 @@ class TokenLog:
             if array is not None:
                 with open(self.folder / name, "ab") as file:
                     file.write(array)
-        self.counts, self.chunks = self.counts + result.counts, self.chunks + 1
+        self.counts, self.place = self.counts + result.counts, result.after
         if time.monotonic() - self._committed >= _COMMIT_SECONDS:
             self.commit()
 
     def commit(self) -> None:
         """Flush what was appended, and vouch for it."""
         fsync_tree(self.folder)
-        state = {"key": self.key, "counts": asdict(self.counts), "chunks": self.chunks, "complete": self.complete}
+        state = {"key": self.key, "counts": asdict(self.counts), "place": self.place, "complete": self.complete}
         replace_file(self.folder / _PROGRESS, json.dumps(state, indent=1).encode())
         self._committed = time.monotonic()
+
+    def __enter__(self) -> TokenLog:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.commit()
 
     def tokens(self) -> Tokens:
         """All documents; what there is for each token is memory-mapped."""
@@ -182,52 +181,14 @@ class TokenLog:
         trained = np.memmap(self.folder / "trained.bin", np.bool_, "r", shape=tokens.shape) if self.masked else None
         return Tokens(tokens, np.fromfile(self.folder / "lengths.bin", np.int64), trained, self.counts)
 
-    def remove(self) -> None:
-        """Delete the files of the log, and the folder if nothing else is in it."""
-        for name in ("tokens.bin", "lengths.bin", "trained.bin", "tokenizer.json", _PROGRESS):
-            (self.folder / name).unlink(missing_ok=True)
-        if not any(self.folder.iterdir()):
-            self.folder.rmdir()
-
-
-def _tokenize(
-    settings: DataSettings, source: Source, records: Records, tokenizer: TextTokenizer, log: TokenLog, progress: bool
-) -> None:
-    """Put all documents of `source` into `log`, as ids, in their order."""
-    file, processes, tail = log.folder / "tokenizer.json", usable_cores(), tail_of(records, tokenizer)
-    tokenizer.save(file)
-    say(f"reading {source.description} with {processes} processes, from document {log.counts.documents + 1:,} on", progress)
-    workers = TokenizerWorkers(processes, file, records, skip_bad=settings.on_bad_line == "skip", tail=tail)
-    try:
-        with workers, Progress("tokenising", "tokens", progress, log.counts.tokens) as line:
-            for result in workers.map(islice(source.chunks(), log.chunks, None)):
-                log.append(result)
-                line.update(log.counts.tokens, result.progress, f"{log.counts.documents:,} documents")
-        if source.identity != log.key["source files"]:
-            raise InputError(f"data.source: {settings.source}: has changed while it was read; run this again")
-        check_counts(settings, log.counts)
-        log.complete = True
-    finally:
-        log.commit()
-
 
 def check_counts(settings: DataSettings, counts: Counts) -> None:
-    """InputError where a source holds nothing to train on."""
+    """InputError where a source holds no text."""
     if not counts.documents:
         raise InputError(
             f"data.source: {settings.source}: no document with any text: {counts.empty:,} records have none, and "
             f"{counts.skipped:,} malformed ones were skipped (first: {counts.first_skipped})"
         )
-    if not counts.trained:
-        raise InputError(
-            f"data.source: {settings.source}: none of its {counts.tokens:,} tokens is trained on, by `{settings.labels}`; write "
-            "the tokens themselves where there is to be a loss, or leave data.labels out"
-        )
-
-
-def tail_of(records: Records, tokenizer: TextTokenizer) -> list[int]:
-    """The ids after each document: EOS after texts; chats and tokens have their own."""
-    return [tokenizer.end_of_text] if isinstance(records, TextTemplate) else []
 
 
 def save_tokenizer(folder: Path, tokenizer: TextTokenizer, records: Records) -> None:

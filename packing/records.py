@@ -1,4 +1,4 @@
-"""What a record becomes by the `data` settings: a text, a chat, or the tokens that it holds already.
+"""What a record becomes by the `data` settings, and its ids: a text, a chat, or the tokens that it holds already.
 
 Chats are written out by a chat template: Jinja, which transformers runs in a sandbox (and without loading torch). There is no
 clock: a template that asks for today's date would make other packs every day. Those that first look whether there is a clock, as
@@ -18,12 +18,13 @@ from typing import Any, ClassVar
 import jinja2
 import numpy as np
 import pyarrow as pa
+from tokenizers import Tokenizer
 
 from foundation.errors import InputError
 from foundation.reading import load_object, one_line
-from packing.arrow import IGNORE
+from packing.arrow import IGNORE, same_or_ignored
 from packing.settings import DataSettings
-from packing.sources import Chunk, Records, open_stream
+from packing.sources import Chunk, Encoded, Records, open_stream
 from packing.tokenizer import REMEDY, TextTokenizer, file_of
 
 CHAT_TEMPLATE = "chat_template.jinja"  # its file, beside a tokenizer.json
@@ -36,7 +37,7 @@ _MARK = "mark the answers with {% generation %} in a template of your own (`data
 
 
 class BadRecord(ValueError):
-    """A record gives no text; the message says why, the caller adds where."""
+    """A record gives no document; the message says why, the caller adds where."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +58,16 @@ class Counts:
 
 
 def read_chunk(chunk: Chunk, records: Records, skip_bad: bool) -> tuple[list[Any], Counts]:
-    """The documents of `chunk`, each a str, `Rendered` or `Ids`, and counts of what was left out. A malformed record raises
-    InputError with its place, or is counted with `skip_bad`."""
+    """The documents of `chunk`, as `records` fill them, and counts of what was left out. A malformed record raises InputError
+    with its place, or is counted with `skip_bad`."""
     documents, skipped, empty = [], [], 0
     for place, record in _records(chunk, records):
         try:
-            document = _of_file(record) if isinstance(record, Path) else records.fill(_parsed(record, records))
-        except BadRecord as error:
+            if isinstance(record, Path):
+                document = _read_text(record)
+            else:
+                document = records.fill(_parsed(record, records) if isinstance(record, bytes) else record)
+        except (BadRecord, UnicodeError) as error:
             if not skip_bad:
                 raise InputError(f"{place}: {error}; or set data.on_bad_line: skip to leave such records out") from None
             skipped.append(f"{place}: {error}")
@@ -87,12 +91,10 @@ def _records(chunk: Chunk, records: Records) -> Iterator[tuple[str, bytes | Path
         yield from ((f"{chunk.origin}, row {row}", record) for row, record in enumerate(table.to_pylist(), chunk.first))
 
 
-def _parsed(record: bytes | dict[str, Any], records: Records) -> dict[str, Any]:
-    """A record with all columns; of bytes, which hold a line."""
-    if isinstance(record, dict):
-        return record
+def _parsed(line: bytes, records: Records) -> dict[str, Any]:
+    """The record that a line holds, with all columns."""
     try:
-        value = json.loads(str(record, "utf-8-sig"))
+        value = json.loads(str(line, "utf-8-sig"))
     except ValueError as error:
         raise BadRecord(f"the line is not valid JSON: {error}; each is one whole record, as `jq -c .[]` writes a list") from None
     if not isinstance(value, dict):
@@ -102,30 +104,21 @@ def _parsed(record: bytes | dict[str, Any], records: Records) -> dict[str, Any]:
     return value
 
 
-def _of_file(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         stream, raw = open_stream(path)
         with raw, stream:
             text = stream.read(MOST_DOCUMENT + 1)
-        if len(text) > MOST_DOCUMENT:
-            raise BadRecord("more than 256 MiB, too long for one document; write it as JSONL, or split it")
-        return str(text, "utf-8-sig")
-    except (UnicodeDecodeError, OSError) as error:
+    except OSError as error:
         raise BadRecord(f"cannot be read: {error}") from None
-
-
-def _encodable(text: str) -> str:
-    """`text` itself. JSON can hold half of a surrogate pair (`\\ud800`), which no tokenizer takes."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise BadRecord(f"half a surrogate pair at character {error.start}, which is no text") from None
-    return text
+    if len(text) > MOST_DOCUMENT:
+        raise BadRecord("more than 256 MiB, too long for one document; write it as JSONL, or split it")
+    return str(text, "utf-8-sig")
 
 
 @dataclass(frozen=True)
 class TextTemplate:
-    """Makes a document of a record: from one column as it is, or by a template such as "{title}\\n\\n{body}".
+    """Makes a text of a record: from one column as it is, or by a template such as "{title}\\n\\n{body}".
 
     In a template, null counts as no text and numbers are written out; lists, mappings and bytes would stand there as Python
     writes them, and are refused.
@@ -135,11 +128,12 @@ class TextTemplate:
     pieces: tuple[tuple[str, str | None], ...]  # literal text, then a column
     keys: str = "data.text"  # the setting it comes from
     is_column: bool = False
+    end: tuple[int, ...] = ()  # ids that come after each text
 
     @classmethod
-    def parse(cls, text: str, key: str = "data.text") -> TextTemplate:
+    def parse(cls, text: str, key: str = "data.text", end: tuple[int, ...] = ()) -> TextTemplate:
         if "{" not in text and "}" not in text:
-            return cls((text,), (("", text),), key, is_column=True)
+            return cls((text,), (("", text),), key, True, end)
         try:
             parsed = list(string.Formatter().parse(text))
         except ValueError as error:
@@ -147,7 +141,7 @@ class TextTemplate:
         columns = tuple(dict.fromkeys(name for _, name, _, _ in parsed if name is not None))
         if not all(columns) or not columns or any(spec or conversion for _, _, spec, conversion in parsed):
             raise InputError(f"{key}: {text!r}: a template has plain column names between braces, as in {{title}}")
-        return cls(columns, tuple((literal, name) for literal, name, _, _ in parsed), key)
+        return cls(columns, tuple((literal, name) for literal, name, _, _ in parsed), key, False, end)
 
     def fill(self, record: dict[str, Any]) -> str:
         values = {column: "" if record[column] is None else record[column] for column in self.columns}
@@ -156,34 +150,35 @@ class TextTemplate:
                 raise BadRecord(f"column `{column}` holds {type(value).__name__}, not text; set {self.keys} to a column of text")
         if all(value == "" for value in values.values()):
             return ""
-        return _encodable("".join(literal + str(values.get(name, "")) for literal, name in self.pieces))
+        text = "".join(literal + str(values.get(name, "")) for literal, name in self.pieces)
+        text.encode()  # raises for half a surrogate pair (`\ud800`), which JSON can hold and no tokenizer takes
+        return text
 
-
-@dataclass(frozen=True)
-class Rendered:
-    """A chat as text, and where the answers stand in it: from a character to one, in order."""
-
-    text: str
-    answers: tuple[tuple[int, int], ...]
+    def encode(self, tokenizer: Tokenizer, texts: list[str]) -> Iterator[Encoded]:
+        """A text without tokens of its own is left out: many tokenizers give none for blanks."""
+        for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False):  # computes no character offsets
+            if ids := encoding.ids:
+                yield np.array([*ids, *self.end], np.uint32), None
 
 
 @dataclass(frozen=True)
 class ChatColumns:
-    """Makes a chat of a record: from a column of messages, or from two that are a prompt and its response."""
+    """Makes a chat of a record, from a column of messages or from two that are a prompt and its response: its text, and where the
+    answers stand in it, from a character to one, in order."""
 
     keys: str
     columns: tuple[str, ...]
-    pair: tuple[TextTemplate, TextTemplate] | None  # a prompt and its response; None: the column holds messages
+    pair: tuple[TextTemplate, ...]  # a prompt and its response; empty: the column holds messages
     template: str  # Jinja
     tokens: tuple[tuple[str, str], ...]  # what templates know of the tokenizer: ("bos_token", "<s>"), ...
 
-    def fill(self, record: dict[str, Any]) -> Rendered:
+    def fill(self, record: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
         """The chat that `record` holds, written out. Raises BadRecord, also where nobody answers."""
-        if self.pair is None:
-            chat = _messages(record, self.columns[0])
-        else:
+        if self.pair:
             roles = zip(("user", "assistant"), self.pair, strict=True)
             chat = [{"role": role, "content": template.fill(record)} for role, template in roles]
+        else:
+            chat = _messages(record, self.columns[0])
         answers = [number for number, message in enumerate(chat) if message["role"] == "assistant" and _says_something(message)]
         if not answers:
             raise BadRecord("a chat without an answer: no message of the role `assistant` holds any text")
@@ -195,7 +190,17 @@ class ChatColumns:
             spans = self._after_prompts(chat, answers, text)
         if not (spans := [(begin, end) for begin, end in spans if begin < end]):
             raise BadRecord(f"the chat template writes nothing for the answers; {_MARK}")
-        return Rendered(_encodable(text), tuple(spans))
+        text.encode()  # raises for half a surrogate pair
+        return text, spans
+
+    def encode(self, tokenizer: Tokenizer, chats: list[tuple[str, list[tuple[int, int]]]]) -> Iterator[Encoded]:
+        """A token is trained on where it has a character of an answer. A chat of which no token is has nothing to teach."""
+        encodings = tokenizer.encode_batch([text for text, _ in chats], add_special_tokens=False)
+        for (_, answers), encoding in zip(chats, encodings, strict=True):
+            begins, stops = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+            trained = np.logical_or.reduce([(begins < stop) & (stops > begin) for begin, stop in answers])
+            if trained.any():
+                yield np.array(encoding.ids, np.uint32), trained
 
     def _after_prompts(self, chat: list[dict[str, Any]], answers: list[int], text: str) -> list[tuple[int, int]]:
         """Where each answer stands by a template that does not mark them: behind the prompt for it."""
@@ -237,19 +242,8 @@ def _messages(record: dict[str, Any], column: str) -> list[dict[str, Any]]:
 
 
 @dataclass(frozen=True)
-class Ids:
-    """A document that is tokens already."""
-
-    tokens: np.ndarray  # [tokens] uint32
-    trained: np.ndarray  # [tokens] bool
-
-    def __bool__(self) -> bool:
-        return len(self.tokens) > 0
-
-
-@dataclass(frozen=True)
 class TokenColumns:
-    """Makes a document of a record that is tokenized: its tokens as they are, with nothing put before or after them."""
+    """Takes a record that is tokenized: its tokens as they are, with nothing put before or after them."""
 
     input_ids: str
     labels: str | None  # the tokens themselves, with `IGNORE` where there is no loss
@@ -260,18 +254,21 @@ class TokenColumns:
     def columns(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(filter(None, (self.input_ids, self.labels))))
 
-    def fill(self, record: dict[str, Any]) -> Ids:
+    def fill(self, record: dict[str, Any]) -> Encoded | None:
         tokens = _numbers(record, self.input_ids)
         if len(wrong := tokens[(tokens < 0) | (tokens >= self.vocabulary)]):
             has = f"column `{self.input_ids}` holds the id {wrong[0]}, and the tokenizer has {self.vocabulary:,} ids"
             raise BadRecord(f"{has}; name the one that it was made with (data.tokenizer)")
         labels = _numbers(record, self.labels) if self.labels else tokens
-        if len(labels) != len(tokens) or ((labels != tokens) & (labels != IGNORE)).any():
+        if not same_or_ignored(labels, tokens):
             raise BadRecord(
                 f"column `{self.labels}` is neither `{self.input_ids}` itself nor {IGNORE}; write it as the tokens themselves, "
                 "not shifted (the loss shifts them), or leave data.labels out"
             )
-        return Ids(tokens.astype(np.uint32), labels != IGNORE)
+        return (tokens.astype(np.uint32), labels != IGNORE if self.labels else None) if len(tokens) else None
+
+    def encode(self, tokenizer: Tokenizer, documents: list[Encoded]) -> Iterator[Encoded]:
+        yield from documents
 
 
 def _numbers(record: dict[str, Any], column: str) -> np.ndarray:
@@ -288,7 +285,7 @@ def records_of(settings: DataSettings, tokenizer: TextTokenizer) -> Records:
     if settings.input_ids is not None:
         return TokenColumns(settings.input_ids, settings.labels, tokenizer.vocab_size)
     if not settings.is_chat:
-        return TextTemplate.parse(settings.text)
+        return TextTemplate.parse(settings.text, end=(tokenizer.end_of_text,))
     template = chat_template(settings.chat_template, tokenizer.name)
     tokens = {f"{role}_token": tokenizer.tokenizer.id_to_token(number) for role, number in tokenizer.special.items()}
     if "eos_token" in template and "eos_token" not in tokens:
@@ -298,7 +295,7 @@ def records_of(settings: DataSettings, tokenizer: TextTokenizer) -> Records:
         )
     named = tuple(sorted(tokens.items()))
     if settings.messages is not None:
-        return ChatColumns("data.messages", (settings.messages,), None, template, named)
+        return ChatColumns("data.messages", (settings.messages,), (), template, named)
     pair = TextTemplate.parse(settings.prompt, "data.prompt"), TextTemplate.parse(settings.response, "data.response")
     columns = tuple(dict.fromkeys(pair[0].columns + pair[1].columns))
     return ChatColumns("data.prompt and data.response", columns, pair, template, named)

@@ -118,6 +118,11 @@ class DataSettings(SourceSettings):
         return self.streaming if isinstance(self.streaming, StreamingSettings) else None
 
     @property
+    def shares(self) -> tuple[float, ...]:
+        """The share of the tokens that each source has which is trained on."""
+        return tuple(each.weight for each in self.sources) if self.sources else (1.0,)
+
+    @property
     def in_source_order(self) -> bool:
         return self._in_source_order
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -21,7 +20,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+import numpy as np
 import pyarrow as pa
+from tokenizers import Tokenizer
 
 from foundation.errors import InputError
 from foundation.reading import one_line, reason_of
@@ -63,14 +64,21 @@ class Chunk:
     after: Place | None = None
 
 
+# A document's ids, [tokens] uint32, and which of them are to be learnt, [tokens] bool; None: all.
+Encoded = tuple[np.ndarray, np.ndarray | None]
+
+
 class Records(Protocol):
-    """Makes a document of a record."""
+    """Makes documents of records, and ids of documents."""
 
     keys: str  # the settings that name the columns
     columns: tuple[str, ...]
 
     def fill(self, record: dict[str, Any]) -> Any:
         """The document that `record`, with all columns, holds; something false for none."""
+
+    def encode(self, tokenizer: Tokenizer, documents: list[Any]) -> Iterator[Encoded]:
+        """The ids of documents, without those that have none to learn."""
 
 
 class SourceAbsent(InputError):
@@ -85,7 +93,7 @@ def open_source(settings: DataSettings, records: Records) -> FileSource | Datase
         return DatasetSource(settings, records)
     if not path.exists():
         raise SourceAbsent(f"data.source: {name}: no such file or folder (relative paths start at the current directory)")
-    kind, paths = _files_of(path, settings.packs) if path.is_dir() else (_kind_of(path), [path])
+    kind, paths = _files_of(path) if path.is_dir() else (_kind_of(path), [path])
     if kind is None:
         raise InputError(f"data.source: {path}: its suffix does not tell its format; {_KNOWN}")
     columns = ("text", "messages", "prompt", "input_ids") if kind == "text" else ()
@@ -100,29 +108,25 @@ def _kind_of(path: Path) -> str | None:
     return next((kind for kind, known in _SUFFIXES.items() if name.suffix.lower() in known), None)
 
 
-def _files_of(folder: Path, packs: Path) -> tuple[str, list[Path]]:
-    """All files below `folder` of one kind, in order of their paths, without hidden files, `packs` and other folders of packs.
+def _files_of(folder: Path) -> tuple[str, list[Path]]:
+    """All files below `folder` of one kind, in order of their paths, without hidden files and other folders of packs.
 
     Data files come before text, since many data sets carry a README; of two kinds of data files neither is taken.
     """
-    files, own = [], packs.absolute()
-    for parent, folders, names in os.walk(folder):
-        inside = Path(parent)
-        if inside != folder and (MANIFEST in names or inside.absolute() in (own, own.with_name(f"{own.name}.partial"))):
-            folders.clear()
-            continue
-        folders[:] = [name for name in folders if not name.startswith(".") and name != "__pycache__"]
-        files += [inside / name for name in names if not name.startswith(".")]
+    packs = {manifest.parent for manifest in folder.rglob(MANIFEST)} - {folder}
     by_kind: dict[str | None, list[Path]] = {}
-    for path in sorted(files):
-        by_kind.setdefault(_kind_of(path), []).append(path)
+    for path in sorted(folder.rglob("*")):
+        names = path.relative_to(folder).parts
+        hidden = any(name.startswith(".") or name == "__pycache__" for name in names)
+        if not hidden and not packs.intersection(path.parents) and path.is_file():
+            by_kind.setdefault(_kind_of(path), []).append(path)
     kinds = [kind for kind in ("parquet", "jsonl", "csv") if kind in by_kind]
     if len(kinds) > 1:
         counts = " and ".join(f"{len(by_kind[kind])} {kind} files" for kind in kinds)
         raise InputError(f"data.source: {folder}: holds {counts}; put each kind into a folder of its own, or name a file")
     kind = kinds[0] if kinds else "text"
     if kind not in by_kind:
-        raise InputError(f"data.source: {folder}: none of its {len(files)} files is of a known kind; {_KNOWN}")
+        raise InputError(f"data.source: {folder}: no file in it is of a known kind; {_KNOWN}")
     return kind, by_kind[kind]
 
 
@@ -169,12 +173,12 @@ class FileSource:
         if self.kind == "text":
             yield from self._text_chunks(first, size)
             return
-        read = {"jsonl": self._jsonl_chunks, "csv": self._csv_chunks, "parquet": self._parquet_chunks}[self.kind]
         for number, path in enumerate(self.paths[first:], first):
-            here = (begin.get("at", 0), begin.get("line", 1)) if number == first else (0, 1)
+            at, line = (begin.get("at", 0), begin.get("line", 1)) if number == first else (0, 1)
             before = sum(self.sizes[:number])
+            chunks = self._jsonl_chunks(path, size, at, line) if self.kind == "jsonl" else self._table_chunks(path, size, at)
             try:
-                for done, chunk in read(path, size, *here):
+                for done, chunk in chunks:
                     yield replace(chunk, progress=(before + done) / total, after={"file": number} | chunk.after)
             except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
                 reason = reason_of(error)
@@ -200,7 +204,16 @@ class FileSource:
                     at, first, line = at + cut, line, line + payload.count(b"\n")
                     yield raw.tell(), Chunk("jsonl", str(path), first, payload, after={"at": at, "line": line})
 
-    def _csv_chunks(self, path: Path, size: int, at: int, line: int) -> Iterator[tuple[int, Chunk]]:
+    def _table_chunks(self, path: Path, size: int, at: int) -> Iterator[tuple[int, Chunk]]:
+        columns = list(self.records.columns)
+        for done, begin, batch in self._parquet_batches(path, at) if self.kind == "parquet" else self._csv_batches(path):
+            part = batch.select(columns).slice(max(0, at - begin))
+            for chunk in _rows(part, str(path), max(at, begin), size):
+                yield done, chunk
+
+    # Each yields how many bytes of a file are read, the row at which a batch begins, and the batch.
+
+    def _csv_batches(self, path: Path) -> Iterator[tuple[int, int, pa.RecordBatch]]:
         """Every column is text."""
         from pyarrow import csv
 
@@ -217,13 +230,11 @@ class FileSource:
             check_columns(str(path), self.records, reader.schema.names)
             row = 0
             for batch in reader:
-                begin, row = row, row + len(batch)
-                part = batch.select(list(self.records.columns)).slice(max(0, at - begin))
-                for chunk in _rows(part, str(path), max(at, begin), size):
-                    yield raw.tell(), chunk
+                yield raw.tell(), row, batch
+                row += len(batch)
 
-    def _parquet_chunks(self, path: Path, size: int, at: int, line: int) -> Iterator[tuple[int, Chunk]]:
-        """Row groups before `at` are not read."""
+    def _parquet_batches(self, path: Path, at: int) -> Iterator[tuple[int, int, pa.RecordBatch]]:
+        """Row groups before the row `at` are not read."""
         import pyarrow.parquet as pq
 
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
@@ -233,9 +244,8 @@ class FileSource:
             row, bytes_of_row = ends[first - 1] if first else 0, path.stat().st_size / max(file.metadata.num_rows, 1)
             groups = list(range(first, len(ends)))
             for batch in file.iter_batches(_ROWS, row_groups=groups, columns=list(self.records.columns)):
-                begin, row = row, row + len(batch)
-                for chunk in _rows(batch.slice(max(0, at - begin)), str(path), max(at, begin), size):
-                    yield round(bytes_of_row * row), chunk
+                yield round(bytes_of_row * (row + len(batch))), row, batch
+                row += len(batch)
 
     def _text_chunks(self, first: int, most: int) -> Iterator[Chunk]:
         """Each file is one document. A chunk holds names only: the files are read where they are tokenised."""

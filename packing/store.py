@@ -4,8 +4,6 @@ held-out packs apart."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -65,23 +63,10 @@ def _part(settings: DataSettings, own: SourceSettings, packs: Path) -> DataSetti
     return DataSettings.model_validate(made)
 
 
-def text_parts(settings: DataSettings) -> dict[str, DataSettings]:
-    """The settings of all text that packs are to be made of, by what a message calls its source."""
-    parts = {f"data.sources ({name})" if name else "data.source": part for name, part in training_parts(settings).items()}
-    if validation := validation_part(settings):
-        parts["data.validation"] = validation
-    return {key: part for key, part in parts.items() if part.source is not None}
-
-
-@contextmanager
-def naming(key: str) -> Iterator[None]:
-    """A block in which messages about `data.source` name `key`, which the part at work comes from."""
-    try:
-        yield
-    except InputError as error:
-        message = str(error)
-        error.args = (f"{key}: {message.removeprefix('data.source: ')}" if message.startswith("data.source: ") else message,)
-        raise
+def text_parts(settings: DataSettings) -> list[DataSettings]:
+    """The settings of all text that packs are to be made of."""
+    parts = [*training_parts(settings).values(), *filter(None, [validation_part(settings)])]
+    return [part for part in parts if part.source is not None]
 
 
 def folder_of(part: DataSettings) -> Path:
@@ -121,8 +106,7 @@ def open_packs(settings: DataSettings, split: Split) -> Packs | None:
     if not settings.sources:
         return _open_source(parts[""], split)
     opened = {name: packs for name, part in parts.items() if (packs := _open_source(part, split)) is not None}
-    weights = dict(zip(parts, (each.weight for each in settings.sources), strict=True))
-    return MixedPacks(settings.packs, opened, weights) if opened else None
+    return MixedPacks(settings.packs, opened, dict(zip(parts, settings.shares, strict=True))) if opened else None
 
 
 def _open_source(settings: DataSettings, split: Split) -> Packs | None:

@@ -4,22 +4,21 @@
       part-00000000/          stays, to look at and for what is held out
       part-00000003/          packs as `prepare` writes them, and in their manifest from where in the source they were made
       part-00000004/          the next ones
-    packs/state.json          why no more parts come: there is no room, or something went wrong
+    packs/failed              why no more parts come
 
 A part ends at a place of the source that follows from the settings and the text alone, and so does what is in it: a part that is
-gone can be made again from the place that the one before it, or a checkpoint, remembers. `packing.packer` makes parts; here they
-are read. A run goes through the parts in their order and through the packs of each in an order drawn from (seed, part).
+gone can be made again from the place that the one before it, or a checkpoint, remembers. `packing.packer` makes parts and deletes
+those that are passed; here they are read. A run goes through the parts in their order and through the packs of each in an order
+drawn from (seed, part).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -28,13 +27,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from foundation.errors import InputError
-from foundation.files import replace_file
-from foundation.reading import load_object
 from packing.arrow import FIRST, MANIFEST, ArrowPacks, Packs, PacksOfOthers
 from packing.order import MixedPacks, Mixture, Order, permute, splitmix64
 from packing.settings import DataSettings
 
-STATE = "state.json"
+FAILED = "failed"
 ENDLESS = 2**62  # packs, where nobody knows how many there are
 LOOK = 0.05  # seconds between two looks for a part that is still to come
 
@@ -53,25 +50,16 @@ class PartStart:
 
 
 @dataclass(frozen=True)
-class Position:
-    """Says how far a run has read one source, which a checkpoint remembers."""
-
-    start: PartStart  # of the part that the last pack was of
-    fingerprint: str  # of that part
-
-    @classmethod
-    def of(cls, record: Mapping[str, Any]) -> Position:
-        """The position of which `record` is the `asdict`."""
-        return cls(PartStart(**record["start"]), record["fingerprint"])
-
-
-@dataclass(frozen=True)
 class Part:
     """A part on disk, opened."""
 
     start: PartStart
     after: PartStart  # of the next part; its epoch is that of all documents in this one
     packs: ArrowPacks
+
+    def record(self) -> dict[str, Any]:
+        """Returns what a checkpoint keeps, so that a resume makes this part again and knows it."""
+        return {"start": asdict(self.start), "fingerprint": self.packs.fingerprint}
 
 
 def part_folder(folder: Path, number: int) -> Path:
@@ -81,102 +69,41 @@ def part_folder(folder: Path, number: int) -> Path:
 def read_part(folder: Path, start: PartStart) -> Part | None:
     """The part in `folder` that was made from `start`, None where it is not there; InputError where it is damaged."""
     path = part_folder(folder, start.number)
-    try:
-        if not (path / MANIFEST).exists():
-            return None
-        packs = ArrowPacks(path)
-    except InputError:
-        if (path / MANIFEST).exists():
-            raise
-        return None  # it has just been removed
+    if not (path / MANIFEST).exists():
+        return None
+    packs = ArrowPacks(path)
     made = packs.manifest["statistics"]["stream"]
-    part = Part(PartStart(**made["start"]), PartStart(**made["after"]), packs)
-    return part if part.start == start else None
-
-
-def remove_part(part: Path) -> None:
-    """Its manifest first: what is half deleted is no part."""
-    (part / MANIFEST).unlink(missing_ok=True)
-    shutil.rmtree(part, ignore_errors=True)
-
-
-def bytes_below(folder: Path) -> int:
-    """Returns the total size in bytes of all files below `folder`, while the run may be deleting some."""
-    total = 0
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            with suppress(FileNotFoundError):
-                total += os.stat(os.path.join(parent, name)).st_size
-    return total
-
-
-def room_for(settings: DataSettings, size: int) -> float:
-    """Returns how many bytes would be left of what packs may take, with `size` bytes more of them."""
-    return settings.stream.disk_gb * 1e9 - bytes_below(settings.packs) - size
-
-
-def check_room(settings: DataSettings, size: int, why: str) -> None:
-    """InputError where there is no room for `size` bytes of packs, which are needed now."""
-    if (room := room_for(settings, size)) < 0:
-        limit = settings.stream.disk_gb
-        raise InputError(
-            f"data.streaming.disk_gb: {limit:g} is too little: {why} {limit - room / 1e9:.3g} GB; set it to "
-            f"{(limit - room / 1e9) * 1.05:.2g} or more, or a smaller data.streaming.window, which begins another stream"
-        )
-
-
-def state_of(packs: Path) -> dict[str, Any]:
-    """Returns what the packer says: `error`, or in `waits` the part for which there is no room."""
-    return load_object(packs / STATE, "start the run again") if (packs / STATE).exists() else {}
-
-
-def leave_state(packs: Path, state: dict[str, Any]) -> None:
-    packs.mkdir(parents=True, exist_ok=True)
-    replace_file(packs / STATE, json.dumps(state).encode())
-
-
-class Packing(Protocol):
-    """Who makes the parts, as the process that has started it sees it."""
-
-    def begin(self, positions: Mapping[str, Position]) -> None:
-        """Make the parts from these on, and no others."""
-
-    def check(self) -> None:
-        """Where it has ended, leave why for all that wait for parts: `leave_state`."""
-
-    def close(self) -> None:
-        """Make no more."""
+    return Part(start, PartStart(**made["after"]), packs) if PartStart(**made["start"]) == start else None
 
 
 class SourceStream:
     """The packs of one source, by their place in its stream. One thread reads, while another may `release`."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, wait: Callable[[], None]) -> None:
+        """wait: called again and again until a part is there."""
+        self.folder, self._wait = folder, wait
         self.sample = ArrowPacks(folder / FIRST)
         self._lock = threading.Lock()
         self.begin(None)
 
-    def begin(self, position: Position | None) -> None:
-        """Close the parts that are open, and read from this one on; None: from the first."""
-        self.position = position or Position(PartStart(), self.sample.fingerprint)
+    def begin(self, record: dict[str, Any] | None) -> None:
+        """Close the parts that are open, and read from the one of this `record` on; None: from the first."""
+        self.record = record or {"start": asdict(PartStart()), "fingerprint": self.sample.fingerprint}
         self._parts: list[Part] = []  # that are open, one after another
 
-    def part_of(self, place: int, wait: Callable[[PartStart], None]) -> Part:
-        """The part with the pack at `place`, opened. Calls `wait` with its start, again and again, until it is there."""
+    def part_of(self, place: int) -> Part:
+        """The part with the pack at `place`, opened once it is there."""
         with self._lock:
             before = [part for part in self._parts if part.start.first <= place]
-        part = before[-1] if before else self._open(self.position.start, wait)
-        if place < part.start.first:
-            raise InputError(f"{self.folder}: a stream does not go back to pack {place:,}; resume from an earlier checkpoint")
+        part = before[-1] if before else self._open(PartStart(**self.record["start"]))
         while place >= part.after.first:
-            part = self._open(part.after, wait)
+            part = self._open(part.after)
         return part
 
-    def _open(self, start: PartStart, wait: Callable[[PartStart], None]) -> Part:
+    def _open(self, start: PartStart) -> Part:
         while (part := read_part(self.folder, start)) is None:
-            wait(start)
-        if start == self.position.start and part.packs.fingerprint != self.position.fingerprint:
+            self._wait()
+        if asdict(start) == self.record["start"] and part.packs.fingerprint != self.record["fingerprint"]:
             raise InputError(
                 f"{part.packs.path}: is not the part that was trained on, so its text has changed. Put the text back as it was, "
                 "of a hub's dataset by `name@revision`, and remove this folder; or begin anew with another data.packs and run_dir"
@@ -185,16 +112,25 @@ class SourceStream:
             self._parts.append(part)
         return part
 
-    def release(self, place: int) -> list[Part]:
-        """Packs before `place` are read no more: close their parts and return them, but for that of the last pack, which a
-        checkpoint names."""
+    def release(self, place: int) -> None:
+        """Close the parts before that of the last pack before `place`. Packs before it are read no more."""
         with self._lock:
-            read = [part for part in self._parts if part.start.first < place]
-            if read:
-                self.position = Position(read[-1].start, read[-1].packs.fingerprint)
-            passed = [part for part in self._parts if part.after.first < place]
-            self._parts = self._parts[len(passed) :]
-        return passed
+            if read := [part for part in self._parts if part.start.first < place]:
+                self.record = read[-1].record()
+            self._parts = [part for part in self._parts if part.after.first >= place]
+
+
+class Packing(Protocol):
+    """Who makes the parts, as the process that has started it sees it."""
+
+    def begin(self, starts: Mapping[str, Any]) -> None:
+        """Make the parts of each source from the start that is named, and no others. It is the `asdict` of a `PartStart`."""
+
+    def tell(self, reading: Mapping[str, tuple[int, int]]) -> None:
+        """The step at work reads these packs of each source, from one to another (exclusive); those before it may go."""
+
+    def check(self) -> None:
+        """Where it has ended, leave why in the file `FAILED`, for all that wait for parts."""
 
 
 class StreamedPacks(PacksOfOthers):
@@ -207,92 +143,60 @@ class StreamedPacks(PacksOfOthers):
     """
 
     def __init__(self, settings: DataSettings, parts: Mapping[str, DataSettings]) -> None:
-        self.path, self.settings = settings.packs, settings
-        self.sources = {name: SourceStream(part.packs) for name, part in parts.items()}
-        self.weights = dict(zip(parts, [each.weight for each in settings.sources or ()] or [1.0], strict=True))
-        first = next(iter(self.sources.values())).sample
+        self.path = settings.packs
+        self.sources = {name: SourceStream(part.packs, self._wait) for name, part in parts.items()}
+        self.weights = dict(zip(parts, settings.shares, strict=True))
+        self.samples = {name: each.sample for name, each in self.sources.items()}  # those packs of each that stay on disk
+        first = next(iter(self.samples.values()))
         self.length, self.tokenizer = first.length, first.tokenizer
-        content = [[name, each.sample.fingerprint, self.weights[name]] for name, each in self.sources.items()]
+        content = [[name, sample.fingerprint, self.weights[name]] for name, sample in self.samples.items()]
         windows = [part.stream.window for part in parts.values()]
         self.fingerprint = hashlib.sha256(json.dumps([content, windows]).encode()).hexdigest()
         self.packing: Packing | None = None
         self._leaving = threading.Event()
-        self._needed: dict[str, int] = {}  # the pack of each source up to which, exclusive, the step at work reads
 
     @cached_property
     def mixture(self) -> Mixture:
         """Which places of the stream of all packs belong to which source."""
-        tokens = tuple(each.sample.tokens / len(each.sample) for each in self.sources.values())
+        tokens = tuple(sample.tokens / len(sample) for sample in self.samples.values())
         return Mixture(tuple(self.sources), (ENDLESS,) * len(tokens), tuple(self.weights.values()), tokens)
-
-    @property
-    def samples(self) -> dict[str, ArrowPacks]:
-        """For each source, those packs of its beginning that stay on disk."""
-        return {name: each.sample for name, each in self.sources.items()}
 
     def __len__(self) -> int:
         return ENDLESS
 
     def locate(self, index: int) -> tuple[Packs, int]:
         place, number = divmod(index, len(self.sources))
-        part = self.part_of(list(self.sources)[number], place)
+        part = list(self.sources.values())[number].part_of(place)
         return part.packs, place - part.start.first
 
-    def part_of(self, name: str, place: int) -> Part:
-        """The part of this source with the pack at `place` of its stream."""
-        return self.sources[name].part_of(place, lambda start: self._wait(name, start))
-
-    def _wait(self, name: str, start: PartStart) -> None:
-        """Look whether the part that begins there is still to come, and give it a moment."""
+    def _wait(self) -> None:
+        """Give a part a moment to come; InputError where none comes any more."""
         if self._leaving.wait(LOOK):
-            raise InputError(f"{self.path}: nobody waits for part {start.number} any more")
-        if failure := self.failure:
-            raise InputError(failure)
-        waits = state_of(self.path).get("waits", {})
-        needed = start.first < self._needed.get(name, 0) and (waits.get("source"), waits.get("part")) == (name, start.number)
-        if self.packing is not None and needed:  # it deletes what is passed, and nothing is before the step is done
-            try:
-                check_room(self.settings, waits["bytes"], "a step reads packs of")
-            except InputError as error:
-                leave_state(self.path, {"error": str(error)})
-                raise
-
-    @property
-    def failure(self) -> str | None:
-        """Why no more parts come, as far as this process can tell; None while they do."""
+            raise InputError(f"{self.path}: nobody waits for packs any more")
         if self.packing is not None:
             self.packing.check()
-        return state_of(self.path).get("error")
-
-    def verify(self) -> None:
-        for sample in self.samples.values():
-            sample.verify()
-
-    # ── Where the run is ──────────────────────────────────────────────────────────────────────────────────────────────────────
+        if (file := self.path / FAILED).exists():
+            raise InputError(file.read_text(encoding="utf-8"))
 
     def begin(self, record: Mapping[str, Any] | None) -> None:
         """Go on from what `record` returned for a checkpoint; from the beginning for None."""
         for name, source in self.sources.items():
-            source.begin(record and Position.of(record[name]))
+            source.begin(record and record[name])
         if self.packing is not None:
-            self.packing.begin(self._positions)
-
-    @property
-    def _positions(self) -> dict[str, Position]:
-        return {name: source.position for name, source in self.sources.items()}
+            self.packing.begin({name: each["start"] for name, each in self.record().items()})
 
     def record(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps of the positions, after `reads`."""
-        return {name: asdict(position) for name, position in self._positions.items()}
+        """Returns what a checkpoint keeps of where each source is, after `reads`."""
+        return {name: source.record for name, source in self.sources.items()}
 
     def reads(self, places: range) -> None:
         """The next step reads the packs at `places` of the stream of all sources, and no process reads what is before."""
         self._leaving.clear()
-        self._needed = dict(zip(self.sources, map(int, self.mixture.packs_before(places.stop)), strict=True))
-        for source, first in zip(self.sources.values(), self.mixture.packs_before(places.start), strict=True):
-            for part in source.release(int(first)):
-                if self.packing is not None and part.packs.path.name != FIRST:
-                    remove_part(part.packs.path)
+        begins, ends = ([int(n) for n in self.mixture.packs_before(place)] for place in (places.start, places.stop))
+        for source, begin in zip(self.sources.values(), begins, strict=True):
+            source.release(begin)
+        if self.packing is not None:
+            self.packing.tell(dict(zip(self.sources, zip(begins, ends, strict=True), strict=True)))
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -311,16 +215,16 @@ class StreamOrder(Order):
 
     def packs_of_source(self, number: int, places: np.ndarray) -> np.ndarray:
         """Each place has another pack of its part."""
+        source = list(self.packs.sources.values())[number]
         # Sources must not go through their parts in the same order, nor epochs through the same part.
         key = splitmix64(splitmix64(splitmix64(np.uint64([self.seed])) + np.uint64(number)))
         packs, done = np.empty_like(places), 0
         while done < len(places):
-            part = self.packs.part_of(list(self.packs.sources)[number], int(places[done]))
+            part = source.part_of(int(places[done]))
             first, end = part.start.first, part.after.first
             within = places[done : int(np.searchsorted(places, end))] - first
-            packs[done : done + len(within)] = first + permute(
-                within, end - first, splitmix64(key + np.uint64(part.start.number))
-            )
+            of_part = permute(within, end - first, splitmix64(key + np.uint64(part.start.number)))
+            packs[done : done + len(within)] = first + of_part
             done += len(within)
         return packs * len(self.packs.sources) + number
 
@@ -341,8 +245,8 @@ class StreamOrder(Order):
 
     def _reached(self, step: int) -> dict[str, Part]:
         """Returns for each source the part with its last pack before `step`, or its first part where there is no such pack."""
-        before = self.mixture.packs_before(self.places_of_step(step).start)
-        return {name: self.packs.part_of(name, max(int(n) - 1, 0)) for name, n in zip(self.packs.sources, before, strict=True)}
+        before = zip(self.packs.sources.items(), self.mixture.packs_before(self.places_of_step(step).start), strict=True)
+        return {name: source.part_of(max(int(n) - 1, 0)) for (name, source), n in before}
 
 
 def order_of(packs: Packs, packs_per_step: int, seed: int, shift: int = 0) -> Order:

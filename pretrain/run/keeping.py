@@ -82,13 +82,13 @@ class Stop(IntEnum):
 
 
 def reason_to_stop(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int:
-    """The signal that has come, or one of `Stop`: the checkpoint being written cannot be, or no more packs come of a stream, or
-    those of the next of `steps` cannot be read; else 0. Before this run's first step, when nothing can be lost, signals alone. A
-    rank knows only of the files that it writes and the packs that it reads itself; every rank knows that no more packs come."""
+    """The signal that has come, or one of `Stop`: the checkpoint being written cannot be, or the packs of the next of `steps`
+    cannot be read, or come no more; else 0. Before this run's first step, when nothing can be lost, signals alone. A rank knows
+    only of the files that it writes and the packs that it reads itself."""
     if run.state.step > run.resumed_step:
         if run.checkpoints.failed:
             return Stop.SAVE_FAILED
-        if (run.stream and run.stream.failure) or steps.failure:
+        if steps.failure:
             return Stop.PACKS_FAILED
     return stop.requested or 0
 
@@ -125,8 +125,7 @@ def _save_if_good(run: Run) -> None:
 def _why_no_packs(run: Run, steps: Prefetch[StepBatches]) -> BaseException:
     """The error to raise once the step in memory is saved."""
     step, error = run.state.step, steps.failure
-    reason = (run.stream.failure if run.stream else None) or error
-    reason = reason or "another process or machine has no more packs, and says why"
+    reason = error or "another process or machine has no more packs, and says why"
     if error is None or isinstance(error, InputError):
         return InputError(f"{reason}. Step {step} is saved")
     error.add_note(f"Step {step} is saved")

@@ -21,10 +21,10 @@ from packing import arrow, stream
 from packing.__main__ import main
 from packing.arrow import FIRST
 from packing.batch import BatchStream
-from packing.packer import PackerProcess, PartMaker, pack_ahead, prepare
+from packing.packer import PackerProcess, PartMaker, bytes_below, pack_ahead, prepare
 from packing.settings import DataSettings
 from packing.store import open_packs, training_parts
-from packing.stream import Position, StreamedPacks, bytes_below, order_of, state_of
+from packing.stream import PartStart, StreamedPacks, order_of
 
 LENGTH, STEP = 32, 6  # tokens of a pack, packs of a step
 
@@ -35,12 +35,15 @@ class PackingHere(ExitStack):
     def __init__(self, data: DataSettings) -> None:
         super().__init__()
         self.data, self.most, self.steps = data, 0, iter(())
-        self.makers = {name: PartMaker(part, 1) for name, part in training_parts(data).items()}
-        for maker in self.makers.values():
-            self.enter_context(maker.workers)
+        self.makers = {name: self.enter_context(PartMaker(part, 1)) for name, part in training_parts(data).items()}
 
-    def begin(self, positions: Mapping[str, Position]) -> None:
-        self.steps = pack_ahead(self.data, self.makers, positions)
+    def begin(self, starts: Mapping[str, Any]) -> None:
+        self.reading = dict.fromkeys(starts, (0, 0))
+        parts = {name: PartStart(**each) for name, each in starts.items()}
+        self.steps = pack_ahead(self.data, self.makers, parts, self.reading)
+
+    def tell(self, reading: Mapping[str, tuple[int, int]]) -> None:
+        self.reading.update(reading)
 
     def check(self) -> None:
         next(self.steps, None)
@@ -221,14 +224,14 @@ def documents_in(pack: Any) -> list[list[int]]:
 
 
 def test_a_disk_too_small_for_a_step_says_what_would_do(values: dict[str, Any], tmp_path: Path) -> None:
-    data = streamed(values, tmp_path / "packs", disk_gb=0.00015)
+    data = streamed(values, tmp_path / "packs", disk_gb=0.0001)
     with PackingHere(data) as packing:
         packs = packed_by(packing, data)
         order = order_of(packs, 250, seed=1)  # a step of several parts
         packs.reads(order.places_of_step(0))
-        with pytest.raises(InputError, match=r"disk_gb: 0.00015 .* set it to") as refused:
+        with pytest.raises(InputError, match=r"disk_gb: 0.0001 .* set it to") as refused:
             order.packs_of_step(0)
-    assert float(re.search(r"set it to (\S+) or more", str(refused.value))[1]) > 0.00015
+    assert float(re.search(r"set it to (\S+) or more", str(refused.value))[1]) > 0.0001
 
 
 def test_text_that_has_changed_where_a_run_goes_on_is_refused(values: dict[str, Any], tmp_path: Path) -> None:
@@ -264,9 +267,6 @@ def test_packs_come_from_a_process_of_their_own_whose_end_is_told(values: dict[s
                 order.packs_of_step(10**4)
     finally:
         packing.close()
-    again = PackerProcess(data)  # what was left of it is no hindrance
-    assert not state_of(data.packs)
-    again.close()
     bad = tmp_path / "bad.jsonl"
     bad.write_text(Path(values["source"]).read_text() + '{"tixt": "a"}\n')
     data = streamed(values | {"source": str(bad)}, tmp_path / "of bad")

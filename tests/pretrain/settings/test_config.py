@@ -60,7 +60,7 @@ WEIGHTED = [{"source": "a", "weight": 0.5}, {"source": "b", "weight": 0.5, "text
 
 
 def parts_of(recipe: Recipe) -> list[dict]:
-    return [part.model_dump() for part in text_parts(recipe.data).values()]
+    return [part.model_dump() for part in text_parts(recipe.data)]
 
 
 @pytest.mark.parametrize(
