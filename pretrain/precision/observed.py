@@ -210,10 +210,6 @@ class ProductObserver:
         self._findings: list[_Finding] = []
         self._generator = generators(seed)
 
-    @property
-    def multiplying(self) -> bool:
-        return bool(self._calls)
-
     @contextmanager
     def during(self, names: Sequence[str], gemm: str, scales: tuple[Scales, Scales] | None = None) -> Iterator[None]:
         """What is multiplied inside is `gemm` of the linears called `names`; `scales`: of an emulated product's operands.

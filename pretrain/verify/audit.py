@@ -11,28 +11,25 @@ from __future__ import annotations
 import random
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from foundation.errors import InputError
 from pretrain.model.gradients import was_reached
 from pretrain.model.loss.head import LossHead
 from pretrain.model.packed import PackedLanguageModel
-from pretrain.precision.observed import FACTORS, OPERANDS, ObservedProduct, ProductObserver, dtype_name
+from pretrain.precision.observed import OPERANDS, ObservedProduct, ProductObserver, dtype_name
 from pretrain.precision.product import Backend, LowPrecisionLinear, PrecisionContext
 from pretrain.precision.scope import LINEARS, Decision
 from pretrain.precision.settings import UNQUANTIZED, ActivePrecision
-from pretrain.verify.histories import HistoryWatch
+from pretrain.verify.probe import watching_histories
 
-Entry = dict[str, Any]
+Entry = dict[str, Any]  # of audit.json's `products`: what was asked of a module, and what it did
 
 
 def observe(
@@ -41,54 +38,58 @@ def observe(
     active: ActivePrecision,
     decisions: Mapping[str, Decision],
 ) -> list[Entry]:
-    """One `_entry` for each linear and other module with matrices.
+    """One entry for each linear and other module with matrices.
 
     `run` computes a loss of one small batch; it is run once, uncompiled, and differentiated. Gradients are left for the caller to
     clear. `decisions`: what `convert` was to do; empty where nothing is quantized. InputError if a product computed in another
     precision than was decided, or not at all, and if a trained parameter was not reached.
     """
-    hf, context, fused = packed.hf, packed.context, packed.fused
-    linears = {n: m for n, m in hf.named_modules() if isinstance(m, (*LINEARS, LowPrecisionLinear))}
-    others = {n: m for n, m in hf.named_modules() if n not in linears and not isinstance(m, nn.Embedding) and matrices_of(m)}
-    stored = {name: dtype_name(matrices_of(module)[0].dtype) for name, module in (linears | others).items()}
-    context.calls_outside.clear()
-    with (
-        torch.compiler.set_stance("force_eager"),
-        observing(packed, active) as observer,
-        DtypesOfLinears(linears | others, observer) as dtypes,
-    ):
-        run().backward()
+    hf, precision = packed.hf, active.precision
+    members = packed.fused.members if packed.fused else {}
+    multiplying = {
+        name: module
+        for name, module in hf.named_modules()
+        if isinstance(module, (*LINEARS, LowPrecisionLinear)) or (matrices_of(module) and not isinstance(module, nn.Embedding))
+    }
+    low = {name for name, each in decisions.items() if each.requested == precision.name} if precision.quantized else set()
+    stored = {name: dtype_name(matrices_of(module)[0].dtype) for name, module in multiplying.items()}
+    packed.context.calls_outside.clear()
+    with torch.compiler.set_stance("force_eager"), observing(packed, active) as observer:
+        # A linear must multiply nothing beside its low-precision product; the head makes several, and is seen in these alone.
+        watched = {n: m for n, m in multiplying.items() if n not in low or not isinstance(m, LossHead)}
+        with _watching_forwards(watched, observer):
+            run().backward()
     _check_tied(hf)
 
-    members, faults, precision = fused.members if fused else {}, observer.faults(), active.precision.name
-    entries = []
-    for name, module in linears.items():
-        decision, products = decisions.get(name, Decision(name, precision)), observer.products.get(name, ())
-        effective = _multiplied(dtypes.seen[name], products, all_three=name in members)
-        entry = _entry(name, module, decision.requested, effective, stored[name], decision.reason)
-        if active.precision.quantized and decision.requested == precision:
-            wrong = [*faults.get(name, ()), *dtypes.strays[name]]
-            entry["effective"] = _effective(products, effective, context.calls_outside[name], active, wrong)
+    faults, entries = observer.faults(), []
+    for name, module in multiplying.items():
+        products, decision = observer.products.get(name, ()), decisions.get(name, Decision(name, precision.name))
+        effective, reason = _multiplied(products, all_three=name in members), decision.reason
+        is_linear = isinstance(module, (*LINEARS, LowPrecisionLinear))
+        if not is_linear:
+            # Such as the stacked experts of a mixture and their router. Nothing was asked of them, so nothing is refused: they
+            # compute as transformers wrote them, and a router may do so in FP32.
+            reason = "no linear, which is what low precision takes" if precision.quantized else None
+        entry = {
+            "name": name,
+            "module": f"fused {type(module).__name__}" if name in members else type(module).__name__,
+            "requested": decision.requested if is_linear else effective,
+            "effective": effective,
+            "products": {},  # of low precision: the operands, by their gemm
+            "backend": "torch",
+            "stored": stored[name],
+            "reason": reason,
+        }
+        if name in low:
+            entry["effective"] = _effective(products, packed.context.calls_outside[name], active, faults.get(name, ()))
             entry["products"] = {product.gemm: f"{product.left} x {product.right}" for product in products}
             entry["backend"] = active.backend
         if name in members:
-            entry |= {"module": f"fused {type(module).__name__}", "part_of": members[name].name}
+            entry["part_of"] = members[name].name
         entries.append(entry)
     _refuse(entries, active)
     _check_reached(hf)
-    # Modules whose matrices are no linear's, such as the stacked experts of a mixture and their router. Nothing was asked of
-    # them, so nothing is refused: they compute as transformers wrote them, and a router may do so in FP32.
-    reason = "no linear, which is what low precision takes" if active.precision.quantized else None
-    for name, module in others.items():
-        effective = _multiplied(dtypes.seen[name], ())
-        entries.append(_entry(name, module, effective, effective, stored[name], reason))
     return entries
-
-
-def _entry(name: str, module: nn.Module, requested: str, effective: str, stored: str, reason: str | None) -> Entry:
-    """What was asked of a module and what it did. `products`: the operands of those that ran in low precision, by their gemm."""
-    entry = {"name": name, "module": type(module).__name__, "requested": requested, "effective": effective, "products": {}}
-    return entry | {"backend": "torch", "stored": stored, "reason": reason}
 
 
 @contextmanager
@@ -120,8 +121,8 @@ def confirming(
         yield
     checked, faults = [], observer.faults()
     for name, entry in low.items():
-        ran, outside = observer.products.get(name, ()), context.calls_outside[name]
-        checked.append(entry | {"effective": _effective(ran, "not run", outside, active, faults.get(name, ()))})
+        products, outside = observer.products.get(name, ()), context.calls_outside[name]
+        checked.append(entry | {"effective": _effective(products, outside, active, faults.get(name, ()))})
     _refuse(checked, active, f" in step {step}")
 
 
@@ -129,16 +130,9 @@ def confirming(
 def confirming_histories(context: PrecisionContext, active: ActivePrecision) -> Iterator[None]:
     """Watches a step's first microbatch; raises InputError where a history of delayed scaling, or its scale, is not what the
     microbatch makes of it. Does nothing where scales come from the tensors themselves. Collective."""
-    if not context.state():
+    with watching_histories(context, active) as wrong:
         yield
-        return
-    watch = HistoryWatch(context, active)
-    context.observers.append(watch.see)
-    try:
-        yield
-    finally:
-        context.observers.remove(watch.see)
-    if wrong := watch.wrong():
+    if wrong:
         raise InputError(
             f"precision {active.precision.name!r}: {len(wrong)} delayed scales are not the ones that their histories make: "
             f"{', '.join(wrong[:5])}"
@@ -190,25 +184,36 @@ def in_short(audited: Mapping[str, Any]) -> dict[str, str]:
     return {"products": "; ".join(products), "around them": ", ".join(around)}
 
 
-def _multiplied(seen: Collection[str], observed: Sequence[ObservedProduct], *, all_three: bool = False) -> str:
-    """The precision, or else the dtypes, that a module multiplied in, by itself or in a fused product that was `observed`, of
-    which `all_three` gemms are to be seen."""
-    operands = {operand for product in observed for operand in (product.left, product.right)} or seen
-    if not operands:
+@contextmanager
+def _watching_forwards(modules: Mapping[str, nn.Module], observer: ProductObserver) -> Iterator[None]:
+    """While entered, `observer` sees what torch multiplies in the forward of each of `modules`, under its name: a cast that
+    somebody put there is seen too."""
+    own = {name: vars(module).get("forward") for name, module in modules.items()}
+    for name, module in modules.items():
+        module.forward = observer.watched(module.forward, [name], "forward")
+    try:
+        yield
+    finally:
+        for name, module in modules.items():
+            if own[name] is None:
+                del module.forward
+            else:
+                module.forward = own[name]
+
+
+def _multiplied(observed: Sequence[ObservedProduct], *, all_three: bool) -> str:
+    """The precision, or else the dtypes, that a module multiplied in, by itself or in a fused product, of which `all_three` gemms
+    are to be seen."""
+    if not observed:
         return "not run"
-    dtypes = " x ".join(sorted(operands))
+    dtypes = " x ".join(sorted({operand for product in observed for operand in (product.left, product.right)}))
     name = UNQUANTIZED[dtypes].name if dtypes in UNQUANTIZED else dtypes
     return ", ".join([name, *(_not_run(observed) if all_three else ())])
 
 
-def _effective(
-    observed: Sequence[ObservedProduct], otherwise: str, outside: int, active: ActivePrecision, faults: Sequence[str]
-) -> str:
-    """The precision's name if all three products ran on operands of its formats; else what ran. `otherwise`: where no product was
-    observed. `outside`: calls from outside the low-precision context, as of a layer that is recomputed after it was left.
-    `faults`: what else is wrong."""
-    if not observed:
-        return otherwise
+def _effective(observed: Sequence[ObservedProduct], outside: int, active: ActivePrecision, faults: Sequence[str]) -> str:
+    """The precision's name if all three products ran on operands of its formats; else what ran. `outside`: calls from outside the
+    low-precision context, as of a layer that is recomputed after it was left. `faults`: what else is wrong."""
     if outside:
         return f"{outside} calls outside the low-precision context"
     wrong = sorted({f"{p.gemm} {p.left} x {p.right}" for p in observed if not _is_expected(p, active)})
@@ -263,56 +268,6 @@ def _check_tied(hf: nn.Module) -> None:
             "the embedding, and they have become two parameters, as where the weights hold a head of their own; set "
             "`model.config.tie_word_embeddings: false`, which trains both, or name weights without such a head"
         )
-
-
-# ── What torch's own products multiply ─────────────────────────────────────────────────────────────────────────────────────────
-
-
-class DtypesOfLinears(TorchDispatchMode):
-    """While entered, collects in `seen` the dtypes of the operands of each of `linears` (modules with matrices) that runs, by
-    name. Products inside of its forward count as its own, so a cast that somebody put into a forward is seen as well. In `strays`
-    are those that a low-precision linear multiplies beside its product, which `observer` sees."""
-
-    def __init__(self, linears: Mapping[str, nn.Module], observer: ProductObserver) -> None:
-        super().__init__()
-        self.seen = defaultdict[str, set[str]](set)
-        self.strays = defaultdict[str, set[str]](set)
-        self._observer = observer
-        self._running: list[str] = []
-        self._linears = linears
-        self._hooks: list[RemovableHandle] = []
-
-    def __enter__(self) -> DtypesOfLinears:
-        for name, module in self._linears.items():
-            self._hooks.append(module.register_forward_pre_hook(partial(self._begin, name)))
-            # Called also where a recomputation is broken off as soon as it has what backward needs.
-            self._hooks.append(module.register_forward_hook(self._end, always_call=True))
-        return super().__enter__()
-
-    def __exit__(self, *raised: Any) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        super().__exit__(*raised)
-
-    def _begin(self, name: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        self._running.append(name)
-        # The LM head casts its weight to its input's dtype inside its own forward; every other linear takes it as it finds it.
-        operands = args[:1] if isinstance(module, LossHead) else (*args[:1], *matrices_of(module))
-        floats = (each for each in operands if isinstance(each, Tensor) and each.is_floating_point())
-        self.seen[name].update(dtype_name(each.dtype) for each in floats)
-
-    def _end(self, *_: Any) -> None:  # returns nothing: what a forward hook returns would replace the output
-        self._running.pop()
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if self._running and (factors := FACTORS.get(function.overloadpacket)):
-            name, dtypes = self._running[-1], [dtype_name(factor.dtype) for factor in args[factors]]
-            self.seen[name].update(dtypes)
-            if isinstance(self._linears[name], LowPrecisionLinear) and not self._observer.multiplying:
-                self.strays[name].add(f"a product of its own in {' x '.join(dtypes)}")
-        return function(*args, **(kwargs or {}))
 
 
 def matrices_of(module: nn.Module) -> list[Tensor]:

@@ -9,36 +9,33 @@ Two comparisons, since they can bear two tolerances.
 * The quantized path against the unquantized one. Each product by itself (pretrain.verify.probe): its error must be what the
   format's quantizer makes. And the gradient's norm must stay within a factor of the unquantized one's.
 
-A few whole documents (or beginnings of long ones: a token sees none after it) from all over the microbatches are compared, and
-the labels of all others are masked in the fast path. So the plain side stays cheap, while the fast path computes whole
-microbatches of the run's own packs. Every label, position and offset of the step is compared as well. Documents leak at their
-boundaries only: microbatches with boundaries inside of packs come first, and where step 0 has none its packs are cut.
+A few whole documents (or beginnings of long ones: a token sees none after it) are compared, and the labels of all others are
+masked in the fast path. So the plain side stays cheap, while the fast path computes whole microbatches of the run's own packs.
+Every label, position and offset of the step is compared as well.
 
 Both sides have to predict other tokens than the text's. Where weights predict it, its loss and gradients are the exponentials of
 distances between logits: they vanish, and what rounds a logit by a tenth changes them by a tenth of themselves, most of it in a
-few tokens, which no measure of half of the documents foretells. Of a token that is not foreseen the loss is such a distance
-itself, and its gradient is about 1. So an error of a logit counts as it is, whatever the weights were trained to.
+few tokens. Of a token that is not foreseen the loss is such a distance itself, and its gradient is about 1. So an error of a
+logit counts as it is, whatever the weights were trained to.
 
 Before each pass a microbatch is run with all parameters negated, and they are negated back: a cast or quantized copy of a weight
-that is not made again in the pass is then one of the negated weight. Real text is needed: where all tokens are the same,
-attention averages equal values whichever it sees. Dropout is off on both sides.
+that is not made again in the pass is then one of the negated weight. Dropout is off on both sides.
 """
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from itertools import zip_longest
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from foundation.attributes import holding
 from foundation.errors import InputError
@@ -49,14 +46,13 @@ from pretrain.metrics.health import TrainingHalted
 from pretrain.model.distributed import local_part
 from pretrain.model.gradients import gradient_of
 from pretrain.model.packed import PackedLanguageModel, forward_backward
-from pretrain.optimizer.adamw import clear_gradients
+from pretrain.optimizer.adamw import clear_gradients, gradient_norm
 from pretrain.plan.remedies import is_out_of_memory
 from pretrain.precision.settings import ActivePrecision
-from pretrain.verify.comparison import LEEWAY, SHOWN, Comparison, Distance, distances, judge, mixtures_in, total_of
-from pretrain.verify.probe import ProductParity, ProductProbe
+from pretrain.verify.comparison import LEEWAY, TensorParity, distances, judge, mixtures_in
+from pretrain.verify.probe import ProductParity, ProductProbe, watching_histories
 from pretrain.verify.reference_model import (
     Document,
-    Pass,
     differences,
     documents_in,
     documents_of,
@@ -69,95 +65,47 @@ MICROBATCHES = 2  # of each rank: the first quantizes the weights, and the secon
 TOKENS, DOCUMENTS = 2048, 6  # of each rank, at most, that the plain side computes
 PLAIN_BYTES = 16  # a parameter: plain weights, their gradient, one to compare with, and sums of products, in FP32
 LONGEST = TOKENS // 2  # of one document
-DIFFERENT = 16  # tokens, at least, that a text has whose parity says something of every other text
+DIFFERENT = 16  # tokens, at least, that a text has whose equal rows do not err alike by chance, as a nucleotide's do
 NOISES = ("jitter_noise", "input_jitter_noise")  # on what a mixture's experts and router take in training, as modules call it
 TAUGHT = 2  # passes in which delayed scaling sees the gradients of other labels: in each, what scales cut reaches less far
 NORM_RATIO = 2.0  # by which the quantized gradient's norm may be off the unquantized one's; healthy FP4 stays within 1.3
 FP32_OF_BF16 = 2.0**-8  # FP32 rounds 2^16 times finer than the BF16 that is measured; the rest is for another order of sums
+SHOWN = 10  # the worst of a table
 ROUTED = (
     " The model chooses experts for each token: rounding in BF16 may choose others, and many such tokens are more than is "
     "tolerated with nothing wrong. `precision=fp32 weights=fp32` compares without, if no router draws by chance: its jitter is 0."
 )
 
-Labels = TypeVar("Labels", np.ndarray, Tensor)
 
-
-@dataclass(frozen=True)
-class Text:
-    """What was compared, over all ranks but for `different`, which is a rank's least."""
-
-    tokens: int  # that have a label
-    documents: int
-    inside: int  # documents that begin inside of a pack, where another could leak into them
-    different: int  # tokens
-
-
-@dataclass(frozen=True)
-class QuantizedFigures:
-    """Loss and gradient norm of the quantized path beside the unquantized one's."""
-
-    loss: float
-    reference_loss: float
-    gradient_norm: float
-    reference_norm: float
-
-    @property
-    def norm_ratio(self) -> float:
-        return self.gradient_norm / self.reference_norm if self.reference_norm else 1.0 if not self.gradient_norm else math.inf
-
-
-@dataclass(frozen=True)
+@dataclass
 class Parity:
-    """What the comparison showed. `products` and what follows are empty where nothing is quantized."""
+    """What the comparison showed. Losses are means over the tokens compared (nats), gradient norms those of their sum over the
+    step's tokens. What belongs to quantized products is empty where nothing is quantized."""
 
-    batch: tuple[str, ...]  # in what the microbatches are not the packs of step 0
-    text: Text
-    plain: Comparison
-    seconds: dict[str, float]
-    mixture: bool  # the model chooses experts for each token
-    products: tuple[ProductParity, ...] = ()  # the worst first
-    histories: tuple[str, ...] = ()
-    quantized: QuantizedFigures | None = None
-    elsewhere: bool = False  # another process found a mismatch, and this one none
-
-    @property
-    def failures(self) -> list[str]:
-        lines = [f"batch: {line}" for line in self.batch] + self.plain.failures
-        if self.text.tokens and not self.text.inside:
-            lines.append("no boundary between documents was looked at: packs are too short to hold two")
-        if wrong := [each for each in self.products if each.excess > 1]:
-            worst = ", ".join(f"{each.name} {each.gemm} ({each.excess:.3g})" for each in wrong[:SHOWN])
-            lines.append(
-                f"{len(wrong)} of {len(self.products)} low-precision products are not what the format makes; how many times over "
-                f"what is tolerated: {worst}"
-            )
-        if self.histories:
-            lines.append(f"delayed scaling: scale or history of {len(self.histories)} operands, {self.histories[0]} among them")
-        if (q := self.quantized) and not (math.isfinite(q.loss) and 1 / NORM_RATIO <= q.norm_ratio <= NORM_RATIO):
-            losses, norms = f"{q.loss:.6f} and {q.reference_loss:.6f}", f"{q.gradient_norm:.4g} and {q.reference_norm:.4g}"
-            lines.append(f"quantized path and unquantized one: loss {losses}, gradient norm {norms}")
-        return lines or (["of another process"] if self.elsewhere else [])
+    failures: list[str]  # a line for each mismatch
+    tokens: int  # compared, over all ranks: those that have a label
+    loss: float  # of the packed path with its quantization off
+    reference_loss: float  # of plain transformers
+    loss_tolerated: float  # how far the two may be apart
+    gradient_norm: float
+    tensors: Sequence[TensorParity]  # the worst first
+    products: Sequence[ProductParity] = ()  # the worst first
+    quantized_loss: float | None = None
+    quantized_gradient_norm: float | None = None
 
     def summary(self) -> str:
         """In one line how far apart the sides are."""
-        if not self.text.tokens:
-            return "parity with plain transformers: nothing to compare, as no document of the first microbatches has a label"
-        loss, worst = self.plain.loss - self.plain.reference_loss, self.plain.tensors[0].excess
+        loss, worst = self.loss - self.reference_loss, self.tensors[0].excess
         text = f"parity with plain transformers: loss {loss:+.1e}, gradients at {worst:.0%} of what is tolerated at worst"
-        if self.text.different < DIFFERENT:
-            text += f"; the text has {self.text.different} different tokens, which tell little"
-        if self.quantized and self.products:
-            products = f"{len(self.products)} products at {self.products[0].excess:.0%}"
-            text += f"; quantized: {products}, gradient's norm x {self.quantized.norm_ratio:.2f}"
+        if self.products:
+            text += f"; quantized: {len(self.products)} products at {self.products[0].excess:.0%}"
         return text
 
     def record(self) -> dict[str, Any]:
-        """What audit.json says: the figures, the worst tensors, what was tolerated and what failed."""
-        record = {"failures": self.failures, "compared": asdict(self.text), "plain": self.plain.record(), "seconds": self.seconds}
-        if self.quantized:
-            products = {"compared": len(self.products), "worst": [asdict(each) for each in self.products[:SHOWN]]}
-            record |= {"quantized": asdict(self.quantized), "products": products}
-        return record
+        """What audit.json says: the figures, the worst tensors and products, and how many there were."""
+        counts = {"tensors_compared": len(self.tensors), "products_compared": len(self.products)}
+        worst = {"tensors": self.tensors[:SHOWN], "products": self.products[:SHOWN]}
+        return asdict(replace(self, **worst)) | counts
 
     def require(self) -> None:
         """TrainingHalted with what differs and what to try, unless all is within the tolerance."""
@@ -168,7 +116,8 @@ class Parity:
             "Nothing has been trained; audit.json has all figures. `precision=bf16`, `model.compile=none`, `model.fused=off` and "
             "`model.attention=sdpa`, one by one, tell what is at fault; `parity=off` trains all the same."
         )
-        raise TrainingHalted(0, "\n".join(lines) + (ROUTED if self.mixture else ""))
+        mixture = mixtures_in(tensor.name for tensor in self.tensors)
+        raise TrainingHalted(0, "\n".join(lines) + (ROUTED if mixture else ""))
 
 
 def check_parity(
@@ -191,7 +140,9 @@ def check_parity(
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []), check.context.preserving_state():
             parity = check.run(step, packs, mask_boundaries)
-            return replace(parity, elsewhere=check.over_ranks(len(parity.failures)) > 0)
+        if check.over_ranks(len(parity.failures)) and not parity.failures:
+            parity.failures.append("of another process")
+        return parity
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -215,114 +166,97 @@ class _Check:
     ) -> None:
         self.packed, self.optimizer, self.active, self.accelerator = model, optimizer, active, accelerator
         self.hf, self.context = model.hf, model.context
-        self.mixture = bool(mixtures_in(name for name, _ in self.hf.named_parameters()))
-        self.seconds: dict[str, float] = {}
 
     def run(self, step: StepBatches, packs: Sequence[Pack], mask_boundaries: bool) -> Parity:
+        valid_tokens = sum(each.valid_tokens for pack in packs for each in documents_of(pack, mask_boundaries=mask_boundaries))
         documents = documents_in(step.microbatches, packs, mask_boundaries=mask_boundaries)
-        of_packs = [document for pack in packs for document in documents_of(pack, mask_boundaries=mask_boundaries)]
-        valid_tokens = sum(document.valid_tokens for document in of_packs)
-        batch = self._wrong_in(step, documents, packs, valid_tokens)
-        length = step.microbatches[0].max_seqlen
-        microbatches, documents = with_boundaries(step.microbatches, documents, length, mask_boundaries=mask_boundaries)
-        chosen = chosen_of(documents, length)
-        microbatches = [labelled(*each) for each in zip(microbatches, chosen, strict=True)]
-        others = partial(other_labels, vocabulary=self.hf.config.get_text_config().vocab_size)
-        step = replace(step, microbatches=[replace(each, labels=others(each.labels)) for each in microbatches])
-        compared = [replace(document, targets=others(document.targets)) for of_batch in chosen for document in of_batch]
+        failures = list(wrong_in(step, documents, packs, valid_tokens))
+        microbatches, documents = list(step.microbatches[:MICROBATCHES]), documents[:MICROBATCHES]
+        length = microbatches[0].max_seqlen
+        if not any(each.begin % length and each.valid_tokens for of_batch in documents for each in of_batch):
+            microbatches[0], documents[0] = cut_into_quarters(microbatches[0], mask_boundaries=mask_boundaries)
+        chosen, vocabulary = chosen_of(documents, length), self.hf.config.get_text_config().vocab_size
+        step = replace(step, microbatches=[labelled(*each, vocabulary) for each in zip(microbatches, chosen, strict=True)])
+        compared = [replace(each, targets=other_labels(each.targets, vocabulary)) for of_batch in chosen for each in of_batch]
+        tokens = max(self.over_ranks(sum(each.valid_tokens for each in compared)), 1)
+        different = {token for each in compared for token in each.tokens.tolist()}
+        is_varied = self.over_ranks(len(different), min) >= DIFFERENT
+        mean_over = max(valid_tokens, 1) / tokens  # a loss is a sum over the step's tokens
 
-        with self._timed("plain"):
-            reference, noise, loss_noise = self._plain_passes(compared, max(valid_tokens, 1))
-        tokens = self.over_ranks(sum(document.valid_tokens for document in compared))
-        text = self._text(compared, int(tokens), length)
-        share = max(tokens, 1) / max(valid_tokens, 1)
-
-        with training_without_dropout(self.packed), self._loss_in_chunks(step):
-            with self._timed("unquantized"), holding(self.context, quantizing=False):
-                if self.packed.fused:
-                    self._spoil_copies(step)
-                unquantized = self._pass(step)
-            apart = distances(unquantized.gradients, reference.gradients)
-            dtypes = {self.context.compute_dtype, *(g.dtype for g in unquantized.gradients.values() if g is not None)}
-            resolution = FP32_OF_BF16 if dtypes == {torch.float32} else 1.0  # gradients may add up in BF16
-            plain = Comparison(
-                loss=unquantized.loss / share,
-                reference_loss=reference.loss / share,
-                # Equal tokens err alike.
-                loss_tolerated=loss_noise * resolution * (1.0 if text.different >= DIFFERENT else LEEWAY),
-                gradient_norm=total_of(apart).measured,
-                reference_norm=total_of(apart).reference,
-                tensors=judge(apart, noise, resolution, tokens),
-            )
-            parity = Parity(tuple(batch), text, plain, self.seconds, self.mixture)
-            # Rounding equal rows by chance errs alike in all of them, and then a sample says nothing.
-            if not self.active.precision.quantized or text.different < DIFFERENT:
-                return parity
-            del reference
-            kept = {name: None if g is None else g.detach().clone() for name, g in unquantized.gradients.items()}
-            return self._quantized(parity, step, Pass(unquantized.loss, kept), share)
-
-    def _quantized(self, parity: Parity, step: StepBatches, unquantized: Pass, share: float) -> Parity:
-        with self._timed("quantized"):
-            for _ in range(TAUGHT if self.context.state() else 0):
-                self._pass(step)
-            self._spoil_copies(step)
-            probe = ProductProbe(self.packed, self.active)
-            with probe.watching():
-                quantized = self._pass(step)
-            total = total_of(distances(quantized.gradients, unquantized.gradients))
-        return replace(
-            parity,
-            products=tuple(probe.products()),
-            histories=tuple(probe.wrong_histories),
-            quantized=QuantizedFigures(quantized.loss / share, unquantized.loss / share, total.measured, total.reference),
-        )
-
-    def _wrong_in(
-        self, step: StepBatches, documents: list[list[Document]], packs: Sequence[Pack], valid_tokens: int
-    ) -> list[str]:
-        lines = []
-        for number, (batch, of_batch) in enumerate(zip(step.microbatches, documents, strict=True)):
-            if wrong := differences(batch, of_batch):
-                lines.append(f"{', '.join(wrong)} of microbatch {number} are not those of the packs of step 0")
-        if step.valid_tokens != valid_tokens:
-            lines.append(f"{step.valid_tokens} tokens of step 0 have a label, and its packs have {valid_tokens}")
-        if step.tokens != (held := sum(len(pack.input_ids) for pack in packs)):
-            lines.append(f"step 0 counts {step.tokens} tokens, and its packs hold {held}")
-        return lines
-
-    def _text(self, compared: list[Document], tokens: int, length: int) -> Text:
-        inside = sum(document.begin % length > 0 for document in compared)
-        different = len(np.unique(np.concatenate([document.tokens for document in compared]))) if compared else 0
-        counts = (int(self.over_ranks(count)) for count in (len(compared), inside))
-        return Text(tokens, *counts, int(self.over_ranks(different, min)))
-
-    def _plain_passes(self, documents: list[Document], valid_tokens: int) -> tuple[Pass, dict[str, Distance], float]:
-        """Plain transformers in FP32; how far BF16 takes each of its gradients, and the loss of a token (root mean square).
-
-        What BF16 does is measured on half of the documents, and is that much more on all as their gradient is larger; of a
-        mixture of experts on all of them, as it sends a few tokens to other experts, which may lie in either half."""
+        advance(detail="plain")
         plain = reference_model(self.hf, self.accelerator.device)
-        measured = len(documents) if self.mixture else -(-len(documents) // 2)
-        loss = self.hf.get_output_embeddings().settings
-        first = self._summed(reference_pass(plain, documents[:measured], valid_tokens, loss))
-        rest = self._summed(reference_pass(plain, documents[measured:], valid_tokens, loss))
-        reference = Pass(first.loss + rest.loss, {name: rest.gradients[name].add_(g) for name, g in first.gradients.items()})
-        rounded = self._summed(reference_pass(in_bf16(plain), documents[:measured], valid_tokens, loss))
+        losses, reference = self._plain_pass(plain, compared, valid_tokens)
+        rounded_losses, rounded = self._plain_pass(in_bf16(plain), compared, valid_tokens)
         for parameter in plain.parameters():  # modules whose forward was replaced are cycles, which wait for the collector
             parameter.data = parameter.data.new_empty(0)
-        squares = (rounded.token_losses - first.token_losses).double().square().sum().item()
-        loss_noise = math.sqrt(self.over_ranks(squares) / max(self.over_ranks(first.token_losses.numel()), 1))
-        noise = distances(rounded.gradients, first.gradients)
-        norms = [gradient.norm(dtype=torch.float64) for gradient in reference.gradients.values()]
-        larger = torch.stack(norms).norm().item() / (total_of(noise).reference or 1.0)
-        return reference, {name: each.scaled(larger) for name, each in noise.items()}, loss_noise
+        loss_noise = math.sqrt(self.over_ranks((rounded_losses - losses).double().square().sum().item()) / tokens)
+        noise = distances(rounded, reference)
+        del rounded
 
-    def _pass(self, step: StepBatches) -> Pass:
-        """Forward and backward as a training step does them. The gradients stay where they add up until the next pass."""
+        with training_without_dropout(self.packed), self._loss_in_chunks(step):
+            advance(detail="unquantized")
+            with holding(self.context, quantizing=False):
+                if self.packed.fused:
+                    self._spoil_copies(step)
+                loss = self._pass(step) * mean_over
+            gradients = {name: gradient_of(parameter) for name, parameter in self.hf.named_parameters()}
+            dtypes = {self.context.compute_dtype, *(each.dtype for each in gradients.values() if each is not None)}
+            resolution = FP32_OF_BF16 if dtypes == {torch.float32} else 1.0  # gradients may add up in BF16
+            parity = Parity(
+                failures=failures,
+                tokens=int(tokens),
+                loss=loss,
+                reference_loss=self.over_ranks(losses.double().sum().item()) / tokens,
+                loss_tolerated=loss_noise * resolution * (1.0 if is_varied else LEEWAY),
+                gradient_norm=gradient_norm(self.packed.parameters()).item(),
+                tensors=judge(distances(gradients, reference), noise, resolution, tokens),
+            )
+            failures += wrong_in_plain(parity)
+            if self.active.precision.quantized and is_varied:
+                del reference
+                failures += self._quantized(parity, step, mean_over)
+        return parity
+
+    def _plain_pass(
+        self, plain: PreTrainedModel, documents: Sequence[Document], valid_tokens: int
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The losses of this rank's tokens, and the gradient of all ranks' losses, divided by the step's tokens."""
+        losses, gradients = reference_pass(plain, documents, self.hf.get_output_embeddings().settings)
+        for name in gradients:  # one by one, as a sum over ranks is a copy; the fast path's backward has made its own
+            gradients[name] = self.accelerator.reduce(gradients[name].div_(max(valid_tokens, 1)), reduction="sum")
+        return losses, gradients
+
+    def _quantized(self, parity: Parity, step: StepBatches, mean_over: float) -> list[str]:
+        """Compares the quantized path with the unquantized one of `parity`, which gets the figures; returns what is wrong."""
+        advance(detail="quantized")
+        for _ in range(TAUGHT if self.context.state() else 0):
+            self._pass(step)
+        self._spoil_copies(step)
+        probe = ProductProbe(self.packed, self.active)
+        with ExitStack() as watching:
+            watching.enter_context(probe.watching())
+            histories = watching.enter_context(watching_histories(self.context, self.active))
+            parity.quantized_loss = self._pass(step, watching) * mean_over
+        parity.quantized_gradient_norm = gradient_norm(self.packed.parameters()).item()
+        parity.products = probe.products()
+        lines = []
+        if wrong := [each for each in parity.products if each.excess > 1]:
+            lines.append(
+                f"{len(wrong)} of {len(parity.products)} low-precision products are not what the format makes; {_worst(wrong)}"
+            )
+        if histories:
+            lines.append(f"delayed scaling: scale or history of {len(histories)} operands, {histories[0]} among them")
+        loss, norm = parity.quantized_loss, parity.quantized_gradient_norm
+        if not (math.isfinite(loss) and parity.gradient_norm / NORM_RATIO <= norm <= parity.gradient_norm * NORM_RATIO):
+            losses, norms = f"{loss:.6f} and {parity.loss:.6f}", f"{norm:.4g} and {parity.gradient_norm:.4g}"
+            lines.append(f"quantized path and unquantized one: loss {losses}, gradient norm {norms}")
+        return lines
+
+    def _pass(self, step: StepBatches, around_first: AbstractContextManager[Any] | None = None) -> float:
+        """Forward and backward as a training step does them; returns the loss. The gradients stay where they add up until the
+        next pass."""
         clear_gradients(self.optimizer, self.packed)
-        loss = forward_backward(self.packed, step, self.accelerator).item()
-        return Pass(loss, {name: gradient_of(parameter) for name, parameter in self.hf.named_parameters()})
+        return forward_backward(self.packed, step, self.accelerator, around_first).item()
 
     def _spoil_copies(self, step: StepBatches) -> None:
         """Let whatever is kept of a weight for a step's later microbatches be that of the negated weight. Histories and scales
@@ -344,17 +278,8 @@ class _Check:
         for product in self.packed.fused.products if self.packed.fused else ():
             product.weights.forget_copy()
 
-    def _summed(self, own: Pass) -> Pass:
-        """The sum over ranks of plain passes over each rank's own packs; the fast path's backward has made it already."""
-        if self.accelerator.num_processes == 1:
-            return own
-        gradients = {name: self.accelerator.reduce(gradient, reduction="sum") for name, gradient in own.gradients.items()}
-        return Pass(self.over_ranks(own.loss), gradients, own.token_losses)
-
-    def over_ranks(self, value: float, of: Any = sum) -> float:
+    def over_ranks(self, value: float, of: Callable[[list[float]], float] = sum) -> float:
         """The sum of the ranks' values, or another function `of` them."""
-        if self.accelerator.num_processes == 1:
-            return value
         return of(self.accelerator.gather(torch.tensor([value], dtype=torch.float64, device=self.accelerator.device)).tolist())
 
     def _loss_in_chunks(self, step: StepBatches) -> AbstractContextManager[None]:
@@ -363,52 +288,63 @@ class _Check:
         half = -(-step.microbatches[0].input_ids.shape[1] // 2)
         return holding(head, settings=head.settings.model_copy(update={"chunk": min(head.settings.tokens_at_once, half)}))
 
-    @contextmanager
-    def _timed(self, what: str) -> Iterator[None]:
-        advance(detail=what)
-        began = time.perf_counter()
-        yield
-        if self.accelerator.device.type == "cuda":
-            torch.cuda.synchronize(self.accelerator.device)
-        self.seconds[what] = round(time.perf_counter() - began, 3)
+
+def wrong_in(
+    step: StepBatches, documents: Sequence[Sequence[Document]], packs: Sequence[Pack], valid_tokens: int
+) -> Iterator[str]:
+    """Yields what a step's batches hold otherwise than its packs and their `documents` say."""
+    for number, (batch, of_batch) in enumerate(zip(step.microbatches, documents, strict=True)):
+        if wrong := differences(batch, of_batch):
+            yield f"batch: {', '.join(wrong)} of microbatch {number} are not those of the packs of step 0"
+    if step.valid_tokens != valid_tokens:
+        yield f"batch: {step.valid_tokens} tokens of step 0 have a label, and its packs have {valid_tokens}"
+    if step.tokens != (held := sum(len(pack.input_ids) for pack in packs)):
+        yield f"batch: step 0 counts {step.tokens} tokens, and its packs hold {held}"
+
+
+def wrong_in_plain(parity: Parity) -> Iterator[str]:
+    """Yields what rounding does not explain between the packed path and plain transformers; not-a-number is never tolerated."""
+    if not abs(parity.loss - parity.reference_loss) <= parity.loss_tolerated:
+        yield (
+            f"loss of the packed path {parity.loss:.6f}, of plain transformers {parity.reference_loss:.6f}; tolerated is "
+            f"{parity.loss_tolerated:.2g} apart"
+        )
+    if wrong := [tensor for tensor in parity.tensors if tensor.excess > 1]:
+        yield (
+            f"gradients of {len(wrong)} of {len(parity.tensors)} tensors: the packed path is not plain transformers; "
+            f"{_worst(wrong)}"
+        )
+
+
+def _worst(wrong: Sequence[TensorParity | ProductParity]) -> str:
+    names = (each.name if isinstance(each, TensorParity) else f"{each.name} {each.gemm}" for each in wrong)
+    worst = ", ".join(f"{name} ({each.excess:.3g})" for name, each in list(zip(names, wrong, strict=True))[:SHOWN])
+    return f"how many times over what is tolerated: {worst}"
 
 
 # ── What is compared ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def with_boundaries(
-    microbatches: Sequence[Microbatch], documents: Sequence[list[Document]], length: int, *, mask_boundaries: bool
-) -> tuple[list[Microbatch], list[list[Document]]]:
-    """Chooses MICROBATCHES of a step, and their documents: those in which most documents begin inside of a pack of `length`.
-    Where none does, the first one's packs are cut into quarters, which are documents of their own then."""
-    inside = [sum(each.begin % length > 0 for each in of_batch if each.valid_tokens) for of_batch in documents]
-    places = sorted(sorted(range(len(inside)), key=lambda place: -inside[place])[:MICROBATCHES])
-    batches, of_batches = [microbatches[place] for place in places], [documents[place] for place in places]
-    if not any(inside) and any(each.valid_tokens for of_batch in of_batches for each in of_batch):
-        packs = []
-        for row in batches[0].input_ids[0].view(-1, length).numpy():
-            ends = np.unique(np.arange(5) * length // 4)
-            packs.append(Pack(row.astype(np.uint32), np.diff(ends).astype(np.int32)))
-        batches[0] = build_microbatch(packs, mask_boundaries=mask_boundaries)
-        of_batches[:1] = documents_in(batches[:1], packs, mask_boundaries=mask_boundaries)
-    return batches, of_batches
+def cut_into_quarters(batch: Microbatch, *, mask_boundaries: bool) -> tuple[Microbatch, list[Document]]:
+    """The same tokens in packs of four documents each, between which they could leak. Blank packs stay blank."""
+    length = batch.max_seqlen
+    quarters = np.diff(np.unique(np.arange(5) * length // 4)).astype(np.int32)
+    rows = batch.input_ids[0].view(-1, length).numpy()
+    packs = [Pack(row.astype(np.uint32), quarters if row.any() else quarters[:0]) for row in rows]
+    cut = build_microbatch(packs, mask_boundaries=mask_boundaries)
+    return cut, documents_in([cut], packs, mask_boundaries=mask_boundaries)[0]
 
 
 def chosen_of(documents: Sequence[Sequence[Document]], length: int) -> list[list[Document]]:
-    """Chooses the documents of each microbatch that are compared, in turns, from all over it: whole, or beginnings of long ones.
+    """Chooses the documents of each microbatch that are compared, in turns: the last ones of one, the first ones of the next, as
+    what is lost is mostly lost at an end, and what leaks may leak over every second boundary. Whole, or beginnings of long ones.
 
-    Neighbours come together, since what leaks may leak over every second boundary. First come the last two of one microbatch and
-    the first two of the next: what is lost is mostly lost at an end. One that begins inside of a pack of `length` tokens comes
-    before all, as long ones may leave no room for more."""
-    draw = np.random.default_rng(0)
+    One that begins inside of a pack of `length` tokens comes before all, as long ones may leave no room for more."""
     in_turn = []
     for number, of_batch in enumerate(documents):
-        trained = [document for document in of_batch if document.valid_tokens]
-        ends, others = (trained[:2], trained[2:]) if number % 2 else (trained[:-3:-1], trained[:-2])
-        pairs = draw.permutation(-(-len(others) // 2))
-        ends += [document for pair in pairs for document in others[2 * pair : 2 * pair + 2]]
-        first = next((document for document in ends if document.begin % length), None)
-        in_turn.append(sorted(ends, key=lambda document: document is not first))
+        trained = [document for document in of_batch if document.valid_tokens][:: 1 if number % 2 else -1]
+        first = next((document for document in trained if document.begin % length), None)
+        in_turn.append(sorted(trained, key=lambda document: document is not first))
     chosen: list[list[Document]] = [[] for _ in documents]
     room = TOKENS
     for turn in zip_longest(*in_turn):
@@ -420,18 +356,17 @@ def chosen_of(documents: Sequence[Sequence[Document]], length: int) -> list[list
     return chosen
 
 
-def labelled(batch: Microbatch, documents: Sequence[Document]) -> Microbatch:
-    """`batch` with the labels that it has in these documents, and no others."""
+def labelled(batch: Microbatch, documents: Sequence[Document], vocabulary: int) -> Microbatch:
+    """`batch` with labels in these documents alone, each of another token than its own."""
     labels = torch.full_like(batch.labels, IGNORE)
     for document in documents:
-        labels[:, document.span] = batch.labels[:, document.span]
-    return replace(batch, labels=labels, valid_tokens=int((labels != IGNORE).sum()))
+        labels[:, document.span] = other_labels(batch.labels[:, document.span], vocabulary)
+    return replace(batch, labels=labels)
 
 
-def other_labels(labels: Labels, vocabulary: int) -> Labels:
+def other_labels(labels: Tensor, vocabulary: int) -> Tensor:
     """Returns labels of other tokens, each half of the vocabulary of `vocabulary` tokens away; what is ignored stays so."""
-    ignored = labels == IGNORE
-    return (labels + vocabulary // 2) % vocabulary * ~ignored + IGNORE * ignored
+    return torch.where(labels == IGNORE, IGNORE, (labels + vocabulary // 2) % vocabulary)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Every low-precision product of a pass, beside the product that it stands for and one of operands that we quantize.
+"""Every low-precision product of a microbatch, beside the product that it stands for and one of operands that we quantize.
 
 A product is seen with its operands as they were before they were quantized, and with its result. A sample of the result, some
 rows times some columns, is computed twice more: from the operands as they are, and from what the precision's own quantizer,
@@ -21,19 +21,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import mean
-from typing import Any, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from foundation.attributes import holding
 from pretrain.model.packed import PackedLanguageModel
-from pretrain.precision.delayed_state import of_operand
+from pretrain.precision.delayed_state import PLACES, of_operand
 from pretrain.precision.formats.definition import Along, Role
 from pretrain.precision.observed import OPERANDS
-from pretrain.precision.product import Product
+from pretrain.precision.product import PrecisionContext, Product
+from pretrain.precision.quantizers.tensor import update_scale
 from pretrain.precision.settings import ActivePrecision
-from pretrain.verify.histories import HistoryWatch
 
 ROWS = 128  # of a result that is sampled, and as many columns: a multiple of every format's block
 DRAWS = 3  # of stochastic rounding
@@ -84,93 +85,75 @@ class _Sample(NamedTuple):
 
 
 class ProductProbe:
-    """Looks at the products of one quantized pass of `packed`: `watching` around the pass, `products` after it."""
+    """Looks at the products of one microbatch of `packed`: `watching` around it, `products` after it."""
 
     def __init__(self, packed: PackedLanguageModel, active: ActivePrecision) -> None:
-        self._packed, self._context, self.active = packed, packed.context, active
+        self._context, self._precision, self._settings = packed.context, active.precision, active.settings
         self._before = {name: tensor.clone() for name, tensor in packed.context.state().items()}
         self._rows: dict[tuple[str, Role], Tensor] = {}
         self._samples: dict[tuple[str, Role, Along], _Sample] = {}
         self._figures: dict[tuple[str, str], Tensor] = {}
-        self._history: HistoryWatch | None = None  # of the microbatch under way
-        self.wrong_histories: list[str] = []  # operands whose history or scale is not what the pass makes of it
-        self._microbatch = -1
         # What is laid out with the axis of the sum last is quantized alike for every product.
         self._quantize = {role: active.precision.along_features(active.settings, role) for role in get_args(Role)}
-        self._rounds_by_chance = active.settings.disable_stochastic_rounding is False
         head = packed.hf.get_output_embeddings().low_now
         self._head = head.name if head else None  # whose product is called for a chunk of tokens at a time
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Collective at its end, where histories are watched."""
-        context = self._context
-        counting = self._packed.register_forward_pre_hook(self._next_microbatch)
-        context.observers.append(self.see_operand)
-        context.result_observers.append(self.see_result)
-        try:
+        observers, result_observers = self._context.observers, self._context.result_observers
+        with holding(
+            self._context, observers=[*observers, self._see_operand], result_observers=[*result_observers, self._see_result]
+        ):
             yield
-        finally:
-            counting.remove()
-            context.observers.remove(self.see_operand)
-            context.result_observers.remove(self.see_result)
-        self._end_microbatch()
         self._samples.clear()
 
-    def _next_microbatch(self, *_: Any) -> None:
-        self._end_microbatch()
-        self._microbatch += 1
-        self._history = HistoryWatch(self._context, self.active) if self.active.precision.keeps_history else None
-
-    def _end_microbatch(self) -> None:
-        self.wrong_histories += self._history.wrong() if self._history else []
+    def _is_seen(self, name: str, key: tuple[str, ...], seen: dict) -> bool:
+        """Whether it belongs to a layer that is recomputed; of the head the last tokens stay, as documents at an end are
+        compared."""
+        return name != self._head and key in seen
 
     @torch.no_grad()
-    def see_operand(self, name: str, role: Role, tensor: Tensor, product: Product) -> None:
-        if self._history and (role != "weight" or self._microbatch == 0):  # which is quantized once a step
-            self._history.see(name, role, tensor, product)
+    def _see_operand(self, name: str, role: Role, tensor: Tensor, _: Product) -> None:
+        if self._is_seen(name, (name, role, "features"), self._samples):
+            return
         amax = tensor.abs().amax().float()
-        if self._microbatch > 0 or (name != self._head and (name, role, "features") in self._samples):
-            return  # a layer that is recomputed; of the head the last tokens stay, since the documents at an end are compared
         rows, columns = (_sampled(name, size) for size in tensor.shape)
         if role != "weight":
             rows = self._rows[name, role] = _tokens(tensor)
         # Copies: a view would keep the whole operand.
         of_rows, of_columns = tensor[rows].clone(), tensor[:, columns].clone().t()
         self._samples[name, role, "features"] = _Sample(of_rows, of_rows, amax)
-        transformed, transform = of_columns, self.active.precision.transform(self.active.settings, role)
+        transformed, transform = of_columns, self._precision.transform(self._settings, role)
         if transform is not None:
             transformed = transform(of_columns)
-            if self.active.precision.tensor_scaled:
+            if self._precision.tensor_scaled:
                 amax = transform(tensor.t()).abs().amax().float()
         self._samples[name, role, "rows"] = _Sample(of_columns, transformed, amax)
 
     @torch.no_grad()
-    def see_result(self, name: str, gemm: str, result: Tensor, bias: Tensor | None) -> None:
-        if self._microbatch > 0 or (name != self._head and (name, gemm) in self._figures):
-            return
+    def _see_result(self, name: str, gemm: str, result: Tensor, bias: Tensor | None) -> None:
         roles = OPERANDS[gemm]
         samples = [self._samples.get((name, role, along)) for role, along in zip(roles, _ALONG[gemm], strict=True)]
-        if None in samples:
+        if None in samples or self._is_seen(name, (name, gemm), self._figures):
             return
         rows = _sampled(name, len(result)) if gemm == "wgrad" else self._rows[name, roles[0]]
         columns = _sampled(name, result.shape[1])
         measured = result[rows][:, columns].float()
         added = torch.zeros((), device=result.device) if bias is None else bias.float()[columns]
+        by_chance = self._settings.disable_stochastic_rounding is False and "grad_output" in roles
         with holding(torch.backends.cuda.matmul, fp32_precision="ieee"):
             left, right = (sample.values.float() for sample in samples)
             exact = left @ right.t()
-            errors = []
-            for _ in range(DRAWS if self._rounds_by_chance and "grad_output" in roles else 1):
+            errors = [measured - added - exact]
+            for _ in range(DRAWS if by_chance else 1):
                 left, right = (self._quantized(name, *each) for each in zip(roles, samples, strict=True))
                 plain = (left @ right.t() + added).to(result.dtype).float() - added
                 errors.append(plain - exact)
-        error = measured - added - exact
-        vectors = torch.stack([exact, error, *errors]).flatten(1).double()
+        vectors = torch.stack([exact, *errors]).flatten(1).double()
         self._figures[name, gemm] = vectors @ vectors.t()
 
     def _quantized(self, name: str, role: Role, sample: _Sample) -> Tensor:
-        scale = of_operand(self._before, name, role, "scale") if self.active.precision.keeps_history else None
+        scale = of_operand(self._before, name, role, "scale") if self._precision.keeps_history else None
         return self._quantize[role](sample.to_quantize, scale, sample.amax).dequantize()
 
     def products(self) -> list[ProductParity]:
@@ -205,3 +188,58 @@ def _sampled(name: str, size: int) -> slice:
     blocks = -(-size // ROWS)
     begin = ROWS * (zlib.crc32(name.encode()) % blocks)
     return slice(begin, min(begin + ROWS, size))
+
+
+# ── Delayed scaling's histories ────────────────────────────────────────────────────────────────────────────────────────────────
+
+NOTED = 2.0**-6  # relative: an amax may be that of a norm's output before it is rounded to BF16
+OF_THE_RULE = 2.0**-20  # relative: a scale divides by what the library may multiply by
+
+
+@contextmanager
+def watching_histories(context: PrecisionContext, active: ActivePrecision) -> Iterator[list[str]]:
+    """Watches one microbatch, and fills the list that it yields as it is left: with the operands whose history did not move on by
+    one entry, the largest value of all ranks, or whose scale is not what the rule makes of its history. Of zeros it must stay as
+    it was. Empty where scales come from the tensors themselves. Collective."""
+    before = {name: tensor.clone() for name, tensor in context.state().items()}
+    amaxes: dict[Role, dict[str, Tensor]] = {role: {} for role in PLACES}
+    wrong: list[str] = []
+
+    def see(name: str, role: Role, operand: Tensor, _: Product) -> None:
+        amax = operand.abs().amax().float()
+        amaxes[role][name] = torch.maximum(amax, amaxes[role].get(name, amax))
+
+    with holding(context, observers=[*context.observers, *([see] if before else [])]):
+        yield wrong
+    for role, of_role in amaxes.items():
+        if names := sorted(of_role):
+            amax = torch.stack([of_role[name] for name in names])
+            are_wrong = _wrong_histories(names, role, amax, before, context.state(), active)
+            wrong += [f"{name} ({role})" for name, is_wrong in zip(names, are_wrong.tolist(), strict=True) if is_wrong]
+
+
+def _wrong_histories(
+    names: list[str],
+    role: Role,
+    amax: Tensor,
+    before: dict[str, Tensor],
+    after: dict[str, Tensor],
+    active: ActivePrecision,
+) -> Tensor:
+    """A bool for each of `names`, whose operands in `role` have these FP32 amaxes on this rank."""
+    if dist.is_initialized():
+        dist.all_reduce(amax, op=dist.ReduceOp.MAX)
+    (old_history, old_scale), (history, scale) = (
+        [torch.stack([of_operand(state, name, role, key) for name in names], -1) for key in ("amax_history", "scale")]
+        for state in (before, after)
+    )
+    settings = active.settings
+    rule = (active.precision.grid(settings, role).maximum, settings.margin, settings.amax_compute_algo)
+    right_history, right_scale = update_scale(torch.cat([history[-1:], old_history[1:]]), old_scale, *rule)
+    moved = (history == right_history).all(0) & torch.isclose(history[-1], amax, rtol=NOTED, atol=0)
+    moved &= torch.isclose(scale, right_scale, rtol=OF_THE_RULE, atol=0)
+    stayed = (history == old_history).all(0) & (scale == old_scale)
+    # An overflow is left to the health check (a NaN is no amax). Of a history of one microbatch nothing is left to look at.
+    judged = history.isfinite().all(0) & amax.isfinite() & (len(history) > 1)
+    never_moved = history[0] != 0
+    return (judged & ~torch.where(amax > 0, moved, stayed)) | never_moved

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -27,22 +27,12 @@ from pretrain.settings.recipe import LossSettings
 
 
 @dataclass(frozen=True)
-class Pass:
-    """What a forward and backward gave: the loss, summed over its tokens and divided by the step's (nats), and its gradients by
-    parameter name, in whatever dtype and sharding they came; None where nothing reached the parameter. `token_losses`: FP32, of
-    the tokens that have a label, where they are known."""
-
-    loss: float
-    gradients: Mapping[str, Tensor | None]
-    token_losses: Tensor | None = None
-
-
-@dataclass(frozen=True)
 class Document:
-    """Tokens [n] that see each other alone, with what each is to predict (IGNORE: nothing); from `begin` in a microbatch."""
+    """Tokens int64 [n] that see each other alone, with what each is to predict (IGNORE: nothing); from `begin` in a
+    microbatch."""
 
-    tokens: np.ndarray
-    targets: np.ndarray
+    tokens: Tensor
+    targets: Tensor
     first_position: int
     begin: int
 
@@ -60,17 +50,19 @@ def documents_of(pack: Pack, *, mask_boundaries: bool, begin: int = 0) -> list[D
 
     The last token of a document predicts nothing with `mask_boundaries`, and else the next one's first, if the pack has one.
     """
-    ends = np.cumsum(pack.lengths)
-    tokens = pack.input_ids[: pack.lengths.sum()].astype(np.int64)
-    targets = np.append(tokens[1:], IGNORE)
+    lengths = pack.lengths.tolist()
+    tokens = torch.from_numpy(pack.input_ids[: sum(lengths)].astype(np.int64))
+    targets = tokens.roll(-1)
     if pack.trained is not None:  # a token that is not to be learnt is nobody's target
-        targets[:-1][~pack.trained[1 : len(tokens)]] = IGNORE
-    if mask_boundaries:
-        targets[ends - 1] = IGNORE
-    documents = []
-    for first, end in zip(ends - pack.lengths, ends, strict=True):
+        targets[:-1][torch.from_numpy(~pack.trained[1 : len(tokens)])] = IGNORE
+    documents, first = [], 0
+    for length in lengths:
+        end = first + length
+        if mask_boundaries or end == len(tokens):
+            targets[end - 1] = IGNORE
         first_position = pack.first_position if first == 0 else 0
-        documents.append(Document(tokens[first:end], targets[first:end], first_position, begin + int(first)))
+        documents.append(Document(tokens[first:end], targets[first:end], first_position, begin + first))
+        first = end
     return documents
 
 
@@ -91,14 +83,14 @@ def documents_in(microbatches: Sequence[Microbatch], packs: Iterable[Pack], *, m
 def differences(batch: Microbatch, documents: Sequence[Document]) -> list[str]:
     """Says how a microbatch differs from the documents that it should hold; empty where it does not."""
     size = batch.input_ids.shape[1]
-    expected = {"input_ids": batch.input_ids[0].numpy().copy(), "labels": np.full(size, IGNORE)}
-    expected["position_ids"] = batch.position_ids[0].numpy().copy()
+    ids, positions, labels = batch.input_ids.clone(), batch.position_ids.clone(), torch.full_like(batch.labels, IGNORE)
     ends = {0, size, *range(0, size, batch.max_seqlen)}  # a pack's padding is an attention of its own
     for each in documents:
-        expected["input_ids"][each.span], expected["labels"][each.span] = each.tokens, each.targets
-        expected["position_ids"][each.span] = each.first_position + np.arange(len(each.tokens))
+        ids[0, each.span], labels[0, each.span] = each.tokens, each.targets
+        positions[0, each.span] = each.first_position + torch.arange(len(each.tokens))
         ends |= {each.span.start, each.span.stop}
-    wrong = [name for name, values in expected.items() if not np.array_equal(getattr(batch, name)[0].numpy(), values)]
+    expected = {"input_ids": ids, "labels": labels, "position_ids": positions}
+    wrong = [name for name, values in expected.items() if not torch.equal(getattr(batch, name), values)]
     return wrong + ([] if set(batch.cu_seqlens.tolist()) == ends else ["cu_seqlens"])
 
 
@@ -130,10 +122,10 @@ def in_bf16(plain: PreTrainedModel) -> PreTrainedModel:
 
 
 def reference_pass(
-    plain: PreTrainedModel, documents: Iterable[Document], valid_tokens: int, loss: LossSettings | None = None
-) -> Pass:
-    """Forward and backward of each document alone. The sum of losses, with the penalty that `loss` asks for, is divided by
-    `valid_tokens`, of a whole step if need be.
+    plain: PreTrainedModel, documents: Iterable[Document], loss: LossSettings | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Forward and backward of each document alone: the losses of all tokens that have a label (nats, FP32), with the penalty that
+    `loss` asks for, and the gradient of their sum, by parameter name.
 
     Gradients add up in FP32 whatever the parameters are: what BF16 loses in a document is to be seen, not what a sum of many
     loses.
@@ -147,18 +139,18 @@ def reference_pass(
     for document in documents:
         if not document.valid_tokens:  # a document of one token
             continue
-        ids, labels = (torch.from_numpy(each).to(device) for each in (document.tokens, document.targets))
+        ids, labels = document.tokens.to(device), document.targets.to(device)
         positions = torch.arange(document.first_position, document.first_position + len(ids), device=device)
         logits = plain(input_ids=ids[None], position_ids=positions[None], use_cache=False).logits[0].float()
         token_losses = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="none")
         if loss and loss.penalty:
-            token_losses = token_losses + loss.penalty_weight * _penalties(logits, loss).where(labels != IGNORE, 0.0)
-        (token_losses.sum() / valid_tokens).backward()
-        losses.append(token_losses.detach()[labels != IGNORE])
+            token_losses = token_losses + loss.penalty_weight * _penalties(logits, loss)
+        token_losses = token_losses[labels != IGNORE]
+        token_losses.sum().backward()
+        losses.append(token_losses.detach())
     for hook in hooks:
         hook.remove()
-    token_losses = torch.cat(losses)
-    return Pass(token_losses.double().sum().item() / valid_tokens, gradients, token_losses)
+    return torch.cat(losses), gradients
 
 
 def _move_gradient(total: Tensor, parameter: nn.Parameter) -> None:

@@ -87,7 +87,7 @@ def test_a_sound_run_passes_with_weights_whose_loss_is_next_to_nothing(
     """As a fresh one does: with as much to spare."""
     parity = trained(precision, **options).parity()
     assert parity.failures == []
-    assert parity.plain.tensors[0].excess < 0.8
+    assert parity.tensors[0].excess < 0.8
 
 
 @pytest.mark.parametrize(
@@ -112,10 +112,9 @@ def test_a_fault_is_caught_with_weights_whose_loss_is_next_to_nothing(
 @given(st.lists(st.integers(-1, 2**31 - 2), min_size=1, max_size=20), st.integers(0, 2**31 - 2))
 def test_other_labels_are_in_the_vocabulary_and_never_the_texts_own(labels: list[int], more: int) -> None:
     vocabulary = max(*labels, 0, 1) + 1 + min(more, 2**31 - 2 - max(*labels, 0, 1))
-    own = np.array([IGNORE if label < 0 else label for label in labels], dtype=np.int64)
+    own = torch.tensor([IGNORE if label < 0 else label for label in labels])
     others = other_labels(own, vocabulary)
     trained = own != IGNORE
     assert ((others == IGNORE) == ~trained).all() and (others[trained] != own[trained]).all()
     assert (others[trained] >= 0).all() and (others[trained] < vocabulary).all()
-    assert len(np.unique(others)) == len(np.unique(own)), "as many different ones"
-    assert other_labels(torch.from_numpy(own), vocabulary).tolist() == others.tolist()
+    assert len(others.unique()) == len(own.unique()), "as many different ones"
