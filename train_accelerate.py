@@ -93,12 +93,12 @@ def launch(arguments: argparse.Namespace) -> int:
 
 def carry_out(job: Job, *surroundings: Any) -> int:
     """Build the run, train it, and finish unless a signal came first; returns the signal's number, or 0."""
-    with command_line.explaining_errors(job):
+    with command_line.explaining_errors():
         run = build(job, *surroundings)
     if run is None:
         return 0
     try:
-        with command_line.explaining_errors(job, run):
+        with command_line.explaining_errors(run):
             if run.begins and job.recipe.model.weights_source is not None:  # what the weights knew before
                 evaluate.evaluate_once(run)
                 run.best = None  # the untrained model is no candidate for the best checkpoint

@@ -38,9 +38,9 @@ from packing.prepare import (
     summary,
     usable_cores,
 )
-from packing.records import Counts, TextTemplate, records_of
+from packing.records import Counts, records_of
 from packing.settings import DataSettings
-from packing.sources import CHUNK_BYTES, Place, SourceAbsent, open_source
+from packing.sources import CHUNK_BYTES, Place, open_source
 from packing.store import text_parts, training_parts
 from packing.stream import FAILED, LOOK, PartStart, part_folder, read_part
 from packing.tokenizer import load_tokenizer
@@ -68,29 +68,6 @@ def prepare(settings: DataSettings, progress: bool = True) -> Path:
                     continue
         say(f"{part.packs}: already prepared with these settings", progress)
     return settings.packs
-
-
-def check_preparing(settings: DataSettings, *, elsewhere: bool = False) -> list[str]:
-    """Checks for a plan what can be checked without packs; returns what cannot be, to be printed. Raises InputError where a run
-    would refuse the data before it reads any text.
-
-    `elsewhere`: they may be made on another machine. Text that is not on this one is then no error, and is not checked.
-    """
-    notes = []
-    for part in text_parts(settings):
-        if holds_packs_of(part):
-            continue
-        try:
-            # Of a tokenizer that is still to be trained nothing is known.
-            there = Path(str(part.tokenizer)).exists()
-            open_source(part, records_of(part, load_tokenizer(str(part.tokenizer))) if there else TextTemplate.parse("text"))
-        except SourceAbsent as error:
-            if not elsewhere:
-                raise
-            notes.append(f"{error}; it is not checked")
-        if part.stream and not elsewhere:
-            check_disk(settings)
-    return notes
 
 
 # ── Parts of a stream ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -81,10 +81,6 @@ class Records(Protocol):
         """The ids of documents, without those that have none to learn."""
 
 
-class SourceAbsent(InputError):
-    """There is no such file or folder on this machine."""
-
-
 def open_source(settings: DataSettings, records: Records) -> FileSource | DatasetSource:
     """The source that `settings` name, from names only. InputError where there is none or its format is unclear."""
     name, path = str(settings.source), Path(str(settings.source))
@@ -92,7 +88,7 @@ def open_source(settings: DataSettings, records: Records) -> FileSource | Datase
     if saved or (not path.exists() and HUB_NAME.fullmatch(split_revision(name)[0]) and _kind_of(path) is None):
         return DatasetSource(settings, records)
     if not path.exists():
-        raise SourceAbsent(f"data.source: {name}: no such file or folder (relative paths start at the current directory)")
+        raise InputError(f"data.source: {name}: no such file or folder (relative paths start at the current directory)")
     kind, paths = _files_of(path) if path.is_dir() else (_kind_of(path), [path])
     if kind is None:
         raise InputError(f"data.source: {path}: its suffix does not tell its format; {_KNOWN}")

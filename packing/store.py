@@ -79,12 +79,10 @@ def is_there(folder: Path) -> bool:
     return folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))
 
 
-def unprepared(settings: DataSettings) -> dict[str, list[Path]]:
-    """The folders of packs that are not there yet, as far as names tell: of what is trained on (`data.packs`), and of
-    `data.validation`."""
-    parts = {"data.packs": training_parts(settings).values(), "data.validation": filter(None, [validation_part(settings)])}
-    missing = {key: [path for path in map(folder_of, some) if not is_there(path)] for key, some in parts.items()}
-    return {key: folders for key, folders in missing.items() if folders}
+def unprepared(settings: DataSettings) -> list[Path]:
+    """The folders of packs that are not there yet, as far as names tell, those of `data.validation` among them."""
+    parts = [*training_parts(settings).values(), validation_part(settings)]
+    return [folder for folder in (folder_of(part) for part in parts if part) if not is_there(folder)]
 
 
 def open_packs(settings: DataSettings, split: Split) -> Packs | None:

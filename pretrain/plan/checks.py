@@ -142,15 +142,14 @@ def _check_stream(recipe: Recipe) -> None:
         )
 
 
-def check_pack_counts(recipe: Recipe, packs: int, held_out_packs: int | None) -> None:
-    """InputError where packs are too few. None: how many are held out is not known yet."""
+def check_pack_counts(recipe: Recipe, packs: int, held_out_packs: int) -> None:
+    """InputError where packs are too few."""
     if packs < 1:
         raise InputError(
             f"`data.packs`: {recipe.data.packs} holds no pack of {recipe.data.length} tokens to train on; "
             "prepare it from more text, or set a shorter `data.length`"
         )
-    if held_out_packs is not None:
-        _check_held_out(recipe, held_out_packs)
+    _check_held_out(recipe, held_out_packs)
 
 
 def _check_held_out(recipe: Recipe, held_out_packs: int) -> None:

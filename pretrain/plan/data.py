@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,12 +31,6 @@ class Data:
 
     train: Packs
     held_out: Packs | None
-    held_out_to_come: Sequence[Path] = ()  # folders of `data.validation` that a plan comes before
-
-    @property
-    def held_out_packs(self) -> int | None:
-        """None: not known yet."""
-        return None if self.held_out_to_come else len(self.held_out or ())
 
     @property
     def tokenizer(self) -> dict[str, Any]:
@@ -50,16 +43,19 @@ class Data:
 
     @property
     def mean_squared(self) -> float:
-        """Mean over packs, sampled evenly, of the sum of squared document lengths divided by the pack's length: what a token's
-        attention costs."""
-        return self._mean(lambda packs, index: sum_of_squares(packs.lengths(index))) / self.train.length
+        """Mean over packs, sampled evenly from each source, of the sum of squared document lengths divided by the pack's length:
+        what a token's attention costs."""
+        means = [
+            np.mean([sum_of_squares(packs.lengths(index)) for index in evenly(len(packs), _SAMPLED_PACKS)])
+            for packs in parts_of(self.train)
+        ]
+        weights = self._readable.mixture().share_of_packs if isinstance(self._readable, MixedPacks) else None
+        return float(np.average(means, weights=weights)) / self.train.length
 
-    def trained_share(self, *, mask_boundaries: bool) -> float | None:
-        """Returns which share of the packs' tokens, sampled evenly, is a label; None where no mask says which are."""
-        if all(packs.trained(0) is None for packs in parts_of(self.train)):
-            return None
-        labels = partial(_labels, mask_boundaries=mask_boundaries)
-        return self._mean(labels) / self.train.length
+    @property
+    def has_masks(self) -> bool:
+        """Whether packs say which of their tokens are labels."""
+        return any(packs.trained(0) is not None for packs in parts_of(self.train))
 
     @property
     def stream(self) -> StreamedPacks | None:
@@ -74,14 +70,6 @@ class Data:
         samples = self.stream.samples
         return MixedPacks(self.stream.path, samples, self.stream.weights) if len(samples) > 1 else next(iter(samples.values()))
 
-    def _mean(self, figure: Callable[[Packs, int], int]) -> float:
-        """Returns the mean of a figure of a pack over what is trained on, sampled evenly from each source."""
-        means = [
-            np.mean([figure(packs, index) for index in evenly(len(packs), _SAMPLED_PACKS)]) for packs in parts_of(self.train)
-        ]
-        packs = self._readable
-        return float(np.average(means, weights=packs.mixture().share_of_packs if isinstance(packs, MixedPacks) else None))
-
     def one_pack(self, index: int, vocab_size: int) -> Microbatch:
         """A microbatch of training pack `index`, from the first again after the last: real text, to observe the model on."""
         packs = self._readable
@@ -95,10 +83,6 @@ class Data:
         return build_microbatch(chosen, mask_boundaries=True)
 
 
-def _labels(packs: Packs, index: int, *, mask_boundaries: bool) -> int:
-    return count_valid_tokens(packs.lengths(index), packs.trained(index), mask_boundaries=mask_boundaries)
-
-
 def parts_of(packs: Packs | None) -> list[Packs]:
     """The packs of each source, of a stream those that are kept of its beginning; of none where there are none."""
     if packs is None:
@@ -108,23 +92,13 @@ def parts_of(packs: Packs | None) -> list[Packs]:
     return list(packs.parts.values()) if isinstance(packs, MixedPacks) else [packs]
 
 
-def open_data(
-    settings: DataSettings, *, is_main_process: bool, to_come: Mapping[str, Sequence[Path]] | None = None
-) -> Data | None:
+def open_data(settings: DataSettings, *, is_main_process: bool) -> Data:
     """The packs at `data.packs`, prepared first where `data.source` says from what and they are not there yet. Every process may
     call it: preparing takes a lock, and who gets it second finds the work done, or the same mistake. Of a stream, the first part
-    is made here, and the others while the run trains. `to_come`: what `unprepared` found, which a plan leaves as it is; None
-    where that is what is trained on."""
-    to_come = to_come or {}
-    if "data.packs" in to_come:
-        return None
-    held_out_to_come = to_come.get("data.validation", ())
-    if held_out_to_come:
-        settings = settings.model_copy(update={"validation": None})
+    is made here, and the others while the run trains."""
     if settings.prepares:
         prepare(settings, progress=is_main_process)
-    held_out = None if held_out_to_come else open_packs(settings, "held_out")
-    return Data(open_packs(settings, "train"), held_out, held_out_to_come)
+    return Data(open_packs(settings, "train"), open_packs(settings, "held_out"))
 
 
 def most_positions(config: PretrainedConfig) -> int | None:
@@ -165,7 +139,8 @@ def check_labels(data: Data, settings: DataSettings, evaluated: int | None = Non
     for what, split, limit in (("trained on", data.train, None), ("held out", data.held_out, evaluated)):
         for packs in filter(len, parts_of(split)):
             count = packs_evaluated(len(packs), len(split), limit)
-            if not any(_labels(packs, index, mask_boundaries=settings.mask_boundaries) for index in range(count)):
+            labels = partial(count_valid_tokens, mask_boundaries=settings.mask_boundaries)
+            if not any(labels(packs.lengths(index), packs.trained(index)) for index in range(count)):
                 raise InputError(
                     f"{packs.path}: no token that is {what} in the first {plural(count, 'pack')} has a loss: each is masked, or "
                     "the first of its document or pack, which nothing predicts; prepare longer packs (`data.length`), of longer "

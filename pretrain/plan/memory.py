@@ -8,7 +8,7 @@ A fused layer keeps for backward what the nodes of `pretrain.model.fused.layers`
     2 · hidden               in the compute dtype      the layer's input, and the attention's residual sum
     2 · hidden               as operands               the outputs of the two norms; their statistics, 4 bytes each, beside
     query + 2 · KV widths    in the compute dtype      queries, keys and values, before or after rotation; where heads are
-                                                       normed and memory allows (pretrain.plan.spare), both
+                                                       normed and memory allows (pretrain.plan.plan), both
     query width              in the compute dtype      the attention's output; 4 bytes a head of statistics beside
     query width              as operand                the same for its product; in BF16 the two are one
     gate and up widths       in the compute dtype      the activation's inputs; backward computes its output again
@@ -44,6 +44,13 @@ from pretrain.precision.settings import PRECISIONS, UNQUANTIZED, ActivePrecision
 from pretrain.settings.recipe import Recipe
 
 BYTES = {"fp32": 4, "bf16": 2}
+# Settings of which each takes less memory, most effective first where none is set yet.
+TAKES_LESS = (
+    "a smaller batch.microbatch, model.gradient_checkpointing=full, weights=bf16_exact, optimizer.moments=bf16, loss.chunk=1024, "
+    "or shards over more devices (accelerate_configs/zero.yaml, less by fsdp2.yaml)"
+)
+# Libraries that allocate by themselves, and torch on a host, raise errors of other classes.
+_OUT_OF_MEMORY = ("out of memory", "_ALLOC_FAILED", "can't allocate memory", "not enough memory")
 IN_PIECES = 1.15  # what a layer compiled in pieces, around low-precision products, keeps over what a whole one does: measured
 
 
@@ -162,6 +169,15 @@ class MemoryEstimate:
     def total(self, microbatch: int) -> int:
         """Estimated peak in bytes; the CUDA context and the allocator's fragments (about 1 GiB) come on top."""
         return sum(self.parts(microbatch).values())
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether `error`, or what it was raised from, says that a device or the host has no memory left."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError | MemoryError) or any(sign in str(error) for sign in _OUT_OF_MEMORY):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _backward(layers: Sequence[LayerMemory], kept: Sequence[int]) -> int:

@@ -1,6 +1,18 @@
 """What a run will do, worked out before anything is loaded.
 
-Pure: from settings, shapes and counts to figures; `preflight` has checked them, and `rendering` shows them.
+From settings, shapes and counts to figures; `preflight` has checked them, and `rendering` shows them. Nothing here reads a file.
+
+At the end: what the memory of devices decides, beside the microbatch. Whether shards are gathered once a step or for each use;
+whether queries, keys and values are kept that backward else makes again; and the chunks of the loss: longer than usual for a
+small vocabulary, shorter where they do not fit. On one H200 with Qwen3-1.7B in FP8, keeping them made steps 1.5 % shorter,
+together with chunks of 8,192 tokens in place of 4,096 (benchmarks/results/speed/h200_fused_steps.json). Such chunks
+alone gained nothing (benchmarks/results/kernels/h200_attention_in_steps.json) and take memory: with its 151,936 words 4,096
+tokens keep a GPU busy. With 8,192 words they do not, and launching them takes longer than computing them, so a chunk has as many
+tokens as make `LOGITS` of them. Microbatches of up to 32,768 tokens go before what is kept, and what that leaves goes to larger
+ones with `batch.microbatch: auto`.
+
+These choices follow from settings and the device's memory alone. Chunks change the order of sums, so a checkpoint says which ones
+its run took (pretrain.run.resume); what is kept changes no number.
 """
 
 from __future__ import annotations
@@ -9,7 +21,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from foundation import units
@@ -19,13 +30,11 @@ from pretrain.metrics.flops import ModelFlops
 from pretrain.metrics.peaks import peak
 from pretrain.optimizer import schedule
 from pretrain.plan.checks import microbatch_sizes, steps_of
-from pretrain.plan.memory import Devices, LayerMemory, MemoryEstimate
+from pretrain.plan.memory import TAKES_LESS, Devices, LayerMemory, MemoryEstimate
 from pretrain.precision.advice import cautions
 from pretrain.precision.schedule import in_phases, label, label_of_course, last_steps
 from pretrain.precision.settings import PRECISIONS, ActivePrecision
-from pretrain.settings.recipe import LossSettings, Recipe
-
-ASSUMED_SHARES = (0.5, 0.3)  # of the peak, between which runs of dense models usually lie
+from pretrain.settings.recipe import USUAL_CHUNK, LossSettings, Recipe
 
 
 @dataclass(frozen=True)
@@ -40,13 +49,11 @@ class Plan:
     mean_squared: float  # mean over packs of the sum of squared document lengths, divided by the pack's length
     # What each layer of the model takes of memory, by the name of each precision that the run computes in; empty: compiled ones.
     layers: Mapping[str, Sequence[LayerMemory]] = field(default_factory=dict)
-    packs: int | None = None  # to train on; None: not known before they are prepared
-    held_out_to_come: Sequence[Path] = ()  # folders of `data.validation` that are not prepared yet
+    packs: int | None = None  # to train on; None: of a stream, or where a plan for other machines has no packs
     mixture: Mixture | None = None  # of several sources
-    trained_share: float | None = None  # of the packs' tokens, those that are labels; None: no mask says which are
     vocabulary: str | None = None  # where a model from scratch has its vocabulary from
-    tokens_per_second: float | None = None  # stated or measured
-    chunk: int | None = None  # of the loss, where `loss.chunk: auto` takes another than the usual (pretrain.plan.spare)
+    tokens_per_second: float | None = None  # as the user says
+    chunk: int | None = None  # of the loss, where `loss.chunk: auto` takes another than the usual
     keeps_rotated: bool = False  # for backward: queries, keys and values beside what they are made from, where layers can
     # Where the precision changes on the way, in order: until when, as the recipe says it, and in what.
     phases: Sequence[tuple[float | int | None, ActivePrecision]] = ()
@@ -64,10 +71,6 @@ class Plan:
         """The plan with other values of a section of its recipe."""
         changed = getattr(self.recipe, section).model_copy(update=values)
         return replace(self, recipe=self.recipe.model_copy(update={section: changed}))
-
-    def with_microbatch(self, microbatch: int) -> Plan:
-        """The plan when `auto` has found its microbatch. A step keeps its tokens; only its number of microbatches changes."""
-        return self.with_settings("batch", microbatch=microbatch)
 
     # ── Steps, and what they compute in ──
 
@@ -112,7 +115,7 @@ class Plan:
 
     @property
     def has_several(self) -> bool:
-        """Whether more than one precision was asked for, or a resume has changed the one."""
+        """Whether the recipe names more than one precision, or a resume has changed the one."""
         return bool(self.phases) or set(self.course.values()) != {self.active.precision.name}
 
     @property
@@ -136,16 +139,6 @@ class Plan:
         if self.course != {first: name for first, _, name in own}:  # the schedule or its horizon was another for some steps
             return label_of_course(self.course)
         return label([{"until": until, "use": name} for _, until, name in own])
-
-    @property
-    def requested(self) -> str:
-        """What products were asked to be computed in, for people; the device may not have it."""
-        return label(self.recipe.precision) or self.active.requested
-
-    def fairness(self, data_fingerprint: str) -> dict[str, Any]:
-        """Returns what summary.json says of the text that a run was trained on; `pretrain.compare` tells by it what may be
-        compared."""
-        return {"seed": self.recipe.seed, "tokens_per_step": self.tokens_per_step, "data_fingerprint": data_fingerprint}
 
     # ── A step's packs ──
 
@@ -172,26 +165,11 @@ class Plan:
         """Microbatches that suit the step's packs and the number of devices, ascending."""
         return microbatch_sizes(self.packs_per_step, self.devices.count)
 
-    @property
-    def accumulation(self) -> int | None:
-        """Microbatches that a device takes in a step; None while the microbatch is `auto`."""
-        return -(-self.packs_per_rank // self.microbatch) if self.microbatch else None
-
-    @property
-    def empty_places(self) -> int:
-        """Places for packs in a step's microbatches that hold none: computed, and of no effect. 0 while it is `auto`."""
-        return self.devices.count * self.accumulation * self.microbatch - self.packs_per_step if self.microbatch else 0
-
     @cached_property
     def expected_microbatch(self) -> int:
         """The microbatch, or the largest that fits by the estimate, which `auto` should find."""
         memory, sizes = self.devices.memory or math.inf, self.microbatch_sizes
         return self.microbatch or max(size for size in sizes if size == 1 or self.memory.total(size) <= memory)
-
-    @property
-    def packs_at_once(self) -> int:
-        """`expected_microbatch`, or all packs that a device has in a step where they are fewer."""
-        return min(self.expected_microbatch, self.packs_per_rank)
 
     # ── The whole run ──
 
@@ -212,15 +190,6 @@ class Plan:
     @property
     def flops_per_token(self) -> float:
         return self.flops.step(1, self.mean_squared)
-
-    @property
-    def total_flops(self) -> float:
-        return self.flops_per_token * self.total_tokens
-
-    @property
-    def hours(self) -> float | None:
-        """The hours that all tokens take at `tokens_per_second`; evaluation and checkpoints not included."""
-        return self.total_tokens / self.tokens_per_second / 3600 if self.tokens_per_second else None
 
     @property
     def peak_tflops(self) -> float | None:
@@ -259,63 +228,72 @@ class Plan:
         return schedule.decay_begins(settings, self.steps) if settings.kind == "wsd" else None
 
     @property
-    def bytes_copied(self) -> int:
-        """The bytes of host memory that each process takes while a checkpoint is written behind the training: its part of the
-        checkpoint."""
-        parts = ("parameters", "remainder bits", "optimizer moments")
-        return sum(self.memory.held.get(part, 0) for part in parts) * self.devices.shards // self.devices.count
-
-    # ── What to think about ──
-
-    @property
     def warnings(self) -> list[str]:
         """What is allowed, and is perhaps not what the user wants."""
         needed, available, warnings = self.memory.total(self.expected_microbatch), self.devices.memory, []
-        if self.packs is None and self.recipe.data.stream is None:
-            nothing = "" if self.recipe.data.prepares else ", and no `data.source` says from what: a run would refuse that"
-            warnings.append(
-                f"`data.packs`: {self.recipe.data.packs} is not prepared yet{nothing}. Not known: how many epochs the steps are. "
-                "FLOPs count each pack as one document, which is the most that they can be"
-            )
-        elif self.packs is not None and self.packs < self.packs_per_step:
+        if self.packs is not None and self.packs < self.packs_per_step:
             warnings.append(
                 f"some of the {self.packs:,} packs occur twice in a step of {self.packs_per_step:,}; lower `batch.tokens`"
             )
-        if self.held_out_to_come:
-            folders = " and ".join(map(str, self.held_out_to_come))
-            warnings.append(f"`data.validation`: {folders}: not prepared yet. Not known: how many packs there are to evaluate on")
         if available is not None and needed > available:
-            warnings.append(
-                f"about {units.memory(needed / GIB)} may not fit into {units.memory(available / GIB)} of memory; what helps: a "
-                "smaller `batch.microbatch`, `model.gradient_checkpointing: full`, `weights: bf16`, sharding"
-            )
-        if self.empty_places:
-            warnings.append(self._empty_places())
+            room = f"about {units.memory(needed / GIB)} may not fit into {units.memory(available / GIB)} of memory"
+            warnings.append(f"{room}; what takes less: {TAKES_LESS}")
         if self.recipe.weights == "bf16":
-            warnings.append(self._frozen_weights())
+            warnings.append("`weights: bf16` loses the smallest updates; `weights: bf16_exact` keeps every one")
         for active in self.in_use:
             warnings += cautions(active)
             if active.backend == "emulation":
-                warnings.append(
-                    f"`{active.precision.name}` is emulated on this device: it shows the losses of the format and saves no time "
-                    "(a step took 1.3 to 1.8 times BF16's on an H200: benchmarks/results/speed/h200_emulated.json)"
-                )
+                warnings.append(f"`{active.precision.name}` is emulated here: the losses of the format, and no time saved")
         return [*warnings, self.flops.left_out] if self.flops.uncounted else warnings
 
-    def _empty_places(self) -> str:
-        places = self.packs_per_step + self.empty_places
-        return (
-            f"{self.packs_per_step:,} packs do not divide into {self.devices.count} devices x {self.accumulation} microbatches x "
-            f"{self.microbatch} packs: {self.empty_places} of {places:,} places stay empty, "
-            f"{units.percent(self.empty_places / places)} of the time. "
-            f"A `batch.tokens` that is a multiple of {self.recipe.data.length * self.devices.count:,} can leave none"
-        )
 
-    def _frozen_weights(self) -> str:
-        """BF16 has 8 significant bits: half its spacing is 2^(e-8) from 2^e up to 2^(e+1), and half of that just below 2^e. AdamW
-        moves a weight by about the rate."""
-        rate = self.recipe.optimizer.learning_rate
-        return (
-            f"`weights: bf16` loses small updates: at a rate of {rate:g} a usual step moves no weight beyond "
-            f"{2.0 ** math.ceil(math.log2(rate) + 8):.2g} in magnitude; `weights: bf16_exact` keeps every update"
-        )
+# ── What the memory of devices decides ────────────────────────────────────────────────────────────────────────────────────────
+
+KEPT_FREE = 0.08  # of a device's memory, beside what the plan counts: CUDA, NCCL, fragments
+WELL_FILLED = 8192  # tokens at once, with which an H200 computes at full speed
+FULL_SPEED = 32_768  # tokens of a microbatch, beyond which a larger one gains less than what is decided here
+LOGITS = 2**29  # of a chunk, 1 GiB in BF16: the usual 4,096 tokens with 131,072 words
+SHORT_CHUNKS = (2048, 1024)  # where the usual one would not fit at all
+
+
+def fits_gathered(plan: Plan) -> bool:
+    """Returns what `fsdp_reshard_after_forward: auto` means: whether a device has the memory to gather its shards once a step,
+    with the recipe's microbatch; where that is `auto`, with what fits when they are gathered for each use, or what fills a device
+    well."""
+    if plan.devices.memory is None:
+        return True
+    gathered = replace(plan, devices=replace(plan.devices, gathered=True))
+    enough = max(1, WELL_FILLED // plan.recipe.data.length)
+    return _has_room(gathered, plan.microbatch or min(plan.expected_microbatch, enough))
+
+
+def spend_spare_memory(plan: Plan) -> Plan:
+    """`plan` with what its devices' memory allows; plans for devices of unknown memory, and for CPUs, stay as they are."""
+    plan = replace(plan, chunk=None, keeps_rotated=False)
+    if plan.devices.memory is None or plan.devices.name == "CPU":  # nothing is kept on a CPU
+        return plan
+    enough = max(1, FULL_SPEED // plan.recipe.data.length)
+    fits = [size for size in plan.microbatch_sizes if size <= min(enough, plan.expected_microbatch)]
+    packs = plan.microbatch or max(fits, default=1)
+    if plan.recipe.loss.kind == "chunked" and plan.recipe.loss.chunk == "auto":
+        plan = replace(plan, chunk=_chunk(plan, packs))
+    keeping = replace(plan, keeps_rotated=True)
+    recomputed = plan.recipe.model.gradient_checkpointing != "none"
+    spends = not recomputed and keeping.memory.total(packs) > plan.memory.total(packs)
+    return keeping if spends and _has_room(keeping, packs) else plan
+
+
+def _chunk(plan: Plan, packs: int) -> int | None:
+    """Returns the chunk of the loss for which there is room; None for the usual one."""
+    tokens = min(LOGITS // plan.flops.shape.vocabulary, packs * plan.recipe.data.length)
+    longer = 2 ** int(math.log2(max(tokens, 1)))
+    if longer > USUAL_CHUNK and _has_room(replace(plan, chunk=longer), packs):
+        return longer
+    for chunk in (None, *SHORT_CHUNKS):
+        if replace(plan, chunk=chunk).memory.total(packs) <= plan.devices.memory:
+            return chunk
+    return SHORT_CHUNKS[-1]
+
+
+def _has_room(plan: Plan, packs: int) -> bool:
+    return plan.memory.total(packs) <= (1 - KEPT_FREE) * plan.devices.memory

@@ -15,12 +15,11 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from foundation.errors import InputError
 from packing.batch import BatchStream
 from packing.order import MixedPacks
-from packing.packer import check_preparing
+from packing.settings import DataSettings
 from packing.store import unprepared
 from packing.stream import StreamedPacks, order_of
 from pretrain.metrics.flops import ModelFlops
 from pretrain.metrics.run_folder import check_ours
-from pretrain.metrics.run_record import read_run
 from pretrain.metrics.trackers import check_login, resolve
 from pretrain.metrics.waited import Waited
 from pretrain.model import huggingface as model
@@ -32,8 +31,7 @@ from pretrain.optimizer import schedule
 from pretrain.plan.checks import check_fit, check_pack_counts, check_settings, check_sizes
 from pretrain.plan.data import Data, check_labels, check_tokens, most_positions, open_data
 from pretrain.plan.memory import Devices, layers_of
-from pretrain.plan.plan import Plan
-from pretrain.plan.spare import KEPT_FREE, spend_spare_memory
+from pretrain.plan.plan import Plan, fits_gathered, spend_spare_memory
 from pretrain.plan.tokenizer import (
     check_tokenizer,
     encoded_prompt,
@@ -42,7 +40,6 @@ from pretrain.plan.tokenizer import (
     known_tokenizer,
     load_tokenizer,
     with_tokens_of,
-    without_absent_tokenizer,
 )
 from pretrain.precision.advice import against_overflow
 from pretrain.precision.formats.definition import Precision
@@ -53,9 +50,8 @@ from pretrain.precision.settings import WEIGHT_DTYPES, ActivePrecision
 from pretrain.settings import config
 from pretrain.settings.recipe import Recipe
 
-WELL_FILLED = 8192  # tokens at once, with which an H200 computes at full speed
-# What a job is for: a run here, for which missing packs are made; a plan of one, which comes before packs and checks what names
-# and settings say of them; or a plan for other machines, which have text and devices of their own.
+# What a job is for: a run here, for which missing packs are made; a plan of one; or a plan for other machines, which have devices
+# of their own and may have the packs.
 Purpose = Literal["run", "plan", "elsewhere"]
 
 
@@ -67,7 +63,7 @@ class Job:
     run_dir: Path
     model_config: PretrainedConfig
     shapes: PreTrainedModel  # the model on the meta device: its modules, without memory for weights
-    data: Data | None  # None only for a plan that is made before the packs are prepared
+    data: Data | None  # None only for a plan for other machines
     tokenizer: PreTrainedTokenizerBase | None
     attention: attention.Choice
     notices: tuple[str, ...] = ()  # what was left out, for the user
@@ -150,8 +146,8 @@ def prepare_job(
 ) -> Job:
     """Check everything that can be checked, in the order of what it costs.
 
-    `tokens_per_second`: from which the plan computes hours; None: what the run folder has measured so far. `waited`: the
-    clock whose `packs` gets the time that packs take. Raises InputError.
+    `tokens_per_second`: from which the plan computes hours. `waited`: the clock whose `packs` gets the time that packs take.
+    Raises InputError.
     """
     # What settings say by themselves.
     run_dir, device_type = _check_surroundings(recipe, accelerator), accelerator.device.type
@@ -159,22 +155,17 @@ def prepare_job(
     actives = list({active.precision.name: active for _, active in phases}.values())
     check_settings(recipe, actives[0].precision.name, None if purpose == "elsewhere" else accelerator.num_processes)
 
-    # A plan comes before packs, and before a tokenizer that is still to be trained.
-    settings = recipe.data  # as the user has it: from the recipe an absent tokenizer is left out
-    to_come = {} if purpose == "run" else unprepared(settings)
-    unchecked = check_preparing(settings, elsewhere=purpose == "elsewhere") if to_come else []
-    recipe, absent = without_absent_tokenizer(recipe) if to_come else (recipe, None)
-
     # Packs that exist are opened now, as they may know the tokenizer. Others are prepared last, which may take hours.
-    opening = partial(open_data, settings, is_main_process=accelerator.is_main_process, to_come=to_come)
-    data = None if settings.prepares else opening()
-    recipe, vocabulary = _with_vocabulary(recipe, data)
+    last = purpose == "run" and recipe.data.prepares
+    opening = partial(open_data, recipe.data, is_main_process=accelerator.is_main_process)
+    data = None if last else opening() if purpose == "run" else _data_of_plan(recipe.data, purpose)
+    recipe, vocabulary = _with_vocabulary(recipe, data, purpose)
     model_config = model.load_config(recipe.model)
     shapes, flops, chosen = _lay_out(recipe, model_config, actives, device_type)
-    tokenizer = _usable_tokenizer(recipe, data, model_config)
+    tokenizer = None if purpose == "elsewhere" else _usable_tokenizer(recipe, data, model_config)
     if recipe.checkpoint.at_end:
         check_export(shapes, tokenizer)
-    if settings.prepares:
+    if last:
         clock = waited or Waited(shown=False)
         before = clock.go_on_to("packs")
         data = opening()
@@ -188,7 +179,6 @@ def prepare_job(
     layers = {
         each.precision.name: layers_of(shapes, flops, recipe, each, device_type, chosen.name, capability) for each in actives
     }
-    measured = measured_speed(run_dir, {each.precision.name for each in actives}, (count, device))
     plan = Plan(
         recipe,
         actives[0],
@@ -199,11 +189,9 @@ def prepare_job(
         layers=layers,
         phases=phases if len(phases) > 1 else [],
         packs=len(data.train) if data and not data.stream else None,
-        held_out_to_come=data.held_out_to_come if data else (),
-        trained_share=data.trained_share(mask_boundaries=recipe.data.mask_boundaries) if data else None,
         mixture=data.train.mixture() if data and isinstance(data.train, MixedPacks) else None,
-        vocabulary=absent or vocabulary,
-        tokens_per_second=tokens_per_second or measured,
+        vocabulary=vocabulary,
+        tokens_per_second=tokens_per_second,
     )
     # Whether shards are gathered once a step: as the topology says, or where memory allows it.
     stated = gathers_once_a_step(accelerator)
@@ -212,8 +200,19 @@ def prepare_job(
     if recipe.train.epochs is not None:  # steps and tokens were held against the schedule with the settings
         schedule.check(recipe.schedule, plan.steps)
         last_steps([until for until, _ in phases], plan.steps)
-    notices = tuple(filter(None, [model.dropout_notice(recipe.model), *unchecked]))
+    notices = tuple(filter(None, [model.dropout_notice(recipe.model)]))
     return Job(plan, run_dir, model_config, shapes, data, tokenizer, chosen, notices, model.source_config(recipe.model))
+
+
+def _data_of_plan(settings: DataSettings, purpose: Purpose) -> Data | None:
+    """The packs that a plan is made by. A plan for other machines does without; InputError where one for here would have to."""
+    missing = unprepared(settings)
+    if missing and purpose == "plan":
+        raise InputError(
+            f"`data.packs`: {missing[0]} is not prepared yet; `python -m packing prepare RECIPE` prepares it, and so does "
+            "starting the run. `python -m pretrain plan RECIPE` plans without"
+        )
+    return None if missing else open_data(settings, is_main_process=True)
 
 
 def _check_surroundings(recipe: Recipe, accelerator: Accelerator) -> Path:
@@ -243,12 +242,15 @@ def _choose_precisions(recipe: Recipe, device_type: str) -> list[tuple[float | i
     return phases
 
 
-def _with_vocabulary(recipe: Recipe, data: Data | None) -> tuple[Recipe, str | None]:
+def _with_vocabulary(recipe: Recipe, data: Data | None, purpose: Purpose) -> tuple[Recipe, str | None]:
     """The recipe, completed by the ids of the packs' tokenizer where the model takes them; and a line to say so."""
+    settings = recipe.model
+    if purpose == "elsewhere" and not settings.from_scratch and (settings.source or "vocab_size" in settings.config):
+        return recipe, None  # the tokenizer may still be to come
     known = known_tokenizer(recipe.data, data)
-    if recipe.model.source is not None and not has_other_tokens(known, recipe.model):
+    if settings.source is not None and not has_other_tokens(known, settings):
         return recipe, None
-    completed, vocabulary = with_tokens_of(known, recipe.model)
+    completed, vocabulary = with_tokens_of(known, settings)
     return recipe.model_copy(update={"model": completed}), vocabulary
 
 
@@ -288,34 +290,10 @@ def _check_packs(recipe: Recipe, data: Data | None, model_config: PretrainedConf
     if data is not None:
         own = fingerprint_of(recipe.model) if data.tokenizer.get("fingerprint") else None
         check_tokens(data, model_config.vocab_size, own, most_positions(model_config))
-        check_pack_counts(recipe, len(data.train), data.held_out_packs)
+        check_pack_counts(recipe, len(data.train), len(data.held_out or ()))
         check_labels(data, recipe.data, recipe.evaluate.packs)
     elif recipe.train.epochs is not None:
         raise InputError(
-            f"`data.packs`: {recipe.data.packs} is not prepared yet, and `train.epochs` counts its packs; "
-            "`python -m packing prepare RECIPE` prepares it, and so does starting the run; train.tokens=N or train.steps=N on "
-            "the command line plans without it"
+            f"`data.packs`: {recipe.data.packs} is not prepared here, and `train.epochs` counts its packs; train.tokens=N or "
+            "train.steps=N on the command line plans without it"
         )
-
-
-def fits_gathered(plan: Plan) -> bool:
-    """Returns what `fsdp_reshard_after_forward: auto` means: whether a device has the memory to gather its shards once a step,
-    with the recipe's microbatch; where that is `auto`, with what fits when they are gathered for each use, or what fills a device
-    well."""
-    if plan.devices.memory is None:
-        return True
-    gathered = replace(plan, devices=replace(plan.devices, gathered=True))
-    enough = max(1, WELL_FILLED // plan.recipe.data.length)
-    packs = plan.microbatch or min(plan.expected_microbatch, enough)
-    return gathered.memory.total(packs) <= (1 - KEPT_FREE) * plan.devices.memory
-
-
-def measured_speed(run_dir: Path, precisions: set[str], devices: tuple[int, str]) -> float | None:
-    """Median tokens/s over all devices of the steps that the run has done so far; None before it has done any, where they
-    computed in none of these `precisions`, and where they were on others than `devices`, their number and the name of each."""
-    try:
-        run = read_run(run_dir)
-    except InputError:  # no file yet, or a damaged one, which resuming mends: no reason to refuse that
-        return None
-    ran = set(run.phases.values()) or {run.audit.get("effective")}
-    return run.summary.get("tokens_per_second") if ran & precisions and run.devices == devices else None

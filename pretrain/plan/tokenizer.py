@@ -20,54 +20,32 @@ from foundation.reading import one_line
 from packing.records import CHAT_TEMPLATE, chat_template
 from packing.settings import DataSettings
 from packing.store import training_parts
-from packing.tokenizer import TextTokenizer
 from packing.tokenizer import load_tokenizer as load_text_tokenizer
 from pretrain.model.huggingface import load_config
 from pretrain.plan.data import Data
-from pretrain.settings.recipe import ModelSettings, Recipe
+from pretrain.settings.recipe import ModelSettings
 
 VOCABULARY_MULTIPLE = 128  # of a vocabulary from scratch: products with the head are fastest so, and every precision takes them
 ROLES = {"eos": "EOS", "bos": "BOS", "pad": "padding"}
 
 
+# ── What it is, and whose ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
 def known_tokenizer(settings: DataSettings, data: Data | None) -> dict[str, Any]:
     """Returns what is known of the tokenizer that the packs are made with: name, vocab_size, eos_id, bos_id, pad_id (None: it has
-    none).
-
-    By `data.tokenizer` where that is set, else by what the packs remember. Keys of which nothing is known are absent. InputError
-    where the packs were made with another tokenizer than `data.tokenizer`.
-    """
+    none), by `data.tokenizer` where that is set, else by what the packs remember. Keys of which nothing is known are absent.
+    InputError where the packs were made with another tokenizer than `data.tokenizer`."""
+    remembered = data.tokenizer if data else {}
     if settings.tokenizer is None:
-        return data.tokenizer if data else {}
-    named, made_with = load_text_tokenizer(settings.tokenizer).describe(), data.tokenizer.get("fingerprint") if data else None
+        return remembered
+    named, made_with = load_text_tokenizer(settings.tokenizer).describe(), remembered.get("fingerprint")
     if made_with not in (None, named["fingerprint"]):
         raise InputError(
             f"`data.tokenizer`: {settings.tokenizer} ({named['fingerprint'][:12]}) is not the tokenizer of {settings.packs} "
-            f"({data.tokenizer.get('name', 'unnamed')}, {made_with[:12]}); name that one, or leave `data.tokenizer` out"
+            f"({remembered.get('name', 'unnamed')}, {made_with[:12]}); name that one, or leave `data.tokenizer` out"
         )
     return named
-
-
-def without_absent_tokenizer(recipe: Recipe) -> tuple[Recipe, str | None]:
-    """Returns, for a plan before packs exist, `recipe` without a tokenizer that is not there yet and without the prompts that it
-    would read, and a line to say so; else `recipe` as it is, and None.
-
-    Raises InputError where nothing but that tokenizer could say how large the vocabulary of the model is.
-    """
-    data, settings = recipe.data, recipe.model
-    without = {"evaluate": recipe.evaluate.model_copy(update={"samples": ()})}
-    if data.tokenizer is None:  # the packs may bring one
-        return recipe if settings.source else recipe.model_copy(update=without), None
-    try:
-        load_text_tokenizer(data.tokenizer)
-    except InputError as error:
-        if Path(data.tokenizer).exists():
-            raise
-        if settings.source is None and "vocab_size" not in (settings.config or {}):
-            raise InputError(f"{error}; or plan without it, with model.config.vocab_size=N on the command line") from None
-        notice = f"vocabulary not checked: `data.tokenizer: {data.tokenizer}` is not there yet, or out of reach"
-        return recipe.model_copy(update=without | {"data": data.model_copy(update={"tokenizer": None})}), notice
-    return recipe, None
 
 
 def with_tokens_of(tokenizer: Mapping[str, Any], settings: ModelSettings) -> tuple[ModelSettings, str]:
@@ -75,25 +53,26 @@ def with_tokens_of(tokenizer: Mapping[str, Any], settings: ModelSettings) -> tup
 
     Raises InputError where `model.config` contradicts the tokenizer, and for an unknown model type.
     """
-    given = dict(settings.config or {})
+    given, size = dict(settings.config or {}), tokenizer.get("vocab_size")
     known = load_config(settings if settings.source else ModelSettings(config={"model_type": given["model_type"]}))
-    size = tokenizer.get("vocab_size")
     if size is None:
         return settings, "vocabulary of the recipe; the tokenizer behind the packs is not known (`data.tokenizer`)"
     if given.get("vocab_size", size) < size:
         raise InputError(
             f"`model.config.vocab_size: {given['vocab_size']}`: the tokenizer of the data has {size} ids; leave it out"
         )
+    values = {"vocab_size": -(-size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE}
     for role, name in ROLES.items():
-        ids, own = given.get(f"{role}_token_id"), tokenizer.get(f"{role}_id")
+        if f"{role}_id" not in tokenizer:
+            continue
+        ids, own = given.get(f"{role}_token_id"), tokenizer[f"{role}_id"]
         if ids is not None and own is not None and own not in (ids if isinstance(ids, list) else [ids]):
             raise InputError(
                 f"`model.config.{role}_token_id: {ids}`: the {name} token of the data's tokenizer "
                 f"({tokenizer.get('name', 'unnamed')}) is {own}; leave it out, and it is taken from there"
             )
-    taken = {"vocab_size": -(-size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE}
-    taken |= {f"{role}_token_id": tokenizer[f"{role}_id"] for role in ROLES if f"{role}_id" in tokenizer}
-    config = {key: value for key, value in taken.items() if hasattr(known, key)} | given
+        values[f"{role}_token_id"] = own
+    config = {key: value for key, value in values.items() if hasattr(known, key)} | given
     ids = ", ".join(f"{name} {config.get(f'{role}_token_id')}" for role, name in ROLES.items())
     line = f"vocabulary {config['vocab_size']:,} for the tokenizer's {size:,} ids; {ids}"
     return settings.model_copy(update={"config": config}), line
@@ -104,7 +83,7 @@ def has_other_tokens(tokenizer: Mapping[str, Any], settings: ModelSettings) -> b
     source's."""
     if not settings.from_scratch or "fingerprint" not in tokenizer:
         return False
-    return fingerprint_of(settings.model_copy(update={"from_scratch": False})) != tokenizer["fingerprint"]
+    return _fingerprint_at(settings.repository, settings) != tokenizer["fingerprint"]
 
 
 def check_tokenizer(data: DataSettings, model: ModelSettings, vocab_size: int) -> None:
@@ -112,7 +91,7 @@ def check_tokenizer(data: DataSettings, model: ModelSettings, vocab_size: int) -
     if data.tokenizer is None or model.weights_source is None:
         return
     tokenizer, expected = load_text_tokenizer(data.tokenizer), fingerprint_of(model)
-    if expected is not None and tokenizer.fingerprint != expected:
+    if expected not in (None, tokenizer.fingerprint):
         raise InputError(
             f"`data.tokenizer`: {data.tokenizer} ({tokenizer.fingerprint[:12]}) is not the tokenizer of `model.source` "
             f"({expected[:12]}); set `data.tokenizer: {model.source}`"
@@ -127,31 +106,22 @@ def check_tokenizer(data: DataSettings, model: ModelSettings, vocab_size: int) -
 def fingerprint_of(model: ModelSettings) -> str | None:
     """Returns the fingerprint of the tokenizer that the weights of the model's folder or hub repository are for; None where there
     is none."""
-    return model.weights_source and _fingerprint_at(model.repository, model)
+    return _fingerprint_at(model.weights_source, model)
 
 
 def fingerprint_in_use(settings: DataSettings, model: ModelSettings, data: Data | None) -> str | None:
-    """Returns the fingerprint of the tokenizer that `load_tokenizer` finds; None where there is none, or one without a
+    """Returns the fingerprint of the tokenizer that `load_tokenizer` returns; None where there is none, or one without a
     tokenizer.json."""
-    fingerprints = (_fingerprint_at(str(place), model) for place in _places(settings, model, data) if place)
-    return next(filter(None, fingerprints), None)
+    return next(filter(None, (_fingerprint_at(place, model) for place in _places(settings, model, data))), None)
 
 
-def _fingerprint_at(place: str, model: ModelSettings) -> str | None:
+def _fingerprint_at(place: str | None, model: ModelSettings) -> str | None:
     with contextlib.suppress(InputError):  # a folder or repository without a tokenizer, or a machine without network
-        return load_text_tokenizer(place, model.revision if place == model.repository else None).fingerprint
+        return place and load_text_tokenizer(place, model.revision if place == model.repository else None).fingerprint
     return None
 
 
-def check_same_tokenizer(settings: DataSettings, model: ModelSettings, data: Data | None, trained_with: str | None) -> None:
-    """InputError where the tokenizer that `load_tokenizer` finds has another fingerprint than `trained_with`; None: not known."""
-    present = fingerprint_in_use(settings, model, data)
-    if trained_with not in (None, present):
-        place = settings.tokenizer or model.repository or settings.packs
-        raise InputError(
-            f"{place} ({present[:12] if present else 'no tokenizer.json'}) is not the tokenizer that it was trained with "
-            f"({trained_with[:12]}); put that one back"
-        )
+# ── The object that reads prompts and is exported ─────────────────────────────────────────────────────────────────────────────
 
 
 def load_tokenizer(
@@ -162,7 +132,14 @@ def load_tokenizer(
 
     None where none is there; InputError where one is `needed`, or named and unreadable.
     """
-    tokenizer = _load_tokenizer(settings, model, data, needed=needed)
+    tokenizer = None
+    named, with_packs = _places(settings, model, data)
+    if named is not None:
+        tokenizer = _from_file(named, {}) if Path(named).is_file() else _from_folder(named, settings, model, needed=needed)
+    if tokenizer is None and with_packs is not None:
+        tokenizer = _from_file(with_packs, data.tokenizer)
+    if tokenizer is None and needed:
+        raise InputError("`evaluate.samples`: no tokenizer is known to read the prompts with; set `data.tokenizer`")
     if tokenizer is None:
         return None
     if given := next(filter(None, (part.chat_template for part in training_parts(settings).values())), None):
@@ -172,42 +149,34 @@ def load_tokenizer(
     return tokenizer
 
 
-def _load_tokenizer(
-    settings: DataSettings, model: ModelSettings, data: Data | None, *, needed: bool
-) -> PreTrainedTokenizerBase | None:
-    named, with_packs = _places(settings, model, data)
-    if settings.tokenizer is not None:
-        text = load_text_tokenizer(settings.tokenizer)  # names what is wrong with it better than the library below
-        if Path(settings.tokenizer).is_file():
-            return _with_special_tokens(text, text.describe())
-    try:
-        if named is not None:
-            revision = model.revision if named == model.repository else None
-            return AutoTokenizer.from_pretrained(named, revision=revision, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        if settings.tokenizer is not None or needed:
-            key = "data.tokenizer" if settings.tokenizer else "model.source"
-            raise InputError(
-                f"`{key}`: no tokenizer can be read from {named!r}: {one_line(error)}; set `data.tokenizer`"
-            ) from None
-    if with_packs is not None:
-        text = load_text_tokenizer(str(with_packs))
-        return _with_special_tokens(text, data.tokenizer or text.describe())
-    if needed:
-        raise InputError("`evaluate.samples`: no tokenizer is known to read the prompts with; set `data.tokenizer`")
-    return None
-
-
-def _places(settings: DataSettings, model: ModelSettings, data: Data | None) -> tuple[str | None, Path | None]:
+def _places(settings: DataSettings, model: ModelSettings, data: Data | None) -> tuple[str | None, str | None]:
     """Returns where the tokenizer is looked for: first at the data's or the model's, then at the one that lies with the packs."""
-    with_packs = data.beside("tokenizer.json") if data is not None else None
+    file = data.beside("tokenizer.json") if data is not None else None
+    with_packs = str(file) if file else None
     if model.from_scratch and settings.tokenizer is None and with_packs is not None:
         return None, with_packs  # the source's weights, which meant its own ids, are not taken
     return settings.tokenizer or model.repository, with_packs
 
 
-def _with_special_tokens(text: TextTokenizer, known: Mapping[str, Any]) -> PreTrainedTokenizerFast:
-    """A tokenizer.json does not say which tokens are EOS, BOS and padding; `known` does, as `TextTokenizer.describe`."""
+def _from_folder(place: str, settings: DataSettings, model: ModelSettings, *, needed: bool) -> PreTrainedTokenizerBase | None:
+    """The tokenizer in a folder or on the hub; None where it cannot be read, is not `needed` and not the one that `settings`
+    name."""
+    if settings.tokenizer is not None:
+        load_text_tokenizer(place)  # names what is wrong with it better than the library below
+    try:
+        revision = model.revision if place == model.repository else None
+        return AutoTokenizer.from_pretrained(place, revision=revision, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        if settings.tokenizer is None and not needed:
+            return None
+        key = "data.tokenizer" if settings.tokenizer else "model.source"
+        raise InputError(f"`{key}`: no tokenizer can be read from {place!r}: {one_line(error)}; set `data.tokenizer`") from None
+
+
+def _from_file(file: str, known: Mapping[str, Any]) -> PreTrainedTokenizerFast:
+    """A tokenizer.json does not say which tokens are EOS, BOS and padding; `known` does, or else their usual names do."""
+    text = load_text_tokenizer(file)
+    known = known or text.describe()
     ids = {role: known.get(f"{role}_id") for role in ROLES}
     named = {f"{role}_token": text.tokenizer.id_to_token(token) for role, token in ids.items() if token is not None}
     return PreTrainedTokenizerFast(tokenizer_object=text.tokenizer, **named)

@@ -17,10 +17,10 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from foundation.command import CommandParser, number
 from foundation.errors import InputError
+from foundation.reading import one_line
 from pretrain.metrics.health import TrainingHalted
 from pretrain.model.distributed import RANKS_WAIT, as_accelerate_reads_it, complete_topology
-from pretrain.plan.preflight import Job
-from pretrain.plan.remedies import is_out_of_memory, out_of_memory
+from pretrain.plan.memory import TAKES_LESS, is_out_of_memory
 from pretrain.run.running import Run
 from pretrain.settings.launch_topology import put_right
 from pretrain.settings.recipe import Recipe
@@ -106,7 +106,7 @@ _NO_FIXED_ORDER = re.compile(r"(\S+) does not have a deterministic implementatio
 
 
 @contextmanager
-def explaining_errors(job: Job, run: Run | None = None) -> Iterator[None]:
+def explaining_errors(run: Run | None = None) -> Iterator[None]:
     """InputError with the settings that take less where a device, or the host, runs out of memory inside, and for an operation
     that `deterministic` rules out."""
     try:
@@ -120,7 +120,11 @@ def explaining_errors(job: Job, run: Run | None = None) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         when = f"after step {run.state.step}" if run and run.state.step else "before the first step was done"
-        raise InputError(out_of_memory(job.plan, error, when)) from None
+        raise InputError(
+            f"out of memory {when}: {one_line(error, 160)}. What takes less: {TAKES_LESS}; `--plan` says how much. Checkpoints "
+            "are untouched: the same command with one of these goes on from the last; where it changes `weights` or `optimizer`, "
+            "with --accept-changes too"
+        ) from None
 
 
 def exit_status(launch: Callable[[], int]) -> int:

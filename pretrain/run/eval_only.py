@@ -47,7 +47,7 @@ def main(arguments: Sequence[str], assemble: Callable[[Job, Accelerator], Assemb
         for text in (*notices, *job.notices):
             console.notice(text)
         warn_of_precisions(job, console)
-        with explaining_errors(job):
+        with explaining_errors():
             evaluate_only(job, accelerator, console, parsed.resume, assemble)
         end_processes(accelerator)
         return 0

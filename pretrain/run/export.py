@@ -31,7 +31,7 @@ from pretrain.model import huggingface as model
 from pretrain.model.export import export as write_export
 from pretrain.optimizer.exact_weights import convert_weight
 from pretrain.plan.data import Data
-from pretrain.plan.tokenizer import check_same_tokenizer, load_tokenizer
+from pretrain.plan.tokenizer import fingerprint_in_use, load_tokenizer
 from pretrain.precision.settings import WEIGHT_DTYPES, Weights
 from pretrain.run.card import CARD, PICTURE, model_card
 from pretrain.run.running import BestEvaluation, Run
@@ -190,8 +190,10 @@ def tokenizer_of(recipe: Recipe, run_dir: Path) -> tuple[PreTrainedTokenizerBase
         environment: dict[str, Any] = load_object(run_dir / "environment.json", "start the run again to write it")
         data = Data(open_packs(recipe.data, "train"), None) if recipe.data.packs.exists() else None  # opened, never prepared
         tokenizer = load_tokenizer(recipe.data, recipe.model, data, needed=False)
-        if tokenizer is not None:
-            check_same_tokenizer(recipe.data, recipe.model, data, environment.get("tokenizer_fingerprint"))
+        trained_with = environment.get("tokenizer_fingerprint")
+        if tokenizer and trained_with not in (None, fingerprint_in_use(recipe.data, recipe.model, data)):
+            place = recipe.data.tokenizer or recipe.model.repository or recipe.data.packs
+            return None, f"{place} is not the tokenizer that it was trained with ({trained_with[:12]}); put that one back"
     except InputError as error:
         return None, str(error)
     return tokenizer, "" if tokenizer else f"none lies with {recipe.data.packs.absolute()}"

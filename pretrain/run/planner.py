@@ -1,179 +1,137 @@
 """What a recipe would take elsewhere: `python -m pretrain plan RECIPE [key=value ...]`.
 
-    python -m pretrain plan my.yaml train.tokens=20e9                             hours on H100, H200, B200 and 8 x B200
-    python -m pretrain plan my.yaml --on 8xH200 --run runs/my --price-per-hour H200=3.50       by the speed of a run of yours
-    python -m pretrain plan my.yaml --hours 24                                    what a day buys
+    python -m pretrain plan my.yaml train.tokens=20e9                          hours on H100, H200, B200 and 8 x B200
+    python -m pretrain plan my.yaml --on 8xH200 --run runs/my --price-per-hour 3.50   at the share of the peak that a run reached
 
-What a launch on this machine would do is told by `accelerate launch ... train_accelerate.py RECIPE --plan`. Neither needs packs.
+What a launch on this machine would do is told by `accelerate launch ... train_accelerate.py RECIPE --plan`, which needs packs.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import os
+import statistics
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from foundation import units
 from foundation.command import CommandParser, number
 from foundation.errors import InputError
-from foundation.tables import markdown, or_dash, screen_width
-from foundation.units import GIB, plural
-from pretrain.metrics.peaks import known_as
-from pretrain.metrics.run_folder import METRICS_FILE
-from pretrain.metrics.run_record import read_run
-from pretrain.plan.preflight import Job, prepare_job
-from pretrain.plan.rendering import WIDTH, wrapped
-from pretrain.plan.spare import KEPT_FREE
-from pretrain.plan.targets import USUAL, Estimate, MeasuredRun, Target, estimates, left_out, span
+from foundation.tables import UNKNOWN, markdown, screen_width
+from foundation.units import GIB, TERA, plural
+from pretrain.metrics.peaks import peak
+from pretrain.metrics.run_record import WARM_UP_STEPS, RunRecord, read_run
+from pretrain.plan.plan import KEPT_FREE, Plan
+from pretrain.plan.preflight import prepare_job
+from pretrain.plan.rendering import ASSUMED_SHARES, WIDTH, in_subjects, model_lines
+from pretrain.plan.targets import Target
+from pretrain.precision.settings import PRECISIONS
 from pretrain.run.command_line import as_launched
 from pretrain.settings.config import load_recipe
 from pretrain.settings.launch_environment import with_precision
 
+USUAL = ("H100", "H200", "B200", "8xB200")
 DEFAULT_PRECISION = "bf16"  # where neither recipe nor command line names one, as there is no accelerate configuration here
+LEAST = 50_000_000  # parameters, of a model whose speed a share of the peak can describe: launches decide that of smaller ones
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The options of the command; InputError for a mistake in them."""
+def main(arguments: list[str]) -> int:
+    """Print the plan; returns 0. InputError for a mistake in what was given."""
     parser = CommandParser("python -m pretrain plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add, several = parser.add_argument, {"action": "append", "default": []}
     add("recipe", type=Path, help="what would be trained: a YAML file, see recipes/")
     add("overrides", nargs="*", metavar="key=value", help="over the recipe's settings: train.tokens=2e9")
     add("--on", metavar="DEVICE", help=f"H200, 8xB200, 'RTX 4090'; may be repeated; default: {', '.join(USUAL)}", **several)
     add("--mfu", type=number(most=1), metavar="SHARE", help="of the peak that is reached, 0.4 say; twice: from, to", **several)
-    add("--run", type=Path, metavar="FOLDER", help="a run of yours, to reckon by its speed; may be repeated", **several)
-    add("--price-per-hour", metavar="PRICE", help="of one device: 2.5, or H200=3.5; may be repeated", **several)
-    add("--hours", type=number(), metavar="H", help="also: the steps and tokens that fit into so many hours")
-    return parser.parse_intermixed_args(arguments)
-
-
-def prices_of(texts: Sequence[str]) -> dict[str, float]:
-    """Returns prices by device in capitals, "" for all others; InputError for what is no price."""
-    prices = {}
-    for text in texts:
-        name, _, price = text.rpartition("=")
-        try:
-            value = float(price)
-        except ValueError:
-            value = math.nan
-        if not 0 <= value < math.inf:
-            raise InputError(f"--price-per-hour {text}: give a price, as in 2.5, or one for a device, as in H200=3.5")
-        prices[name.strip().upper()] = value
-    return prices
-
-
-def main(arguments: list[str]) -> int:
-    """Print the plan; returns 0. InputError for a mistake in what was given."""
-    options = parse(arguments)
-    targets, prices = [Target.parse(text) for text in options.on or USUAL], prices_of(options.price_per_hour)
-    recipe, notices = load_recipe(options.recipe, options.overrides), []
+    add("--run", type=Path, metavar="FOLDER", help="a run of yours, for the share of the peak that it has reached")
+    add("--price-per-hour", type=number(), metavar="PRICE", help="of one device, for the cost of the run")
+    options = parser.parse_intermixed_args(arguments)
+    targets = [Target.parse(text) for text in options.on or USUAL]
+    recipe, named = load_recipe(options.recipe, options.overrides), ""
     if recipe.precision is None:
-        recipe = recipe.model_copy(update={"precision": DEFAULT_PRECISION})
-        notices.append(f"precision: {DEFAULT_PRECISION}, as the recipe names none; precision=NAME plans another")
+        recipe, named = recipe.model_copy(update={"precision": DEFAULT_PRECISION}), ", as the recipe names no precision"
     # What this machine lacks, another one may have.
     recipe = recipe.model_copy(update={"fp8_config": recipe.fp8_config.model_copy(update={"on_unsupported": "emulate"})})
-    runs = [MeasuredRun.of(read_run(folder)) for folder in options.run]
-    recipe, accelerator, put_right = as_launched(with_precision(recipe, os.environ))
+    recipe, accelerator, notices = as_launched(with_precision(recipe, os.environ))
     job = prepare_job(recipe, accelerator, purpose="elsewhere")
-    if not runs and (job.run_dir / METRICS_FILE).exists():  # the recipe's own run has begun already
-        try:
-            runs = [MeasuredRun.of(read_run(job.run_dir))]
-        except InputError as error:
-            notices.append(str(error))
-    devices = [target.name for target in targets] + [run.device for run in runs]
-    if unknown := [name for name in prices if name and not any(known_as(device, [name]) or device == name for device in devices)]:
-        raise InputError(f"--price-per-hour {unknown[0]}=...: no such device is planned for; add it with --on, or correct it")
-    for line in sections(job, options, targets, runs, prices, [*put_right, *job.notices, *notices]):
-        print(line)
+    plan = job.plan
+
+    shares, where_from = sorted(options.mfu or ASSUMED_SHARES), "stated" if options.mfu else "assumed; --mfu states another"
+    if options.run:
+        shares, where_from = [share_of_peak(read_run(options.run), plan.active.requested)], f"that of {options.run}"
+    small = where_from.startswith("assumed") and plan.flops.parameters < LEAST
+    print("\n".join(_introduction(plan, named)), end="\n\n")
+    rows = [_row(target, target.plan(job), [] if small else shares, options.price_per_hour) for target in targets]
+    print(markdown(["on", "microbatch", "takes", "of each", "tokens/s", "time", "cost"], rows))
+    listed = " to ".join(f"{100 * each:.3g}" for each in shares)
+    speed = f"time is that of training steps at {listed} % of the peak ({where_from}); several devices count as many times one"
+    notes = [
+        "how fast so small a model is, no share of a peak says; --mfu states one, --run FOLDER has its own" if small else speed,
+        f"the microbatch is the recipe's, or the largest that leaves {units.percent(KEPT_FREE)} of a device's memory free",
+        *(() if plan.packs else ["FLOPs count each pack as one document, the most that they can be: no packs are prepared here"]),
+        *([plan.flops.left_out] if plan.flops.uncounted else []),
+        *notices,
+        *job.notices,
+    ]
+    print("\n".join(textwrap.fill(f"* {text}", screen_width(WIDTH), subsequent_indent="  ") for text in notes))
     return 0
 
 
-def sections(
-    job: Job,
-    options: argparse.Namespace,
-    targets: Sequence[Target],
-    runs: Sequence[MeasuredRun],
-    prices: Mapping[str, float],
-    notices: Sequence[str],
-) -> Iterator[str]:
-    """All that is printed, by lines."""
-    plan, rows = job.plan, list(estimates(job, targets, runs, options.mfu))
-    parameters, width = plan.flops.parameters, screen_width(WIDTH)
-    yield f"{plan.recipe.name}: {plan.requested} compute, {plan.recipe.weights} weights, {units.count(parameters)} parameters"
-    yield "─" * width
-    epochs = f" = {plan.epochs:.2f} epochs" if plan.epochs else ""
+def share_of_peak(run: RunRecord, precision: str) -> float:
+    """Returns the share of its device's peak in `precision` that a run has reached, by the median of its steps after two.
+    InputError where its speed is not its own, is not the hardware's, is of another precision, or was not measured."""
+    measured, ran = [value for record in run.steps[WARM_UP_STEPS:] if (value := record.get("tflops"))], run.phases.values()
+    _, device = run.devices
+    whole, why = peak(device, PRECISIONS[precision].peak), None
+    if run.side_by_side:
+        why = "it shared its machine with other runs, so its speed is not its own"
+    elif run.emulated:
+        why = "its precision was emulated, so its speed is not the hardware's"
+    elif (set(ran) or {run.audit.get("effective")}) != {precision}:
+        why = f"it computed in {run.audit.get('schedule') or run.audit.get('effective')}, and this plan in {precision}"
+    elif whole is None:
+        why = f"no {precision} peak is known of {device}"
+    elif not measured:
+        why = f"it has no measured tflops after its first {WARM_UP_STEPS} steps"
+    if why:
+        raise InputError(f"--run {run.path}: {why}; give another run, or leave it out")
+    return statistics.median(measured) / whole
+
+
+def _introduction(plan: Plan, named: str) -> Iterator[str]:
+    requested = plan.recipe.precision if isinstance(plan.recipe.precision, str) else plan.computes
+    yield f"{plan.recipe.name}: {requested} compute{named}, {plan.recipe.weights} weights"
+    yield "─" * screen_width(WIDTH)
+    tokens, parameters, epochs = plan.total_tokens, plan.flops.parameters, f" = {plan.epochs:.2f} epochs" if plan.epochs else ""
     horizon = (
-        f"{plural(plan.steps, 'step')} x {plan.tokens_per_step:,} tokens = {plan.total_tokens:,} tokens{epochs}, "
-        f"{plan.total_tokens / parameters:.3g} a parameter (a rule of thumb says 20); {plan.total_flops:.4g} FLOP, "
-        f"{plan.flops_per_token:.4g} a token"
+        f"{plural(plan.steps, 'step')} x {plan.tokens_per_step:,} tokens = {tokens:,} tokens{epochs}, {tokens / parameters:.3g}"
     )
-    yield wrapped("horizon", horizon, width)
-    splits = [f"{size} x {-(-plan.packs_per_step // size)}" for size in plan.microbatch_sizes]
-    shown = ", ".join(splits if len(splits) <= 8 else [*splits[:4], "...", *splits[-4:]])
-    packs = f"{plural(plan.packs_per_step, 'pack')} of {plan.recipe.data.length:,}"
-    step = f"{plan.tokens_per_step:,} tokens = {packs}; microbatch x accumulation on one device: {shown}"
-    yield wrapped("step", step, width)
-    yield "\nTime" + (" and cost, at the prices given" if prices else "; --price-per-hour PRICE adds the cost")
-    yield _time_table(rows, prices, options.hours)
-    yield from _noted([*_notes_on_time(rows), *left_out(job, runs, targets), *notices])
-    yield "\nMicrobatch, by the estimate of memory"
-    yield _memory_table(rows)
-    yield from _noted([f"{units.percent(KEPT_FREE)} of a device's memory is left free"])
-    yield from _noted(f"warning: {text}" for text in plan.warnings if text.startswith(("`data.", "FLOPs")))
+    horizon += f" a parameter (a rule of thumb says 20); {units.operations(plan.flops_per_token)} a token"
+    yield from in_subjects({"model": model_lines(plan), "horizon": [horizon]})
 
 
-def _noted(texts: Iterable[str]) -> Iterator[str]:
-    return (textwrap.fill(f"* {text}", screen_width(WIDTH), subsequent_indent="  ") for text in texts)
+def _row(target: Target, plan: Plan, shares: Sequence[float], price: float | None) -> list[str]:
+    obstacle = target.obstacle(plan)
+    if obstacle:
+        return [str(target), obstacle, *[UNKNOWN] * 5]
+    size = min(plan.expected_microbatch, plan.packs_per_rank)
+    takes, whole = plan.memory.total(size), target.memory
+    fits = "" if whole is None or takes <= plan.devices.memory else ": barely fits" if takes <= whole else ": does not fit"
+    split = f"{-(-plan.packs_per_rank // size)} x {plural(size, 'pack')}{' in shards' * plan.devices.sharded}{fits}"
+    speeds = [share * plan.peak_tflops * TERA / plan.flops_per_token for share in shares]
+    hours = [plan.total_tokens / speed / 3600 for speed in speeds]
+    return [
+        str(target),
+        split,
+        units.memory(takes / GIB),
+        UNKNOWN if whole is None else units.memory(whole / GIB),
+        _span(speeds, "{:,.0f}".format),
+        _span(hours, lambda each: units.duration(3600 * each)),
+        _span([each * price * target.count for each in hours] if price else [], "{:,.2f}".format),
+    ]
 
 
-def _time_table(rows: Sequence[Estimate], prices: Mapping[str, float], hours: float | None) -> str:
-    header = ["on", "speed by", "tokens/s", "time", *(["cost"] if prices else [])]
-    header += [f"steps in {hours:g} h", f"tokens in {hours:g} h"] if hours else []
-    lines = []
-    for row in rows:
-        line = [str(row.target), row.obstacle or row.by, span(row.tokens_per_second, "{:,.0f}".format)]
-        line.append(span(row.hours, lambda each: units.duration(3600 * each)))
-        if prices:
-            line.append(span(row.cost(prices), "{:,.2f}".format))
-        if hours:
-            steps = row.steps_in(hours)
-            line += [span(steps, "{:,}".format), span([each * row.plan.tokens_per_step for each in steps], units.count)]
-        lines.append(line)
-    return markdown(header, lines, names=2)
-
-
-def _notes_on_time(rows: Sequence[Estimate]) -> Iterator[str]:
-    yield (
-        "time is that of training steps alone; of another device or model it is taken by the ratio of peaks and of operations a "
-        "token: docs/planning.md says how far that holds"
-    )
-    if any(not row.obstacle and not row.tokens_per_second for row in rows):
-        yield "how fast so small a model is, no share of a peak says; --mfu states one, --run FOLDER has its own"
-
-
-def _memory_table(rows: Sequence[Estimate]) -> str:
-    lines: dict[Target, list[str]] = {}
-    for row in rows:
-        plan, limit = row.plan, row.plan.devices.memory
-        if row.obstacle or row.target in lines:
-            continue
-        size = plan.packs_at_once
-        takes = plan.memory.total(size)
-        chosen = "the recipe's" if plan.microbatch == size else "the largest that fits"
-        if size == plan.packs_per_rank != plan.microbatch:
-            chosen = "all of a step"
-        if limit and takes > limit:
-            chosen = "fits barely" if plan.microbatch and takes <= row.target.memory else "does not fit"
-        of_each = or_dash(row.target.memory, lambda each: units.memory(each / GIB))
-        accumulation = str(-(-plan.packs_per_rank // size))
-        lines[row.target] = [
-            str(row.target),
-            of_each,
-            f"{plural(size, 'pack')}: {chosen}",
-            units.memory(takes / GIB),
-            accumulation,
-        ]
-    header = ["on", "of each", "microbatch", "takes", "x accumulation"]
-    return markdown(header, list(lines.values()), names=1) if lines else "none of these devices can run it"
+def _span(values: Sequence[float], form: Callable[[float], str]) -> str:
+    """Writes one figure, or the first to the last; a dash for none."""
+    return " to ".join(dict.fromkeys(form(value) for value in values)) or UNKNOWN

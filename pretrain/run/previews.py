@@ -34,10 +34,8 @@ def plan_launch(arguments: argparse.Namespace) -> int:
     console = Console(job.plan.steps, enabled=accelerator.is_main_process)
     for text in (*notices, *job.notices):
         console.notice(text)
-    resumes = []
-    if job.data is not None:  # packs that are not prepared belong to no checkpoint yet
-        job, _, source = where_to_resume(job, arguments.resume, arguments.accept_changes, look_only=True)
-        resumes = [f"would resume from {source.path}", *source.notes] if source else []
+    job, _, source = where_to_resume(job, arguments.resume, arguments.accept_changes, look_only=True)
+    resumes = [f"would resume from {source.path}", *source.notes] if source else []
     warn_of_precisions(job, console)
     console.notice("\n".join([render(job.plan), *resumes]))
     return 0

@@ -131,7 +131,7 @@ def record_of_step(
     return {
         "step": run.state.step,
         "tokens": run.state.tokens,
-        **({"trained_tokens": run.state.valid_tokens} if plan.trained_share is not None else {}),
+        **({"trained_tokens": run.state.valid_tokens} if run.job.data.has_masks else {}),
         "epoch": batches.epoch,
         **({"precision": run.job.precision.name} if plan.phases else {}),
         **batches.sources,
@@ -174,8 +174,9 @@ def sum_up(run: Run) -> RunRecord | None:
     if not run.accelerator.is_main_process:
         return None
     metrics = read_metrics(run.folder.path)
-    identity = run.job.plan.fairness(run.job.data.train.fingerprint)
-    finished = replace(read_run(run.folder.path, metrics), summary=identity | summary(metrics))
+    recipe, text = run.job.recipe, run.job.data.train.fingerprint
+    fairness = {"seed": recipe.seed, "tokens_per_step": recipe.batch.tokens, "data_fingerprint": text}  # what may be compared
+    finished = replace(read_run(run.folder.path, metrics), summary=fairness | summary(metrics))
     plot_losses([finished], run.folder.loss_plot)
     run.trackers.picture(run.folder.loss_plot, run.state.step)
     return finished

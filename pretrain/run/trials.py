@@ -18,8 +18,8 @@ from packing.batch import Microbatch
 from pretrain.model.distributed import largest_over_ranks
 from pretrain.model.gradients import clear_main_gradients
 from pretrain.model.packed import PackedLanguageModel, inputs_of
+from pretrain.plan.memory import TAKES_LESS, is_out_of_memory
 from pretrain.plan.preflight import Job
-from pretrain.plan.remedies import is_out_of_memory, listed
 from pretrain.run.assembly import Assembly, beginning_of
 from pretrain.run.running import Run
 from pretrain.verify.parity import PLAIN_BYTES, Parity, check_parity
@@ -61,10 +61,9 @@ def _largest_here(job: Job, model: nn.Module, accelerator: Accelerator) -> int:
     options = {"multiple_of": job.precision.multiple_of, "usable": usable, "most_reserved": most_reserved}
     largest = largest_that_fits(model, accelerator, job.plan.microbatch_sizes, job.data.trial_batch, **options)
     if largest is None:
-        least = min(job.plan.microbatch_sizes)
         raise InputError(
-            f"`batch.microbatch: auto`: {least} pack(s) at once do not fit into the device's memory; shard the model over more "
-            f"devices, or set a shorter `data.length`.{listed(job.plan.with_microbatch(least))}"
+            f"`batch.microbatch: auto`: not even 1 pack fits into the memory at once; set a shorter `data.length`, or what "
+            f"takes less: {TAKES_LESS}"
         )
     return largest
 

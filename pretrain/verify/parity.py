@@ -47,7 +47,7 @@ from pretrain.model.distributed import local_part
 from pretrain.model.gradients import gradient_of
 from pretrain.model.packed import PackedLanguageModel, forward_backward
 from pretrain.optimizer.adamw import clear_gradients, gradient_norm
-from pretrain.plan.remedies import is_out_of_memory
+from pretrain.plan.memory import is_out_of_memory
 from pretrain.precision.settings import ActivePrecision
 from pretrain.verify.comparison import LEEWAY, TensorParity, distances, judge, mixtures_in
 from pretrain.verify.probe import ProductParity, ProductProbe, watching_histories

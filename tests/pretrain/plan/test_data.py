@@ -67,22 +67,13 @@ def test_packs_are_prepared_when_first_asked_for_and_left_alone_afterwards(setti
     again = open_data(settings, is_main_process=True)
     assert contents(Path(settings.packs)) == before
     assert first.train.fingerprint == again.train.fingerprint
-    assert len(first.train) > 0 and first.held_out_packs == len(first.held_out) > 0
+    assert len(first.train) > 0 and len(first.held_out) > 0
     assert first.tokenizer["vocab_size"] == len(WORDS)
 
 
 def test_mean_squared_is_what_plain_python_counts(data: Data) -> None:
     sums = [sum(int(n) ** 2 for n in data.train[index].lengths) / 16 for index in range(len(data.train))]
     assert data.mean_squared == pytest.approx(sum(sums) / len(sums), rel=1e-12)
-
-
-@pytest.mark.parametrize(("mask_boundaries", "share"), [(True, 2 / 4), (False, 3 / 4)])
-def test_the_share_that_is_trained_on_counts_labels_as_training_does(mask_boundaries: bool, share: float, tmp_path: Path) -> None:
-    with PackWriter(tmp_path / "packs", 4) as writer:
-        writer.add("train", Pack(np.ones(4, np.uint32), np.array([2, 2], dtype=np.int32), trained=np.ones(4, bool)))
-        writer.finish(settings={}, statistics={}, tokenizer=None)
-    data = open_data(DataSettings(packs=tmp_path / "packs", length=4), is_main_process=True)
-    assert data.trained_share(mask_boundaries=mask_boundaries) == share
 
 
 def test_another_tokenizer_with_as_many_words_is_refused(data: Data, settings: DataSettings, tmp_path: Path) -> None:

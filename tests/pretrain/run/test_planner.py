@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
+import json
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from accelerate.state import AcceleratorState
 
 from foundation.tables import UNKNOWN
 from pretrain.__main__ import main
-from pretrain.plan.preflight import measured_speed
 from tests.conftest import write_recipe
 
 Planned = Callable[..., tuple[int, str, str]]
@@ -25,81 +23,111 @@ def plan(small_recipe: dict[str, Any], tmp_path: Path, capsys, monkeypatch) -> I
     """Exit status, stdout and stderr."""
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
 
-    def run(*arguments: str, of: Path | None = None) -> tuple[int, str, str]:
+    def run(*arguments: str) -> tuple[int, str, str]:
         AcceleratorState._reset_state(reset_partial_state=True)
         capsys.readouterr()
-        status = main(["plan", str(of or write_recipe(small_recipe, tmp_path)), *arguments])
-        out, err = capsys.readouterr()
-        return status, re.sub(r"\n {2,}", " ", out), err
+        status = main(["plan", str(write_recipe(small_recipe, tmp_path)), *arguments])
+        return status, *capsys.readouterr()
 
     yield run
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def cells(out: str, first: str) -> list[str]:
-    """Of the first line of a table that begins with this cell."""
-    [line, *_] = [line for line in out.splitlines() if line.startswith(f"| {first} ")]
-    return [cell.strip() for cell in line.strip("|").split("|")]
+def row(out: str, on: str) -> dict[str, str]:
+    """The table's row of a device, by column."""
+    header, *lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in out.splitlines() if line.startswith("| ")]
+    return next(dict(zip(header, line, strict=True)) for line in lines if line[0] == on)
 
 
-def test_a_plan_needs_no_packs_and_counts_tokens_and_steps_both_ways(plan):
-    missing = "data.packs=/no/such"
-    status, out, err = plan(missing, "train.tokens=1000000", "--on", "8xB200", "--mfu", "0.4")
-    assert (status, err) == (0, "") and "/no/such is not prepared yet" in out
-    assert "3,907 steps x 256 tokens = 1,000,192 tokens" in out and "1 x 8, 2 x 4, 4 x 2, 8 x 1" in out
-    assert cells(out, "8 x B200")[1] == "40 % of the bf16 peak, stated"
-    memory = out[out.index("Microbatch, by the estimate") :]
-    assert cells(memory, "8 x B200")[2] == "1 pack: all of a step", "the recipe's two are more than a device gets"
-    assert "5,000 steps x 256 tokens = 1,280,000 tokens" in plan(missing, "train.steps=5000")[1]
-    out = plan("data.validation.source=/no/such.jsonl", "data.tokenizer=/no/such", "train={epochs: 1}")[1]
-    assert " = 1.00 epochs" in out and "`data.validation`: " in out and "`data.packs`" not in out
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Callable[..., str]:
+    """What a run of ten steps on an H200 has left, the first two of them slow."""
+
+    def write(name: str, *, gpu: str = "NVIDIA H200", tflops: float = 500.0, steps: int = 10, **audit: Any) -> str:
+        folder = tmp_path / name
+        folder.mkdir()
+        one = {"tokens": 1, "epoch": 0.1, "loss": 1.0, "step_ms": 1.0, "tokens_per_second": 1.0}
+        lines = [one | {"step": step, "tflops": tflops if step > 2 else 1.0} for step in range(1, steps + 1)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (folder / "config.yaml").write_text(yaml.safe_dump({"precision": "bf16"}))
+        accelerate = {"processes": 1, "device": "cuda"}
+        (folder / "environment.json").write_text(json.dumps({"gpus": [gpu], "accelerate": accelerate}))
+        (folder / "audit.json").write_text(json.dumps({"effective": "bf16", "backend": "torch"} | audit))
+        return str(folder)
+
+    return write
 
 
-def test_what_is_far_outside_of_what_is_known_is_not_forecast(plan):
+def test_a_plan_needs_no_packs_and_counts_steps_and_epochs(plan: Planned) -> None:
+    status, out, err = plan("data.packs=/no/such", "train.tokens=1000000", "--on", "8xB200", "--mfu", "0.4")
+    assert (status, err) == (0, "") and "3,907 steps x 256 tokens = 1,000,192 tokens" in " ".join(out.split())
+    assert "no packs are prepared here" in " ".join(out.split())
+    assert row(out, "8 x B200")["microbatch"] == "1 x 1 pack", "the recipe's two are more than a device gets"
+    assert " = 1.00 epochs" in plan("train={epochs: 1}")[1]
+
+
+def test_time_and_cost_are_operations_over_the_stated_share_of_the_peak(plan: Planned, small_recipe: dict[str, Any]) -> None:
+    """Of the recipe's model: six times its products, and attention within whole packs of 32."""
+    given = (
+        "data.packs=/no/such",
+        "train.tokens=1e15",
+        "--on",
+        "H200",
+        "--on",
+        "2xH100",
+        "--mfu",
+        "0.5",
+        "--price-per-hour",
+        "2",
+    )
+    out = plan(*given)[1]
+    one, two = row(out, "1 x H200"), row(out, "2 x H100")
+    speed = float(one["tokens/s"].replace(",", ""))
+    config = small_recipe["model"]["config"]
+    hidden, layers, inner, words = (
+        config[key] for key in ("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size")
+    )
+    group = config["num_attention_heads"] // config.get("num_key_value_heads", config["num_attention_heads"])
+    matrices = layers * (2 * hidden**2 + 2 * hidden**2 // group + 3 * hidden * inner) + hidden * words
+    assert speed == pytest.approx(0.5 * 989.5e12 / (6 * matrices + 6 * layers * hidden * 32), rel=1e-3)
+    assert float(one["cost"].replace(",", "")) == pytest.approx(2 * 1e15 / speed / 3600, rel=1e-3)
+    assert float(two["tokens/s"].replace(",", "")) == pytest.approx(2 * speed, rel=1e-6)
+    assert two["cost"] == one["cost"], "two of as fast devices take half as long"
+
+
+def test_how_fast_a_small_model_is_is_not_guessed(plan: Planned, run_folder: Callable) -> None:
     status, out, _ = plan("--on", "H100")
-    assert status == 0 and cells(out, "1 x H100")[1:] == ["30 to 50 % of the bf16 peak, assumed", UNKNOWN, UNKNOWN]
-    assert "no share of a peak says" in out
-    assert cells(plan("--on", "H100", "--mfu", "0.4")[1], "1 x H100")[2] != UNKNOWN, "one that is stated is taken"
+    assert status == 0 and row(out, "1 x H100")["tokens/s"] == row(out, "1 x H100")["time"] == UNKNOWN
+    speeds = [plan("--on", "B200", *given)[1] for given in (("--mfu", f"{500 / 989.5}"), ("--run", run_folder("mine")))]
+    assert row(speeds[0], "1 x B200") == row(speeds[1], "1 x B200"), "a run is its share of the peak"
 
 
-def test_prices_hours_and_a_budget_are_reckoned_with(plan):
-    said = plan("--on", "H200", "--on", "H100", "--price-per-hour", "H200=3600", "--hours", "2", "--mfu", "0.5")
-    assert said[0] == 0, said
-    of_h200, of_h100 = cells(said[1], "1 x H200"), cells(said[1], "1 x H100")
-    assert of_h200[4] == "0.00" and of_h100[4] == UNKNOWN, "twelve steps of it take a thousandth of a second; H100 has no price"
-    steps = int(of_h200[5].replace(",", ""))
-    assert steps == pytest.approx(float(of_h200[2].replace(",", "")) * 7200 / 256, rel=1e-3)
-
-
-def test_a_run_of_ones_own_is_reckoned_by(plan, start_here, small_recipe, tmp_path):
-    finished = start_here(small_recipe | {"evaluate": {}, "checkpoint": {"at_end": False}}, tmp_path)
-    assert finished.status == 0, finished.output
-    for arguments in (("--run", str(finished.run_dir)), ()):  # the recipe's own run is found by itself
-        status, out, _ = plan("precision=fp32", "--on", "H100", "--price-per-hour", "CPU=3600", *arguments)
-        assert status == 0 and cells(out, "1 x CPU")[4] != UNKNOWN == cells(out, "1 x H100")[4]
-        assert "run run: 1 x CPU, measured over 10 steps" in cells(out, "1 x CPU")[1]
-    median = yaml.safe_load((finished.run_dir / "summary.json").read_text())["tokens_per_second"]
-    assert float(cells(out, "1 x CPU")[2].replace(",", "")) == pytest.approx(median, rel=0.05)
-    assert "run run computed in fp32, this plan in bf16" in plan("--on", "H100")[1]
-    measured = partial(measured_speed, finished.run_dir)
-    assert measured({"fp32", "bf16"}, (1, "CPU")) == median and measured({"bf16"}, (1, "CPU")) is None
-    assert measured({"fp32"}, (2, "CPU")) is None and measured({"fp32"}, (1, "NVIDIA H200")) is None
+def test_a_run_whose_speed_is_not_its_own_is_refused(plan: Planned, run_folder: Callable) -> None:
+    shared = run_folder("shared")
+    Path(shared, "matrix.json").write_text(json.dumps({"side_by_side": True}))
+    folders = {
+        shared: "it shared its machine",
+        run_folder("fp8", effective="delayed"): "delayed",
+        run_folder("unknown", gpu="NVIDIA Q9"): "peak",
+        run_folder("short", steps=2): "no measured tflops",
+    }
+    for folder, says in folders.items():
+        status, out, err = plan("--run", folder)
+        assert (status, out) == (2, "") and f"--run {folder}: " in err and says in err
 
 
 @pytest.mark.parametrize(
     ("arguments", "named"),
-    {
-        ("--on", "Q9"): "--on Q9",
-        ("--mfu", "1.2"): "--mfu: 1.2",
-        ("--hours", "soon"): "--hours: soon",
-        ("--price-per-hour", "H200=cheap"): "--price-per-hour H200=cheap",
-        ("--price-per-hour", "H20=3"): "--price-per-hour H20=...",
-        ("--run", "/no/such"): "/no/such: there is no such run folder",
-        ("train.epochs=2", "data.packs=/no/such"): "`train.epochs` counts its packs",
-    }.items(),
+    [
+        (("--on", "Q9"), "--on Q9"),
+        (("--mfu", "1.2"), "--mfu: 1.2"),
+        (("--price-per-hour", "cheap"), "--price-per-hour: cheap"),
+        (("--run", "/no/such"), "/no/such: there is no such run folder"),
+        (("train.epochs=2", "data.packs=/no/such"), "`train.epochs` counts its packs"),
+    ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_what_cannot_be_planned_is_one_message(arguments, named, plan):
+def test_what_cannot_be_planned_is_one_message(arguments: tuple[str, ...], named: str, plan: Planned) -> None:
     status, out, err = plan(*arguments)
     assert (status, out, err.count("error: ")) == (2, "", 1), err
     assert named in err
