@@ -80,7 +80,7 @@ def launch(arguments: argparse.Namespace) -> int:
     waited = Waited(shown=main_process, already=since_the_command())
     job = prepare_job(launched.recipe, accelerator, arguments.tokens_per_second, waited=waited)
     console = Console(job.plan.steps, enabled=main_process)
-    for text in (*launched.notices, *job.notices):
+    for text in launched.notices:
         console.notice(text)
     with (
         distributed.refused_together(lambda: RunFolder(run_dir, owner=main_process)) as folder,
@@ -116,7 +116,7 @@ def assemble(job: Job, accelerator: Accelerator, waited: Waited | None = None) -
     """The model of `job`, ready to train, and its optimizer. Each line changes what the next ones find: docs/architecture.md says
     why they stand in this order. Collective."""
     recipe, device, exact = job.recipe, accelerator.device, job.recipe.weights == "bf16_exact"
-    attention = assembling.choose_attention(job, accelerator)
+    attention = job.attention
     built = assembling.build_model(job, accelerator, attention.name)  # transformers' own
     model, precisions, fused = assembling.in_its_precisions(job, built.hf, attention.name, device)
     # Around each layer: FP32 weights as BF16 working copies, torch.compile, gradient checkpointing.

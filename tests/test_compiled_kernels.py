@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from packing.arrow import IGNORE
-from pretrain.model.attention.operator import HeadNorms, Heads
+from pretrain.model.fused.stacked import HeadNorms, Heads
 from pretrain.optimizer.adamw import Hyperparameters, ParameterTensors
 from tests.triton_kernels import launched_in
 

@@ -21,8 +21,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from packing.batch import BatchStream, Microbatch
 from packing.store import open_packs
 from packing.stream import order_of
+from pretrain.model import attention
 from pretrain.model import huggingface as model
-from pretrain.model.attention import backends as attention
 from pretrain.model.packed import inputs_of
 from pretrain.settings.recipe import Recipe
 

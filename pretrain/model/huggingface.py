@@ -1,53 +1,73 @@
-"""The Hugging Face model, built from a hub, a folder or a config."""
+"""The Hugging Face model: built from a hub, a folder or a config, and written as a folder that transformers loads."""
 
 from __future__ import annotations
 
 import difflib
-import inspect
-from collections.abc import Iterator
+import itertools
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from accelerate import Accelerator, init_empty_weights
+from huggingface_hub import split_torch_state_dict_into_shards
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import (
-    CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from foundation.errors import InputError
+from foundation.files import fsync, fsync_tree
+from foundation.progress import advance
 from foundation.reading import one_line
-from packing.settings import HUB_NAME
-from pretrain.model.attention import backends as attention
+from pretrain.model import attention
 from pretrain.model.distributed import from_all_ranks, refused_together
 from pretrain.model.loss.head import check as check_loss
 from pretrain.settings.config import SOURCE, flatten
 from pretrain.settings.recipe import LossSettings, ModelSettings
 
+EXPORTED_BYTES = 5 * 10**9  # of one file of weights, unless one tensor is larger; the hub's own custom
+# What an export writes beside what every export writes: names that may come and go between two.
+_OF_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|generation_config\.json|chat_template\.jinja")
 # What transformers and torch raise for values that they did not expect, in a config or in a file of weights, read or written: an
 # architecture checks its numbers in its own way, or not at all and fails where it first uses them.
-WRONG_VALUES = (
+_WRONG_VALUES = (
     *(ValueError, TypeError, RuntimeError, ArithmeticError, LookupError, AttributeError, AssertionError, OSError, ImportError),
     *(StrictDataclassError, SafetensorError),
 )
 # Kept by the config classes under another name, so that they are no attribute of a fresh config.
 _RENAMED_KEYS = {"rope_theta", "torch_dtype", "dtype"}
-# What a config.json may say otherwise without another model: paths, what a run decides by itself, what a caller gets, and what is
-# a classifier's.
-_NOT_OF_THE_MODEL = {"_name_or_path", "_commit_hash", "auto_map", "dtype", "torch_dtype", "transformers_version"}
-_NOT_OF_THE_MODEL |= {"attn_implementation", "_attn_implementation"}
-_NOT_OF_THE_MODEL |= {"use_cache", "return_dict", "output_attentions", "output_hidden_states", *attention.DROPOUTS}
-_NOT_OF_THE_MODEL |= {"architectures", "id2label", "label2id", "problem_type"}
+# What a config.json may say otherwise without another model: paths and versions, what a run decides by itself, what a caller
+# gets, and what is a classifier's.
+_NOT_OF_THE_MODEL = {
+    *("_name_or_path", "_commit_hash", "auto_map", "architectures", "transformers_version"),
+    *("dtype", "torch_dtype", "attn_implementation", "_attn_implementation", "attention_dropout", "attn_pdrop"),
+    *("use_cache", "return_dict", "output_attentions", "output_hidden_states", "id2label", "label2id", "problem_type"),
+}
+
+_log = logging.getLogger(__name__)
+transformers_logging.disable_progress_bar()  # they are drawn into log files too
+
+
+@contextmanager
+def _refusing(what: str) -> Iterator[None]:
+    """InputError that begins with `what` where transformers or torch refuses something within."""
+    try:
+        yield
+    except _WRONG_VALUES as error:
+        named = isinstance(error, (LookupError, AttributeError, AssertionError))
+        raise InputError(f"{what}: {one_line(error, named=named).rstrip('. ')}") from None
 
 
 # ── Its configuration ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -55,24 +75,16 @@ _NOT_OF_THE_MODEL |= {"architectures", "id2label", "label2id", "problem_type"}
 
 def load_config(settings: ModelSettings) -> PretrainedConfig:
     """The model's configuration, from `source` with `config` laid over it, or from `config` alone. InputError for an unknown
-    source, model type or key (transformers would keep the last silently), and for values that the configuration class refuses.
-
-    Attention's dropout, which packed attention does not compute, is 0 unless `config` asks for it; see `dropout_notice`.
-    """
-    config = _config_of(settings)
-    for key in attention.DROPOUTS:
-        if getattr(config, key, None) and key not in (settings.config or {}):
-            setattr(config, key, 0.0)
-    return config
-
-
-def dropout_notice(settings: ModelSettings) -> str | None:
-    """Names the dropout that `load_config` has left out; None where there was none."""
-    config, given = _config_of(settings), settings.config or {}
-    left_out = [f"{key} {value:g}" for key in attention.DROPOUTS if key not in given and (value := getattr(config, key, None))]
-    if not left_out:
-        return None
-    return f"model: {type(config).__name__} has {', '.join(left_out)}; packed attention computes none, so it is 0 in this run"
+    source, model type or key (transformers would keep the last silently), and for values that the configuration class refuses."""
+    changes = dict(settings.config or {})
+    config = _config_of_type(str(changes.pop("model_type"))) if settings.source is None else _config_of_source(settings)
+    known = set(dir(config)) | _RENAMED_KEYS
+    if unknown := [key for key in changes if key not in known]:
+        key = unknown[0]
+        raise InputError(f"`model.config.{key}`: {type(config).__name__} has no such key{_nearest(key, known)}")
+    # Rebuilt rather than assigned to: config classes derive keys from each other (head_dim, layer_types) as they are built.
+    with _refusing(f"`model.config`: {type(config).__name__} does not take these values"):
+        return type(config).from_dict({**config.to_dict(), **changes} if settings.source else changes)
 
 
 def source_config(settings: ModelSettings) -> dict[str, Any]:
@@ -80,76 +92,36 @@ def source_config(settings: ModelSettings) -> dict[str, Any]:
     version of transformers completes it. Empty without a source. InputError where there is none."""
     if settings.source is None:
         return {}
-    _check_source(settings)
-    try:
-        values, _ = PretrainedConfig.get_config_dict(str(settings.repository), revision=settings.revision)
-    except WRONG_VALUES as error:
-        raise _unreadable(settings, error) from None
+    with _refusing(_unreadable(settings)):
+        values, _ = PretrainedConfig.get_config_dict(settings.repository, revision=settings.revision)
     return {f"{SOURCE}{key}": value for key, value in flatten(values).items() if _NOT_OF_THE_MODEL.isdisjoint(key.split("."))}
 
 
-def _config_of(settings: ModelSettings) -> PretrainedConfig:
-    changes = dict(settings.config or {})
-    config = _config_of_type(str(changes.pop("model_type"))) if settings.source is None else _config_of_source(settings)
-    known = set(dir(config)) | _RENAMED_KEYS
-    for key in changes:
-        if key not in known and not (key == "head_dim" and _reads_head_dim(config)):
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"; did you mean `{near[0]}`?" if near else ""
-            raise InputError(f"`model.config.{key}`: {type(config).__name__} has no such key{hint}")
-    # Rebuilt rather than assigned to: config classes derive keys from each other (head_dim, layer_types) as they are built.
-    try:
-        return type(config).from_dict({**config.to_dict(), **changes} if settings.source else changes)
-    except WRONG_VALUES as error:
-        raise InputError(f"`model.config`: {type(config).__name__} does not take these values: {why_refused(error)}") from None
+def _config_of_source(settings: ModelSettings) -> PretrainedConfig:
+    with _refusing(_unreadable(settings)):
+        values, _ = PretrainedConfig.get_config_dict(settings.repository, revision=settings.revision)
+        if "auto_map" in values and values.get("model_type") not in CONFIG_MAPPING:
+            raise ValueError("it brings code of its own, which is never run; name a model of transformers' own")
+        return AutoConfig.from_pretrained(settings.repository, revision=settings.revision, trust_remote_code=False)
 
 
-def _reads_head_dim(config: PretrainedConfig) -> bool:
-    """Whether its layers take their heads' width from `head_dim` where it is there, though its class does not list that key."""
-    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    return model is not None and 'getattr(config, "head_dim"' in inspect.getsource(inspect.getmodule(model))
+def _unreadable(settings: ModelSettings) -> str:
+    return f"`model.source`: no model can be read from {settings.source!r}, which is to be a folder or a name on the hub"
 
 
 def _config_of_type(model_type: str) -> PretrainedConfig:
     if model_type not in CONFIG_MAPPING:
-        near = difflib.get_close_matches(model_type, CONFIG_MAPPING, n=1)
-        hint = f"did you mean `{near[0]}`?" if near else "qwen3, llama, qwen2 and gpt2 are some that it knows"
-        raise InputError(f"`model.config.model_type`: transformers has no model type {model_type!r}; {hint}")
-    try:
+        known = _nearest(model_type, CONFIG_MAPPING) or "; qwen3, llama, qwen2 and gpt2 are some that it knows"
+        raise InputError(f"`model.config.model_type`: transformers has no model type {model_type!r}{known}")
+    with _refusing(
+        f"`model.config.model_type`: {model_type!r} is none to train; name another"
+    ):  # as of one that is made of others
         return AutoConfig.for_model(model_type)
-    except WRONG_VALUES as error:  # as of one that is made of others
-        raise InputError(f"`model.config.model_type`: {model_type!r}: {why_refused(error)}; name another") from None
 
 
-def _check_source(settings: ModelSettings) -> None:
-    """InputError where it is neither a folder with a config.json, nor a name of the hub."""
-    source, folder = str(settings.repository), Path(str(settings.repository))
-    if not (folder / "config.json").is_file() and (folder.exists() or not HUB_NAME.fullmatch(source)):
-        raise InputError(
-            f"`model.source`: {source} is no folder with a config.json; name a folder that holds a model, or a model on the hub"
-        )
-
-
-def _config_of_source(settings: ModelSettings) -> PretrainedConfig:
-    _check_source(settings)
-    try:
-        return AutoConfig.from_pretrained(str(settings.repository), revision=settings.revision, trust_remote_code=False)
-    except WRONG_VALUES as error:
-        if "trust_remote_code" in str(error):
-            raise InputError(
-                f"`model.source`: {settings.source} brings code of its own, which is never run; name a model of transformers' own"
-            ) from None
-        raise _unreadable(settings, error) from None
-
-
-def _unreadable(settings: ModelSettings, error: Exception) -> InputError:
-    where = "" if Path(str(settings.source)).exists() else f", which is no folder below {Path.cwd()}, so the hub was asked"
-    return InputError(f"`model.source`: no model can be read from {str(settings.source)!r}{where}: {why_refused(error)}")
-
-
-def why_refused(error: Exception) -> str:
-    """A library's error in a line, without the lists of everything it knows."""
-    return one_line(error, named=isinstance(error, (LookupError, AttributeError, AssertionError))).rstrip(". ")
+def _nearest(word: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean `{near[0]}`?" if near else ""
 
 
 def check_architecture(model: PreTrainedModel, length: int, loss: LossSettings, device_type: str) -> None:
@@ -162,11 +134,9 @@ def check_architecture(model: PreTrainedModel, length: int, loss: LossSettings, 
         raise InputError(
             f"`model.config`: `num_attention_heads: {heads}` is not a multiple of `num_key_value_heads: {kv_heads}`; change one"
         )
-    if model.base_model is model:  # what would be called for hidden states
-        raise InputError(f"`model`: {name} does not say which of its modules holds its layers; name another model")
     between = [key for key, child in model.named_children() if child not in (model.base_model, model.get_output_embeddings())]
-    if between:
-        raise InputError(f"`model`: {name} computes `{between[0]}` after its layers, which no loss here does; name another model")
+    if between or model.base_model is model:
+        raise InputError(f"`model`: {name} is more than layers and a head: {', '.join(between)}; name another model")
     attention.check(model, length)
     check_loss(model.config, loss, device_type)
 
@@ -176,12 +146,8 @@ def check_architecture(model: PreTrainedModel, length: int, loss: LossSettings, 
 
 def build_on_meta(config: PretrainedConfig) -> PreTrainedModel:
     """The model without memory for its weights: shapes for planning and FLOPs. InputError where the shapes are impossible."""
-    try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
-    except WRONG_VALUES as error:
-        kind = type(config).__name__
-        raise InputError(f"`model`: {kind} makes no causal language model with these settings: {why_refused(error)}") from None
+    with _refusing(f"`model`: {type(config).__name__} makes no causal language model with these settings"), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
 
 
 def build(
@@ -192,7 +158,6 @@ def build(
     From scratch, weights are drawn in FP32 from `seed` and then rounded, so that FP32 and BF16 runs start from the same draw.
     Every process draws the same.
     """
-    attention.register()
     options = {"attn_implementation": backend, "trust_remote_code": False}
     if settings.weights_source is None:
         torch.manual_seed(seed)
@@ -201,11 +166,8 @@ def build(
         round_weights(model, weights)  # not model.to(): rotary frequencies are buffers, and BF16 ones misplace tokens
         return model
     options |= {"config": config, "revision": settings.revision, "dtype": weights, "output_loading_info": True}
-    try:
-        with without_bars():
-            model, loading = AutoModelForCausalLM.from_pretrained(settings.repository, **options)
-    except WRONG_VALUES as error:
-        raise InputError(f"`model.source`: {settings.source}: weights cannot be loaded: {why_refused(error)}") from None
+    with _refusing(f"`model.source`: {settings.source}: weights cannot be loaded"):
+        model, loading = AutoModelForCausalLM.from_pretrained(settings.repository, **options)
     if missing := sorted(loading["missing_keys"]):  # transformers draws them at random, and each process its own
         raise InputError(
             f"`model.source`: {settings.source}: has no weights for {len(missing)} of the model's parameters, {missing[0]} among "
@@ -227,7 +189,6 @@ def build_on_first_rank(
     """The model under FSDP2: with parameters of dtype `weights` on the meta device and buffers on their own, and on the first
     rank, in host memory, what the parameters are to be: what `build` gives them, by name, in `kept`. `part_from_first` hands it
     out. Collective; InputError on all ranks where the first cannot build it."""
-    attention.register()
     reads = settings.weights_source is not None
     device = torch.device("cpu") if reads else accelerator.device  # what is drawn depends on the device that draws
 
@@ -249,18 +210,6 @@ def build_on_first_rank(
     return hf, {name: parameter.data.to(kept) for name, parameter in whole.named_parameters()} if whole else {}
 
 
-@contextmanager
-def without_bars() -> Iterator[None]:
-    """Turns off transformers' own bars while entered: they are drawn into log files too."""
-    enabled = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if enabled:
-            transformers_logging.enable_progress_bar()
-
-
 def round_weights(hf: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
     """Round the parameters to `dtype` in place, and return what they were by name: the masters that a remainder is taken from."""
     masters = {name: parameter.data for name, parameter in hf.named_parameters()}
@@ -276,5 +225,74 @@ def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 def named_tensors(hf: PreTrainedModel) -> dict[str, Tensor]:
     """The parameters and persistent buffers of `hf`, live, by Hugging Face name; a tied parameter once."""
-    buffers = {name: buffer for name, buffer in hf.named_buffers() if name in hf.state_dict()}
-    return {**dict(hf.named_parameters()), **buffers}
+    saved = hf.state_dict().keys()
+    return {**dict(hf.named_parameters()), **{name: buffer for name, buffer in hf.named_buffers() if name in saved}}
+
+
+# ── Its folder ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def export(
+    hf: PreTrainedModel,
+    read: Callable[[str], Tensor],
+    tokenizer: Any | None,
+    folder: Path,
+    beside: Mapping[str, bytes] = MappingProxyType({}),
+) -> None:
+    """Write a folder that AutoModelForCausalLM (and AutoTokenizer, with `tokenizer`) loads; it appears whole or not at all.
+
+    `read` gives the tensors of `named_tensors(hf)` by name, whole and in the dtype that they have there, on any device; `hf` may
+    be on the meta device. They are read as they are written, at most EXPORTED_BYTES at a time. `beside`: further files by name.
+    An export that lies in `folder` is replaced; where anything else lies in it, it is kept whole as `<name>.replaced-<n>`.
+    """
+    writing = folder.with_name(f".{folder.name}.writing")
+    shutil.rmtree(writing, ignore_errors=True)  # of an export that was killed
+    with _refusing(f"{folder}: the trained model cannot be written; the checkpoints hold it, so run again"):
+        writing.mkdir(parents=True)
+        hf.save_pretrained(writing, state_dict={})  # its configurations
+        _write_weights(hf, read, writing)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(writing)
+        for name, content in beside.items():
+            (writing / name).write_bytes(content)
+        mode = (writing / "config.json").stat().st_mode & 0o777  # as the umask has it; safetensors ignores that for its files
+        for file in writing.glob("*.safetensors"):
+            file.chmod(mode)
+        fsync_tree(writing)
+        _put_in_place(writing, folder)
+
+
+def _write_weights(hf: PreTrainedModel, read: Callable[[str], Tensor], folder: Path) -> None:
+    """The tensors of `hf` in safetensors files in `folder`, with an index where there are several."""
+    left_out = set(hf._keys_to_ignore_on_save or ())
+    tensors = {name: each for name, each in named_tensors(hf).items() if name not in left_out}
+    held = {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in tensors.items()}  # whole, if sharded
+    stored = revert_weight_conversion(hf, dict(held))
+    if {name: each.shape for name, each in stored.items()} != {name: each.shape for name, each in held.items()}:
+        # Some architectures are stored otherwise than they are held, their experts one by one: all is read for that.
+        held = revert_weight_conversion(hf, {name: read(name).cpu() for name in held})
+        read = held.__getitem__
+    split = split_torch_state_dict_into_shards(held, filename_pattern="model{suffix}.safetensors", max_shard_size=EXPORTED_BYTES)
+    for file, names in split.filename_to_tensors.items():
+        save_file({name: read(name).contiguous() for name in names}, folder / file, metadata={"format": "pt"})
+        advance(len(names), of="tensors")
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def _put_in_place(writing: Path, folder: Path) -> None:
+    """Rename `writing`, which is complete, to `folder`; an older export goes, anything else is kept under another name."""
+    previous = folder.with_name(f".{folder.name}.previous")
+    shutil.rmtree(previous, ignore_errors=True)
+    if folder.exists():
+        exported = {file.name for file in writing.iterdir()}
+        present = os.listdir(folder) if folder.is_dir() else [folder.name]
+        if not all(name in exported or _OF_WEIGHTS.fullmatch(name) for name in present):
+            names = (folder.with_name(f"{folder.name}.replaced-{number}") for number in itertools.count(1))
+            previous = next(name for name in names if not name.exists())
+            _log.warning("%s holds what no export has written, and is kept as %s", folder, previous.name)
+        os.replace(folder, previous)
+    os.replace(writing, folder)
+    fsync(folder.parent)
+    shutil.rmtree(folder.with_name(f".{folder.name}.previous"), ignore_errors=True)

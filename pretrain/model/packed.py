@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from packing.batch import Microbatch, StepBatches
-from pretrain.model.attention import backends as attention
+from pretrain.model import attention
 from pretrain.model.fused.layers import FusedLayers
 from pretrain.model.loss.head import LOSS_SCOPE, LossHead
 from pretrain.model.rank_sums import RankSums

@@ -19,7 +19,7 @@ from packing.packer import prepare
 from packing.settings import DataSettings
 from packing.store import check_model, open_packs
 from packing.stream import StreamedPacks
-from pretrain.model.attention.backends import rotates_otherwise_beyond
+from pretrain.model.attention import rotates_otherwise_beyond
 
 _SAMPLED_PACKS = 1000
 _SCANNED_PACKS = 2**16  # 1 GiB of token ids at 4,096 a pack: under a second, as opening has just hashed the same files

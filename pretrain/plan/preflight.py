@@ -22,11 +22,9 @@ from pretrain.metrics.flops import ModelFlops
 from pretrain.metrics.run_folder import check_ours
 from pretrain.metrics.trackers import check_login, resolve
 from pretrain.metrics.waited import Waited
+from pretrain.model import attention
 from pretrain.model import huggingface as model
-from pretrain.model.attention import backends as attention
-from pretrain.model.attention.operator import Heads
 from pretrain.model.distributed import device_of, gathers_once_a_step, replicas_of
-from pretrain.model.export import check_export
 from pretrain.optimizer import schedule
 from pretrain.plan.checks import check_fit, check_pack_counts, check_settings, check_sizes
 from pretrain.plan.data import Data, check_labels, check_tokens, most_positions, open_data
@@ -66,7 +64,6 @@ class Job:
     data: Data | None  # None only for a plan for other machines
     tokenizer: PreTrainedTokenizerBase | None
     attention: attention.Choice
-    notices: tuple[str, ...] = ()  # what was left out, for the user
     source_config: Mapping[str, Any] = field(default_factory=dict)  # as `model.source` said when the run began, for its identity
 
     @property
@@ -163,8 +160,6 @@ def prepare_job(
     model_config = model.load_config(recipe.model)
     shapes, flops, chosen = _lay_out(recipe, model_config, actives, device_type)
     tokenizer = None if purpose == "elsewhere" else _usable_tokenizer(recipe, data, model_config)
-    if recipe.checkpoint.at_end:
-        check_export(shapes, tokenizer)
     if last:
         clock = waited or Waited(shown=False)
         before = clock.go_on_to("packs")
@@ -200,8 +195,7 @@ def prepare_job(
     if recipe.train.epochs is not None:  # steps and tokens were held against the schedule with the settings
         schedule.check(recipe.schedule, plan.steps)
         last_steps([until for until, _ in phases], plan.steps)
-    notices = tuple(filter(None, [model.dropout_notice(recipe.model)]))
-    return Job(plan, run_dir, model_config, shapes, data, tokenizer, chosen, notices, model.source_config(recipe.model))
+    return Job(plan, run_dir, model_config, shapes, data, tokenizer, chosen, model.source_config(recipe.model))
 
 
 def _data_of_plan(settings: DataSettings, purpose: Purpose) -> Data | None:
@@ -267,9 +261,8 @@ def _lay_out(
         check_fit(active, recipe, flops.shape.layers)
         check_shapes(shapes, active)
         check_kept(shapes, decoder, active)
-    heads = Heads(flops.shape.heads, flops.shape.kv_heads, flops.shape.head_dim)
     compute_dtype = getattr(torch, actives[0].precision.compute_dtype)
-    return shapes, flops, attention.choose(recipe.model.attention, device_type, heads, compute_dtype)
+    return shapes, flops, attention.choose(recipe.model.attention, device_type, flops.shape.head_dim, compute_dtype)
 
 
 def _usable_tokenizer(recipe: Recipe, data: Data | None, model_config: PretrainedConfig) -> PreTrainedTokenizerBase | None:

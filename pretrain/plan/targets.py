@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from foundation.errors import InputError
 from foundation.units import GIB, plural
 from pretrain.metrics.peaks import known_as, peak
-from pretrain.model.attention.backends import MIN_MEASURED_HEAD_DIM
+from pretrain.model.attention import MIN_MEASURED_HEAD_DIM
 from pretrain.plan.memory import Devices, LayerMemory, layers_of
 from pretrain.plan.plan import KEPT_FREE, Plan, fits_gathered, spend_spare_memory
 from pretrain.plan.preflight import Job

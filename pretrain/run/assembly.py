@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +22,12 @@ from foundation.attributes import holding
 from foundation.progress import advance
 from packing.batch import Microbatch
 from pretrain.checkpoint.state import seed_step
-from pretrain.metrics.flops import LowPrecisionProducts, Shape
+from pretrain.metrics.flops import LowPrecisionProducts
 from pretrain.metrics.peaks import peak
 from pretrain.metrics.precision_health import PrecisionWatch
 from pretrain.metrics.waited import Waited
 from pretrain.model import huggingface as model
-from pretrain.model.attention import backends as attention
-from pretrain.model.attention.operator import Heads
-from pretrain.model.attention.trial import choose_tried
 from pretrain.model.distributed import (
-    largest_over_ranks,
     local_part,
     part_from_first,
     take_from_first_rank,
@@ -180,20 +176,6 @@ class Assembly:
             audit.confirming_histories(self.context, self.active),
         ):
             yield
-
-
-def choose_attention(job: Job, accelerator: Accelerator) -> attention.Choice:
-    """The planned attention, or the next fastest where it computes something else than its formula here. Collective. A CPU has
-    torch's own alone, which is not tried."""
-    shape, choice = Shape.of(job.shapes), job.attention
-    if accelerator.device.type == "cpu":
-        return choice
-    heads, together = Heads(shape.heads, shape.kv_heads, shape.head_dim), partial(largest_over_ranks, accelerator)
-    for dtype in dict.fromkeys(getattr(torch, active.precision.compute_dtype) for active in job.plan.actives):
-        choice = choose_tried(
-            choice, job.recipe.model.attention, heads, dtype, job.recipe.data.length, accelerator.device, together
-        )
-    return choice
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def main(arguments: Sequence[str], assemble: Callable[[Job, Accelerator], Assemb
             _refuse_random_weights(recipe)  # before packs are prepared
         job = prepare_job(recipe, accelerator)
         console = Console(job.plan.steps, enabled=accelerator.is_main_process)
-        for text in (*notices, *job.notices):
+        for text in notices:
             console.notice(text)
         warn_of_precisions(job, console)
         with explaining_errors():

@@ -28,7 +28,6 @@ from pretrain.checkpoint.shards import DTYPES, load_tensors
 from pretrain.compare.figures import picture_of_losses
 from pretrain.metrics.run_record import RunRecord, own_evaluations, read_metrics, read_run
 from pretrain.model import huggingface as model
-from pretrain.model.export import export as write_export
 from pretrain.optimizer.exact_weights import convert_weight
 from pretrain.plan.data import Data
 from pretrain.plan.tokenizer import fingerprint_in_use, load_tokenizer
@@ -85,7 +84,7 @@ def export_checkpoint(source: Path, out: Path, dtype: Weights | None) -> str:
         raise InputError(f"{out}: exists, and is not written over; name a folder that does not exist")
     saved = SavedModel.open(source, dtype)
     tokenizer, why_not = tokenizer_of(saved.recipe, saved.run_dir)
-    write_export(saved.hf, saved.read, tokenizer, out, _card_of(saved, tokenizer is not None))
+    model.export(saved.hf, saved.read, tokenizer, out, _card_of(saved, tokenizer is not None))
     without = f"; without a tokenizer: {why_not}" if tokenizer is None else ""
     return f"{saved.folder} is exported to {out}: weights in {saved.to}{without}"
 
@@ -214,4 +213,4 @@ def export_trained(run: Run, record: RunRecord | None) -> None:
     saved = SavedModel(folder, read_manifest(folder), hf, recipe.weights, run.folder.path, recipe)
     card = model_card(record, hf, tokenizer=run.job.tokenizer is not None).encode()
     beside = {CARD: card, PICTURE: run.folder.loss_plot.read_bytes()}
-    write_export(hf, saved.read, run.job.tokenizer, run.folder.final, beside)
+    model.export(hf, saved.read, run.job.tokenizer, run.folder.final, beside)

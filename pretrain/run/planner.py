@@ -72,7 +72,6 @@ def main(arguments: list[str]) -> int:
         *(() if plan.packs else ["FLOPs count each pack as one document, the most that they can be: no packs are prepared here"]),
         *([plan.flops.left_out] if plan.flops.uncounted else []),
         *notices,
-        *job.notices,
     ]
     print("\n".join(textwrap.fill(f"* {text}", screen_width(WIDTH), subsequent_indent="  ") for text in notes))
     return 0

@@ -32,7 +32,7 @@ def plan_launch(arguments: argparse.Namespace) -> int:
     refused_together(lambda: accelerator.is_main_process and check_writable(run_dir_of(recipe)))
     job = prepare_job(recipe, accelerator, arguments.tokens_per_second, purpose="plan")
     console = Console(job.plan.steps, enabled=accelerator.is_main_process)
-    for text in (*notices, *job.notices):
+    for text in notices:
         console.notice(text)
     job, _, source = where_to_resume(job, arguments.resume, arguments.accept_changes, look_only=True)
     resumes = [f"would resume from {source.path}", *source.notes] if source else []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import pytest
@@ -11,10 +10,8 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from foundation.errors import InputError
-from pretrain.model.attention import backends as attention
-from pretrain.model.attention.operator import Heads
-from pretrain.model.attention.trial import choose_tried, disagreement
+from pretrain.model import attention
+from pretrain.model.fused.stacked import Heads
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -25,14 +22,12 @@ DOCUMENTS = {
     "tokens alone": [1] * 300 + [212] + [1] * 512 + [511, 1],
 }
 KERNELS = ["cudnn", "fa4", "varlen"]
-SHAPES = [Heads(16, 8, 128), Heads(8, 8, 64), Heads(12, 2, 64), Heads(4, 1, 256)]
-
-attention.register()
+SHAPES = [Heads(16, 8, 128), Heads(8, 8, 64), Heads(12, 2, 64), Heads(4, 2, 96), Heads(4, 1, 256)]
 
 
 def kernel_of(kind: Any, heads: Heads) -> Any:
     """The registry's function of this name; the test is skipped where it cannot run."""
-    if obstacle := attention._obstacle(kind, "cuda", heads, torch.bfloat16):
+    if obstacle := attention._obstacle(kind, "cuda", heads.dim, torch.bfloat16):
         pytest.skip(f"{kind} {obstacle}")
     return getattr(attention, f"packed_{kind}")
 
@@ -66,45 +61,17 @@ def errors_of(ours: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> dict[str, 
     return found
 
 
-@cache
-def fault_of(kind: str, heads: Heads) -> str | None:
-    """What a run would find at its start."""
-    return disagreement(f"packed_{kind}", heads, torch.bfloat16, LENGTH, torch.device("cuda"))
-
-
 @pytest.mark.parametrize("kind", KERNELS)
 @pytest.mark.parametrize("heads", SHAPES, ids=str)
 @pytest.mark.parametrize("documents", DOCUMENTS)
 @pytest.mark.parametrize("spare", [0, 9])
-def test_a_kernel_agrees_with_fp32_attention_whatever_the_documents_or_is_found_at_the_start(
-    kind: str, heads: Heads, documents: str, spare: int
-) -> None:
-    """cuDNN's dq for heads of 256 is 0.29 to 0.35 off on an H200."""
+def test_a_kernel_agrees_with_fp32_attention_whatever_the_documents(kind: str, heads: Heads, documents: str, spare: int) -> None:
+    """Heads that a kernel computes wrongly, as cuDNN those of 256 on an H200, are refused, and skipped here."""
     kernel, sizes = kernel_of(kind, heads), DOCUMENTS[documents]
     states = random_states(heads)
     exact = attend(attention.packed_sdpa, [s.float() for s in states], sizes, spare)
     errors = errors_of(attend(kernel, states, sizes, spare), exact)
-    wrong = {name: error for name, error in errors.items() if error >= 2**-7}
-    if fault_of(kind, heads) is None:
-        assert not wrong
-    else:
-        assert wrong and heads.dim == 256, f"{kind} is refused for what it can: {fault_of(kind, heads)}"
-
-
-@pytest.mark.parametrize("kind", KERNELS)
-@pytest.mark.parametrize("heads", SHAPES, ids=str)
-def test_a_kernel_that_is_wrong_is_not_taken_by_auto_and_refused_by_name(kind: str, heads: Heads) -> None:
-    kernel_of(kind, heads)
-    device, name = torch.device("cuda"), f"packed_{kind}"
-    by_name = lambda: choose_tried(attention.Choice(name, "requested"), kind, heads, torch.bfloat16, LENGTH, device)  # noqa: E731
-    if fault_of(kind, heads) is None:
-        assert by_name().name == name
-        return
-    with pytest.raises(InputError, match=rf"model\.attention: {kind} .*disagrees with its formula"):
-        by_name()
-    chosen = choose_tried(attention.Choice(name, "fastest"), "auto", heads, torch.bfloat16, LENGTH, device)
-    preferred = chosen.name == "packed_fa4"  # to whatever else runs here, right or wrong
-    assert chosen.name != name and (preferred or f"{kind} disagrees with" in chosen.reason)
+    assert max(errors.values()) < 2**-7, errors
 
 
 @pytest.mark.parametrize("kind", ["cudnn", "fa4", "varlen"])
@@ -134,7 +101,7 @@ def test_asked_for_determinism_auto_takes_a_backend_whose_gradients_repeat_bit_f
     heads = SHAPES[0]
     torch.use_deterministic_algorithms(True)
     try:
-        choice = attention.choose("auto", "cuda", heads, torch.bfloat16)
+        choice = attention.choose("auto", "cuda", heads.dim, torch.bfloat16)
         kernel = getattr(attention, choice.name)
         states = random_states(heads)
         first, *again = (attend(kernel, states, DOCUMENTS["a pack each"], 0) for _ in range(5))

@@ -17,7 +17,7 @@ import yaml
 from safetensors.torch import load_file
 
 from benchmarks.machine import LAUNCH, finish, start
-from pretrain.model.attention import flash
+from pretrain.model import gpu_attention
 from pretrain.precision import transformer_engine
 from pretrain.precision.selection import missing_on
 from pretrain.precision.settings import PRECISIONS
@@ -134,8 +134,8 @@ def test_fused_layers_repeat_their_bits_and_resume_with_them(
     attention: str, precision: str, training: Callable[..., Training]
 ) -> None:
     needs_transformer_engine()
-    if attention == "flash_attn" and not flash.installed():
-        pytest.skip("needs the package flash-attn-4")
+    if attention == "flash_attn" and (obstacle := gpu_attention.flash_obstacle(64)):
+        pytest.skip(f"flash_attn {obstacle}")
     quantized = PRECISIONS[precision.removesuffix("_head")]
     if quantized.quantized and (missing := missing_on("cuda")(quantized)):
         pytest.skip(f"{precision} {missing}")

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pretrain.model.attention.operator import HeadNorms, Heads
 from pretrain.model.fused.rotary import has_kernel, rotate, rotate_backward
+from pretrain.model.fused.stacked import HeadNorms, Heads
 from tests.gpu.interpreted import DEVICE, GPU_OR_INTERPRETER, INTERPRETED, cuda_only
 
 pytestmark = GPU_OR_INTERPRETER

@@ -21,8 +21,8 @@ from packing.batch import BatchStream, Microbatch, build_microbatch
 from packing.order import Mixture, Order
 from packing.settings import DataSettings
 from packing.store import open_packs
+from pretrain.model import gpu_attention
 from pretrain.model import huggingface as model
-from pretrain.model.attention import flash
 from pretrain.model.packed import PackedLanguageModel, forward_backward, inputs_of
 from pretrain.model.wrapping import wrap_layers
 from pretrain.optimizer.adamw import build_optimizer, clip_coefficient, gradient_norm, named_state
@@ -205,7 +205,7 @@ def test_the_launcher_trains_on_a_gpu_in_bf16_without_recompiling(train: Callabl
     found = json.loads((finished.run_dir / "audit.json").read_text())
     library = importlib.util.find_spec("transformer_engine") is not None
     alone = "packed_cudnn" if library else "packed_varlen"
-    kind = alone if flash.obstacle(64) else "packed_fa4"
+    kind = alone if gpu_attention.flash_obstacle(64) else "packed_fa4"
     assert (found["precision"], found["attention"]["kind"], found["compiled"]) == ("bf16", kind, "nothing")
     assert found["fused"].startswith("2 of 2 layers")
     assert {(each["stored"], each["effective"]) for each in found["products"]} == {("float32", "bf16")}

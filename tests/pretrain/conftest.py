@@ -14,9 +14,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from packing.arrow import Pack
+from pretrain.model import attention, gpu_attention
 from pretrain.model import huggingface as model
-from pretrain.model.attention import backends as attention
-from pretrain.model.attention import cudnn, flash
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.model.wrapping import wrap_layers
 from pretrain.settings.recipe import LossSettings, ModelSettings
@@ -141,7 +140,7 @@ def cudnn_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         return tuple(gradient.contiguous() for gradient in (torch.einsum("hts,shd->thd", d_s, k), dk, dv))
 
     kernels = SimpleNamespace(fused_attn_fwd=forward, fused_attn_bwd=backward, FusedAttnBackend={"F16_arbitrary_seqlen": None})
-    monkeypatch.setattr(cudnn, "_kernels", lambda: kernels)
+    monkeypatch.setattr(gpu_attention, "_cudnn", lambda: kernels)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
@@ -171,5 +170,5 @@ def flash_attention_4_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespa
         )
 
     kernels = SimpleNamespace(_flash_attn_fwd=forward, _flash_attn_bwd=backward)
-    monkeypatch.setattr(flash, "_kernels", lambda: kernels)
+    monkeypatch.setattr(gpu_attention, "_flash", lambda: kernels)
     return kernels

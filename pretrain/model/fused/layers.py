@@ -21,12 +21,10 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 from transformers import AttentionInterface
 
-from pretrain.model.attention.cudnn import cudnn_backward, cudnn_forward
-from pretrain.model.attention.flash import flash_backward_in_parts, flash_forward
-from pretrain.model.attention.operator import HeadNorms, Heads
 from pretrain.model.fused.arithmetic import Arithmetic
 from pretrain.model.fused.rotary import rotate, rotate_backward
-from pretrain.model.fused.stacked import StackedProduct, StackedWeight
+from pretrain.model.fused.stacked import HeadNorms, Heads, StackedProduct, StackedWeight
+from pretrain.model.gpu_attention import cudnn_backward, cudnn_forward, flash_backward_in_parts, flash_forward
 from pretrain.precision.observed import ProductObserver
 from pretrain.precision.product import Backend, Operand
 from pretrain.precision.scope import LINEARS, Decision

@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pretrain.model.attention.operator import HeadNorms, Heads
+from pretrain.model.fused.stacked import HeadNorms, Heads
 
 KERNEL_DIMS = (32, 64, 128)
 

@@ -28,6 +28,44 @@ class By(IntEnum):
     FORMULAS, KERNELS, TRANSFORMER_ENGINE = range(3)
 
 
+@dataclass(frozen=True)
+class Heads:
+    """A row of the stacked query, key and value product holds `query` heads, then `kv` key heads, then `kv` value heads, of `dim`
+    values each."""
+
+    query: int
+    kv: int
+    dim: int
+
+    @property
+    def rotated(self) -> int:
+        """Heads that carry a position: the queries' and the keys'."""
+        return self.query + self.kv
+
+    @property
+    def count(self) -> int:
+        return self.query + 2 * self.kv
+
+    @property
+    def width(self) -> int:
+        """Values in a row."""
+        return self.count * self.dim
+
+    def split(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Views of `rows` [T, width]: queries [T, query, dim], keys and values [T, kv, dim]."""
+        queries, keys, values = rows.unflatten(1, (self.count, self.dim)).split((self.query, self.kv, self.kv), dim=1)
+        return queries, keys, values
+
+
+@dataclass(frozen=True)
+class HeadNorms:
+    """The root-mean-square norms that Qwen3 puts on every query and key head: their weights [dim], any float dtype."""
+
+    query: Tensor
+    key: Tensor
+    eps: float
+
+
 @dataclass(eq=False)
 class Shared:
     """What the fused layers of one model have in common."""

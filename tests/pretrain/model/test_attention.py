@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,17 +11,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.generic import is_flash_attention_requested
 
 from foundation.errors import InputError
-from pretrain.model.attention import backends as attention
-from pretrain.model.attention import flash
-from pretrain.model.attention.documents import attend_by_document
-from pretrain.model.attention.operator import Heads
-from pretrain.model.attention.trial import choose_tried, disagreement
+from pretrain.model import attention, gpu_attention
 from pretrain.precision import transformer_engine
 
 VOCABULARY, LENGTH = 97, 24
@@ -42,9 +36,6 @@ LONGROPE = {
     "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
     "pad_token_id": None,
 }
-HEADS_OF_QWEN3, CPU = Heads(16, 8, 128), torch.device("cpu")
-
-attention.register()
 
 
 def build(model_type: str, implementation: str, **changes: Any) -> PreTrainedModel:
@@ -152,7 +143,7 @@ def test_documents_alone_attend_as_the_formula_says(
     states = [torch.randn(tokens, count, dim, dtype=dtype, requires_grad=True) for count in (query, kv, kv)]
     ends = torch.tensor([0, *itertools.accumulate(lengths), *[tokens] * spare], dtype=torch.int32)
     repeated = [each.repeat_interleave(query // kv, dim=1) for each in states[1:]]
-    output = attend_by_document(states[0], *repeated, ends, 0.3)
+    output = attention.attend_by_document(states[0], *repeated, ends, 0.3)[0]
     gradient = torch.randn_like(output)
     found = [output, *torch.autograd.grad(output, states, gradient)]
 
@@ -173,54 +164,50 @@ def test_documents_alone_attend_as_the_formula_says(
 
 
 def test_auto_takes_a_document_at_a_time_on_a_cpu() -> None:
-    assert attention.choose("auto", "cpu", HEADS_OF_QWEN3, torch.bfloat16).name == "packed_documents"
+    assert attention.choose("auto", "cpu", 128, torch.bfloat16).name == "packed_documents"
 
 
 @pytest.mark.parametrize("kind", ["varlen", "cudnn", "flash_attn"])
 def test_a_backend_asked_for_by_name_that_cannot_run_is_an_error_with_the_remedy(kind: str) -> None:
     with pytest.raises(InputError, match=rf"model.attention: {kind} .*set model.attention: auto"):
-        attention.choose(kind, "cpu", HEADS_OF_QWEN3, torch.bfloat16)
+        attention.choose(kind, "cpu", 128, torch.bfloat16)
 
 
 @pytest.fixture
 def on_an_h200(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """As a process sees one that has Transformer Engine."""
+    """As a process sees one that has Transformer Engine and FlashAttention-4."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(transformer_engine, "missing", lambda: None)
-    monkeypatch.setattr(flash, "installed", lambda: False)
-    monkeypatch.setattr(flash, "_kernels", lambda: None)
+    monkeypatch.setattr(gpu_attention, "_flash", lambda: None)
     return monkeypatch
 
 
-def chosen(asked: Any = "auto", heads: Heads = HEADS_OF_QWEN3, dtype: torch.dtype = torch.bfloat16, **refused: str) -> str:
-    return attention.choose(asked, "cuda", heads, dtype, refused).name.removeprefix("packed_")
+def chosen(requested: Any = "auto", dim: int = 128, dtype: torch.dtype = torch.bfloat16) -> str:
+    return attention.choose(requested, "cuda", dim, dtype).name.removeprefix("packed_")
 
 
-def test_auto_takes_the_fastest_that_runs_on_an_h200(on_an_h200: pytest.MonkeyPatch) -> None:
-    assert chosen() == "cudnn" and chosen(dtype=torch.float32) == "sdpa"
-    assert chosen(heads=Heads(8, 8, 32)) == "varlen" and chosen("cudnn", Heads(8, 8, 32)) == "cudnn", "not measured"
-    on_an_h200.setattr(flash, "installed", lambda: True)
-    assert chosen() == "fa4" and chosen(fa4="disagrees") == "cudnn"
-    on_an_h200.setattr(transformer_engine, "missing", lambda: "Transformer Engine, which is not installed")
-    assert chosen() == "fa4" and chosen(fa4="disagrees") == "varlen"
+def fails_to_import() -> None:
+    raise ImportError
+
+
+def test_auto_takes_the_fastest_that_is_right_on_an_h200(on_an_h200: pytest.MonkeyPatch) -> None:
+    assert chosen() == "fa4" and chosen(dtype=torch.float32) == "sdpa"
+    on_an_h200.setattr(gpu_attention, "_flash", fails_to_import)
+    assert chosen() == "cudnn" and chosen(dim=256) == "varlen", "cuDNN's dq is wrong with heads of 256"
+    assert chosen(dim=32) == "varlen" and chosen("cudnn", 32) == "cudnn", "not measured"
+    on_an_h200.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert chosen() == "varlen"
+    for dim in (128, 256):
+        with pytest.raises(InputError, match=r"model.attention: cudnn"):
+            chosen("cudnn", dim)
 
 
 def test_flash_attention_4_is_not_taken_on_a_b200_for_heads_that_it_has_for_hopper_alone(on_an_h200: pytest.MonkeyPatch) -> None:
-    on_an_h200.setattr(flash, "installed", lambda: True)
     dims = (64, 128, 136, 192, 248, 256)
-    assert {chosen(heads=Heads(16, 8, dim)) for dim in dims} == {"fa4"}
+    assert {chosen(dim=dim) for dim in dims} == {"fa4"}
     on_an_h200.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
-    assert [dim for dim in dims if chosen(heads=Heads(16, 8, dim)) == "fa4"] == [64, 128, 256]
-
-
-def test_where_bits_are_to_repeat_auto_takes_what_has_a_fixed_order_and_fits(on_an_h200: pytest.MonkeyPatch) -> None:
-    on_an_h200.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert chosen() == "varlen"
-    with pytest.raises(InputError, match=r"model.attention: cudnn .*deterministic"):
-        chosen("cudnn")
-    on_an_h200.setattr(flash, "installed", lambda: True)
-    assert chosen() == "fa4"
+    assert [dim for dim in dims if chosen(dim=dim) == "fa4"] == [64, 128, 256]
 
 
 def test_transformers_does_not_take_our_names_for_kernels_of_its_own() -> None:
@@ -231,27 +218,27 @@ def test_transformers_does_not_take_our_names_for_kernels_of_its_own() -> None:
 # ── FlashAttention-4 ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("heads", [Heads(6, 2, 16), Heads(4, 1, 16), Heads(3, 3, 16)], ids=str)
+@pytest.mark.parametrize("heads", [(6, 2), (4, 1), (3, 3)])
 @pytest.mark.parametrize("kind", ["contiguous", "transposed", "expanded"])
 def test_the_backward_of_heads_apart_is_that_of_all_in_one_call(
-    flash_attention_4_on_a_cpu: SimpleNamespace, heads: Heads, kind: str, monkeypatch: pytest.MonkeyPatch
+    flash_attention_4_on_a_cpu: SimpleNamespace, heads: tuple[int, int], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also of a gradient that is a view, and with the last slots empty. Longer documents go by the kernel's own way."""
-    tokens, generator = 40, torch.Generator().manual_seed(0)
+    (query, kv), tokens, generator = heads, 40, torch.Generator().manual_seed(0)
     ends = torch.tensor([0, 1, 17, 40, 40, 40], dtype=torch.int32)
-    q, k, v = (torch.randn(tokens, n, 16, generator=generator, dtype=torch.float64) for n in (heads.query, heads.kv, heads.kv))
+    q, k, v = (torch.randn(tokens, n, 16, generator=generator, dtype=torch.float64) for n in (query, kv, kv))
     d_output = {
-        "contiguous": torch.randn(tokens, heads.query, 16, generator=generator, dtype=torch.float64),
-        "transposed": torch.randn(heads.query, 16, tokens, generator=generator, dtype=torch.float64).permute(2, 0, 1),
-        "expanded": torch.randn(1, 1, 1, generator=generator, dtype=torch.float64).expand(tokens, heads.query, 16),
+        "contiguous": torch.randn(tokens, query, 16, generator=generator, dtype=torch.float64),
+        "transposed": torch.randn(query, 16, tokens, generator=generator, dtype=torch.float64).permute(2, 0, 1),
+        "expanded": torch.randn(1, 1, 1, generator=generator, dtype=torch.float64).expand(tokens, query, 16),
     }[kind]
-    output, log_sums = flash.flash_forward(q, k, v, ends, tokens, 0.25)
+    output, log_sums = gpu_attention.flash_forward(q, k, v, ends, tokens, 0.25)
     states = (d_output, q, k, v, output, log_sums, ends, tokens, 0.25)
-    apart, summed = flash.flash_backward_in_parts(*states), flash.flash_backward(*states)
-    monkeypatch.setattr(flash, "LONG", tokens * heads.query // heads.kv // 5 - 1)
-    expected = flash.flash_backward_in_parts(*states)
-    group = heads.query // heads.kv
-    assert [part.shape for part in apart[1:]] == [(tokens, heads.kv, group, 16) if group > 1 else k.shape] * 2
+    apart, summed = gpu_attention.flash_backward_in_parts(*states), gpu_attention.flash_backward(*states)
+    monkeypatch.setattr(gpu_attention, "LONG", tokens * query // kv // 5 - 1)
+    expected = gpu_attention.flash_backward_in_parts(*states)
+    group = query // kv
+    assert [part.shape for part in apart[1:]] == [(tokens, kv, group, 16) if group > 1 else k.shape] * 2
     for found in (summed, [part.sum(2) if part.dim() == 4 else part for part in apart]):
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
@@ -278,44 +265,3 @@ def test_an_architecture_that_packed_attention_cannot_serve_is_refused(model_typ
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **({"vocab_size": VOCABULARY} | sizes)))
     with pytest.raises(InputError, match=message):
         attention.check(model, LENGTH)
-
-
-# ── Tried beside the formula ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-SMALL_HEADS = Heads(4, 2, 16)
-Change = Callable[[Tensor], Tensor]
-
-
-@pytest.fixture
-def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[[Change], None]:
-    """Changes what `packed_documents` computes."""
-
-    def breaks(change: Change) -> None:
-        kernel = attention.packed_documents
-        monkeypatch.setattr(attention, "packed_documents", lambda *s, **options: (change(kernel(*s, **options)[0]), None))
-
-    return breaks
-
-
-@pytest.mark.parametrize("length", [1, 2, 3, 64, 4096])
-def test_a_kernel_that_is_right_agrees_whatever_the_packs_length(length: int) -> None:
-    assert disagreement("packed_documents", SMALL_HEADS, torch.float32, length, CPU) is None
-
-
-def fails(_: Any) -> Tensor:
-    raise ValueError("no such kernel")
-
-
-@pytest.mark.parametrize("change", [lambda output: 1.1 * output, lambda output: output * torch.nan, fails])
-def test_a_kernel_that_is_wrong_is_passed_over_and_refused_by_name(change: Change, broken: Callable) -> None:
-    broken(change)
-    options = (SMALL_HEADS, torch.float32, 64, CPU)
-    choice = choose_tried(attention.Choice("packed_documents", ""), "auto", *options)
-    assert choice.name == "packed_sdpa" and "documents" in choice.reason
-    with pytest.raises(InputError, match=r"model\.attention: documents"):
-        choose_tried(choice._replace(name="packed_documents"), "documents", *options)
-
-
-def test_a_gradient_that_is_wrong_is_named(broken: Callable) -> None:
-    broken(lambda output: output.detach() + 1.5 * (output - output.detach()))
-    assert "dk" in disagreement("packed_documents", SMALL_HEADS, torch.float32, 64, CPU)

@@ -16,7 +16,6 @@ from foundation.errors import InputError
 from packing.arrow import Pack
 from packing.batch import build_microbatch
 from pretrain.model import huggingface as model
-from pretrain.model.export import export
 from pretrain.model.fused.arithmetic import Arithmetic
 from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.model.wrapping import fuse, wrap_layers
@@ -155,9 +154,9 @@ def test_tied_heads_stay_tied_and_exports_load_as_plain_transformers_models(kind
     packed = packed_model(settings(kind), cast_to=torch.bfloat16)
     tied = packed.hf.get_output_embeddings().weight is packed.hf.get_input_embeddings().weight
     assert tied == (kind in ("qwen3", "gpt2"))
-    export(packed.hf, packed.hf.state_dict().__getitem__, None, tmp_path / "final")
+    model.export(packed.hf, packed.hf.state_dict().__getitem__, None, tmp_path / "final")
     (tmp_path / ".final.writing").mkdir()  # as an export that was killed leaves it
-    export(packed.hf, packed.hf.state_dict().__getitem__, None, tmp_path / "final")  # writing again replaces
+    model.export(packed.hf, packed.hf.state_dict().__getitem__, None, tmp_path / "final")  # writing again replaces
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "final")
     assert [p.name for p in tmp_path.iterdir()] == ["final"]
     assert (loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight) == tied
@@ -172,7 +171,7 @@ def test_a_folder_that_holds_something_else_is_kept(tmp_path: Path) -> None:
     hf = packed_model(settings("llama")).hf
     (tmp_path / "final").mkdir()
     (tmp_path / "final" / "mine.txt").write_text("mine")
-    export(hf, hf.state_dict().__getitem__, None, tmp_path / "final")
+    model.export(hf, hf.state_dict().__getitem__, None, tmp_path / "final")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["final", "final.replaced-1"]
     assert (tmp_path / "final.replaced-1" / "mine.txt").read_text() == "mine"
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from foundation.attributes import holding
 from packing.arrow import IGNORE
 from packing.batch import build_microbatch
-from pretrain.model.attention import backends
+from pretrain.model import attention
 from pretrain.model.fused import arithmetic, stacked
 from pretrain.model.gradients import gradient_of
 from pretrain.model.loss import head as loss_head
@@ -200,8 +200,8 @@ def blind_to_itself(run: SmallRun, patch: Patch) -> None:
         first = mask.sum(-1, keepdim=True) == 1  # of a document: it would see nothing
         return mask & (first | ~torch.eye(max_seqlen, dtype=torch.bool, device=mask.device))
 
-    document_mask = backends.document_mask
-    patch.setattr(backends, "document_mask", others_only)
+    document_mask = attention.document_mask
+    patch.setattr(attention, "document_mask", others_only)
 
 
 @fault("the residual is lost on its way back", in_torch)

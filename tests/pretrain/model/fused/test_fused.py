@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from foundation.attributes import holding
 from pretrain.model import huggingface as model
-from pretrain.model.export import export
 from pretrain.model.fused.arithmetic import Arithmetic
 from pretrain.model.fused.stacked import By
 from pretrain.model.gradients import attach_main_gradients
@@ -160,7 +159,7 @@ def test_parameters_stay_as_they_are_and_transformers_loads_an_export(config: di
     assert dict(hf.named_parameters()).keys() == before.keys()
     for name, parameter in hf.named_parameters():
         assert parameter is before[name] and torch.equal(parameter, untouched.get_parameter(name))
-    export(hf, hf.state_dict().__getitem__, None, tmp_path / "final")
+    model.export(hf, hf.state_dict().__getitem__, None, tmp_path / "final")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype=torch.float32)
     assert all(torch.equal(parameter, hf.get_parameter(name)) for name, parameter in loaded.named_parameters())
 

@@ -15,20 +15,19 @@ No attention mask is registered beside them: for a name that transformers' mask 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.library import CustomOpDef
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from foundation.errors import InputError
-from pretrain.model.attention import cudnn, flash
-from pretrain.model.attention.documents import attend_by_document
-from pretrain.model.attention.operator import Heads
+from pretrain.model import gpu_attention
 from pretrain.settings.recipe import Attention
 
 # `fa4` is `flash_attn` to a user: for names with "flash" transformers loads kernels of its own. Version 2 is torch's `varlen`.
@@ -37,10 +36,12 @@ from pretrain.settings.recipe import Attention
 Kind = Literal["fa4", "cudnn", "varlen", "documents", "sdpa"]
 FASTEST_FIRST: tuple[Kind, ...] = get_args(Kind)
 MIN_MEASURED_HEAD_DIM = 64  # below, nobody has measured whether fa4 and cudnn are faster
-DROPOUTS = ("attention_dropout", "attn_pdrop")  # of attention's probabilities, as configurations call them
 MAX_FLASH_HEAD_DIM = 256
 # torch 2.13 wants to be told that there are fewer KV heads than query heads, 2.11 takes them as they come and has no such flag.
 VARLEN_HAS_GQA_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+# ── Which backend, for which models ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Choice(NamedTuple):
@@ -50,57 +51,41 @@ class Choice(NamedTuple):
     reason: str
 
 
-def register() -> None:
-    """Make the names of the functions below, such as `packed_varlen`, names that transformers' models accept."""
-    for attention in (packed_sdpa, packed_documents, packed_varlen, packed_fa4, packed_cudnn):
-        AttentionInterface.register(attention.__name__, attention)
+def choose(requested: Attention, device_type: str, head_dim: int, dtype: torch.dtype) -> Choice:
+    """The backend for a device, the size of the model's heads and the dtype that attention computes in.
 
-
-def choose(
-    requested: Attention,
-    device_type: str,
-    heads: Heads,
-    dtype: torch.dtype,
-    refused: Mapping[str, str] = MappingProxyType({}),
-) -> Choice:
-    """The backend for a device, the model's heads and the dtype that attention computes in.
-
-    `auto` takes the first of FASTEST_FIRST that runs here; fa4 and cudnn from MIN_MEASURED_HEAD_DIM on. `refused`: backends that
-    were tried and are wrong (`choose_tried`), each with why. Raises InputError where none of the requested ones is left.
+    `auto` takes the first of FASTEST_FIRST that runs here; fa4 and cudnn from MIN_MEASURED_HEAD_DIM on. Raises InputError where
+    the requested one does not. Whether a kernel computes what it should here is for parity to say.
     """
     auto = requested == "auto"
-    kinds = FASTEST_FIRST if auto else ("fa4" if requested == "flash_attn" else requested,)
     passed_over = []
-    for kind in kinds:
-        obstacle = refused.get(kind) or _obstacle(kind, device_type, heads, dtype)
-        if auto and not obstacle and kind in ("fa4", "cudnn") and heads.dim < MIN_MEASURED_HEAD_DIM:
-            obstacle = f"is not measured with heads of {heads.dim}"
+    for kind in FASTEST_FIRST if auto else ("fa4" if requested == "flash_attn" else requested,):
+        obstacle = _obstacle(kind, device_type, head_dim, dtype)
+        if auto and not obstacle and kind in ("fa4", "cudnn") and head_dim < MIN_MEASURED_HEAD_DIM:
+            obstacle = f"is not measured with heads of {head_dim}"
         if not obstacle:
             return Choice(f"packed_{kind}", "; ".join(["fastest that runs here", *passed_over]) if auto else "requested")
         passed_over.append(f"{kind} {obstacle}")
-    remedy = "name one yourself" if auto else "set model.attention: auto"
-    raise InputError(f"model.attention: {requested} cannot be used here: {'; '.join(passed_over)}; {remedy}")
+    raise InputError(f"model.attention: {requested} cannot be used here: {'; '.join(passed_over)}; set model.attention: auto")
 
 
-def _obstacle(kind: Kind, device_type: str, heads: Heads, dtype: torch.dtype) -> str | None:
+def _obstacle(kind: Kind, device_type: str, head_dim: int, dtype: torch.dtype) -> str | None:
     """Why a backend cannot run here and what would help; None if it can."""
     if kind == "sdpa":
         return None
     if kind == "documents":
         return None if device_type == "cpu" else f"is for CPUs, this is {device_type}"
-    if kind == "fa4" and not flash.installed():
-        return "needs the package flash-attn-4: pip install -r requirements-cuda.txt"
     if device_type != "cuda":
         return f"needs a CUDA device, this is {device_type}"
     if torch.cuda.get_device_capability() < (8, 0):
         return f"needs an Ampere GPU or newer, this is {torch.cuda.get_device_name()}"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"needs bf16 and the run computes in {str(dtype).removeprefix('torch.')}: set precision: bf16"
-    if heads.dim > MAX_FLASH_HEAD_DIM or heads.dim % 8:
-        return f"needs a head dimension divisible by 8 and at most {MAX_FLASH_HEAD_DIM}, the model's is {heads.dim}"
+    if head_dim > MAX_FLASH_HEAD_DIM or head_dim % 8:
+        return f"needs a head dimension divisible by 8 and at most {MAX_FLASH_HEAD_DIM}, the model's is {head_dim}"
     if kind == "fa4":
-        return flash.obstacle(heads.dim)
-    return cudnn.obstacle() if kind == "cudnn" else None
+        return gpu_attention.flash_obstacle(head_dim)
+    return gpu_attention.cudnn_obstacle(head_dim) if kind == "cudnn" else None
 
 
 def check(model: PreTrainedModel, length: int) -> None:
@@ -120,9 +105,8 @@ def check(model: PreTrainedModel, length: int) -> None:
         raise InputError(f"{name} does not tell its attention of its sliding window; set `data.length` to {window} or less")
     if getattr(config, "kv_lora_rank", None):  # its value heads are narrower than its query heads
         raise InputError(f"{name} has latent attention, which no backend here computes; name another")
-    for key in ("attn_logit_softcapping", *DROPOUTS):
+    for key, none in (("attn_logit_softcapping", "null"), ("attention_dropout", "0.0"), ("attn_pdrop", "0.0")):
         if value := getattr(config, key, None):
-            none = "0.0" if key in DROPOUTS else "null"  # not 0: some configurations want a float
             remedy = f"set `model.config.{key}: {none}`" if model._supports_sdpa else "name another model"
             raise InputError(f"{name} has {key} {value}, which packed attention does not compute; {remedy}")
     if not model._supports_sdpa:  # sinks, as of gpt-oss, or something else beside a softmax of scaled products
@@ -147,14 +131,7 @@ def rotates_otherwise_beyond(config: PretrainedConfig) -> tuple[str, int] | None
     return None
 
 
-def document_mask(cu_seqlens: Tensor, max_seqlen: int, tokens: int) -> Tensor:
-    """Which keys each query may see, [packs, 1, max_seqlen, max_seqlen] bool: its own document's, up to itself.
-
-    `tokens` is a multiple of `max_seqlen`. Nothing is read back from the device.
-    """
-    position = torch.arange(tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
-    document = torch.bucketize(position, cu_seqlens[1:], right=True).view(-1, 1, max_seqlen)
-    return (document[..., :, None] == document[..., None, :]).tril_()
+# ── As transformers' layers call it ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Packed(NamedTuple):
@@ -167,8 +144,19 @@ class Packed(NamedTuple):
     window: int | None  # keys that a query sees, its own the last; None: all before it
 
 
+def document_mask(cu_seqlens: Tensor, max_seqlen: int, tokens: int) -> Tensor:
+    """Which keys each query may see, [packs, 1, max_seqlen, max_seqlen] bool: its own document's, up to itself.
+
+    `tokens` is a multiple of `max_seqlen`. Nothing is read back from the device.
+    """
+    position = torch.arange(tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    document = torch.bucketize(position, cu_seqlens[1:], right=True).view(-1, 1, max_seqlen)
+    return (document[..., :, None] == document[..., None, :]).tril_()
+
+
 def _packed(kernel: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None]]:
-    """`kernel`, of q, k, v [T, heads, D] to the same, as a layer of transformers calls its attention: [1, heads, T, D].
+    """`kernel`, of q, k, v [T, heads, D] to the same, as a layer of transformers calls its attention: [1, heads, T, D]; and known
+    to transformers by its name, such as `packed_varlen`.
 
     All get the values' dtype: under autocast, a norm or a rotation with FP32 factors leaves queries and keys in FP32. InputError
     where a layer asks for something else than a softmax of scaled products.
@@ -199,6 +187,7 @@ def _packed(kernel: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None]]
         return kernel(*states, Packed(cu_seqlens, max_seqlen, document_mask, scale, window))[None], None
 
     attention.__name__, attention.kernel = kernel.__name__, kernel
+    AttentionInterface.register(kernel.__name__, attention)
     return attention
 
 
@@ -220,13 +209,13 @@ def packed_sdpa(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Te
 
 @_packed
 def packed_documents(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Tensor:
-    """Attends by torch's kernel for CPUs, a document at a time (pretrain.model.attention.documents); within a window, which that
-    kernel does not know, by `packed_sdpa`."""
+    """Attends by torch's kernel for CPUs, a document at a time; within a window, which that kernel does not know, by
+    `packed_sdpa`."""
     if packed.window is not None:
         mask = document_mask(packed.cu_seqlens, packed.max_seqlen, len(query))
         return packed_sdpa.kernel(query, key, value, packed._replace(mask=mask))
     repeated = (_repeated(each, query.shape[1]) for each in (key, value))
-    return attend_by_document(query, *repeated, packed.cu_seqlens, packed.scale)
+    return attend_by_document(query, *repeated, packed.cu_seqlens, packed.scale)[0]
 
 
 def _repeated(states: Tensor, heads: int) -> Tensor:
@@ -247,15 +236,109 @@ def packed_varlen(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> 
 
 @_packed
 def packed_fa4(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Tensor:
-    """Attends by FlashAttention-4 (pretrain.model.attention.flash), within a window by torch's kernel; bf16 or fp16."""
-    if packed.window is not None:
-        return packed_varlen.kernel(query, key, value, packed)
-    return flash.flash_attention(query, key, value, packed.cu_seqlens, packed.max_seqlen, packed.scale)
+    """Attends by FlashAttention-4, within a window by torch's kernel; bf16 or fp16."""
+    return _by_operator(flash_attention, query, key, value, packed)
 
 
 @_packed
 def packed_cudnn(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Tensor:
-    """Attends by cuDNN's variable-length kernels (pretrain.model.attention.cudnn), within a window by torch's; bf16 or fp16."""
+    """Attends by cuDNN's variable-length kernels, within a window by torch's; bf16 or fp16."""
+    return _by_operator(cudnn_attention, query, key, value, packed)
+
+
+def _by_operator(attend: CustomOpDef, query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Tensor:
     if packed.window is not None:
         return packed_varlen.kernel(query, key, value, packed)
-    return cudnn.cudnn_attention(query, key, value, packed.cu_seqlens, packed.max_seqlen, packed.scale)
+    return attend(query, key, value, packed.cu_seqlens, packed.max_seqlen, packed.scale)[0]
+
+
+# ── Kernels as operators: differentiable in q, k and v, and left whole by torch.compile, whatever the number of slots ───────────
+
+
+def _operator(
+    name: str, forward: Callable[..., Any], backward: Callable[..., Any], statistics: Callable[[Tensor], tuple[Tensor, ...]]
+) -> CustomOpDef:
+    """`pretrain::name`: `forward`(q, k, v, cu_seqlens, *numbers), with q [T, H, D] and k, v [T, KV, D], gives an output shaped as
+    q and the statistics that backward needs.
+
+    `backward`(d_output, q, k, v, *forward's results, cu_seqlens, *numbers) gives dq, dk and dv. `statistics`: of q, empty tensors
+    of the statistics' shapes and dtypes, for torch.compile.
+    """
+    attend = torch.library.custom_op(f"pretrain::{name}", forward, mutates_args=())
+    attend_backward = torch.library.custom_op(f"pretrain::{name}_backward", backward, mutates_args=())
+
+    @attend.register_fake
+    def _(q: Tensor, *others: Any) -> tuple[Tensor, ...]:
+        return q.new_empty(q.shape), *statistics(q)
+
+    @attend_backward.register_fake
+    def _(d_output: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        q, k, v, cu_seqlens, *ctx.numbers = inputs
+        ctx.save_for_backward(q, k, v, *output, cu_seqlens)
+        ctx.set_materialize_grads(False)  # nothing flows into the statistics
+
+    def differentiate(ctx: Any, d_output: Tensor | None, *others: None) -> tuple[Tensor | None, ...]:
+        nothing = (None,) * (1 + len(ctx.numbers))
+        if d_output is None:
+            return (None, None, None, *nothing)
+        return *attend_backward(d_output, *ctx.saved_tensors, *ctx.numbers), *nothing
+
+    attend.register_autograd(differentiate, setup_context=save)
+    return attend
+
+
+def _log_sums(q: Tensor) -> Tensor:
+    """Memory for the logarithms of the softmax's sums of q [T, H, D]: [H, T] FP32."""
+    return q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+
+
+def _of_cudnn(q: Tensor) -> tuple[Tensor, Tensor]:
+    return q.new_empty((*q.shape[:2], 1), dtype=torch.float32), q.new_empty(2, dtype=torch.int64)
+
+
+def _forward_by_document(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Causal attention within each document: q, k, v [T, H, D] on a CPU, FP32 or BF16 -> the output [T, H, D] and, for backward,
+    the logarithms of the softmax's sums [H, T], FP32.
+
+    With a mask torch's flash kernel for CPUs computes whole packs, what lies between documents included; called once a document,
+    it takes work that grows with the squares of their lengths. All is computed in one order, so bits repeat with the same number
+    of threads.
+    """
+    output, log_sums = torch.empty_like(q, memory_format=torch.contiguous_format), _log_sums(q)
+    for *states, into, sums in _by_document(cu_seqlens, q, k, v, output, log_sums=log_sums):
+        result = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*states, 0.0, True, scale=scale)
+        into.copy_(result[0])
+        sums.copy_(result[1])
+    return output, log_sums
+
+
+def _backward_by_document(
+    d_output: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, log_sums: Tensor, cu_seqlens: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv [T, H, D], contiguous."""
+    gradients = tuple(torch.empty_like(each, memory_format=torch.contiguous_format) for each in (q, k, v))
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    for *states, dq, dk, dv, sums in _by_document(cu_seqlens, d_output, q, k, v, output, *gradients, log_sums=log_sums):
+        result = kernel(*states, sums.contiguous(), 0.0, True, scale=scale)
+        for into, part in zip((dq, dk, dv), result, strict=True):
+            into.copy_(part)
+    return gradients
+
+
+def _by_document(cu_seqlens: Tensor, *states: Tensor, log_sums: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """For each document, views: [1, H, tokens, D] of every [T, H, D], and [1, H, tokens] of `log_sums` [H, T]."""
+    lengths = [end - begin for begin, end in pairwise(cu_seqlens.tolist()) if end > begin]
+    batches = (each.transpose(0, 1)[None].split_with_sizes(lengths, 2) for each in states)
+    return zip(*batches, log_sums[None].split_with_sizes(lengths, 2), strict=True)
+
+
+def _of_log_sums(q: Tensor) -> tuple[Tensor]:
+    return (_log_sums(q),)
+
+
+attend_by_document = _operator("attend_by_document", _forward_by_document, _backward_by_document, _of_log_sums)
+flash_attention = _operator("flash_attention", gpu_attention.flash_forward, gpu_attention.flash_backward, _of_log_sums)
+cudnn_attention = _operator("cudnn_attention", gpu_attention.cudnn_forward, gpu_attention.cudnn_backward, _of_cudnn)

@@ -1,1 +1,0 @@
-"""Packed attention: the kernels, and which of them a run takes."""
