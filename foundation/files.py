@@ -33,7 +33,6 @@ def fsync(path: Path) -> None:
     except OSError as error:
         if not (path.is_dir() and error.errno in CANNOT):
             raise
-        warnings.warn(f"{path}: this file system cannot flush a folder; a crash may lose names in it", stacklevel=2)
     finally:
         os.close(descriptor)
 
@@ -102,12 +101,9 @@ def free_bytes(path: Path) -> int:
 
 
 def no_room(error: BaseException | None) -> str | None:
-    """What is wrong and what to do, where `error` says that the disk, the user's quota on it, or a file may hold no more."""
-    if not isinstance(error, OSError):
-        return None
-    if error.errno == errno.EFBIG:
-        return "a file may not become so large here; raise `ulimit -f`, or take another disk"
-    return "the disk is full; free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else None
+    """What is wrong and what to do, where `error` says that the disk, or the user's quota on it, is full."""
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return "the disk is full; free some space" if full else None
 
 
 # ── Whether files are the ones that were written ──────────────────────────────────────────────────────────────────────────────
@@ -140,16 +136,10 @@ def hash_file(path: Path, algorithm: str = "sha256") -> str:
         raise InputError(f"{path}: cannot be read: {error}") from None
 
 
-def hash_files(folder: Path, names: Iterable[str], algorithm: str = "sha256") -> dict[str, str]:
-    """The hex digest of each of the files `names` in `folder`, several at a time."""
-    names = list(names)
-    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as threads:
-        return dict(zip(names, threads.map(lambda name: hash_file(folder / name, algorithm), names), strict=True))
-
-
-def wrong_sizes(folder: Path, records: Iterable[FileRecord]) -> list[str]:
-    """One line for each file that is missing, truncated or too long, which can be told without reading."""
-    wrong = []
+def find_damage(folder: Path, records: Iterable[FileRecord], *, hashed: bool = True) -> list[str]:
+    """One line for each file that is not what was written; none where all are intact. Reads every byte once all sizes are right,
+    if `hashed`; of a file without recorded hashes the size alone counts."""
+    records, wrong = list(records), []
     for record in records:
         path = folder / record.name
         if not path.is_file():
@@ -157,29 +147,24 @@ def wrong_sizes(folder: Path, records: Iterable[FileRecord]) -> list[str]:
         elif (size := path.stat().st_size) != record.size:
             kind = "truncated" if size < record.size else "overlong"
             wrong.append(f"{record.name}: {kind}: {size} bytes, {record.size} were written")
-    return wrong
-
-
-def find_damage(folder: Path, records: Iterable[FileRecord]) -> list[str]:
-    """One line for each file that is not what was written; none where all are intact. Reads every byte once all sizes are right;
-    of a file without recorded hashes the size alone counts."""
-    records = list(records)
-    if wrong := wrong_sizes(folder, records):
+    if wrong or not hashed:
         return wrong
-    for algorithm in sorted({algorithm for record in records for algorithm in record.hashes}):
-        written = {record.name: record.hashes[algorithm] for record in records if algorithm in record.hashes}
-        for name, digest in hash_files(folder, written, algorithm).items():
-            if digest != written[name]:
-                wrong.append(f"{name}: damaged: its {algorithm} is {digest}, {written[name]} was written")
-    return wrong
+    written = [(record.name, algorithm, digest) for record in records for algorithm, digest in record.hashes.items()]
+    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as threads:
+        read = threads.map(lambda each: hash_file(folder / each[0], each[1]), written)
+    return [
+        f"{name}: damaged: its {algorithm} is {now}, {digest} was written"
+        for (name, algorithm, digest), now in zip(written, read, strict=True)
+        if now != digest
+    ]
 
 
 def check_files(folder: Path, records: Iterable[FileRecord], remedy: str, *, hashed: bool = False) -> None:
     """InputError that names the first file that is missing, of another size or damaged. Where they are not to be `hashed`, as at
     every start, files that are large together are only looked at."""
     records = list(records)
-    hashed = hashed or sum(record.size for record in records) <= ALWAYS_HASHED_BYTES
-    if problems := (find_damage if hashed else wrong_sizes)(folder, records):
+    small = sum(record.size for record in records) <= ALWAYS_HASHED_BYTES
+    if problems := find_damage(folder, records, hashed=hashed or small):
         raise InputError(f"{folder}/{problems[0]}; {remedy}")
 
 
@@ -191,38 +176,36 @@ class FileLock:
 
     The kernel drops the lock when its holder ends, even by SIGKILL, so nobody ever has to remove a stale file. While another
     process holds it, `when_held` is called with that holder, such as "process 4711 on node3": raise there to refuse, return to
-    wait. Raises OSError where the file cannot be made.
+    wait. InputError where the file cannot be made.
     """
 
     def __init__(self, path: Path, when_held: Callable[[str], object]) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(path, "a+", encoding="utf-8")  # noqa: SIM115
         try:
-            self._lock(when_held)
-            self._file.truncate(0)
-            with suppress(OSError):  # on a full disk it does not say who holds it
-                os.write(self._file.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
-        except BaseException:
-            self._file.close()
-            raise
-
-    def _lock(self, when_held: Callable[[str], object]) -> None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(path, "a+", encoding="utf-8")  # noqa: SIM115
+        except OSError as error:
+            raise InputError(f"{path.parent}: cannot be written: {error.strerror}; name another folder") from None
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._file.seek(0)
-            when_held(self._file.read() or "another process")
+            try:
+                when_held(self._file.read() or "another process")
+            except BaseException:
+                self._file.close()
+                raise
             fcntl.flock(self._file, fcntl.LOCK_EX)
         except OSError as error:
             if error.errno not in CANNOT:
                 raise
-            warnings.warn(f"{self._file.name}: this file system has no locks; start no second process on it", stacklevel=3)
+            warnings.warn(f"{path}: this file system has no locks; start no second process on it", stacklevel=2)
+        self._file.truncate(0)
+        with suppress(OSError):  # on a full disk it does not say who holds it
+            os.write(self._file.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
 
     def release(self) -> None:
         """Let go of the lock; releasing twice is harmless."""
-        if not self._file.closed:
-            self._file.truncate(0)
-            self._file.close()
+        self._file.close()
 
     def __enter__(self) -> FileLock:
         return self

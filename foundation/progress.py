@@ -45,38 +45,33 @@ class Progress:
         total: int | None = None,
         in_logs: bool = True,
     ) -> None:
-        self.unit, self.count = unit, already_done
-        self._bar: tqdm | None = None
-        self._task, self._total = task, total
-        self._shown = shown and (in_logs or sys.stderr.isatty())
+        self.unit, self.count, terminal = unit, already_done, sys.stderr.isatty()
+        counted = {"unit": f" {unit}", "unit_scale": True, "delay": SHOWN_AFTER}
+        self._bar = tqdm(
+            desc=task,
+            file=sys.stderr,
+            initial=already_done,
+            total=total,
+            leave=False,
+            dynamic_ncols=True,
+            mininterval=REDRAWN_EVERY if terminal else IN_LOGS_EVERY,
+            disable=not (shown and (in_logs or terminal)),
+            **(counted if unit else {"bar_format": "{desc}"}),
+        )
 
     def __enter__(self) -> Progress:
         _under_way.append(self)
-        if self._shown:
-            counted = {"unit": f" {self.unit}", "unit_scale": True, "delay": SHOWN_AFTER}
-            self._bar = tqdm(
-                desc=self._task,
-                file=sys.stderr,
-                initial=self.count,
-                total=self._total,
-                leave=False,
-                dynamic_ncols=True,
-                mininterval=REDRAWN_EVERY if sys.stderr.isatty() else IN_LOGS_EVERY,
-                **(counted if self.unit else {"bar_format": "{desc}"}),
-            )
         return self
 
     def __exit__(self, *exception: object) -> None:
         _under_way.remove(self)
-        if self._bar is not None:
-            self._bar.close()
+        self._bar.close()
 
     def update(self, count: int, share: float | None = None, detail: str = "") -> None:
         """Report `count` units done, which are `share` (0 to 1) of all, where that is known."""
         done, self.count = count - self.count, count
-        if self._bar is not None:
-            if share:
-                self._bar.total = round(count / share)
-            if detail:
-                self._bar.set_postfix_str(detail, refresh=False)
-            self._bar.update(done)
+        if share:
+            self._bar.total = round(count / share)
+        if detail:
+            self._bar.set_postfix_str(detail, refresh=False)
+        self._bar.update(done)

@@ -1,10 +1,11 @@
-"""Reading YAML and JSON: plain values only, and what a writer may have meant otherwise than YAML is refused."""
+"""Reading YAML and JSON: plain values only."""
 
 from __future__ import annotations
 
 import difflib
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +15,8 @@ from foundation.errors import InputError, shown
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a repeated key, where YAML silently takes the last value, and numbers of base 8 and 60: who writes `seed: 010` for
-    the tenth run means ten, and who writes `1:30` means no ninety."""
-
-    def construct_yaml_int(self, node: yaml.Node) -> int:
-        value = super().construct_yaml_int(node)
-        digits = node.value.lstrip("+-0").replace("_", "")
-        if ":" in digits or (digits.isdecimal() and int(digits) != abs(value)):
-            self._refuse_base(node, 60 if ":" in digits else 8)
-        return value
-
-    def construct_yaml_float(self, node: yaml.Node) -> float:
-        if ":" in node.value:
-            self._refuse_base(node, 60)
-        return super().construct_yaml_float(node)
-
-    @staticmethod
-    def _refuse_base(node: yaml.Node, base: int) -> None:
-        what = f"`{node.value}` is a number of base {base} to YAML; write it as a plain number, or as text in quotes"
-        raise yaml.constructor.ConstructorError(None, None, what, node.start_mark)
+    """Refuses a repeated key, where YAML silently takes the last value, and takes `1e6`, `1e-5` and `1.0e6` for numbers, which
+    YAML reads as text: without a dot, or without a sign after the e."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         seen: set[object] = set()
@@ -43,12 +27,13 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
-_Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_yaml_float)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$"), list("-+.0123456789")
+)
 
 
 def parse_yaml(text: str) -> Any:
-    """The value of a YAML text. Raises yaml.YAMLError, also for repeated keys, tags and numbers of base 8 or 60."""
+    """The value of a YAML text. Raises yaml.YAMLError, also for repeated keys and for tags."""
     try:
         return yaml.load(text, Loader=_Loader)
     except (ValueError, TypeError) as error:  # the 99th of a month, a list for a key

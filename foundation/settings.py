@@ -8,12 +8,11 @@ import re
 import types
 import typing
 from collections.abc import Iterable
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from foundation.errors import InputError, shown
 from foundation.reading import one_line, parse_yaml
@@ -24,35 +23,8 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
-    @field_validator("*", mode="before")
-    @classmethod
-    def _numbers_as_people_write_them(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuses `learning_rate: true`, as to Python true is 1, and reads a count as `_count` does. A field that takes true and
-        false beside a number means both."""
-        numbers = _numbers(cls).get(info.field_name, frozenset())
-        if isinstance(value, bool) and numbers:
-            raise ValueError("a number is wanted, not true or false")
-        return _count(value) if numbers == {int} else value
-
-
-@cache
-def _numbers(cls: type[BaseModel]) -> dict[str, frozenset[type]]:
-    """Returns by field the types of number that it takes; of one that takes true and false, too, none."""
-    members = {name: set(_members(field.annotation)) for name, field in cls.model_fields.items()}
-    return {name: frozenset(allowed & {int, float}) for name, allowed in members.items() if bool not in allowed}
-
 
 MOST = 2**63 - 1  # what fits into 64 bits with a sign, which tensors, files and other libraries hold
-
-
-def _count(value: object) -> object:
-    """The whole number that `364e6` or `3.64e+8` is: YAML reads the first as text and the second as a float."""
-    if isinstance(value, str):
-        try:
-            value = float(value)
-        except ValueError:
-            return value
-    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def at_home(value: Any) -> Any:
@@ -93,25 +65,21 @@ _MEMBER = re.compile(r"[A-Z]\w*|.*[\[\]-].*|bool|int|float|str|tuple|dict")  # h
 
 
 def _keys(location: tuple[str | int, ...]) -> list[str]:
-    """The user's keys in the location of a pydantic error, without the members of unions that pydantic puts between them."""
-    *parents, last = location or ("",)
-    return [str(part) for part in [*(each for each in parents if not _is_member(each)), *([] if _is_member(last) else [last])]]
-
-
-def _is_member(part: str | int) -> bool:
-    return isinstance(part, str) and _MEMBER.fullmatch(part) is not None
+    """The user's keys in the location of a pydantic error, without the members of unions that pydantic puts between them. An
+    unknown key is what the user wrote, and comes last."""
+    return [str(part) for part in location if not (isinstance(part, str) and _MEMBER.fullmatch(part))]
 
 
 def _describe(cls: type[BaseModel], keys: list[str], item: dict[str, Any]) -> tuple[str, str]:
     """What is wrong in one pydantic error, and what would be taken instead, where it says so."""
     message, _, wanted = item["msg"].removeprefix("Value error, ").partition(" should ")
-    if item["type"] == "extra_forbidden":
-        key, parents = str(item["loc"][-1]), _keys(item["loc"][:-1]) if len(item["loc"]) > 1 else []
-        fields = list(_section(cls, parents).model_fields)
-        near = difflib.get_close_matches(key, fields, n=1, cutoff=0.5)
-        hint = f"did you mean `{'.'.join([*parents, near[0]])}`?" if near else f"known keys here: {', '.join(sorted(fields))}"
-        return f"unknown key `{'.'.join([*parents, key])}`; {hint}", ""
     key = ".".join(keys)
+    if item["type"] == "extra_forbidden":
+        *parents, unknown = [*_keys(item["loc"][:-1]), str(item["loc"][-1])]
+        fields = list(_section(cls, parents).model_fields)
+        near = difflib.get_close_matches(unknown, fields, n=1, cutoff=0.5)
+        hint = f"did you mean `{'.'.join([*parents, near[0]])}`?" if near else f"known keys here: {', '.join(sorted(fields))}"
+        return f"unknown key `{'.'.join([*parents, unknown])}`; {hint}", ""
     if item["type"] == "missing":
         return f"`{key}` is required and missing", ""
     if item["type"] == "value_error":
@@ -161,8 +129,7 @@ def value_from_text(cls: type[BaseModel], key: str, text: str) -> Any:
     field = _section(cls, parents).model_fields.get(name)
     members = set(_members(field.annotation)) if field else set()
     if not text.strip():
-        none = f"`{key}=null` for none" if not members or type(None) in members else "a value"
-        raise InputError(f"command line: `{key}=` is empty; write {none}, or leave it out")
+        raise InputError(f"command line: `{key}=` is empty; write a value, `{key}=null` for none, or leave it out")
     lists = {member for member in members if typing.get_origin(member) in (list, tuple)}
     begins_list = text.lstrip().startswith("[")
     if members and members == lists and not begins_list:

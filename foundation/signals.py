@@ -37,8 +37,7 @@ class StopRequest:
 
     def __init__(self, *, passed_on: bool = False, announced: bool = True) -> None:
         self.requested: signal.Signals | None = None  # the first signal
-        self._passed_on = passed_on
-        self._announced = announced  # of several ranks one says it
+        self._passed_on, self._announced = passed_on, announced  # of several ranks one announces it
         self._pending: list[signal.Signals] = []
         self._interrupted_at: float | None = None
         self._previous: dict[signal.Signals, object] = {}
@@ -54,26 +53,24 @@ class StopRequest:
 
     def take(self) -> list[signal.Signals]:
         """The signals that have come since the last call."""
-        taken, self._pending = self._pending, []
-        return taken
+        pending, self._pending = self._pending, []
+        return pending
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         """Runs between two bytecodes of the main thread, so it must neither lock nor print through buffered streams."""
-        self._pending.append(signal.Signals(number))
+        received, first = signal.Signals(number), self.requested is None
+        self._pending.append(received)
+        self.requested = self.requested or received
         if self._passed_on:
-            self.requested = self.requested or signal.Signals(number)
             return
-        now = time.monotonic()
-        if number == signal.SIGINT:
+        again = ""
+        if received == signal.SIGINT:
+            again, now = "; press Ctrl-C again to exit at once", time.monotonic()
             if self._interrupted_at is not None and now - self._interrupted_at > REPEAT_SECONDS:
                 # Die by the signal itself: a shell, or make, then knows that the user broke off and stops as well.
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
                 os.kill(os.getpid(), signal.SIGINT)
             self._interrupted_at = self._interrupted_at or now
-        if self.requested is None:
-            self.requested = signal.Signals(number)
-            if not self._announced:
-                return
-            again = "; press Ctrl-C again to exit at once" if number == signal.SIGINT else ""
+        if first and self._announced:
             with suppress(OSError):  # the terminal may be gone, and Ctrl-C also ends the `tee` that reads from us
-                os.write(sys.__stderr__.fileno(), f"\n{self.requested.name}: finishing this step, then saving{again}\n".encode())
+                os.write(sys.__stderr__.fileno(), f"\n{received.name}: finishing this step, then saving{again}\n".encode())

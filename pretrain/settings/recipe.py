@@ -6,7 +6,6 @@ in `pretrain.plan.checks`. Nothing here imports torch, so a mistyped key is repo
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -29,19 +28,6 @@ def as_a_word(value: Any) -> Any:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
-_WITH_EXPONENT = re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+")
-
-
-def _with_numbers(value: Any) -> Any:
-    """`value` with the numbers that `1e6`, `1e-5` and `1.0e6` are: without a dot, or a sign after the e, YAML reads them as text.
-    Other sections know by their keys what is a number; of a model's config transformers alone does, and it takes no text."""
-    if isinstance(value, dict):
-        return {key: _with_numbers(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_with_numbers(item) for item in value]
-    return float(value.replace("_", "")) if isinstance(value, str) and _WITH_EXPONENT.fullmatch(value) else value
-
-
 class ModelSettings(Settings):
     source: PathText | None = None  # folder, hub name or name@revision; null: from scratch, by `config`
     from_scratch: bool = False  # of `source` take the architecture and the tokenizer, and draw the weights from `seed`
@@ -56,11 +42,6 @@ class ModelSettings(Settings):
     fused: Switch = "auto"  # layers of known architectures as a few large products; auto: where faster
 
     _fused_is_a_word = field_validator("fused", mode="before")(as_a_word)
-
-    @field_validator("config")
-    @classmethod
-    def _numbers_are_numbers(cls, config: dict[str, Any] | None) -> dict[str, Any] | None:
-        return _with_numbers(config)
 
     @property
     def repository(self) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 
 import pytest
 
@@ -29,13 +28,6 @@ def failing(error: BaseException):
 def test_what_a_user_can_cause_is_a_message_and_a_status(error, status, message, capsys: pytest.CaptureFixture[str]):
     assert run_command(failing(error), on_ctrl_c="stopped") == status
     assert capsys.readouterr().err == message
-
-
-def test_a_package_that_is_not_installed_is_named_and_a_module_of_ours_is_a_bug(capsys: pytest.CaptureFixture[str]):
-    assert run_command(lambda: importlib.import_module("no_such_package.part") and 0, on_ctrl_c="stopped") == 2
-    assert "`no_such_package` is not installed" in capsys.readouterr().err
-    with pytest.raises(ModuleNotFoundError, match=r"foundation\.no_such"):
-        run_command(lambda: importlib.import_module("foundation.no_such") and 0, on_ctrl_c="stopped")
 
 
 @pytest.mark.parametrize(
