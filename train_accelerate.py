@@ -47,9 +47,9 @@ from pretrain.optimizer import adamw, schedule
 from pretrain.plan.preflight import Job, prepare_job
 from pretrain.run import assembly as assembling
 from pretrain.run import command_line, evaluate, export, keeping, recording, resume, streaming, trials
-from pretrain.run.previews import plan_launch
 from pretrain.run.recording import due
 from pretrain.run.running import Run, follow_the_schedule
+from pretrain.run.untrained import plan_launch
 from pretrain.settings import config
 from pretrain.settings.launch_environment import with_precision
 from pretrain.settings.launch_topology import put_right
@@ -79,12 +79,10 @@ def launch(arguments: argparse.Namespace) -> int:
     distributed.refused_together(lambda: main_process and check_free(run_dir))  # packs may take hours
     waited = Waited(shown=main_process, already=since_the_command())
     job = prepare_job(launched.recipe, accelerator, arguments.tokens_per_second, waited=waited)
-    console = Console(job.plan.steps, enabled=main_process)
-    for text in launched.notices:
-        console.notice(text)
+    console = recording.introduce_job(job, accelerator, launched.notices)
     with (
         distributed.refused_together(lambda: RunFolder(run_dir, owner=main_process)) as folder,
-        streaming.packing_stream(job, accelerator),
+        streaming.packing_stream(job, accelerator) if job.data.stream else nullcontext(),
     ):
         stopped_by = carry_out(job, accelerator, folder, console, waited, arguments)
     distributed.end_processes(accelerator)  # nothing refers to the run any more
@@ -102,8 +100,12 @@ def carry_out(job: Job, *surroundings: Any) -> int:
             if run.begins and job.recipe.model.weights_source is not None:  # what the weights knew before
                 evaluate.evaluate_once(run)
                 run.best = None  # the untrained model is no candidate for the best checkpoint
-            stopped_by = train(run) or finish(run)
-            recording.end_records(run, stopped_by)
+            stopped_by = train(run)
+            if not stopped_by:
+                finish(run)
+            run.trackers.finish()
+            if run.precision_watch:
+                run.precision_watch.finish()
             return stopped_by
     finally:
         run.checkpoints.close()
@@ -146,7 +148,6 @@ def build(
     job, checkpoints, source = resume.where_to_resume(job, arguments.resume, arguments.accept_changes)
     if source and source.step >= job.plan.steps and recording.is_over(job, folder, console, waited):
         return None
-    recording.warn_of_precisions(job, console)
     assembly = assemble(job, accelerator, waited)
     keeping.check_room(job, assembly, checkpoints, source)
     if source:
@@ -155,8 +156,9 @@ def build(
     else:
         state, notes = TrainState(steps=job.plan.steps), []
         resume.begin_stream(None, job)
-    with waited.on("checks", "finding the microbatch"):
-        microbatch = trials.choose_microbatch(job, assembly, source.record if source else None, accelerator)
+    if job.plan.microbatch is None:  # `auto`
+        with waited.on("checks", "finding the microbatch"):
+            microbatch = trials.choose_microbatch(job, assembly, source.record if source else None, accelerator)
         job = job.with_settings("batch", microbatch=microbatch)
     if source:
         checkpoints.abandon_newer(state.step)
@@ -183,12 +185,13 @@ def build(
     )
     if source:
         resume.resume_precision(run, source)
-        resume.keep_findings(source, run)
-    parity = trials.find_parity(run)
+        resume.keep_parity(source, run)
+    parity = trials.find_parity(run) if job.recipe.parity and run.begins else []
     recording.introduce(run, notes)
     run.best = evaluate.best_so_far(run)
     keeping.prepare_saves(run)
-    trials.require_parity(run, parity)
+    if parity:
+        trials.require_parity(run, parity)
     return run
 
 
@@ -196,7 +199,7 @@ def build(
 
 
 def train(run: Run) -> int:
-    """Step until the horizon, or until a signal asks any rank to stop; returns that signal's number, or 0."""
+    """Step until the horizon and save, or until a signal asks any rank to stop; returns that signal's number, or 0."""
     run.waited.go_on_to("training")
     run.assembly.model.train()
     with StopRequest(announced=run.accelerator.is_local_main_process) as stop:
@@ -207,7 +210,8 @@ def train(run: Run) -> int:
             with batches.steps(*run.state.data_steps) as steps, run.stream.waiting() if run.stream else nullcontext():
                 if stopped_by := train_on(run, steps, stop):
                     return stopped_by
-    return 0
+        run.waited.go_on_to("end")
+        return keeping.save_last(run, stop)  # first of all: an evaluation that fails must not cost what was trained
 
 
 def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int:
@@ -220,11 +224,9 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int:
     while not state.finished:
         profiling = run.profile.recording(state.step + 1) if run.profile else nullcontext()
         with recording.first_step(run), profiling, run.recorder.step():
-            reason = streaming.wait_for_packs(run, steps, reason_to_stop) if run.stream else 0
-            if not reason:
-                figures, decision = train_step(run, next(steps))
-        if reason:
-            return keeping.leave(run, reason, steps)
+            if run.stream and (reason := streaming.wait_for_packs(run, steps, reason_to_stop)):
+                return keeping.leave(run, reason, steps)
+            figures, decision = train_step(run, next(steps))
         if run.stream:
             streaming.tell_stream(run, run.stream)
         recording.log(run, figures, data_wait_ms=steps.data_wait_ms)
@@ -248,8 +250,7 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int:
         if reason := distributed.largest_over_ranks(run.accelerator, reason_to_stop()):
             return keeping.leave(run, reason, steps)
         if (due(state.step, recipe.checkpoint.every) or evaluate.is_best(run)) and not state.finished:
-            with run.waited.on("saves", f"saving step {state.step}"):
-                keeping.save(run, behind=True)
+            keeping.save(run, behind=True)
     return 0
 
 
@@ -300,13 +301,8 @@ def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDeci
 # ── Act 4: what is kept ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def finish(run: Run) -> int:
-    """Save, evaluate once more, export, and say where everything is.
-
-    Returns the number of a signal that came during the save, after which nothing more is done, or 0."""
-    run.waited.go_on_to("end")
-    if stopped_by := keeping.save_last(run):  # first: an evaluation that takes long, or fails, must not cost what was trained
-        return stopped_by
+def finish(run: Run) -> None:
+    """Evaluate once more, export, and say where everything is."""
     evaluate.evaluate_once(run)
     if evaluate.is_best(run) and run.state.step > run.resumed_step:
         keeping.save(run)  # where `at_end` has not
@@ -315,7 +311,6 @@ def finish(run: Run) -> int:
         with run.waited.on("saves", "writing final/", "tensors", total=len(run.assembly.tensors)):
             export.export_trained(run, finished)
     recording.conclude(run, finished)
-    return 0
 
 
 if __name__ == "__main__":

@@ -15,8 +15,7 @@ from foundation.command import run_command
 # By name: the module whose `main(arguments)` runs the command and returns its exit status, and what it does.
 RUNS = {
     "plan": ("pretrain.run.planner", "time, cost and microbatch of a recipe on devices that are not here"),
-    "schedule": ("pretrain.run.previews", "the learning rate of every step, drawn"),
-    "evaluate": ("pretrain.run.eval_only", "the held-out loss of a checkpoint; behind `accelerate launch ... -m pretrain`"),
+    "evaluate": ("pretrain.run.untrained", "the held-out loss of a checkpoint; behind `accelerate launch ... -m pretrain`"),
     "report": ("pretrain.compare.report", "curves and tables of run folders, and how one run differs from another"),
     "doctor": ("pretrain.run.doctor", "which precision works on this machine, on what, and how fast"),
     "export": ("pretrain.run.export", "any checkpoint as a Hugging Face folder, on a machine without a GPU"),

@@ -11,7 +11,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -222,8 +222,9 @@ class Checkpoints:
         self._require_intact(path)
         return load_object(path / STATE, "resume from another checkpoint")
 
-    def load(self, path: Path, model: Tensors, optimizer: Tensors) -> None:
-        """Copy the checkpoint at `path` into the given tensors, in place and whatever their sharding.
+    def load(self, path: Path, model: Tensors, optimizer: Tensors, *, left_out: Collection[str] = ()) -> None:
+        """Copy the checkpoint at `path` into the given tensors, in place and whatever their sharding. `left_out`: names of the
+        optimizer's that it may hold beside them.
 
         Raises InputError, before anything is copied, where a file is damaged and where names, shapes or integer dtypes differ.
 
@@ -231,12 +232,12 @@ class Checkpoints:
         """
         self._require_intact(path)
         manifest = read_manifest(path)
-        problems = [*mismatches(manifest.model, model), *mismatches(manifest.optimizer, optimizer)]
-        if problems:
+        of_optimizer = {name: entry for name, entry in manifest.optimizer.items() if name not in left_out}
+        if problems := [*mismatches(manifest.model, model), *mismatches(of_optimizer, optimizer)]:
             remedy = "Resume with the recipe it was made by, or set another `run_dir`"
             raise InputError(f"{path}: does not fit this run: {'; '.join(problems[:5])}. {remedy}")
         load_tensors(path, manifest.model, model)
-        load_tensors(path, manifest.optimizer, optimizer)
+        load_tensors(path, of_optimizer, optimizer)
         self._complete = path
 
     def _require_intact(self, path: Path) -> None:

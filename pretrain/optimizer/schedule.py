@@ -7,12 +7,9 @@ on, this is what `transformers.get_wsd_schedule` with decay_type="linear" and to
 
 from __future__ import annotations
 
-import io
 import math
-from pathlib import Path
 
 from foundation.errors import InputError
-from foundation.files import WRITTEN_BY, check_replaceable, save_file
 from pretrain.settings.recipe import OptimizerSettings, ScheduleSettings
 
 
@@ -69,20 +66,3 @@ def describe(settings: ScheduleSettings, optimizer: OptimizerSettings, total_ste
         phases += [f"{settings.kind} {total_steps - warmup:,}"]
     end = "" if settings.kind == "constant" else f" to {peak * settings.min_lr_ratio:g}"
     return f"{settings.kind}: {' + '.join(phases)} = {total_steps:,} steps, peak {peak:g}{end}"
-
-
-def draw(settings: ScheduleSettings, optimizer: OptimizerSettings, total_steps: int, path_png: Path) -> str:
-    """Draw the rate of every step to `path_png`; returns the schedule in a line. InputError as of `check`, and where another
-    file lies there."""
-    from matplotlib.figure import Figure  # not pyplot, which would pick a display and keep state for the whole process
-
-    check_replaceable(path_png, "schedule PNG")
-    check(settings, total_steps)
-    title = describe(settings, optimizer, total_steps)
-    steps = range(1, total_steps + 1, math.ceil(total_steps / 10_000))  # the picture is 1,200 pixels wide
-    figure = Figure(figsize=(8, 4), layout="constrained")
-    axes = figure.add_subplot(title=title, xlabel="step", ylabel="learning rate")
-    axes.plot(steps, [learning_rate(step - 1, settings, optimizer, total_steps) for step in steps])
-    figure.savefig(picture := io.BytesIO(), format="png", dpi=150, metadata={"Software": WRITTEN_BY})
-    save_file(path_png, picture.getvalue())
-    return title

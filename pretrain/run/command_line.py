@@ -68,6 +68,8 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
 
 def as_launched(recipe: Recipe) -> tuple[Recipe, Accelerator, tuple[str, ...]]:
     """The recipe, the Accelerator and the notices of a command that trains nothing."""
+    if recipe.deterministic:
+        compute_in_a_fixed_order(os.environ)
     launch = put_right(recipe, os.environ, has_gpu=torch.accelerator.is_available())
     with as_accelerate_reads_it():
         accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[RANKS_WAIT])
@@ -102,9 +104,6 @@ def compute_in_a_fixed_order(environ: MutableMapping[str, str]) -> None:
 # ── How it ends ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-_NO_FIXED_ORDER = re.compile(r"(\S+) does not have a deterministic implementation")  # torch's words
-
-
 @contextmanager
 def explaining_errors(run: Run | None = None) -> Iterator[None]:
     """InputError with the settings that take less where a device, or the host, runs out of memory inside, and for an operation
@@ -112,7 +111,7 @@ def explaining_errors(run: Run | None = None) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if operation := _NO_FIXED_ORDER.search(str(error)):
+        if operation := re.search(r"(\S+) does not have a deterministic implementation", str(error)):  # torch's words
             raise InputError(
                 f"`deterministic: true`: torch's {operation[1]} has no deterministic form on this device, and the run needs it; "
                 "set `deterministic: false`, or what needs it (the model, most likely) to something else"
@@ -128,28 +127,21 @@ def explaining_errors(run: Run | None = None) -> Iterator[None]:
 
 
 def exit_status(launch: Callable[[], int]) -> int:
-    """What `launch` returns; 2 for a mistake of the user's and 3 for a training that cannot go on, each said in one message.
+    """What `launch` returns; 2 for a mistake of the user's and 3 for a training that cannot go on, each said in one message, once
+    a machine: torchrun prints in its table what the other processes record of their error.
 
-    The first process of all writes it to the file that PRETRAIN_STATUS_FILE names, if it names one: `accelerate launch` ends with
-    1 whatever a process of its ended with, and who started it may have to know.
+    The first process of all writes the status to the file that PRETRAIN_STATUS_FILE names, if it names one: `accelerate launch`
+    ends with 1 whatever a process of its ended with, and who started it may have to know.
     """
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     try:
         status = launch()
-    except (InputError, PermissionError) as error:
-        say_once(f"error: {error}", error)
-        status = 2
-    except TrainingHalted as halt:
-        say_once(f"halted: {halt}", halt)
-        status = 3
+    except (InputError, PermissionError, TrainingHalted) as error:
+        kind, status = ("halted", 3) if isinstance(error, TrainingHalted) else ("error", 2)
+        get_error_handler().record_exception(error)
+        if "TORCHELASTIC_ERROR_FILE" not in os.environ or os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"{kind}: {error}", file=sys.stderr)
     path = os.environ.get("PRETRAIN_STATUS_FILE")
     if path and os.environ.get("RANK", "0") == "0":
         Path(path).write_text(f"{status}\n", encoding="utf-8")
     return status
-
-
-def say_once(text: str, error: BaseException) -> None:
-    """Print `text`, once a machine: torchrun prints in its table what the other processes record of their `error`."""
-    get_error_handler().record_exception(error)
-    if "TORCHELASTIC_ERROR_FILE" not in os.environ or os.environ.get("LOCAL_RANK", "0") == "0":
-        print(text, file=sys.stderr)

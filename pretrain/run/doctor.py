@@ -29,7 +29,7 @@ from foundation.errors import InputError
 from foundation.tables import UNKNOWN, markdown
 from foundation.units import three_digits
 from packing.arrow import Pack, PackWriter
-from pretrain.metrics.run_folder import describe_environment
+from pretrain.metrics.run_folder import version_of
 from pretrain.metrics.run_record import is_step, read_metrics
 from pretrain.precision.selection import missing_on
 from pretrain.precision.settings import PRECISIONS
@@ -58,11 +58,9 @@ def main(arguments: list[str]) -> int:
     if unknown := [name for name in options.precisions or () if name not in PRECISIONS]:
         raise InputError(f"--precisions: no {', '.join(unknown)} among {', '.join(PRECISIONS)}")
     gpu = torch.cuda.is_available() and not options.cpu
-    environment, missing = describe_environment({}), missing_on("cuda" if gpu else "cpu")
-    packages = environment["packages"]
-    libraries = ", ".join(f"{name} {packages[name]}" for name in ("torch", "transformer-engine") if name in packages)
-    print(f"{', '.join(dict.fromkeys(environment['gpus'])) if gpu else 'CPU'}; {libraries}, CUDA {environment['cuda']}")
-    rows = []
+    missing, rows = missing_on("cuda" if gpu else "cpu"), []
+    libraries = ", ".join(f"{name} {version_of(name)}" for name in ("torch", "transformer-engine") if version_of(name))
+    print(f"{torch.cuda.get_device_name() if gpu else 'CPU'}; {libraries}, CUDA {torch.version.cuda}")
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
         recipe = trial_recipe(options.recipe, Path(folder), gpu=gpu)
         for name in dict.fromkeys(options.precisions or PRECISIONS):
@@ -107,18 +105,16 @@ def row_of(name: str, lacks: str | None, recipe: Mapping[str, Any], folder: Path
     quantized = PRECISIONS[name].quantized
     for backend in ["TE", "emulation"][bool(lacks) :] if quantized else ["torch"]:
         settings: dict[str, Any] = {"precision": name, "run_dir": str(folder / f"{name}-{backend}")}
-        emulated_on_gpu = gpu and backend == "emulation"
         if quantized:
             settings["fp8_config"] = {"backend": backend}
-        if emulated_on_gpu:  # what it would compile takes minutes, and its speed is of no interest
+        if backend == "emulation":  # what it would compile takes minutes, and its speed is of no interest
             settings["model"] = recipe["model"] | {"compile": "none"}
         try:
             ms, rate = try_training({**recipe, **settings}, folder, gpu=gpu)
+            speed = (UNKNOWN, UNKNOWN) if gpu and backend == "emulation" else (three_digits(ms), f"{rate:,.0f}")
+            return name, {"TE": "transformer_engine"}.get(backend, backend), *speed, "; ".join(reasons)
         except InputError as error:
             reasons.append(f"{backend} fails: {error}")
-            continue
-        speed = (UNKNOWN, UNKNOWN) if emulated_on_gpu else (three_digits(ms), f"{rate:,.0f}")
-        return name, {"TE": "transformer_engine"}.get(backend, backend), *speed, "; ".join(reasons)
     return name, "nothing", UNKNOWN, UNKNOWN, "; ".join(reasons)
 
 
@@ -128,12 +124,11 @@ def try_training(recipe: Mapping[str, Any], folder: Path, *, gpu: bool) -> tuple
     command = [sys.executable, str(ROOT / "train_accelerate.py"), str(folder / "recipe.yaml")]
     environment = os.environ | ({} if gpu else {"ACCELERATE_USE_CPU": "true"})
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment)
+        subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment, check=True)
     except subprocess.TimeoutExpired:
         raise InputError(f"took longer than {SECONDS} s") from None
-    if ended.returncode:
-        lines = ended.stderr.strip().splitlines()
-        told = next((line for line in lines if line.startswith(("error: ", "halted: "))), lines[-1] if lines else "")
-        raise InputError(told or f"status {ended.returncode}")
+    except subprocess.CalledProcessError as ended:
+        lines = ended.stderr.strip().splitlines() or [f"status {ended.returncode}"]
+        raise InputError(next((line for line in lines if line.startswith(("error: ", "halted: "))), lines[-1])) from None
     steps = [each for each in read_metrics(Path(recipe["run_dir"])) if is_step(each)][-TIMED:]
     return tuple(statistics.median(step[key] for step in steps) for key in ("step_ms", "tokens_per_second"))

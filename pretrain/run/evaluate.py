@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -32,7 +31,13 @@ def evaluate(run: Run) -> None:
     """Held-out loss, where packs are held out, and samples, where prompts are set. Collective."""
     with run.waited.on("evaluation", "evaluating", "microbatches"):
         if run.job.data.held_out is not None:
-            _evaluate_held_out(run)
+            began = time.perf_counter()
+            figures = held_out_figures(run.job, run.assembly.model, run.accelerator)
+            record = {"step": run.state.step, "event": "evaluation", **figures, **measure_of(run)}
+            run.trackers.log(record)
+            run.console.evaluation(record, time.perf_counter() - began)
+            if run.job.recipe.checkpoint.best:
+                run.best = broadcast_object_list([BestEvaluation.after(record, run.best)])[0]  # the main process's
         if run.job.recipe.evaluate.samples:
             draw_samples(run)
 
@@ -45,16 +50,6 @@ def evaluate_once(run: Run) -> None:
         done = any(same_measure(line, measure_of(run)) for line in lines)
     if not largest_over_ranks(run.accelerator, int(done)):
         evaluate(run)
-
-
-def _evaluate_held_out(run: Run) -> None:
-    began = time.perf_counter()
-    figures = held_out_figures(run.job, run.assembly.model, run.accelerator)
-    record = {"step": run.state.step, "event": "evaluation", **figures, **measure_of(run)}
-    run.trackers.log(record)
-    run.console.evaluation(record, time.perf_counter() - began)
-    if run.job.recipe.checkpoint.best:
-        run.best = broadcast_object_list([BestEvaluation.after(record, run.best)])[0]  # the main process's
 
 
 def measure_of(run: Run) -> dict[str, Any]:
@@ -115,13 +110,13 @@ def held_out_sums(model: PackedLanguageModel, batches: Iterable[Microbatch], acc
     head = model.hf.get_output_embeddings()
     head.take_parts()  # those of earlier forwards do not count
     total = torch.zeros(3 if head.settings.penalty else 2, dtype=torch.float64, device=accelerator.device)
-    with ExitStack() as restored:
-        restored.callback(model.train, model.training)
-        model.eval()
-        for batch in batches:
-            total[0] += model(**inputs_of(batch, accelerator.device))
-            total[1] += batch.valid_tokens
-            advance(of="microbatches")
+    training = model.training
+    model.eval()
+    for batch in batches:
+        total[0] += model(**inputs_of(batch, accelerator.device))
+        total[1] += batch.valid_tokens
+        advance(of="microbatches")
+    model.train(training)
     if (parts := head.take_parts()) is not None:
         total[2] = parts[1]
     return accelerator.reduce(total, reduction="sum")

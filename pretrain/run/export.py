@@ -1,4 +1,4 @@
-"""A trained model as a Hugging Face folder: `final/` of a run, and `python -m pretrain export` of any checkpoint.
+"""A trained model as a Hugging Face folder with its card: `final/` of a run, and `python -m pretrain export` of any checkpoint.
 
 No GPU, and no more memory than one file of weights. The model's configuration and its tokenizer are those that the run's
 config.yaml leads to: the model's source or its config, and the packs or the tokenizer that the data names.
@@ -7,7 +7,7 @@ config.yaml leads to: the model's source or its config, and the packs or the tok
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
+from huggingface_hub import ModelCardData
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -22,20 +24,24 @@ from foundation.command import CommandParser
 from foundation.errors import InputError
 from foundation.files import find_damage
 from foundation.reading import load_object
+from foundation.tables import cell
+from foundation.units import count, duration, percent
+from packing.settings import HUB_NAME
 from packing.store import open_packs
 from pretrain.checkpoint.folders import STATE, Manifest, TensorEntry, read_manifest, step_folder, step_folders, step_of
 from pretrain.checkpoint.shards import DTYPES, load_tensors
 from pretrain.compare.figures import picture_of_losses
-from pretrain.metrics.run_record import RunRecord, own_evaluations, read_metrics, read_run
+from pretrain.metrics.run_record import LOSS_KEY, RunRecord, averaged_steps, own_evaluations, read_metrics, read_run
 from pretrain.model import huggingface as model
 from pretrain.optimizer.exact_weights import convert_weight
 from pretrain.plan.data import Data
 from pretrain.plan.tokenizer import fingerprint_in_use, load_tokenizer
 from pretrain.precision.settings import WEIGHT_DTYPES, Weights
-from pretrain.run.card import CARD, PICTURE, model_card
 from pretrain.run.running import BestEvaluation, Run
 from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import Recipe
+
+CARD, PICTURE = "README.md", "loss.png"
 
 # ── The command ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -55,8 +61,19 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_intermixed_args(arguments)
     if options.out is None and not options.best:
         raise InputError("python -m pretrain export RUN_OR_CHECKPOINT OUT: name OUT, the folder to make")
-    source = best_checkpoint(options.source) if options.best else options.source
-    print(export_checkpoint(source, options.out or options.source / "best", options.dtype))
+    source, out = best_checkpoint(options.source) if options.best else options.source, options.out or options.source / "best"
+    if out.exists():
+        raise InputError(f"{out}: exists, and is not written over; name a folder that does not exist")
+    saved = SavedModel.open(source, options.dtype)
+    tokenizer, why_not = tokenizer_of(saved.recipe, saved.run_dir)
+    beside = {}
+    with suppress(InputError, ValueError):  # the run's records are gone, or the folder was renamed and has no step
+        metrics = [record for record in read_metrics(saved.run_dir) if record["step"] <= step_of(saved.folder)]
+        run = read_run(saved.run_dir, metrics)
+        beside = {CARD: model_card(run, saved.hf, tokenizer=tokenizer is not None), PICTURE: picture_of_losses([run])}
+    model.export(saved.hf, saved.read, tokenizer, out, beside)
+    without = f"; without a tokenizer: {why_not}" if tokenizer is None else ""
+    print(f"{saved.folder} is exported to {out}: weights in {saved.to}{without}")
     return 0
 
 
@@ -65,38 +82,10 @@ def best_checkpoint(run_dir: Path) -> Path:
     best = None
     for record in own_evaluations(read_metrics(run_dir)):
         best = BestEvaluation.after(record, best)
-    if best is None:
-        raise InputError(f"{run_dir}: has evaluated no step of its own, so none is the best; leave --best out")
-    folder = step_folder(run_dir / "checkpoints", best.step)
+    folder = step_folder(run_dir / "checkpoints", best.step) if best else run_dir / "checkpoints" / "none"
     if not folder.is_dir():
-        raise InputError(
-            f"{run_dir}: step {best.step} has the lowest held-out loss and is gone; set `checkpoint.best: true` in the next run"
-        )
+        raise InputError(f"{run_dir}: no checkpoint of its best evaluation is there; the next run keeps it by `checkpoint.best`")
     return folder
-
-
-def export_checkpoint(source: Path, out: Path, dtype: Weights | None) -> str:
-    """Write the model at `source`, a run folder or a checkpoint in one, to the new folder `out`; returns what was done.
-
-    InputError, before anything is written, where `out` exists, and where the checkpoint is damaged.
-    """
-    if out.exists():
-        raise InputError(f"{out}: exists, and is not written over; name a folder that does not exist")
-    saved = SavedModel.open(source, dtype)
-    tokenizer, why_not = tokenizer_of(saved.recipe, saved.run_dir)
-    model.export(saved.hf, saved.read, tokenizer, out, _card_of(saved, tokenizer is not None))
-    without = f"; without a tokenizer: {why_not}" if tokenizer is None else ""
-    return f"{saved.folder} is exported to {out}: weights in {saved.to}{without}"
-
-
-def _card_of(saved: SavedModel, tokenizer: bool) -> dict[str, bytes]:
-    """The card of the model as it was at the checkpoint, and its picture; nothing where the run's records are gone."""
-    try:
-        step = step_of(saved.folder)
-        run = read_run(saved.run_dir, [record for record in read_metrics(saved.run_dir) if record["step"] <= step])
-    except (InputError, ValueError):  # a folder that was renamed has no step
-        return {}
-    return {CARD: model_card(run, saved.hf, tokenizer=tokenizer).encode(), PICTURE: picture_of_losses([run])}
 
 
 # ── A saved model ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -117,13 +106,17 @@ class SavedModel:
     @classmethod
     def open(cls, source: Path, dtype: Weights | None = None) -> SavedModel:
         """Opens a run folder's newest intact checkpoint, or the checkpoint at `source`. `dtype` None: as its weights are stored,
-        exact ones as BF16. Raises InputError where it is damaged, or of another model than its run's config.yaml and the
-        `model.source` that it names describe."""
-        folder, manifest, run_dir = _intact(source, moments=dtype == "fp32")
-        identity = load_object(folder / STATE, "name another checkpoint")["identity"]
+        exact ones as BF16. Raises InputError where it is damaged, or of another model than its run's config.yaml describes."""
+        folder, manifest, run_dir = _intact(source)
+        weights = load_object(folder / STATE, "name another checkpoint")["identity"]["weights"]
+        to: Weights = dtype or ("fp32" if weights == "fp32" else "bf16")
         recipe = load_recipe(run_dir / "config.yaml")
-        to: Weights = dtype or ("fp32" if identity["weights"] == "fp32" else "bf16")
-        hf = _without_memory(recipe, getattr(torch, WEIGHT_DTYPES[to]))
+        hf = model.build_on_meta(model.load_config(recipe.model))
+        model.round_weights(hf, getattr(torch, WEIGHT_DTYPES[to]))
+        if recipe.model.weights_source is not None and hf.can_generate():
+            with suppress(OSError):  # it has none of its own
+                generation = GenerationConfig.from_pretrained(recipe.model.weights_source, revision=recipe.model.revision)
+                hf.generation_config = generation
         described = {name: tuple(tensor.shape) for name, tensor in model.named_tensors(hf).items()}
         held = {name: entry.shape for name, entry in manifest.model.items()}
         if strange := sorted(name for name in described.keys() | held.keys() if described.get(name) != held.get(name)):
@@ -150,37 +143,20 @@ class SavedModel:
         return tensor
 
 
-def _intact(source: Path, *, moments: bool) -> tuple[Path, Manifest, Path]:
-    """The checkpoint that `source` names, and the folder of its run. Its bytes are compared with their hashes; those of moments,
-    among which exact weights have their remainders, where `moments` are wanted."""
-    if (source / "checkpoints").is_dir():
-        folders, run_dir = step_folders(source / "checkpoints"), source
-    else:
-        folders, run_dir = [source], source.absolute().parent.parent
+def _intact(source: Path) -> tuple[Path, Manifest, Path]:
+    """The checkpoint that `source` names, every byte of which is as it was written, and the folder of its run."""
+    of_run = (source / "checkpoints").is_dir()
+    folders, run_dir = (step_folders(source / "checkpoints"), source) if of_run else ([source], source.absolute().parent.parent)
     if not (run_dir / "config.yaml").is_file():
         what = "a run folder that has saved a checkpoint, or a step-* folder in its `checkpoints`"
         raise InputError(f"{source}: there is no {run_dir / 'config.yaml'}, which says what model it is; name {what}")
-    problems = [f"{source}: no checkpoint is there"]
+    problems = ["no checkpoint is there"]
     for folder in folders:
-        try:
-            manifest = read_manifest(folder)
-            problems = find_damage(folder, [f for f in manifest.files if moments or not f.name.startswith("optimizer-")])
-        except InputError as error:
-            problems = [str(error)]
-        if not problems:
+        manifest = read_manifest(folder)
+        if not (problems := find_damage(folder, manifest.files)):
             return folder, manifest, run_dir
         print(f"{folder} is not used: {problems[0]}")
-    raise InputError(problems[0] if str(source) in problems[0] else f"{source}: {problems[0]}")
-
-
-def _without_memory(recipe: Recipe, dtype: torch.dtype) -> PreTrainedModel:
-    """The model of `recipe` without memory for its weights, as one that is stored in `dtype`."""
-    hf = model.build_on_meta(model.load_config(recipe.model))
-    model.round_weights(hf, dtype)
-    if recipe.model.weights_source is not None and hf.can_generate():
-        with suppress(OSError):  # it has none of its own
-            hf.generation_config = GenerationConfig.from_pretrained(recipe.model.weights_source, revision=recipe.model.revision)
-    return hf
+    raise InputError(f"{source}: {problems[0]}")
 
 
 def tokenizer_of(recipe: Recipe, run_dir: Path) -> tuple[PreTrainedTokenizerBase | None, str]:
@@ -211,6 +187,76 @@ def export_trained(run: Run, record: RunRecord | None) -> None:
         return
     hf, recipe, folder = run.assembly.hf, run.job.recipe, run.checkpoints.latest
     saved = SavedModel(folder, read_manifest(folder), hf, recipe.weights, run.folder.path, recipe)
-    card = model_card(record, hf, tokenizer=run.job.tokenizer is not None).encode()
+    card = model_card(record, hf, tokenizer=run.job.tokenizer is not None)
     beside = {CARD: card, PICTURE: run.folder.loss_plot.read_bytes()}
     model.export(hf, saved.read, run.job.tokenizer, run.folder.final, beside)
+
+
+# ── The card ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def model_card(run: RunRecord, hf: PreTrainedModel, *, tokenizer: bool) -> bytes:
+    """README.md of the exported model: what it is, what it was trained on, how well it predicts. Markdown with the front matter
+    of the hub, from the records of its run alone. `hf` gives the sizes, on any device; PICTURE stands beside it."""
+    recipe, figures = run.config, run.summary
+    source, data = recipe["model"].get("source"), recipe["data"]
+    texts = [str(each["source"]) for each in (data, *(data.get("sources") or ())) if each.get("source")]
+    trained_on = source and not recipe["model"].get("from_scratch")  # to the hub, a base model is one whose weights these were
+    front = ModelCardData(
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        model_name=recipe["name"],
+        base_model=source if trained_on and _on_the_hub(source) else None,
+        datasets=[text for text in texts if _on_the_hub(text)] or None,
+    )
+    parameters = count(sum(parameter.numel() for parameter in hf.parameters()))
+    loading = f'model = AutoModelForCausalLM.from_pretrained(".", dtype="auto"){_CONTINUING if tokenizer else ""}'
+    imported = "AutoModelForCausalLM, AutoTokenizer" if tokenizer else "AutoModelForCausalLM"
+    parts = [
+        f"---\n{front.to_yaml()}\n---",
+        f"# {recipe['name']}",
+        f"A `{type(hf).__name__}` of {parameters} parameters in {str(hf.dtype).removeprefix('torch.')}, trained on "
+        f"{count(figures['tokens'])} tokens in {figures['steps']:,} steps. In this folder:",
+        f"```python\nfrom transformers import {imported}\n\n{loading}\n```",
+        "\n".join(["| | |", "| --- | --- |", *(f"| {key} | {cell(text)} |" for key, text in _rows(run).items())]),
+        f"![Loss by step: training and, where packs were held out, held-out loss]({PICTURE})",
+        "Every setting of the run:",
+        "```yaml\n" + yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=120) + "```",
+    ]
+    return ("\n\n".join(parts) + "\n").encode()
+
+
+_CONTINUING = """
+tokenizer = AutoTokenizer.from_pretrained(".")
+prompt = tokenizer("Once upon a time", return_tensors="pt", return_token_type_ids=False)
+print(tokenizer.decode(model.generate(**prompt, max_new_tokens=60, do_sample=True)[0]))"""
+
+
+def _on_the_hub(name: str) -> bool:
+    return bool(HUB_NAME.fullmatch(name)) and not Path(name).exists()
+
+
+def _rows(run: RunRecord) -> dict[str, str]:
+    """What the recipe, which stands below, does not say by itself."""
+    data, figures, (devices, device) = run.config["data"], run.summary, run.devices
+    shares = [f"{percent(each['weight'])} {each.get('source') or each['name']}" for each in data.get("sources") or ()]
+    rows = {
+        "started from": _origin(run.config),
+        "data": ", ".join(shares) or data.get("source") or f"packs in {data['packs']}",
+        "tokens": f"{figures['tokens']:,}, padding included; {figures['epoch']:.3g} epochs",
+        "precision": f"{run.precision}{', emulated in software' if run.emulated else ''}; weights {run.config['weights']}",
+        "computed on": f"{devices} x {device}, {duration(figures['hours'] * 3600)} inside of steps",
+    }
+    if LOSS_KEY in figures:
+        rows["loss"] = f"{figures[LOSS_KEY]:.4f}, mean of the last {averaged_steps(figures)} steps"
+    if "held_out_loss" in figures:
+        rows["held-out loss"] = f"{figures['held_out_loss']:.4f} nats a token{run.when_evaluated}"
+    return rows
+
+
+def _origin(recipe: Mapping[str, Any]) -> str:
+    if begin_with := recipe["train"].get("begin_with"):
+        return f"the checkpoint {begin_with} of another run, whose steps are counted here too"
+    if recipe["model"].get("source") and not recipe["model"].get("from_scratch"):
+        return f"the weights of {recipe['model']['source']}"
+    return f"random weights, seed {recipe['seed']}"

@@ -31,7 +31,7 @@ def check_room(job: Job, assembly: Assembly, checkpoints: Checkpoints, source: R
     """InputError where the disk has no room for the checkpoints to come, of which the kept ones are on it already."""
     at_once = job.plan.checkpoints_at_once
     if source is not None and checkpoints.owns(source.path):
-        at_once = int(source.record["progress"]["step"] < job.plan.steps)
+        at_once = int(source.step < job.plan.steps)
     check_space(job.run_dir, at_once * bytes_needed(assembly.tensors, assembly.state_tensors))
 
 
@@ -56,14 +56,16 @@ def constants_of(job: Job, source: ResumePoint | None, accelerator: Accelerator)
 
 def save(run: Run, *, behind: bool = False) -> None:
     """A checkpoint of this step, after which the older ones may go. `behind`: return once its tensors are copied, and go on."""
-    if run.accelerator.is_main_process:
-        fsync(run.folder.metrics)  # first: after a resume from this checkpoint nothing repeats the steps before it
-    state = {"progress": asdict(run.state), "health": asdict(run.health.state), **run.constants}
-    if run.stream:
-        state["stream"] = run.stream.record()
-    tensors, of_optimizer = run.assembly.tensors, run.assembly.optimizer_tensors | run.assembly.context.saved_state()
-    spared = run.best.step if run.best else None
-    run.checkpoints.save(run.state.step, tensors, of_optimizer, state, spared=spared, behind=behind)
+    with run.waited.on("saves", f"saving step {run.state.step}"):
+        if run.accelerator.is_main_process:
+            fsync(run.folder.metrics)  # first: after a resume from this checkpoint nothing repeats the steps before it
+        state = {"progress": asdict(run.state), "health": asdict(run.health.state), **run.constants}
+        if run.stream:
+            state["stream"] = run.stream.record()
+        spared = run.best.step if run.best else None
+        tensors, of_state = run.assembly.tensors, run.assembly.state_tensors
+        run.checkpoints.save(run.state.step, tensors, of_state, state, spared=spared, behind=behind)
+    tell_saved(run)
 
 
 def tell_saved(run: Run) -> None:
@@ -95,91 +97,64 @@ def reason_to_stop(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) ->
 
 def leave(run: Run, reason: int, steps: Prefetch[StepBatches]) -> int:
     """Save, as a signal or what has gone wrong asks for; returns the number of the signal to end by, or raises what was lost.
-    `steps`: those that would have come next. Collective."""
+    `steps`: those that would have come next. TrainingHalted where the weights are not finite. Collective."""
     if reason == Stop.SAVE_FAILED:
         run.checkpoints.wait()  # which raises what has failed
-    lost = _why_no_packs(run, steps) if reason == Stop.PACKS_FAILED else None
-    _save_if_good(run)
-    if lost:
-        raise lost
-    return _tell_stopped(run, reason)
+    if not (decision := judge_weights(run)).proceed:
+        raise halted(run, decision)
+    if run.state.step > run.resumed_step:
+        save(run)
+    if reason == Stop.PACKS_FAILED:
+        if steps.failure is not None and not isinstance(steps.failure, InputError):
+            raise steps.failure
+        why = steps.failure or "another process has no more packs, and says why"
+        raise InputError(f"{why}. Step {run.state.step} is saved")
+    return tell_stopped(run, reason)
 
 
-def _tell_stopped(run: Run, number: int) -> int:
+def tell_stopped(run: Run, number: int) -> int:
     """Say that the signal of this number has stopped the run, and what comes next; returns the number."""
     todo = "evaluate and export it" if run.state.finished else "go on from here"
     run.console.notice(f"stopped by {signal.Signals(number).name} after step {run.state.step}; start the run again to {todo}")
     return number
 
 
-def _save_if_good(run: Run) -> None:
-    """Save a step that this process has trained. TrainingHalted where its weights are not finite."""
-    if not (decision := judge_weights(run)).proceed:
-        raise halted(run, decision)
-    if run.state.step > run.resumed_step:
-        with run.waited.on("saves", f"saving step {run.state.step}"):
-            save(run)
-        tell_saved(run)
-
-
-def _why_no_packs(run: Run, steps: Prefetch[StepBatches]) -> BaseException:
-    """The error to raise once the step in memory is saved."""
-    step, error = run.state.step, steps.failure
-    reason = error or "another process or machine has no more packs, and says why"
-    if error is None or isinstance(error, InputError):
-        return InputError(f"{reason}. Step {step} is saved")
-    error.add_note(f"Step {step} is saved")
-    return error
-
-
-def save_last(run: Run) -> int:
+def save_last(run: Run, stop: StopRequest) -> int:
     """The checkpoint of the last step, where it is wanted and this process has trained it; returns the number of a signal that
     came meanwhile, after which nothing more is to be done, or 0. Collective."""
     if not (run.job.recipe.checkpoint.at_end and run.state.step > run.resumed_step):
         return 0
-    with StopRequest(announced=run.accelerator.is_local_main_process) as stop:  # what was trained must not be lost so late
-        with run.waited.on("saves", f"saving step {run.state.step}"):
-            save(run)
-        tell_saved(run)
+    save(run)
     number = largest_over_ranks(run.accelerator, stop.requested or 0)
-    return _tell_stopped(run, number) if number else 0
+    return tell_stopped(run, number) if number else 0
 
 
 # ── What is worth keeping ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@torch.no_grad()
 def judge_weights(run: Run) -> StepDecision:
     """Whether the present weights may be saved: the last update may have overflowed them, which its own loss and gradient cannot
     show, and what is saved is good to go back to. Collective. Where they stop the run, metrics.jsonl says so."""
-    names = tensors_not_finite(run)
+    device, parts = run.accelerator.device, {name: local_part(each) for name, each in run.assembly.hf.named_parameters()}
+    # A norm allocates nothing of the parameters' size.
+    largest = [torch.linalg.vector_norm(each, math.inf).float() if each.numel() else torch.zeros(()) for each in parts.values()]
+    bad = run.accelerator.reduce(torch.stack([~each.to(device).isfinite() for each in largest]).float(), reduction="sum")
+    names = [name for name, ranks in zip(parts, bad.tolist(), strict=True) if ranks]
     if not names:
         return StepDecision()
     decision = run.health.judge_overflow(names, can_go_back=run.checkpoints.latest is not None)
     if decision.action == "stop":
-        run.trackers.log({"step": run.state.step, "event": "halted", "reason": f"{decision.reason}: {some_of(names)}"})
+        reason = f"{decision.reason}. The weights hold infinity or NaN, in {some_of(names)}"
+        run.trackers.log({"step": run.state.step, "event": "halted", "reason": reason})
+        return StepDecision(
+            "stop", reason, "Lower `optimizer.learning_rate`, and go on from an earlier checkpoint, or begin anew"
+        )
     return decision
 
 
 def halted(run: Run, decision: StepDecision) -> TrainingHalted:
     """The end of a run at a step that it does not survive, with what to change. All ranks call it. What was being saved is saved
-    then, or the reason says why not."""
-    reason, remedy = decision.reason, decision.remedy
-    try:
-        run.checkpoints.wait()
-    except InputError as failure:
-        reason += f". {failure}"
-    if names := tensors_not_finite(run):
-        reason += f". The weights themselves hold infinity or NaN, in {some_of(names)}"
-        there = run.checkpoints.latest is not None
-        again = "resume from a checkpoint before that with --resume" if there else "start again in another `run_dir`"
-        remedy = f"Lower `optimizer.learning_rate`, and {again}"
-    return TrainingHalted(run.state.step, f"{reason}. {remedy}.")
-
-
-@torch.no_grad()
-def tensors_not_finite(run: Run) -> list[str]:
-    """Names of the parameters that hold infinity or NaN on any rank; collective. Allocates nothing of their size."""
-    device, parts = run.accelerator.device, {name: local_part(each) for name, each in run.assembly.hf.named_parameters()}
-    largest = [torch.linalg.vector_norm(each, math.inf).float() if each.numel() else torch.zeros(()) for each in parts.values()]
-    bad = torch.stack([~each.to(device).isfinite() for each in largest]).float()
-    return [name for name, ranks in zip(parts, run.accelerator.reduce(bad, reduction="sum").tolist(), strict=True) if ranks]
+    then, or InputError says why not."""
+    run.checkpoints.wait()
+    return TrainingHalted(run.state.step, f"{decision.reason}. {decision.remedy}.")

@@ -35,61 +35,58 @@ from pretrain.verify import audit
 
 
 def recorder_of(job: Job, assembly: Assembly, accelerator: Accelerator) -> Recorder:
-    plan = job.plan
     return Recorder(
-        flops=None if plan.flops.uncounted else plan.flops,  # without all weights an MFU would be wrong
-        peak_tflops=peak(plan.devices.name, "bf16"),
+        flops=None if job.plan.flops.uncounted else job.plan.flops,  # without all weights an MFU would be wrong
+        peak_tflops=peak(job.plan.devices.name, "bf16"),
         device=accelerator.device,
         world_size=accelerator.num_processes,
         pack_length=job.recipe.data.length,
-        low_precision=assembly.low_precision_products(plan.devices.name),
+        low_precision=assembly.low_precision_products(job.plan.devices.name),
         energy=joules_of(accelerator.device),
     )
 
 
-def warn_of_precisions(job: Job, console: Console) -> None:
-    """Say what is done in place of a precision that the device lacks, of those that steps of the run compute in."""
-    for notice in [active.notice for active in job.plan.in_use if active.notice]:
-        console.warning(notice)
+def introduce_job(job: Job, accelerator: Accelerator, notices: Iterable[str]) -> Console:
+    """Say on a console for `job` what was put right of the launch, and what is done in place of a precision that the device
+    lacks."""
+    console = Console(job.plan.steps, enabled=accelerator.is_main_process)
+    for text in notices:
+        console.notice(text)
+    for active in job.plan.in_use:
+        if active.notice:
+            console.warning(active.notice)
+    return console
 
 
 def introduce(run: Run, notes: Iterable[str]) -> None:
     """Say and write down what this run is, before its first step; `notes` are of what it goes on from."""
-    plan, assembly, folder = run.job.plan, run.assembly, run.folder
+    plan, data, audited, folder = run.job.plan, run.job.data, run.assembly.audit, run.folder
     run.console.notice(render(plan, brief=True))
     microbatch = plan.expected_microbatch
-    memory = {"microbatch": microbatch, "planned": plan.memory.parts(microbatch), "held": assembly.memory_held()}
-    assembly.audit["memory"] = memory
-    run.console.panel(f"what runs in which precision (all of it: {folder.audit})", audit.in_short(assembly.audit))
+    planned = plan.memory.parts(microbatch)
+    audited["memory"] = {"microbatch": microbatch, "planned": planned, "held": run.assembly.memory_held()}
+    run.console.panel(f"what runs in which precision (all of it: {folder.audit})", audit.in_short(audited))
     for note in notes:
         run.console.notice(note)
+    settings = config.resolved(run.job.recipe)
     if run.accelerator.is_main_process:
         folder.summary.unlink(missing_ok=True)  # first: it does not describe the other records
-        folder.write_yaml(folder.config, config.resolved(run.job.recipe))
+        folder.write_yaml(folder.config, settings)
+        fingerprints = {
+            "data_fingerprint": data.train.fingerprint,
+            "source_config": dict(run.job.source_config),
+            "held_out_fingerprint": data.held_out.fingerprint if data.held_out is not None else None,
+            "tokenizer_fingerprint": fingerprint_in_use(run.job.recipe.data, run.job.recipe.model, data),
+        }
         environment = describe_environment(describe_topology(run.accelerator))
-        folder.write_json(folder.environment, _fingerprints(run.job) | environment | {"past": run.constants["past"]})
-        folder.write_json(folder.audit, assembly.audit)
-    run.trackers.start(config.resolved(run.job.recipe))
-
-
-def _fingerprints(job: Job) -> dict[str, Any]:
-    """What environment.json says of the text, of the tokenizer and of `model.source`."""
-    held_out = job.data.held_out
-    fingerprints = {
-        "data_fingerprint": job.data.train.fingerprint,
-        "source_config": dict(job.source_config),
-        "held_out_fingerprint": held_out.fingerprint if held_out is not None else None,
-        "tokenizer_fingerprint": fingerprint_in_use(job.recipe.data, job.recipe.model, job.data),
-    }
-    return {key: value for key, value in fingerprints.items() if value}
+        folder.write_json(folder.environment, fingerprints | environment | {"past": run.constants["past"]})
+        folder.write_json(folder.audit, audited)
+    run.trackers.start(settings)
 
 
 def first_step(run: Run) -> AbstractContextManager[object]:
-    """Put this around each step: during the first one of this process, which takes long, a terminal shows a bar."""
-    if run.state.step != run.resumed_step:
-        return nullcontext()
-    compiles = run.assembly.audit["compiled"] != "nothing"
-    return run.waited.on("training", "first step, compiling" if compiles else "first step")
+    """Put this around each step: during the first one of this process, in which much is compiled, a terminal says so."""
+    return run.waited.on("training", "first step") if run.state.step == run.resumed_step else nullcontext()
 
 
 # ── A step ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -159,15 +156,6 @@ def log(run: Run, figures: dict[str, Any], *, data_wait_ms: float) -> None:
 # ── The end ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def end_records(run: Run, stopped_by: int) -> None:
-    """Close what is recorded; `stopped_by`: the signal that ended the run, or 0."""
-    run.trackers.finish()
-    if run.precision_watch:
-        run.precision_watch.finish()
-    if stopped_by:
-        run.console.notice(f"you waited {run.waited.describe()}")
-
-
 def sum_up(run: Run) -> RunRecord | None:
     """Draw the curves; returns what the run folder holds, with the summary that `conclude` writes. None but on the main
     process."""
@@ -193,10 +181,8 @@ def is_over(job: Job, folder: RunFolder, console: Console, waited: Waited) -> bo
     """Whether an earlier start has done all of a run that has no steps to come, which is said then."""
     finished = read_finished(job.run_dir)
     over = finished is not None and finished.summary["steps"] == job.plan.steps
-    if over and job.data.held_out is not None:
-        over = job.plan.steps in finished.held_out_curve()[0]
-    if over and job.recipe.checkpoint.at_end:
-        over = folder.final.exists()
+    over = over and (job.data.held_out is None or job.plan.steps in finished.held_out_curve()[0])
+    over = over and (not job.recipe.checkpoint.at_end or folder.final.exists())
     if over:
         console.panel(*last_screen(finished, folder, waited.describe()))
     return over

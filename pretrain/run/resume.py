@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from torch import Tensor
 
 from foundation.errors import InputError
 from foundation.reading import load_json
 from foundation.settings import parse
 from foundation.units import plural
 from pretrain.checkpoint.checkpoint import Checkpoints, require_shared
-from pretrain.checkpoint.folders import TensorEntry, read_manifest
+from pretrain.checkpoint.folders import read_manifest
 from pretrain.checkpoint.state import Change, Past, TrainState, changed_keys, check_same_training
 from pretrain.metrics.health import MOST_ROLLBACKS, Health, HealthState
 from pretrain.metrics.run_folder import AUDIT_FILE, METRICS_FILE, SUMMARY_FILE
@@ -35,6 +33,10 @@ from pretrain.run.evaluate import best_so_far
 from pretrain.run.running import Run
 from pretrain.settings.config import begin_of, identity_of, resolved
 from pretrain.settings.recipe import Recipe
+
+# What the scales of gradients follow: their largest code, the loss, and by how many tokens it is divided.
+SCALES_FOLLOW = ("batch.tokens", "loss.", "fp8_config.fp8_format")
+
 
 # ── Which checkpoint ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -53,6 +55,24 @@ class ResumePoint:
     def step(self) -> int:
         return self.record["progress"]["step"]
 
+    @property
+    def last_precision(self) -> str:
+        """The precision of its last step, whose histories can be used further; of a run without a step, its first."""
+        return [name for first, name in self.record["course"].items() if int(first) <= max(self.step, 1)][-1]
+
+    def is_of_another_stream(self, job: Job) -> bool:
+        """Whether this run's packs are streamed, and the checkpoint has no place in that text: it begins at its first pack."""
+        return job.data.stream is not None and self.record["identity"].get("data.fingerprint") != job.identity["data.fingerprint"]
+
+    def shift(self, job: Job) -> int:
+        """`TrainState.shift` with which the text goes on where the checkpoint's ended, however many packs a step takes now."""
+        identity, progress = self.record["identity"], self.record["progress"]
+        steps = progress["step"] + progress["left_out"]
+        if self.is_of_another_stream(job):
+            return -steps * job.plan.packs_per_step
+        packs = steps * (identity["batch.tokens"] // identity["data.length"]) + progress["shift"]
+        return -(-packs * identity["data.length"] // job.recipe.data.length) - steps * job.plan.packs_per_step
+
 
 def where_to_resume(
     job: Job, wanted: str, accept_changes: bool, *, look_only: bool = False
@@ -64,15 +84,18 @@ def where_to_resume(
         require_shared(job.run_dir)
     checkpoints = Checkpoints(job.run_dir / "checkpoints", job.recipe.checkpoint.keep, before=job.plan.before_decay)
     source = find_resume_point(checkpoints, wanted, job, accept_changes)
-    if source is None or not checkpoints.owns(source.path):
+    own = source is not None and checkpoints.owns(source.path)
+    if not own:
         _require_own_records(job)
-    if source is None:
-        return job.with_settings("loss", chunk=chunk_of(job, None)), checkpoints, None
-    _require_steps_to_come(source, job, own=checkpoints.owns(source.path))
-    course = {} if source.begins else {int(first): name for first, name in source.record["course"].items()}
-    ran = {first: name for first, name in course.items() if first <= source.step}
-    job = job.with_plan(done=source.step, ran=ran, done_tokens=source.record["progress"]["tokens"])
-    return job.with_settings("loss", chunk=chunk_of(job, source)), checkpoints, source
+    chunk = job.plan.loss.tokens_at_once
+    if source is not None:
+        _require_steps_to_come(source, job, own=own)
+        course = {} if source.begins else {int(first): name for first, name in source.record["course"].items()}
+        ran = {first: name for first, name in course.items() if first <= source.step}
+        job = job.with_plan(done=source.step, ran=ran, done_tokens=source.record["progress"]["tokens"])
+        if job.recipe.loss.chunk == "auto":  # what the run began with, so that sums keep their order
+            chunk = source.record["loss_chunk"]
+    return job.with_settings("loss", chunk=chunk), checkpoints, source
 
 
 def find_resume_point(checkpoints: Checkpoints, wanted: str, job: Job, accept_changes: bool) -> ResumePoint | None:
@@ -89,35 +112,36 @@ def find_resume_point(checkpoints: Checkpoints, wanted: str, job: Job, accept_ch
     path = path or begin_of(job.recipe)
     if path is None:
         return None
-    key = "`train.begin_with`: " if begins else "" if wanted == "auto" else "--resume "
     try:
         record = checkpoints.read_state(path)
     except InputError as error:
-        raise InputError(f"{key}{error}; name a step-* folder of a run's `checkpoints`") from None
-    changes = check_same_training(record["identity"], job.identity, path, accept_changes or begins)
+        key = "`train.begin_with`" if begins else "--resume"
+        raise InputError(f"{key}: {error}; name a step-* folder of a run's `checkpoints`") from None
+    identity, past, own = record["identity"], Past.model_validate(record["past"]), checkpoints.owns(path)
+    changes = check_same_training(identity, job.identity, path, accept_changes or begins)
     notes = [f"the recipe has changed: {each}" for each in changes if not (begins and each.startswith("train.begin_with:"))]
-    return ResumePoint(path, record, notes, begins, past_of(record, job, begins=begins, own=checkpoints.owns(path)))
+    was = {} if begins else {key: identity.get(key) for key in changed_keys(identity, job.identity)}
+    past = Past(
+        changed=[] if begins else [*past.changed, *([Change(step=record["progress"]["step"], was=was)] if was else [])],
+        left_out=past.left_out if own else record["progress"]["left_out"],  # the folder's own metrics have its rollbacks
+    )
+    return ResumePoint(path, record, notes, begins, past)
 
 
 def _require_steps_to_come(source: ResumePoint, job: Job, *, own: bool) -> None:
     """InputError where `source` has no place in this run's stream, is at the horizon already, or its steps were of other sizes
     and the horizon counts tokens."""
-    if of_another_stream(source.record, job) and not source.begins:
+    if source.is_of_another_stream(job) and not source.begins:
         raise InputError(
             f"{source.path}: was trained on other text than this stream has; set another `run_dir`, and `train.begin_with: "
             f"{source.path}` to begin this stream with its weights"
         )
     train, plan, tokens = job.recipe.train, job.plan, source.record["progress"]["tokens"]
-    key = next(key for key in ("steps", "tokens", "epochs") if getattr(train, key) is not None)
-    if key != "steps" and tokens != source.step * plan.tokens_per_step:
+    if train.steps is None and tokens != source.step * plan.tokens_per_step:
         steps = source.step + max(math.ceil((plan.total_tokens - tokens) / plan.tokens_per_step), 0)
-        raise InputError(
-            f"{source.path}: its steps had another `batch.tokens`; set `train.steps: {steps}` in place of `train.{key}`"
-        )
+        raise InputError(f"{source.path}: its steps had another `batch.tokens`; set the horizon as `train.steps: {steps}`")
     if source.step >= plan.steps and not own:
-        raise InputError(
-            f"{source.path}: is from step {source.step:,}, and `train.{key}` ends the run at {plan.steps:,}; lengthen it"
-        )
+        raise InputError(f"{source.path}: is from step {source.step:,}, and `train` ends the run at {plan.steps:,}; lengthen it")
 
 
 def _require_own_records(job: Job) -> None:
@@ -128,59 +152,13 @@ def _require_own_records(job: Job) -> None:
             raise InputError(
                 f"{end}: is of a finished run that has no checkpoint to go on from; set another `run_dir`, or move it away"
             )
-    metrics = job.run_dir / METRICS_FILE
-    if not metrics.exists():
+    if not (metrics := job.run_dir / METRICS_FILE).exists():
         return
     with suppress(NoStepYet):
         run = read_run(job.run_dir)
         trained = identity_of(parse(Recipe, run.config, str(run.path / "config.yaml")), run.data_fingerprint or "")
-        ours = identity_of(job.recipe, job.data.train.fingerprint) | job.source_config
-        if changed := changed_keys(trained | run.source_config, ours):
+        if changed := changed_keys(trained, identity_of(job.recipe, job.data.train.fingerprint)):
             raise InputError(f"{metrics}: is of another training ({', '.join(changed)}); set another `run_dir`, or move it away")
-
-
-def chunk_of(job: Job, source: ResumePoint | None) -> int:
-    """Tokens of the loss at once: the recipe's, or where that is `auto` those that the run began with, so that sums keep their
-    order; of a fresh run, what its memory allows."""
-    if job.recipe.loss.chunk == "auto" and source:
-        return source.record["loss_chunk"]
-    return job.plan.loss.tokens_at_once
-
-
-# ── What its steps were trained under ─────────────────────────────────────────────────────────────────────────────────────────
-
-
-def of_another_stream(record: Mapping[str, Any], job: Job) -> bool:
-    """Whether this run's packs are streamed, and the checkpoint has no place in that text: it begins at its first pack."""
-    return job.data.stream is not None and record["identity"].get("data.fingerprint") != job.identity["data.fingerprint"]
-
-
-def shift_of(record: Mapping[str, Any], job: Job) -> int:
-    """`TrainState.shift` with which the text goes on where the checkpoint's ended, however many packs a step takes now."""
-    identity, progress = record["identity"], record["progress"]
-    steps = progress["step"] + progress["left_out"]
-    if of_another_stream(record, job):
-        return -steps * job.plan.packs_per_step
-    packs = steps * (identity["batch.tokens"] // identity["data.length"]) + progress["shift"]
-    return -(-packs * identity["data.length"] // job.recipe.data.length) - steps * job.plan.packs_per_step
-
-
-def precision_before(record: Mapping[str, Any]) -> str:
-    """The precision of a checkpoint's last step, whose histories can be used further; of a run without a step, its first."""
-    step, course = max(record["progress"]["step"], 1), record["course"]
-    return [name for first, name in course.items() if int(first) <= step][-1]
-
-
-def past_of(record: Mapping[str, Any], job: Job, *, begins: bool, own: bool) -> Past:
-    """The past of the run that goes on from a checkpoint: what its `record` says of it, and what `job` has changed since. `own`:
-    it lies in the run's folder, whose metrics have its rollbacks."""
-    progress, past = record["progress"], Past.model_validate(record["past"])
-    left_out = past.left_out if own else progress["left_out"]
-    if begins:
-        return Past(left_out=left_out)
-    was = {key: record["identity"].get(key) for key in changed_keys(record["identity"], job.identity)}
-    change = [Change(step=progress["step"], was=was)] if was else []
-    return Past(changed=[*past.changed, *change], left_out=left_out)
 
 
 # ── Its state copied back ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -190,7 +168,7 @@ def begin_stream(source: ResumePoint | None, job: Job) -> None:
     """Have packs made from where `source` was in the stream; from its beginning where there is no source, or one of another
     stream. Does nothing for packs that were prepared."""
     if job.data.stream is not None:
-        continues = source is not None and not of_another_stream(source.record, job)
+        continues = source is not None and not source.is_of_another_stream(job)
         job.data.stream.begin(source.record.get("stream", {}) if continues else None)
 
 
@@ -204,12 +182,59 @@ def restore(
     """Put the run's memory and its stream into the state of `source`; returns the counters, and notes for the user. Collective;
     `Checkpoints.abandon_newer` is left to do."""
     begin_stream(source, job)
-    state = TrainState(**{**source.record["progress"], "steps": job.plan.steps, "shift": shift_of(source.record, job)})
+    state = TrainState(**{**source.record["progress"], "steps": job.plan.steps, "shift": source.shift(job)})
     notes = load_weights(source, checkpoints, job.recipe.weights, assembly)
     set_updates_done(assembly.optimizer, state.step - state.skipped_steps)
     others_counts = {"skipped_steps": 0, "rollbacks": 0} if source.begins else {}  # whose losses tell what is usual all the same
     health.state = HealthState(**{**source.record["health"], **others_counts})
     return state, [f"resumed from {source.path} at step {state.step}", *source.notes, *notes]
+
+
+def load_weights(source: ResumePoint, checkpoints: Checkpoints, mode: Weights, assembly: Assembly) -> list[str]:
+    """Copy weights, moments and histories into place, whatever mode of `weights:` they were saved in; returns notes for the user.
+
+    Weights of another mode are read as they were stored, become FP32 masters, and are stored in this run's `mode`. Histories that
+    are not those of this run's layers and precisions are left out.
+    """
+    saved: Weights = source.record["identity"]["weights"]
+    index, targets, stored = read_manifest(source.path).optimizer, dict(assembly.optimizer_tensors), {}
+    if holds_histories(source, assembly):
+        targets |= assembly.context.saved_state()
+    if saved != mode:
+        stored = {name: torch.empty_like(p, dtype=getattr(torch, WEIGHT_DTYPES[saved])) for name, p in parameters_of(assembly)}
+        targets = {name: tensor for name, tensor in targets.items() if not name.startswith("remainder/")}
+        # Plain BF16 keeps the stored weight: the master would round to its neighbour where it lies just between two.
+        if (saved, mode) == ("bf16_exact", "fp32"):
+            targets |= {f"remainder/{name}": torch.empty_like(p, dtype=torch.int16) for name, p in parameters_of(assembly)}
+    left_out = {name for name in index.keys() - targets.keys() if name.startswith((PREFIX, "remainder/"))}
+    checkpoints.load(source.path, assembly.tensors | stored, targets, left_out=left_out)
+    if saved == mode:
+        return []
+    for name, parameter in parameters_of(assembly):
+        remainder = targets.pop(f"remainder/{name}", None)
+        master, _ = convert_weight(local_part(stored.pop(name)), None if remainder is None else local_part(remainder), "fp32")
+        assembly.optimizer.set_master(parameter, master)
+    return [describe_conversion(saved, mode)]
+
+
+def parameters_of(assembly: Assembly) -> list[tuple[str, torch.nn.Parameter]]:
+    return list(assembly.hf.named_parameters())
+
+
+def holds_histories(source: ResumePoint, assembly: Assembly) -> bool:
+    """Whether the checkpoint has all histories and scales of delayed scaling that this run has, and no others."""
+    saved = {name: entry.shape for name, entry in read_manifest(source.path).optimizer.items() if name.startswith(PREFIX)}
+    return saved == {name: tuple(tensor.shape) for name, tensor in assembly.context.saved_state().items()}
+
+
+def begins_histories(source: ResumePoint, assembly: Assembly, job: Job) -> bool:
+    """Whether the present precision has histories, and the checkpoint lacks some, or has them of other gradients than those to
+    come. Then `Assembly.begin` is due, once the checkpoint's weights are loaded: until then histories are of the weights that the
+    model was built with, whose gradients are many times as large."""
+    if not assembly.context.state():
+        return False
+    follow = any(key.startswith(SCALES_FOLLOW) for key in changed_keys(source.record["identity"], job.identity))
+    return follow or source.last_precision != assembly.active.precision.name or not holds_histories(source, assembly)
 
 
 def resume_precision(run: Run, source: ResumePoint) -> None:
@@ -218,94 +243,27 @@ def resume_precision(run: Run, source: ResumePoint) -> None:
     of its next one. Histories that the checkpoint lacks begin here. Collective."""
     plan = run.job.plan
     if plan.phases:
-        ran = None if source.begins else precision_before(source.record)
+        ran = None if source.begins else source.last_precision
         last = next((each for each in plan.actives if each.precision.name == ran), plan.active_after(run.state.step))
         run.assembly.use(last)
         run.compute_in(last, first_step=1)
-    if note := complete_histories(source, run.assembly, run.job, run.accelerator):
-        run.console.notice(note)
+    if begins_histories(source, run.assembly, run.job):
+        run.assembly.begin(run.assembly.active, run.job, run.accelerator)
+        run.console.notice(f"delayed scaling begins its histories anew, with {REHEARSALS} packs under the checkpoint's weights")
 
 
-def keep_findings(source: ResumePoint, run: Run) -> None:
-    """Let the audit of a run that resumes from `source` keep what earlier starts alone have found, as parity, which is looked at
-    before a run's first step. Does nothing for one that begins with another's checkpoint."""
+def keep_parity(source: ResumePoint, run: Run) -> None:
+    """Let the audit of a run that resumes from `source` keep what parity has found, which is looked at before a run's first step.
+    Does nothing for one that begins with another's checkpoint."""
     written = source.path.absolute().parent.parent / AUDIT_FILE
     if run.begins or not written.is_file():
         return
-    assembly, earlier = run.assembly, load_json(written)
-    of_precision = earlier.get("precisions") or {earlier["effective"]: earlier}
-    for name, each in assembly.precisions.items():
-        known = of_precision.get(name, {})
-        each.audit.update({key: known[key] for key in ("parity", "confirmed_in_step") if key in known})
-    for name in set(run.job.plan.course.values()) & of_precision.keys() - assembly.precisions.keys():
-        assembly.audit["precisions"][name] = of_precision[name]
-    assembly.use(assembly.active)
-
-
-def load_weights(source: ResumePoint, checkpoints: Checkpoints, mode: Weights, assembly: Assembly) -> list[str]:
-    """Copy weights, moments and histories into place, whatever mode of `weights:` they were saved in; returns notes for the user.
-
-    Weights of another mode are read as they were stored, become FP32 masters, and are stored in this run's `mode`.
-    """
-    saved: Weights = source.record["identity"]["weights"]
-    scales = histories_to_load(source.path, assembly.context.saved_state())
-    if saved == mode:
-        checkpoints.load(source.path, assembly.tensors, assembly.optimizer_tensors | scales)
-        return []
-    parameters = dict(assembly.hf.named_parameters())
-    stored = {name: torch.empty_like(p, dtype=getattr(torch, WEIGHT_DTYPES[saved])) for name, p in parameters.items()}
-    moments = {key: tensor for key, tensor in assembly.optimizer_tensors.items() if not key.startswith("remainder/")}
-    remainders = {f"remainder/{name}": torch.empty_like(p, dtype=torch.int16) for name, p in parameters.items()}
-    others = moments | scales | (remainders if saved == "bf16_exact" else {})
-    checkpoints.load(source.path, assembly.tensors | stored, others)
-    for name, parameter in parameters.items():
-        # Plain BF16 keeps the stored weight: the master would round to its neighbour where it lies just between two.
-        remainder = local_part(remainders[f"remainder/{name}"]) if saved == "bf16_exact" and mode == "fp32" else None
-        master, _ = convert_weight(local_part(stored.pop(name)), remainder, "fp32")
-        assembly.optimizer.set_master(parameter, master)
-    return [describe_conversion(saved, mode)]
-
-
-# ── Histories of delayed scaling ──────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def histories_to_load(path: Path, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns tensors to load the checkpoint's histories and scales of delayed scaling into, by name: `wanted`, or, where the
-    checkpoint does not hold all of these, tensors that nobody keeps."""
-    saved = _histories_in(path)
-    if _are_all_there(saved, wanted):
-        return dict(wanted)
-    return {name: torch.empty(entry.shape, dtype=torch.float32) for name, entry in saved.items()}
-
-
-def complete_histories(source: ResumePoint, assembly: Assembly, job: Job, accelerator: Accelerator) -> str | None:
-    """Begins anew the histories of the present precision where the checkpoint `source` lacks some, or has them of other gradients
-    than those to come. Call it once the checkpoint's weights are loaded: until then histories are of the weights that the model
-    was built with, whose gradients are many times as large. Collective. Returns what to tell the user, or None."""
-    if not assembly.context.state():
-        return None
-    before, saved = precision_before(source.record), source.record["identity"]
-    # What the scales of gradients follow: their largest code, the loss, and by how many tokens it is divided.
-    follow = ("batch.tokens", "loss.", "fp8_config.fp8_format")
-    if not _are_all_there(_histories_in(source.path), assembly.context.saved_state()):
-        reason = "the checkpoint does not hold all of them"
-    elif before != assembly.active.precision.name:  # they wait for their phase, or it is over
-        reason = f"the checkpoint's last step was in {before}"
-    elif changed := [key for key in changed_keys(saved, job.identity) if key.startswith(follow)]:
-        reason = f"{', '.join(changed)} changed"
-    else:
-        return None
-    assembly.begin(assembly.active, job, accelerator)
-    return f"delayed scaling begins its histories with {REHEARSALS} packs under the checkpoint's weights: {reason}"
-
-
-def _histories_in(path: Path) -> dict[str, TensorEntry]:
-    return {name: entry for name, entry in read_manifest(path).optimizer.items() if name.startswith(PREFIX)}
-
-
-def _are_all_there(saved: Mapping[str, TensorEntry], wanted: Mapping[str, Tensor]) -> bool:
-    """Whether the same names are saved, in the same shapes."""
-    return {name: entry.shape for name, entry in saved.items()} == {name: tuple(each.shape) for name, each in wanted.items()}
+    earlier = load_json(written)
+    of_precision: Mapping[str, Any] = earlier.get("precisions") or {earlier["effective"]: earlier}
+    for name, each in run.assembly.precisions.items():
+        if "parity" in of_precision.get(name, {}):
+            each.audit["parity"] = of_precision[name]["parity"]
+    run.assembly.use(run.assembly.active)
 
 
 # ── After a bad step ──────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -20,7 +20,6 @@ from foundation.command import CommandParser, number
 from foundation.errors import InputError
 from foundation.reading import one_line
 from foundation.settings import MOST
-from pretrain.checkpoint.folders import step_folders
 from pretrain.checkpoint.state import step_seed
 from pretrain.metrics.console import Console
 from pretrain.model.distributed import gathered
@@ -28,12 +27,8 @@ from pretrain.plan.tokenizer import encoded_prompt, positions_of
 from pretrain.run.export import SavedModel, tokenizer_of
 from pretrain.run.running import Run
 
-TOKENS, TEMPERATURE, TOP_P = (
-    64,
-    0.8,
-    0.95,
-)  # unless said otherwise: drawn from the likeliest tokens that have this probability together
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
+# Unless said otherwise: so many tokens at most, drawn from the likeliest ones that have this probability together.
+TOKENS, TEMPERATURE, TOP_P = 64, 0.8, 0.95
 COLDEST = 1e-4  # a temperature below which FP32 scores divided by it could overflow, and the likeliest token is all there is
 
 
@@ -109,16 +104,15 @@ def main(arguments: Sequence[str]) -> int:
     add = parser.add_argument
     add("folder", type=Path, metavar="FOLDER", help="a run folder, a step-* in it, or a folder of a model")
     add("prompts", nargs="+", metavar="PROMPT", help="a text to continue; '' begins one")
-    add("--tokens", type=number(1, whole=True), default=64, help="the most tokens of a continuation; default 64")
+    add("--tokens", type=number(1, whole=True), default=TOKENS, help="the most tokens of a continuation; default 64")
     add("--temperature", type=number(0, 100), default=TEMPERATURE, help="default 0.8; 0: always the likeliest token")
     add("--top-p", type=number(most=1), default=TOP_P, help="of the likeliest tokens with this probability; default 0.95")
     add("--seed", type=number(0, MOST, whole=True), default=42, help="default 42; of it each prompt's own is made")
     options = parser.parse_intermixed_args(arguments)
     hf, tokenizer = load(options.folder)
     hf.to("cuda" if torch.cuda.is_available() else "cpu").eval()
-    console = Console(0)
+    console, how = Console(0), {"tokens": options.tokens, "temperature": options.temperature, "top_p": options.top_p}
     for index, prompt in enumerate(options.prompts):
-        how = {"tokens": options.tokens, "temperature": options.temperature, "top_p": options.top_p}
         console.sample(prompt, sample(hf, tokenizer, prompt, seed=seed_of_prompt(options.seed, index), **how))
     return 0
 
@@ -126,23 +120,17 @@ def main(arguments: Sequence[str]) -> int:
 def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model and the tokenizer at `folder`. InputError where there is none, or a checkpoint is damaged."""
     transformers_logging.disable_progress_bar()
-    final = folder / "final"
-    for exported in (folder, final) if not step_folders(folder / "checkpoints") else (folder,):
-        if (exported / "config.json").is_file():
-            return _exported(exported)
-    saved = SavedModel.open(folder)
-    tokenizer, why_not = tokenizer_of(saved.recipe, saved.run_dir)
-    if tokenizer is None:
-        where = saved.run_dir / "config.yaml"
-        raise InputError(f"{folder}: its prompts cannot be read: {why_not}; set `data.tokenizer` in {where}")
-    tensors = {name: saved.read(name) for name in saved.manifest.model}
-    hf = type(saved.hf).from_pretrained(None, config=saved.hf.config, state_dict=tensors, dtype=saved.hf.dtype)
-    hf.generation_config = saved.hf.generation_config
-    return hf, tokenizer
-
-
-def _exported(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):  # transformers would make one that knows no word
+    if not (folder / "config.json").is_file():
+        saved = SavedModel.open(folder)
+        tokenizer, why_not = tokenizer_of(saved.recipe, saved.run_dir)
+        if tokenizer is None:
+            where = saved.run_dir / "config.yaml"
+            raise InputError(f"{folder}: its prompts cannot be read: {why_not}; set `data.tokenizer` in {where}")
+        tensors = {name: saved.read(name) for name in saved.manifest.model}
+        hf = type(saved.hf).from_pretrained(None, config=saved.hf.config, state_dict=tensors, dtype=saved.hf.dtype)
+        hf.generation_config = saved.hf.generation_config
+        return hf, tokenizer
+    if not (folder / "tokenizer_config.json").is_file():  # transformers would make one that knows no word
         raise InputError(f"{folder}: holds a model without a tokenizer, so no prompt can be read; put its files there")
     try:
         hf = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=False)

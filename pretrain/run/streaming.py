@@ -20,12 +20,9 @@ _LOOK = 0.5  # seconds that a rank waits for packs, until all say whether they g
 
 @contextmanager
 def packing_stream(job: Job, accelerator: Accelerator) -> Iterator[None]:
-    """A block in which a process of its own makes the packs of a stream, once `StreamedPacks.begin` says from where; nothing for
-    packs that are prepared. Entering it is collective, leaving is not. InputError where another run has the folder."""
+    """A block in which a process of its own makes the packs of the job's stream, once `StreamedPacks.begin` says from where.
+    Entering it is collective, leaving is not. InputError where another run has the folder."""
     stream = job.data.stream
-    if stream is None:
-        yield
-        return
     stream.packing = refused_together(lambda: PackerProcess(job.recipe.data) if accelerator.is_main_process else None)
     try:
         require_shared(stream.path)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from matplotlib.image import imread
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 from transformers import get_wsd_schedule
 
@@ -122,11 +119,3 @@ def test_warmup_and_decay_that_do_not_fit_are_refused_with_both_named() -> None:
     with pytest.raises(InputError, match=r"schedule\.warmup: 81.*schedule\.decay: 0\.2.*100 steps"):
         schedule.check(ScheduleSettings(kind="wsd", warmup=81, decay=0.2), 100)
     schedule.check(ScheduleSettings(kind="wsd", warmup=80, decay=0.2), 100)
-
-
-@pytest.mark.parametrize("total", [101, 2776])
-def test_the_schedule_is_drawn_and_returned_in_a_line(tmp_path: Path, total: int) -> None:
-    path, settings = tmp_path / "plots" / "schedule.png", ScheduleSettings(warmup=100, decay=0.0)
-    title = schedule.draw(settings, OPTIMIZER, total, path)
-    assert imread(path).shape[:2] == (600, 1200)
-    assert title == f"wsd: warmup 100 + stable {total - 100:,} + decay 0 = {total:,} steps, peak 2e-05 to 0"

@@ -9,7 +9,7 @@ import yaml
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from foundation.errors import InputError
-from pretrain.run.command_line import LaunchParser, say_once
+from pretrain.run.command_line import LaunchParser, exit_status
 from pretrain.settings.config import load_recipe, run_dir_of
 
 ROOT = Path(__file__).parents[3]
@@ -18,10 +18,11 @@ ROOT = Path(__file__).parents[3]
 def speak_as(local_rank: int, error_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", str(local_rank))
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file))
-    try:
+
+    def launch() -> int:
         raise InputError("no such folder")
-    except InputError as error:
-        say_once(f"error: {error}", error)
+
+    assert exit_status(launch) == 2
 
 
 def test_the_first_process_of_a_machine_prints_and_torchrun_finds_what_the_others_say(

@@ -1,13 +1,14 @@
-"""The held-out loss of a checkpoint, or of the model that a run would begin with. Nothing is trained, and nothing written.
+"""What a launch does that trains nothing: `train_accelerate.py RECIPE --plan`, and the held-out loss of a checkpoint, or of the
+model that a run would begin with. Nothing is written.
 
 accelerate launch --config_file accelerate_configs/bf16.yaml -m pretrain evaluate my.yaml [--resume CHECKPOINT]
 """
 
 from __future__ import annotations
 
+import argparse
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 
 import torch
 from accelerate import Accelerator
@@ -16,39 +17,50 @@ from foundation.attributes import holding
 from foundation.errors import InputError
 from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.metrics.console import Console
-from pretrain.model.distributed import end_processes
+from pretrain.metrics.run_folder import check_writable
+from pretrain.model.distributed import end_processes, refused_together
 from pretrain.plan.preflight import Job, prepare_job
-from pretrain.precision.settings import ActivePrecision
+from pretrain.plan.rendering import render
 from pretrain.run.assembly import Assembly
-from pretrain.run.command_line import LaunchParser, as_launched, compute_in_a_fixed_order, exit_status, explaining_errors
+from pretrain.run.command_line import LaunchParser, as_launched, exit_status, explaining_errors
 from pretrain.run.evaluate import held_out_figures
-from pretrain.run.recording import warn_of_precisions
-from pretrain.run.resume import complete_histories, find_resume_point, load_weights
+from pretrain.run.recording import introduce_job
+from pretrain.run.resume import begins_histories, find_resume_point, load_weights, where_to_resume
 from pretrain.settings.config import load_recipe, run_dir_of
 from pretrain.settings.launch_environment import with_precision
 from pretrain.settings.recipe import Recipe
 
 
+def plan_launch(arguments: argparse.Namespace) -> int:
+    """Say what a launch with these arguments would do; InputError where it would be refused."""
+    recipe = with_precision(load_recipe(arguments.recipe, arguments.overrides), os.environ)
+    recipe, accelerator, notices = as_launched(recipe)
+    refused_together(lambda: accelerator.is_main_process and check_writable(run_dir_of(recipe)))
+    job = prepare_job(recipe, accelerator, arguments.tokens_per_second, purpose="plan")
+    console = introduce_job(job, accelerator, notices)
+    resumes = []
+    if job.data is not None:  # packs that are not prepared belong to no checkpoint yet
+        job, _, source = where_to_resume(job, arguments.resume, arguments.accept_changes, look_only=True)
+        resumes = [f"would resume from {source.path}", *source.notes] if source else []
+    console.notice("\n".join([render(job.plan), *resumes]))
+    return 0
+
+
 def main(arguments: Sequence[str], assemble: Callable[[Job, Accelerator], Assembly]) -> int:
-    """`assemble`: the launcher's, which builds the model."""
+    """Evaluate; `assemble`: the launcher's, which builds the model."""
     parser = LaunchParser(__doc__, "python -m pretrain evaluate")
     parser.add_argument("--resume", default="auto", metavar="CHECKPOINT", help="default auto: the run's newest intact one")
     parsed = parser.read(arguments)
 
     def evaluate() -> int:
         recipe = with_precision(load_recipe(parsed.recipe, parsed.overrides), os.environ)
-        if recipe.deterministic:
-            compute_in_a_fixed_order(os.environ)
         recipe, accelerator, notices = as_launched(recipe)
         if parsed.resume == "auto" and recipe.train.begin_with is None and not run_dir_of(recipe).exists():
             _refuse_random_weights(recipe)  # before packs are prepared
         job = prepare_job(recipe, accelerator)
-        console = Console(job.plan.steps, enabled=accelerator.is_main_process)
-        for text in notices:
-            console.notice(text)
-        warn_of_precisions(job, console)
+        console = introduce_job(job, accelerator, notices)
         with explaining_errors():
-            evaluate_only(job, accelerator, console, parsed.resume, assemble)
+            _evaluate(job, accelerator, console, parsed.resume, assemble)
         end_processes(accelerator)
         return 0
 
@@ -64,7 +76,7 @@ def _refuse_random_weights(recipe: Recipe) -> None:
         )
 
 
-def evaluate_only(
+def _evaluate(
     job: Job, accelerator: Accelerator, console: Console, wanted: str, assemble: Callable[[Job, Accelerator], Assembly]
 ) -> None:
     """Say the held-out loss in the recipe's precision, and in BF16 where that is another. Collective.
@@ -80,41 +92,30 @@ def evaluate_only(
     if source is None:
         _refuse_random_weights(job.recipe)
     assembly = assemble(job, accelerator)
-    what = f"{job.recipe.model.weights_source}, untrained by this run"
-    if source is not None:
-        what = str(source.path)
-        for note in load_weights(source, checkpoints, job.recipe.weights, assembly):
-            console.notice(note)
+    for note in load_weights(source, checkpoints, job.recipe.weights, assembly) if source else ():
+        console.notice(note)
+    console.notice(f"held-out loss of {source.path if source else f'{job.recipe.model.weights_source}, untrained by this run'}")
 
-    console.notice(f"held-out loss of {what}")
-    for name, evaluating in _precisions(job, assembly, accelerator):
-        with evaluating:
-            reads_histories = source and assembly.context.evaluates_low
-            if reads_histories and (note := complete_histories(source, assembly, job, accelerator)):
-                console.notice(note)
-            figures = held_out_figures(job, assembly.model, accelerator)
+    def evaluate(precision: str) -> None:
+        figures = held_out_figures(job, assembly.model, accelerator)
         penalty = f"   penalty {figures['held_out_penalty']:.6f}" if "held_out_penalty" in figures else ""
         console.notice(
-            f"  {name:<8} {figures['held_out_loss']:.6f}   perplexity {figures['held_out_perplexity']:.4g}{penalty}   "
+            f"  {precision:<8} {figures['held_out_loss']:.6f}   perplexity {figures['held_out_perplexity']:.4g}{penalty}   "
             f"over {figures['held_out_tokens']:,} tokens"
         )
 
-
-def _precisions(job: Job, assembly: Assembly, accelerator: Accelerator) -> list[tuple[str, AbstractContextManager[None]]]:
-    """The recipe's, or those of its schedule, and BF16, with what to enter for an evaluation in it."""
-    if assembly.context.backends:
-        low = [each.active for each in assembly.precisions.values() if each.backend is not None]
-        turns = [(active.precision.name, _evaluating_in(active, assembly)) for active in low]
-        return [*turns, ("bf16", holding(assembly.context, evaluates_low=False))]
-    plain = (job.precision.name, nullcontext())
-    if job.compute_dtype == torch.float32:
-        return [plain, ("bf16", torch.autocast(accelerator.device.type, torch.bfloat16))]
-    return [plain]
-
-
-@contextmanager
-def _evaluating_in(active: ActivePrecision, assembly: Assembly) -> Iterator[None]:
-    """While entered, evaluations compute in `active`, a low precision."""
     context = assembly.context
-    with assembly.using(active), context.preserving_state(), holding(context, evaluates_low=True):
-        yield
+    low = [each for each in assembly.precisions.values() if each.backend is not None]
+    for each in low:
+        with assembly.using(each.active), context.preserving_state(), holding(context, evaluates_low=True):
+            if source and begins_histories(source, assembly, job):
+                assembly.begin(each.active, job, accelerator)
+            evaluate(each.active.precision.name)
+    if low:
+        with holding(context, evaluates_low=False):
+            evaluate("bf16")
+    else:
+        evaluate(job.precision.name)
+        if job.compute_dtype == torch.float32:
+            with torch.autocast(accelerator.device.type, torch.bfloat16):
+                evaluate("bf16")
