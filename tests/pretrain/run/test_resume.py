@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from pretrain.run.resume import precision_before, shift_of
+from pretrain.run.resume import ResumePoint
+
+
+def point(step: int, **record: Any) -> ResumePoint:
+    progress = {"step": step, "left_out": 1, "shift": 0}
+    return ResumePoint(Path("step-00000005"), {"progress": progress, **record}, [])
 
 
 @pytest.mark.parametrize(("step", "before"), [(0, "nvfp4"), (8, "nvfp4"), (9, "mxfp8"), (15, "mxfp8"), (25, "bf16")])
 def test_the_precision_before_a_checkpoint_is_that_of_its_last_step(step: int, before: str) -> None:
-    record = {"course": {"1": "nvfp4", "9": "mxfp8", "16": "bf16"}, "progress": {"step": step}}
-    assert precision_before(record) == before
+    assert point(step, course={"1": "nvfp4", "9": "mxfp8", "16": "bf16"}).last_precision == before
 
 
 @pytest.mark.parametrize(
@@ -21,8 +27,6 @@ def test_the_precision_before_a_checkpoint_is_that_of_its_last_step(step: int, b
     ids=["the same steps", "larger steps", "smaller steps", "shorter packs now"],
 )
 def test_the_text_goes_on_where_the_checkpoints_ended(tokens: int, length: int, packs_per_step: int, shift: int) -> None:
-    progress = {"step": 5, "left_out": 1, "shift": 0}
-    record = {"identity": {"batch.tokens": tokens, "data.length": length}, "progress": progress}
-    data, recipe = SimpleNamespace(stream=None), SimpleNamespace(data=SimpleNamespace(length=length if length == 256 else 512))
+    data, recipe = SimpleNamespace(stream=None), SimpleNamespace(data=SimpleNamespace(length=length))
     job = SimpleNamespace(data=data, recipe=recipe, plan=SimpleNamespace(packs_per_step=packs_per_step))
-    assert shift_of(record, job) == shift
+    assert point(5, identity={"batch.tokens": tokens, "data.length": length}).shift(job) == shift
