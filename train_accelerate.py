@@ -40,8 +40,8 @@ from pretrain.metrics.profile import StepProfile
 from pretrain.metrics.run_folder import RunFolder, check_free
 from pretrain.metrics.trackers import resolve
 from pretrain.metrics.waited import Waited, since_the_command
-from pretrain.model import distributed
-from pretrain.model.packed import forward_backward
+from pretrain.model import distributed, sharding
+from pretrain.model.packed import forward_backward, same_on_all_ranks
 from pretrain.model.wrapping import wrap_layers
 from pretrain.optimizer import adamw, schedule
 from pretrain.plan.preflight import Job, prepare_job
@@ -126,7 +126,7 @@ def assemble(job: Job, accelerator: Accelerator, waited: Waited | None = None) -
     wrap_layers(model, recipe.model, cast_to=cast_to, compile_layers=compiled)
 
     optimizer, once_a_step = adamw.build_optimizer(model, recipe.optimizer, exact=exact), job.plan.devices.gathered
-    with distributed.placed_as_planned(accelerator, model, optimizer, job.compute_dtype, once_a_step=once_a_step):
+    with sharding.placed_as_planned(accelerator, model, optimizer, job.compute_dtype, once_a_step=once_a_step):
         model, _ = accelerator.prepare(model, optimizer)  # around the optimizer comes what only FP16 needs
     assembling.give_values(built, optimizer, exact=exact)
     assembling.sum_gradients_apart(job, accelerator, model)
@@ -282,7 +282,7 @@ def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDeci
     parts = model.mean_parts(accelerator, batches.valid_tokens)
     figures = (mean_loss, norm) if parts is None else (parts[0], norm, parts[1])
     clip_coefficient = adamw.clip_coefficient(norm, recipe.optimizer.clip)
-    loss, gradient_norm, *penalty = distributed.same_on_all_ranks(accelerator, *figures)  # waits for the device
+    loss, gradient_norm, *penalty = same_on_all_ranks(accelerator, *figures)  # waits for the device
     statistics = recording.statistics_of_step(run)
 
     # Update, unless the figures say that it would do harm.

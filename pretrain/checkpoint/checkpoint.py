@@ -38,7 +38,8 @@ from pretrain.checkpoint.folders import (
 )
 from pretrain.checkpoint.saving import Files, PendingSave, Staging
 from pretrain.checkpoint.shards import block_of, lay_out, load_tensors, mismatches, rank_stem
-from pretrain.model.distributed import from_all_ranks, in_a_group, local_part
+from pretrain.model.distributed import from_all_ranks, in_a_group
+from pretrain.model.gradients import local_part
 
 _AFTER_AN_ERROR = 20.0  # seconds: how long a process that ends by an error waits for the other ranks' part of a save
 _SEEN_WITHIN = 5.0  # seconds: a network disk may show a new file late

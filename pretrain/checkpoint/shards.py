@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from foundation.files import FileRecord
 from pretrain.checkpoint.folders import Piece, TensorEntry
-from pretrain.model.distributed import local_part
+from pretrain.model.gradients import local_part
 
 PART_BYTES = 2 * 2**30  # largest file, unless one block is larger: enough files to keep the hashing threads busy
 BLOCK_BYTES = 64 * 2**20  # what goes from device to host, to the hash and to the disk at once

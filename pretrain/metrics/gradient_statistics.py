@@ -9,8 +9,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from pretrain.model.distributed import local_part
-from pretrain.model.gradients import gradient_of
+from pretrain.model.gradients import gradient_of, local_part
 
 
 @torch.no_grad()

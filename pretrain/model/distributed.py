@@ -1,4 +1,4 @@
-"""Accelerate, set up: it owns processes, devices and sharding, and converts nothing."""
+"""Accelerate, set up, which owns processes, devices and sharding, and converts nothing; and processes that agree."""
 
 from __future__ import annotations
 
@@ -13,13 +13,8 @@ import torch
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, InitProcessGroupKwargs
-from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
-from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
-from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers.modeling_layers import GradientCheckpointingLayer
+from torch import Tensor
 
-from foundation.attributes import holding
 from foundation.errors import InputError
 from foundation.reading import one_line
 
@@ -73,9 +68,8 @@ def complete_topology(accelerator: Accelerator, replicas: int = 1) -> None:
 
 
 def end_processes(accelerator: Accelerator) -> None:
-    """End the process group, once nobody refers to the model any more. Collective."""
-    # The process group must end after the model, which accelerate keeps too: under FSDP2 a group that ended first was seen to
-    # abort its process.
+    """End the process group, after the model, which accelerate refers to: under FSDP2 a group that ended first was seen to abort
+    its process. Collective."""
     accelerator.free_memory()
     accelerator.wait_for_everyone()
     accelerator.end_training()
@@ -103,95 +97,17 @@ def device_of(accelerator: Accelerator) -> tuple[str, int]:
 
 def describe_topology(accelerator: Accelerator) -> dict[str, Any]:
     """What accelerate set up, for the run's environment file."""
-    replicas = replicas_of(accelerator)
-    return {
+    topology = {
         "distributed_type": accelerator.distributed_type.value,
         "processes": accelerator.num_processes,
         "device": accelerator.device.type,
         "sharded": accelerator.is_fsdp2,
-        **({"replicas": replicas} if replicas > 1 else {}),
-        **({"gathered": "once a step" if gathers_once_a_step(accelerator) else "for each use"} if accelerator.is_fsdp2 else {}),
     }
-
-
-# ── The model on its devices ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@contextmanager
-def placed_as_planned(
-    accelerator: Accelerator,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    compute_dtype: torch.dtype,
-    *,
-    once_a_step: bool = False,
-) -> Iterator[None]:
-    """`accelerator.prepare(model, optimizer)` within this puts the model on its device, or shards it under FSDP2, and leaves
-    `optimizer` with the parameters that training uses.
-
-    Under FSDP2, parameters are gathered in `compute_dtype`, `once_a_step` or for each use, and gradients are added up over ranks
-    in FP32 (pretrain.model.sharding): its own mean is turned into a sum, which is what pretrain.model.packed counts on under
-    every topology. Elsewhere nothing is wrapped. What accelerate would put around the model, DistributedDataParallel, adds up in
-    the parameters' dtype; pretrain.model.rank_sums does in FP32.
-    """
-    if not accelerator.is_fsdp2:
-        with holding(accelerator.state, distributed_type=DistributedType.NO):
-            yield
-        return
-    plugin = accelerator.state.fsdp_plugin
-    plugin.reshard_after_forward = not once_a_step
-    # A group of each decoder layer, whatever was asked for. accelerate asks the model for the classes of its layers; ours is
-    # around transformers' model and names none, and then all layers would be one group, gathered at once.
-    layers = {type(module).__name__ for module in model.modules() if isinstance(module, GradientCheckpointingLayer)}
-    plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap = transformer_auto_wrap_policy, sorted(layers)
-    plugin.mixed_precision_policy = MixedPrecisionPolicy(
-        param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
-    )
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    groups = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
-    del names  # or FSDP2 could not free the whole parameters as it shards them
-    yield
-    kept_on = torch.device("cpu") if isinstance(plugin.cpu_offload, CPUOffloadPolicy) else accelerator.device
-    model._apply(lambda each: torch.empty_like(each, device=kept_on) if each.is_meta else each)
-    # accelerate finds an optimizer's parameters again by their address, and on the meta device they have none.
-    shards = dict(model.named_parameters())
-    for group, of_group in zip(optimizer.param_groups, groups, strict=True):
-        group["params"] = [shards[name] for name in of_group]
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # a plain sum, or it would be one of values times a factor
-
-
-def part_from_first(values: Tensor | None, parameter: DTensor, dtype: torch.dtype) -> Tensor:
-    """This process's part, as `parameter` is sharded, of the first rank's `values`, which have the parameter's whole shape and
-    `dtype`; the other ranks pass None. Collective."""
-    device = torch.device(parameter.device_mesh.device_type)
-    whole = torch.empty(parameter.shape, dtype=dtype, device=device) if values is None else values.to(device)
-    return distribute_tensor(whole, parameter.device_mesh, parameter.placements).to_local()
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Returns this process's part of a DTensor, live; any other tensor as it is."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-
-
-@contextmanager
-def gathered(model: nn.Module) -> Iterator[None]:
-    """Holds whole, while entered, what no decoder layer owns: embedding, final norm, head. Collective; without FSDP2 it does
-    nothing.
-
-    For calls that go past the forward of the prepared `model`, whose own hooks would do it, such as generation.
-    """
-    groups = [m for m in model.modules() if isinstance(m, FSDPModule) and not isinstance(m, GradientCheckpointingLayer)]
-    for group in groups:
-        group.unshard()
-    try:
-        yield
-    finally:
-        for module in model.modules():  # layers too: they may have been kept after their forward
-            if isinstance(module, FSDPModule):
-                module.reshard()
+    if (replicas := replicas_of(accelerator)) > 1:
+        topology["replicas"] = replicas
+    if accelerator.is_fsdp2:
+        topology["gathered"] = "once a step" if gathers_once_a_step(accelerator) else "for each use"
+    return topology
 
 
 # ── Processes that agree ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -229,14 +145,6 @@ def refused_together(make: Callable[[], T]) -> T:
     if refusals := [each for each in from_all_ranks(refusal) if each is not None]:
         raise InputError(refusals[0])
     return made
-
-
-def same_on_all_ranks(accelerator: Accelerator, *figures: Tensor) -> list[float]:
-    """The first rank's scalars, as numbers on every rank: what is decided by them is decided alike. Waits for the device."""
-    stacked = torch.stack([figure.to(accelerator.device) for figure in figures])
-    if accelerator.num_processes > 1:
-        torch.distributed.broadcast(stacked, src=0)
-    return stacked.tolist()
 
 
 @torch.no_grad()

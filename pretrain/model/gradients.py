@@ -1,4 +1,4 @@
-"""Where the gradients of a step add up: FP32 (or BF16) sums beside the parameters, which products may add to themselves.
+"""Where the gradients of a step add up: FP32 (or BF16) sums beside the parameters, over microbatches and then over ranks.
 
 Autograd sums into `parameter.grad`, in the parameter's dtype: BF16 rounds the sum with every microbatch after the first. Here
 the sum is `parameter.main_grad`. A hook adds what autograd delivers in `.grad`, and frees it at once. A product may add to
@@ -7,29 +7,47 @@ the sum is `parameter.main_grad`. A hook adds what autograd delivers in `.grad`,
 All sums lie in one allocation: what does not fit fails at the start, and clearing is one write. Cleared, it holds negative
 zeros. x + -0.0 is x for every x, sign of zero included, and a sum that is still all negative zeros is one that nothing was
 added to: products and sums begin at +0.0, and +0.0 + -0.0 is +0.0. They lie in about the order in which backward finishes them,
-so that what is whole is in one piece: ranks begin to exchange it while backward still runs (pretrain.model.rank_sums).
+so that what is whole is in one piece, which ranks exchange while backward still runs (`RankSums`).
 
 Under FSDP2 the gathered parameters have sums, which pretrain.model.sharding hands to it; what it gives is the shards' `.grad`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.tensor import DTensor
 
 _ALIGNMENT = 128  # values; a sum begins at a multiple of 256 bytes at least, where every kernel may write at its widest
 _EMPTY = -0.0
+# Values of a bucket, at most, but for a parameter that alone has more: 64 MiB in FP32. Small ones waste time in starting, of a
+# large one too little of the exchange is hidden behind backward.
+BUCKET = 2**24
+COPIES = 2  # sums kept in BF16 are exchanged as FP32 copies, of so many buckets at once
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Returns this process's part of a DTensor, live; any other tensor as it is."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
     """The parameter's gradient, wherever it adds up; None where it has none and no buffer for one."""
     main = getattr(parameter, "main_grad", None)
     return parameter.grad if main is None else main
+
+
+# ── Over microbatches ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def attach_main_gradients(model: nn.Module, dtype: torch.dtype, stacks: Sequence[Sequence[nn.Parameter]] = ()) -> None:
@@ -58,7 +76,7 @@ def attach_sums(
     runs = [*stacks, *([parameter] for parameter in trained if id(parameter) not in stacked)]
     places = {id(parameter): place for place, parameter in enumerate(trained)}
     runs.sort(key=lambda run: min(places[id(parameter)] for parameter in run), reverse=True)  # backward begins at the end
-    sizes = [-(-sum(map(torch.numel, run)) // _ALIGNMENT) * _ALIGNMENT for run in runs]
+    sizes = [_aligned(sum(map(torch.numel, run))) for run in runs]
     if memory is None:
         memory = torch.empty(sum(sizes), dtype=dtype, device=trained[0].device)
     empty_sums(memory)
@@ -76,7 +94,11 @@ def attach_sums(
 
 def values_of_sums(parameters: Iterable[Tensor]) -> int:
     """How many values the sums of these parameters take at most, however they are stacked."""
-    return sum(-(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT for parameter in parameters)
+    return sum(_aligned(parameter.numel()) for parameter in parameters)
+
+
+def _aligned(values: int) -> int:
+    return -(-values // _ALIGNMENT) * _ALIGNMENT
 
 
 def empty_sums(memory: Tensor) -> None:
@@ -101,8 +123,8 @@ def was_reached(parameter: nn.Parameter) -> bool:
         return False
     if isinstance(gradient, DTensor):  # reduced from sums: under FSDP2 what nothing was added to has a gradient too
         mesh, local = gradient.device_mesh, gradient.to_local()
-        reached = (local != 0).any() | ~local.signbit().all()
-        torch.distributed.all_reduce(reached := reached.int(), torch.distributed.ReduceOp.MAX, mesh.get_group(mesh.ndim - 1))
+        reached = ((local != 0).any() | ~local.signbit().all()).int()
+        dist.all_reduce(reached, dist.ReduceOp.MAX, mesh.get_group(mesh.ndim - 1))
         return bool(reached)
     return gradient is parameter.grad or bool((gradient != 0).any()) or not bool(gradient.signbit().all())
 
@@ -146,3 +168,101 @@ class _Lookup(torch.autograd.Function):
             return None, None, None
         rows = len(ctx.table)
         return None, torch.ops.aten.embedding_dense_backward(gradient.float(), ids, rows, ctx.padding, False), None
+
+
+# ── Over ranks ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass
+class _Bucket:
+    sums: Tensor  # a piece of the main gradients' memory
+    parameters: int
+    missing: int = 0  # parameters that the backward under way has not finished
+
+
+class RankSums:
+    """The main gradients of one model, which become their sums over all ranks: in FP32, once a step, while the backward of the
+    step's last microbatch still runs. A sum and not a mean, as the loss is divided by the tokens of all ranks.
+
+    Every rank holds the whole model. The memory of its sums is cut into buckets; a bucket's all-reduce starts when backward has
+    finished the last of its parameters. Buckets always start in the order in which they lie, so all ranks call the same
+    collectives in the same order, also where a rank's microbatches do not reach a parameter. The bounds are fixed before the
+    first step, so a resumed run adds in the order of the unbroken one. The sums have a process group of their own: within a
+    backward, delayed scaling exchanges its amaxes in the default one, and which of the two comes first may differ between ranks.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], most: int = BUCKET) -> None:
+        """Collective: every rank has the same parameters, all with main gradients in one allocation. `most`: values a bucket."""
+        attached = {id(each): each for each in parameters if getattr(each, "main_grad", None) is not None}
+        in_order = sorted(attached.values(), key=lambda each: each.main_grad.storage_offset())
+        memory = in_order[0].main_grad._base
+        self._group = dist.new_group()
+        self._buckets: list[_Bucket] = []
+        self._started = 0  # buckets
+        self._early = False
+        self._under_way: deque[tuple[dist.Work, Tensor, Tensor]] = deque()  # the exchange, its FP32 values, and the sums
+        self._ends: list[Node] = []  # of the graph; autograd itself keeps them, and their hooks, no longer than a graph
+        for members in _cut(in_order, most):
+            begin, last = members[0].main_grad.storage_offset(), members[-1].main_grad
+            bucket = _Bucket(memory[begin : last.storage_offset() + last.numel()], len(members))
+            self._buckets.append(bucket)
+            for parameter in members:
+                # Called after the last use of the parameter in a backward has delivered, also where all have returned none, as
+                # products do that add to the main gradient; and after what was delivered has been added there.
+                end = get_gradient_edge(parameter).node
+                end.register_hook(partial(self._count, bucket))
+                self._ends.append(end)
+
+    @contextmanager
+    def starting_early(self) -> Iterator[None]:
+        """Put this around the backward after which nothing more is added: each bucket starts once it and all before it are
+        whole."""
+        self._started, self._early = 0, True
+        self._under_way.clear()  # of a step that was broken off
+        for bucket in self._buckets:
+            bucket.missing = bucket.parameters
+        try:
+            yield
+        finally:
+            self._early = False
+
+    def finish(self) -> None:
+        """Exchange what has not been yet, and wait: the main gradients are now their sums over ranks, the same bits on each.
+        Collective. Once a step, after `starting_early` or, on a rank that has nothing to compute in this step, alone."""
+        while self._started < len(self._buckets):
+            self._start()
+        while self._under_way:
+            self._end()
+        self._started = 0
+
+    def _count(self, bucket: _Bucket, *_: object) -> None:
+        if not self._early:
+            return
+        bucket.missing -= 1
+        while self._started < len(self._buckets) and self._buckets[self._started].missing == 0:
+            self._start()
+
+    def _start(self) -> None:
+        sums = self._buckets[self._started].sums
+        self._started += 1
+        if sums.dtype != torch.float32 and len(self._under_way) == COPIES:
+            self._end()
+        values = sums.float()  # a copy of BF16 sums only
+        self._under_way.append((dist.all_reduce(values, group=self._group, async_op=True), values, sums))
+
+    def _end(self) -> None:
+        work, values, sums = self._under_way.popleft()
+        work.wait()  # on a GPU the stream waits, and not the host
+        if values is not sums:
+            sums.copy_(values)
+
+
+def _cut(parameters: Iterable[nn.Parameter], most: int) -> Iterator[list[nn.Parameter]]:
+    """Neighbours in buckets of at most `most` values. One that is larger has a bucket of its own: others need not wait for it."""
+    bucket: list[nn.Parameter] = []
+    for parameter in parameters:
+        if bucket and sum(map(torch.numel, bucket)) + parameter.numel() > most:
+            yield bucket
+            bucket = []
+        bucket.append(parameter)
+    yield bucket

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from packing.batch import Microbatch, StepBatches
 from pretrain.model import attention
 from pretrain.model.fused.layers import FusedLayers
+from pretrain.model.gradients import RankSums
 from pretrain.model.loss.head import LOSS_SCOPE, LossHead
-from pretrain.model.rank_sums import RankSums
 from pretrain.model.sharding import Sharding
 from pretrain.precision.product import PrecisionContext
 from pretrain.settings.recipe import LossSettings
@@ -96,21 +96,27 @@ def forward_backward(
     context, sums, sharding = model.context, model.rank_sums, model.sharding
     model.hf.get_output_embeddings().take_parts()  # of what was forwarded before the step
     tokens = max(batches.valid_tokens, 1)
-    scale = 1 / tokens
     total = torch.zeros((), device=accelerator.device)
     for index, microbatch in enumerate(batches.microbatches):
-        last = index == len(batches.microbatches) - 1
         context.first_microbatch = index == 0  # in which weights are cast or quantized again
         watched = around_first if around_first and index == 0 else nullcontext()
-        if last:
+        if index == len(batches.microbatches) - 1:
             exchanging = sums.starting_early() if sums else nullcontext()
         else:
             exchanging = sharding.accumulating() if sharding else nullcontext()
         with watched, exchanging:
             loss_sum = model(**inputs_of(microbatch, accelerator.device))
-            accelerator.backward(loss_sum * scale)
+            accelerator.backward(loss_sum * (1 / tokens))
         total += loss_sum.detach()
     context.first_microbatch = True  # for whatever forward comes before the next step
     if sums:
         sums.finish()
     return accelerator.reduce(total, reduction="sum") / tokens
+
+
+def same_on_all_ranks(accelerator: Accelerator, *figures: Tensor) -> list[float]:
+    """The first rank's scalars, as numbers on every rank: what is decided by them is decided alike. Waits for the device."""
+    stacked = torch.stack([figure.to(accelerator.device) for figure in figures])
+    if accelerator.num_processes > 1:
+        torch.distributed.broadcast(stacked, src=0)
+    return stacked.tolist()

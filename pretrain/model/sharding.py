@@ -15,9 +15,8 @@ pretrain.model.gradients lays sums out: the gathered parameters have a `main_gra
 use, the groups lie in one memory, one after the other, since only one of them is in its backward at a time.
 
 What FSDP2 returns has the parameter's dtype, so the FP32 sum of BF16 weights would be rounded. `kept` says what it is to be: with
-FP32, BF16 shards and their remainder bits (`weights: bf16_exact`) take the very updates that one process makes, gathered weights
-are the bits that one process has, and optimizer and checkpoints know nothing of sharding. FP32 shards, gathered in BF16, would
-take the same memory; but the gathering rounds ties to even, and `bf16_exact` rounds them away from zero.
+FP32, BF16 shards and their remainder bits (`weights: bf16_exact`) take the very updates that one process makes. FP32 shards,
+gathered in BF16, would take the same memory; but the gathering rounds ties to even, and `bf16_exact` away from zero.
 
 Private attributes of FSDP2 are used that torch 2.11 to 2.13 have: of a group `fsdp_params`, `modules` and `_orig_dtype`, of a
 parameter `sharded_param`, `unsharded_accumulated_grad`, `_unsharded_param` and `_module_info`.
@@ -33,11 +32,85 @@ from functools import partial
 from typing import Any
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils import _pytree as pytree
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+from foundation.attributes import holding
 from pretrain.model.gradients import attach_sums, empty_sums, sum_rows_in_fp32, values_of_sums
+
+
+@contextmanager
+def placed_as_planned(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    compute_dtype: torch.dtype,
+    *,
+    once_a_step: bool = False,
+) -> Iterator[None]:
+    """`accelerator.prepare(model, optimizer)` within this puts the model on its device, or shards it under FSDP2, and leaves
+    `optimizer` with the parameters that training uses.
+
+    Under FSDP2, parameters are gathered in `compute_dtype`, `once_a_step` or for each use, and gradients are summed over ranks in
+    FP32. Elsewhere nothing is wrapped: DistributedDataParallel, which accelerate would put around the model, adds up in the
+    parameters' dtype, and `RankSums` of pretrain.model.gradients in FP32.
+    """
+    if not accelerator.is_fsdp2:
+        with holding(accelerator.state, distributed_type=DistributedType.NO):
+            yield
+        return
+    plugin = accelerator.state.fsdp_plugin
+    plugin.reshard_after_forward = not once_a_step
+    # A group of each decoder layer, whatever was asked for. accelerate asks the model for the classes of its layers; ours is
+    # around transformers' model and names none, and then all layers would be one group, gathered at once.
+    layers = {type(module).__name__ for module in model.modules() if isinstance(module, GradientCheckpointingLayer)}
+    plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap = transformer_auto_wrap_policy, sorted(layers)
+    plugin.mixed_precision_policy = MixedPrecisionPolicy(
+        param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+    del names  # or FSDP2 could not free the whole parameters as it shards them
+    yield
+    stay_on = torch.device("cpu") if isinstance(plugin.cpu_offload, CPUOffloadPolicy) else accelerator.device
+    model._apply(lambda each: torch.empty_like(each, device=stay_on) if each.is_meta else each)
+    # accelerate finds an optimizer's parameters again by their address, and on the meta device they have none.
+    shards = dict(model.named_parameters())
+    for group, of_group in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = [shards[name] for name in of_group]
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # a plain sum, or it would be one of values times a factor
+
+
+def part_from_first(values: Tensor | None, parameter: DTensor, dtype: torch.dtype) -> Tensor:
+    """This process's part, as `parameter` is sharded, of the first rank's `values`, which have the parameter's whole shape and
+    `dtype`; the other ranks pass None. Collective."""
+    device = torch.device(parameter.device_mesh.device_type)
+    whole = torch.empty(parameter.shape, dtype=dtype, device=device) if values is None else values.to(device)
+    return distribute_tensor(whole, parameter.device_mesh, parameter.placements).to_local()
+
+
+@contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Holds whole, while entered, what no decoder layer owns: embedding, final norm, head. Collective; without FSDP2 it does
+    nothing. For calls that go past the forward of the prepared `model`, whose own hooks would do it, such as generation."""
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in sharded:
+        if not isinstance(module, GradientCheckpointingLayer):
+            module.unshard()
+    try:
+        yield
+    finally:
+        for module in sharded:  # layers too: they may have been kept after their forward
+            module.reshard()
 
 
 @dataclass
@@ -96,35 +169,35 @@ class Sharding:
             model.set_requires_gradient_sync(True)
             model.set_reshard_after_backward(True)
 
-    def reshard(self) -> None:
-        """Give gathered weights back; the model's parameters are the shards again."""
-        for group in self._groups:
-            group.module.reshard()
-
     def abandon(self) -> None:
         """Forget sums that were not reduced, as a backward leaves that failed or was not a step's last, and reshard."""
         for group in self._groups:
             for each in group.fsdp.fsdp_params:
                 each.unsharded_accumulated_grad = each._unsharded_param.grad = None
-        self.reshard()
+        self._reshard()
+
+    def _reshard(self) -> None:
+        """Gives gathered weights back; the model's parameters are the shards again."""
+        for group in self._groups:
+            group.module.reshard()
 
     def _attach(self, stacks: Sequence[Sequence[nn.Parameter]]) -> None:
         """Give each gathered parameter its sum; the parameter is the same object each time that it is gathered again."""
-        at_once = {id(self._groups[0].fsdp)} if self._groups[0].module is self._model else set()
-        at_once |= {id(group.fsdp) for group in self._groups if len(group.fsdp.modules) > 1}  # as a tied head and embedding
-        sharing = [group for group in self._groups if not self.once_a_step and id(group.fsdp) not in at_once]
+        for number, group in enumerate(self._groups):
+            # The model's own group, and that of a tied head and embedding, are in their backward beside others.
+            beside_others = (number == 0 and group.module is self._model) or len(group.fsdp.modules) > 1
+            group.shares = not (self.once_a_step or beside_others)
         shared = None
-        if sharing:
+        if sharing := [group for group in self._groups if group.shares]:
             values = max(values_of_sums(each.sharded_param for each in group.trained) for group in sharing)
             shared = torch.empty(values, dtype=torch.float32, device=sharing[0].trained[0].sharded_param.device)
         for group in self._groups:
             trained = group.trained
-            group.shares = group in sharing
             group.module.unshard()
-            gathered = {id(each.sharded_param): each._unsharded_param for each in trained}
-            rows = [[gathered[id(one)] for one in stack] for stack in stacks if id(stack[0]) in gathered]
+            whole = {id(each.sharded_param): each._unsharded_param for each in trained}
+            rows = [[whole[id(one)] for one in stack] for stack in stacks if id(stack[0]) in whole]
             if trained:
-                group.sums = attach_sums(list(gathered.values()), torch.float32, rows, shared if group.shares else None)
+                group.sums = attach_sums(list(whole.values()), torch.float32, rows, shared if group.shares else None)
             for each in trained:
                 each.sharded_param.grad_dtype = None  # any
                 for module in (each._module_info.module, *each._module_info.shared_modules):
@@ -153,7 +226,7 @@ class Sharding:
     def _after_model(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """No backward will give back what a forward without gradients has gathered; and weights may be changed next."""
         if not torch.is_grad_enabled():
-            self.reshard()
+            self._reshard()
 
 
 def _groups_of(model: nn.Module) -> list[_Group]:
@@ -163,7 +236,7 @@ def _groups_of(model: nn.Module) -> list[_Group]:
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
             # torch 2.11 may know one group a module, later versions several.
-            found = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else filter(None, [state._fsdp_param_group])
-            for fsdp in found:
+            several = hasattr(state, "_fsdp_param_groups")
+            for fsdp in state._fsdp_param_groups if several else filter(None, [state._fsdp_param_group]):
                 groups.setdefault(id(fsdp), _Group(module, fsdp))
     return list(groups.values())

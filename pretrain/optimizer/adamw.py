@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from pretrain.model.distributed import local_part
-from pretrain.model.gradients import clear_main_gradients, gradient_of
+from pretrain.model.gradients import clear_main_gradients, gradient_of, local_part
 from pretrain.optimizer.exact_weights import join, split
 from pretrain.precision.settings import WEIGHT_DTYPES
 from pretrain.settings.recipe import OptimizerSettings

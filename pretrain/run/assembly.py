@@ -27,16 +27,11 @@ from pretrain.metrics.peaks import peak
 from pretrain.metrics.precision_health import PrecisionWatch
 from pretrain.metrics.waited import Waited
 from pretrain.model import huggingface as model
-from pretrain.model.distributed import (
-    local_part,
-    part_from_first,
-    take_from_first_rank,
-)
+from pretrain.model.distributed import take_from_first_rank
 from pretrain.model.fused.layers import FusedLayers
-from pretrain.model.gradients import attach_main_gradients
+from pretrain.model.gradients import RankSums, attach_main_gradients, local_part
 from pretrain.model.packed import PackedLanguageModel, inputs_of
-from pretrain.model.rank_sums import RankSums
-from pretrain.model.sharding import Sharding
+from pretrain.model.sharding import Sharding, part_from_first
 from pretrain.model.wrapping import choose_arithmetic, convert, fuse, low_precision_weights
 from pretrain.optimizer.adamw import ExactAdamW, clear_gradients, named_state
 from pretrain.plan.plan import Plan

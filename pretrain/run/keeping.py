@@ -18,7 +18,8 @@ from packing.batch import Prefetch, StepBatches
 from pretrain.checkpoint.checkpoint import Checkpoints, bytes_needed, check_space
 from pretrain.checkpoint.state import Past
 from pretrain.metrics.health import StepDecision, TrainingHalted, some_of
-from pretrain.model.distributed import largest_over_ranks, local_part
+from pretrain.model.distributed import largest_over_ranks
+from pretrain.model.gradients import local_part
 from pretrain.plan.preflight import Job
 from pretrain.run.assembly import Assembly
 from pretrain.run.resume import ResumePoint

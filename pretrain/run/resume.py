@@ -22,7 +22,7 @@ from pretrain.metrics.health import MOST_ROLLBACKS, Health, HealthState
 from pretrain.metrics.run_folder import AUDIT_FILE, METRICS_FILE, SUMMARY_FILE
 from pretrain.metrics.run_record import NoStepYet, read_metrics, read_run
 from pretrain.metrics.trackers import resolve
-from pretrain.model.distributed import local_part
+from pretrain.model.gradients import local_part
 from pretrain.optimizer.adamw import set_updates_done
 from pretrain.optimizer.exact_weights import convert_weight, describe_conversion
 from pretrain.plan.preflight import Job

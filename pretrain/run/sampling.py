@@ -22,7 +22,7 @@ from foundation.reading import one_line
 from foundation.settings import MOST
 from pretrain.checkpoint.state import step_seed
 from pretrain.metrics.console import Console
-from pretrain.model.distributed import gathered
+from pretrain.model.sharding import gathered
 from pretrain.plan.tokenizer import encoded_prompt, positions_of
 from pretrain.run.export import SavedModel, tokenizer_of
 from pretrain.run.running import Run

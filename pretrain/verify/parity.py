@@ -43,8 +43,7 @@ from foundation.progress import advance
 from packing.arrow import IGNORE, Pack
 from packing.batch import Microbatch, StepBatches, build_microbatch
 from pretrain.metrics.health import TrainingHalted
-from pretrain.model.distributed import local_part
-from pretrain.model.gradients import gradient_of
+from pretrain.model.gradients import gradient_of, local_part
 from pretrain.model.packed import PackedLanguageModel, forward_backward
 from pretrain.optimizer.adamw import clear_gradients, gradient_norm
 from pretrain.plan.memory import is_out_of_memory

@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pretrain.checkpoint import shards
 from pretrain.checkpoint.shards import DTYPE_NAMES, ShardBlock, block_of, lay_out, load_tensors, write_tensors
-from pretrain.model.distributed import local_part
+from pretrain.model.gradients import local_part
 
 
 @pytest.mark.parametrize("dtype", DTYPE_NAMES, ids=str)

@@ -11,7 +11,8 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import nn
 
-from pretrain.model.distributed import complete_topology, describe_topology, device_of, placed_as_planned
+from pretrain.model.distributed import complete_topology, describe_topology, device_of
+from pretrain.model.sharding import placed_as_planned
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from pretrain.model.gradients import attach_main_gradients, clear_main_gradients, gradient_of, was_reached
-from pretrain.model.rank_sums import RankSums
+from pretrain.model.gradients import RankSums, attach_main_gradients, clear_main_gradients, gradient_of, was_reached
 from tests.moments import fork_context
 from tests.pretrain.model.adding_product import AddsToTheSum
 
