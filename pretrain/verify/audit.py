@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import random
 import re
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -44,48 +44,37 @@ def observe(
     clear. `decisions`: what `convert` was to do; empty where nothing is quantized. InputError if a product computed in another
     precision than was decided, or not at all, and if a trained parameter was not reached.
     """
-    hf, precision = packed.hf, active.precision
+    hf, precision, linear = packed.hf, active.precision.name, (*LINEARS, LowPrecisionLinear)
     members = packed.fused.members if packed.fused else {}
-    multiplying = {
-        name: module
-        for name, module in hf.named_modules()
-        if isinstance(module, (*LINEARS, LowPrecisionLinear)) or (matrices_of(module) and not isinstance(module, nn.Embedding))
-    }
-    low = {name for name, each in decisions.items() if each.requested == precision.name} if precision.quantized else set()
-    stored = {name: dtype_name(matrices_of(module)[0].dtype) for name, module in multiplying.items()}
-    packed.context.calls_outside.clear()
-    with torch.compiler.set_stance("force_eager"), observing(packed, active) as observer:
-        # A linear must multiply nothing beside its low-precision product; the head makes several, and is seen in these alone.
-        watched = {n: m for n, m in multiplying.items() if n not in low or not isinstance(m, LossHead)}
-        with _watching_forwards(watched, observer):
-            run().backward()
+    matrices = {name: matrix for name, module in hf.named_modules() if (matrix := _matrix_of(module)) is not None}
+    modules = {name: hf.get_submodule(name) for name in matrices}
+    low = {name for name, each in decisions.items() if each.requested == precision and active.precision.quantized}
+    # A linear must multiply nothing beside its product; a head's forward transforms operands of its backward, too.
+    watched = {name: each for name, each in modules.items() if not (name in low and isinstance(each, LossHead))}
+    with (
+        torch.compiler.set_stance("force_eager"),
+        observing(packed, active) as observer,
+        _watching_forwards(watched, observer),
+    ):
+        run().backward()
     _check_tied(hf)
 
-    faults, entries = observer.faults(), []
-    for name, module in multiplying.items():
-        products, decision = observer.products.get(name, ()), decisions.get(name, Decision(name, precision.name))
-        effective, reason = _multiplied(products, all_three=name in members), decision.reason
-        is_linear = isinstance(module, (*LINEARS, LowPrecisionLinear))
-        if not is_linear:
-            # Such as the stacked experts of a mixture and their router. Nothing was asked of them, so nothing is refused: they
-            # compute as transformers wrote them, and a router may do so in FP32.
-            reason = "no linear, which is what low precision takes" if precision.quantized else None
-        entry = {
-            "name": name,
-            "module": f"fused {type(module).__name__}" if name in members else type(module).__name__,
-            "requested": decision.requested if is_linear else effective,
-            "effective": effective,
-            "products": {},  # of low precision: the operands, by their gemm
-            "backend": "torch",
-            "stored": stored[name],
-            "reason": reason,
-        }
+    ran_low, entries = _effective_in(packed.context, active, observer, low), []
+    for name, module in modules.items():
+        products, decision = observer.products.get(name, ()), decisions.get(name, Decision(name, precision))
+        effective = ran_low.get(name) or _multiplied(products, all_three=name in members)
+        entry = {"name": name, "module": type(module).__name__, "requested": decision.requested, "effective": effective}
+        entry |= {"products": {}, "backend": "torch", "stored": dtype_name(matrices[name].dtype), "reason": decision.reason}
         if name in low:
-            entry["effective"] = _effective(products, packed.context.calls_outside[name], active, faults.get(name, ()))
             entry["products"] = {product.gemm: f"{product.left} x {product.right}" for product in products}
             entry["backend"] = active.backend
         if name in members:
-            entry["part_of"] = members[name].name
+            entry["module"] = f"fused {type(module).__name__}"
+        if not isinstance(module, linear):
+            # Such as the stacked experts of a mixture and their router. Nothing was asked of them, so nothing is refused: they
+            # compute as transformers wrote them, and a router may do so in FP32.
+            entry["requested"] = effective
+            entry["reason"] = "no linear, which is what low precision takes" if active.precision.quantized else None
         entries.append(entry)
     _refuse(entries, active)
     _check_reached(hf)
@@ -99,6 +88,7 @@ def observing(
     """While entered, every product of ours is seen, in forward and backward. `seed` picks the blocks that are looked at, of the
     operands of the linears `examined`, or of all."""
     observer = ProductObserver(active, seed, examined)
+    packed.context.calls_outside.clear()
     with packed.context.observed_by(observer), packed.fused.observed_by(observer) if packed.fused else nullcontext():
         yield observer
 
@@ -110,20 +100,15 @@ def confirming(
     """Watches training, compiled and recomputed as it is; raises InputError unless the low-precision products multiply there what
     they did under `observe`, which returned `products`. `step` draws the blocks of operands that are looked at, and
     which linears' they are, where those of `most` linears are enough. Inside of another one it leaves all to that."""
-    context = packed.context
-    if context.observed:
+    if packed.context.observed:
         yield
         return
-    context.calls_outside.clear()
     low = {entry["name"]: entry for entry in products if entry["products"]}
     examined = set(random.Random(step).sample(list(low), min(len(low), most or len(low))))
     with observing(packed, active, step, examined) as observer:
         yield
-    checked, faults = [], observer.faults()
-    for name, entry in low.items():
-        products, outside = observer.products.get(name, ()), context.calls_outside[name]
-        checked.append(entry | {"effective": _effective(products, outside, active, faults.get(name, ()))})
-    _refuse(checked, active, f" in step {step}")
+    ran_low = _effective_in(packed.context, active, observer, low)
+    _refuse([entry | {"effective": ran_low[name]} for name, entry in low.items()], active, f" in step {step}")
 
 
 @contextmanager
@@ -167,15 +152,11 @@ def describe(active: ActivePrecision, backend: Backend | None, hf: PreTrainedMod
 
 def in_short(audited: Mapping[str, Any]) -> dict[str, str]:
     """An audit for people: a row of its products, one of what stands around them."""
-    linears = defaultdict[tuple[str, str | None], list[str]](list)
-    for p in audited["products"]:
-        on = "" if p["backend"] == "torch" else f" on {p['backend'].replace('_', ' ')}"
-        linears[f"in {p['effective']}{on}, weights {p['stored']}", p["reason"]].append(p["name"].rsplit(".", 1)[-1])
-    products = []
-    for (what, reason), names in sorted(linears.items(), key=lambda group: -len(group[1])):
-        kinds = list(dict.fromkeys(names))
-        named = f" ({', '.join(kinds)}: {reason})" if reason else f" ({kinds[0]})" if len(kinds) == 1 else ""
-        products.append(f"{len(names)} {what}{named}")
+    kinds = Counter((p["effective"], p["backend"].replace("_", " "), p["stored"], p["reason"]) for p in audited["products"])
+    products = [
+        f"{number} in {effective} on {backend}, weights {stored}{f' ({reason})' if reason else ''}"
+        for (effective, backend, stored, reason), number in kinds.most_common()
+    ]
     if "algorithms" in audited:
         products.append(f"cublasLt's algorithms: {audited['algorithms']}")
     around = [f"attention {audited['attention']['kind'].removeprefix('packed_')}", f"loss {audited['loss']['kind']}"]
@@ -211,13 +192,20 @@ def _multiplied(observed: Sequence[ObservedProduct], *, all_three: bool) -> str:
     return ", ".join([name, *(_not_run(observed) if all_three else ())])
 
 
-def _effective(observed: Sequence[ObservedProduct], outside: int, active: ActivePrecision, faults: Sequence[str]) -> str:
-    """The precision's name if all three products ran on operands of its formats; else what ran. `outside`: calls from outside the
-    low-precision context, as of a layer that is recomputed after it was left. `faults`: what else is wrong."""
-    if outside:
-        return f"{outside} calls outside the low-precision context"
-    wrong = sorted({f"{p.gemm} {p.left} x {p.right}" for p in observed if not _is_expected(p, active)})
-    return ", ".join([*wrong, *_not_run(observed), *faults]) or active.precision.name
+def _effective_in(
+    context: PrecisionContext, active: ActivePrecision, observer: ProductObserver, names: Iterable[str]
+) -> dict[str, str]:
+    """For each of the low-precision linears `names` the precision's name, if all three products ran on operands of its formats,
+    within the context, and the operands are sound; else what ran, or what is wrong."""
+    effective, faults = {}, observer.faults()
+    for name in names:
+        observed, outside = observer.products.get(name, ()), context.calls_outside[name]
+        wrong = sorted({f"{p.gemm} {p.left} x {p.right}" for p in observed if not _is_expected(p, active)})
+        wrong += [*_not_run(observed), *faults.get(name, ())]
+        if outside:  # as of a layer that is recomputed after the context was left
+            wrong = [f"{outside} calls outside the low-precision context"]
+        effective[name] = ", ".join(wrong) or active.precision.name
+    return effective
 
 
 def _not_run(observed: Sequence[ObservedProduct]) -> list[str]:
@@ -264,12 +252,12 @@ def _check_tied(hf: nn.Module) -> None:
     tied = getattr(hf.config.get_text_config(), "tie_word_embeddings", False)
     if tied and isinstance(head, LossHead) and head.weight is not embedding.weight:
         raise InputError(
-            "`model.config.tie_word_embeddings` is true, here or in the config.json of `model.source`: it ties the LM head to "
-            "the embedding, and they have become two parameters, as where the weights hold a head of their own; set "
-            "`model.config.tie_word_embeddings: false`, which trains both, or name weights without such a head"
+            "`model.config.tie_word_embeddings` ties the LM head to the embedding, and the weights hold two; set it to false, "
+            "which trains both, or name weights without a head of their own"
         )
 
 
-def matrices_of(module: nn.Module) -> list[Tensor]:
-    """The parameters of `module` itself, not of what it consists of, that have two dimensions or more."""
-    return [parameter for parameter in module._parameters.values() if parameter is not None and parameter.dim() > 1]
+def _matrix_of(module: nn.Module) -> Tensor | None:
+    """A matrix of `module` itself, not of what it consists of, or several in one; None where it has none to multiply with."""
+    own = [] if isinstance(module, nn.Embedding) else module._parameters.values()
+    return next((parameter for parameter in own if parameter is not None and parameter.dim() > 1), None)

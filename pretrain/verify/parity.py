@@ -38,7 +38,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from foundation.attributes import holding
-from foundation.errors import InputError
 from foundation.progress import advance
 from packing.arrow import IGNORE, Pack
 from packing.batch import Microbatch, StepBatches, build_microbatch
@@ -46,10 +45,9 @@ from pretrain.metrics.health import TrainingHalted
 from pretrain.model.gradients import gradient_of, local_part
 from pretrain.model.packed import PackedLanguageModel, forward_backward
 from pretrain.optimizer.adamw import clear_gradients, gradient_norm
-from pretrain.plan.memory import is_out_of_memory
 from pretrain.precision.settings import ActivePrecision
 from pretrain.verify.comparison import LEEWAY, TensorParity, distances, judge, mixtures_in
-from pretrain.verify.probe import ProductParity, ProductProbe, watching_histories
+from pretrain.verify.probe import ProductParity, watching_histories, watching_products
 from pretrain.verify.reference_model import (
     Document,
     differences,
@@ -65,14 +63,13 @@ TOKENS, DOCUMENTS = 2048, 6  # of each rank, at most, that the plain side comput
 PLAIN_BYTES = 16  # a parameter: plain weights, their gradient, one to compare with, and sums of products, in FP32
 LONGEST = TOKENS // 2  # of one document
 DIFFERENT = 16  # tokens, at least, that a text has whose equal rows do not err alike by chance, as a nucleotide's do
-NOISES = ("jitter_noise", "input_jitter_noise")  # on what a mixture's experts and router take in training, as modules call it
 TAUGHT = 2  # passes in which delayed scaling sees the gradients of other labels: in each, what scales cut reaches less far
 NORM_RATIO = 2.0  # by which the quantized gradient's norm may be off the unquantized one's; healthy FP4 stays within 1.3
 FP32_OF_BF16 = 2.0**-8  # FP32 rounds 2^16 times finer than the BF16 that is measured; the rest is for another order of sums
 SHOWN = 10  # the worst of a table
 ROUTED = (
-    " The model chooses experts for each token: rounding in BF16 may choose others, and many such tokens are more than is "
-    "tolerated with nothing wrong. `precision=fp32 weights=fp32` compares without, if no router draws by chance: its jitter is 0."
+    " The model chooses experts for each token, and rounding in BF16 may choose others than is tolerated with nothing wrong: "
+    "`precision=fp32 weights=fp32` compares without."
 )
 
 
@@ -133,7 +130,7 @@ def check_parity(
     Collective, with one verdict on all ranks.
 
     `model` is the prepared one. Gradients are cleared afterwards; weights, random numbers, modes of modules, histories and scales
-    are as before. InputError where the plain model does not fit into memory beside the run.
+    are as before.
     """
     device, check = accelerator.device, _Check(model, optimizer, active, accelerator)
     try:
@@ -142,13 +139,6 @@ def check_parity(
         if check.over_ranks(len(parity.failures)) and not parity.failures:
             parity.failures.append("of another process")
         return parity
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise InputError(
-            "`parity`: the plain FP32 model does not fit into the device's memory beside the run "
-            f"({PLAIN_BYTES} bytes a parameter, and eager attention of one layer over {LONGEST:,} tokens); set `parity: off`"
-        ) from None
     finally:
         clear_gradients(optimizer, model)
         check.forget_copies()  # of the unquantized path, which training may never take
@@ -231,13 +221,11 @@ class _Check:
         for _ in range(TAUGHT if self.context.state() else 0):
             self._pass(step)
         self._spoil_copies(step)
-        probe = ProductProbe(self.packed, self.active)
         with ExitStack() as watching:
-            watching.enter_context(probe.watching())
+            parity.products = watching.enter_context(watching_products(self.packed, self.active))
             histories = watching.enter_context(watching_histories(self.context, self.active))
             parity.quantized_loss = self._pass(step, watching) * mean_over
         parity.quantized_gradient_norm = gradient_norm(self.packed.parameters()).item()
-        parity.products = probe.products()
         lines = []
         if wrong := [each for each in parity.products if each.excess > 1]:
             lines.append(
@@ -371,15 +359,10 @@ def other_labels(labels: Tensor, vocabulary: int) -> Tensor:
 @contextmanager
 def training_without_dropout(model: nn.Module) -> Iterator[None]:
     """All of `model` in training mode, which low precision and recomputation go by, with every dropout rate at zero: of torch's
-    own dropout, and of layers that call the function. So is the noise on what goes into a mixture's experts."""
+    own dropout, and of layers that call the function. So is the noise on what goes into a mixture's experts and router."""
     with ExitStack() as changes:
         for module in model.modules():
-            rates = [name for name, value in vars(module).items() if isinstance(value, float) and _is_noise(module, name)]
+            noises = ("drop", "jitter_noise", *(["p"] if isinstance(module, nn.modules.dropout._DropoutNd) else []))
+            rates = [name for name, value in vars(module).items() if isinstance(value, float) and any(n in name for n in noises)]
             changes.enter_context(holding(module, training=True, **dict.fromkeys(rates, 0.0)))
         yield
-
-
-def _is_noise(module: nn.Module, attribute: str) -> bool:
-    if attribute == "p":
-        return isinstance(module, nn.modules.dropout._DropoutNd)
-    return "drop" in attribute or attribute in NOISES

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import combinations
 from statistics import mean
 from typing import NamedTuple, get_args
 
@@ -62,6 +63,20 @@ class ProductParity:
     most: float
     likeness: float | None  # cosine of the run's error and the plain one, over that of two plain ones; None: too small to tell
 
+    @classmethod
+    def of(cls, name: str, gemm: str, exact: Tensor, error: Tensor, plain: Sequence[Tensor]) -> ProductParity | None:
+        """From a sample of the unquantized product, of the run's error and of some of the plain quantizer's; None where the
+        product is nothing but zeros."""
+        norm = exact.norm(dtype=torch.float64)
+        if norm == 0 and not error.any():
+            return None
+        error, *plain = (each.double().flatten() / norm for each in (error, *plain))
+        alike = mean(_cosine(error, each) for each in plain)
+        known = mean([_cosine(*pair) for pair in combinations(plain, 2)] or [1.0])
+        sizes = [each.norm().item() for each in plain]
+        likeness = alike / known if known > KNOWN_LIKENESS else None
+        return cls(name, gemm, error.norm().item(), min(sizes), max(sizes), likeness)
+
     @property
     def excess(self) -> float:
         """How many times over what is tolerated it is; above 1 is a mismatch. Not-a-number is the worst."""
@@ -84,95 +99,74 @@ class _Sample(NamedTuple):
     amax: Tensor  # FP32, of the whole operand
 
 
-class ProductProbe:
-    """Looks at the products of one microbatch of `packed`: `watching` around it, `products` after it."""
-
-    def __init__(self, packed: PackedLanguageModel, active: ActivePrecision) -> None:
-        self._context, self._precision, self._settings = packed.context, active.precision, active.settings
-        self._before = {name: tensor.clone() for name, tensor in packed.context.state().items()}
-        self._rows: dict[tuple[str, Role], Tensor] = {}
-        self._samples: dict[tuple[str, Role, Along], _Sample] = {}
-        self._figures: dict[tuple[str, str], Tensor] = {}
-        # What is laid out with the axis of the sum last is quantized alike for every product.
-        self._quantize = {role: active.precision.along_features(active.settings, role) for role in get_args(Role)}
-        head = packed.hf.get_output_embeddings().low_now
-        self._head = head.name if head else None  # whose product is called for a chunk of tokens at a time
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        observers, result_observers = self._context.observers, self._context.result_observers
-        with holding(
-            self._context, observers=[*observers, self._see_operand], result_observers=[*result_observers, self._see_result]
-        ):
-            yield
-        self._samples.clear()
-
-    def _is_seen(self, name: str, key: tuple[str, ...], seen: dict) -> bool:
-        """Whether it belongs to a layer that is recomputed; of the head the last tokens stay, as documents at an end are
-        compared."""
-        return name != self._head and key in seen
+@contextmanager
+def watching_products(packed: PackedLanguageModel, active: ActivePrecision) -> Iterator[list[ProductParity]]:
+    """Looks at the products of one microbatch, and fills the list that it yields as it is left: with every product that was seen,
+    the worst first."""
+    context, precision, settings = packed.context, active.precision, active.settings
+    state = {name: tensor.clone() for name, tensor in context.state().items()}
+    head = packed.hf.get_output_embeddings().low_now
+    head_name = head.name if head else None  # its product is called for a chunk of tokens at a time
+    # What is laid out with the axis of the sum last is quantized alike for every product.
+    quantize = {role: precision.along_features(settings, role) for role in get_args(Role)}
+    samples: dict[tuple[str, Role, Along], _Sample] = {}
+    rows_of: dict[tuple[str, Role], Tensor] = {}
+    products: dict[tuple[str, str], ProductParity | None] = {}
+    worst_first: list[ProductParity] = []
 
     @torch.no_grad()
-    def _see_operand(self, name: str, role: Role, tensor: Tensor, _: Product) -> None:
-        if self._is_seen(name, (name, role, "features"), self._samples):
-            return
+    def see_operand(name: str, role: Role, tensor: Tensor, _: Product) -> None:
+        if name != head_name and (name, role, "features") in samples:
+            return  # a layer that is recomputed; of the head the last tokens stay, since the documents at an end are compared
         amax = tensor.abs().amax().float()
         rows, columns = (_sampled(name, size) for size in tensor.shape)
         if role != "weight":
-            rows = self._rows[name, role] = _tokens(tensor)
+            rows = rows_of[name, role] = _tokens(tensor)
         # Copies: a view would keep the whole operand.
         of_rows, of_columns = tensor[rows].clone(), tensor[:, columns].clone().t()
-        self._samples[name, role, "features"] = _Sample(of_rows, of_rows, amax)
-        transformed, transform = of_columns, self._precision.transform(self._settings, role)
+        samples[name, role, "features"] = _Sample(of_rows, of_rows, amax)
+        transformed, transform = of_columns, precision.transform(settings, role)
         if transform is not None:
             transformed = transform(of_columns)
-            if self._precision.tensor_scaled:
+            if precision.tensor_scaled:
                 amax = transform(tensor.t()).abs().amax().float()
-        self._samples[name, role, "rows"] = _Sample(of_columns, transformed, amax)
+        samples[name, role, "rows"] = _Sample(of_columns, transformed, amax)
+
+    def quantized(name: str, role: Role, sample: _Sample) -> Tensor:
+        scale = of_operand(state, name, role, "scale") if precision.keeps_history else None
+        return quantize[role](sample.to_quantize, scale, sample.amax).dequantize()
 
     @torch.no_grad()
-    def _see_result(self, name: str, gemm: str, result: Tensor, bias: Tensor | None) -> None:
+    def see_result(name: str, gemm: str, result: Tensor, bias: Tensor | None) -> None:
         roles = OPERANDS[gemm]
-        samples = [self._samples.get((name, role, along)) for role, along in zip(roles, _ALONG[gemm], strict=True)]
-        if None in samples or self._is_seen(name, (name, gemm), self._figures):
+        operands = [samples.get((name, role, along)) for role, along in zip(roles, _ALONG[gemm], strict=True)]
+        if None in operands or (name != head_name and (name, gemm) in products):
             return
-        rows = _sampled(name, len(result)) if gemm == "wgrad" else self._rows[name, roles[0]]
+        rows = _sampled(name, len(result)) if gemm == "wgrad" else rows_of[name, roles[0]]
         columns = _sampled(name, result.shape[1])
-        measured = result[rows][:, columns].float()
         added = torch.zeros((), device=result.device) if bias is None else bias.float()[columns]
-        by_chance = self._settings.disable_stochastic_rounding is False and "grad_output" in roles
+        by_chance = settings.disable_stochastic_rounding is False and "grad_output" in roles
         with holding(torch.backends.cuda.matmul, fp32_precision="ieee"):
-            left, right = (sample.values.float() for sample in samples)
+            left, right = (operand.values.float() for operand in operands)
             exact = left @ right.t()
-            errors = [measured - added - exact]
+            plain = []
             for _ in range(DRAWS if by_chance else 1):
-                left, right = (self._quantized(name, *each) for each in zip(roles, samples, strict=True))
-                plain = (left @ right.t() + added).to(result.dtype).float() - added
-                errors.append(plain - exact)
-        vectors = torch.stack([exact, *errors]).flatten(1).double()
-        self._figures[name, gemm] = vectors @ vectors.t()
+                left, right = (quantized(name, *each) for each in zip(roles, operands, strict=True))
+                plain.append((left @ right.t() + added).to(result.dtype).float() - added - exact)
+        error = result[rows][:, columns].float() - added - exact
+        products[name, gemm] = ProductParity.of(name, gemm, exact, error, plain)
 
-    def _quantized(self, name: str, role: Role, sample: _Sample) -> Tensor:
-        scale = of_operand(self._before, name, role, "scale") if self._precision.keeps_history else None
-        return self._quantize[role](sample.to_quantize, scale, sample.amax).dequantize()
+    with holding(
+        context,
+        observers=[*context.observers, see_operand],
+        result_observers=[*context.result_observers, see_result],
+    ):
+        yield worst_first
+    worst_first += sorted(filter(None, products.values()), key=lambda each: each.excess, reverse=True)
 
-    def products(self) -> list[ProductParity]:
-        """Every result that was seen, the worst first. Those whose product is nothing but zeros are left out."""
-        products = []
-        for (name, gemm), figures in self._figures.items():
-            figures = figures.cpu()
-            exact, error, *plain = figures.diagonal().clamp(min=0).sqrt().tolist()
-            if exact == 0 and error == 0:
-                continue
-            norms = figures.diagonal().clamp(min=1e-300).sqrt()
-            cosines = (figures / norms / norms[:, None])[1:, 1:].tolist()
-            alike, known = mean(cosines[0][1:]), 1.0
-            if len(plain) > 1:
-                known = mean(cosines[i][j] for i in range(1, len(cosines)) for j in range(1, i))
-            likeness = alike / known if known > KNOWN_LIKENESS else None
-            exact = exact or math.nan
-            products.append(ProductParity(name, gemm, error / exact, min(plain) / exact, max(plain) / exact, likeness))
-        return sorted(products, key=lambda each: each.excess, reverse=True)
+
+def _cosine(a: Tensor, b: Tensor) -> float:
+    return ((a @ b) / (a.norm() * b.norm()).clamp(min=1e-300)).item()
 
 
 def _tokens(tensor: Tensor) -> Tensor:
@@ -199,8 +193,8 @@ OF_THE_RULE = 2.0**-20  # relative: a scale divides by what the library may mult
 @contextmanager
 def watching_histories(context: PrecisionContext, active: ActivePrecision) -> Iterator[list[str]]:
     """Watches one microbatch, and fills the list that it yields as it is left: with the operands whose history did not move on by
-    one entry, the largest value of all ranks, or whose scale is not what the rule makes of its history. Of zeros it must stay as
-    it was. Empty where scales come from the tensors themselves. Collective."""
+    one entry, the largest value of all ranks, or whose scale is not what the rule makes of its history. Zeros move nothing. Empty
+    where scales come from the tensors themselves. Collective."""
     before = {name: tensor.clone() for name, tensor in context.state().items()}
     amaxes: dict[Role, dict[str, Tensor]] = {role: {} for role in PLACES}
     wrong: list[str] = []
@@ -238,8 +232,6 @@ def _wrong_histories(
     right_history, right_scale = update_scale(torch.cat([history[-1:], old_history[1:]]), old_scale, *rule)
     moved = (history == right_history).all(0) & torch.isclose(history[-1], amax, rtol=NOTED, atol=0)
     moved &= torch.isclose(scale, right_scale, rtol=OF_THE_RULE, atol=0)
-    stayed = (history == old_history).all(0) & (scale == old_scale)
     # An overflow is left to the health check (a NaN is no amax). Of a history of one microbatch nothing is left to look at.
-    judged = history.isfinite().all(0) & amax.isfinite() & (len(history) > 1)
-    never_moved = history[0] != 0
-    return (judged & ~torch.where(amax > 0, moved, stayed)) | never_moved
+    judged = history.isfinite().all(0) & amax.isfinite() & (amax > 0) & (len(history) > 1)
+    return judged & ~moved

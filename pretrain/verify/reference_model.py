@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -130,12 +130,10 @@ def reference_pass(
     Gradients add up in FP32 whatever the parameters are: what BF16 loses in a document is to be seen, not what a sum of many
     loses.
     """
-    device = next(plain.parameters()).device
-    losses, gradients, hooks = [torch.zeros(0, device=device)], {}, []
-    for name, parameter in plain.named_parameters():
-        if parameter.requires_grad:
-            gradients[name] = torch.zeros_like(parameter, dtype=torch.float32)
-            hooks.append(parameter.register_post_accumulate_grad_hook(partial(_move_gradient, gradients[name])))
+    trained = {name: parameter for name, parameter in plain.named_parameters() if parameter.requires_grad}
+    gradients = {name: torch.zeros_like(parameter, dtype=torch.float32) for name, parameter in trained.items()}
+    device = plain.device
+    losses = [torch.zeros(0, device=device)]
     for document in documents:
         if not document.valid_tokens:  # a document of one token
             continue
@@ -148,14 +146,11 @@ def reference_pass(
         token_losses = token_losses[labels != IGNORE]
         token_losses.sum().backward()
         losses.append(token_losses.detach())
-    for hook in hooks:
-        hook.remove()
+        for name, parameter in trained.items():
+            if parameter.grad is not None:  # None of an expert that no token has chosen
+                gradients[name] += parameter.grad
+            parameter.grad = None
     return torch.cat(losses), gradients
-
-
-def _move_gradient(total: Tensor, parameter: nn.Parameter) -> None:
-    total += parameter.grad
-    parameter.grad = None
 
 
 def _penalties(logits: Tensor, loss: LossSettings) -> Tensor:
