@@ -3,7 +3,7 @@
 Low precision fails in silence. A library that skips one sibling of a layer, enters its context in forward and not in recompute,
 or never engages at all, trains on, a little slower and in BF16. So before the first step the model runs once under observation
 (`observe`), and in the first step and at every statistics step its low-precision products are observed again, as they run in
-training (`confirming`, `confirming_histories`). Where request and effect differ, the run stops.
+training (`confirming`). Where request and effect differ, the run stops.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from pretrain.precision.observed import OPERANDS, ObservedProduct, ProductObserv
 from pretrain.precision.product import Backend, LowPrecisionLinear, PrecisionContext
 from pretrain.precision.scope import LINEARS, Decision
 from pretrain.precision.settings import UNQUANTIZED, ActivePrecision
-from pretrain.verify.probe import watching_histories
 
 Entry = dict[str, Any]  # of audit.json's `products`: what was asked of a module, and what it did
 
@@ -109,19 +108,6 @@ def confirming(
         yield
     ran_low = _effective_in(packed.context, active, observer, low)
     _refuse([entry | {"effective": ran_low[name]} for name, entry in low.items()], active, f" in step {step}")
-
-
-@contextmanager
-def confirming_histories(context: PrecisionContext, active: ActivePrecision) -> Iterator[None]:
-    """Watches a step's first microbatch; raises InputError where a history of delayed scaling, or its scale, is not what the
-    microbatch makes of it. Does nothing where scales come from the tensors themselves. Collective."""
-    with watching_histories(context, active) as wrong:
-        yield
-    if wrong:
-        raise InputError(
-            f"precision {active.precision.name!r}: {len(wrong)} delayed scales are not the ones that their histories make: "
-            f"{', '.join(wrong[:5])}"
-        )
 
 
 def check_trained(hf: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import combinations
@@ -30,10 +30,10 @@ from torch import Tensor
 
 from foundation.attributes import holding
 from pretrain.model.packed import PackedLanguageModel
-from pretrain.precision.delayed_state import PLACES, of_operand
+from pretrain.precision.delayed_state import of_operand
 from pretrain.precision.formats.definition import Along, Role
 from pretrain.precision.observed import OPERANDS
-from pretrain.precision.product import PrecisionContext, Product
+from pretrain.precision.product import Product
 from pretrain.precision.quantizers.tensor import update_scale
 from pretrain.precision.settings import ActivePrecision
 
@@ -43,6 +43,8 @@ LEEWAY = 1.2  # of an error's size, beyond what the draws span: a mantissa bit, 
 ORDER_OF_SUMS = 2.0**-10  # of the result's norm: sums of BF16 results come in another order than ours
 LEAST_LIKENESS = 0.5  # of two errors' directions: of the same scales 0.8 or more, of other ones near zero
 KNOWN_LIKENESS = 0.1  # of the draws of stochastic rounding among themselves, from which on it says something
+NOTED = 2.0**-6  # relative, of an amax: it may be that of a norm's output before it is rounded to BF16
+OF_THE_RULE = 2.0**-20  # relative: a scale divides by what the library may multiply by
 
 # The axis that each product's sum runs along, seen from its left and its right operand.
 _ALONG: dict[str, tuple[Along, Along]] = {
@@ -65,7 +67,7 @@ class ProductParity:
 
     @classmethod
     def of(cls, name: str, gemm: str, exact: Tensor, error: Tensor, plain: Sequence[Tensor]) -> ProductParity | None:
-        """From a sample of the unquantized product, of the run's error and of some of the plain quantizer's; None where the
+        """Measures a sample of the unquantized product, of the run's error and of some of the plain quantizer's; None where the
         product is nothing but zeros."""
         norm = exact.norm(dtype=torch.float64)
         if norm == 0 and not error.any():
@@ -100,11 +102,12 @@ class _Sample(NamedTuple):
 
 
 @contextmanager
-def watching_products(packed: PackedLanguageModel, active: ActivePrecision) -> Iterator[list[ProductParity]]:
-    """Looks at the products of one microbatch, and fills the list that it yields as it is left: with every product that was seen,
-    the worst first."""
+def watching_products(packed: PackedLanguageModel, active: ActivePrecision) -> Iterator[tuple[list[ProductParity], list[str]]]:
+    """Looks at the products of one microbatch, and fills the lists that it yields as it is left: with every product that was
+    seen, the worst first, and with the operands whose delayed scale or history is not what the microbatch makes of it.
+    Collective."""
     context, precision, settings = packed.context, active.precision, active.settings
-    state = {name: tensor.clone() for name, tensor in context.state().items()}
+    before = {name: tensor.clone() for name, tensor in context.state().items()}
     head = packed.hf.get_output_embeddings().low_now
     head_name = head.name if head else None  # its product is called for a chunk of tokens at a time
     # What is laid out with the axis of the sum last is quantized alike for every product.
@@ -112,13 +115,16 @@ def watching_products(packed: PackedLanguageModel, active: ActivePrecision) -> I
     samples: dict[tuple[str, Role, Along], _Sample] = {}
     rows_of: dict[tuple[str, Role], Tensor] = {}
     products: dict[tuple[str, str], ProductParity | None] = {}
+    amaxes: dict[Role, dict[str, Tensor]] = {role: {} for role in get_args(Role)}
     worst_first: list[ProductParity] = []
+    wrong_histories: list[str] = []
 
     @torch.no_grad()
     def see_operand(name: str, role: Role, tensor: Tensor, _: Product) -> None:
         if name != head_name and (name, role, "features") in samples:
             return  # a layer that is recomputed; of the head the last tokens stay, since the documents at an end are compared
         amax = tensor.abs().amax().float()
+        amaxes[role][name] = torch.maximum(amax, amaxes[role].get(name, amax))
         rows, columns = (_sampled(name, size) for size in tensor.shape)
         if role != "weight":
             rows = rows_of[name, role] = _tokens(tensor)
@@ -133,7 +139,7 @@ def watching_products(packed: PackedLanguageModel, active: ActivePrecision) -> I
         samples[name, role, "rows"] = _Sample(of_columns, transformed, amax)
 
     def quantized(name: str, role: Role, sample: _Sample) -> Tensor:
-        scale = of_operand(state, name, role, "scale") if precision.keeps_history else None
+        scale = of_operand(before, name, role, "scale") if precision.keeps_history else None
         return quantize[role](sample.to_quantize, scale, sample.amax).dequantize()
 
     @torch.no_grad()
@@ -161,8 +167,13 @@ def watching_products(packed: PackedLanguageModel, active: ActivePrecision) -> I
         observers=[*context.observers, see_operand],
         result_observers=[*context.result_observers, see_result],
     ):
-        yield worst_first
+        yield worst_first, wrong_histories
     worst_first += sorted(filter(None, products.values()), key=lambda each: each.excess, reverse=True)
+    for role, of_role in amaxes.items():
+        if not (precision.keeps_history and of_role):
+            continue
+        are_wrong = _wrong_histories(sorted(of_role), role, of_role, before, context.state(), active).tolist()
+        wrong_histories += [f"{name} ({role})" for name, is_wrong in zip(sorted(of_role), are_wrong, strict=True) if is_wrong]
 
 
 def _cosine(a: Tensor, b: Tensor) -> float:
@@ -184,43 +195,17 @@ def _sampled(name: str, size: int) -> slice:
     return slice(begin, min(begin + ROWS, size))
 
 
-# ── Delayed scaling's histories ────────────────────────────────────────────────────────────────────────────────────────────────
-
-NOTED = 2.0**-6  # relative: an amax may be that of a norm's output before it is rounded to BF16
-OF_THE_RULE = 2.0**-20  # relative: a scale divides by what the library may multiply by
-
-
-@contextmanager
-def watching_histories(context: PrecisionContext, active: ActivePrecision) -> Iterator[list[str]]:
-    """Watches one microbatch, and fills the list that it yields as it is left: with the operands whose history did not move on by
-    one entry, the largest value of all ranks, or whose scale is not what the rule makes of its history. Zeros move nothing. Empty
-    where scales come from the tensors themselves. Collective."""
-    before = {name: tensor.clone() for name, tensor in context.state().items()}
-    amaxes: dict[Role, dict[str, Tensor]] = {role: {} for role in PLACES}
-    wrong: list[str] = []
-
-    def see(name: str, role: Role, operand: Tensor, _: Product) -> None:
-        amax = operand.abs().amax().float()
-        amaxes[role][name] = torch.maximum(amax, amaxes[role].get(name, amax))
-
-    with holding(context, observers=[*context.observers, *([see] if before else [])]):
-        yield wrong
-    for role, of_role in amaxes.items():
-        if names := sorted(of_role):
-            amax = torch.stack([of_role[name] for name in names])
-            are_wrong = _wrong_histories(names, role, amax, before, context.state(), active)
-            wrong += [f"{name} ({role})" for name, is_wrong in zip(names, are_wrong.tolist(), strict=True) if is_wrong]
-
-
 def _wrong_histories(
     names: list[str],
     role: Role,
-    amax: Tensor,
-    before: dict[str, Tensor],
-    after: dict[str, Tensor],
+    amaxes: Mapping[str, Tensor],
+    before: Mapping[str, Tensor],
+    after: Mapping[str, Tensor],
     active: ActivePrecision,
 ) -> Tensor:
-    """A bool for each of `names`, whose operands in `role` have these FP32 amaxes on this rank."""
+    """A bool for each of `names`: its history must have moved on by one entry, the largest value of the operand in `role` on all
+    ranks, and its scale must be what the rule makes of it. Zeros move nothing."""
+    amax = torch.stack([amaxes[name] for name in names])
     if dist.is_initialized():
         dist.all_reduce(amax, op=dist.ReduceOp.MAX)
     (old_history, old_scale), (history, scale) = (

@@ -6,7 +6,6 @@ those of the values, that lose a bit, or that no history makes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -23,12 +22,11 @@ from pretrain.model.fused.stacked import StackedProduct
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.model.wrapping import fuse
-from pretrain.precision import delayed_state
 from pretrain.precision.emulation import EmulationBackend, Operand
 from pretrain.precision.observed import OPERANDS, ProductObserver
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.quantizers import Grid
-from pretrain.precision.quantizers.tensor import round_to_grid, update_scale
+from pretrain.precision.quantizers.tensor import round_to_grid
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 from pretrain.verify import audit
 
@@ -307,37 +305,3 @@ def test_what_is_empty_tiny_or_no_number_is_left_to_the_health_check(case: str, 
     with torch.no_grad():
         layer.weight[:200] = values
     assert layer.faults(emulated(case)) == []
-
-
-# ── Delayed scaling's histories ────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def microbatch(layer: Layer, scale: float = 1.0) -> None:
-    with audit.confirming_histories(layer.context, emulated("delayed")):
-        layer.microbatch(scale)
-
-
-@pytest.mark.parametrize("scales", [[1.0, 1.0, 1.0], [1.0, 0.0, 1.0, 0.0, math.nan, 1.0]])
-def test_histories_that_are_kept_pass_and_those_of_nothing_to_be_learnt_stay(scales: list[float]) -> None:
-    """None of a microbatch's tokens has a label, or a layer is idle: its gradients are zero. Where they are NaN, the health check
-    speaks."""
-    layer = Layer(emulated("delayed"))
-    for scale in scales:
-        microbatch(layer, scale)
-
-
-def test_a_scale_that_is_never_updated_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = Layer(emulated("delayed"))
-    monkeypatch.setattr(delayed_state, "update_scale", lambda history, scale, *_: (update_scale(history, scale, *_)[0], scale))
-    with pytest.raises(InputError, match=r"3 delayed scales are not the ones that their histories make: layer \(input\)"):
-        microbatch(layer)
-
-
-@pytest.mark.parametrize(
-    ("of", "method"), [(delayed_state.AmaxHistory, "update"), (delayed_state.DelayedState, "record")], ids=["moves", "notes"]
-)
-def test_a_history_that_never_moves_on_or_notes_nothing_is_found(of: type, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = Layer(emulated("delayed"))
-    monkeypatch.setattr(of, method, lambda *_: None)
-    with pytest.raises(InputError, match="3 delayed scales are not the ones that their histories make"):
-        microbatch(layer)
