@@ -73,7 +73,7 @@ def launch(arguments: argparse.Namespace) -> int:
     launched = put_right(recipe, os.environ, has_gpu=torch.accelerator.is_available())
     with distributed.as_accelerate_reads_it():  # in no precision of its own: the linears are converted below
         accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[distributed.RANKS_WAIT])
-    distributed.complete_topology(accelerator, launched.replicas)
+    distributed.complete_topology(accelerator, launched.replicas, gathers_as_fits=launched.gathers_as_fits)
 
     main_process, run_dir = accelerator.is_main_process, config.run_dir_of(launched.recipe)
     distributed.refused_together(lambda: main_process and check_free(run_dir))  # packs may take hours

@@ -21,7 +21,6 @@ from foundation.reading import one_line
 T = TypeVar("T")
 # How long ranks wait in a collective for one that hangs or does what takes long: a save, an export.
 RANKS_WAIT = InitProcessGroupKwargs(timeout=timedelta(minutes=30))
-_RESHARD = "FSDP_RESHARD_AFTER_FORWARD"  # `fsdp_reshard_after_forward` of an accelerate configuration
 
 
 # ── What accelerate sets up, and what it leaves out ─────────────────────────────────────────────────────────────────────────────
@@ -29,24 +28,18 @@ _RESHARD = "FSDP_RESHARD_AFTER_FORWARD"  # `fsdp_reshard_after_forward` of an ac
 
 @contextmanager
 def as_accelerate_reads_it() -> Iterator[None]:
-    """Make the Accelerator within this: what it refuses of its configuration is an InputError, and `auto`, which only
-    `complete_topology` knows, is hidden from it."""
-    reshard = os.environ.get(_RESHARD, "")
-    if reshard.lower() == "auto":
-        os.environ[_RESHARD] = "true"
+    """Make the Accelerator within this: what it refuses of its configuration is an InputError."""
     try:
         yield
     except (ValueError, LookupError, TypeError, ImportError, AssertionError) as error:
         raise InputError(f"accelerate configuration: accelerate does not take it: {one_line(error)}") from None
-    finally:
-        if reshard:
-            os.environ[_RESHARD] = reshard
 
 
-def complete_topology(accelerator: Accelerator, replicas: int = 1) -> None:
+def complete_topology(accelerator: Accelerator, replicas: int = 1, *, gathers_as_fits: bool = False) -> None:
     """Set up of the launched topology what accelerate leaves out: FSDP2 on CPUs, HSDP, shards gathered as memory allows.
 
     `replicas`: under FSDP2, so many times the parameters are held, each time sharded over the processes of one replica (HSDP).
+    `gathers_as_fits`: the plan says whether shards are gathered once a step or for each use.
     InputError where several processes were launched but do not form a group: accelerate would train that many copies.
     """
     launched, count = int(os.environ.get("WORLD_SIZE", "1")), accelerator.num_processes
@@ -63,7 +56,7 @@ def complete_topology(accelerator: Accelerator, replicas: int = 1) -> None:
     if replicas > 1:  # after FSDP2, without which accelerate refuses them; the processes of a replica follow each other
         state.parallelism_config = ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=count // replicas)
         state.device_mesh = state.parallelism_config.get_device_mesh(accelerator.device.type)
-    if accelerator.is_fsdp2 and os.environ.get(_RESHARD, "").lower() == "auto":
+    if accelerator.is_fsdp2 and gathers_as_fits:
         state.fsdp_plugin.reshard_after_forward = None
 
 

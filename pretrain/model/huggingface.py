@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import itertools
 import json
-import logging
 import os
 import re
 import shutil
@@ -56,7 +54,6 @@ _NOT_OF_THE_MODEL = {
     *("use_cache", "return_dict", "output_attentions", "output_hidden_states", "id2label", "label2id", "problem_type"),
 }
 
-_log = logging.getLogger(__name__)
 transformers_logging.disable_progress_bar()  # they are drawn into log files too
 
 
@@ -243,9 +240,9 @@ def export(
 
     `read` gives the tensors of `named_tensors(hf)` by name, whole and in the dtype that they have there, on any device; `hf` may
     be on the meta device. They are read as they are written, at most EXPORTED_BYTES at a time. `beside`: further files by name.
-    An export that lies in `folder` is replaced; where anything else lies in it, it is kept whole as `<name>.replaced-<n>`.
+    An export that lies in `folder` is replaced; InputError where anything else lies in it.
     """
-    writing = folder.with_name(f".{folder.name}.writing")
+    writing, previous = (folder.with_name(f".{folder.name}.{state}") for state in ("writing", "previous"))
     shutil.rmtree(writing, ignore_errors=True)  # of an export that was killed
     with _refusing(f"{folder}: the trained model cannot be written; the checkpoints hold it, so run again"):
         writing.mkdir(parents=True)
@@ -259,7 +256,16 @@ def export(
         for file in writing.glob("*.safetensors"):
             file.chmod(mode)
         fsync_tree(writing)
-        _put_in_place(writing, folder)
+        written = set(os.listdir(writing))
+        for name in os.listdir(folder) if folder.exists() else ():
+            if name not in written and not _OF_WEIGHTS.fullmatch(name):
+                raise ValueError(f"no export has written {name}, which lies there; move it away")
+        shutil.rmtree(previous, ignore_errors=True)
+        if folder.exists():
+            os.replace(folder, previous)
+        os.replace(writing, folder)
+        fsync(folder.parent)
+    shutil.rmtree(previous, ignore_errors=True)
 
 
 def _write_weights(hf: PreTrainedModel, read: Callable[[str], Tensor], folder: Path) -> None:
@@ -279,20 +285,3 @@ def _write_weights(hf: PreTrainedModel, read: Callable[[str], Tensor], folder: P
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-
-
-def _put_in_place(writing: Path, folder: Path) -> None:
-    """Rename `writing`, which is complete, to `folder`; an older export goes, anything else is kept under another name."""
-    previous = folder.with_name(f".{folder.name}.previous")
-    shutil.rmtree(previous, ignore_errors=True)
-    if folder.exists():
-        exported = {file.name for file in writing.iterdir()}
-        present = os.listdir(folder) if folder.is_dir() else [folder.name]
-        if not all(name in exported or _OF_WEIGHTS.fullmatch(name) for name in present):
-            names = (folder.with_name(f"{folder.name}.replaced-{number}") for number in itertools.count(1))
-            previous = next(name for name in names if not name.exists())
-            _log.warning("%s holds what no export has written, and is kept as %s", folder, previous.name)
-        os.replace(folder, previous)
-    os.replace(writing, folder)
-    fsync(folder.parent)
-    shutil.rmtree(folder.with_name(f".{folder.name}.previous"), ignore_errors=True)

@@ -35,12 +35,10 @@ def choose_arithmetic(
     setting: Switch, active: ActivePrecision, device_type: str, context: PrecisionContext
 ) -> tuple[Arithmetic | None, str]:
     """The arithmetic for the model of `context`, or None and the reason, worded for the audit; raises as `not_fused_because`."""
-    dtype = context.compute_dtype
-    if reason := not_fused_because(setting, active, device_type, dtype):
+    if reason := not_fused_because(setting, active, device_type, context.compute_dtype):
         return None, reason
-    if active.backend == "torch":
-        return Arithmetic(context, By.FORMULAS if _no_faster(device_type, dtype) else By.KERNELS), ""
-    return Arithmetic(context, By.TRANSFORMER_ENGINE), ""
+    by = By.FORMULAS if _no_faster(device_type, context.compute_dtype) else By.KERNELS
+    return Arithmetic(context, by if active.backend == "torch" else By.TRANSFORMER_ENGINE), ""
 
 
 def not_fused_because(setting: Switch, active: ActivePrecision, device_type: str, dtype: torch.dtype) -> str | None:
@@ -81,7 +79,7 @@ def fuse(
 def convert(
     hf: PreTrainedModel, decisions: Mapping[str, Decision], context: PrecisionContext, fused: FusedLayers | None = None
 ) -> None:
-    """Let every module that `decisions` says multiply in low precision where the context's present backend computes; in place, on
+    """Let every module that `decisions` names multiply in low precision where the context's present backend computes; in place, on
     the same Parameters. Modules inside of `fused` layers stay: the layers multiply by themselves. Called for each backend."""
     backend = context.backend
     inside = tuple(f"{name}." for name in fused.layers) if fused else ()
@@ -101,11 +99,12 @@ def convert(
 
 def low_precision_weights(packed: PackedLanguageModel) -> int:
     """Weights that are multiplied in low precision now, each with 6 FLOPs a token in forward and backward."""
-    backend = packed.context.backend
-    fused = packed.fused.low_precision_weights(backend) if packed.fused else 0
-    modules = ((each, each.low_precision if isinstance(each, LossHead) else each) for each in packed.hf.modules())
-    low = [m for m, products in modules if isinstance(products, LowPrecisionHead | LowPrecisionLinear) and products.is_low]
-    return fused + sum(module.weight.numel() for module in low)
+    count = packed.fused.low_precision_weights(packed.context.backend) if packed.fused else 0
+    for module in packed.hf.modules():
+        products = module.low_precision if isinstance(module, LossHead) else module
+        if isinstance(products, LowPrecisionHead | LowPrecisionLinear) and products.is_low:
+            count += module.weight.numel()
+    return count
 
 
 # ── Working copies, compilation, recomputation ──────────────────────────────────────────────────────────────────────────────────

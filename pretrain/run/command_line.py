@@ -73,7 +73,7 @@ def as_launched(recipe: Recipe) -> tuple[Recipe, Accelerator, tuple[str, ...]]:
     launch = put_right(recipe, os.environ, has_gpu=torch.accelerator.is_available())
     with as_accelerate_reads_it():
         accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[RANKS_WAIT])
-    complete_topology(accelerator, launch.replicas)
+    complete_topology(accelerator, launch.replicas, gathers_as_fits=launch.gathers_as_fits)
     return launch.recipe, accelerator, launch.notices
 
 

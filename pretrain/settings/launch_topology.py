@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Literal
 
 from foundation.errors import InputError
 from pretrain.settings.recipe import Recipe
@@ -28,9 +27,6 @@ _LEFT_OUT = {
     "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": ("false", "`fsdp_activation_checkpointing_offload`: activations stay on the device"),
 }
 
-# Whether shards are gathered once a step, for each use, or as the plan's memory allows.
-Sharding = Literal["none", "once", "each", "auto"]
-
 
 @dataclass(frozen=True)
 class Launch:
@@ -39,7 +35,7 @@ class Launch:
     recipe: Recipe
     replicas: int  # of the shards, under FSDP2 (HSDP); 1: parameters are sharded over all processes, or not at all
     notices: tuple[str, ...]  # what was put right, for the user
-    sharding: Sharding = "none"  # what was asked for, also where one process has nothing to share
+    gathers_as_fits: bool  # shards: once a step where memory allows, else for each use
 
 
 def put_right(recipe: Recipe, environ: MutableMapping[str, str], *, has_gpu: bool) -> Launch:
@@ -56,19 +52,19 @@ def put_right(recipe: Recipe, environ: MutableMapping[str, str], *, has_gpu: boo
         if environ.get(variable, nothing).lower() != nothing.lower():
             environ[variable] = nothing
             notices.append(f"left out: {why}")
-    replicas, sharding = 1, "none"
+    replicas, gathers_as_fits = 1, environ.get("FSDP_RESHARD_AFTER_FORWARD", "").lower() == "auto"
+    if gathers_as_fits:
+        environ["FSDP_RESHARD_AFTER_FORWARD"] = "true"  # accelerate knows no more
     if _is_true(environ, "ACCELERATE_USE_FSDP"):
         if environ.get("FSDP_VERSION", "1") == "1":
             raise InputError(
                 f"{_ORIGIN}: `fsdp_version: 1` is not supported; set `fsdp_version: 2`, with "
                 "`fsdp_reshard_after_forward: true` for FULL_SHARD and false for SHARD_GRAD_OP"
             )
-        wanted = environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower()
-        sharding = "auto" if wanted == "auto" else "each" if wanted in _TRUE else "once"
         recipe, replicas = _shards(recipe, environ, world, notices)
     for variable in [key for key in environ if key.startswith(_PARALLELISM) or key == "ACCELERATE_USE_PARALLELISM_CONFIG"]:
         del environ[variable]  # `replicas` is all that is left of it
-    return Launch(recipe, replicas, tuple(f"{_ORIGIN}: {text}" for text in notices), sharding)
+    return Launch(recipe, replicas, tuple(f"{_ORIGIN}: {text}" for text in notices), gathers_as_fits)
 
 
 def _processes(environ: MutableMapping[str, str], has_gpu: bool, notices: list[str]) -> int:

@@ -167,13 +167,13 @@ def test_tied_heads_stay_tied_and_exports_load_as_plain_transformers_models(kind
     assert all(torch.equal(a, b) for a, b in zip(packed.hf.parameters(), again.hf.parameters(), strict=True))
 
 
-def test_a_folder_that_holds_something_else_is_kept(tmp_path: Path) -> None:
+def test_a_folder_that_holds_something_else_is_not_replaced(tmp_path: Path) -> None:
     hf = packed_model(settings("llama")).hf
     (tmp_path / "final").mkdir()
     (tmp_path / "final" / "mine.txt").write_text("mine")
-    model.export(hf, hf.state_dict().__getitem__, None, tmp_path / "final")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["final", "final.replaced-1"]
-    assert (tmp_path / "final.replaced-1" / "mine.txt").read_text() == "mine"
+    with pytest.raises(InputError, match=r"final: .*mine\.txt"):
+        model.export(hf, hf.state_dict().__getitem__, None, tmp_path / "final")
+    assert [path.name for path in (tmp_path / "final").iterdir()] == ["mine.txt"]
 
 
 @pytest.mark.parametrize("origin", ["scratch", "folder"])

@@ -158,9 +158,7 @@ def test_processes_without_a_gpu_train_on_the_cpu_of_their_machine_together(tmp_
         assert (environ.get("ACCELERATE_USE_CPU") == "true") == on_cpu == bool(launch.notices)
 
 
-@pytest.mark.parametrize("processes", [1, 4])
-@pytest.mark.parametrize(("reshard", "sharding"), [(True, "each"), (False, "once"), ("auto", "auto")])
-def test_the_sharding_is_known_also_where_one_process_has_nothing_to_share(
-    processes: int, reshard: Any, sharding: str, tmp_path: Path
-) -> None:
-    assert settle(written(tmp_path, processes, **fsdp(fsdp_reshard_after_forward=reshard))).sharding == sharding
+@pytest.mark.parametrize(("reshard", "fits", "left"), [(True, False, "true"), (False, False, "false"), ("auto", True, "true")])
+def test_auto_is_for_the_plan_and_hidden_from_accelerate(reshard: Any, fits: bool, left: str, tmp_path: Path) -> None:
+    launch = settle(environ := written(tmp_path, 4, **fsdp(fsdp_reshard_after_forward=reshard)))
+    assert launch.gathers_as_fits == fits and environ["FSDP_RESHARD_AFTER_FORWARD"].lower() == left
