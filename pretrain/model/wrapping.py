@@ -79,8 +79,8 @@ def fuse(
 def convert(
     hf: PreTrainedModel, decisions: Mapping[str, Decision], context: PrecisionContext, fused: FusedLayers | None = None
 ) -> None:
-    """Let every module that `decisions` names multiply in low precision where the context's present backend computes; in place, on
-    the same Parameters. Modules inside of `fused` layers stay: the layers multiply by themselves. Called for each backend."""
+    """Let every module that `decisions` names multiply in low precision where the context's present backend computes; in place,
+    on the same Parameters. Modules inside of `fused` layers stay: the layers multiply by themselves. Called for each backend."""
     backend = context.backend
     inside = tuple(f"{name}." for name in fused.layers) if fused else ()
     for name, module in list(hf.named_modules()):
