@@ -130,8 +130,8 @@ def rotation() -> None:
 def loss() -> None:
     kernel = kernels("model.loss.softmax_kernel")
     logits, labels = bf16(64, WORDS), torch.zeros(64, dtype=torch.int64)
-    kernel.softmax_gradient_(logits, labels, IGNORE)
-    kernel.token_losses(logits, labels, IGNORE)
+    for with_gradient in (True, False):
+        kernel.softmax_loss(logits, labels, IGNORE, with_gradient=with_gradient)
     for scale in (None, torch.ones(())):
         kernel.quantized_softmax_gradient(logits, labels, IGNORE, E5M2, torch.zeros(1), scale)
 

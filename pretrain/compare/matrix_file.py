@@ -325,7 +325,7 @@ def _matches(values: Values, entry: Values) -> bool:
 
 def _name_of(values: Values) -> str:
     """A folder's name that says what the run is: `delayed-bf16`, `mxfp8-fp32-linear+head`, `bf16-learning_rate=0.0001`. A
-    key stands there whole where another ends alike: `loss.kind=cce-schedule.kind=cosine`."""
+    key stands there whole where another ends alike: `schedule.kind=cosine`."""
     parts, short = [], {key: key.rpartition(".")[-1] for key in values}
     for key, value in values.items():
         last = short[key] if [*short.values()].count(short[key]) == 1 else key

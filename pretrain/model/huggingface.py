@@ -121,7 +121,7 @@ def _nearest(word: str, known: Iterable[str]) -> str:
     return f"; did you mean `{near[0]}`?" if near else ""
 
 
-def check_architecture(model: PreTrainedModel, length: int, loss: LossSettings, device_type: str) -> None:
+def check_architecture(model: PreTrainedModel, length: int, loss: LossSettings) -> None:
     """InputError for what would be computed differently from the model's own way; a model on the meta device is enough."""
     name, config = type(model).__name__, model.config.get_text_config()
     if model.config.is_encoder_decoder or any(getattr(module, "is_causal", None) is False for module in model.modules()):
@@ -135,7 +135,7 @@ def check_architecture(model: PreTrainedModel, length: int, loss: LossSettings, 
     if between or model.base_model is model:
         raise InputError(f"`model`: {name} is more than layers and a head: {', '.join(between)}; name another model")
     attention.check(model, length)
-    check_loss(model.config, loss, device_type)
+    check_loss(model.config, loss)
 
 
 # ── The model ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────

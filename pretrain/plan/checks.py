@@ -82,11 +82,6 @@ def check_settings(recipe: Recipe, precision: str, world_size: int | None) -> No
             "`batch.microbatch: auto` takes what fits into the memory that is free, and `deterministic: true` needs one cut for "
             "all runs; set a number. `--plan deterministic=false` says what is expected to fit"
         )
-    if recipe.deterministic and recipe.loss.kind == "cce":
-        raise InputError(
-            "`loss.kind: cce` adds its gradients up in the order in which blocks finish, and `deterministic: true` needs one "
-            "order; set `loss.kind: chunked`"
-        )
     if recipe.train.epochs is None:  # otherwise the number of packs decides how many steps there are
         steps = steps_of(recipe.train, recipe.batch.tokens, 0, recipe.data.length)
         schedule.check(recipe.schedule, steps)
@@ -190,9 +185,4 @@ def check_fit(active: ActivePrecision, recipe: Recipe, layers: int | None = None
         raise InputError(
             f"`fp8_config.keep_bf16_layers`: the first {kept.first} and the last {kept.last} of {layers} layers are all of them; "
             f"keep fewer for `precision: {name}`, or set `precision: bf16`"
-        )
-    if active.settings.scope != "linear" and recipe.loss.kind == "cce":
-        raise InputError(
-            f"`loss.kind: cce` and `fp8_config.scope: {active.settings.scope}` contradict each other: cce multiplies by the "
-            "head inside its own kernel, in BF16; set `loss.kind: chunked`, or `scope: linear`"
         )

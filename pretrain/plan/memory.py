@@ -131,12 +131,11 @@ class MemoryEstimate:
             sums = flops.parameters if devices.gathered else on_their_way + (head if flops.tied else 0)
 
         # The gradient of the head, its working copy, and a chunk's own gradient where products do not add that to the sum.
-        chunked = loss.kind == "chunked"
         copied = recipe.weights == "fp32" and products.compute_dtype != "float32" and not devices.sharded
         adds = low_head and loss.penalty is None and products.fuses_head_on(devices.capability)
-        of_head = (4 if chunked else number) + number * (copied and not low_head) + number * (low_head and chunked and not adds)
+        of_head = 4 + number * (copied and not low_head) + number * (low_head and not adds)
         # A chunk's logits are overwritten with their gradient, which in FP8 lies beside them in its layouts.
-        logit = (number + layouts * low_head) * shape.vocabulary if chunked else 0
+        logit = (number + layouts * low_head) * shape.vocabulary
         held = {
             "parameters": values * (4 if recipe.weights == "fp32" else 2),
             "gathered weights": number * in_use,
@@ -152,7 +151,7 @@ class MemoryEstimate:
             loss=head * of_head,
             loss_by_pack=length * 3 * shape.hidden * number,
             logits_by_pack=length * logit,
-            logits_at_most=loss.tokens_at_once * logit if chunked else None,
+            logits_at_most=loss.tokens_at_once * logit,
             backward=4 * on_their_way,
             backward_by_pack=length * _backward(layers, kept),
         )

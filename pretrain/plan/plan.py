@@ -275,7 +275,7 @@ def spend_spare_memory(plan: Plan) -> Plan:
     enough = max(1, FULL_SPEED // plan.recipe.data.length)
     fits = [size for size in plan.microbatch_sizes if size <= min(enough, plan.expected_microbatch)]
     packs = plan.microbatch or max(fits, default=1)
-    if plan.recipe.loss.kind == "chunked" and plan.recipe.loss.chunk == "auto":
+    if plan.recipe.loss.chunk == "auto":
         plan = replace(plan, chunk=_chunk(plan, packs))
     keeping = replace(plan, keeps_rotated=True)
     recomputed = plan.recipe.model.gradient_checkpointing != "none"

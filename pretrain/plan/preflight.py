@@ -255,7 +255,7 @@ def _lay_out(
     built, is none that is trained here, or does not fit one of the run's precisions."""
     check_sizes(recipe, model_config)
     shapes = model.build_on_meta(model_config)
-    model.check_architecture(shapes, recipe.data.length, recipe.loss, device_type)
+    model.check_architecture(shapes, recipe.data.length, recipe.loss)
     flops, decoder = ModelFlops.of(shapes), list(model.decoder_layers(shapes).values())
     for active in actives:
         check_fit(active, recipe, flops.shape.layers)

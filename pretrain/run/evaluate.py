@@ -109,7 +109,7 @@ def held_out_sums(model: PackedLanguageModel, batches: Iterable[Microbatch], acc
     all ranks, FP64: the cross-entropy in nats, the valid labels, and where the loss has a penalty also that."""
     head = model.hf.get_output_embeddings()
     head.take_parts()  # those of earlier forwards do not count
-    total = torch.zeros(3 if head.settings.penalty else 2, dtype=torch.float64, device=accelerator.device)
+    total = torch.zeros(3 if head.penalty else 2, dtype=torch.float64, device=accelerator.device)
     training = model.training
     model.eval()
     for batch in batches:

@@ -127,9 +127,7 @@ PenaltyKind = Literal["non_max_sum", "neg_entropy", "neg_max_prob", "top_k_mass"
 
 
 class LossSettings(Settings):
-    # chunked: a part of the logits at a time; cce: cut-cross-entropy's Triton kernel.
-    kind: Literal["chunked", "cce"] = "chunked"
-    # chunked: tokens whose logits exist at once; auto: 4096; on a GPU more where the vocabulary is small,
+    # Tokens whose logits exist at once; auto: 4096; on a GPU more where the vocabulary is small,
     # and fewer where the memory is.
     chunk: Literal["auto"] | PositiveCount = "auto"
     # Added to each token's cross-entropy, for sharper distributions: 1 - max p, the entropy, -max p, 1 - the sum of the `top_k`
@@ -154,8 +152,6 @@ class LossSettings(Settings):
             raise ValueError("`penalty: top_k_mass` needs `top_k`, how many of the largest probabilities; 5 is usual")
         if self.penalty != "top_k_mass" and self.top_k is not None:
             raise ValueError("`top_k` is for `penalty: top_k_mass`; leave it out, or set that penalty")
-        if self.penalty is not None and self.kind == "cce":
-            raise ValueError("`kind: cce` keeps its logits to itself, so it has no `penalty`; set `kind: chunked`")
         return self
 
 

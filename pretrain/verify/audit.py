@@ -145,7 +145,7 @@ def in_short(audited: Mapping[str, Any]) -> dict[str, str]:
     ]
     if "algorithms" in audited:
         products.append(f"cublasLt's algorithms: {audited['algorithms']}")
-    around = [f"attention {audited['attention']['kind'].removeprefix('packed_')}", f"loss {audited['loss']['kind']}"]
+    around = [f"attention {audited['attention']['kind'].removeprefix('packed_')}"]
     around += [f"gradients {audited['gradients']}", f"fused: {audited['fused']}", f"compiled: {audited['compiled']}"]
     around += ["deterministic"] if audited["deterministic"] != "no" else []
     return {"products": "; ".join(products), "around them": ", ".join(around)}

@@ -285,7 +285,7 @@ class _Check:
         """The loss of a microbatch in two chunks at least, as of training's microbatches, which may be larger."""
         head = self.hf.get_output_embeddings()
         half = -(-step.microbatches[0].input_ids.shape[1] // 2)
-        return holding(head, settings=head.settings.model_copy(update={"chunk": min(head.settings.tokens_at_once, half)}))
+        return holding(head, chunk=min(head.chunk, half))
 
 
 def wrong_in(

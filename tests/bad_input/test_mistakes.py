@@ -59,7 +59,6 @@ SETTINGS = {
     "batch.microbatch=0": "`batch.microbatch",
     "schedule.warmup=100": "`schedule.warmup: 100`",
     "schedule.kind=cosin": "`schedule.kind`",
-    "loss.kind=cce": "loss.kind",
     "loss.penalty_weight=0.1": "`penalty_weight`",
     "loss.penalty=neg_entropy": "`penalty_weight`",
     "loss.penalty=entropy": "`loss.penalty`",

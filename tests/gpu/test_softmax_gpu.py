@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 
 from packing.arrow import IGNORE
 from pretrain.model.loss import softmax_kernel
-from pretrain.model.loss.softmax_kernel import quantized_softmax_gradient
+from pretrain.model.loss.softmax_kernel import quantized_softmax_gradient, softmax_loss
 from pretrain.precision.quantizers import E4M3, E5M2, Grid
 from pretrain.precision.quantizers.tensor import absolute_maximum, decode_scale, quantize, scale_from_amax
 from tests.gpu.interpreted import DEVICE, GPU_OR_INTERPRETER, cuda_only
@@ -50,8 +50,8 @@ def check(logits: Tensor, labels: Tensor, block: int | None = None) -> None:
     ours = logits.clone()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(softmax_kernel, "BLOCK", block or softmax_kernel.BLOCK)
-        alone = softmax_kernel.token_losses(logits, labels, IGNORE)
-        assert torch.equal(softmax_kernel.softmax_gradient_(ours, labels, IGNORE), alone)
+        alone = softmax_loss(logits, labels, IGNORE)
+        assert torch.equal(softmax_loss(ours, labels, IGNORE, with_gradient=True), alone)
     torch.testing.assert_close(alone.double(), losses, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(ours.double(), gradient, rtol=ROUNDING[logits.dtype] + 1e-5, atol=2e-7)
     assert not ours[labels == IGNORE].any()
@@ -86,7 +86,7 @@ def test_extreme_logits_keep_their_digits() -> None:
 def test_what_is_not_finite_shows_in_its_own_token_alone_and_not_where_it_is_ignored(bad: float) -> None:
     logits, labels = draw(6, 40, torch.float32)
     logits[0, 3] = logits[2, 3] = bad  # token 0 is ignored
-    losses = softmax_kernel.softmax_gradient_(logits, labels, IGNORE)
+    losses = softmax_loss(logits, labels, IGNORE, with_gradient=True)
     assert losses.isnan().tolist() == [False, False, True, False, False, False]
     assert logits.isnan().any(1).tolist() == [False, False, True, False, False, False]
 
@@ -102,7 +102,7 @@ def check_quantized(logits: Tensor, labels: Tensor, fp8: torch.dtype, scale: Ten
     """Against the gradient that the other kernel writes in BF16, quantized apart: rows with a scale each, columns with one."""
     grid: Grid = GRIDS[fp8]
     plain = logits.clone()
-    expected_losses = softmax_kernel.softmax_gradient_(plain, labels, IGNORE)
+    expected_losses = softmax_loss(plain, labels, IGNORE, with_gradient=True)
     before = 0.0 if scale is None else 1e-3
     amax = torch.full((1,), before, device=DEVICE)
     losses, gradient = quantized_softmax_gradient(logits, labels, IGNORE, fp8, amax, scale)
@@ -158,5 +158,5 @@ def test_a_chunk_of_more_than_two_to_the_31_logits_is_right_to_its_last_row() ->
         values = decoded(codes, torch.float8_e5m2) * scale_inv
         torch.testing.assert_close(values.double(), gradient, rtol=0.13, atol=2e-9)
     del quantized
-    softmax_kernel.softmax_gradient_(logits, labels, IGNORE)
+    softmax_loss(logits, labels, IGNORE, with_gradient=True)
     torch.testing.assert_close(logits[-64:].double(), gradient, rtol=2**-8 + 1e-5, atol=2e-7)

@@ -1,4 +1,4 @@
-"""The LM head on Transformer Engine's FP8 products, forward and backward at once, chunk by chunk: a `ChunkLoss`.
+"""The LM head on Transformer Engine's FP8 products, forward and backward at once, chunk by chunk.
 
 Here the softmax writes the logits' gradient as FP8 operands, which te.Linear would quantize and transpose from BF16, and the
 product of the weight's gradient adds up in FP32 by itself. The gradient's rows have a scale a token, by which what the hidden
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from packing.arrow import IGNORE
-from pretrain.model.loss.softmax_kernel import QuantizedGradient, quantized_softmax_gradient, softmax_gradient_
+from pretrain.model.loss.softmax_kernel import quantized_softmax_gradient, softmax_loss
 from pretrain.precision import transformer_engine
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.searched import fp8_dtype
@@ -36,14 +36,16 @@ def fused_head(product: TransformerEngineProduct, weight: Tensor, context: Preci
     weight [vocabulary, hidden] FP32 or BF16, quantized in the step's first microbatch. The observers of `context` see each
     operand in BF16, as it stands before it is quantized, and what the first chunk's products give.
     """
+
+    def matrix() -> Tensor:
+        return weight.detach().to(_BF16)
+
     product.begin(torch.empty(0, dtype=_BF16, device=weight.device))  # all that is asked of the input is its dtype and device
     try:
         alone = transformer_engine.is_first_in_forward()
-        quantized, _ = product.weight_operands(
-            lambda: weight.detach().to(_BF16), refresh=context.first_microbatch, differentiable=True
-        )
+        quantized, _ = product.weight_operands(matrix, refresh=context.first_microbatch, differentiable=True)
         if context.observers:
-            context.show(product.name, "weight", weight.detach().to(_BF16), product)
+            context.show(product.name, "weight", matrix(), product)
         yield Fp8ChunkLoss(product, quantized, context)
     finally:
         product.end()
@@ -63,48 +65,36 @@ class Fp8ChunkLoss:
     def __call__(
         self, hidden: Tensor, labels: Tensor, gradients: tuple[Tensor | None, Tensor | None, None], *, first: bool
     ) -> Tensor:
-        """See `ChunkLoss`. No bias: a head that has one is not fused."""
+        """See `head.ChunkLoss`. No bias: a head that has one is not fused."""
         product, x, (d_hidden, d_weight, _) = self.product, hidden.to(_BF16), gradients
         self.context.show(product.name, "input", x, product)
         x = product.operand("input", x, "features", both=d_weight is not None)
         logits = product.multiply("forward", x, self.weight)
         self._show_result("forward", logits, first)
-        losses, codes = self._softmax_gradient(logits, labels)
+        quantizer, te = product.quantizer("grad_output", both=True), product.backend.te
+        # Delayed scaling's scale is the quantizer's, and the chunk's amax goes where its history begins.
+        delayed = product.backend.precision.keeps_history
+        amax = quantizer.amax if delayed else torch.zeros(1, dtype=torch.float32, device=logits.device)
+        scale = quantizer.scale if delayed else None
+        losses, codes = quantized_softmax_gradient(logits, labels, IGNORE, fp8_dtype(te, quantizer.dtype), amax, scale)
         if self.context.observers:
-            softmax_gradient_(logits, labels, IGNORE)  # the logits have been used, and take the gradient in BF16
+            softmax_loss(logits, labels, IGNORE, with_gradient=True)  # the logits have been used, and take the gradient in BF16
             self.context.show(product.name, "grad_output", logits, product)
         del logits
+
+        def operand(rows: Tensor | None, columns: Tensor | None, scale_inv: Tensor) -> Any:
+            options = {"fp8_scale_inv": scale_inv, "fp8_dtype": quantizer.dtype, "fake_dtype": _BF16}
+            return te.Float8TensorStorage(data=rows, data_transpose=columns, **options)
+
         if d_hidden is not None:
-            by_rows = self._operand(codes.rows, None, torch.ones_like(codes.scale_inv))
+            by_rows = operand(codes.rows, None, torch.ones_like(codes.scale_inv))
             product.multiply("dgrad", by_rows, self.weight, d_hidden.dtype, out=d_hidden)
             d_hidden.mul_(codes.rows_scale_inv[:, None])
             self._show_result("dgrad", d_hidden, first)
         if d_weight is not None:
-            product.accumulate(d_weight, self._operand(None, codes.columns, codes.scale_inv), x, overwrite=first)
+            product.accumulate(d_weight, operand(None, codes.columns, codes.scale_inv), x, overwrite=first)
             self._show_result("wgrad", d_weight, first)
         return losses
-
-    def _softmax_gradient(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, QuantizedGradient]:
-        """Delayed scaling's scale is the quantizer's, and the chunk's amax goes where its history begins."""
-        quantizer, backend = self._gradient_quantizer, self.product.backend
-        fp8 = fp8_dtype(backend.te, quantizer.dtype)
-        if backend.precision.keeps_history:
-            return quantized_softmax_gradient(logits, labels, IGNORE, fp8, quantizer.amax, quantizer.scale)
-        amax = torch.zeros(1, dtype=torch.float32, device=logits.device)
-        return quantized_softmax_gradient(logits, labels, IGNORE, fp8, amax, None)
-
-    def _operand(self, rows: Tensor | None, columns: Tensor | None, scale_inv: Tensor) -> Any:
-        return self.product.backend.te.Float8TensorStorage(
-            data=rows,
-            data_transpose=columns,
-            fp8_scale_inv=scale_inv,
-            fp8_dtype=self._gradient_quantizer.dtype,
-            fake_dtype=_BF16,
-        )
-
-    @property
-    def _gradient_quantizer(self) -> Any:
-        return self.product.quantizer("grad_output", both=True)
 
     def _show_result(self, gemm: str, result: Tensor, first: bool) -> None:
         if first:

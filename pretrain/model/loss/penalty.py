@@ -34,13 +34,6 @@ class Penalty:
     weight: float
     top_k: int = 1
 
-    def of_logits(self, logits: Tensor) -> Tensor:
-        """[..., vocabulary] FP32 -> the penalties [...], without the weight; by autograd, with all of it in memory."""
-        log_p = logits.log_softmax(dim=-1)
-        if self.kind == "neg_entropy":
-            return torch.special.entr(log_p.exp()).sum(dim=-1)
-        return self._from_mass(log_p.topk(self.top_k, dim=-1).values.exp().sum(dim=-1))
-
     def gradient_(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Overwrite logits [n, vocabulary] with the gradient of cross-entropy + weight x penalty; return both, [2, n] FP32.
 
@@ -60,7 +53,12 @@ class Penalty:
         for rows in _rows(logits):
             scores = logits[rows].float()
             both[0, rows] = F.cross_entropy(scores, labels[rows], ignore_index=IGNORE, reduction="none")
-            both[1, rows] = self.of_logits(scores).masked_fill_(labels[rows] == IGNORE, 0)
+            log_p = scores.log_softmax(dim=-1)
+            if self.kind == "neg_entropy":
+                penalties = torch.special.entr(log_p.exp()).sum(dim=-1)
+            else:
+                penalties = self._from_mass(log_p.topk(self.top_k, dim=-1).values.exp().sum(dim=-1))
+            both[1, rows] = penalties.masked_fill_(labels[rows] == IGNORE, 0)
         return both
 
     def _overwrite(self, scores: Tensor, labels: Tensor) -> Tensor:

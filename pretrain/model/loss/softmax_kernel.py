@@ -73,10 +73,16 @@ def _softmax_loss(
     logits,  # [n, vocabulary]
     labels,  # int64 [n]
     losses,  # FP32 [n]
+    maxima,  # FP32 [n]: largest scores; as the four below None where no codes follow
+    reciprocals,  # FP32 [n]: of the sums of exponentials
+    scales,  # FP32 [n]: what bring the labels' entries to the largest value of `fp8`
+    scales_inv,  # FP32 [n]
+    amax,  # FP32 [1]: raised to the gradient's largest magnitude
     ignore: tl.constexpr,
     vocabulary: tl.constexpr,
     block: tl.constexpr,
-    with_gradient: tl.constexpr,
+    with_gradient: tl.constexpr,  # written over the logits
+    fp8: tl.constexpr,
 ):
     token = tl.program_id(0)
     row = logits + tl.cast(token, tl.int64) * vocabulary  # 64 bits: a chunk may have more than 2**31 logits
@@ -85,8 +91,17 @@ def _softmax_loss(
     target = target_score(row, label, vocabulary)
     maximum, total = row_sums(row, vocabulary, block)
     tl.store(losses + token, tl.where(label == ignore, 0.0, tl.log(total) + (maximum - target)))
+    reciprocal = 1.0 / total
+    if maxima is not None:
+        magnitude = tl.abs(score_gradient(target, maximum, reciprocal, 1.0).to(logits.dtype.element_ty).to(tl.float32))
+        magnitude = tl.where(label == ignore, 0.0, magnitude)
+        record_amax(amax, magnitude + tl.zeros((1,), tl.float32))
+        scale = scale_from_amax(magnitude, fp8)
+        tl.store(scales + token, scale)
+        tl.store(scales_inv + token, inverse(scale))
+        tl.store(maxima + token, maximum)
+        tl.store(reciprocals + token, reciprocal)
     if with_gradient:
-        reciprocal = 1.0 / total
         for start in range(0, vocabulary, block):
             column = start + tl.arange(0, block)
             inside = column < vocabulary
@@ -96,36 +111,28 @@ def _softmax_loss(
             tl.store(row + column, gradient.to(row.dtype.element_ty), mask=inside)
 
 
-def softmax_gradient_(logits: Tensor, labels: Tensor, ignore: int) -> Tensor:
-    """Overwrite logits [n, vocabulary], FP32 or BF16, with softmax - one_hot(label); return the losses [n], FP32.
-
-    labels [n] int64; both results are zero where they are `ignore`. ValueError for logits whose rows do not follow each other.
-    """
-    return _run(logits, labels, ignore, with_gradient=True)
-
-
-def token_losses(logits: Tensor, labels: Tensor, ignore: int) -> Tensor:
-    """The losses alone, [n] FP32, the same bits as those of `softmax_gradient_`; logits stay as they are."""
-    return _run(logits, labels, ignore, with_gradient=False)
-
-
-def _run(logits: Tensor, labels: Tensor, ignore: int, *, with_gradient: bool) -> Tensor:
-    _check_rows(logits)
+def softmax_loss(
+    logits: Tensor,
+    labels: Tensor,
+    ignore: int,
+    *statistics: Tensor,
+    with_gradient: bool = False,
+    fp8: tl.dtype | None = None,
+) -> Tensor:
+    """The losses [n], FP32, of logits [n, vocabulary], FP32 or BF16, contiguous; `with_gradient` overwrites these with
+    softmax - one_hot(label). labels [n] int64; both results are zero where they are `ignore`. `statistics`, `fp8`: what codes of
+    the gradient need, as `_softmax_loss` has it."""
     n, vocabulary = logits.shape
     losses = torch.empty(n, dtype=torch.float32, device=logits.device)
     block = min(BLOCK, triton.next_power_of_2(vocabulary))
     with torch.cuda.device_of(logits):
         _softmax_loss[(n,)](
-            *(logits, labels.contiguous(), losses, ignore, vocabulary, block, with_gradient),
+            *(logits, labels.contiguous(), losses, *(statistics or [None] * 5)),
+            *(ignore, vocabulary, block, with_gradient, fp8),
             num_warps=WARPS,
             enable_fp_fusion=False,
         )
     return losses
-
-
-def _check_rows(logits: Tensor) -> None:
-    if logits.dim() != 2 or not logits.is_contiguous():
-        raise ValueError(f"logits of shape {list(logits.shape)} and strides {logits.stride()} are not rows one after the other")
 
 
 # ── The gradient in FP8 ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -139,38 +146,6 @@ class QuantizedGradient(NamedTuple):
     columns: Tensor
     rows_scale_inv: Tensor
     scale_inv: Tensor
-
-
-@triton.jit
-def _softmax_statistics(
-    logits,  # [n, vocabulary]
-    labels,  # int64 [n]
-    losses,  # FP32 [n]
-    maxima,  # FP32 [n]: largest scores
-    reciprocals,  # FP32 [n]: of the sums of exponentials
-    scales,  # FP32 [n]: what bring the labels' entries to the largest value of `fp8`
-    scales_inv,  # FP32 [n]
-    amax,  # FP32 [1]: raised to the gradient's largest magnitude
-    ignore: tl.constexpr,
-    fp8: tl.constexpr,
-    vocabulary: tl.constexpr,
-    block: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64)
-    row = logits + token * vocabulary
-    label = tl.load(labels + token)
-    target = target_score(row, label, vocabulary)
-    maximum, total = row_sums(row, vocabulary, block)
-    reciprocal = 1.0 / total
-    magnitude = tl.abs(score_gradient(target, maximum, reciprocal, 1.0).to(logits.dtype.element_ty).to(tl.float32))
-    magnitude = tl.where(label == ignore, 0.0, magnitude)
-    record_amax(amax, magnitude + tl.zeros((1,), tl.float32))
-    scale = scale_from_amax(magnitude, fp8)
-    tl.store(scales + token, scale)
-    tl.store(scales_inv + token, inverse(scale))
-    tl.store(losses + token, tl.where(label == ignore, 0.0, tl.log(total) + (maximum - target)))
-    tl.store(maxima + token, maximum)
-    tl.store(reciprocals + token, reciprocal)
 
 
 @triton.jit
@@ -215,21 +190,15 @@ def quantized_softmax_gradient(
     value, is what to multiply columns by, as delayed scaling has it; None takes it from `amax`, which then must come as zero.
     labels [n] int64; where they are `ignore`, losses and gradient are zero.
     """
-    _check_rows(logits)
     n, vocabulary = logits.shape
     labels = labels.contiguous()
-    losses, maxima, reciprocals, rows_scale, rows_scale_inv = torch.empty(5, n, dtype=torch.float32, device=logits.device)
+    maxima, reciprocals, rows_scale, rows_scale_inv = torch.empty(4, n, dtype=torch.float32, device=logits.device)
     rows, columns = (torch.empty(shape, dtype=torch.uint8, device=logits.device) for shape in ((n, vocabulary), (vocabulary, n)))
     scale_inv = torch.empty(1, dtype=torch.float32, device=logits.device)
     # Tiles must lie inside. Sizes that FP8 products take are multiples of 16, and those in use of 64 at least.
     tile = math.gcd(n, FP8_TILE[0]), math.gcd(vocabulary, FP8_TILE[1])
+    losses = softmax_loss(logits, labels, ignore, maxima, reciprocals, rows_scale, rows_scale_inv, amax, fp8=TYPES[fp8])
     with torch.cuda.device_of(logits):
-        _softmax_statistics[(n,)](
-            *(logits, labels, losses, maxima, reciprocals, rows_scale, rows_scale_inv, amax),
-            *(ignore, TYPES[fp8], vocabulary, min(BLOCK, triton.next_power_of_2(vocabulary))),
-            num_warps=WARPS,
-            enable_fp_fusion=False,
-        )
         _softmax_quantized_gradient[(n // tile[0], vocabulary // tile[1])](
             *(logits, labels, maxima, reciprocals, rows_scale, amax, scale, rows, columns, scale_inv, n, vocabulary),
             *(ignore, TYPES[fp8], *tile),

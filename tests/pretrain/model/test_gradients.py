@@ -17,7 +17,7 @@ from pretrain.model.huggingface import round_weights
 from pretrain.model.packed import PackedLanguageModel, forward_backward
 from pretrain.optimizer.adamw import ExactAdamW, build_optimizer, clear_gradients, clip_coefficient, gradient_norm
 from pretrain.optimizer.exact_weights import convert_weight
-from pretrain.settings.recipe import LossSettings, OptimizerSettings
+from pretrain.settings.recipe import OptimizerSettings
 from tests.pretrain.model.adding_product import AddsToTheSum
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -216,7 +216,7 @@ def test_exact_bf16_weights_walk_the_trajectory_of_fp32_weights_bit_for_bit(
     changes = {"qwen3": {}, "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0}, "qwen3_moe": moe}[kind]
     fp32, exact = build_model(kind, cast_to=BF16, **changes), build_model(kind, **changes)
     for model in (fp32, exact):
-        model.hf.get_output_embeddings().settings = LossSettings(chunk=16)
+        model.hf.get_output_embeddings().chunk = 16
     steps = [step_of(random_packs, microbatches, seed) for seed in range(4)]
     walked = trajectory(fp32.train(), steps, accelerator, False), trajectory(exact.train(), steps, accelerator, True)
     assert {parameter.dtype for parameter in exact.parameters()} == {BF16}

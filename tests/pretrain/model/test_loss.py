@@ -76,7 +76,7 @@ def test_chunked_loss_and_gradients_are_exact_to_fp32_rounding(
     torch.manual_seed(seed)
     states, linear, labels = problem(tokens, hidden, vocabulary, ignored, bias=bias)
     value, gradients = exact(states, linear, labels, scale)
-    head = LossHead.replacing(linear, LossSettings(kind="chunked", chunk=chunk))
+    head = LossHead.replacing(linear, LossSettings(chunk=chunk))
     ours = head(states, labels)
     (ours * scale).backward()
     assert ours.dtype == torch.float32 and ours.shape == ()
@@ -91,7 +91,7 @@ def test_bf16_stays_within_the_rounding_of_its_factors(weights: torch.dtype) -> 
     states, linear, labels = problem(512, 64, 1000, 0.1)
     value, gradients = exact(states, linear, labels, 1 / 460)
     linear.to(weights)
-    head = LossHead.replacing(linear, LossSettings(kind="chunked", chunk=128))
+    head = LossHead.replacing(linear, LossSettings(chunk=128))
     ours = head(states.bfloat16(), labels)
     (ours / 460).backward()
     assert relative_error(ours, value) < 1e-4  # 512 rounding errors of 2^-9 of a logit average out
@@ -179,9 +179,4 @@ def test_chunks_cover_every_token_once_in_at_most_two_sizes(tokens: int, chunk: 
 )
 def test_a_model_that_changes_its_logits_is_refused(model_type: str, changes: dict, key: str) -> None:
     with pytest.raises(InputError, match=key):
-        loss.check(AutoConfig.for_model(model_type, **changes), LossSettings(), "cpu")
-
-
-def test_cce_on_a_cpu_is_an_error_with_the_remedy() -> None:
-    with pytest.raises(InputError, match=r"loss.kind: cce needs .*set loss.kind: chunked"):
-        loss.check(AutoConfig.for_model("qwen3"), LossSettings(kind="cce"), "cpu")
+        loss.check(AutoConfig.for_model(model_type, **changes), LossSettings())

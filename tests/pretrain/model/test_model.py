@@ -113,7 +113,7 @@ def test_packed_loss_and_gradients_are_those_of_separate_documents(kind: str, re
 def _agrees_with_plain_transformers(chosen: ModelSettings, backend: str, *, fused: bool = False) -> None:
     documents, inputs = two_packs()
     packed = packed_model(chosen, backend=backend).train()
-    model.check_architecture(packed.hf, 32, LossSettings(), "cpu")
+    model.check_architecture(packed.hf, 32, LossSettings())
     if fused:
         packed.fused = fuse(model.decoder_layers(packed.hf), {}, Arithmetic(packed.context))
         assert not packed.fused.left_out
@@ -255,5 +255,5 @@ def test_architectures_that_packing_would_change_are_refused(kind: str, changes:
     shape = {key: value for key, value in SHAPES.get(kind, SHAPES["llama"]).items() if key in known} | changes
     shapes = model.build_on_meta(model.load_config(ModelSettings(config={"model_type": kind, "vocab_size": VOCABULARY, **shape})))
     with pytest.raises(InputError) as error:
-        model.check_architecture(shapes, 64, LossSettings(), "cpu")
+        model.check_architecture(shapes, 64, LossSettings())
     assert said in str(error.value)

@@ -162,6 +162,6 @@ def test_no_operation_ever_makes_more_than_one_chunk_of_logits(kind: str, grad: 
 
 def test_as_many_as_the_vocabulary_has_words_are_refused() -> None:
     config = AutoConfig.for_model("qwen3", vocab_size=61)
-    loss.check(config, settings_of("top_k_mass", 0.1, 60), "cpu")
+    loss.check(config, settings_of("top_k_mass", 0.1, 60))
     with pytest.raises(InputError, match=r"`loss\.top_k: 61`"):
-        loss.check(config, settings_of("top_k_mass", 0.1, 61), "cpu")
+        loss.check(config, settings_of("top_k_mass", 0.1, 61))

@@ -270,9 +270,9 @@ def test_fallback_is_to_delayed_scaling_where_the_device_has_that_and_else_to_bf
 # ── What a precision cannot take ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def check(precision: str, *, length: int = 128, layers: int = 4, loss: str = "chunked", **fp8_config: Any) -> None:
+def check(precision: str, *, length: int = 128, layers: int = 4, **fp8_config: Any) -> None:
     values = {"name": "small", "model": {"source": "somewhere"}, "train": {"steps": 10}, "precision": precision}
-    values |= {"data": {"packs": "packs", "length": length}, "loss": {"kind": loss}}
+    values |= {"data": {"packs": "packs", "length": length}}
     recipe = parse(Recipe, values | {"fp8_config": fp8_config | {"backend": "emulation"}}, "recipe.yaml")
     check_fit(select_precision(recipe.precision, recipe.fp8_config, CPU), recipe, layers)
 
@@ -289,10 +289,3 @@ def test_a_layer_must_be_left_to_the_precision() -> None:
     check("delayed", layers=4, keep_bf16_layers={"first": 1, "last": 2})
     with pytest.raises(InputError, match=r"`fp8_config.keep_bf16_layers`: .* of 4 layers are all of them"):
         check("delayed", layers=4, keep_bf16_layers={"first": 2, "last": 2})
-
-
-def test_a_loss_with_a_kernel_of_its_own_leaves_the_head_out() -> None:
-    check("delayed", loss="cce")
-    check("bf16", length=33, layers=1, loss="cce", scope="linear+head", keep_bf16_layers={"first": 1})
-    with pytest.raises(InputError, match=r"`loss.kind: cce` and `fp8_config.scope: linear\+head` contradict"):
-        check("delayed", loss="cce", scope="linear+head")

@@ -19,6 +19,7 @@ from packing.batch import Batching
 from packing.order import MixedPacks
 from packing.settings import DataSettings
 from packing.store import open_packs
+from pretrain.model.loss.head import LossHead
 from pretrain.run.evaluate import figures_of, held_out_figures, held_out_sums
 from pretrain.run.running import BestEvaluation
 from pretrain.run.sampling import sample
@@ -85,7 +86,8 @@ def test_the_figures_of_several_sources_are_those_of_all_their_tokens(
 ) -> None:
     parts = {"a": held_out, "b": open_packs(DataSettings(packs=small_packs, length=32), "train")}
     packed = build_model()
-    packed.hf.get_output_embeddings().settings = LossSettings(chunk=16, penalty=penalty, penalty_weight=penalty and 0.1)
+    loss = LossSettings(chunk=16, penalty=penalty, penalty_weight=penalty and 0.1)
+    packed.hf.set_output_embeddings(LossHead.replacing(packed.hf.get_output_embeddings(), loss))
 
     def figures(packs: Packs) -> dict[str, float]:
         return held_out_figures(job_of(packs, None), packed, accelerator)
