@@ -24,7 +24,7 @@ from pretrain.compare.comparison import RunComparison, Standing, machine_of, mov
 from pretrain.compare.fairness import last_steps
 from pretrain.compare.figures import label_of_end, model_name, range_after_the_fall
 from pretrain.compare.seed_groups import SeedComparison
-from pretrain.metrics.run_folder import PROFILE_FILE, STATISTICS_FILE
+from pretrain.metrics.run_folder import STATISTICS_FILE
 from pretrain.metrics.run_record import RunRecord
 from pretrain.settings.config import flatten
 
@@ -40,7 +40,6 @@ MANY = 3  # runs, beyond which those that agree are "all others"
 REST, PROCESS, UNUSED = "the rest of the peak", "the process, whole", "reserved, not used"
 # The plan's names of what a run holds from step to step, as the audit calls what it has measured.
 _HELD = {"parameters": "weights", "remainder bits": "remainders", "optimizer moments": "moments", "gradients": "gradients"}
-_PROFILE_ROW = re.compile(r"^\| +([a-z][^|*]*?) +\| +([0-9.]+) +\|", re.MULTILINE)
 _OF_A_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.(.*)")
 # Of an audit, what has a place of its own or is of no use to a reader.
 _AUDIT_APART = ("precision", "effective", "backend", "computed_by", "products", "precisions", "phases", "schedule", "memory")
@@ -290,9 +289,7 @@ def bars_figure(rows: Mapping[str, Mapping[str, float]], unit: str) -> Figure:
 
 
 def step_time(run: RunRecord) -> dict[str, float] | None:
-    """Milliseconds of a step by part: of the profiled one where `--profile` was on, else of a median one, waiting apart."""
-    if (profile := run.path / PROFILE_FILE).is_file():
-        return {part: float(ms) for part, ms in _PROFILE_ROW.findall(profile.read_text(encoding="utf-8"))}
+    """Milliseconds of a median step, waiting for data apart."""
     step_ms, share = run.summary.get("step_ms"), run.summary.get("data_wait_share")
     if step_ms is None or share is None or run.side_by_side:
         return None

@@ -25,7 +25,6 @@ METRICS_FILE = "metrics.jsonl"
 AUDIT_FILE = "audit.json"  # what runs in which precision, as it was found
 SUMMARY_FILE = "summary.json"  # written at a run's end
 STATISTICS_FILE = "fp8_statistics.jsonl"  # of quantized operands; `pretrain.metrics.precision_health` writes it
-PROFILE_FILE = "profile.md"  # where a step's time went; `pretrain.metrics.profile` writes it
 TRACKERS_FILE = "trackers.json"  # which run each tracker goes on with; `pretrain.metrics.trackers` writes it
 _BEFORE_CONFIG = {MATRIX_FILE, STATISTICS_FILE}  # what may be there of a run that was killed before it wrote its config.yaml
 _OF_EVERY_RECIPE = {"name", "run_dir", "model", "data", "batch", "optimizer", "train", "weights"}  # keys of a run's config.yaml

@@ -16,6 +16,7 @@ from pretrain.metrics.console import Console
 from pretrain.metrics.gradient_statistics import gradient_statistics
 from pretrain.metrics.health import StepDecision
 from pretrain.metrics.peaks import peak
+from pretrain.metrics.profile import TABLE_FILE
 from pretrain.metrics.recorder import Recorder, joules_of
 from pretrain.metrics.run_folder import RunFolder, describe_environment
 from pretrain.metrics.run_record import RunRecord, last_screen, read_finished, read_metrics, read_run, summary
@@ -150,7 +151,7 @@ def log(run: Run, figures: dict[str, Any], *, data_wait_ms: float) -> None:
     run.trackers.log(record)
     run.console.step(record, show=due(run.state.step, run.job.recipe.log.every) or run.state.finished)
     if run.profile and run.profile.step == run.state.step:
-        run.console.notice(run.profile.table(data_wait_ms))
+        run.console.notice(f"profile of this step: {run.folder.path / TABLE_FILE}")
 
 
 # ── The end ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
