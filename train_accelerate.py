@@ -34,12 +34,11 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from foundation.signals import StopRequest
 from packing.batch import Prefetch, StepBatches
 from pretrain.checkpoint.state import TrainState, seed_step
-from pretrain.metrics.console import Console
+from pretrain.metrics.console import Console, Waited, since_the_command
 from pretrain.metrics.health import Health, StepDecision
 from pretrain.metrics.profile import StepProfile
 from pretrain.metrics.run_folder import RunFolder, check_free
 from pretrain.metrics.trackers import resolve
-from pretrain.metrics.waited import Waited, since_the_command
 from pretrain.model import distributed, sharding
 from pretrain.model.packed import forward_backward, same_on_all_ranks
 from pretrain.model.wrapping import wrap_layers

@@ -92,7 +92,7 @@ def _launch(
     import torch
 
     import train_accelerate
-    from pretrain.metrics.jsonl import JsonlTracker
+    from pretrain.metrics.trackers import JsonlTracker
     from pretrain.run import recording
     from tests.blank_picture import plot_losses
 

@@ -1,30 +1,30 @@
-"""What the user sees: how the run begins, a line a step, evaluations, samples, and where everything is at the end.
+"""What the user sees and waits for: how the run begins, a line a step, evaluations, samples, and where everything is at the end.
 
-Lines are never rewritten, so a log file reads and greps like the screen. A narrow terminal drops the least important figures.
-What takes long has a bar below them, on a terminal only (`foundation.progress`).
+Lines are never rewritten, so a log file reads and greps like the screen. What takes long has a bar below them, on a terminal only
+(`foundation.progress`).
 """
 
 from __future__ import annotations
 
 import math
 import os
-import re
-import shutil
 import statistics
 import sys
 import textwrap
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TextIO
 
+import psutil
 from tqdm import tqdm
 
+from foundation.progress import Progress
 from foundation.tables import or_dash
 from foundation.units import count, duration, memory, percent, three_digits
 
 INDENT = "  "
-SAMPLE_WIDTH, WIDEST = 96, 100
-LEAST_ROOM = 20  # columns, below which text is not wrapped to fit
+SAMPLE_WIDTH = 96
 BOLD, DIM, YELLOW, PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[33m", "\x1b[0m"
 
 
@@ -37,20 +37,15 @@ class Console:
         self.stream = stream or sys.stdout
         self._first_end: tuple[int, float] | None = None  # the first step of this process, which compiles, and when it ended
         self._since_line: list[Mapping[str, Any]] = []  # steps that no line has told of yet
-        self._told_of_means = False
-        self._terminal = self.stream.isatty()
-        self._shades = self._terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        self._shades = self.stream.isatty() and not os.environ.get("NO_COLOR")
 
     def panel(self, title: str, rows: Mapping[str, str], commands: Mapping[str, str] | None = None) -> None:
         """The first and the last screen: a title, aligned `label  text` rows, and commands to run next with what each does."""
         self._write("", self._shade(BOLD, title))
-        width = max((len(label) for label in rows), default=0) + 2
-        room = max((self._columns or sys.maxsize) - len(INDENT) - width, LEAST_ROOM)
+        width = max(map(len, rows), default=0) + 2
         for label, text in rows.items():
-            # A path or a command is not broken.
-            wrapped = (textwrap.wrap(line, room, break_long_words=False, break_on_hyphens=False) for line in text.splitlines())
-            first, *rest = [piece for pieces in wrapped for piece in pieces or [""]] or [""]
-            self._write(f"{INDENT}{self._shade(DIM, label.ljust(width))}{first}", *(INDENT + " " * width + line for line in rest))
+            indented = text.replace("\n", "\n" + INDENT + " " * width)
+            self._write(f"{INDENT}{self._shade(DIM, label.ljust(width))}{indented}")
         for what, command in (commands or {}).items():
             self._write("", f"{INDENT}{self._shade(DIM, what)}", f"{INDENT}{INDENT}{command}")
         self._write("")
@@ -63,13 +58,9 @@ class Console:
         if self._first_end is None:
             self._first_end = record["step"], time.monotonic()
         self._since_line.append(record)
-        if not show:
-            return
-        if len(self._since_line) > 1 and not self._told_of_means:
-            self._told_of_means = True
-            self._write(self._shade(DIM, "loss, tok/s, MFU, data: means since the line before; lr, grad: of the step"))
-        self._write(self._fit(self._figures(record | _means(self._since_line))))
-        self._since_line.clear()
+        if show:
+            self._write("   ".join(self._figures(record)))
+            self._since_line.clear()
 
     def evaluation(self, record: Mapping[str, Any], seconds: float) -> None:
         """Held-out loss and perplexity, from the evaluation's metrics object, and the seconds it took."""
@@ -86,7 +77,7 @@ class Console:
         """How the model continued `prompt`, behind a margin. Control characters in either are shown as escapes."""
         self._write(f"{INDENT}{self._shade(DIM, 'sample after')} {_visible(prompt)}")
         for line in _visible(text).split("\n"):
-            for piece in textwrap.wrap(line, min(SAMPLE_WIDTH, max((self._columns or WIDEST) - 4, LEAST_ROOM))) or [""]:
+            for piece in textwrap.wrap(line, SAMPLE_WIDTH) or [""]:
                 self._write(f"{INDENT}{self._shade(DIM, '│')} {piece}")
 
     def notice(self, text: str) -> None:
@@ -97,46 +88,40 @@ class Console:
         """Something the user should look at; the run goes on."""
         self._write(self._shade(YELLOW, f"WARNING  {text}"))
 
-    def _figures(self, record: Mapping[str, Any]) -> list[tuple[int, str]]:
-        """(rank, text) of every figure on a step's line, in order and of constant width. The highest rank is dropped first."""
-        loss, penalty = (or_dash(record.get(key), "{:.4f}".format).rjust(7) for key in ("loss", "penalty"))
-        figures = [
-            (0, f"{self._shade(DIM, 'step')} {self._position(record['step'])}"),
-            (0, f"{self._shade(DIM, 'loss')} {self._shade(BOLD, loss)}"),
-            *([(3, f"{self._shade(DIM, 'penalty')} {penalty}")] if "penalty" in record else []),
-            (1, f"{self._shade(DIM, 'lr')} {record['learning_rate']:.2e}"),
-            (2, f"{self._shade(DIM, 'grad')} {_gradient(record['gradient_norm']):>6}"),
-            (3, f"{count(record['tokens_per_second']):>6} {self._shade(DIM, 'tok/s')}"),
-        ]
+    def _figures(self, record: Mapping[str, Any]) -> Iterator[str]:
+        """Yields every figure of a step's line, in order and of constant width."""
+        loss, penalty = (or_dash(self._mean(key), "{:.4f}".format).rjust(7) for key in ("loss", "penalty"))
+        milliseconds = math.fsum(each["step_ms"] for each in self._since_line)
+        yield f"{self._shade(DIM, 'step')} {self._position(record['step'])}"
+        yield f"{self._shade(DIM, 'loss')} {self._shade(BOLD, loss)}"
+        if "penalty" in record:
+            yield f"{self._shade(DIM, 'penalty')} {penalty}"
+        yield f"{self._shade(DIM, 'lr')} {record['learning_rate']:.2e}"
+        yield f"{self._shade(DIM, 'grad')} {_gradient(record['gradient_norm']):>6}"
+        yield f"{count(self._rate('tokens_per_second', milliseconds)):>6} {self._shade(DIM, 'tok/s')}"
         if "mfu_bf16_peak" in record:
-            figures.append((5, f"{self._shade(DIM, 'MFU')} {percent(record['mfu_bf16_peak']):>6}"))
+            yield f"{self._shade(DIM, 'MFU')} {percent(self._rate('mfu_bf16_peak', milliseconds)):>6}"
         elif "tflops" in record:
-            figures.append((8, f"{three_digits(record['tflops']):>6} {self._shade(DIM, 'TFLOP/s')}"))
-        return [
-            *figures,
-            (6, f"{memory(record['memory_gib']):>9}"),
-            (7, f"{self._shade(DIM, 'data')} {percent(record['data_wait_ms'] / record['step_ms']):>6}"),
-            (4, f"{self._time_left(record['step']):>9} {self._shade(DIM, 'left')}"),
-        ]
+            yield f"{three_digits(self._rate('tflops', milliseconds)):>6} {self._shade(DIM, 'TFLOP/s')}"
+        yield f"{memory(record['memory_gib']):>9}"
+        waited = math.fsum(each["data_wait_ms"] for each in self._since_line)
+        yield f"{self._shade(DIM, 'data')} {percent(waited / milliseconds):>6}"
+        yield f"{self._time_left(record['step']):>9} {self._shade(DIM, 'left')}"
+
+    def _mean(self, key: str) -> float | None:
+        """Over the finite values since the line before; NaN where none is finite, None where no step has a label."""
+        known = [record[key] for record in self._since_line if record.get(key) is not None]
+        finite = [value for value in known if math.isfinite(value)]
+        return statistics.fmean(finite or [math.nan]) if known else None
+
+    def _rate(self, key: str, milliseconds: float) -> float:
+        """The rate `key` over all of their time."""
+        return math.fsum(record[key] * record["step_ms"] for record in self._since_line) / milliseconds
 
     def _time_left(self, step: int) -> str:
         """Returns what is left by the mean time of a step so far, with what goes by between steps, but without the first one."""
         first, ended = self._first_end
         return duration((self.total_steps - step) * (time.monotonic() - ended) / (step - first)) if step > first else "…"
-
-    def _fit(self, figures: list[tuple[int, str]]) -> str:
-        """The figures in one line; on a terminal only those that its width has room for, always those of rank 0."""
-        while True:
-            line = "   ".join(text for _, text in figures)
-            shown = re.sub(r"\x1b\[\d+m", "", line)  # shades take no width
-            if self._columns is None or len(shown) <= self._columns or not max(rank for rank, _ in figures):
-                return line
-            figures.remove(max(figures, key=lambda figure: figure[0]))
-
-    @property
-    def _columns(self) -> int | None:
-        """The columns of the terminal, which may be resized; None where there is none."""
-        return shutil.get_terminal_size().columns if self._terminal else None
 
     def _position(self, step: int) -> str:
         return f"{step:>{len(str(self.total_steps))}}/{self.total_steps}"
@@ -161,20 +146,6 @@ class Console:
                 os.dup2(nowhere.fileno(), self.stream.fileno())
 
 
-def _means(records: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """What a line says of several steps: of their losses and penalties that are numbers the means, None where no step has a
-    label; speeds by all tokens over all their time."""
-    times = [record["step_ms"] for record in records]
-    rates = [key for key in ("tokens_per_second", "mfu_bf16_peak", "tflops") if all(key in record for record in records)]
-    means = {key: math.fsum(r[key] * ms for r, ms in zip(records, times, strict=True)) / math.fsum(times) for key in rates}
-    means |= {key: statistics.fmean(record[key] for record in records) for key in ("step_ms", "data_wait_ms")}
-    for key in ("loss", "penalty"):
-        known = [record[key] for record in records if record.get(key) is not None]
-        if key in records[0]:
-            means[key] = statistics.fmean([value for value in known if math.isfinite(value)] or [math.nan]) if known else None
-    return means
-
-
 def _gradient(norm: float) -> str:
     """0.412, 1.52, 38.1, 4120, 2e+07: six characters at most."""
     return three_digits(norm) if norm < 999.5 else f"{norm:.0f}" if norm < 1e6 else f"{norm:.0e}"
@@ -183,3 +154,45 @@ def _gradient(norm: float) -> str:
 def _visible(text: str) -> str:
     """`text` with its control characters but line feeds as escapes: a sample must not move the cursor or ring the bell."""
     return "".join(char if char == "\n" or char.isprintable() else f"\\x{ord(char):02x}" for char in text.replace("\t", "    "))
+
+
+class Waited:
+    """A clock of parts, of which one runs at any time, so that each second since the command belongs to one and they add up.
+    `shown=False`, as on all processes but the main one, shows no progress.
+
+    Parts in use: start, packs, checks, training, evaluation, saves, end. `already`: seconds that have passed, in `start`.
+    """
+
+    def __init__(self, *, shown: bool = True, already: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self.shown = shown
+        self._clock = clock
+        self._part, self._since = "start", clock() - already
+        self._seconds: dict[str, float] = {}
+
+    def go_on_to(self, part: str) -> str:
+        """Counts time to `part` from now on; returns the part that it belonged to."""
+        before, now = self._part, self._clock()
+        self._seconds[before] = self._seconds.get(before, 0.0) + now - self._since
+        self._part, self._since = part, now
+        return before
+
+    @contextmanager
+    def on(self, part: str, task: str, unit: str = "", **progress: object) -> Iterator[Progress]:
+        """Counts the time of the block to `part`, and a terminal shows how far `task` is (`foundation.progress`)."""
+        before = self.go_on_to(part)
+        try:
+            with Progress(task, unit, self.shown, in_logs=False, **progress) as shown:
+                yield shown
+        finally:
+            self.go_on_to(before)
+
+    def describe(self) -> str:
+        """`1 m 48 s: start 8.1 s, checks 2.3 s, ...`; what took less than a twentieth of a second is left out."""
+        self.go_on_to(self._part)
+        listed = ", ".join(f"{part} {duration(seconds)}" for part, seconds in self._seconds.items() if seconds >= 0.05)
+        return f"{duration(sum(self._seconds.values()))}: {listed}"
+
+
+def since_the_command() -> float:
+    """Seconds since this process began, whose imports take long."""
+    return time.time() - psutil.Process().create_time()

@@ -6,14 +6,14 @@ model FLOPs utilisation (MFU), not hardware utilisation.
 Each token attends to the earlier tokens of its own document only, so attention's cost grows with the sum of squared document
 lengths. With documents of 745 tokens, by squared length, in packs of 4,096 that is a tenth of what the usual `12 L H Q T` gives.
 
-What others count stands in `pretrain.metrics.flop_formulas`, and how all of them come about in docs/planning.md.
+At the end stand the formulas behind other launchers' MFU, so that their figures can be compared with ours. All of them take every
+sequence for one document of T tokens. docs/planning.md derives each and says where it differs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,24 +25,9 @@ from transformers.pytorch_utils import Conv1D
 from foundation.errors import InputError
 from foundation.units import TERA
 
-FORWARD_AND_BACKWARD = 3  # backward takes the gradient with respect to the input and to the weight: two more products
+TRAINED = 6  # FLOPs a weight and token: two forward, and as many for each of the gradients of input and weight
 # What an architecture raises that looks at values on the meta device, which has none, or whose own kernels are not for it.
 _WITHOUT_VALUES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError, ImportError)
-
-
-@dataclass(frozen=True)
-class WeightMatrix:
-    """One matrix product of the forward pass: a token's vector of width `inputs` becomes one of width `outputs`."""
-
-    name: str
-    inputs: int
-    outputs: int
-    part: str  # "attention projections" | "mlp" | "head"
-
-    @property
-    def forward_flops(self) -> int:
-        """FLOPs a token; the bias, one addition an output, is not counted."""
-        return 2 * self.inputs * self.outputs
 
 
 @dataclass(frozen=True)
@@ -103,7 +88,9 @@ class ModelFlops:
     """What one model costs to train. All figures are forward and backward together."""
 
     shape: Shape
-    matrices: tuple[WeightMatrix, ...]
+    attention_weights: int  # of the layers' linears that are attention's
+    mlp_weights: int  # of all others
+    head_weights: int  # of the head's product, though it may share them with the embedding; looking up a row is no product
     # Weights in no known product or embedding, such as stacked experts, or what a forward multiplies otherwise than the model's
     # shapes say, such as layers that run several times; empty: the count is complete.
     uncounted: tuple[str, ...]
@@ -115,20 +102,21 @@ class ModelFlops:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelFlops:
-        """Count `model`, which is on the meta device, before its layers are fused or converted to another precision.
-
-        A head counts as a product, also if it shares its weight with the embedding; looking up an embedding does not count. The
-        count is held against what torch sees in a forward of the model.
-        """
+        """Count `model`, which is on the meta device, before its layers are fused or converted to another precision. The count is
+        held against what torch sees in a forward of the model."""
         embeddings = {id(m.weight): m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding)}
         token_weight, head = model.get_input_embeddings().weight, model.get_output_embeddings()
-        shape, matrices = Shape.of(model), tuple(_matrices(model, head))
-        known = set(embeddings) | {id(model.get_submodule(matrix.name).weight) for matrix in matrices}
+        linears = {n: m.weight for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head}
+        attention = sum(w.numel() for name, w in linears.items() if "attn" in name or "attention" in name)
+        inside, shape = sum(map(torch.numel, linears.values())), Shape.of(model)
+        known = {*embeddings, *map(id, linears.values()), id(getattr(head, "weight", None))}
         unknown = tuple(name for name, p in model.named_parameters() if p.ndim >= 2 and id(p) not in known)
         return cls(
             shape=shape,
-            matrices=matrices,
-            uncounted=unknown or tuple(_multiplied_otherwise(model, shape, matrices)),
+            attention_weights=attention,
+            mlp_weights=inside - attention,
+            head_weights=head.weight.numel() if head is not None else 0,
+            uncounted=unknown or tuple(_multiplied_otherwise(model, shape, inside)),
             parameters=sum(p.numel() for p in model.parameters()),
             embedding_parameters=sum(embeddings.values()),
             position_parameters=sum(size for key, size in embeddings.items() if key != id(token_weight)),
@@ -145,13 +133,12 @@ class ModelFlops:
     @property
     def gated(self) -> bool:
         """Whether the MLP is three matrices (SwiGLU) and not two: by its size, as some architectures stack two of the three."""
-        weights = sum(matrix.inputs * matrix.outputs for matrix in self.matrices if matrix.part == "mlp")
-        return weights > 2.5 * self.shape.layers * self.shape.hidden * self.shape.feed_forward
+        return self.mlp_weights > 2.5 * self.shape.layers * self.shape.hidden * self.shape.feed_forward
 
-    @cached_property
+    @property
     def per_token_matrix(self) -> float:
         """FLOPs a token, attention products not included."""
-        return float(FORWARD_AND_BACKWARD * sum(m.forward_flops for m in self.matrices))
+        return float(TRAINED * (self.attention_weights + self.mlp_weights + self.head_weights))
 
     @property
     def per_squared_length(self) -> float:
@@ -174,19 +161,12 @@ class ModelFlops:
         `peak_tflops` is BF16's, in which all products but those of `low` run. Divided by the measured time this is the
         utilisation of a mixed run, at most 1.
         """
-        in_low = float(2 * FORWARD_AND_BACKWARD * low.weights * tokens) if low else 0.0
+        in_low = float(TRAINED * low.weights * tokens) if low else 0.0
         seconds = (self.step(tokens, sum_squared_lengths) - in_low) / (peak_tflops * TERA)
         return seconds + (in_low / (low.peak_tflops * TERA) if in_low else 0.0)
 
-    def by_part(self, tokens: int, sum_squared_lengths: float) -> dict[str, float]:
-        """The same FLOPs as `step`, divided over the parts of the model."""
-        parts = {"attention projections": 0.0, "mlp": 0.0, "head": 0.0}
-        for matrix in self.matrices:
-            parts[matrix.part] += float(FORWARD_AND_BACKWARD * matrix.forward_flops * tokens)
-        return {**parts, "attention products": self.per_squared_length * sum_squared_lengths}
 
-
-def _multiplied_otherwise(model: PreTrainedModel, shape: Shape, matrices: tuple[WeightMatrix, ...]) -> Iterator[str]:
+def _multiplied_otherwise(model: PreTrainedModel, shape: Shape, linear_weights: int) -> Iterator[str]:
     """Yields what a forward of `model`, on the meta device, multiplies otherwise than its shapes say: layers that run several
     times or never, attention of other widths. Nothing for an architecture that cannot run there."""
     widths: list[int] = []  # of scores, and of their sum over values
@@ -208,24 +188,96 @@ def _multiplied_otherwise(model: PreTrainedModel, shape: Shape, matrices: tuple[
         model.set_attn_implementation(attention)
     counts = counter.get_flop_counts()["Global"]  # a rotation's angles may be a `bmm`, which is none of these matrices
     seen = counts.get(torch.ops.aten.mm, 0) + counts.get(torch.ops.aten.addmm, 0)
-    counted = tokens.numel() * sum(matrix.forward_flops for matrix in matrices if matrix.part != "head")
+    counted = tokens.numel() * 2 * linear_weights
     if seen != counted:
         yield f"a forward has {seen / counted:.3g} times the products of its linears"
     if widths and sum(widths) != 2 * shape.layers * shape.query_width:
         yield f"attention is {sum(widths) / (2 * shape.layers * shape.query_width):.3g} times as wide as its configuration says"
 
 
-def _matrices(model: nn.Module, head: nn.Module | None) -> Iterator[WeightMatrix]:
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            inputs, outputs = module.in_features, module.out_features
-        elif isinstance(module, Conv1D):  # GPT-2's linear layer, its weight stored as [in, out]
-            inputs, outputs = module.weight.shape
-        else:
-            continue
-        yield WeightMatrix(name, inputs, outputs, "head" if module is head else _part(name))
+# ── Every definition in use ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _part(name: str) -> str:
-    """`model.layers.0.self_attn.q_proj`, `transformer.h.0.attn.c_attn`, `gpt_neox.layers.0.attention.dense`: attention."""
-    return "attention projections" if any("attn" in part or "attention" in part for part in name.split(".")) else "mlp"
+@dataclass(frozen=True)
+class Formula:
+    """`per_token(model, length)`: FLOPs a token, forward and backward, of sequences of `length` tokens."""
+
+    key: str
+    says: str
+    per_token: Callable[[ModelFlops, int], float]
+
+
+def ours(model: ModelFlops, length: int) -> float:
+    """Every product by its shape, attention causal: one document of `length` tokens, which is the most that a pack can cost."""
+    return model.step(length, length**2) / length
+
+
+def palm(model: ModelFlops, length: int) -> float:
+    """6N + 12LHQT, N without any embedding, a tied head among them."""
+    return 6.0 * (model.parameters - model.embedding_parameters) + _square_attention(model, length)
+
+
+def nanogpt(model: ModelFlops, length: int) -> float:
+    """6N + 12LHQT, N without learned positions only: an input embedding of its own counts, though it multiplies nothing."""
+    return 6.0 * (model.parameters - model.position_parameters) + _square_attention(model, length)
+
+
+def combined_formula(model: ModelFlops, length: int) -> float:
+    """llm_TII's second version: attention as 2 S H^2 (2 + 2/G) + 4 S^2 H for S tokens, and the rotation of queries and keys."""
+    h = model.shape.hidden
+    rotation = 0 if model.position_parameters else 4 * h
+    group = model.shape.heads / model.shape.kv_heads
+    attention = 2 * h**2 * (2 + 2 / group) + 4 * length * h
+    return _components(model, attention + _feed_forward(model) + rotation)
+
+
+def component_summation(model: ModelFlops, length: int) -> float:
+    """llm_TII's third version, `component_summation_v2025`: the same without the rotation, product by product."""
+    return _components(model, _attention(model, length) + _feed_forward(model))
+
+
+def megatron(model: ModelFlops, length: int) -> float:
+    """`num_floating_point_operations` of Megatron-LM for one document a sequence, before it halved attention for causality."""
+    s, h = model.shape, model.shape.hidden
+    attention = (1 + s.kv_heads / s.heads + length / h) * s.query_width / h
+    mlp = s.feed_forward / h * (1.5 if model.gated else 1)
+    return 12.0 * s.layers * h**2 * (attention + mlp + s.vocabulary / (2 * s.layers * h))
+
+
+FORMULAS = (
+    Formula("ours", "products by their shapes, attention causal and within documents", ours),
+    Formula("palm", "PaLM: 6N + 12LHQT, N without embeddings", palm),
+    Formula("nanogpt", "nanoGPT: 6N + 12LHQT, N with token embeddings", nanogpt),
+    Formula("combined_formula", "llm_TII v2: components, and the rotation", combined_formula),
+    Formula("component_summation_v2025", "llm_TII v3: components", component_summation),
+    Formula("megatron", "Megatron-LM: products by their shapes, the whole square of attention", megatron),
+)
+
+
+def attention_to_ffn_ratio(model: ModelFlops, length: int) -> float:
+    """FLOPs of a layer's attention, projections among them, over those of its MLP, as llm_TII's third version has it."""
+    return _attention(model, length) / _feed_forward(model)
+
+
+def _square_attention(model: ModelFlops, length: int) -> float:
+    """12 LHQT: scores and their sums over values for every pair of tokens, also those that causality masks."""
+    return 12.0 * model.shape.layers * model.shape.query_width * length
+
+
+def _attention(model: ModelFlops, length: int) -> float:
+    """Forward FLOPs a token of a layer's attention, where heads * head_dim is taken to be `hidden`: Q, K, V, O and T x T."""
+    h = model.shape.hidden
+    group = model.shape.heads / model.shape.kv_heads
+    query, key_value, output = 2 * h**2, 2 * (2 * h**2 / group), 2 * h**2
+    return query + key_value + output + 4 * length * h
+
+
+def _feed_forward(model: ModelFlops) -> float:
+    return (6 if model.gated else 4) * model.shape.hidden * model.shape.feed_forward
+
+
+def _components(model: ModelFlops, of_layer: float) -> float:
+    """Forward and backward of layers that cost `of_layer`, their norms (1.5 operations a value of RMSNorm, 2 of LayerNorm), and
+    the head."""
+    s, norm = model.shape, (2.0 if model.layer_norm else 1.5) * model.shape.hidden
+    return 3 * (s.layers * (of_layer + 2 * norm) + norm + 2 * s.hidden * s.vocabulary)

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from foundation.units import percent
-from pretrain.metrics.jsonl import JsonlTracker
 from pretrain.metrics.run_folder import STATISTICS_FILE
+from pretrain.metrics.trackers import JsonlTracker
 from pretrain.precision.advice import Condition, conditions
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.settings import ActivePrecision

@@ -17,8 +17,7 @@ import psutil
 import torch
 
 from foundation.units import GIB, TERA
-from pretrain.metrics.flop_formulas import nanogpt
-from pretrain.metrics.flops import LowPrecisionProducts, ModelFlops
+from pretrain.metrics.flops import LowPrecisionProducts, ModelFlops, nanogpt
 from pretrain.metrics.run_record import WARM_UP_STEPS
 
 

@@ -1,27 +1,26 @@
-"""Where a step's figures go: `metrics.jsonl`, and any of accelerate's trackers by name.
+"""Where a step's figures go: `metrics.jsonl`, one JSON object a line, and any of accelerate's trackers by name.
 
-`metrics.jsonl` holds every step exactly once. A hosted service goes on with the run that `trackers.json` in the run folder names;
-what it shows after a resume or a kill is its own business. A service that fails while the run trains gets nothing more, and costs
-the training nothing.
+`metrics.jsonl` holds every step exactly once, however often the training is stopped and started. A hosted service goes on with
+the run that `trackers.json` in the run folder names; what it shows after a resume or a kill is its own business. A service that
+fails while the run trains gets nothing more, and costs the training nothing.
 """
 
 from __future__ import annotations
 
-import difflib
+import contextlib
 import json
 import logging
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
 
 from foundation.errors import InputError
 from foundation.files import replace_file
-from pretrain.metrics.jsonl import JsonlTracker
 from pretrain.metrics.run_folder import METRICS_FILE, TRACKERS_FILE
 from pretrain.settings.config import flatten
 from pretrain.settings.recipe import LogSettings
@@ -30,13 +29,60 @@ from pretrain.settings.recipe import LogSettings
 OTHER_NAMES = {"mfu": "mfu_bf16_peak", "throughput_per_sec": "tokens_per_second", "grad_norm": "gradient_norm"}
 
 
-def errors_of(name: str) -> tuple[type[Exception], ...]:
-    """What a service raises that refuses or is away; most of it is OSError, as that of `requests` is."""
-    if name == "wandb":
-        import wandb
+class JsonlTracker:
+    """The file at `path`, flushed at each line: a killed run loses at most the line it was writing, which `start` removes."""
 
-        return OSError, ValueError, RuntimeError, wandb.Error
-    return OSError, ValueError, RuntimeError
+    def __init__(self, path: Path, resumed_step: int = 0) -> None:
+        self.path = path
+        self.resumed_step = resumed_step
+        self._file: TextIO | None = None
+
+    def start(self) -> None:
+        """Remove the steps after the resumed checkpoint's from the file, and a last line that is not whole; open it to append."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
+            whole = [line for line in lines if line.endswith(b"\n") and _step_of(line) <= self.resumed_step]
+            if len(whole) < len(lines):
+                replace_file(self.path, b"".join(whole))
+            self._file = self.path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"{self.path}: cannot be written: {error.strerror}; move it away") from None
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Write `values`, which hold their own `step`; JSON has no infinity and no not-a-number, so these become null."""
+        finite = json.loads(json.dumps(values), parse_constant=lambda _: None)
+        try:
+            self._file.write(json.dumps(finite) + "\n")
+            self._file.flush()
+        except OSError as error:
+            with contextlib.suppress(OSError):  # it cannot flush either; the next start removes a part of a line
+                self._file.close()
+            raise InputError(
+                f"{self.path}: cannot be written: {error.strerror}; every checkpoint is untouched. Free space there, then start "
+                "the same command again to resume."
+            ) from None
+
+    def sync(self) -> None:
+        """Flush to the disk before a checkpoint is saved: a power cut must not lose the steps before it."""
+        os.fsync(self._file.fileno())
+
+    def finish(self) -> None:
+        self._file.close()
+
+    def go_back(self, step: int) -> None:
+        """Take the steps after `step` out of the file, and go on after it."""
+        self.finish()
+        self.resumed_step = step
+        self.start()
+
+
+def _step_of(line: bytes) -> float:
+    """The step of a line; infinity for one that a crash has left unreadable."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return float("inf")
 
 
 @dataclass
@@ -47,61 +93,56 @@ class Service:
     id: str
     tracker: GeneralTracker | None = None  # None before the start, and once it has failed
 
-    def build(self, log: LogSettings, run_dir: Path, resumed_step: int) -> GeneralTracker:
-        """The tracker as accelerate makes it, which goes on with the run where the service can."""
-        make, title = LOGGER_TYPE_TO_CLASS[self.name], run_dir.name
-        match self.name:
-            case "tensorboard":  # purge_step takes back what a killed run logged beyond its checkpoint
-                return make("tensorboard", run_dir, purge_step=resumed_step + 1 if resumed_step else None)
-            case "wandb":  # a sweep's agent and WANDB_RUN_ID name the run themselves
-                given = os.environ.get("WANDB_SWEEP_ID") or os.environ.get("WANDB_RUN_ID")
-                return make(log.project, dir=str(run_dir), name=title, **({} if given else {"id": self.id, "resume": "allow"}))
-            case "mlflow":
-                return make(log.project, run_name=title)
-            case "trackio":  # it finds a run by its name alone
-                return make(log.project, name=f"{title}-{self.id}", resume="allow")
-        return make(log.project, run_dir) if make.requires_logging_directory else make(log.project)
-
     def start(self, log: LogSettings, run_dir: Path, resumed_step: int, config: Mapping[str, Any]) -> None:
-        """Open it and hand over the run's configuration as flat `section.key` pairs; InputError where the service refuses."""
-        scalars = {k: v if isinstance(v, int | float | str) else json.dumps(v, default=str) for k, v in flatten(config).items()}
+        """Open it, going on with the run where the service can, and hand over the run's configuration as flat `section.key`
+        pairs; InputError where the service refuses."""
+        make, title, project = LOGGER_TYPE_TO_CLASS[self.name], run_dir.name, log.project
         try:
-            self.tracker = self.build(log, run_dir, resumed_step)
+            match self.name:
+                case "tensorboard":  # purge_step takes back what a killed run logged beyond its checkpoint
+                    self.tracker = make("tensorboard", run_dir, purge_step=resumed_step + 1 if resumed_step else None)
+                case "wandb":  # a sweep's agent and WANDB_RUN_ID name the run themselves
+                    named = os.environ.get("WANDB_SWEEP_ID") or os.environ.get("WANDB_RUN_ID")
+                    goes_on = {} if named else {"id": self.id, "resume": "allow"}
+                    self.tracker = make(project, dir=str(run_dir), name=title, **goes_on)
+                case "mlflow":
+                    self.tracker = make(project, run_name=title)
+                case "trackio":  # it finds a run by its name alone
+                    self.tracker = make(project, name=f"{title}-{self.id}", resume="allow")
+                case _:
+                    self.tracker = make(project, *([run_dir] if make.requires_logging_directory else []))
             self.tracker.start()
+            flat = flatten(config).items()
+            scalars = {key: v if isinstance(v, int | float | str) else json.dumps(v, default=str) for key, v in flat}
             self.tracker.store_init_configuration(scalars)
-        except errors_of(self.name) as error:
+        except Exception as error:  # each service has errors of its own
             raise InputError(f"`log.trackers`: {self.name} does not start: {error}; mend that, or take it out") from None
 
-    def attempt(self, act: Callable[[GeneralTracker], object]) -> None:
-        """Call `act` with the tracker; where the service fails, say so once, and leave it alone from then on."""
+    def tell(self, method: str, *arguments: Any, **options: Any) -> None:
+        """Call a method of the tracker; where the service fails, say so once, and leave it alone from then on."""
         if self.tracker is None:
             return
         try:
-            act(self.tracker)
-        except errors_of(self.name) as error:
+            getattr(self.tracker, method)(*arguments, **options)
+        except Exception as error:
             self.tracker = None
             logging.getLogger(__name__).warning(
                 "`log.trackers`: %s has failed and gets nothing more until the next start: %s", self.name, error
             )
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """What the service can show of a line of `metrics.jsonl`: the numbers of a step or an evaluation, and samples."""
-        step = record["step"]
-        if "samples" in record:
-            self.attempt(lambda tracker: log_samples(self.name, tracker, record["samples"], step))
+        """What the service can show of a line of `metrics.jsonl`: the numbers of a step or an evaluation; W&B and TensorBoard get
+        samples too, prompts and what the model wrote."""
+        step, samples = record["step"], record.get("samples", ())
+        if samples and self.name == "wandb":
+            rows = [[step, each["prompt"], each["text"]] for each in samples]
+            self.tell("log_table", "samples", columns=["step", "prompt", "text"], data=rows, step=step)
+        elif samples and self.name == "tensorboard":
+            self.tell("log", {f"samples/{n}": f"{each['prompt']}{each['text']}" for n, each in enumerate(samples)}, step=step)
         elif record.get("event", "evaluation") == "evaluation":
             numbers = {key: value for key, value in record.items() if type(value) in (int, float) and key != "step"}
             others = {name: numbers[ours] for name, ours in OTHER_NAMES.items() if ours in numbers}
-            self.attempt(lambda tracker: tracker.log(numbers | others, step=step))
-
-
-def log_samples(name: str, tracker: GeneralTracker, samples: Sequence[Mapping[str, str]], step: int) -> None:
-    """Prompts and what the model wrote: a table in W&B, text in TensorBoard; other services have neither."""
-    if name == "wandb":
-        rows = [[step, each["prompt"], each["text"]] for each in samples]
-        tracker.log_table("samples", columns=["step", "prompt", "text"], data=rows, step=step)
-    elif name == "tensorboard":
-        tracker.log({f"samples/{n}": f"{each['prompt']}{each['text']}" for n, each in enumerate(samples)}, step=step)
+            self.tell("log", numbers | others, step=step)
 
 
 @dataclass(frozen=True)
@@ -132,13 +173,6 @@ class Trackers:
         for service in self.services:
             service.log(record)
 
-    def picture(self, path: Path, step: int) -> None:
-        """Show the PNG at `path` in W&B."""
-        for service in self.services:
-            if service.name == "wandb":
-                images = {f"{path.stem}_picture": [str(path)]}
-                service.attempt(lambda tracker, images=images: tracker.log_images(images, step=step))
-
     def sync(self) -> None:
         """Call this before saving a checkpoint: after a resume from it, nothing repeats the steps before it."""
         if self.file:
@@ -148,7 +182,7 @@ class Trackers:
         if self.file:
             self.file.finish()
         for service in self.services:
-            service.attempt(lambda tracker: tracker.finish())
+            service.tell("finish")
 
 
 def resolve(log: LogSettings, *, run_dir: Path, resumed_step: int = 0, main_process: bool = True) -> Trackers:
@@ -156,9 +190,7 @@ def resolve(log: LogSettings, *, run_dir: Path, resumed_step: int = 0, main_proc
     names = [name for name in log.trackers if name != "jsonl"]
     for name in names:
         if name not in LOGGER_TYPE_TO_CLASS:
-            near = difflib.get_close_matches(name, LOGGER_TYPE_TO_CLASS, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"known trackers: {', '.join(sorted(LOGGER_TYPE_TO_CLASS))}"
-            raise InputError(f"`log.trackers`: there is no tracker {name!r}; {hint}")
+            raise InputError(f"`log.trackers`: there is no tracker {name!r}; there are {', '.join(sorted(LOGGER_TYPE_TO_CLASS))}")
         if name not in map(str, get_available_trackers()):
             package = name.replace("_", "-")
             raise InputError(f"`log.trackers`: {name!r} is not installed; `pip install {package}`, or take it out")
@@ -181,14 +213,12 @@ def check_login(names: Sequence[str]) -> None:
         return
     import wandb
 
-    if wandb.setup().settings.mode not in ("online", "shared"):
-        return
     try:
-        reason = "" if wandb.login(prompt=False, timeout=10) else "it has no key"
-    except errors_of("wandb") as error:  # a server that is away, a key that it does not take
+        if wandb.setup().settings.mode not in ("online", "shared") or wandb.login(prompt=False, timeout=10):
+            return
+        reason = "it has no key"
+    except wandb.Error as error:  # a server that is away, a key that it does not take
         reason = str(error)
-    if reason:
-        raise InputError(
-            f"`log.trackers`: wandb: {reason}; run `wandb login` or set WANDB_API_KEY. WANDB_MODE=offline writes the run into "
-            "its folder, for `wandb sync` later"
-        )
+    raise InputError(
+        f"`log.trackers`: wandb: {reason}; run `wandb login` or set WANDB_API_KEY, or WANDB_MODE=offline for `wandb sync` later"
+    )

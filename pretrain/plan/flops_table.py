@@ -13,8 +13,7 @@ from foundation.command import CommandParser, number
 from foundation.errors import InputError
 from foundation.tables import markdown
 from foundation.units import TERA, count, operations, percent
-from pretrain.metrics.flop_formulas import FORMULAS, attention_to_ffn_ratio, ours
-from pretrain.metrics.flops import ModelFlops
+from pretrain.metrics.flops import FORMULAS, ModelFlops, attention_to_ffn_ratio, ours
 from pretrain.metrics.peaks import peak
 from pretrain.model import huggingface as model
 from pretrain.plan.tokenizer import known_tokenizer, with_tokens_of

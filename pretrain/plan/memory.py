@@ -261,7 +261,7 @@ def fused_layer(parts: Parts, of_stacks: Sequence[Precision], attention: str, la
 def compiled_layer(flops: ModelFlops, precision: Precision, layouts: int) -> LayerMemory:
     """A mean layer of the model that `flops` counts; `layouts`: held of a quantized weight."""
     shape, number = flops.shape, precision.number_bytes
-    linears = sum(matrix.inputs * matrix.outputs for matrix in flops.matrices if matrix.part != "head") // shape.layers
+    linears = (flops.attention_weights + flops.mlp_weights) // shape.layers
     rotated = shape.query_width + shape.kv_heads * shape.head_dim
     kept = int((4 * shape.hidden + linears // shape.hidden + rotated) * number * (IN_PIECES if precision.quantized else 1))
     return LayerMemory(

@@ -18,10 +18,10 @@ from packing.order import MixedPacks
 from packing.settings import DataSettings
 from packing.store import unprepared
 from packing.stream import StreamedPacks, order_of
+from pretrain.metrics.console import Waited
 from pretrain.metrics.flops import ModelFlops
 from pretrain.metrics.run_folder import check_ours
 from pretrain.metrics.trackers import check_login, resolve
-from pretrain.metrics.waited import Waited
 from pretrain.model import attention
 from pretrain.model import huggingface as model
 from pretrain.model.distributed import device_of, gathers_once_a_step, replicas_of

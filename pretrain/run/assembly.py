@@ -22,10 +22,10 @@ from foundation.attributes import holding
 from foundation.progress import advance
 from packing.batch import Microbatch
 from pretrain.checkpoint.state import seed_step
+from pretrain.metrics.console import Waited
 from pretrain.metrics.flops import LowPrecisionProducts
 from pretrain.metrics.peaks import peak
 from pretrain.metrics.precision_health import PrecisionWatch
-from pretrain.metrics.waited import Waited
 from pretrain.model import huggingface as model
 from pretrain.model.distributed import take_from_first_rank
 from pretrain.model.fused.layers import FusedLayers

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 
 from packing.batch import StepBatches
 from pretrain.compare.figures import plot_losses
-from pretrain.metrics.console import Console
+from pretrain.metrics.console import Console, Waited
 from pretrain.metrics.gradient_statistics import gradient_statistics
 from pretrain.metrics.health import StepDecision
 from pretrain.metrics.peaks import peak
@@ -20,7 +20,6 @@ from pretrain.metrics.profile import TABLE_FILE
 from pretrain.metrics.recorder import Recorder, joules_of
 from pretrain.metrics.run_folder import RunFolder, describe_environment
 from pretrain.metrics.run_record import RunRecord, last_screen, read_finished, read_metrics, read_run, summary
-from pretrain.metrics.waited import Waited
 from pretrain.model.distributed import describe_topology
 from pretrain.model.huggingface import decoder_layers
 from pretrain.optimizer import adamw
@@ -167,7 +166,6 @@ def sum_up(run: Run) -> RunRecord | None:
     fairness = {"seed": recipe.seed, "tokens_per_step": recipe.batch.tokens, "data_fingerprint": text}  # what may be compared
     finished = replace(read_run(run.folder.path, metrics), summary=fairness | summary(metrics))
     plot_losses([finished], run.folder.loss_plot)
-    run.trackers.picture(run.folder.loss_plot, run.state.step)
     return finished
 
 

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from packing.stream import StreamedPacks
 from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.checkpoint.state import TrainState
-from pretrain.metrics.console import Console
+from pretrain.metrics.console import Console, Waited
 from pretrain.metrics.health import Health
 from pretrain.metrics.precision_health import PrecisionWatch
 from pretrain.metrics.profile import StepProfile
@@ -24,7 +24,6 @@ from pretrain.metrics.recorder import Recorder
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.run_record import MEASURE, same_measure
 from pretrain.metrics.trackers import Trackers
-from pretrain.metrics.waited import Waited
 from pretrain.plan.preflight import Job
 from pretrain.precision.settings import ActivePrecision
 from pretrain.run.assembly import Assembly

@@ -1,17 +1,14 @@
 from __future__ import annotations
 
-import contextlib
 import io
 import math
 import os
-import pty
 import re
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pretrain.metrics.console import Console
+from pretrain.metrics.console import Console, Waited, since_the_command
 
 
 def record(step: int = 120, **changes) -> dict:
@@ -26,22 +23,6 @@ def written(act, total_steps: int = 2776, encoding: str = "utf-8", **parts) -> s
     return stream.buffer.getvalue().decode(encoding)
 
 
-def on_a_terminal(act, columns: int, monkeypatch) -> str:
-    """What `act` writes to a real pseudo-terminal that claims this many columns."""
-    monkeypatch.setenv("COLUMNS", str(columns))
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    reader, writer = pty.openpty()
-    with os.fdopen(writer, "w", encoding="utf-8") as stream:
-        act(Console(2776, stream=stream))
-    text = b""
-    with contextlib.suppress(OSError):  # a terminal whose other end is closed ends in an error, once everything is read
-        while piece := os.read(reader, 100_000):  # what the kernel has passed on so far, which may be a part of a line
-            text += piece
-    os.close(reader)
-    return text.decode()
-
-
 def test_a_step_is_one_line_that_labels_each_figure():
     line = written(lambda console: console.step(record()))
     assert line.count("\n") == 1
@@ -52,7 +33,7 @@ def test_a_step_is_one_line_that_labels_each_figure():
     assert "… left" in line, "only the first step has run: nobody knows the time that is left"
 
 
-def test_a_line_is_the_mean_of_all_steps_since_the_one_before_and_says_so_once():
+def test_a_line_is_the_mean_of_all_steps_since_the_one_before():
     def act(console):
         for step in range(1, 9):
             slow = 3.0 if step == 2 else 1.0
@@ -60,8 +41,7 @@ def test_a_line_is_the_mean_of_all_steps_since_the_one_before_and_says_so_once()
             changes = {"loss": float(step), "learning_rate": step / 1e3, "gradient_norm": float(step), "data_wait_ms": 10 * slow}
             console.step(record(step, **rates, **changes), show=step % 4 == 0)
 
-    header, first, second = written(act, total_steps=8).splitlines()
-    assert "means since the line before" in header
+    first, second = written(act, total_steps=8).splitlines()
     # 4 steps of 100 tokens in 100, 300, 100 and 100 ms
     assert re.search(r"step 4/8 .*loss  2\.5000   lr 4\.00e-03   grad   4\.00 +667 tok/s   MFU 26\.7 % .*data 10\.0 %", first)
     assert re.search(r"step 8/8 .*loss  6\.5000   lr 8\.00e-03   grad   8\.00 +1\.00k tok/s   MFU 40\.0 % .*data 10\.0 %", second)
@@ -73,18 +53,6 @@ def test_any_figure_makes_a_line(value):
     assert (
         written(lambda console: console.step(record(loss=value, gradient_norm=value, tokens_per_second=value))).count("\n") == 1
     )
-
-
-@pytest.mark.parametrize("columns", [40, 60, 80, 100, 120, 140])
-def test_a_narrow_terminal_gets_shorter_lines_that_always_hold_step_and_loss(columns, monkeypatch):
-    monkeypatch.setenv("NO_COLOR", "1")
-    line = on_a_terminal(lambda console: console.step(record()), columns, monkeypatch)
-    bare = line.replace("\x1b[1m", "").replace("\x1b[2m", "").replace("\x1b[0m", "").rstrip("\r\n")
-    assert len(bare) <= columns
-    assert "120/2776" in bare and "2.1337" in bare
-    assert ("lr 1.96e-05" in bare and "grad   1.52" in bare) == (columns >= 60)
-    assert ("tok/s" in bare) == (columns >= 80)
-    assert ("GiB" in bare) == (columns >= 120)
 
 
 @given(prompt=st.text(), text=st.text())
@@ -102,3 +70,25 @@ def test_a_reader_that_went_away_ends_the_output_and_not_the_run():
         for _ in range(3):
             console.notice("a line")
         assert not console.enabled
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_wait_within_another_part_is_taken_out_of_it():
+    clock = Clock()
+    waited = Waited(shown=False, already=8.0, clock=clock)
+    waited.go_on_to("training")
+    clock.now += 10
+    with waited.on("evaluation", "evaluating"):
+        clock.now += 3
+    clock.now += 20
+    assert waited.describe() == "41 s: start 8.0 s, training 30 s, evaluation 3.0 s"
+
+
+def test_the_command_began_before_now():
+    assert 0 < since_the_command() < 24 * 3600

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foundation.errors import InputError
-from pretrain.metrics.jsonl import JsonlTracker
-from pretrain.metrics.trackers import Trackers
+from pretrain.metrics.trackers import JsonlTracker, Trackers
 from pretrain.metrics.trackers import resolve as resolve_settings
 from pretrain.settings.recipe import LogSettings
 
