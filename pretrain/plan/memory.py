@@ -28,7 +28,7 @@ So `batch.microbatch: auto` only begins where this estimate says, and tries on t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -85,89 +85,62 @@ class LayerMemory:
     rotated: int = 0  # a token: queries, keys and values, where they may be kept beside what backward can make them from
 
 
-@dataclass(frozen=True)
-class MemoryEstimate:
-    """Bytes on one device. What ends in `_by_pack` is for each pack of a microbatch."""
+def memory_of(
+    recipe: Recipe,
+    flops: ModelFlops,
+    precision: str,
+    devices: Devices,
+    layers: Sequence[LayerMemory] | None,
+    microbatch: int,
+    *,
+    keeps_rotated: bool = False,
+) -> dict[str, int]:
+    """Returns estimated bytes on each of `devices` by part, at the peak of a step of `recipe` in `precision` while a `microbatch`
+    of so many packs is in flight; empty parts left out. The CUDA context and the allocator's fragments (about 1 GiB) come on top.
 
-    held: Mapping[str, int]  # through a whole step, by part
-    activations_by_pack: int  # what all layers keep
-    loss: int  # the head's gradient, summed over chunks in FP32, and its working copy
-    loss_by_pack: int  # the last hidden states, the final norm's output and its gradient
-    logits_by_pack: int  # the loss's buffers, were all logits held at once
-    logits_at_most: int | None  # the same for one chunk; None: not chunked
-    backward: int  # of shards, a group's sums on their way
-    backward_by_pack: int  # of a layer: its gradients, and where it is recomputed what it had not kept
+    `layers`: of the model that `flops` counts, in order; None: all are compiled, none is fused. `keeps_rotated`: what they can
+    keep besides, they do.
+    """
+    shape, products, loss, tokens = flops.shape, PRECISIONS[precision], recipe.loss, recipe.data.length * microbatch
+    number, layouts = products.number_bytes, products.layouts_on(devices.capability)
+    head, values = shape.vocabulary * shape.hidden, math.ceil(flops.parameters / devices.shards)
+    low_head = products.quantized and recipe.fp8_config.scope != "linear"
+    layers = layers or [compiled_layer(flops, products, layouts)] * shape.layers
+    if keeps_rotated:
+        layers = [replace(layer, kept=layer.kept + layer.rotated) for layer in layers]
+    again = [recipe.model.recomputes(index) for index in range(len(layers))]
+    kept = [layer.inputs if recomputed else layer.kept for layer, recomputed in zip(layers, again, strict=True)]
 
-    @classmethod
-    def of(
-        cls,
-        recipe: Recipe,
-        flops: ModelFlops,
-        precision: str,
-        devices: Devices,
-        layers: Sequence[LayerMemory] | None = None,
-        *,
-        keeps_rotated: bool = False,
-    ) -> MemoryEstimate:
-        """The estimate for `recipe` in `precision` on each of `devices`. `layers`: of the model that `flops` counts, in order;
-        None: all are compiled, none is fused. `keeps_rotated`: what they can keep besides, they do."""
-        length, shape, products, loss = recipe.data.length, flops.shape, PRECISIONS[precision], recipe.loss
-        number, layouts = products.number_bytes, products.layouts_on(devices.capability)
-        head, values = shape.vocabulary * shape.hidden, math.ceil(flops.parameters / devices.shards)
-        low_head = products.quantized and recipe.fp8_config.scope != "linear"
-        layers = layers or [compiled_layer(flops, products, layouts)] * shape.layers
-        if keeps_rotated:
-            layers = [replace(layer, kept=layer.kept + layer.rotated) for layer in layers]
-        again = [recipe.model.recomputes(index) for index in range(len(layers))]
-        kept = [layer.inputs if recomputed else layer.kept for layer, recomputed in zip(layers, again, strict=True)]
+    # Of shards, beside a device's own part: weights that are gathered, sums of their gradients, and sums on their way. Where
+    # they are gathered for each use, these are a layer, the next one and its copy, and the head in forward and backward.
+    in_use = sums = on_their_way = 0
+    if devices.sharded:
+        layer = math.ceil((flops.parameters - head * (1 if flops.tied else 2)) / shape.layers)
+        on_their_way = layer if flops.tied else max(layer, head)
+        in_use = flops.parameters if devices.gathered else 3 * layer + head
+        sums = flops.parameters if devices.gathered else on_their_way + (head if flops.tied else 0)
 
-        # Of shards, beside a device's own part: weights that are gathered, sums of their gradients, and sums on their way. Where
-        # they are gathered for each use, these are a layer, the next one and its copy, and the head in forward and backward.
-        in_use = sums = on_their_way = 0
-        if devices.sharded:
-            layer = math.ceil((flops.parameters - head * (1 if flops.tied else 2)) / shape.layers)
-            on_their_way = layer if flops.tied else max(layer, head)
-            in_use = flops.parameters if devices.gathered else 3 * layer + head
-            sums = flops.parameters if devices.gathered else on_their_way + (head if flops.tied else 0)
-
-        # The gradient of the head, its working copy, and a chunk's own gradient where products do not add that to the sum.
-        copied = recipe.weights == "fp32" and products.compute_dtype != "float32" and not devices.sharded
-        adds = low_head and loss.penalty is None and products.fuses_head_on(devices.capability)
-        of_head = 4 + number * (copied and not low_head) + number * (low_head and not adds)
-        # A chunk's logits are overwritten with their gradient, which in FP8 lies beside them in its layouts.
-        logit = (number + layouts * low_head) * shape.vocabulary
-        held = {
-            "parameters": values * (4 if recipe.weights == "fp32" else 2),
-            "gathered weights": number * in_use,
-            "gradients": values * BYTES[recipe.gradients_kept_in] + 4 * sums,  # one sum a parameter for the whole step
-            "optimizer moments": 2 * values * BYTES[recipe.moments_kept_in],
-            "remainder bits": 2 * values * (recipe.weights == "bf16_exact"),
-            "BF16 working copies": _working_copies(layers, again) if copied else 0,
-            "quantized weights": sum(layer.quantized_weights for layer in layers) + layouts * head * low_head,
-        }
-        return cls(
-            held={part: size for part, size in held.items() if size},
-            activations_by_pack=length * sum(kept),
-            loss=head * of_head,
-            loss_by_pack=length * 3 * shape.hidden * number,
-            logits_by_pack=length * logit,
-            logits_at_most=loss.tokens_at_once * logit,
-            backward=4 * on_their_way,
-            backward_by_pack=length * _backward(layers, kept),
-        )
-
-    def parts(self, microbatch: int) -> dict[str, int]:
-        """Bytes by part at the peak, while a microbatch of that many packs is in flight; empty parts left out."""
-        logits = self.logits_by_pack * microbatch
-        at_the_loss = self.loss + self.loss_by_pack * microbatch
-        at_the_loss += logits if self.logits_at_most is None else min(logits, self.logits_at_most)
-        in_backward = self.backward + self.backward_by_pack * microbatch
-        largest = "the loss" if at_the_loss >= in_backward else "a layer's backward"
-        return {**self.held, "activations": self.activations_by_pack * microbatch, largest: max(at_the_loss, in_backward)}
-
-    def total(self, microbatch: int) -> int:
-        """Estimated peak in bytes; the CUDA context and the allocator's fragments (about 1 GiB) come on top."""
-        return sum(self.parts(microbatch).values())
+    # At the loss: the gradient of the head, its working copy, and a chunk's own gradient where products do not add that to the
+    # sum; the last hidden states, the final norm's output and its gradient; and logits, which are overwritten with their
+    # gradient. In FP8 that lies beside them in its layouts.
+    copied = recipe.weights == "fp32" and products.compute_dtype != "float32" and not devices.sharded
+    adds = low_head and loss.penalty is None and products.fuses_head_on(devices.capability)
+    of_head = 4 + number * (copied and not low_head) + number * (low_head and not adds)
+    logits = (number + layouts * low_head) * shape.vocabulary * min(tokens, loss.tokens_at_once)
+    at_the_loss = head * of_head + tokens * 3 * shape.hidden * number + logits
+    in_backward = 4 * on_their_way + tokens * _backward(layers, kept)
+    parts = {
+        "parameters": values * (4 if recipe.weights == "fp32" else 2),
+        "gathered weights": number * in_use,
+        "gradients": values * BYTES[recipe.gradients_kept_in] + 4 * sums,  # one sum a parameter for the whole step
+        "optimizer moments": 2 * values * BYTES[recipe.moments_kept_in],
+        "remainder bits": 2 * values * (recipe.weights == "bf16_exact"),
+        "BF16 working copies": _working_copies(layers, again) if copied else 0,
+        "quantized weights": sum(layer.quantized_weights for layer in layers) + layouts * head * low_head,
+        "activations": tokens * sum(kept),
+        "the loss" if at_the_loss >= in_backward else "a layer's backward": max(at_the_loss, in_backward),
+    }
+    return {part: size for part, size in parts.items() if size}
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

@@ -30,7 +30,7 @@ from pretrain.metrics.flops import ModelFlops
 from pretrain.metrics.peaks import peak
 from pretrain.optimizer import schedule
 from pretrain.plan.checks import microbatch_sizes, steps_of
-from pretrain.plan.memory import TAKES_LESS, Devices, LayerMemory, MemoryEstimate
+from pretrain.plan.memory import TAKES_LESS, Devices, LayerMemory, memory_of
 from pretrain.precision.advice import cautions
 from pretrain.precision.schedule import in_phases, label, label_of_course, last_steps
 from pretrain.precision.settings import PRECISIONS, ActivePrecision
@@ -44,14 +44,12 @@ class Plan:
     recipe: Recipe
     active: ActivePrecision  # of a run whose precision is a schedule: that of the first phase, or of the one under way
     devices: Devices
-    model_type: str
     flops: ModelFlops
     mean_squared: float  # mean over packs of the sum of squared document lengths, divided by the pack's length
     # What each layer of the model takes of memory, by the name of each precision that the run computes in; empty: compiled ones.
     layers: Mapping[str, Sequence[LayerMemory]] = field(default_factory=dict)
     packs: int | None = None  # to train on; None: of a stream, or where a plan for other machines has no packs
     mixture: Mixture | None = None  # of several sources
-    vocabulary: str | None = None  # where a model from scratch has its vocabulary from
     tokens_per_second: float | None = None  # as the user says
     chunk: int | None = None  # of the loss, where `loss.chunk: auto` takes another than the usual
     keeps_rotated: bool = False  # for backward: queries, keys and values beside what they are made from, where layers can
@@ -130,15 +128,9 @@ class Plan:
     @property
     def computes(self) -> str:
         """What products are computed in, for people: "delayed", or "delayed to 80 %, then bf16"."""
-        begin, untils = min(self.course), [until for until, _ in self.phases] or [None]
-        own = [
-            (max(first, begin), until, active.precision.name)
-            for until, (first, end, active) in zip(untils, self.spans, strict=True)
-            if end >= begin
-        ]
-        if self.course != {first: name for first, _, name in own}:  # the schedule or its horizon was another for some steps
-            return label_of_course(self.course)
-        return label([{"until": until, "use": name} for _, until, name in own])
+        if self.course == in_phases({first: active.precision.name for first, _, active in self.spans}) and self.phases:
+            return label([{"until": until, "use": active.precision.name} for until, active in self.phases])
+        return label_of_course(self.course)  # the schedule or its horizon was another for some steps
 
     # ── A step's packs ──
 
@@ -168,8 +160,8 @@ class Plan:
     @cached_property
     def expected_microbatch(self) -> int:
         """The microbatch, or the largest that fits by the estimate, which `auto` should find."""
-        memory, sizes = self.devices.memory or math.inf, self.microbatch_sizes
-        return self.microbatch or max(size for size in sizes if size == 1 or self.memory.total(size) <= memory)
+        limit = self.devices.memory or math.inf
+        return self.microbatch or max(size for size in self.microbatch_sizes if size == 1 or self.takes(size) <= limit)
 
     # ── The whole run ──
 
@@ -202,15 +194,18 @@ class Plan:
 
     # ── Memory, and what is kept ──
 
-    @cached_property
-    def memory(self) -> MemoryEstimate:
-        """The memory of the phase that takes most."""
-        recipe = self.recipe.model_copy(update={"loss": self.loss})
-        estimates = [
-            MemoryEstimate.of(recipe, self.flops, name, self.devices, layers, keeps_rotated=self.keeps_rotated)
-            for name, layers in (self.layers or {self.active.precision.name: None}).items()
+    def memory(self, microbatch: int) -> dict[str, int]:
+        """Returns bytes by part on a device, with a microbatch of so many packs, in the phase that takes most."""
+        recipe, layers = self.recipe.model_copy(update={"loss": self.loss}), self.layers or {self.active.precision.name: None}
+        phases = [
+            memory_of(recipe, self.flops, name, self.devices, kept, microbatch, keeps_rotated=self.keeps_rotated)
+            for name, kept in layers.items()
         ]
-        return max(estimates, key=lambda estimate: estimate.total(self.microbatch or 1))
+        return max(phases, key=lambda parts: sum(parts.values()))
+
+    def takes(self, microbatch: int) -> int:
+        """Returns the bytes of all parts."""
+        return sum(self.memory(microbatch).values())
 
     @property
     def checkpoints_at_once(self) -> int:
@@ -230,7 +225,7 @@ class Plan:
     @property
     def warnings(self) -> list[str]:
         """What is allowed, and is perhaps not what the user wants."""
-        needed, available, warnings = self.memory.total(self.expected_microbatch), self.devices.memory, []
+        needed, available, warnings = self.takes(self.expected_microbatch), self.devices.memory, []
         if self.packs is not None and self.packs < self.packs_per_step:
             warnings.append(
                 f"some of the {self.packs:,} packs occur twice in a step of {self.packs_per_step:,}; lower `batch.tokens`"
@@ -279,7 +274,7 @@ def spend_spare_memory(plan: Plan) -> Plan:
         plan = replace(plan, chunk=_chunk(plan, packs))
     keeping = replace(plan, keeps_rotated=True)
     recomputed = plan.recipe.model.gradient_checkpointing != "none"
-    spends = not recomputed and keeping.memory.total(packs) > plan.memory.total(packs)
+    spends = not recomputed and keeping.takes(packs) > plan.takes(packs)
     return keeping if spends and _has_room(keeping, packs) else plan
 
 
@@ -290,10 +285,10 @@ def _chunk(plan: Plan, packs: int) -> int | None:
     if longer > USUAL_CHUNK and _has_room(replace(plan, chunk=longer), packs):
         return longer
     for chunk in (None, *SHORT_CHUNKS):
-        if replace(plan, chunk=chunk).memory.total(packs) <= plan.devices.memory:
+        if replace(plan, chunk=chunk).takes(packs) <= plan.devices.memory:
             return chunk
     return SHORT_CHUNKS[-1]
 
 
 def _has_room(plan: Plan, packs: int) -> bool:
-    return plan.memory.total(packs) <= (1 - KEPT_FREE) * plan.devices.memory
+    return plan.takes(packs) <= (1 - KEPT_FREE) * plan.devices.memory

@@ -51,8 +51,7 @@ def model_lines(plan: Plan) -> list[str]:
     heads = f"{plural(shape.heads, 'head')} of {shape.head_dim} ({shape.kv_heads} for keys and values)"
     return [
         f"{units.count(flops.parameters)} parameters, {without} without embeddings, {head}",
-        f"{plan.model_type}: {shape.layers} layers, hidden {shape.hidden:,}, {heads}, vocabulary {shape.vocabulary:,}",
-        *([plan.vocabulary] if plan.vocabulary else []),
+        f"{shape.layers} layers, hidden {shape.hidden:,}, {heads}, vocabulary {shape.vocabulary:,}",
     ]
 
 
@@ -101,10 +100,10 @@ def _memory_lines(plan: Plan) -> list[str]:
     size = plan.expected_microbatch
     limit = f" of {units.memory(plan.devices.memory / GIB)}" if plan.devices.memory else ""
     chosen = "" if plan.microbatch else "; auto finds what fits by trying"
-    parts = plan.memory.parts(size)
+    parts = plan.memory(size)
     width = max(map(len, parts))
     return [
-        f"about {units.memory(plan.memory.total(size) / GIB)}{limit} a device, {plural(size, 'pack')} a microbatch{chosen}",
+        f"about {units.memory(sum(parts.values()) / GIB)}{limit} a device, {plural(size, 'pack')} a microbatch{chosen}",
         *([f"loss in chunks of {plan.chunk:,} tokens, as the memory allows"] if plan.chunk else []),
         *(["queries, keys and values kept for backward, as the memory allows"] if plan.keeps_rotated else []),
         *(f"  {name:<{width}}  {units.memory(part / GIB):>9}" for name, part in parts.items()),

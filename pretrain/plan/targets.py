@@ -60,7 +60,7 @@ class Target:
         devices = Devices(self.count, name=self.name, memory=usable, capability=self.capability)
         whole = replace(job.plan, devices=devices, active=active, layers=layers, phases=phases, tokens_per_second=None)
         fitted = spend_spare_memory(whole)
-        if self.count == 1 or usable is None or fitted.memory.total(1) <= usable:
+        if self.count == 1 or usable is None or fitted.takes(1) <= usable:
             return fitted
         shards = replace(whole, devices=replace(devices, sharded=True))
         gathered = fits_gathered(shards)

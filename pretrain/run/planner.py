@@ -115,7 +115,7 @@ def _row(target: Target, plan: Plan, shares: Sequence[float], price: float | Non
     if obstacle:
         return [str(target), obstacle, *[UNKNOWN] * 5]
     size = min(plan.expected_microbatch, plan.packs_per_rank)
-    takes, whole = plan.memory.total(size), target.memory
+    takes, whole = plan.takes(size), target.memory
     fits = "" if whole is None or takes <= plan.devices.memory else ": barely fits" if takes <= whole else ": does not fit"
     split = f"{-(-plan.packs_per_rank // size)} x {plural(size, 'pack')}{' in shards' * plan.devices.sharded}{fits}"
     speeds = [share * plan.peak_tflops * TERA / plan.flops_per_token for share in shares]

@@ -63,7 +63,7 @@ def introduce(run: Run, notes: Iterable[str]) -> None:
     plan, data, audited, folder = run.job.plan, run.job.data, run.assembly.audit, run.folder
     run.console.notice(render(plan, brief=True))
     microbatch = plan.expected_microbatch
-    planned = plan.memory.parts(microbatch)
+    planned = plan.memory(microbatch)
     audited["memory"] = {"microbatch": microbatch, "planned": planned, "held": run.assembly.memory_held()}
     run.console.panel(f"what runs in which precision (all of it: {folder.audit})", audit.in_short(audited))
     for note in notes:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from foundation.units import GIB
 from pretrain.plan.checks import microbatch_sizes
-from pretrain.plan.memory import Devices, LayerMemory, MemoryEstimate, layers_of
+from pretrain.plan.memory import Devices, LayerMemory, layers_of, memory_of
 from pretrain.precision.settings import PRECISIONS, ActivePrecision
 from tests.pretrain.plan.plan_recipe import QWEN3, flops_of, on_meta, recipe
 
@@ -38,15 +38,18 @@ def layers(model: PreTrainedModel, precision: str, devices: Devices, **changes: 
     return layers_of(model, flops_of(model), asked, active, "cuda", "packed_cudnn", devices.capability)
 
 
-def fused(model: PreTrainedModel, precision: str = "bf16", devices: Devices | None = None, **changes: Any) -> MemoryEstimate:
-    devices = devices or Devices()
-    found = layers(model, precision, devices, **changes)
-    assert all(layer.fused for layer in found)
-    return MemoryEstimate.of(recipe(**changes), flops_of(model), precision, devices, found)
+def fused(of: PreTrainedModel, packs: int, precision: str, devices: Devices, **changes: Any) -> dict[str, int]:
+    kept = layers(of, precision, devices, **changes)
+    assert all(layer.fused for layer in kept)
+    return memory_of(recipe(**changes), flops_of(of), precision, devices, kept, packs)
 
 
-def compiled(of: PreTrainedModel, precision: str = "bf16", devices: Devices | None = None, **changes: Any) -> MemoryEstimate:
-    return MemoryEstimate.of(recipe(**changes), flops_of(of), precision, devices or Devices())
+def compiled(of: PreTrainedModel, packs: int, precision: str = "bf16", devices: Devices | None = None, **changes: Any) -> dict:
+    return memory_of(recipe(**changes), flops_of(of), precision, devices or Devices(), None, packs)
+
+
+def gib_of(parts: dict[str, int]) -> float:
+    return sum(parts.values()) / GIB
 
 
 ZERO, FSDP2 = Devices(4, sharded=True, gathered=True), Devices(4, sharded=True)
@@ -65,8 +68,7 @@ ZERO, FSDP2 = Devices(4, sharded=True, gathered=True), Devices(4, sharded=True)
 )
 def test_peaks_of_fused_layers_are_met(devices: Devices, precision: str, scope: str, gib: float, qwen3: PreTrainedModel) -> None:
     """Of exact BF16 weights, 8 packs of 4,096 at once: benchmarks/results/speed/h200_*.json."""
-    found = fused(qwen3, precision, devices, **EXACT, fp8_config={"scope": scope})
-    assert found.total(8) / GIB == pytest.approx(gib, rel=0.03)
+    assert gib_of(fused(qwen3, 8, precision, devices, **EXACT, fp8_config={"scope": scope})) == pytest.approx(gib, rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +83,7 @@ def test_peaks_of_large_models_in_shards_are_met(name: str, scope: str, devices:
     """On four H200s: gathered once a step (zero.yaml), and for each use (fsdp2.yaml)."""
     model = on_meta(yaml.safe_load((ROOT / f"benchmarks/{name}.yaml").read_text())["model"]["config"])
     data = {"data": {"packs": "p", "length": 8192}, "fp8_config": {"scope": scope}}
-    assert fused(model, "delayed", devices, **EXACT, **data).total(1) / GIB == pytest.approx(gib, rel=0.03)
+    assert gib_of(fused(model, 1, "delayed", devices, **EXACT, **data)) == pytest.approx(gib, rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -98,8 +100,9 @@ def test_peaks_of_large_models_in_shards_are_met(name: str, scope: str, devices:
 def test_peaks_of_compiled_layers_are_met(
     precision: str, weights: str, gradients: str, gib: float, qwen3: PreTrainedModel
 ) -> None:
-    found = compiled(qwen3, precision, weights=weights, optimizer={"gradients": gradients})
-    assert found.total(8) / GIB == pytest.approx(gib, rel=0.05)
+    assert gib_of(compiled(qwen3, 8, precision, weights=weights, optimizer={"gradients": gradients})) == pytest.approx(
+        gib, rel=0.05
+    )
 
 
 @pytest.mark.parametrize(
@@ -109,31 +112,31 @@ def test_peaks_of_compiled_layers_are_met(
 def test_weights_moments_and_gradients_are_exact(
     weights: str, moments: str | None, gradients: str | None, sizes: tuple[int, ...], qwen3: PreTrainedModel
 ) -> None:
-    parts = compiled(qwen3, weights=weights, optimizer={"moments": moments, "gradients": gradients}).parts(1)
+    parts = compiled(qwen3, 1, weights=weights, optimizer={"moments": moments, "gradients": gradients})
     assert (parts["parameters"], parts["optimizer moments"] // 2, parts["gradients"]) == tuple(EVERY * size for size in sizes)
     assert parts.get("remainder bits", 0) == (2 * EVERY if weights == "bf16_exact" else 0)
 
 
 def test_sharding_spreads_weights_and_moments_and_counts_what_is_gathered_and_summed_whole(qwen3: PreTrainedModel) -> None:
     layer, head = 50_336_128, 151_936 * 2048  # the final norm, too small to matter, is among the layers
-    whole = compiled(qwen3, devices=Devices(4), weights="fp32").parts(8)
-    once, each = (compiled(qwen3, devices=devices, weights="fp32").parts(8) for devices in (ZERO, FSDP2))
+    whole = compiled(qwen3, 8, devices=Devices(4), weights="fp32")
+    once, each = (compiled(qwen3, 8, devices=devices, weights="fp32") for devices in (ZERO, FSDP2))
     for shard in (once, each):
         assert all(shard[name] == whole[name] // 4 for name in ("parameters", "optimizer moments"))
         assert shard["activations"] == whole["activations"] and "BF16 working copies" not in shard
     assert (once["gathered weights"], once["gradients"]) == (2 * EVERY, 4 * EVERY + EVERY)
     assert each["gathered weights"] == pytest.approx(2 * (3 * layer + head), rel=1e-4)
     assert each["gradients"] == pytest.approx(4 * (layer + head) + EVERY, rel=1e-4)
-    two_replicas = compiled(qwen3, devices=Devices(4, sharded=True, replicas=2), weights="fp32").parts(1)
+    two_replicas = compiled(qwen3, 1, devices=Devices(4, sharded=True, replicas=2), weights="fp32")
     assert two_replicas["parameters"] == 4 * EVERY // 2
 
 
 def test_recomputing_more_layers_takes_less(qwen3: PreTrainedModel) -> None:
     settings = ["none", 4, 2, "full"]
-    found = [compiled(qwen3, model={"source": "m", "gradient_checkpointing": setting}) for setting in settings]
-    totals = [each.total(8) for each in found]
+    estimates = [compiled(qwen3, 8, model={"source": "m", "gradient_checkpointing": setting}) for setting in settings]
+    totals = [gib_of(each) for each in estimates]
     assert totals == sorted(totals, reverse=True) and len(set(totals)) == 4
-    assert found[-1].parts(8)["activations"] == 8 * 4096 * 28 * 2048 * 2, "the inputs of layers"
+    assert estimates[-1]["activations"] == 8 * 4096 * 28 * 2048 * 2, "the inputs of layers"
 
 
 def test_layers_keep_what_their_formats_take(qwen3: PreTrainedModel) -> None:
@@ -161,10 +164,11 @@ def test_layers_that_stay_in_bf16_are_counted_so_and_fp32_weights_are_copied_for
 @pytest.mark.parametrize(("precision", "layouts"), [("delayed", 1), ("current", 1), ("block", 2), ("mxfp8", 2), ("nvfp4", 2)])
 def test_a_blackwell_holds_one_layout_of_what_has_one_scale(precision: str, layouts: int, qwen3: PreTrainedModel) -> None:
     """Its products read operands as they lie, in layers and in the head. With scales of blocks there are two layouts."""
-    on = [fused(qwen3, precision, Devices(capability=capability), **EXACT, **HEAD) for capability in ((9, 0), (10, 0))]
-    hopper, blackwell = (each.held["quantized weights"] for each in on)
-    assert blackwell == layouts * hopper // 2
-    assert on[1].logits_at_most == (2 + layouts) * 4096 * 151_936 and on[0].logits_at_most == 4 * 4096 * 151_936
+    hopper, blackwell = (
+        fused(qwen3, 64, precision, Devices(capability=capability), **EXACT, **HEAD) for capability in ((9, 0), (10, 0))
+    )
+    assert blackwell["quantized weights"] == layouts * hopper["quantized weights"] // 2
+    assert hopper["the loss"] - blackwell["the loss"] == (2 - layouts) * 4096 * 151_936
 
 
 @given(st.integers(1, 300), st.integers(1, 40))

@@ -32,7 +32,7 @@ def qwen3() -> PreTrainedModel:
 def plan(model: PreTrainedModel, changed: Recipe | None = None, devices: Devices | None = None, **changes: Any) -> Plan:
     values = {"packs": 22_206, "mean_squared": 745.0} | changes
     bf16 = select_precision("bf16", LowPrecisionSettings(), missing_on("cpu"))
-    return Plan(changed or recipe(), bf16, devices or Devices(), "qwen3", flops_of(model), **values)
+    return Plan(changed or recipe(), bf16, devices or Devices(), flops_of(model), **values)
 
 
 def test_the_reference_run_is_2776_steps_which_are_four_epochs(qwen3: PreTrainedModel) -> None:
@@ -119,7 +119,7 @@ def test_shards_are_gathered_once_a_step_where_the_memory_is_there_for_a_well_fi
     """6 bytes a parameter, less the groups in use. With `microbatch: auto` that may cost packs, but not below 8,192 tokens."""
     for microbatch, packs in ((8, 8), ("auto", 2)):
         asked = recipe(batch={"tokens": 131_072, "microbatch": microbatch})
-        shards = [plan(qwen3, asked, Devices(4, sharded=True, gathered=way)).memory.total(packs) for way in (True, False)]
+        shards = [plan(qwen3, asked, Devices(4, sharded=True, gathered=way)).takes(packs) for way in (True, False)]
         assert 7.3 * GIB < shards[0] - shards[1] < 7.5 * GIB
         for memory, fits in ((shards[0] / 0.91, True), (shards[0] / 0.93, False)):
             assert fits_gathered(plan(qwen3, asked, Devices(4, sharded=True, memory=int(memory)))) is fits
@@ -138,7 +138,7 @@ def in_fp8(qwen3: PreTrainedModel) -> Plan:
     active = ActivePrecision("delayed", PRECISIONS["delayed"], "transformer_engine", settings)
     layers = layers_of(qwen3, flops_of(qwen3), wanted, active, "cuda", "packed_cudnn")
     devices = Devices(name="NVIDIA H200", memory=H200)
-    return Plan(wanted, active, devices, "qwen3", flops_of(qwen3), 745.0, {"delayed": layers})
+    return Plan(wanted, active, devices, flops_of(qwen3), 745.0, {"delayed": layers})
 
 
 def on(plan: Plan, memory: int = H200) -> Plan:
@@ -149,12 +149,12 @@ def test_an_h200_has_room_for_queries_and_keys_and_takes_the_usual_chunks(in_fp8
     """28 layers' queries, keys and values of 4,096 values in BF16."""
     made = on(in_fp8)
     assert (made.chunk, made.loss.tokens_at_once, made.keeps_rotated) == (None, 4096, True)
-    assert made.memory.total(8) - in_fp8.memory.total(8) == 28 * 2 * 4096 * 32_768
+    assert made.takes(8) - in_fp8.takes(8) == 28 * 2 * 4096 * 32_768
     assert "queries, keys and values kept" in render(made)
 
 
 def test_chunks_shorten_only_where_nothing_else_helps(in_fp8: Plan) -> None:
-    needed = {chunk: replace(in_fp8, chunk=chunk).memory.total(8) for chunk in (4096, 2048, 1024)}
+    needed = {chunk: replace(in_fp8, chunk=chunk).takes(8) for chunk in (4096, 2048, 1024)}
     for memory, chunk in ((needed[4096], None), (needed[4096] - 1, 2048), (needed[1024], 1024), (needed[1024] - 1, 1024)):
         made = on(in_fp8, memory)
         assert (made.chunk, made.loss.tokens_at_once, made.keeps_rotated) == (chunk, chunk or 4096, False)
@@ -169,4 +169,4 @@ def test_with_few_words_a_chunk_has_more_tokens(in_fp8: Plan, words: int, packs:
     assert 4096 <= chunk <= max(tokens, 4096)
     assert chunk == 4096 or chunk * words <= 2**29
     assert chunk * 2 > tokens or chunk * 2 * words > 2**29  # no longer one would do
-    assert on(small, small.memory.total(packs)).chunk is None
+    assert on(small, small.takes(packs)).chunk is None

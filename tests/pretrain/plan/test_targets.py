@@ -30,7 +30,7 @@ def job() -> Callable[..., Any]:
         settings = LowPrecisionSettings(on_unsupported="emulate", **changes.get("fp8_config", {}))
         active = select_precision(precision, settings, missing_on("cpu"))
         wanted = recipe(precision=precision, weights="bf16_exact", **({"train": {"tokens": 10**9}} | changes))
-        plan = Plan(wanted, active, Devices(), "qwen3", flops_of(shapes), 745.0)
+        plan = Plan(wanted, active, Devices(), flops_of(shapes), 745.0)
         return SimpleNamespace(plan=plan, active=active, shapes=shapes, recipe=wanted)
 
     return make
@@ -58,7 +58,7 @@ def test_memory_is_what_a_run_took_on_that_device(precision: str, job: Callable)
     ways = json.loads((ROOT / "benchmarks/results/speed/h200_throughput.json").read_text())["ways"]
     planned = Target("H200").plan(job(precision, batch={"tokens": 131_072, "microbatch": 8}))
     assert planned.chunk is None and planned.keeps_rotated
-    assert planned.memory.total(8) / 2**30 == pytest.approx(ways[f"{precision}_exact"]["memory_gib"], rel=0.03)
+    assert planned.takes(8) / 2**30 == pytest.approx(ways[f"{precision}_exact"]["memory_gib"], rel=0.03)
 
 
 def test_several_devices_that_do_not_hold_the_whole_model_have_shards_of_it(job: Callable) -> None:
@@ -66,7 +66,7 @@ def test_several_devices_that_do_not_hold_the_whole_model_have_shards_of_it(job:
         made = job(data={"packs": "p", "length": length}, batch={"tokens": 2**21})
         alone, eight = (Target("NVIDIA H100 80GB HBM3", count).plan(made) for count in (1, 8))
         assert (alone.devices.sharded, eight.devices.sharded) == (False, sharded)
-        assert (alone.memory.total(1) > alone.devices.memory) == sharded
+        assert (alone.takes(1) > alone.devices.memory) == sharded
 
 
 @pytest.mark.parametrize("text", ["Q9", "8x", "0xH200"])
