@@ -16,7 +16,7 @@ from foundation.units import TERA, count, operations, percent
 from pretrain.metrics.flops import FORMULAS, ModelFlops, attention_to_ffn_ratio, ours
 from pretrain.metrics.peaks import peak
 from pretrain.model import huggingface as model
-from pretrain.plan.tokenizer import known_tokenizer, with_tokens_of
+from pretrain.plan.tokenizer import with_tokens
 from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import ModelSettings
 
@@ -45,8 +45,8 @@ def flops_of(name: str) -> tuple[ModelFlops, list[int]]:
     be that of a tokenizer that is not there."""
     recipe = load_recipe(Path(name)) if name.endswith((".yaml", ".yml")) else None
     settings = recipe.model if recipe else ModelSettings(source=name)
-    if recipe and settings.source is None and "vocab_size" not in settings.config and recipe.data.tokenizer:
-        settings, _ = with_tokens_of(known_tokenizer(recipe.data, None), settings)
+    if recipe:
+        settings = with_tokens(settings, recipe.data, None)
     flops = ModelFlops.of(model.build_on_meta(model.load_config(settings)))
     return flops, [recipe.data.length] if recipe else list(LENGTHS)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -15,7 +15,6 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from foundation.errors import InputError
 from packing.batch import BatchStream
 from packing.order import MixedPacks
-from packing.settings import DataSettings
 from packing.store import unprepared
 from packing.stream import StreamedPacks, order_of
 from pretrain.metrics.console import Waited
@@ -30,15 +29,7 @@ from pretrain.plan.checks import check_fit, check_pack_counts, check_settings, c
 from pretrain.plan.data import Data, check_labels, check_tokens, most_positions, open_data
 from pretrain.plan.memory import Devices, layers_of
 from pretrain.plan.plan import Plan, fits_gathered, spend_spare_memory
-from pretrain.plan.tokenizer import (
-    check_tokenizer,
-    encoded_prompt,
-    fingerprint_of,
-    has_other_tokens,
-    known_tokenizer,
-    load_tokenizer,
-    with_tokens_of,
-)
+from pretrain.plan.tokenizer import check_tokenizer, encoded_prompt, fingerprint_of, load_tokenizer, with_tokens
 from pretrain.precision.advice import against_overflow
 from pretrain.precision.formats.definition import Precision
 from pretrain.precision.schedule import PrecisionPhase, last_steps, phases_of
@@ -146,46 +137,71 @@ def prepare_job(
     `tokens_per_second`: from which the plan computes hours. `waited`: the clock whose `packs` gets the time that packs take.
     Raises InputError.
     """
-    # What settings say by themselves.
-    run_dir, device_type = _check_surroundings(recipe, accelerator), accelerator.device.type
+    # What settings say by themselves, and whether the run folder, its beginning and its trackers are there to be used.
+    run_dir, device_type, elsewhere = config.run_dir_of(recipe), accelerator.device.type, purpose == "elsewhere"
+    config.begin_of(recipe)
+    check_ours(run_dir)
+    resolve(recipe.log, run_dir=run_dir, main_process=accelerator.is_main_process)
+    if accelerator.is_main_process:
+        check_login(recipe.log.trackers)
     phases = _choose_precisions(recipe, device_type)
     actives = list({active.precision.name: active for _, active in phases}.values())
-    check_settings(recipe, actives[0].precision.name, None if purpose == "elsewhere" else accelerator.num_processes)
+    check_settings(recipe, actives[0].precision.name, None if elsewhere else accelerator.num_processes)
 
     # Packs that exist are opened now, as they may know the tokenizer. Others are prepared last, which may take hours.
+    missing, opening = unprepared(recipe.data), partial(open_data, recipe.data, is_main_process=accelerator.is_main_process)
+    if missing and purpose == "plan":
+        raise InputError(
+            f"`data.packs`: {missing[0]} is not prepared yet; `python -m packing prepare RECIPE` prepares it, and so does "
+            "starting the run. `python -m pretrain plan RECIPE` plans without"
+        )
     last = purpose == "run" and recipe.data.prepares
-    opening = partial(open_data, recipe.data, is_main_process=accelerator.is_main_process)
-    data = None if last else opening() if purpose == "run" else _data_of_plan(recipe.data, purpose)
-    recipe, vocabulary = _with_vocabulary(recipe, data, purpose)
+    data = None if last or (elsewhere and missing) else opening()
+    recipe = recipe.model_copy(update={"model": with_tokens(recipe.model, recipe.data, data, needed=not elsewhere)})
     model_config = model.load_config(recipe.model)
-    shapes, flops, chosen = _lay_out(recipe, model_config, actives, device_type)
-    tokenizer = None if purpose == "elsewhere" else _usable_tokenizer(recipe, data, model_config)
+    check_sizes(recipe, model_config)
+    shapes = model.build_on_meta(model_config)
+    model.check_architecture(shapes, recipe.data.length, recipe.loss)
+    flops, decoder = ModelFlops.of(shapes), list(model.decoder_layers(shapes).values())
+    for active in actives:
+        check_fit(active, recipe, flops.shape.layers)
+        check_shapes(shapes, active)
+        check_kept(shapes, decoder, active)
+    compute_dtype = getattr(torch, actives[0].precision.compute_dtype)
+    chosen = attention.choose(recipe.model.attention, device_type, flops.shape.head_dim, compute_dtype)
+    tokenizer = None if elsewhere else _usable_tokenizer(recipe, data, model_config)
     if last:
         clock = waited or Waited(shown=False)
         before = clock.go_on_to("packs")
         data = opening()
         clock.go_on_to(before)
-    _check_packs(recipe, data, model_config)
+    if data is not None:
+        own = fingerprint_of(recipe.model) if data.tokenizer.get("fingerprint") else None
+        check_tokens(data, model_config.vocab_size, own, most_positions(model_config))
+        check_pack_counts(recipe, len(data.train), len(data.held_out or ()))
+        check_labels(data, recipe.data, recipe.evaluate.packs)
+    elif recipe.train.epochs is not None:
+        raise InputError(
+            f"`data.packs`: {recipe.data.packs} is not prepared here, and `train.epochs` counts its packs; train.tokens=N or "
+            "train.steps=N on the command line plans without it"
+        )
 
     # In figures.
     count, (device, memory) = accelerator.num_processes, device_of(accelerator)
     on_hardware = any(active.backend == "transformer_engine" for active in actives)
     capability = torch.cuda.get_device_capability() if on_hardware else None  # emulation takes the same on every device
-    layers = {
-        each.precision.name: layers_of(shapes, flops, recipe, each, device_type, chosen.name, capability) for each in actives
-    }
     plan = Plan(
         recipe,
         actives[0],
         Devices(count, accelerator.is_fsdp2, device, memory, replicas=replicas_of(accelerator), capability=capability),
-        model_config.model_type,
         flops,
         data.mean_squared if data else float(recipe.data.length),  # without packs, as if each were one document
-        layers=layers,
+        layers={
+            each.precision.name: layers_of(shapes, flops, recipe, each, device_type, chosen.name, capability) for each in actives
+        },
         phases=phases if len(phases) > 1 else [],
         packs=len(data.train) if data and not data.stream else None,
         mixture=data.train.mixture() if data and isinstance(data.train, MixedPacks) else None,
-        vocabulary=vocabulary,
         tokens_per_second=tokens_per_second,
     )
     # Whether shards are gathered once a step: as the topology says, or where memory allows it.
@@ -196,31 +212,6 @@ def prepare_job(
         schedule.check(recipe.schedule, plan.steps)
         last_steps([until for until, _ in phases], plan.steps)
     return Job(plan, run_dir, model_config, shapes, data, tokenizer, chosen, model.source_config(recipe.model))
-
-
-def _data_of_plan(settings: DataSettings, purpose: Purpose) -> Data | None:
-    """The packs that a plan is made by. A plan for other machines does without; InputError where one for here would have to."""
-    missing = unprepared(settings)
-    if missing and purpose == "plan":
-        raise InputError(
-            f"`data.packs`: {missing[0]} is not prepared yet; `python -m packing prepare RECIPE` prepares it, and so does "
-            "starting the run. `python -m pretrain plan RECIPE` plans without"
-        )
-    return None if missing else open_data(settings, is_main_process=True)
-
-
-def _check_surroundings(recipe: Recipe, accelerator: Accelerator) -> Path:
-    """Returns the run folder. Raises InputError where it is not this run's to use, and where its beginning or a tracker is not to
-    be had."""
-    run_dir = config.run_dir_of(recipe)
-    if run_dir.resolve() == recipe.data.packs.resolve():
-        raise InputError(f"`run_dir` and `data.packs` are both {run_dir}: a run and packs want a folder each; change one of them")
-    config.begin_of(recipe)
-    check_ours(run_dir)
-    resolve(recipe.log, run_dir=run_dir, main_process=accelerator.is_main_process)
-    if accelerator.is_main_process:
-        check_login(recipe.log.trackers)
-    return run_dir
 
 
 def _choose_precisions(recipe: Recipe, device_type: str) -> list[tuple[float | int | None, ActivePrecision]]:
@@ -236,35 +227,6 @@ def _choose_precisions(recipe: Recipe, device_type: str) -> list[tuple[float | i
     return phases
 
 
-def _with_vocabulary(recipe: Recipe, data: Data | None, purpose: Purpose) -> tuple[Recipe, str | None]:
-    """The recipe, completed by the ids of the packs' tokenizer where the model takes them; and a line to say so."""
-    settings = recipe.model
-    if purpose == "elsewhere" and not settings.from_scratch and (settings.source or "vocab_size" in settings.config):
-        return recipe, None  # the tokenizer may still be to come
-    known = known_tokenizer(recipe.data, data)
-    if settings.source is not None and not has_other_tokens(known, settings):
-        return recipe, None
-    completed, vocabulary = with_tokens_of(known, settings)
-    return recipe.model_copy(update={"model": completed}), vocabulary
-
-
-def _lay_out(
-    recipe: Recipe, model_config: PretrainedConfig, actives: Sequence[ActivePrecision], device_type: str
-) -> tuple[PreTrainedModel, ModelFlops, attention.Choice]:
-    """The model as it will run here, without memory for its weights; its FLOPs and its attention. InputError where it cannot be
-    built, is none that is trained here, or does not fit one of the run's precisions."""
-    check_sizes(recipe, model_config)
-    shapes = model.build_on_meta(model_config)
-    model.check_architecture(shapes, recipe.data.length, recipe.loss)
-    flops, decoder = ModelFlops.of(shapes), list(model.decoder_layers(shapes).values())
-    for active in actives:
-        check_fit(active, recipe, flops.shape.layers)
-        check_shapes(shapes, active)
-        check_kept(shapes, decoder, active)
-    compute_dtype = getattr(torch, actives[0].precision.compute_dtype)
-    return shapes, flops, attention.choose(recipe.model.attention, device_type, flops.shape.head_dim, compute_dtype)
-
-
 def _usable_tokenizer(recipe: Recipe, data: Data | None, model_config: PretrainedConfig) -> PreTrainedTokenizerBase | None:
     """The tokenizer that samples and the exported folder take, held against the model. InputError now where it cannot read a
     prompt, and not at the first evaluation."""
@@ -276,17 +238,3 @@ def _usable_tokenizer(recipe: Recipe, data: Data | None, model_config: Pretraine
         except InputError as error:
             raise InputError(f"`evaluate.samples`: {error}") from None
     return tokenizer
-
-
-def _check_packs(recipe: Recipe, data: Data | None, model_config: PretrainedConfig) -> None:
-    """InputError where packs do not suit the model or are too few, and where `train.epochs` counts packs that nobody has yet."""
-    if data is not None:
-        own = fingerprint_of(recipe.model) if data.tokenizer.get("fingerprint") else None
-        check_tokens(data, model_config.vocab_size, own, most_positions(model_config))
-        check_pack_counts(recipe, len(data.train), len(data.held_out or ()))
-        check_labels(data, recipe.data, recipe.evaluate.packs)
-    elif recipe.train.epochs is not None:
-        raise InputError(
-            f"`data.packs`: {recipe.data.packs} is not prepared here, and `train.epochs` counts its packs; train.tokens=N or "
-            "train.steps=N on the command line plans without it"
-        )

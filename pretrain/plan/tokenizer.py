@@ -32,31 +32,36 @@ ROLES = {"eos": "EOS", "bos": "BOS", "pad": "padding"}
 # ── What it is, and whose ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def known_tokenizer(settings: DataSettings, data: Data | None) -> dict[str, Any]:
-    """Returns what is known of the tokenizer that the packs are made with: name, vocab_size, eos_id, bos_id, pad_id (None: it has
-    none), by `data.tokenizer` where that is set, else by what the packs remember. Keys of which nothing is known are absent.
-    InputError where the packs were made with another tokenizer than `data.tokenizer`."""
-    remembered = data.tokenizer if data else {}
-    if settings.tokenizer is None:
-        return remembered
-    named, made_with = load_text_tokenizer(settings.tokenizer).describe(), remembered.get("fingerprint")
-    if made_with not in (None, named["fingerprint"]):
-        raise InputError(
-            f"`data.tokenizer`: {settings.tokenizer} ({named['fingerprint'][:12]}) is not the tokenizer of {settings.packs} "
-            f"({remembered.get('name', 'unnamed')}, {made_with[:12]}); name that one, or leave `data.tokenizer` out"
-        )
-    return named
+def with_tokens(model: ModelSettings, settings: DataSettings, data: Data | None, *, needed: bool = False) -> ModelSettings:
+    """`model`, and where it is from scratch what it leaves open of its vocabulary as the tokenizer of the packs has it: that of
+    `data.tokenizer`, else the one that the packs remember. As it is where nothing is known of that, and of a `source` whose own
+    tokenizer it is.
 
-
-def with_tokens_of(tokenizer: Mapping[str, Any], settings: ModelSettings) -> tuple[ModelSettings, str]:
-    """`settings` of a model from scratch, what they leave open of its vocabulary taken from `tokenizer`; and a line to say so.
-
-    Raises InputError where `model.config` contradicts the tokenizer, and for an unknown model type.
+    `needed`: a tokenizer that is not there is an InputError even where nothing is left open. Raises InputError, too, where the
+    packs were made with another tokenizer than `data.tokenizer`, and where `model.config` contradicts the tokenizer.
     """
-    given, size = dict(settings.config or {}), tokenizer.get("vocab_size")
-    known = load_config(settings if settings.source else ModelSettings(config={"model_type": given["model_type"]}))
-    if size is None:
-        return settings, "vocabulary of the recipe; the tokenizer behind the packs is not known (`data.tokenizer`)"
+    given, known = dict(model.config or {}), data.tokenizer if data else {}
+    if not needed and not model.from_scratch and (model.source or "vocab_size" in given):
+        return model
+    if settings.tokenizer is not None:
+        named, made_with = load_text_tokenizer(settings.tokenizer).describe(), known.get("fingerprint")
+        if made_with not in (None, named["fingerprint"]):
+            raise InputError(
+                f"`data.tokenizer`: {settings.tokenizer} ({named['fingerprint'][:12]}) is not the tokenizer of {settings.packs} "
+                f"({known.get('name', 'unnamed')}, {made_with[:12]}); name that one, or leave `data.tokenizer` out"
+            )
+        known = named
+    own = model.source is not None and known.get("fingerprint") in (None, _fingerprint_at(model.repository, model))
+    if own or (model.source is not None and not model.from_scratch) or "vocab_size" not in known:
+        return model
+    of_type = load_config(model if model.source else ModelSettings(config={"model_type": given["model_type"]}))
+    return model.model_copy(update={"config": tokens_of(known, given, of_type)})
+
+
+def tokens_of(tokenizer: Mapping[str, Any], given: Mapping[str, Any], config: PretrainedConfig) -> dict[str, Any]:
+    """What is `given` of a model's config, and the keys that `config` has and it leaves open from `tokenizer`, as
+    `TextTokenizer.describe`. InputError where they contradict each other."""
+    size = tokenizer["vocab_size"]
     if given.get("vocab_size", size) < size:
         raise InputError(
             f"`model.config.vocab_size: {given['vocab_size']}`: the tokenizer of the data has {size} ids; leave it out"
@@ -72,18 +77,7 @@ def with_tokens_of(tokenizer: Mapping[str, Any], settings: ModelSettings) -> tup
                 f"({tokenizer.get('name', 'unnamed')}) is {own}; leave it out, and it is taken from there"
             )
         values[f"{role}_token_id"] = own
-    config = {key: value for key, value in values.items() if hasattr(known, key)} | given
-    ids = ", ".join(f"{name} {config.get(f'{role}_token_id')}" for role, name in ROLES.items())
-    line = f"vocabulary {config['vocab_size']:,} for the tokenizer's {size:,} ids; {ids}"
-    return settings.model_copy(update={"config": config}), line
-
-
-def has_other_tokens(tokenizer: Mapping[str, Any], settings: ModelSettings) -> bool:
-    """Returns whether a model in the shape of a `source` is trained from scratch on the ids of another tokenizer than the
-    source's."""
-    if not settings.from_scratch or "fingerprint" not in tokenizer:
-        return False
-    return _fingerprint_at(settings.repository, settings) != tokenizer["fingerprint"]
+    return {key: value for key, value in values.items() if hasattr(config, key)} | dict(given)
 
 
 def check_tokenizer(data: DataSettings, model: ModelSettings, vocab_size: int) -> None:

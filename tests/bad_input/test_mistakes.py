@@ -139,7 +139,6 @@ TEXTS = [
     (DOCUMENT, "data.tokenizer={here}/broken.json", "broken.json"),
     (DOCUMENT, "data.tokenizer=null", "tokenizer"),
     (DOCUMENT, "data.packs=/proc/none/packs", "/proc/none"),
-    (DOCUMENT, "data.packs={here}/run run_dir={here}/run", "`run_dir`"),
     (DOCUMENT, "data.length=128 batch.tokens=1024", "64 positions"),
     (DOCUMENT, "data.held_out=0 evaluate.every=5", "`evaluate.every: 5`"),
     (DOCUMENT, "data.held_out=0 data.validation.source={here}/text.jsonl", "`validation`"),

@@ -165,10 +165,10 @@ def test_layers_that_stay_in_bf16_are_counted_so_and_fp32_weights_are_copied_for
 def test_a_blackwell_holds_one_layout_of_what_has_one_scale(precision: str, layouts: int, qwen3: PreTrainedModel) -> None:
     """Its products read operands as they lie, in layers and in the head. With scales of blocks there are two layouts."""
     hopper, blackwell = (
-        fused(qwen3, 64, precision, Devices(capability=capability), **EXACT, **HEAD) for capability in ((9, 0), (10, 0))
+        fused(qwen3, 1, precision, Devices(capability=capability), **EXACT, **HEAD)["quantized weights"]
+        for capability in ((9, 0), (10, 0))
     )
-    assert blackwell["quantized weights"] == layouts * hopper["quantized weights"] // 2
-    assert hopper["the loss"] - blackwell["the loss"] == (2 - layouts) * 4096 * 151_936
+    assert blackwell == layouts * hopper // 2
 
 
 @given(st.integers(1, 300), st.integers(1, 40))

@@ -54,7 +54,7 @@ def test_the_course_of_a_plan_is_what_ran_and_what_is_to_come(qwen3: PreTrainedM
     assert whole.course == {1: "nvfp4", 51: "bf16"} and whole.computes == "nvfp4 to 50 %, then bf16" and whole.emulated
     for done, ran, course, computes in (
         (30, {1: "nvfp4"}, {1: "nvfp4", 51: "bf16"}, "nvfp4 to 50 %, then bf16"),
-        (30, {}, {31: "nvfp4", 51: "bf16"}, "nvfp4 to 50 %, then bf16"),
+        (30, {}, {31: "nvfp4", 51: "bf16"}, "nvfp4 to step 50, then bf16"),
         (50, {}, {51: "bf16"}, "bf16"),
         (100, {}, {100: "bf16"}, "bf16"),
         (80, {1: "bf16"}, {1: "bf16"}, "bf16"),

@@ -24,7 +24,7 @@ from tests.pretrain.plan.plan_recipe import recipe
         ({"epochs": 1}, 694),  # 693.94
         ({"tokens": 131_072}, 1),
         ({"tokens": 131_073}, 2),
-        ({"tokens": "364e6"}, 2778),  # 2,777.1
+        ({"tokens": 364e6}, 2778),  # 2,777.1
     ],
 )
 def test_horizons_round_up_to_whole_steps(horizon: dict, steps: int) -> None:
