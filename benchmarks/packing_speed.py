@@ -37,7 +37,7 @@ from packing.pack import Layout, best_fit, materialise, truncate
 from packing.packer import prepare
 from packing.prepare import usable_cores
 from packing.settings import DataSettings
-from packing.vocabulary import train_tokenizer
+from packing.tokenizer import train_tokenizer
 
 RESULTS = Path(__file__).parent / "results" / "cpu"
 LENGTH = 4096

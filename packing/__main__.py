@@ -1,10 +1,9 @@
-"""`python -m packing`: prepare packs from text, look at packs, convert packs of other formats to ours.
+"""`python -m packing`: learn a tokenizer, prepare packs from text, look at packs.
 
     python -m packing tokenizer my_text --vocabulary 8192 --out my_tokenizer
     python -m packing prepare recipes/smoke.yaml data.length=1024
     python -m packing prepare data.source=corpus.jsonl data.tokenizer=Qwen/Qwen3-0.6B data.packs=packs/corpus
     python -m packing inspect packs/corpus --index 0
-    python -m packing import ./multipacking --out packs/multipacking
 
 Exit status: 0 done, 2 something given cannot be used (one message says what), 130 interrupted.
 """
@@ -13,15 +12,32 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from foundation.command import CommandParser, number, run_command
 from foundation.errors import InputError
+from foundation.progress import Progress, say
 from foundation.reading import load_with_bases
 from foundation.settings import Settings, given_once, parse, place_of, value_from_text
+from packing.arrow import FIRST, MANIFEST, ArrowPacks, Packs, Split
+from packing.order import evenly
+from packing.pack import length_statistics
+from packing.packer import prepare
+from packing.prepare import summary
+from packing.records import TextTemplate, read_chunk
 from packing.settings import DataSettings
+from packing.sources import open_source
+from packing.store import find_splits
+from packing.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
+
+_BYTES = 256  # tokens that any text can be written with
+_MOST_BYTES = 10**9  # of text that a tokenizer is learnt from: more does not make better words, and takes memory
+_SAMPLED_PACKS = 10_000  # enough for statistics; reading the lengths of a terabyte's packs would take too long
 
 
 class _Recipe(Settings):
@@ -42,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> CommandParser:
     parser = CommandParser(prog="python -m packing", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(required=True, metavar="tokenizer | prepare | inspect | import")
+    commands = parser.add_subparsers(required=True, metavar="tokenizer | prepare | inspect")
 
     tokenizer = commands.add_parser("tokenizer", help="learn a byte-level BPE; its end-of-text token, id 0, closes documents")
     tokenizer.add_argument("source", metavar="SOURCE", help="file, folder or Hugging Face dataset")
@@ -50,45 +66,52 @@ def _parser() -> CommandParser:
     tokenizer.add_argument("--vocabulary", type=number(1, whole=True), required=True, metavar="N", help="tokens, bytes included")
     tokenizer.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     tokenizer.add_argument("--special", action="append", default=[], metavar="TOKEN", help="as <|im_start|>; repeatable")
-    most = "bytes of text to learn from, from the beginning (1000000000)"
-    tokenizer.add_argument("--most-bytes", type=number(1, whole=True), default=10**9, metavar="N", help=most)
-    tokenizer.set_defaults(run=_tokenizer)
+    tokenizer.set_defaults(run=_learn_tokenizer)
 
     prepare = commands.add_parser("prepare", help="tokenise text and pack it; goes on where it stopped")
     prepare.add_argument("recipe", nargs="*", help="RECIPE.yaml, whose data section counts, then key=value to override it")
     prepare.set_defaults(run=_prepare)
 
     inspect = commands.add_parser("inspect", help="show Arrow, MDS or token .bin packs")
-    inspect.add_argument("--index", type=number(0, whole=True), help="also show the text of this pack")
-    inspect.add_argument("--split", choices=("train", "held_out"), default="train", help="where --index counts (train)")
+    inspect.add_argument("path", type=Path)
+    inspect.add_argument("--index", type=number(0, whole=True), help="also show the text of this training pack")
+    inspect.add_argument("--tokenizer", help="tokenizer.json, folder or hub name (the one with the packs)")
     inspect.add_argument("--verify", action="store_true", help="hash every file again")
     inspect.set_defaults(run=_inspect)
-
-    convert = commands.add_parser("import", help="convert MDS or token .bin packs to Arrow packs")
-    convert.add_argument("--out", type=Path, required=True)
-    convert.set_defaults(run=_import)
-    for command in (inspect, convert):
-        command.add_argument("path", type=Path)
-        command.add_argument("--tokenizer", help="tokenizer.json, folder or hub name (the one with the packs)")
-        command.add_argument("--length", type=number(1, whole=True), help="tokens of a pack: for token .bin, which does not say")
-        command.add_argument("--end-token", type=number(0, whole=True), help="token .bin: the id that ends a document")
     return parser
 
 
-def _tokenizer(options: argparse.Namespace) -> None:
-    from packing.vocabulary import make_tokenizer
-
+def _learn_tokenizer(options: argparse.Namespace) -> None:
     named = [f"data.source={options.source}", f"data.packs={options.out}", f"data.tokenizer={options.out}"]
-    settings = _data_settings([*named, *options.settings])
-    tokenizer = make_tokenizer(settings, options.out, options.vocabulary, special=options.special, most_bytes=options.most_bytes)
-    print(f"{options.out}: byte-level BPE, {tokenizer.get_vocab_size():,} tokens")
+    settings, out, vocabulary = _data_settings([*named, *options.settings]), options.out, options.vocabulary
+    if out.exists():
+        raise InputError(f"--out {out}: exists already and is never written over; name another folder or move it away")
+    if vocabulary <= (least := _BYTES + 1 + len(options.special)):
+        raise InputError(f"--vocabulary {vocabulary}: {least} ids are bytes and special tokens; ask for more, 8192 say")
+    template, done = TextTemplate.parse(settings.text), 0
+    source = open_source(settings, template)
+    say(f"reading {source.description}")
+
+    def texts() -> Iterator[str]:
+        nonlocal done
+        with Progress("learning", "bytes", shown=True) as line:
+            for chunk in source.chunks():
+                for text in read_chunk(chunk, template, settings.on_bad_line == "skip")[0]:
+                    if done >= _MOST_BYTES:
+                        return
+                    yield text
+                    done += len(text.encode())
+                line.update(done, chunk.progress)
+
+    tokenizer = train_tokenizer(texts(), vocabulary, options.special)
+    if not done:
+        raise InputError(f"data.source: {settings.source}: no document with any text")
+    save_tokenizer(tokenizer, out)
+    print(f"{out}: byte-level BPE, {tokenizer.get_vocab_size():,} tokens")
 
 
 def _prepare(options: argparse.Namespace) -> None:
-    settings = _data_settings(options.recipe)
-    from packing.packer import prepare
-
-    print(prepare(settings))
+    print(prepare(_data_settings(options.recipe)))
 
 
 def _data_settings(arguments: Sequence[str]) -> DataSettings:
@@ -109,26 +132,66 @@ def _data_settings(arguments: Sequence[str]) -> DataSettings:
 
 
 def _inspect(options: argparse.Namespace) -> None:
-    from packing.inspection import decoded, inspect, open_splits
-
-    length, end_token = options.length, options.end_token
-    for line in inspect(options.path, verify=options.verify, length=length, end_token=end_token):
+    wanted = _decoded(_open_splits(options.path)["train"], options.index, options.tokenizer) if options.index is not None else ()
+    for line in chain(_described(options.path, options.verify), wanted):
         print(line)
-    if options.index is not None:
-        splits = open_splits(options.path, length, end_token)
-        if options.split not in splits:
-            raise InputError(f"{options.path}: has no {options.split} split")
-        for line in decoded(splits[options.split], options.index, options.tokenizer):
-            print(line)
 
 
-def _import(options: argparse.Namespace) -> None:
-    from packing.inspection import import_packs
+def _open_splits(path: Path) -> dict[Split, Packs]:
+    """The splits that the packs at `path` have of their own. InputError where nothing there can be read as packs."""
+    length = None if path.is_dir() and not any(path.glob("*.bin")) else DataSettings.model_fields["length"].default
+    return {split: open_split() for split, open_split in find_splits(path, length).items()}
 
-    given = {"length": options.length, "end_token": options.end_token, "tokenizer": options.tokenizer}
-    manifest = import_packs(options.path, options.out, **given)
-    numbers = manifest["statistics"]
-    print(f"{options.out}: {numbers['packs']:,} packs of {manifest['length']:,} tokens, {numbers['fill']:.2%} filled")
+
+def _described(path: Path, verify: bool) -> Iterator[str]:
+    """Lines that describe the packs at `path`: a folder of packs, one of several sources, or a stream's, with parts."""
+    if not (path / MANIFEST).is_file() and (inside := sorted(file.parent for file in path.rglob(MANIFEST))):
+        for each in inside:
+            yield from _described(each, verify)
+        return
+    splits = _open_splits(path)
+    first = splits["train"]
+    yield f"{path}: {type(first).__name__} of {first.length:,} tokens"
+    known = [f"{key} {value}" for key, value in (first.tokenizer or {}).items() if value is not None]
+    yield f"  tokenizer       {', '.join(known) or 'not recorded in this format'}"
+    for split, packs in splits.items():
+        chosen = evenly(len(packs), _SAMPLED_PACKS)
+        lengths = np.concatenate([packs.lengths(index) for index in chosen])
+        spread = ", ".join(f"{name.replace('_', ' ')} {value:,.0f}" for name, value in length_statistics(lengths).items())
+        yield f"  {split}, figures from {len(chosen):,} packs spread over all"
+        yield f"    packs         {len(packs):,}"
+        yield f"    fingerprint   {packs.fingerprint}"
+        yield f"    fill          {lengths.sum() / (len(chosen) * packs.length):.2%}"
+        if packs.trained(0) is not None:
+            share = sum(int(np.count_nonzero(packs.trained(index))) for index in chosen) / max(int(lengths.sum()), 1)
+            yield f"    trained on    {share:.2%} of the tokens; the others are masked"
+        yield f"    documents     {len(lengths) / len(chosen):,.1f} a pack; tokens each: {spread}"
+        if verify:
+            packs.verify()
+            yield "    verified      every file that has a recorded hash is as it was written"
+    if isinstance(first, ArrowPacks) and "documents" in first.manifest["statistics"]:
+        yield "  as prepared"
+        yield summary(first.manifest)
+
+
+def _decoded(packs: Packs, index: int, tokenizer_name: str | None) -> Iterator[str]:
+    """The text of one pack, each document under a line of its own; the ids where no tokenizer is named or lies with the packs."""
+    if index >= len(packs):
+        raise InputError(f"--index {index}: {packs.path} has packs 0 to {len(packs) - 1}")
+    stored = [file for folder in (packs.path, packs.path.parent / FIRST) if (file := folder / "tokenizer.json").is_file()]
+    tokenizer = load_tokenizer(tokenizer_name or str(stored[0])).tokenizer if tokenizer_name or stored else None
+    pack, ends = packs[index], np.cumsum(packs.lengths(index)).tolist()
+    for place, (size, end) in enumerate(zip(pack.lengths.tolist(), ends, strict=True), 1):
+        yield f"──── document {place} of {len(ends)} · {size:,} tokens ".ljust(100, "─")
+        ids = pack.input_ids[end - size : end]
+        trained = np.ones(size, bool) if pack.trained is None else pack.trained[end - size : end]
+        changes = np.flatnonzero(trained[1:] != trained[:-1]) + 1
+        for part, is_trained in zip(np.split(ids, changes), np.split(trained, changes), strict=True):
+            if pack.trained is not None:
+                yield f"[{'trained on' if is_trained[0] else 'masked'}]"
+            yield tokenizer.decode(part, skip_special_tokens=False) if tokenizer else " ".join(map(str, part))
+    if ends[-1] < packs.length:
+        yield f"──── padding · {packs.length - ends[-1]:,} tokens ".ljust(100, "─")
 
 
 if __name__ == "__main__":

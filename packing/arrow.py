@@ -15,8 +15,9 @@ import json
 import os
 import shutil
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +26,7 @@ import pyarrow as pa
 
 from foundation.errors import InputError
 from foundation.files import FileRecord, check_files, fsync, fsync_tree, hash_file, hash_of, no_room
-from foundation.reading import load_object, reason_of
+from foundation.reading import load_object
 
 Split = Literal["train", "held_out"]
 
@@ -93,6 +94,21 @@ class PacksOfOthers(Packs):
         return packs.trained(own)
 
 
+class JoinedPacks(PacksOfOthers):
+    """The packs of several others, one after another."""
+
+    def __init__(self, path: Path, joined: Sequence[Packs]) -> None:
+        self.path, self.joined = path, joined
+        self._starts = [0, *accumulate(map(len, joined))]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def locate(self, index: int) -> tuple[Packs, int]:
+        number = bisect_right(self._starts, checked_index(index, len(self))) - 1
+        return self.joined[number], index - self._starts[number]
+
+
 def same_or_ignored(labels: np.ndarray, tokens: np.ndarray) -> bool:
     """Returns whether `labels` are the tokens themselves, not shifted, but for some that are `IGNORE`."""
     return len(labels) == len(tokens) and bool(((labels == tokens) | (labels == IGNORE)).all())
@@ -111,8 +127,6 @@ def read_manifest(path: Path) -> dict[str, Any]:
     manifest = load_object(file, _REMEDY)
     if manifest.pop("checksum", None) != hash_of(manifest):
         raise InputError(f"{file}: damaged, edited, or not a manifest of packs; {_REMEDY}")
-    if manifest["version"] != _VERSION:
-        raise InputError(f"{file}: format version {manifest['version']}, this program reads {_VERSION}; prepare the packs again")
     return manifest
 
 
@@ -146,7 +160,7 @@ class PackWriter:
 
     def add(self, split: Split, *packs: Pack) -> None:
         """Append packs as one record batch: opening thousands is slow, and one of them has to fit in memory. Each pack of a split
-        has a mask (`trained`), or none has. Raises ValueError for lengths that do not fit."""
+        has a mask (`trained`), or none has."""
         if split not in self._splits:
             masked = packs[0].trained is not None
             self._splits[split] = _SplitWriter(self.folder / split, self.length, self._shard_bytes, masked=masked)
@@ -184,7 +198,6 @@ class _SplitWriter:
     def __init__(self, folder: Path, length: int, shard_bytes: int, *, masked: bool) -> None:
         folder.mkdir()
         self.folder, self.length, self.shard_bytes, self.masked = folder, length, shard_bytes, masked
-        self.schema = _schema(length, masked=masked)
         self.packs = self.documents = self.tokens = 0
         self.shards: list[Path] = []
         self.hashes = [hashlib.sha256() for _ in range(4 + masked)]  # by column: batches must not change the fingerprint
@@ -195,25 +208,24 @@ class _SplitWriter:
         lengths = np.concatenate([pack.lengths for pack in packs]).astype(np.int32, copy=False)
         offsets = np.append(0, np.cumsum([len(pack.lengths) for pack in packs])).astype(np.int32)
         firsts = np.array([pack.first_position for pack in packs], np.int32)
-        if not _make_packs(lengths, offsets, firsts, self.length):
-            raise ValueError("every pack needs documents of 1 token or more that fit into it, and a first position of 0 or more")
         masks = [np.packbits(np.stack([pack.trained for pack in packs]), axis=1, bitorder="little")] if self.masked else []
         for hasher, column in zip(self.hashes, (ids, lengths, np.diff(offsets), firsts, *masks), strict=True):
             hasher.update(column)
         self.packs += len(packs)
         self.documents += len(lengths)
         self.tokens += int(lengths.sum(dtype=np.int64))
+        columns = {
+            "input_ids": _rows(ids),
+            "lengths": pa.ListArray.from_arrays(_column(offsets), _column(lengths)),
+            "first_position": _column(firsts),
+            **({"trained": _rows(masks[0])} if masks else {}),  # a bit a token
+        }
+        batch = pa.record_batch(columns)
         if self.stream is None:
             self.shards.append(self.folder / f"data-{len(self.shards):05d}.arrow")
             self.file = pa.OSFile(str(self.shards[-1]), "wb")
-            self.stream = pa.ipc.new_stream(self.file, self.schema)
-        columns = [
-            pa.FixedSizeListArray.from_arrays(_column(ids.reshape(-1)), self.length),
-            pa.ListArray.from_arrays(_column(offsets), _column(lengths)),
-            _column(firsts),
-            *(pa.FixedSizeListArray.from_arrays(_column(bits.reshape(-1)), bits.shape[1]) for bits in masks),
-        ]
-        self.stream.write_batch(pa.record_batch(columns, schema=self.schema))
+            self.stream = pa.ipc.new_stream(self.file, batch.schema)
+        self.stream.write_batch(batch)
         if self.file.tell() >= self.shard_bytes:
             self._close_shard()
 
@@ -240,8 +252,6 @@ class ArrowPacks(Packs):
     def __init__(self, path: Path, split: Split = "train") -> None:
         self.path = Path(path)
         self.manifest = read_manifest(self.path)
-        if split not in self.manifest["splits"]:
-            raise InputError(f"{self.path}: has no {split} split; it holds {', '.join(self.manifest['splits'])}")
         written = self.manifest["splits"][split]
         self.length: int = self.manifest["length"]
         self.tokenizer: dict | None = self.manifest["tokenizer"]
@@ -250,8 +260,7 @@ class ArrowPacks(Packs):
         self._records = _records(written["files"], split)
         check_files(self.path, self._records, _REMEDY)
         self._batches = [batch for record in self._records for batch in self._map(self.path / record.name)]
-        self._unchecked = set(range(len(self._batches)))
-        self._starts = np.append(0, np.cumsum([len(batch[0]) for batch in self._batches])).tolist()
+        self._starts = [0, *accumulate(len(ids) for ids, *_ in self._batches)]
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -259,10 +268,6 @@ class ArrowPacks(Packs):
     def __getitem__(self, index: int) -> Pack:
         number = bisect_right(self._starts, checked_index(index, len(self))) - 1
         ids, lengths, offsets, first_positions, *masks = self._batches[number]
-        if number in self._unchecked:
-            if not _make_packs(lengths, offsets, first_positions, self.length):
-                raise InputError(f"{self.path}: holds documents of lengths that make no packs of {self.length} tokens; {_REMEDY}")
-            self._unchecked.discard(number)
         row = index - self._starts[number]
         mask = np.unpackbits(masks[0][row], count=self.length, bitorder="little").view(np.bool_) if masks else None
         return Pack(ids[row], lengths[offsets[row] : offsets[row + 1]], int(first_positions[row]), mask)
@@ -270,63 +275,42 @@ class ArrowPacks(Packs):
     def verify(self) -> None:
         check_files(self.path, self._records + _records(self.manifest["files"]), _REMEDY, hashed=True)
 
-    def _map(self, path: Path) -> list[tuple[np.ndarray, ...]]:
-        """Returns for each record batch, as views of the file: ids [rows, length], lengths, offsets [rows + 1], first positions
+    def _map(self, path: Path) -> Iterator[tuple[np.ndarray, ...]]:
+        """Yields for each record batch, as views of the file: ids [rows, length], lengths, offsets [rows + 1], first positions
         and, with masks, their bits [rows, bytes]."""
-        try:
-            with pa.ipc.open_stream(pa.memory_map(str(path))) as stream:
-                if stream.schema != _schema(self.length, masked="trained" in stream.schema.names):
-                    raise InputError(f"{path}: its columns are not those of packs of {self.length} tokens; {_REMEDY}")
-                return [
-                    (
-                        _view(ids.values, np.uint32).reshape(len(ids), self.length),
-                        _view(lengths.values, np.int32),
-                        _view(lengths.offsets, np.int32),
-                        _view(first_positions, np.int32),
-                        *(_view(bits.values, np.uint8).reshape(len(bits), -1) for bits in masks),
-                    )
-                    for ids, lengths, first_positions, *masks in (batch.columns for batch in stream)
-                ]
-        except (pa.ArrowException, OSError, ValueError) as error:
-            raise InputError(f"{path}: damaged: {reason_of(error)}; {_REMEDY}") from None
-
-
-def _make_packs(lengths: np.ndarray, offsets: np.ndarray, first_positions: np.ndarray, length: int) -> bool:
-    """Returns whether every pack has documents of 1 token or more that fit into `length` tokens: pack p those of `lengths` from
-    offsets[p] to offsets[p + 1]."""
-    if offsets[0] < 0 or offsets[-1] > len(lengths) or (np.diff(offsets) < 1).any():
-        return False
-    used = lengths[offsets[0] : offsets[-1]]
-    totals = np.add.reduceat(used, offsets[:-1] - offsets[0], dtype=np.int64)
-    return bool(used.min() > 0 and totals.max() <= length and first_positions.min() >= 0)
+        with pa.ipc.open_stream(pa.memory_map(str(path))) as stream:
+            for ids, lengths, first_positions, *masks in (batch.columns for batch in stream):
+                yield (
+                    _view(ids.values, np.uint32).reshape(len(ids), self.length),
+                    _view(lengths.values, np.int32),
+                    _view(lengths.offsets, np.int32),
+                    _view(first_positions, np.int32),
+                    *(_view(bits.values, np.uint8).reshape(len(bits), -1) for bits in masks),
+                )
 
 
 def _entry(path: Path) -> dict[str, Any]:
     """Returns what the manifest records of a finished file."""
-    return {"name": path.name, "bytes": path.stat().st_size} | {"sha256": hash_file(path)}
+    return {"name": path.name, "bytes": path.stat().st_size, "sha256": hash_file(path)}
 
 
 def _records(files: list[dict[str, Any]], folder: str = "") -> list[FileRecord]:
     return [FileRecord(os.path.join(folder, file["name"]), file["bytes"], {"sha256": file["sha256"]}) for file in files]
 
 
+# (`pa.array` and `to_numpy` give the same as the next three, and import pandas where it is installed.)
+
+
 def _column(values: np.ndarray) -> pa.Array:
-    """Returns an array over the memory of `values`, which are 1-dimensional. (`pa.array` gives the same, and imports pandas where
-    it is installed.)"""
+    """Returns an array over the memory of `values`, which are 1-dimensional."""
     return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
 
 
+def _rows(values: np.ndarray) -> pa.Array:
+    """Returns an array of lists over the memory of `values`, which are 2-dimensional."""
+    return pa.FixedSizeListArray.from_arrays(_column(values.reshape(-1)), values.shape[1])
+
+
 def _view(array: pa.Array, dtype: type) -> np.ndarray:
-    """Returns the array's own memory as numpy sees it. (`to_numpy` gives the same, and imports pandas where it is installed.)"""
+    """Returns the array's own memory as numpy sees it."""
     return np.frombuffer(array.buffers()[1], dtype, len(array), array.offset * array.type.bit_width // 8)
-
-
-def _schema(length: int, *, masked: bool) -> pa.Schema:
-    """The columns of a file; the last, a bit a token, of packs that have a mask."""
-    columns = [
-        ("input_ids", pa.list_(pa.uint32(), length)),
-        ("lengths", pa.list_(pa.int32())),
-        ("first_position", pa.int32()),
-        ("trained", pa.list_(pa.uint8(), -(-length // 8))),
-    ]
-    return pa.schema(columns if masked else columns[:3])

@@ -11,16 +11,14 @@ from __future__ import annotations
 import hashlib
 import heapq
 import json
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 
 from foundation.errors import InputError
-from packing.arrow import ArrowPacks, Packs, PacksOfOthers, checked_index
+from packing.arrow import ArrowPacks, JoinedPacks, Packs
 
 # With eight rounds over 6 bits or more, every order of up to 8 packs is as frequent as any other, by a chi-square test of 20,000
 # seeds. Over 4 bits it is not, even with twelve rounds.
@@ -138,37 +136,23 @@ class Order:
         return {f"{figure}/{name}": of[name] for figure, of in (("epoch", epochs), ("share", shares)) for name in epochs}
 
 
-class MixedPacks(PacksOfOthers):
+class MixedPacks(JoinedPacks):
     """The packs of several sources, one source after another."""
 
     def __init__(self, path: Path, parts: Mapping[str, Packs], weights: Mapping[str, float]) -> None:
-        self.path = path
-        self.parts = dict(parts)
-        self.weights = {name: weights[name] for name in parts}
-        first = next(iter(self.parts.values()))
-        self.length = first.length
-        known = [packs for packs in self.parts.values() if (packs.tokenizer or {}).get("fingerprint")]
-        self.tokenizer = known[0].tokenizer if known else first.tokenizer  # MDS and token .bin know none
+        super().__init__(path, list(parts.values()))
+        self.parts, self.weights = dict(parts), {name: weights[name] for name in parts}
+        self.length = self.joined[0].length
+        known = [packs for packs in self.joined if (packs.tokenizer or {}).get("fingerprint")]
+        self.tokenizer = (known or self.joined)[0].tokenizer  # MDS and token .bin know none
         if other := next((packs for packs in known if packs.tokenizer["fingerprint"] != self.tokenizer["fingerprint"]), None):
             raise InputError(f"{other.path}: made with another tokenizer than {known[0].path}; prepare them with the same")
         content = [[name, packs.fingerprint, self.weights[name]] for name, packs in self.parts.items()]
         self.fingerprint = hashlib.sha256(json.dumps(content).encode()).hexdigest()
-        self._starts = [0, *accumulate(map(len, self.parts.values()))]
-
-    def __len__(self) -> int:
-        return self._starts[-1]
-
-    def locate(self, index: int) -> tuple[Packs, int]:
-        number = bisect_right(self._starts, checked_index(index, len(self))) - 1
-        return list(self.parts.values())[number], index - self._starts[number]
-
-    def verify(self) -> None:
-        for packs in self.parts.values():
-            packs.verify()
 
     def mixture(self) -> Mixture:
-        parts = self.parts.values()
-        return Mixture(tuple(self.parts), tuple(map(len, parts)), tuple(self.weights.values()), tuple(map(_tokens_of, parts)))
+        counts, tokens = tuple(map(len, self.joined)), tuple(map(_tokens_of, self.joined))
+        return Mixture(tuple(self.parts), counts, tuple(self.weights.values()), tokens)
 
 
 def _tokens_of(packs: Packs) -> float:

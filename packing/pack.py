@@ -9,17 +9,16 @@ The order of the packs is not the training order, which `packing.order` draws fo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from foundation.errors import InputError
 from packing.arrow import Pack, PackWriter, Split
 from packing.order import permute
+from packing.records import Tokens
 from packing.settings import DataSettings
-from packing.workers import Tokens
 
 SEED = 42  # of the documents' order and of the held-out choice; runs with seeds of their own share packs
 _PACKS_TOKENS = 2**22  # tokens of the packs that are put together at once
@@ -39,14 +38,6 @@ class Layout:
     def __len__(self) -> int:
         """Number of packs."""
         return len(self.offsets) - 1
-
-
-class PackBlock(NamedTuple):
-    """Packs next to each other, as `PackWriter.write` takes them."""
-
-    input_ids: np.ndarray  # [packs, length] uint32, a short pack's tail filled with fill_id
-    lengths: list[np.ndarray]  # of each pack [pieces] int32, lengths of its pieces; they sum to its real tokens
-    trained: np.ndarray | None  # [packs, length] bool, which tokens are to be learnt; None: all
 
 
 def truncate(lengths: np.ndarray, length: int) -> Layout:
@@ -95,8 +86,8 @@ def best_fit(lengths: np.ndarray, length: int) -> Layout:
 
 def materialise(
     layout: Layout, first: int, last: int, tokens: np.ndarray, starts: np.ndarray, fill_id: int, trained: np.ndarray | None = None
-) -> PackBlock:
-    """Copy the tokens of packs `first` to `last` (exclusive) together.
+) -> list[Pack]:
+    """Copy the tokens of packs `first` to `last` (exclusive) together; a short pack's tail is filled with `fill_id`.
 
     tokens: flat integer array that holds every document, memory-mapped or not, any integer type. starts: [documents] int64,
     where each document begins in it, in the order that the layout's lengths were given. trained: bool, which of them
@@ -121,7 +112,8 @@ def materialise(
         return full
 
     lengths = np.split(sizes.astype(np.int32), offsets[1:-1])[: last - first]
-    return PackBlock(rows(tokens, fill_id, np.uint32), lengths, None if trained is None else rows(trained, False, np.bool_))
+    masks = [None] * (last - first) if trained is None else rows(trained, False, np.bool_)
+    return [Pack(ids, its, 0, mask) for ids, its, mask in zip(rows(tokens, fill_id, np.uint32), lengths, masks, strict=True)]
 
 
 def _enumerate(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -203,10 +195,6 @@ class Arranged:
         layouts = {split: lay_out(lengths[order], settings.length) for split, order in places.items()}
         return cls(tokens, settings, np.cumsum(lengths) - lengths, places, layouts)
 
-    @property
-    def packs(self) -> int:
-        return sum(map(len, self.layouts.values()))
-
     def bytes(self) -> int:
         """Returns what the packs take on disk, but for less than a thousandth."""
         length, masks = self.settings.length, self.settings.masks
@@ -215,28 +203,22 @@ class Arranged:
             for layout in self.layouts.values()
         )
 
-    def write(self, writer: PackWriter, split: Split, padding: int, most: int | None = None) -> Iterator[int]:
-        """Write the packs of `split`, or its first `most`; yields how many were written at a time."""
+    def write(self, writer: PackWriter, split: Split, padding: int) -> None:
+        """Write the packs of `split`."""
         layout, tokens, trained = self.layouts[split], self.tokens.tokens, self.tokens.trained
         starts, step = self.begins[self.places[split]], max(1, _PACKS_TOKENS // self.settings.length)
-        count = len(layout) if most is None else min(most, len(layout))
-        for first in range(0, count, step):
-            last = min(first + step, count)
-            block = materialise(layout, first, last, tokens, starts, padding, trained)
-            masks = [None] * (last - first) if block.trained is None else block.trained
-            writer.add(
-                split, *(Pack(ids, its, 0, mask) for ids, its, mask in zip(block.input_ids, block.lengths, masks, strict=True))
-            )
-            yield last - first
+        for first in range(0, len(layout), step):
+            last = min(first + step, len(layout))
+            writer.add(split, *materialise(layout, first, last, tokens, starts, padding, trained))
 
     def statistics(self) -> dict[str, Any]:
         """Returns what the manifest says of all of it."""
-        counts = self.tokens.counts
+        counts, packs = self.tokens.counts, sum(map(len, self.layouts.values()))
         return {
             "documents": counts.documents,
             "tokens": counts.tokens,
-            "packs": self.packs,
-            "fill": counts.tokens / (self.packs * self.settings.length),
+            "packs": packs,
+            "fill": counts.tokens / (packs * self.settings.length),
             "cut_documents": sum(layout.cut_documents for layout in self.layouts.values()),
             "held_out_documents": len(self.places.get("held_out", ())),
             "held_out_packs": len(self.layouts.get("held_out", ())),

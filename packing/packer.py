@@ -21,30 +21,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from foundation.errors import InputError
 from foundation.files import FileLock, free_bytes, replace_file
 from foundation.progress import Progress, say
-from packing.arrow import FIRST, MANIFEST, PackWriter
+from packing.arrow import FIRST, MANIFEST
 from packing.pack import Arranged
-from packing.prepare import (
-    check_counts,
-    content_settings,
-    holds_packs_of,
-    lock_of,
-    make_packs,
-    save_tokenizer,
-    summary,
-    usable_cores,
-)
-from packing.records import Counts, records_of
+from packing.prepare import PackMaker, check_counts, holds_packs_of, lock_of, make_packs, summary, usable_cores
+from packing.records import Tokens, joined
 from packing.settings import DataSettings
-from packing.sources import CHUNK_BYTES, Place, open_source
+from packing.sources import CHUNK_BYTES, Place
 from packing.store import text_parts, training_parts
 from packing.stream import FAILED, LOOK, PartStart, part_folder, read_part
-from packing.tokenizer import load_tokenizer
-from packing.workers import TokenizerWorkers, Tokens, joined
 
 _LEAST_CHUNK = 2**12  # bytes
 _AT_ONCE = 8  # chunks a process that are read before the next ones
@@ -73,75 +60,43 @@ def prepare(settings: DataSettings, progress: bool = True) -> Path:
 # ── Parts of a stream ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class PartMaker:
-    """Makes the parts of one source, each from its start alone, by worker processes until its `with` block ends."""
+def make_part(maker: PackMaker, start: PartStart) -> tuple[Arranged, PartStart]:
+    """Tokenise and lay out a part; also returns where the next one begins. Where the source ends, it begins again with a part of
+    its own."""
+    epoch, tokens = start.epoch, _fill(maker, start.place)
+    if not tokens.counts.documents and start.number:  # the part before has taken the last document
+        epoch, tokens = epoch + 1, _fill(maker, {})
+    check_counts(maker.settings, tokens.counts)
+    # What is held out of the text's beginning is so each time that the text is gone through.
+    arranged = maker.arrange(tokens, held_out=start.number == 0 or epoch > start.epoch)
+    first, tokens_before = start.first + len(arranged.layouts["train"]), start.tokens + tokens.counts.tokens
+    return arranged, PartStart(start.number + 1, epoch, tokens.after, first, tokens_before)
 
-    def __init__(self, settings: DataSettings, processes: int) -> None:
-        self.settings, self.folder, self.processes = settings, settings.packs, processes
-        self.tokenizer = load_tokenizer(str(settings.tokenizer))
-        self.records = records_of(settings, self.tokenizer)
-        self.source = open_source(settings, self.records)
-        self._workers = TokenizerWorkers(processes, self.tokenizer.tokenizer, self.records, settings)
 
-    def __enter__(self) -> PartMaker:
-        return self
+def _fill(maker: PackMaker, place: Place) -> Tokens:
+    """Tokenise from `place` on until a part is full or the source is over."""
+    results, done, window, wanted = list[Tokens](), 0, maker.settings.stream.window, maker.processes
+    chunks = maker.source.chunks(place, min(CHUNK_BYTES, max(_LEAST_CHUNK, window)))
+    while done < window and (batch := list(itertools.islice(chunks, wanted))):
+        for result in maker.tokenize(batch):
+            if done < window:
+                results.append(result)
+                done += result.counts.tokens
+        wanted = min(_AT_ONCE * maker.processes, max(1, (window - done) * len(results) // max(done, 1)))
+    return joined(results, maker.settings.masks, place)
 
-    def __exit__(self, *exception: object) -> None:
-        self._workers.__exit__(*exception)
 
-    def make(self, start: PartStart) -> tuple[Arranged, PartStart]:
-        """Tokenise and lay out a part; also returns where the next one begins. Where the source ends, it begins again with a part
-        of its own."""
-        epoch, tokens = start.epoch, self._fill(start.place)
-        if not tokens.counts.documents and start.number:  # the part before has taken the last document
-            epoch, tokens = epoch + 1, self._fill({})
-        check_counts(self.settings, tokens.counts)
-        # What is held out of the text's beginning is so each time that the text is gone through.
-        begins = start.number == 0 or epoch > start.epoch
-        settings = self.settings if begins else self.settings.model_copy(update={"held_out": 0.0})
-        arranged = Arranged.of(tokens, settings, one_file=self.source.identity["kind"] == "text")
-        return arranged, PartStart(
-            number=start.number + 1,
-            epoch=epoch,
-            place=tokens.after,
-            first=start.first + len(arranged.layouts["train"]),
-            documents=start.documents + tokens.counts.documents,
-            tokens=start.tokens + tokens.counts.tokens,
-            left_out=start.left_out + tokens.counts.skipped + tokens.counts.empty,
-        )
-
-    def _fill(self, place: Place) -> Tokens:
-        """Tokenise from `place` on until a part is full or the source is over."""
-        no_mask = np.zeros(0, np.bool_) if self.settings.masks else None
-        results = [Tokens(np.zeros(0, np.uint32), np.zeros(0, np.int64), no_mask, Counts(), after=place)]
-        done, window, wanted = 0, self.settings.stream.window, self.processes
-        chunks = self.source.chunks(place, min(CHUNK_BYTES, max(_LEAST_CHUNK, window)))
-        while done < window and (batch := list(itertools.islice(chunks, wanted))):
-            for result in self._workers.map(batch):
-                if done < window:
-                    results.append(result)
-                    done += result.counts.tokens
-            wanted = min(_AT_ONCE * self.processes, max(1, (window - done) * len(results) // max(done, 1)))
-        return joined(results)
-
-    def write(self, start: PartStart, arranged: Arranged, after: PartStart) -> dict[str, Any]:
-        """Write a part to its folder: the first one with what is held out, and with the tokenizer. Returns its manifest."""
-        with PackWriter(part_folder(self.folder, start.number), self.settings.length) as writer:
-            for split in arranged.layouts if start.number == 0 else ("train",):
-                for _ in arranged.write(writer, split, self.tokenizer.padding):
-                    pass
-            if start.number == 0:
-                save_tokenizer(writer.folder, self.tokenizer, self.records)
-            statistics = arranged.statistics() | {"stream": {"start": asdict(start), "after": asdict(after)}}
-            content, tokenizer = content_settings(self.settings), self.tokenizer.describe()
-            return writer.finish(settings=content, statistics=statistics, tokenizer=tokenizer)
+def write_part(maker: PackMaker, start: PartStart, arranged: Arranged, after: PartStart) -> dict[str, Any]:
+    """Write a part to its folder: the first one with what is held out, and with the tokenizer. Returns its manifest."""
+    stream, folder = {"start": asdict(start), "after": asdict(after)}, part_folder(maker.settings.packs, start.number)
+    return maker.write(folder, arranged, stream, whole=start.number == 0)
 
 
 def _make_first(part: DataSettings, settings: DataSettings, progress: bool) -> dict[str, Any]:
     check_disk(settings)
-    with PartMaker(part, processes_of(settings)) as maker, Progress("packing the first part", shown=progress):
+    with PackMaker(part, processes_of(settings)) as maker, Progress("packing the first part", shown=progress):
         say(f"{part.packs}: packing {maker.source.description} as the run goes on", progress)
-        return maker.write(PartStart(), *maker.make(PartStart()))
+        return write_part(maker, PartStart(), *make_part(maker, PartStart()))
 
 
 def processes_of(settings: DataSettings) -> int:
@@ -172,7 +127,7 @@ def _remove(part: Path) -> None:
 
 def pack_ahead(
     settings: DataSettings,
-    makers: Mapping[str, PartMaker],
+    makers: Mapping[str, PackMaker],
     starts: Mapping[str, PartStart],
     reading: Mapping[str, tuple[int, int]],
 ) -> Iterator[bool]:
@@ -186,17 +141,17 @@ def pack_ahead(
     behind: dict[Path, tuple[str, int]] = {}  # of each part on disk, its source and the first pack of the next part
     for name, maker in makers.items():  # what is there from before, one part after another
         with suppress(InputError):  # damaged: it is made again
-            while part := read_part(maker.folder, nexts[name]):
+            while part := read_part(maker.settings.packs, nexts[name]):
                 nexts[name] = part.after
                 behind[part.packs.path] = name, part.after.first
-        for path in maker.folder.glob("*part-*"):  # also what a killed writer has left
+        for path in maker.settings.packs.glob("*part-*"):  # also what a killed writer has left
             if path not in behind and path.name != FIRST:
                 _remove(path)
 
     while True:
         name = min(nexts, key=lambda name: nexts[name].first / weights[name])
         start = nexts[name]
-        arranged, after = makers[name].make(start)
+        arranged, after = make_part(makers[name], start)
         size = round(1.002 * arranged.bytes()) + _BESIDE
         while True:
             now = dict(reading)
@@ -211,8 +166,8 @@ def pack_ahead(
                     f"to {needed * 1.05e-9:.2g} or more, or a smaller data.streaming.window, which begins another stream"
                 )
             yield False
-        makers[name].write(start, arranged, after)
-        behind[part_folder(makers[name].folder, start.number)] = name, after.first
+        write_part(makers[name], start, arranged, after)
+        behind[part_folder(makers[name].settings.packs, start.number)] = name, after.first
         nexts[name] = after
         yield True
 
@@ -287,7 +242,7 @@ def serve() -> None:
     try:
         with ExitStack() as stack:
             parts = training_parts(settings)
-            makers = {name: stack.enter_context(PartMaker(part, processes_of(settings))) for name, part in parts.items()}
+            makers = {name: stack.enter_context(PackMaker(part, processes_of(settings))) for name, part in parts.items()}
             for made in pack_ahead(settings, makers, {name: PartStart(**each) for name, each in starts.items()}, reading):
                 time.sleep(0 if made else LOOK)
     except InputError as error:

@@ -7,16 +7,26 @@ starts over after a kill. The packs depend on neither interruptions nor the numb
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
+import signal
+import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from foundation.errors import InputError
 from foundation.files import FileLock, fsync_tree, no_room, replace_file
@@ -24,12 +34,11 @@ from foundation.progress import Progress, say
 from foundation.reading import load_object
 from packing.arrow import MANIFEST, PackWriter, read_manifest
 from packing.pack import Arranged
-from packing.records import CHAT_TEMPLATE, ChatColumns, Counts, records_of
+from packing.records import CHAT_TEMPLATE, ChatColumns, Counts, Tokens, records_of, tokenize
 from packing.settings import DataSettings
-from packing.sources import Place, Records, open_source
+from packing.sources import Chunk, Place, Records, open_source
 from packing.store import folder_of, is_there
-from packing.tokenizer import TextTokenizer, load_tokenizer
-from packing.workers import TokenizerWorkers, Tokens
+from packing.tokenizer import load_tokenizer
 
 # The settings that decide which tokens there are, and which packs they go to. No other changes the packs.
 _TOKEN_KEYS = (
@@ -81,47 +90,124 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 def make_packs(settings: DataSettings, progress: bool) -> dict[str, Any]:
     """Tokenise, from where an earlier run stopped, lay out the packs of both splits and write them; returns the manifest."""
-    kept = settings.packs.absolute().parent / f".{settings.packs.name}.tokens"
-    tokenizer = load_tokenizer(str(settings.tokenizer))
-    records = records_of(settings, tokenizer)
-    source, processes, content = open_source(settings, records), usable_cores(), content_settings(settings)
-    # `on_bad_line` is not part of the key: after a bad line hours into the work, setting it to `skip` goes on from there.
-    key = {name: content[name] for name in _TOKEN_KEYS if name != "on_bad_line"}
-    key |= {"source files": source.identity, "tokenizer fingerprint": tokenizer.fingerprint}
-    if isinstance(records, ChatColumns):
-        key["chat template fingerprint"] = sha256(repr((records.template, records.tokens)).encode()).hexdigest()
-    try:
-        log = TokenLog(kept, key, masked=settings.masks)
-        if not log.complete:
-            first = log.counts.documents + 1
-            say(f"reading {source.description} with {processes} processes, from document {first:,} on", progress)
-            with (
-                TokenizerWorkers(processes, tokenizer.tokenizer, records, settings) as workers,
-                Progress("tokenising", "tokens", progress, log.counts.tokens) as line,
-                log,
-            ):
-                for result in workers.map(source.chunks(log.place)):
-                    log.append(result)
-                    line.update(log.counts.tokens, result.progress, f"{log.counts.documents:,} documents")
-                if source.identity != key["source files"]:
-                    raise InputError(f"data.source: {settings.source}: has changed while it was read; run this again")
-                check_counts(settings, log.counts)
-                log.complete = True
-        arranged = Arranged.of(log.tokens(), settings, one_file=source.identity["kind"] == "text")
-        with PackWriter(settings.packs, settings.length) as writer, Progress("packing", "packs", progress) as line:
-            written = 0
-            for split in arranged.layouts:
-                for count in arranged.write(writer, split, tokenizer.padding):
-                    written += count
-                    line.update(written, written / arranged.packs)
-            save_tokenizer(writer.folder, tokenizer, records)
-            manifest = writer.finish(settings=content, statistics=arranged.statistics(), tokenizer=tokenizer.describe())
-    except OSError as error:
-        if not (full := no_room(error)):
-            raise
-        raise InputError(f"{settings.packs}: {full} and run this again; what is tokenised is kept in {kept}") from None
+    kept, processes = settings.packs.absolute().parent / f".{settings.packs.name}.tokens", usable_cores()
+    with PackMaker(settings, processes) as maker:
+        try:
+            log = TokenLog(kept, maker.key(), masked=settings.masks)
+            if not log.complete:
+                first = log.counts.documents + 1
+                say(f"reading {maker.source.description} with {processes} processes, from document {first:,} on", progress)
+                with Progress("tokenising", "tokens", progress, log.counts.tokens) as line, log:
+                    for result in maker.tokenize(maker.source.chunks(log.place)):
+                        log.append(result)
+                        line.update(log.counts.tokens, result.progress, f"{log.counts.documents:,} documents")
+                    check_counts(settings, log.counts)
+                    log.complete = True
+            with Progress("packing", shown=progress):
+                manifest = maker.write(settings.packs, maker.arrange(log.tokens()))
+        except OSError as error:
+            if not (full := no_room(error)):
+                raise
+            raise InputError(f"{settings.packs}: {full} and run this again; what is tokenised is kept in {kept}") from None
     shutil.rmtree(kept)
     return manifest
+
+
+class PackMaker:
+    """Makes packs of one source; worker processes tokenise, until the end of its `with` block or of this process.
+
+    Forking would copy whatever the caller has loaded (torch, a CUDA context, threads), so the workers are spawned.
+    """
+
+    def __init__(self, settings: DataSettings, processes: int) -> None:
+        self.settings, self.processes = settings, processes
+        self.tokenizer = load_tokenizer(str(settings.tokenizer))
+        self.records = records_of(settings, self.tokenizer)
+        self.source = open_source(settings, self.records)
+        how = self.tokenizer.tokenizer, self.records, settings
+        self._pool = ProcessPoolExecutor(processes, mp_context=START, initializer=_begin, initargs=how)
+
+    def __enter__(self) -> PackMaker:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def key(self) -> dict[str, Any]:
+        """What tokens follow from. `on_bad_line` is not part of it: after a bad line hours into the work, setting it to `skip`
+        goes on from there."""
+        content = content_settings(self.settings)
+        key = {name: content[name] for name in _TOKEN_KEYS if name != "on_bad_line"}
+        key |= {"source files": self.source.identity, "tokenizer fingerprint": self.tokenizer.fingerprint}
+        if isinstance(self.records, ChatColumns):
+            key["chat template fingerprint"] = sha256(repr((self.records.template, self.records.tokens)).encode()).hexdigest()
+        return key
+
+    def tokenize(self, chunks: Iterable[Chunk]) -> Iterator[Tokens]:
+        """Results in the order of `chunks`, up to 3 chunks a worker ahead. Raises the InputError of the first bad record."""
+        waiting: deque[Future[Tokens]] = deque()
+        try:
+            for chunk in chunks:
+                with _importing_nothing_of_the_caller():
+                    waiting.append(self._pool.submit(_tokenize, chunk))
+                if len(waiting) >= 3 * self.processes:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        except BrokenProcessPool:
+            raise InputError(
+                "a tokenizer process has ended; if memory ran out, leave the run fewer cores (taskset). What is done is kept"
+            ) from None
+
+    def arrange(self, tokens: Tokens, *, held_out: bool = True) -> Arranged:
+        """Lay out packs. held_out: set a part apart as the settings say."""
+        settings = self.settings if held_out else self.settings.model_copy(update={"held_out": 0.0})
+        return Arranged.of(tokens, settings, one_file=self.source.identity["kind"] == "text")
+
+    def write(self, path: Path, arranged: Arranged, stream: dict[str, Any] | None = None, whole: bool = True) -> dict[str, Any]:
+        """Write packs to the folder `path`, `whole` with what is held out and the tokenizer, and return their manifest. stream:
+        the place of a part."""
+        with PackWriter(path, self.settings.length) as writer:
+            for split in arranged.layouts if whole else ("train",):
+                arranged.write(writer, split, self.tokenizer.padding)
+            if whole:
+                self.tokenizer.save(writer.folder / "tokenizer.json")
+            if whole and isinstance(self.records, ChatColumns):
+                (writer.folder / CHAT_TEMPLATE).write_text(self.records.template, encoding="utf-8")
+            statistics = arranged.statistics() | ({"stream": stream} if stream else {})
+            content = content_settings(self.settings)
+            return writer.finish(settings=content, statistics=statistics, tokenizer=self.tokenizer.describe())
+
+
+START = multiprocessing.get_context("spawn")
+_how: tuple[Tokenizer, Records, DataSettings] | None = None  # in a worker, how it tokenises
+
+
+@contextmanager
+def _importing_nothing_of_the_caller() -> Iterator[None]:
+    """Processes that are started in the block import neither the caller's script again, as the launcher with torch, nor modules
+    that lie in the current folder."""
+    main, safe = sys.modules["__main__"], os.environ.get("PYTHONSAFEPATH", "")
+    sys.modules["__main__"], os.environ["PYTHONSAFEPATH"] = ModuleType("__main__"), "1"
+    try:
+        yield
+    finally:
+        sys.modules["__main__"], os.environ["PYTHONSAFEPATH"] = main, safe  # empty means unset
+
+
+def _begin(tokenizer: Tokenizer, records: Records, settings: DataSettings) -> None:
+    """Runs first in each worker."""
+    global _how
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its workers
+    parent = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of a worker would compete with the other workers
+    tokenizer.post_processor = None  # it would add special tokens that nobody asks for, and take blanks out of offsets
+    _how = tokenizer, records, settings
+
+
+def _tokenize(chunk: Chunk) -> Tokens:
+    return tokenize(chunk, *_how)
 
 
 class TokenLog:
@@ -189,13 +275,6 @@ def check_counts(settings: DataSettings, counts: Counts) -> None:
             f"data.source: {settings.source}: no document with any text: {counts.empty:,} records have none, and "
             f"{counts.skipped:,} malformed ones were skipped (first: {counts.first_skipped})"
         )
-
-
-def save_tokenizer(folder: Path, tokenizer: TextTokenizer, records: Records) -> None:
-    """Put the tokenizer into `folder`, of chats with the template that writes them."""
-    tokenizer.save(folder / "tokenizer.json")
-    if isinstance(records, ChatColumns):
-        (folder / CHAT_TEMPLATE).write_text(records.template, encoding="utf-8")
 
 
 def summary(manifest: dict[str, Any]) -> str:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import re
 import string
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,11 +24,10 @@ from foundation.errors import InputError
 from foundation.reading import load_object, one_line
 from packing.arrow import IGNORE, same_or_ignored
 from packing.settings import DataSettings
-from packing.sources import Chunk, Encoded, Records, open_stream
+from packing.sources import Chunk, Encoded, Place, Records, open_stream
 from packing.tokenizer import REMEDY, TextTokenizer, file_of
 
 CHAT_TEMPLATE = "chat_template.jinja"  # its file, beside a tokenizer.json
-MOST_DOCUMENT = 2**28  # bytes of one text file: a tokenizer needs about 100 bytes a token, and takes documents only whole
 _NO_CLOCK = "{% set strftime_now = there_is_no_clock +%}"  # an undefined name; `+` leaves a line break behind it
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # What a template can end with: its own refusal, or a chat of another shape.
@@ -55,6 +54,39 @@ class Counts:
         names = ("documents", "tokens", "trained", "skipped", "empty")
         sums = {name: getattr(self, name) + getattr(other, name) for name in names}
         return Counts(**sums, first_skipped=self.first_skipped or other.first_skipped)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Documents as ids, in the order of their source: those of a chunk, or of all."""
+
+    tokens: np.ndarray  # [sum of lengths] uint32
+    lengths: np.ndarray  # [documents] int64, EOS included
+    trained: np.ndarray | None  # [sum of lengths] bool, which tokens are to be learnt; None: all
+    counts: Counts
+    progress: float | None = None  # as of its chunk
+    after: Place = field(default_factory=dict)  # as of its chunk
+
+
+def joined(parts: Sequence[Tokens], masked: bool, place: Place) -> Tokens:
+    """The documents of `parts`, one after another; of none at `place`."""
+    tokens = np.concatenate([np.zeros(0, np.uint32), *(part.tokens for part in parts)])
+    lengths = np.concatenate([np.zeros(0, np.int64), *(part.lengths for part in parts)])
+    trained = np.concatenate([np.zeros(0, np.bool_), *(part.trained for part in parts)]) if masked else None
+    counts = sum((part.counts for part in parts), Counts())
+    return Tokens(tokens, lengths, trained, counts, after=parts[-1].after if parts else place)
+
+
+def tokenize(chunk: Chunk, tokenizer: Tokenizer, records: Records, settings: DataSettings) -> Tokens:
+    """The documents of `chunk` as ids."""
+    documents, left_out = read_chunk(chunk, records, settings.on_bad_line == "skip")
+    encoded = list(records.encode(tokenizer, documents))
+    lengths = np.array([len(ids) for ids, _ in encoded], np.int64)
+    tokens = np.concatenate([np.zeros(0, np.uint32), *(ids for ids, _ in encoded)])
+    trained = np.concatenate([np.zeros(0, np.bool_), *(mask for _, mask in encoded)]) if settings.masks else None
+    learnt = len(tokens) if trained is None else int(np.count_nonzero(trained))
+    counts = left_out + Counts(len(encoded), len(tokens), learnt, empty=len(documents) - len(encoded))
+    return Tokens(tokens, lengths, trained, counts, chunk.progress, chunk.after)
 
 
 def read_chunk(chunk: Chunk, records: Records, skip_bad: bool) -> tuple[list[Any], Counts]:
@@ -97,10 +129,9 @@ def _parsed(line: bytes, records: Records) -> dict[str, Any]:
         value = json.loads(str(line, "utf-8-sig"))
     except ValueError as error:
         raise BadRecord(f"the line is not valid JSON: {error}; each is one whole record, as `jq -c .[]` writes a list") from None
-    if not isinstance(value, dict):
-        raise BadRecord(f'an object such as {{"text": ...}} is wanted, the line holds {type(value).__name__}')
-    if absent := [column for column in records.columns if column not in value]:
-        raise BadRecord(f"no column `{absent[0]}`; the columns are: {', '.join(value)}. Set {records.keys} to one of them")
+    columns = list(value) if isinstance(value, dict) else []
+    if absent := [column for column in records.columns if column not in columns]:
+        raise BadRecord(f"no column `{absent[0]}`; the columns are: {', '.join(columns)}. Set {records.keys} to one of them")
     return value
 
 
@@ -108,12 +139,9 @@ def _read_text(path: Path) -> str:
     try:
         stream, raw = open_stream(path)
         with raw, stream:
-            text = stream.read(MOST_DOCUMENT + 1)
+            return str(stream.read(), "utf-8-sig")
     except OSError as error:
         raise BadRecord(f"cannot be read: {error}") from None
-    if len(text) > MOST_DOCUMENT:
-        raise BadRecord("more than 256 MiB, too long for one document; write it as JSONL, or split it")
-    return str(text, "utf-8-sig")
 
 
 @dataclass(frozen=True)
@@ -135,13 +163,10 @@ class TextTemplate:
         if "{" not in text and "}" not in text:
             return cls((text,), (("", text),), key, True, end)
         try:
-            parsed = list(string.Formatter().parse(text))
+            pieces = tuple((literal, name) for literal, name, _, _ in string.Formatter().parse(text))
         except ValueError as error:
             raise InputError(f"{key}: {text!r}: {error}; write columns as {{title}}, braces as {{{{ and }}}}") from None
-        columns = tuple(dict.fromkeys(name for _, name, _, _ in parsed if name is not None))
-        if not all(columns) or not columns or any(spec or conversion for _, _, spec, conversion in parsed):
-            raise InputError(f"{key}: {text!r}: a template has plain column names between braces, as in {{title}}")
-        return cls(columns, tuple((literal, name) for literal, name, _, _ in parsed), key, False, end)
+        return cls(tuple(dict.fromkeys(name for _, name in pieces if name is not None)), pieces, key, False, end)
 
     def fill(self, record: dict[str, Any]) -> str:
         values = {column: "" if record[column] is None else record[column] for column in self.columns}
@@ -311,8 +336,6 @@ def chat_template(given: str | None, tokenizer: str) -> str:
         return file.read_text(encoding="utf-8")
     config = file_of(tokenizer, "tokenizer_config.json", needed=False)
     template = load_object(config, REMEDY).get("chat_template") if config else None
-    if isinstance(template, list):  # several, by name
-        template = {each["name"]: each["template"] for each in template}.get("default")
     if template is None:
         raise InputError(
             f"data.chat_template: the tokenizer {tokenizer} has no chat template to write chats with; set data.chat_template to "

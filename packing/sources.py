@@ -1,4 +1,4 @@
-"""Where documents come from: JSONL, CSV, Parquet, text files, folders of these, and Hugging Face datasets, cut into chunks.
+"""Where documents come from: JSONL, Parquet, text files, folders of these, and Hugging Face datasets, cut into chunks.
 
 A chunk is the unit of work: one process cuts it from the source, and another turns it into documents, as a reader that also
 parsed would be the bottleneck from a few dozen cores on.
@@ -39,7 +39,6 @@ _COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
 _SUFFIXES = {
     "jsonl": {".jsonl", ".ndjson", ".json"},
     "parquet": {".parquet"},
-    "csv": {".csv", ".tsv"},
     "text": {
         *(".txt", ".text", ".md", ".rst", ".tex", ".html", ".htm", ".xml", ".yaml", ".yml", ".toml", ".ini", ".cfg"),
         *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".rs", ".go", ".java", ".kt", ".scala", ".swift"),
@@ -47,7 +46,7 @@ _SUFFIXES = {
         *(".sh", ".sql", ".css"),
     },
 }
-_KNOWN = "JSONL, Parquet, CSV and text (.txt, .md, .py, ...) are read, also as .gz or .zst; name a .bin file in `data.packs`"
+_KNOWN = "JSONL, Parquet and text (.txt, .md, .py, ...) are read, also as .gz or .zst; name a .bin file in `data.packs`"
 
 Place = dict[str, Any]  # in a source; empty at its beginning
 
@@ -116,7 +115,7 @@ def _files_of(folder: Path) -> tuple[str, list[Path]]:
         hidden = any(name.startswith(".") or name == "__pycache__" for name in names)
         if not hidden and not packs.intersection(path.parents) and path.is_file():
             by_kind.setdefault(_kind_of(path), []).append(path)
-    kinds = [kind for kind in ("parquet", "jsonl", "csv") if kind in by_kind]
+    kinds = [kind for kind in ("parquet", "jsonl") if kind in by_kind]
     if len(kinds) > 1:
         counts = " and ".join(f"{len(by_kind[kind])} {kind} files" for kind in kinds)
         raise InputError(f"data.source: {folder}: holds {counts}; put each kind into a folder of its own, or name a file")
@@ -172,7 +171,7 @@ class FileSource:
         for number, path in enumerate(self.paths[first:], first):
             at, line = (begin.get("at", 0), begin.get("line", 1)) if number == first else (0, 1)
             before = sum(self.sizes[:number])
-            chunks = self._jsonl_chunks(path, size, at, line) if self.kind == "jsonl" else self._table_chunks(path, size, at)
+            chunks = self._jsonl_chunks(path, size, at, line) if self.kind == "jsonl" else self._parquet_chunks(path, size, at)
             try:
                 for done, chunk in chunks:
                     yield replace(chunk, progress=(before + done) / total, after={"file": number} | chunk.after)
@@ -200,36 +199,7 @@ class FileSource:
                     at, first, line = at + cut, line, line + payload.count(b"\n")
                     yield raw.tell(), Chunk("jsonl", str(path), first, payload, after={"at": at, "line": line})
 
-    def _table_chunks(self, path: Path, size: int, at: int) -> Iterator[tuple[int, Chunk]]:
-        columns = list(self.records.columns)
-        for done, begin, batch in self._parquet_batches(path, at) if self.kind == "parquet" else self._csv_batches(path):
-            part = batch.select(columns).slice(max(0, at - begin))
-            for chunk in _rows(part, str(path), max(at, begin), size):
-                yield done, chunk
-
-    # Each yields how many bytes of a file are read, the row at which a batch begins, and the batch.
-
-    def _csv_batches(self, path: Path) -> Iterator[tuple[int, int, pa.RecordBatch]]:
-        """Every column is text."""
-        from pyarrow import csv
-
-        stream, raw = open_stream(path)
-        with raw, stream:
-            delimiter = "\t" if ".tsv" in path.suffixes[-2:] else ","
-            types = dict.fromkeys(self.records.columns, pa.string())
-            reader = csv.open_csv(
-                stream,
-                read_options=csv.ReadOptions(use_threads=False),
-                parse_options=csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
-                convert_options=csv.ConvertOptions(column_types=types),
-            )
-            check_columns(str(path), self.records, reader.schema.names)
-            row = 0
-            for batch in reader:
-                yield raw.tell(), row, batch
-                row += len(batch)
-
-    def _parquet_batches(self, path: Path, at: int) -> Iterator[tuple[int, int, pa.RecordBatch]]:
+    def _parquet_chunks(self, path: Path, size: int, at: int) -> Iterator[tuple[int, Chunk]]:
         """Row groups before the row `at` are not read."""
         import pyarrow.parquet as pq
 
@@ -240,8 +210,9 @@ class FileSource:
             row, bytes_of_row = ends[first - 1] if first else 0, path.stat().st_size / max(file.metadata.num_rows, 1)
             groups = list(range(first, len(ends)))
             for batch in file.iter_batches(_ROWS, row_groups=groups, columns=list(self.records.columns)):
-                yield round(bytes_of_row * (row + len(batch))), row, batch
-                row += len(batch)
+                begin, row = row, row + len(batch)
+                for chunk in _rows(batch.slice(max(0, at - begin)), str(path), max(at, begin), size):
+                    yield round(bytes_of_row * row), chunk
 
     def _text_chunks(self, first: int, most: int) -> Iterator[Chunk]:
         """Each file is one document. A chunk holds names only: the files are read where they are tokenised."""

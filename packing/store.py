@@ -109,9 +109,7 @@ def open_packs(settings: DataSettings, split: Split) -> Packs | None:
 
 def _open_source(settings: DataSettings, split: Split) -> Packs | None:
     """The packs of one source; of those without a held-out split a share of the training packs, if one is set apart."""
-    openers = _find_splits(folder_of(settings), settings)
-    if settings.end_token is not None and openers["train"].func is not TokenBin:
-        raise InputError(f"{settings.packs}: `data.end_token` is for token .bin files; these know their documents: leave it out")
+    openers = find_splits(folder_of(settings), settings.length, settings.end_token)
     carved = "held_out" not in openers and settings.held_out > 0.0 and not settings.stream
     if split not in openers and not carved:
         return None
@@ -159,7 +157,7 @@ class PartOfPacks(PacksOfOthers):
 
     def __init__(self, packs: Packs, indices: np.ndarray) -> None:
         self._packs, self._indices = packs, indices
-        self.path, self.length, self.tokenizer, self.verify = packs.path, packs.length, packs.tokenizer, packs.verify
+        self.path, self.length, self.tokenizer = packs.path, packs.length, packs.tokenizer
         self.fingerprint = hashlib.sha256(packs.fingerprint.encode() + indices.astype("<i8").tobytes()).hexdigest()
 
     def __len__(self) -> int:
@@ -169,21 +167,22 @@ class PartOfPacks(PacksOfOthers):
         return self._packs, int(self._indices[checked_index(index, len(self))])
 
 
-def _find_splits(path: Path, settings: DataSettings) -> dict[Split, partial[Packs]]:
-    """Returns how to open each split that the data at `path` has of its own; InputError where there is none to train on."""
+def find_splits(path: Path, length: int | None, end_token: int | None = None) -> dict[Split, partial[Packs]]:
+    """Returns how to open each split that the data at `path` has of its own; InputError where there is none to train on. `length`
+    and `end_token` are for formats that do not say them."""
     if not path.exists():
         raise InputError(f"{path}: no such file or folder (`data.packs`); {_MAKE}")
     if (path / MANIFEST).is_file():
         return {split: partial(ArrowPacks, path, split) for split in read_manifest(path)["splits"]}
-    if mds := find_mds(path):
-        return {split: partial(MDSPacks, folders, path, settings.length) for split, folders in mds.items()}
+    if mds := _find_mds(path):
+        return {split: partial(MDSPacks, folders, path, length) for split, folders in mds.items()}
     if bins := _find_token_bins(path):
-        return {split: partial(TokenBin, file, settings.length, settings.end_token) for split, file in bins.items()}
+        return {split: partial(TokenBin, file, length, end_token) for split, file in bins.items()}
     several = "; those of several sources are named by `data.sources`" if any(path.glob(f"*/{MANIFEST}")) else ""
     raise InputError(f"{path}: holds no packs: no {MANIFEST} (Arrow), no {INDEX} (MDS), no train.bin{several}; {_MAKE}")
 
 
-def find_mds(path: Path) -> dict[Split, list[Path]]:
+def _find_mds(path: Path) -> dict[Split, list[Path]]:
     """MDS folders by split: `train` and `val` in the folder, else the folder itself or its parts to train on; may be empty."""
     train = _mds_parts(path / "train")
     folders = train or _mds_parts(path)

@@ -44,9 +44,7 @@ class PartStart:
     epoch: int = 0  # how often the source has come to its end
     place: dict[str, Any] = field(default_factory=dict)  # in the source: `begin` of its `chunks`
     first: int = 0  # packs of all parts before it, so the place of its first one in the stream
-    documents: int = 0  # of all parts before it, held-out ones included, like the next two
-    tokens: int = 0
-    left_out: int = 0  # records
+    tokens: int = 0  # of all parts before it, held-out ones included
 
 
 @dataclass(frozen=True)
@@ -237,8 +235,7 @@ class StreamOrder(Order):
         figures: dict[str, float] = {}
         for name, part in self._reached(step).items():
             of, after = f"/{name}" if name else "", part.after
-            figures |= {f"part{of}": part.start.number, f"packed_documents{of}": after.documents}
-            figures |= {f"packed_tokens{of}": after.tokens, f"left_out_records{of}": after.left_out}
+            figures |= {f"part{of}": part.start.number, f"packed_tokens{of}": after.tokens}
             figures |= {f"epoch{of}": float(after.epoch)} if name else {}
         shares = self.mixture.shares(self.places_of_step(step).start) if len(self.packs.sources) > 1 else {}
         return figures | {f"share/{name}": share for name, share in shares.items()}

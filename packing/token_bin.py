@@ -17,7 +17,6 @@ from foundation.reading import load_object
 from packing.arrow import Pack, Packs, checked_index
 
 _SAMPLED_TOKENS = 2**20
-_HEADER_MAGICS = {20240520, 20240801}  # llm.c's and modded-nanogpt's files, which begin with 256 int32
 _HIGH_WORD_LIMIT = 16  # a uint32 file of a vocabulary below 2^20 has only such values in every other uint16
 
 
@@ -25,7 +24,7 @@ class TokenBin(Packs):
     """Consecutive windows of `length` tokens of one .bin file; the last one is padded.
 
     With `end_token`, each document ends with that id, and the positions of a cut one restart in each pack; without, a pack is one
-    document. Raises InputError for signs of another dtype, and for an end token that does not occur in the first million tokens.
+    document. Raises InputError for signs of another dtype.
     """
 
     def __init__(self, path: Path, length: int, end_token: int | None = None) -> None:
@@ -35,24 +34,13 @@ class TokenBin(Packs):
         vocab_size = meta.get("vocab_size")
         self.tokenizer = {"vocab_size": vocab_size} if vocab_size else None
         dtype = meta.get("dtype") or ("uint32" if (vocab_size or 0) > 2**16 else "uint16")
-        if dtype not in ("uint16", "uint32"):
-            raise InputError(f"{meta_file}: names the dtype {dtype}; token files are uint16 or uint32")
         size, width = self.path.stat().st_size, np.dtype(dtype).itemsize
         if size == 0 or size % width:
             raise InputError(f"{self.path}: truncated: {size} bytes are no whole number of {dtype} tokens; write it again")
-        if length > max(size // width, _SAMPLED_TOKENS):
-            raise InputError(f"{self.path}: holds fewer tokens than one pack of `data.length: {length}`; set a shorter one")
         self._tokens = np.memmap(self.path, np.dtype(dtype).newbyteorder("<"), mode="r")
         sample = self._tokens[:_SAMPLED_TOKENS]
-        if int(np.fromfile(self.path, "<i4", 1).sum()) in _HEADER_MAGICS:
-            raise InputError(f"{self.path}: begins with a header (llm.c's); drop its first 1024 bytes: tail -c +1025")
         if not meta and len(sample) >= 64 and sample[1::2].max() < _HIGH_WORD_LIMIT <= sample[0::2].max():
             raise InputError(f'{self.path}: looks like uint32 tokens; write {meta_file}: {{"dtype": "uint32"}}, or "uint16"')
-        if end_token is not None and len(sample) == _SAMPLED_TOKENS and not (sample == end_token).any():
-            raise InputError(
-                f"{self.path}: `data.end_token` {end_token} does not occur in its first {len(sample):,} tokens; set it to "
-                "the id that ends a document, or leave it out to take each pack for one"
-            )
         digest = hash_file(self.path, "xxh3_128")
         self.fingerprint = hashlib.sha256(json.dumps([digest, dtype, length, end_token]).encode()).hexdigest()
 

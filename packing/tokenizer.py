@@ -1,15 +1,16 @@
-"""Tokenizers for `prepare`, `inspect` and checks against a model, without a model library: quick to import."""
+"""Tokenizers: loaded without a model library, and learnt from text, as byte-level BPE, which gives every text back exactly."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from foundation.errors import InputError
 from foundation.reading import load_object, one_line
@@ -73,22 +74,18 @@ class TextTokenizer:
         return {"name": self.name, "fingerprint": self.fingerprint, "vocab_size": self.vocab_size, **ids}
 
 
+# A run loads its tokenizer several times, and one of 150,000 tokens takes a second to parse and another for its fingerprint.
+@lru_cache(maxsize=2)
 def load_tokenizer(name: str, revision: str | None = None) -> TextTokenizer:
     """The tokenizer `name`: a tokenizer.json, a folder with one, or a model on the hub (`name@revision`). Raises InputError."""
     file = Path(name) if Path(name).is_file() else file_of(name, "tokenizer.json", revision)
     config = file_of(name, "tokenizer_config.json", revision, needed=False)
     try:
-        return _parsed(name, file.read_text(encoding="utf-8", errors="replace"), config)
+        tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8", errors="replace"))
     except Exception as error:
         if type(error) is not Exception:  # the library knows no narrower class for a file that it cannot use
             raise
         raise InputError(f"data.tokenizer: {file}: no tokenizer that can be read: {one_line(error)}; {REMEDY}") from None
-
-
-# A run loads its tokenizer three times, and one of 150,000 tokens takes a second to parse and another for its fingerprint.
-@lru_cache(maxsize=2)
-def _parsed(name: str, text: str, config: Path | None) -> TextTokenizer:
-    tokenizer = Tokenizer.from_str(text)
     tokenizer.no_truncation()
     tokenizer.no_padding()
     candidates = _USUAL_NAMES
@@ -144,3 +141,39 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+# ── A tokenizer that is learnt from text ──────────────────────────────────────────────────────────────────────────────────────
+
+END_OF_TEXT = "<|endoftext|>"  # closes every document, and pads
+
+
+def train_tokenizer(texts: Iterable[str], vocabulary: int, special: Sequence[str] = ()) -> Tokenizer:
+    """Learn `vocabulary` tokens from `texts`: the end-of-text token (id 0), those of `special`, the 256 bytes, and merges.
+
+    The same texts in the same order give the same tokenizer. Few texts can give fewer tokens.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[END_OF_TEXT, *special],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),  # all bytes, seen or not
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Write tokenizer.json and tokenizer_config.json into `folder`, which is made, as AutoTokenizer loads them."""
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END_OF_TEXT,
+        "pad_token": END_OF_TEXT,
+        "clean_up_tokenization_spaces": False,  # code is not prose: "a , b" must not come back as "a, b"
+    }
+    folder.mkdir(parents=True)
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

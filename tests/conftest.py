@@ -23,7 +23,7 @@ import pytest
 import yaml
 from hypothesis import settings
 
-from packing import workers
+from packing import prepare
 from packing.arrow import Pack, PackWriter
 from tests.moments import fork_context
 
@@ -100,7 +100,7 @@ def forked_tokenizers() -> Iterator[None]:
 
     forkserver._forkserver.ensure_running()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(workers, "START", fork_context)
+        patch.setattr(prepare, "START", fork_context)
         yield
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from packing.vocabulary import save_tokenizer, train_tokenizer
+from packing.tokenizer import save_tokenizer, train_tokenizer
 
 
 @pytest.fixture(scope="session")

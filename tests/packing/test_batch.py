@@ -78,8 +78,7 @@ def packs_of_text(count: int = 24, seed: int = 0) -> PacksInMemory:
     lengths = np.random.default_rng(seed).integers(1, LENGTH, 4 * count)
     layout = best_fit(lengths, LENGTH)
     assert len(layout) >= count and lengths.sum() < len(layout) * LENGTH, "some packs must have a padding tail"
-    block = materialise(layout, 0, count, np.arange(1, lengths.sum() + 1), np.cumsum(lengths) - lengths, 0)
-    return PacksInMemory([Pack(block.input_ids[i], block.lengths[i]) for i in range(count)])
+    return PacksInMemory(materialise(layout, 0, count, np.arange(1, lengths.sum() + 1), np.cumsum(lengths) - lengths, 0))
 
 
 def stream(

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packing.pack import Layout, PackBlock, best_fit, materialise, truncate
+from packing.arrow import Pack
+from packing.pack import Layout, best_fit, materialise, truncate
 
 FILL = 999_999_999
 Strategy = Callable[[np.ndarray, int], Layout]
@@ -29,7 +30,7 @@ def corpus(lengths: list[int]) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]
     return flat, starts, [flat[start : start + size] for start, size in zip(starts, lengths, strict=True)]
 
 
-def whole(layout: Layout, flat: np.ndarray, starts: np.ndarray) -> PackBlock:
+def whole(layout: Layout, flat: np.ndarray, starts: np.ndarray) -> list[Pack]:
     return materialise(layout, 0, len(layout), flat, starts, FILL)
 
 
@@ -54,13 +55,14 @@ def room_left(layout: Layout) -> list[int]:
 def test_every_token_stands_once_and_in_order_within_its_document(lengths: list[int], length: int, strategy: Strategy) -> None:
     flat, starts, documents = corpus(lengths)
     layout = strategy(lengths, length)
-    block = whole(layout, flat, starts)
+    packs = whole(layout, flat, starts)
     pieces: dict[int, list[tuple[int, np.ndarray]]] = {}
     for pack in range(len(layout)):
-        ends = np.cumsum(block.lengths[pack])
-        assert 0 < ends[-1] <= length and np.all(block.input_ids[pack, ends[-1] :] == FILL)
-        for piece, end, size in zip(range(*layout.offsets[pack : pack + 2]), ends, block.lengths[pack], strict=True):
-            tokens = block.input_ids[pack, end - size : end]
+        ids, sizes = packs[pack].input_ids, packs[pack].lengths
+        ends = np.cumsum(sizes)
+        assert 0 < ends[-1] <= length and np.all(ids[ends[-1] :] == FILL)
+        for piece, end, size in zip(range(*layout.offsets[pack : pack + 2]), ends, sizes, strict=True):
+            tokens = ids[end - size : end]
             pieces.setdefault(int(layout.document[piece]), []).append((int(layout.start[piece]), tokens))
     for number, document in enumerate(documents):
         in_order = [tokens for _, tokens in sorted(pieces.get(number, []), key=lambda piece: piece[0])]
@@ -72,9 +74,11 @@ def test_every_token_stands_once_and_in_order_within_its_document(lengths: list[
 def test_truncate_is_concatenate_and_reshape(lengths: list[int], length: int) -> None:
     flat, starts, documents = corpus(lengths)
     joined = np.concatenate([*documents, flat[:0]])
-    block = whole(truncate(lengths, length), flat, starts)
-    np.testing.assert_array_equal(block.input_ids, np.append(joined, np.full(-len(joined) % length, FILL)).reshape(-1, length))
-    assert block.input_ids.dtype == np.uint32 and all(int(each.sum()) == length for each in block.lengths[:-1])
+    packs = whole(truncate(lengths, length), flat, starts)
+    expected = np.append(joined, np.full(-len(joined) % length, FILL)).reshape(-1, length)
+    assert [pack.input_ids.tolist() for pack in packs] == expected.tolist()
+    assert all(pack.input_ids.dtype == np.uint32 for pack in packs)
+    assert all(int(pack.lengths.sum()) == length for pack in packs[:-1])
 
 
 @given(document_lengths, pack_lengths)
@@ -105,6 +109,6 @@ def test_blocks_of_packs_join_to_the_whole(lengths: list[int], length: int, stra
     joined = whole(layout, flat, starts)
     for first in range(0, len(layout), count):
         last = min(first + count, len(layout))
-        block = materialise(layout, first, last, flat, starts, FILL)
-        np.testing.assert_array_equal(block.input_ids, joined.input_ids[first:last])
-        assert [each.tolist() for each in block.lengths] == [each.tolist() for each in joined.lengths[first:last]]
+        packs = materialise(layout, first, last, flat, starts, FILL)
+        for pack, other in zip(packs, joined[first:last], strict=True):
+            assert pack.input_ids.tolist() == other.input_ids.tolist() and pack.lengths.tolist() == other.lengths.tolist()

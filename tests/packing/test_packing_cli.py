@@ -7,15 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from packing.__main__ import main
 from packing.arrow import ArrowPacks
-from packing.settings import DataSettings
-from packing.store import open_packs
-
-MDS = Path(__file__).parents[1] / "data" / "mds"
 
 
 @pytest.fixture
@@ -36,7 +31,7 @@ def test_prepare_takes_a_recipes_data_section_and_keys_over_it(recipe: Path, tmp
     assert ArrowPacks(tmp_path / "other").length == 64 and (tmp_path / "other-validation").is_dir()
     assert main(["inspect", str(tmp_path / "other"), "--index", "0", "--verify"]) == 0
     printed = capsys.readouterr().out
-    assert "Arrow, packs of 64 tokens" in printed and "document 1 of" in printed and "verified" in printed
+    assert "ArrowPacks of 64 tokens" in printed and "document 1 of" in printed and "verified" in printed
     assert main(["prepare", str(recipe), "train.steps=3"]) == 2 and "train.steps" in capsys.readouterr().err
 
 
@@ -47,18 +42,5 @@ def test_a_tokenizer_is_learnt_and_packs_the_text_that_it_is_of(recipe: Path, tm
     assert ArrowPacks(tmp_path / "packs").tokenizer["vocab_size"] == 400
 
 
-def test_token_files_and_mds_are_imported_token_for_token(tmp_path: Path) -> None:
-    np.arange(100, dtype=np.uint16).tofile(tmp_path / "train.bin")
-    assert main(["import", str(tmp_path / "train.bin"), "--length", "32", "--out", str(tmp_path / "a")]) == 0
-    packs = ArrowPacks(tmp_path / "a")
-    assert np.concatenate([packs[i].input_ids for i in range(4)])[:100].tolist() == list(range(100))
-    mds = MDS / "reference"
-    assert main(["import", str(mds), "--out", str(tmp_path / "b")]) == 0
-    ours = ArrowPacks(tmp_path / "b")
-    theirs = open_packs(DataSettings(packs=mds, length=ours.length), "train")
-    assert all((ours[i].input_ids == theirs[i].input_ids).all() for i in range(len(theirs)))
-
-
 def test_nothing_that_packs_text_imports_torch() -> None:
-    modules = "packing.prepare, packing.packer, packing.vocabulary, packing.inspection"
-    subprocess.run([sys.executable, "-c", f"import {modules}, sys; assert 'torch' not in sys.modules"], check=True)
+    subprocess.run([sys.executable, "-c", "import packing.__main__, sys; assert 'torch' not in sys.modules"], check=True)

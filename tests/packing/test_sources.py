@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import gzip
 import json
 from pathlib import Path
@@ -42,9 +41,6 @@ def written(folder: Path, kind: str, documents: list[str]) -> Path:
         path.write_bytes(pack(lines))
     elif kind == "parquet":
         pq.write_table(table, path, row_group_size=7)
-    elif kind in ("csv", "tsv"):
-        with open(path, "w", newline="", encoding="utf-8") as file:
-            csv.writer(file, delimiter="," if kind == "csv" else "\t").writerows([["id", "text"], *([7, t] for t in documents)])
     elif kind == "dataset":
         datasets.Dataset(table).save_to_disk(path)
     else:
@@ -54,7 +50,7 @@ def written(folder: Path, kind: str, documents: list[str]) -> Path:
     return path
 
 
-KINDS = ["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "csv", "tsv", "dataset", "text files"]
+KINDS = ["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "dataset", "text files"]
 
 
 @pytest.mark.parametrize("size", [None, 3000])
@@ -117,7 +113,7 @@ def test_a_malformed_line_is_named_or_skipped_and_counted(line: str, tmp_path: P
     assert texts == ["good", "too"] and counts.skipped == 1 and "x.jsonl:2" in counts.first_skipped
 
 
-@pytest.mark.parametrize("kind", ["parquet", "csv", "dataset"])
+@pytest.mark.parametrize("kind", ["parquet", "dataset"])
 def test_an_absent_column_is_named_with_those_there_are(kind: str, documents: list[str], tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no column `body`; the columns are: id, text"):
         texts_of(written(tmp_path, kind, documents), text="body")

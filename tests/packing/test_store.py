@@ -162,12 +162,6 @@ def test_packs_go_where_a_link_leads_to(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["big disk", "packs"] and os.listdir(big.parent) == ["packs"]
 
 
-@pytest.mark.parametrize("lengths", [[], [0, 3], [LENGTH, 1]])
-def test_lengths_that_do_not_fit_a_pack_are_not_written(tmp_path, lengths):
-    with PackWriter(tmp_path / "packs", LENGTH) as writer, pytest.raises(ValueError, match="documents of 1 token or more"):
-        writer.add("train", Pack(np.zeros(LENGTH, np.uint32), np.array(lengths, np.int32), 0))
-
-
 def damaged(path: Path, how: str) -> Path:
     shard = sorted((path / "train").glob("*.arrow"))[-1]
     data = bytearray(shard.read_bytes())

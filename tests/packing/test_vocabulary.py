@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from packing.__main__ import main
-from packing.vocabulary import END_OF_TEXT, save_tokenizer, train_tokenizer
+from packing.tokenizer import END_OF_TEXT, save_tokenizer, train_tokenizer
 
 VOCABULARY = 600
 
