@@ -11,7 +11,6 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from foundation.errors import InputError
-from foundation.settings import MOST
 from pretrain.optimizer import schedule
 from pretrain.precision.schedule import last_steps, phases_of
 from pretrain.precision.settings import PRECISIONS, ActivePrecision
@@ -31,10 +30,7 @@ def steps_of(train: TrainSettings, tokens_per_step: int, packs: int, length: int
     if train.steps is not None:
         return train.steps
     tokens = train.tokens if train.tokens is not None else Fraction(str(train.epochs)) * packs * length
-    steps = math.ceil(Fraction(tokens) / tokens_per_step)
-    if steps > MOST:
-        raise InputError(f"`train.epochs: {train.epochs}` are more steps than can be counted; name fewer epochs")
-    return steps
+    return math.ceil(Fraction(tokens) / tokens_per_step)
 
 
 def microbatch_sizes(packs: int, devices: int) -> list[int]:
@@ -49,6 +45,17 @@ def microbatch_sizes(packs: int, devices: int) -> list[int]:
     return sorted({-(-most // count) for count in range(1, most + 1)})
 
 
+def _require(condition: object, message: str) -> None:
+    if not condition:
+        raise InputError(message)
+
+
+def _require_multiple(key: str, value: int, unit: int, what: str) -> None:
+    below = value // unit * unit
+    nearest = f"are {below} and {below + unit}" if below else f"is {unit}"
+    _require(value % unit == 0, f"`{key}: {value}` is not a multiple of {unit}, {what}; the nearest {nearest}")
+
+
 def check_launch(recipe: Recipe, world_size: int | None) -> None:
     """Runs those checks of a launch that need neither its device nor its model nor its data; `recipe`: with its precision
     decided. `world_size`: None where only the launch itself will find it out."""
@@ -61,128 +68,109 @@ def check_launch(recipe: Recipe, world_size: int | None) -> None:
 
 
 def check_settings(recipe: Recipe, precision: str, world_size: int | None) -> None:
-    """Checks what needs nothing but the recipe, the effective `precision` and `world_size`: how many devices a launch has, or a
-    plan is for; None where that is not known. Raises InputError."""
-    if recipe.weights != "fp32" and PRECISIONS[precision].compute_dtype == "float32":
-        raise InputError(
-            f"`weights: {recipe.weights}` and `precision: {precision}` contradict each other: BF16 weights compute in BF16; "
-            "set `precision: bf16`, or `weights: fp32`"
-        )
-    rate, decay = recipe.optimizer.learning_rate, recipe.optimizer.weight_decay
-    if rate * decay > 1:
-        raise InputError(
-            f"`optimizer.learning_rate: {rate:g}` times `optimizer.weight_decay: {decay:g}` is {rate * decay:g}, the share of a "
-            "weight that an update takes away: above 1 weights change their sign; lower one of the two"
-        )
-    _check_multiple("batch.tokens", recipe.batch.tokens, recipe.data.length, "the tokens of packs (`data.length`)")
+    """Checks what needs nothing but the recipe, the effective `precision` and `world_size`: how many devices a launch has; None
+    where that is not known."""
+    data, batch, train = recipe.data, recipe.batch, recipe.train
+    _require(
+        recipe.weights == "fp32" or PRECISIONS[precision].compute_dtype != "float32",
+        f"`weights: {recipe.weights}` and `precision: {precision}` contradict each other: BF16 weights compute in BF16; set "
+        "`precision: bf16`, or `weights: fp32`",
+    )
+    _require_multiple("batch.tokens", batch.tokens, data.length, "the tokens of packs (`data.length`)")
     if world_size is not None:
-        _check_shares(recipe, world_size)
-    if recipe.deterministic and recipe.batch.microbatch == "auto":
-        raise InputError(
-            "`batch.microbatch: auto` takes what fits into the memory that is free, and `deterministic: true` needs one cut for "
-            "all runs; set a number. `--plan deterministic=false` says what is expected to fit"
+        packs = batch.tokens // data.length
+        _require(
+            packs >= world_size,
+            f"`batch.tokens: {batch.tokens}` are {packs} packs of `data.length: {data.length}`, too few for {world_size} "
+            f"processes; set it to {data.length * world_size} at least, or start {packs} processes at most",
         )
-    if recipe.train.epochs is None:  # otherwise the number of packs decides how many steps there are
-        steps = steps_of(recipe.train, recipe.batch.tokens, 0, recipe.data.length)
+        sizes, most = microbatch_sizes(packs, world_size), -(-packs // world_size)
+        # Where the devices do not divide the packs, places stay empty whatever the microbatch, and the plan says how many.
+        _require(
+            batch.microbatch in ("auto", *sizes) or (packs % world_size and batch.microbatch <= most),
+            f"`batch.microbatch: {batch.microbatch}` does not divide the {most} packs that a device takes in a step "
+            f"(`batch.tokens` over `data.length` and {world_size} devices); set it to one of {', '.join(map(str, sizes))}, or to "
+            "`auto`",
+        )
+    _require(
+        batch.microbatch != "auto" or not recipe.deterministic,
+        "`batch.microbatch: auto` takes what fits into the memory that is free, and `deterministic: true` needs one cut for all "
+        "runs; set a number. `--plan deterministic=false` says what is expected to fit",
+    )
+    if train.epochs is None:  # otherwise the number of packs decides how many steps there are
+        steps = steps_of(train, batch.tokens, 0, data.length)
         schedule.check(recipe.schedule, steps)
         last_steps([until for until, _ in phases_of(recipe.precision)], steps)
-    if recipe.data.stream:
-        _check_stream(recipe)
-    if recipe.data.prepares and not recipe.data.held_out and recipe.data.validation is None:
+    if stream := data.stream:
+        _require(
+            train.epochs is None,
+            f"`train.epochs: {train.epochs}` counts packs, and of `data.streaming` nobody knows how many there are; set "
+            "`train.steps` or `train.tokens`",
+        )
+        needed = TOKEN_BYTES * (4 * stream.window + batch.tokens) / 1e9  # a part is read, one was, one comes, and the first stays
+        _require(
+            needed <= stream.disk_gb,
+            f"`data.streaming.disk_gb: {stream.disk_gb:g}` does not hold a step and four parts of `data.streaming.window: "
+            f"{stream.window}` tokens; set it to {needed * 1.1:.2g} or more, or a smaller window",
+        )
+    if data.prepares and not data.held_out and data.validation is None:
         _check_held_out(recipe, 0)
-
-
-def _check_multiple(key: str, value: int, unit: int, what: str) -> None:
-    if value % unit:
-        lower, upper = value // unit * unit, (value // unit + 1) * unit
-        nearest = f"are {lower} and {upper}" if lower else f"is {upper}"
-        raise InputError(f"`{key}: {value}` is not a multiple of {unit}, {what}; the nearest {nearest}")
-
-
-def _check_shares(recipe: Recipe, world_size: int) -> None:
-    """Raises InputError where a step's packs cannot be shared out over devices, or a device's over its microbatches. Where the
-    devices do not divide the packs, some places stay empty whatever the microbatch, and the plan says how many."""
-    length, size = recipe.data.length, recipe.batch.microbatch
-    packs = recipe.batch.tokens // length
-    if packs < world_size:
-        raise InputError(
-            f"`batch.tokens: {recipe.batch.tokens}` are {packs} packs of `data.length: {length}`, too few for {world_size} "
-            f"processes; set it to {length * world_size} at least, or start {packs} processes at most"
-        )
-    most = -(-packs // world_size)
-    if size != "auto" and (size > most or (packs % world_size == 0 and most % size)):
-        fitting = ", ".join(map(str, microbatch_sizes(packs, world_size)))
-        raise InputError(
-            f"`batch.microbatch: {size}` does not divide the {most} packs that a device takes in a step (`batch.tokens` over "
-            f"`data.length` and {world_size} devices); set it to one of {fitting}, or to `auto`"
-        )
-
-
-def _check_stream(recipe: Recipe) -> None:
-    """Raises InputError for a stream of packs without what it has to have: a horizon that is known, and a disk that holds what a
-    step reads."""
-    settings = recipe.data.stream
-    if recipe.train.epochs is not None:
-        raise InputError(
-            f"`train.epochs: {recipe.train.epochs}` counts packs, and of `data.streaming` nobody knows how many there are; set "
-            "`train.steps` or `train.tokens`"
-        )
-    needed = (
-        TOKEN_BYTES * (4 * settings.window + recipe.batch.tokens) / 1e9
-    )  # a part is read, one was, one comes, and the first stays
-    if needed > settings.disk_gb:
-        raise InputError(
-            f"`data.streaming.disk_gb: {settings.disk_gb:g}` does not hold a step and four parts of `data.streaming.window: "
-            f"{settings.window}` tokens; set it to {needed * 1.1:.2g} or more, or a smaller window"
-        )
 
 
 def check_pack_counts(recipe: Recipe, packs: int, held_out_packs: int) -> None:
     """InputError where packs are too few."""
-    if packs < 1:
-        raise InputError(
-            f"`data.packs`: {recipe.data.packs} holds no pack of {recipe.data.length} tokens to train on; "
-            "prepare it from more text, or set a shorter `data.length`"
-        )
+    _require(
+        packs,
+        f"`data.packs`: {recipe.data.packs} holds no pack of {recipe.data.length} tokens to train on; prepare it from more text, "
+        "or set a shorter `data.length`",
+    )
     _check_held_out(recipe, held_out_packs)
 
 
 def _check_held_out(recipe: Recipe, held_out_packs: int) -> None:
-    if recipe.checkpoint.best and not (recipe.evaluate.every and held_out_packs):
-        raise InputError("`checkpoint.best: true` goes by the held-out loss; set `evaluate.every`, and `data.held_out`")
-    if recipe.evaluate.every and not held_out_packs:
-        raise InputError(
-            f"`evaluate.every: {recipe.evaluate.every}` needs held-out packs and there are none; set `data.held_out` "
-            "(0.01, say, or more where packs are few), or leave `evaluate.every` out"
-        )
+    every = recipe.evaluate.every
+    _require(
+        not recipe.checkpoint.best or (every and held_out_packs),
+        "`checkpoint.best: true` goes by the held-out loss; set `evaluate.every`, and `data.held_out`",
+    )
+    _require(
+        not every or held_out_packs,
+        f"`evaluate.every: {every}` needs held-out packs and there are none; set `data.held_out` (0.01, say, or more where packs "
+        "are few), or leave `evaluate.every` out",
+    )
 
 
 def check_sizes(recipe: Recipe, model: PretrainedConfig) -> None:
     """InputError for a model of more than text, ids of tokens beyond its vocabulary, and packs beyond its positions."""
-    kind, config = type(model).__name__, model.get_text_config()
-    if not hasattr(model, "vocab_size"):
-        raise InputError(f"`model`: {kind} has no vocabulary of its own, as it is of more than text; name a model of text alone")
+    kind, config, length = type(model).__name__, model.get_text_config(), recipe.data.length
+    _require(
+        hasattr(model, "vocab_size"),
+        f"`model`: {kind} has no vocabulary of its own, as it is of more than text; name a model of text alone",
+    )
     for key in ("eos_token_id", "bos_token_id", "pad_token_id"):
         ids = (recipe.model.config or {}).get(key)
         for token in ids if isinstance(ids, list) else [ids]:
-            if isinstance(token, int) and not 0 <= token < config.vocab_size:
-                raise InputError(f"`model.config.{key}: {token}` is beyond the model's vocabulary of {config.vocab_size} tokens")
-    length, positions = recipe.data.length, getattr(config, "max_position_embeddings", None)
-    if positions is not None and 0 < positions < length:  # -1 of XLNet: no limit
-        raise InputError(
-            f"`data.length: {length}` is beyond the model's {positions} positions; prepare packs of at most {positions} tokens"
-        )
+            _require(
+                not isinstance(token, int) or 0 <= token < config.vocab_size,
+                f"`model.config.{key}: {token}` is beyond the model's vocabulary of {config.vocab_size} tokens",
+            )
+    positions = getattr(config, "max_position_embeddings", None) or -1  # of XLNet -1: no limit
+    _require(
+        positions < 0 or length <= positions,
+        f"`data.length: {length}` is beyond the model's {positions} positions; prepare packs of at most {positions} tokens",
+    )
 
 
 def check_fit(active: ActivePrecision, recipe: Recipe, layers: int | None = None) -> None:
-    """Raises InputError where a quantized precision cannot take the recipe's packs, loss, or a model of so many decoder `layers`,
-    where they are known. A single linear that does not fit stays in BF16; what is refused here would leave none."""
+    """Raises InputError where a quantized precision cannot take the recipe's packs, or a model of so many decoder `layers`, where
+    they are known. A single linear that does not fit stays in BF16; what is refused here would leave none."""
     if not active.precision.quantized:
         return
-    name, kept = active.precision.name, active.settings.keep_bf16_layers
-    _check_multiple("data.length", recipe.data.length, active.precision.multiple_of, f"in which `precision: {name}` takes tokens")
-    if layers is not None and kept.first + kept.last >= layers:
-        raise InputError(
-            f"`fp8_config.keep_bf16_layers`: the first {kept.first} and the last {kept.last} of {layers} layers are all of them; "
-            f"keep fewer for `precision: {name}`, or set `precision: bf16`"
-        )
+    name, ends = active.precision.name, active.settings.keep_bf16_layers
+    unit = active.precision.multiple_of
+    _require_multiple("data.length", recipe.data.length, unit, f"in which `precision: {name}` takes tokens")
+    _require(
+        layers is None or ends.first + ends.last < layers,
+        f"`fp8_config.keep_bf16_layers`: the first {ends.first} and the last {ends.last} of {layers} layers are all of them; "
+        f"keep fewer for `precision: {name}`, or set `precision: bf16`",
+    )

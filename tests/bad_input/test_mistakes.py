@@ -37,7 +37,6 @@ SETTINGS = {
     "train.begin_with=nowhere/step-00000004": "`train.begin_with`",
     "optimizer.learning_rate=-1": "`optimizer.learning_rate`",
     "optimizer.learning_rate=.nan": "`optimizer.learning_rate`",
-    "optimizer.learning_rate=30": "`optimizer.learning_rate",
     "optimizer.betas=[0.9,1.5]": "`optimizer.betas",
     "optimizer.clip=0": "`optimizer.clip`",
     "precision=delayd": "'delayed'",
