@@ -21,7 +21,7 @@ for module in ("train_accelerate", *MODELS, *IMPORTED_LATE):
 sys.modules["transformers.conversion_mapping"].get_checkpoint_conversion_mapping("qwen3")
 # As are the versions of packages.
 folders = sys.modules["pretrain.metrics.run_folder"]
-for package in (*folders.PACKAGES, *folders.OPTIONAL_PACKAGES):
+for package in folders.PACKAGES:
     folders.version_of(package)
 gc.freeze()
 gc.enable()

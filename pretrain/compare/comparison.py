@@ -62,7 +62,7 @@ class Standing:
 
     @property
     def verdict(self) -> str:
-        if self.run.broken_off:
+        if self.run.broke_off:
             return self.run.broke_off
         return self.gap.place(self.tolerance) if self.gap else "baseline" if self.is_baseline else "not paired"
 
@@ -109,7 +109,7 @@ class RunComparison:
     @cached_property
     def front(self) -> list[Standing]:
         """The runs on the baseline's kind of machine, come to a good end on one text, that no other beats in speed and loss."""
-        ended = [each for each in self.standings if self.same_text and not each.run.broken_off and each.loss is not None]
+        ended = [each for each in self.standings if self.same_text and not each.run.broke_off and each.loss is not None]
         base = self.baseline.run
         able = [each for each in ended if each.speed is not None and on_one_kind_of_machine((base, each.run))]
         places = pareto_front([each.speed for each in able], [each.loss for each in able])
@@ -131,7 +131,7 @@ class RunComparison:
         """The verdicts, each with its runs, and the run that ends lowest."""
         others = {each.look.label: each.verdict for each in self.standings[1:]}
         parts = [f"Against {self.baseline.look.label}, ± {self.tolerance:g} nats: {by_verdict(others)}."] if others else []
-        ended = [each for each in self.standings if not each.run.broken_off and math.isfinite(each.loss or math.nan)]
+        ended = [each for each in self.standings if not each.run.broke_off and math.isfinite(each.loss or math.nan)]
         if ended and self.same_text:
             best = min(ended, key=lambda each: each.loss)
             loss = "held-out loss" if self.by_held_out else "training loss"
@@ -143,7 +143,7 @@ class RunComparison:
         base, runs, notes = self.baseline.look.label, self.runs, []
         for each in self.standings:
             label, run = each.look.label, each.run
-            if run.broken_off:
+            if run.broke_off:
                 notes.append(f"{label} {run.broke_off}: {run.summary.get('halted', 'its figures stand for no end')}")
             elif each.not_paired and not over_seeds:
                 notes.append(f"{label} is not paired with {base}: {each.not_paired}.")

@@ -170,7 +170,7 @@ def _passed_over(run: RunRecord, steps: np.ndarray) -> np.ndarray:
 
 def why_no_end(first: RunRecord, second: RunRecord) -> str | None:
     """Why one of the two has no end to be held against the other's; None where both came to one."""
-    return next((f"{name} {run.broke_off}" for name, run in (("it", second), ("the baseline", first)) if run.broken_off), None)
+    return next((f"{name} {run.broke_off}" for name, run in (("it", second), ("the baseline", first)) if run.broke_off), None)
 
 
 def same_held_out(first: RunRecord, second: RunRecord) -> bool:

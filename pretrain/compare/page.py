@@ -109,7 +109,7 @@ def html_of(figure: Figure, name: str) -> str:
 def pictures(comparison: RunComparison, *, front: bool = True) -> dict[str, Figure]:
     """The page's figures by name; those that have nothing to show are left out."""
     standings, runs = comparison.standings, comparison.runs
-    fast, made = [each for each in standings if each.shown_speed and each.loss is not None and not each.run.broken_off], {}
+    fast, made = [each for each in standings if each.shown_speed and each.loss is not None and not each.run.broke_off], {}
     if len(standings) > 1 and fast:
         made["speed"] = speed_figure(fast, comparison.front if front else [], by_held_out=comparison.by_held_out)
     if comparison.paired:

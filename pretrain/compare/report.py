@@ -102,14 +102,14 @@ class Report:
         base, tolerance = self.comparison.baseline, self.comparison.tolerance
         if len(self.comparison.standings) < 2:
             raise InputError(f"--gate: {base.look.label} is the only run; name a baseline and at least one other")
-        if base.run.broken_off or base.run.is_unfinished:
+        if base.run.broke_off or base.run.is_unfinished:
             raise InputError(f"--gate: the baseline {base.look.label} came to no end; name a finished run with --baseline")
         for each in self.comparison.standings:
-            if each.not_paired and not each.run.broken_off:
+            if each.not_paired and not each.run.broke_off:
                 raise InputError(f"--gate: {each.look.label} cannot be held against {base.look.label}: {each.not_paired}")
         failures = []
         for each in self.comparison.standings[1:]:
-            if each.run.broken_off:
+            if each.run.broke_off:
                 failures.append(f"{each.look.label} {each.run.broke_off}")
             elif each.run.is_unfinished:
                 failures.append(f"{each.look.label} is not finished: it has {plural(each.run.summary['steps'], 'step')}")

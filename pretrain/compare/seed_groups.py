@@ -125,11 +125,11 @@ class SeedComparison:
         base, *others = grouped(runs)
         if len(base.runs) < 2:
             return None
-        ended = [run for run in runs if not run.broken_off and not run.is_unfinished]
+        ended = [run for run in runs if not run.broke_off and not run.is_unfinished]
         held_out = all("held_out_loss" in run.summary for run in ended)
         results, left_out = [], {}
         for group in (base, *others):
-            losses, broken_off = {}, sum(run.broken_off for run in group.runs.values())
+            losses, broken_off = {}, sum(bool(run.broke_off) for run in group.runs.values())
             for seed, run in group.runs.items():
                 loss = run.summary.get("held_out_loss" if held_out else LOSS_KEY)
                 if why := _why_left_out(run, loss, base.runs.get(seed), held_out=held_out):
@@ -235,7 +235,7 @@ def share(value: float) -> str:
 
 def _why_left_out(run: RunRecord, loss: float | None, twin: RunRecord | None, *, held_out: bool) -> str | None:
     """Why the end of a run does not count; None where it does. `twin`: the baseline's run of its seed."""
-    if run.broken_off:
+    if run.broke_off:
         return "broken off"
     if run.is_unfinished:
         return "not finished"

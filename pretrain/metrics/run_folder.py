@@ -28,9 +28,9 @@ STATISTICS_FILE = "fp8_statistics.jsonl"  # of quantized operands; `pretrain.met
 TRACKERS_FILE = "trackers.json"  # which run each tracker goes on with; `pretrain.metrics.trackers` writes it
 _BEFORE_CONFIG = {MATRIX_FILE, STATISTICS_FILE}  # what may be there of a run that was killed before it wrote its config.yaml
 _OF_EVERY_RECIPE = {"name", "run_dir", "model", "data", "batch", "optimizer", "train", "weights"}  # keys of a run's config.yaml
-PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "numpy", "pyarrow")
-OPTIONAL_PACKAGES = (
-    *("transformer-engine", "flash-attn", "flash-attn-4", "triton"),
+PACKAGES = (
+    *("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "numpy", "pyarrow"),
+    *("transformer-engine", "flash-attn", "flash-attn-4", "cut-cross-entropy", "triton"),
     *("torchao", "liger-kernel"),  # what benchmarks compare with
 )
 
@@ -77,17 +77,15 @@ class RunFolder(ExitStack):
 
 def check_free(path: Path) -> None:
     """InputError as RunFolder(path) would raise it now, and for somebody else's folder; creates nothing and keeps no lock."""
+    check_ours(path)
     if path.exists():
-        check_ours(path)
         RunFolder(path).close()
     check_writable(path)
 
 
 def check_writable(path: Path) -> None:
     """InputError where no run could write its folder at `path`, whoever has it now."""
-    there = path.absolute()
-    while not there.exists():
-        there = there.parent
+    there = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
     if not os.access(there, os.W_OK | os.X_OK):
         raise InputError(f"{path}: cannot be used as the run folder: no permission to write there; set another `run_dir`")
 
@@ -114,13 +112,11 @@ def describe_environment(accelerate: Mapping[str, Any]) -> dict[str, Any]:
     import torch  # slow to import, and a run folder in use must be refused at once
 
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    versions = {package: version_of(package) for package in PACKAGES}
-    versions |= {package: version for package in OPTIONAL_PACKAGES if (version := version_of(package))}
     return {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "cpu_cores": os.cpu_count(),
-        "packages": versions,
+        "packages": {package: version for package in PACKAGES if (version := version_of(package))},
         "cuda": torch.version.cuda,
         "gpus": gpus,
         "driver": _driver() if gpus else None,
@@ -141,8 +137,8 @@ def version_of(package: str) -> str | None:
 def _driver() -> str | None:
     """The NVIDIA driver's version as its kernel module states it; None where the module is not visible."""
     path = Path("/proc/driver/nvidia/version")
-    match = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", path.read_text()) if path.exists() else None
-    return match and match[1]
+    match = re.search(r"\d+(\.\d+)+", path.read_text()) if path.exists() else None
+    return match and match[0]
 
 
 def _git(root: Path) -> dict[str, Any] | None:

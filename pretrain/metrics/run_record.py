@@ -16,7 +16,7 @@ import numpy as np
 
 from foundation.errors import InputError
 from foundation.reading import load_yaml
-from foundation.units import count, duration, memory, percent, plural, three_digits
+from foundation.units import count, duration, memory, percent, plural
 from pretrain.checkpoint.state import Past
 from pretrain.metrics.run_folder import MATRIX_FILE, METRICS_FILE, RunFolder
 from pretrain.precision import schedule
@@ -100,15 +100,10 @@ class RunRecord:
         return _curve(self.evaluations, "held_out_loss")
 
     @property
-    def evaluated_before(self) -> int | None:
-        """The step after which it was evaluated last, where more steps followed; None where none did, or it never was."""
-        last = self.evaluations[-1]["step"] if self.evaluations else self.summary["steps"]
-        return None if last == self.summary["steps"] else last
-
-    @property
     def when_evaluated(self) -> str:
-        """What stands behind its held-out loss: " (step 10)" where that is no longer its model's, else nothing."""
-        return "" if self.evaluated_before is None else f" (step {self.evaluated_before:,})"
+        """What stands behind its held-out loss: " (step 10)" where more steps followed, else nothing."""
+        last = self.evaluations[-1]["step"] if self.evaluations else self.summary["steps"]
+        return "" if last == self.summary["steps"] else f" (step {last:,})"
 
     @property
     def data_fingerprint(self) -> str | None:
@@ -173,14 +168,9 @@ class RunRecord:
         return bool(self.matrix.get("side_by_side", False))
 
     @property
-    def broken_off(self) -> bool:
-        """Whether its training came to nothing: its figures, which are those of the steps before, stand for no end."""
-        return bool(self.broke_off)
-
-    @property
     def broke_off(self) -> str:
-        """Says how it broke off, to stand behind its name: "was halted at step 2", "has no finite loss from step 7 on"; empty
-        where it did not. A step without labels has no loss, and says nothing of it."""
+        """Says how its training came to nothing, so that its figures stand for no end: "was halted at step 2", "has no finite
+        loss from step 7 on"; empty where it did not. A step without labels has no loss, and says nothing of it."""
         if "halted" in self.summary:
             return f"was halted at step {self.summary['steps']:,}"
         steps, losses = _curve([step for step in self.steps if not is_unlabelled(step)], "loss")
@@ -256,32 +246,23 @@ def read_finished(run_dir: Path) -> RunRecord | None:
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """The objects of `run_dir`/metrics.jsonl, steps and events as written; a last line still being written is left out.
 
-    Raises InputError where there is no such file, or a line of it is not an object with a step.
+    Raises InputError where there is no such file, or a line of it is no JSON.
     """
     path = run_dir / METRICS_FILE
     if not path.is_file():
         raise InputError(f"{path}: there is no such file; {run_dir} is not a run folder, or its run has not begun")
-    whole = [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
-    records = [_parse(line, f"{path}, line {number}") for number, line in enumerate(whole, start=1)]
-    for number, record in enumerate(records, start=1):
-        if lacking := {"step"} - record.keys() or (is_step(record) and {"tokens", "loss", "step_ms"} - record.keys()):
-            raise InputError(f"{path}, line {number}: has no `{min(lacking)}`; this is not a file of metrics")
+    records = []
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
+        try:
+            records += [json.loads(line)] if line.endswith(b"\n") else []
+        except ValueError as error:
+            raise InputError(f"{path}, line {number}: not valid JSON: {error}; resuming the run mends its metrics") from None
     return records
 
 
 def _read_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file; empty where the run has not written it yet."""
-    return _parse(path.read_bytes(), str(path)) if path.exists() else {}
-
-
-def _parse(text: bytes, origin: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise InputError(f"{origin}: not valid JSON: {error}; resuming the run mends its metrics") from None
-    if not isinstance(value, dict):
-        raise InputError(f"{origin}: a JSON object is wanted, here is {type(value).__name__}")
-    return value
+    return json.loads(path.read_bytes()) if path.exists() else {}
 
 
 # ── Summing up ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -310,7 +291,7 @@ def summary(records: Iterable[Record]) -> dict[str, Any]:
         "loss": last["loss"],
         LOSS_KEY: statistics.fmean(losses) if losses else None,
         **({key: evaluations[-1].get(key) for key in ("held_out_loss", "held_out_perplexity")} if evaluations else {}),
-        **{key: _median(steady, key) for key in MEDIANS},
+        **{key: statistics.median(known) for key in MEDIANS if (known := _known(steady, key))},
         "tokens_per_joule": _tokens_per_joule(steady),
         "data_wait_share": sum(_known(steady, "data_wait_ms")) / milliseconds if milliseconds else 0.0,
         "memory_gib": max(_known(steps, "memory_gib"), default=None),
@@ -326,20 +307,6 @@ def summary(records: Iterable[Record]) -> dict[str, Any]:
 def averaged_steps(summary: Mapping[str, Any]) -> int:
     """Returns the number of steps whose mean is the loss in a `summary`."""
     return min(LAST_STEPS, summary["steps"] - summary.get("first_step", 1) + 1)
-
-
-def _median(steps: Sequence[Record], key: str) -> float | None:
-    """The median of `key` over `steps`, None where it is not known. Where these are in several precisions, a speed is the mean of
-    the precisions' medians, weighted by their steps: one median would be that of the precision that most steps are in."""
-    by_precision: dict[str | None, list[float]] = {}
-    for step in steps:
-        by_precision.setdefault(step.get("precision"), []).extend(_known([step], key))
-    # The first step in a precision takes as long as the run's first ones: of a few it would be the median.
-    known = [(statistics.median(values), len(values)) for values in by_precision.values() if len(values) > WARM_UP_STEPS]
-    if len(known) < 2 or key == "frozen_updates":
-        return statistics.median(values) if (values := _known(steps, key)) else None
-    medians, numbers = zip(*known, strict=True)
-    return statistics.fmean(medians, numbers) if key == "step_ms" else statistics.harmonic_mean(medians, numbers)
 
 
 def _tokens_per_joule(steps: Sequence[Record]) -> float | None:
@@ -359,8 +326,7 @@ def last_screen(run: RunRecord, folder: RunFolder, waited: str) -> tuple[str, di
 
     `waited`: what the user has waited for, this time."""
     figures = run.summary
-    own = f"; the steps from {figures['first_step']:,} on" if "first_step" in figures else ""
-    steps = f"{plural(figures['steps'], 'step')}, {count(figures['tokens'])} tokens{own}"
+    steps = f"{plural(figures['steps'], 'step')}, {count(figures['tokens'])} tokens"
     rows = {"trained": f"{steps} in {duration(figures['hours'] * 3600)}", "you waited": waited}
     if LOSS_KEY in figures:
         rows["loss"] = f"{figures[LOSS_KEY]:.4f} (mean of the last {plural(averaged_steps(figures), 'step')})"
@@ -369,8 +335,6 @@ def last_screen(run: RunRecord, folder: RunFolder, waited: str) -> tuple[str, di
     mfu = f", {percent(figures['mfu_bf16_peak'])} MFU" if "mfu_bf16_peak" in figures else ""
     waiting = percent(figures["data_wait_share"])
     rows["speed"] = f"{count(figures['tokens_per_second'])} tokens/s{mfu} (median), {waiting} of the time waiting for data"
-    if "tokens_per_joule" in figures:
-        rows["energy"] = f"{three_digits(figures['tokens_per_joule'])} tokens a joule, of the GPUs alone"
     rows["memory"] = memory(figures["memory_gib"])
     if folder.final.exists():
         rows["model"] = f"{folder.final} (AutoModelForCausalLM.from_pretrained loads it)"

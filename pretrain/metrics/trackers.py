@@ -8,6 +8,7 @@ fails while the run trains gets nothing more, and costs the training nothing.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import logging
 import os
@@ -93,6 +94,12 @@ class Service:
     id: str
     tracker: GeneralTracker | None = None  # None before the start, and once it has failed
 
+    @property
+    def _errors(self) -> tuple[type[Exception], ...]:
+        """What a service raises that refuses or is away; most of it is OSError, as that of `requests` is."""
+        own = [importlib.import_module("wandb").Error] if self.name == "wandb" else []
+        return OSError, ValueError, RuntimeError, *own
+
     def start(self, log: LogSettings, run_dir: Path, resumed_step: int, config: Mapping[str, Any]) -> None:
         """Open it, going on with the run where the service can, and hand over the run's configuration as flat `section.key`
         pairs; InputError where the service refuses."""
@@ -115,7 +122,7 @@ class Service:
             flat = flatten(config).items()
             scalars = {key: v if isinstance(v, int | float | str) else json.dumps(v, default=str) for key, v in flat}
             self.tracker.store_init_configuration(scalars)
-        except Exception as error:  # each service has errors of its own
+        except self._errors as error:
             raise InputError(f"`log.trackers`: {self.name} does not start: {error}; mend that, or take it out") from None
 
     def tell(self, method: str, *arguments: Any, **options: Any) -> None:
@@ -124,7 +131,7 @@ class Service:
             return
         try:
             getattr(self.tracker, method)(*arguments, **options)
-        except Exception as error:
+        except self._errors as error:
             self.tracker = None
             logging.getLogger(__name__).warning(
                 "`log.trackers`: %s has failed and gets nothing more until the next start: %s", self.name, error

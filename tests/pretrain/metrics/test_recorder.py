@@ -134,15 +134,3 @@ def test_a_summary_leaves_the_first_two_steps_out_of_medians_and_in_the_totals()
     assert result["held_out_loss"] == 3.0 and result["memory_gib"] == 3.0 and result["recompiles"] == 1
     assert result["first_step_seconds"] == pytest.approx(5.05)
     assert "mfu_bf16_peak" not in result
-
-
-def test_the_speed_of_a_run_of_several_precisions_is_that_of_all_its_steps():
-    fast, slow = ({"step_ms": ms, "tokens_per_second": 4e6 / ms, "frozen_updates": ms / 100} for ms in (10.0, 20.0))
-    both = [("delayed", fast)] * 8 + [("bf16", slow)] * 4
-    steps = [record | {"precision": name} | figures for record, (name, figures) in zip(records(12), both, strict=True)]
-    result = summary(steps)  # of the ten after the first two, six take 10 ms and four take 20
-    assert result["step_ms"] == pytest.approx(14.0) and result["tokens_per_second"] == pytest.approx(4e6 / 14.0)
-    assert result["frozen_updates"] == pytest.approx(0.1)
-    switched = [*steps[:8], steps[8] | {"step_ms": 9000.0, "tokens_per_second": 4e6 / 9000}, *steps[9:]]
-    assert [summary(switched[:end])["tokens_per_second"] for end in (9, 10)] == [4e5, 4e5]  # before there is a median of bf16
-    assert summary(switched)["tokens_per_second"] == result["tokens_per_second"]

@@ -55,15 +55,13 @@ def test_a_held_out_loss_is_that_of_the_run_and_says_after_which_of_its_steps_it
     lines = {"start": [evaluation(0), *steps], "earlier": [*steps[:2], evaluation(2), steps[2]], "end": [*steps, evaluation(3)]}
     runs = {name: RunRecord(Path(), {}, {}, metrics, summary(metrics)) for name, metrics in lines.items()}
     assert "held_out_loss" not in runs["start"].summary, "the model was another one then"
-    assert (runs["earlier"].evaluated_before, runs["earlier"].when_evaluated) == (2, " (step 2)")
-    assert (runs["end"].evaluated_before, runs["end"].when_evaluated) == (None, "")
+    assert (runs["earlier"].when_evaluated, runs["end"].when_evaluated) == (" (step 2)", "")
 
 
-@pytest.mark.parametrize("damaged", ['{"step": 2, "tokens"', '{"tokens": 3}', "[1]"])
-def test_a_damaged_line_is_one_message_with_the_file_and_the_line(damaged: str, tmp_path: Path) -> None:
+def test_a_damaged_line_is_one_message_with_the_file_and_the_line(tmp_path: Path) -> None:
     screen(tmp_path / "run", [step(1)])
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
-        file.write(f"{damaged}\n")
+        file.write('{"step": 2, "tokens"\n')
     with pytest.raises(InputError, match=r"metrics\.jsonl, line 2: "):
         read_metrics(tmp_path / "run")
 
@@ -73,9 +71,9 @@ def test_a_step_without_labels_pulls_no_mean_down_and_is_no_divergence(tmp_path:
     screen(tmp_path / "run", [step(1), step(2, **blank), step(3, loss=2.0), step(4, **blank)])
     run = read_run(tmp_path / "run")
     assert run.summary["loss_last_50"] == pytest.approx((2.999 + 2.0) / 2) and "loss" not in run.summary
-    assert not run.broken_off
+    assert not run.broke_off
     screen(tmp_path / "lost", [step(1), step(2, loss=None), step(3, **blank)])
-    assert read_run(tmp_path / "lost").broken_off, "a null without its reason was no number"
+    assert read_run(tmp_path / "lost").broke_off, "a null without its reason was no number"
 
 
 @pytest.mark.parametrize(
