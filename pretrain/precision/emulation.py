@@ -8,10 +8,10 @@ of it, where each would have codes of its own.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from foundation.attributes import holding
 from pretrain.precision.delayed_state import DelayedState
 from pretrain.precision.formats.definition import Along, Role
-from pretrain.precision.observed import ProductObserver, dtype_name
-from pretrain.precision.product import Product
+from pretrain.precision.observed import ALONG, Scales, dtype_name, watched
+from pretrain.precision.product import Gemm, Product
 from pretrain.precision.quantizers.blocks import BlockQuantized
 from pretrain.precision.quantizers.tensor import absolute_maximum
 from pretrain.precision.settings import ActivePrecision
@@ -30,8 +30,7 @@ from pretrain.precision.settings import ActivePrecision
 GRAPHS = 256
 
 
-@dataclass(frozen=True)
-class Operand:
+class Operand(NamedTuple):
     """One factor of a product: `values` [rows, k], k the axis of the sum, times the scalar `scale`, if there is one.
 
     `block_scale` [rows or rows / block, k / block] is in the values already, and beside them for whoever looks on."""
@@ -44,8 +43,31 @@ class Operand:
         return Operand(self.values.t(), self.scale, None if self.block_scale is None else self.block_scale.t())
 
     @property
-    def scales(self) -> tuple[Tensor | None, Tensor | None]:
+    def scales(self) -> Scales:
         return self.block_scale, self.scale
+
+
+@dataclass
+class LazyOperand:
+    """An operand x [rows, features] of `product`, quantized along the axis of a sum when a product asks for it.
+
+    `scale`: of delayed scaling, that which was in force when x came. `made`: what is quantized already; of a weight both, and
+    there x is not kept."""
+
+    product: EmulatedProduct
+    role: Role
+    x: Tensor | None
+    scale: Tensor | None
+    made: dict[Along, Operand] = field(default_factory=dict)
+
+    def along(self, axis: Along) -> Operand:
+        if axis not in self.made:
+            # An input that backward quantizes again has been noted in forward; a gradient is noted along its features.
+            transposes = axis == "rows" and (self.made or self.role == "grad_output") and self.product.serves_both(self.role)
+            self.made = {} if axis == "rows" and not transposes else self.made  # or the two would be in memory at once
+            made = self.along("features").t() if transposes else self.product.quantized(self.role, self.x, axis, self.scale)
+            self.made[axis] = made
+        return self.made[axis]
 
 
 class EmulationBackend:
@@ -56,14 +78,12 @@ class EmulationBackend:
         self.device = device
         self.delayed = DelayedState(active, device) if active.precision.keeps_history else None
         self.recomputing = False
-        self.observer: ProductObserver | None = None
         self._products: list[EmulatedProduct] = []
         self._prepare = functools.cache(self._compiled_preparation)
 
     def product(self, name: str, in_features: int, out_features: int, *, bias: bool) -> EmulatedProduct:
-        product = EmulatedProduct(self, name)
-        self._products.append(product)
-        return product
+        self._products.append(EmulatedProduct(self, name))
+        return self._products[-1]
 
     def forward(self) -> AbstractContextManager[None]:
         return nullcontext() if self.delayed is None else self.delayed.forward()
@@ -88,9 +108,6 @@ class EmulationBackend:
         for product in self._products:
             product.weight = None
 
-    def observing(self, observer: ProductObserver) -> AbstractContextManager[None]:
-        return holding(self, observer=observer)
-
     def describe(self) -> str:
         compiled = ", quantization compiled" if self.device.type == "cuda" else ""
         return f"emulated in {dtype_name(self.operand_dtype)}, torch {torch.__version__}{compiled}"
@@ -106,10 +123,9 @@ class EmulationBackend:
         return Operand(*operand), amax
 
     def _compiled_preparation(self, role: Role, along: Along) -> Callable[..., tuple[Tensor | None, ...]]:
-        precision = self.active.precision
+        precision, dtype = self.active.precision, self.operand_dtype
         quantize, scaled = precision.quantizer(self.active.settings, role, along), precision.tensor_scaled
         noting_amax = self.delayed is not None and along == "features"
-        dtype = self.operand_dtype
 
         def preparation(x: Tensor, scale: Tensor | None) -> tuple[Tensor | None, ...]:
             quantized = quantize(x, scale, None)
@@ -118,7 +134,15 @@ class EmulationBackend:
             amax = absolute_maximum(x) if noting_amax else None
             return operand, quantized.tensor_scale if scaled else None, quantized.scales if in_blocks else None, amax
 
-        return _compiled(preparation, self.device)
+        if self.device.type != "cuda":  # a CPU gains little from compiling and would wait for a C++ compiler
+            return preparation
+        compiled = torch.compile(preparation, fullgraph=True, dynamic=False)
+
+        def compiled_for_each_shape(*args: Tensor | None) -> tuple[Tensor | None, ...]:
+            with torch._dynamo.config.patch(recompile_limit=GRAPHS):
+                return compiled(*args)
+
+        return compiled_for_each_shape
 
     @contextmanager
     def _recompute(self, scales: Tensor | None, context: AbstractContextManager[Any]) -> Iterator[None]:
@@ -129,35 +153,28 @@ class EmulationBackend:
 
 class EmulatedProduct(Product):
     def __init__(self, backend: EmulationBackend, name: str) -> None:
-        self.name = name
+        self.name, self.members = name, (name,)
         self._backend = backend
         self._module = None if backend.delayed is None else backend.delayed.register(name)
-        self.weight: tuple[Operand, Operand] | None = None  # quantized, for the forward product and for the gradient of the input
+        self.weight: LazyOperand | None = None  # quantized along both axes
 
     def serves_both(self, role: Role) -> bool:
         return self._backend.active.precision.serves_both(self._backend.active.settings, role)
 
-    def scale(self, role: Role) -> Tensor | None:
+    def operand(self, role: Role, x: Tensor, *, both: bool = True) -> LazyOperand:
+        return LazyOperand(self, role, x, self._scale(role))
+
+    def _scale(self, role: Role) -> Tensor | None:
         return None if self._module is None else self._backend.delayed.scale(self._module, role)
 
-    def operand(
-        self, role: Role, x: Tensor, along: Along, scale: Tensor | None = None, *, made: Any = None, both: bool = True
-    ) -> Operand:
+    def quantized(self, role: Role, x: Tensor, along: Along, scale: Tensor | None) -> Operand:
         """Delayed scaling notes x's amax where it is quantized along features."""
-        if along == "rows" and role == "grad_output" and self.serves_both(role):
-            made = self.operand(role, x, "features", scale) if made is None else made
-            return made.t()
         operand, amax = self._backend.prepare(role, x, along, scale)
         if amax is not None:
             self._backend.delayed.record(self._module, role, amax)
         return operand
 
-    def multiply(self, gemm: str, left: Operand, right: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        observer = self._backend.observer
-        with observer.during((self.name,), gemm, scales=(left.scales, right.scales)) if observer else nullcontext():
-            return multiply(left, right, dtype, bias)
-
-    def weight_operands(self, matrix: Callable[[], Tensor], *, refresh: bool, differentiable: bool) -> tuple[Operand, Operand]:
+    def weight_operand(self, matrix: Callable[[], Tensor], *, refresh: bool, differentiable: bool) -> LazyOperand:
         if self.weight is None or (refresh and not self._backend.recomputing):
             self._quantize_weight(matrix())
         return self.weight
@@ -165,10 +182,34 @@ class EmulatedProduct(Product):
     @torch.no_grad()
     def _quantize_weight(self, weight: Tensor) -> None:
         self.weight = None  # or two of the largest would be in memory at once
-        scale = self.scale("weight")
-        forward = self.operand("weight", weight, "features", scale)
-        dgrad = forward.t() if self.serves_both("weight") else self.operand("weight", weight, "rows", scale)
-        self.weight = (forward, dgrad)
+        scale = self._scale("weight")
+        forward = self.quantized("weight", weight, "features", scale)
+        dgrad = forward.t() if self.serves_both("weight") else self.quantized("weight", weight, "rows", scale)
+        self.weight = LazyOperand(self, "weight", None, None, {"features": forward, "rows": dgrad})
+
+    def factors(self, gemm: Gemm, left: LazyOperand, right: LazyOperand) -> tuple[Operand, Operand]:
+        """What `gemm` multiplies, both with the axis of its sum last."""
+        of_left, of_right = ALONG[gemm]
+        return left.along(of_left), right.along(of_right)
+
+    def multiply(
+        self,
+        gemm: Gemm,
+        left: LazyOperand,
+        right: LazyOperand,
+        dtype: torch.dtype,
+        bias: Tensor | None = None,
+        **_: Any,
+    ) -> Tensor:
+        factors = self.factors(gemm, left, right)
+        with watched(self.members, gemm, [factor.scales for factor in factors]):
+            return multiply(*factors, dtype, bias)
+
+    def save(self, operand: LazyOperand) -> tuple[Sequence[Tensor | None], Any]:
+        return (operand.x, operand.scale), None
+
+    def restore(self, tensors: Sequence[Tensor | None], rest: Any) -> LazyOperand:
+        return LazyOperand(self, "input", *tensors)
 
 
 def multiply(left: Operand, right: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
@@ -184,16 +225,3 @@ def multiply(left: Operand, right: Operand, dtype: torch.dtype, bias: Tensor | N
     if scale is None:
         return torch.add(product, bias, out=out)
     return torch.addcmul(bias.float(), product, scale, out=out)
-
-
-def _compiled(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """`function`, compiled for each shape on CUDA; a CPU gains little from that and would wait for a C++ compiler."""
-    if device.type != "cuda":
-        return function
-    compiled = torch.compile(function, fullgraph=True, dynamic=False)
-
-    def call(*args: Any) -> Any:
-        with torch._dynamo.config.patch(recompile_limit=GRAPHS):
-            return compiled(*args)
-
-    return call

@@ -1,9 +1,8 @@
 """What the matrix products of a model really multiply, seen from underneath: the operands as they reach the kernel.
 
-A module may carry the right name and multiply in BF16 all the same, so nothing here asks a module anything. Whoever looks on says
-around a call which product it is (`ProductObserver.during`); what is multiplied inside is seen where it is multiplied: torch's
-products underneath autograd, Transformer Engine's at the one function of its extension that multiplies, and those that cublasLt
-computes in its place.
+A module may carry the right name and multiply in BF16 all the same, so nothing here asks a module anything. Around a call
+`watched` says which product it is; what is multiplied inside is seen where it is multiplied: torch's products underneath
+autograd, Transformer Engine's at the one function of its extension that multiplies, and those that cublasLt computes.
 
 Emulated operands, and FP8 operands of Transformer Engine, are held against their format as well: every value is a code times its
 scale, every scale a fit one. A `sample` of whole blocks is looked at, so that this costs the same however large the operand is;
@@ -13,12 +12,12 @@ statistics take theirs from it too. Nothing waits for the device until somebody 
 from __future__ import annotations
 
 import functools
-import importlib
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,8 +25,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from foundation.attributes import holding
-from pretrain.precision import searched
-from pretrain.precision.formats.definition import Role, Scaling
+from pretrain.precision.formats.definition import Along, Role, Scaling
 from pretrain.precision.quantizers import E4M3, E5M2, Grid
 from pretrain.precision.quantizers.tensor import FP32_MANTISSA_BITS, round_to_grid
 from pretrain.precision.settings import ActivePrecision
@@ -38,15 +36,18 @@ OPERANDS: dict[str, tuple[Role, Role]] = {
     "dgrad": ("grad_output", "weight"),
     "wgrad": ("grad_output", "input"),
 }
+# The axis that each product's sum runs along, seen from its left and its right operand.
+ALONG: dict[str, tuple[Along, Along]] = {
+    "forward": ("features", "features"),
+    "dgrad": ("features", "rows"),
+    "wgrad": ("rows", "rows"),
+}
 
 # Products of torch, and where their two factors stand: what addmm adds the product to is no factor, and may be an FP32 sum.
 FACTORS = {
     torch.ops.aten.mm: slice(0, 2),
     torch.ops.aten.bmm: slice(0, 2),
     torch.ops.aten.linear: slice(0, 2),
-    torch.ops.pretrain.linear: slice(0, 2),
-    torch.ops.pretrain.input_gradient: slice(0, 2),
-    torch.ops.pretrain.add_product: slice(1, 3),
     torch.ops.aten.addmm: slice(1, 3),
     torch.ops.aten.addmm_: slice(1, 3),
     torch.ops.aten.baddbmm: slice(1, 3),
@@ -183,7 +184,7 @@ class _Call(NamedTuple):
 
     names: Sequence[str]
     gemm: str
-    scales: tuple[Scales, Scales] | None  # of an emulated product's operands
+    scales: Sequence[Scales] | None  # of an emulated product's operands
 
 
 class _Finding(NamedTuple):
@@ -200,6 +201,8 @@ class ProductObserver:
     Recomputation nests forwards in the backward of a product, hence a stack.
     """
 
+    current: ClassVar[ProductObserver | None] = None  # the one that looks on now
+
     def __init__(self, active: ActivePrecision | None, seed: int = 0, examined: Set[str] | None = None) -> None:
         """`active`: what low-precision operands are held against; None: only their kinds are noted. `seed` picks the blocks.
         `examined`: the linears whose operands are held against it, where not all are."""
@@ -211,10 +214,22 @@ class ProductObserver:
         self._generator = generators(seed)
 
     @contextmanager
-    def during(self, names: Sequence[str], gemm: str, scales: tuple[Scales, Scales] | None = None) -> Iterator[None]:
-        """What is multiplied inside is `gemm` of the linears called `names`; `scales`: of an emulated product's operands.
+    def looking_on(self) -> Iterator[None]:
+        """While entered, what is `watched` is seen, and every GEMM of Transformer Engine in it."""
 
-        Products of torch are looked at in here alone: a dispatch mode around a whole step would keep it from being compiled."""
+        def gemm(left: Any, transposes_left: bool, right: Any, transposes_right: bool, *rest: Any, **options: Any) -> Any:
+            see(left, right, ("T" if transposes_left else "N") + ("T" if transposes_right else "N"))
+            return generic_gemm(left, transposes_left, right, transposes_right, *rest, **options)
+
+        extension = sys.modules.get("transformer_engine_torch")
+        generic_gemm = extension and extension.generic_gemm
+        with holding(extension, generic_gemm=gemm) if extension else nullcontext(), holding(ProductObserver, current=self):
+            yield
+
+    @contextmanager
+    def during(self, names: Sequence[str], gemm: str, scales: Sequence[Scales] | None = None) -> Iterator[None]:
+        """See `watched`. Products of torch are looked at in here alone: a dispatch mode around a whole step would keep it from
+        being compiled."""
         self._calls.append(_Call(names, gemm, scales))
         try:
             with _TorchProducts(self):
@@ -231,31 +246,6 @@ class ProductObserver:
                 return function(*args, **kwargs)
 
         return observed
-
-    @contextmanager
-    def installed(self, te: ModuleType) -> Iterator[None]:
-        """While entered, every GEMM of Transformer Engine is seen, and those that are computed in its place."""
-
-        def see(left: Any, transposes_left: bool, right: Any, transposes_right: bool) -> None:
-            if self._calls:
-                with torch.no_grad():
-                    # cuBLAS counts columns first, so Transformer Engine names the operands the other way round.
-                    self._te_product(te, (right, not transposes_right), (left, transposes_left))
-
-        def gemm(*args: Any, **kwargs: Any) -> Any:
-            see(*args[:4])
-            return generic_gemm(*args, **kwargs)
-
-        def multiply(left: Any, right: Any, *, layout: str = "TN", **options: Any) -> Tensor | None:
-            result = by_searched(left, right, layout=layout, **options)
-            if result is not None:  # None: not computed here
-                see(left, layout[0] == "T", right, layout[1] == "T")
-            return result
-
-        extension = importlib.import_module("transformer_engine_torch")
-        generic_gemm, by_searched = extension.generic_gemm, searched.multiply
-        with holding(extension, generic_gemm=gemm), holding(searched, multiply=multiply):
-            yield
 
     def faults(self) -> dict[str, list[str]]:
         """What is wrong with operands, by the linear's name; waits for the device, once."""
@@ -277,7 +267,7 @@ class ProductObserver:
         precision, settings = self._active.precision, self._active.settings
         roles = OPERANDS[call.gemm]
         self._note(call, *(precision.operand_kind(settings, role) for role in roles))
-        if not self._is_examined(call):
+        if not self._examines(call):
             return
         for role, matrix, (of_blocks, of_tensor) in zip(roles, (left, right.mT), call.scales, strict=True):
             grid, scaling = precision.grid(settings, role), precision.scaling(settings, role)
@@ -294,39 +284,39 @@ class ProductObserver:
                     self._findings.append(_Finding(call, role, grid, scaling, _examine_tensor_scale(of_blocks)))
             self._findings.append(_Finding(call, role, grid, scaling, examine(codes, blocks.scale, grid, scaling, largest)))
 
-    def _te_product(self, te: ModuleType, *operands: tuple[Any, bool]) -> None:
-        """The left and the right operand, each with whether it is read by rows."""
-        call = self._calls[-1]
+    @torch.no_grad()
+    def library_product(self, *operands: tuple[Any, bool]) -> None:
+        """The left and the right operand of a GEMM, each with whether it is read by rows."""
+        if not self._calls:
+            return
+        call, te = self._calls[-1], sys.modules.get("transformer_engine.pytorch")
         self._note(call, *(operand_kind(te, operand) for operand, _ in operands))
-        if self._active is not None and self._is_examined(call):
+        if self._active is not None and self._examines(call):
             for role, (operand, by_rows) in zip(OPERANDS[call.gemm], operands, strict=True):
-                self._examine_te(te, call, role, operand, by_rows)
+                if not isinstance(operand, Tensor):
+                    self._examine_te(te, call, role, operand, by_rows)
 
     def _examine_te(self, te: ModuleType, call: _Call, role: Role, operand: Any, by_rows: bool) -> None:
         """The scales of FP8 operands against their codes; any byte is a code. MXFP8's and NVFP4's scales lie in an order of the
         kernel's own, and are left to the library."""
-        per_tensor = isinstance(operand, te.Float8TensorStorage)
-        if not per_tensor and not isinstance(operand, te.Float8BlockwiseQTensorStorage):
-            return
-        dtype, grid = _FP8[_format(te, operand._fp8_dtype)]
-        scaling = self._active.precision.scaling(self._active.settings, role)
-        if per_tensor:
+        scaling, largest = self._active.precision.scaling(self._active.settings, role), None
+        if isinstance(operand, te.Float8TensorStorage):
             # On GPUs whose products read operands either way there are no transposes.
             transposed = None if by_rows or operand._transpose_invalid else operand._transpose
             data, scales = operand._data if transposed is None else transposed, operand._scale_inv.reshape(())
-            if data is None or scaling.block is not None:
-                return
             codes = data.reshape(-1, data.shape[-1])
-            # Magnitudes of codes order as their bits do.
-            largest = (data.view(torch.uint8) & 0x7F).amax().reshape(1).view(dtype).float().reshape(())
-        else:
+        elif isinstance(operand, te.Float8BlockwiseQTensorStorage):
             data = operand._rowwise_data if by_rows else operand._columnwise_data
             scales = operand._rowwise_scale_inv if by_rows else operand._columnwise_scale_inv
-            if data is None or scales is None or scaling.block != _TE_BLOCK or scaling.square != operand._is_2D_scaled:
-                return
-            codes, largest = data.reshape(-1, data.shape[-1]) if by_rows else data.reshape(data.shape[0], -1), None
-            down = -(-codes.shape[0] // _TE_BLOCK) if scaling.square else codes.shape[0]
-            scales = (scales if scaling.square else scales.t())[:down, : -(-codes.shape[1] // _TE_BLOCK)]  # they are padded
+            codes = data.reshape(-1, data.shape[-1]) if by_rows else data.reshape(data.shape[0], -1)
+            down = -(-codes.shape[0] // _TE_BLOCK) if operand._is_2D_scaled else codes.shape[0]
+            scales = scales if operand._is_2D_scaled else scales.t()
+            scales = scales[:down, : -(-codes.shape[1] // _TE_BLOCK)]  # they are padded
+        else:
+            return
+        dtype, grid = _FP8[_format(te, operand._fp8_dtype)]
+        if scales.dim() == 0:  # magnitudes of codes order as their bits do
+            largest = (data.view(torch.uint8) & 0x7F).amax().reshape(1).view(dtype).float().reshape(())
         blocks = sample(codes.view(torch.uint8), scales, scaling, self._generator(data.device))
         figures = examine(blocks.values.view(dtype).float(), blocks.scale, grid, scaling, largest)
         self._findings.append(_Finding(call, role, grid, scaling, figures))
@@ -335,8 +325,22 @@ class ProductObserver:
         for name in call.names:
             self.products.setdefault(name, []).append(ObservedProduct(call.gemm, left, right))
 
-    def _is_examined(self, call: _Call) -> bool:
+    def _examines(self, call: _Call) -> bool:
         return self._examined is None or not self._examined.isdisjoint(call.names)
+
+
+def watched(names: Sequence[str], gemm: str, scales: Sequence[Scales] | None = None) -> AbstractContextManager[None]:
+    """Put this around a product: what is multiplied inside is `gemm` of the linears called `names`, for whoever looks on.
+    `scales`: of an emulated product's operands."""
+    observer = ProductObserver.current
+    return observer.during(names, gemm, scales) if observer else nullcontext()
+
+
+def see(left: Any, right: Any, layout: str) -> None:
+    """A product of a library, its operands named as `searched.multiply` does, for whoever looks on."""
+    if observer := ProductObserver.current:
+        # cuBLAS counts columns first, so libraries name the operands the other way round.
+        observer.library_product((right, layout[1] == "N"), (left, layout[0] == "T"))
 
 
 class _TorchProducts(TorchDispatchMode):
@@ -354,9 +358,9 @@ class _TorchProducts(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def operand_kind(te: ModuleType, operand: Any) -> str:
+def operand_kind(te: ModuleType | None, operand: Any) -> str:
     """The number format and the scaling of a GEMM's operand, such as "e4m3 tensor-scaled"; of an unquantized tensor its dtype."""
-    if isinstance(operand, te.NVFP4TensorStorage):
+    if te and isinstance(operand, te.NVFP4TensorStorage):
         return "nvfp4 e2m1"
     if not hasattr(operand, "_fp8_dtype"):
         return dtype_name(operand.dtype)

@@ -13,17 +13,18 @@ A model's linears are LowPrecisionLinears: they hold the very Parameters of the 
 so that tying, checkpoints, sharding and export see the model that transformers built. torch.compile steps over them: a graph ends
 before each low-precision product. What they share is a PrecisionContext, whose `backend` makes their products.
 
-A caller goes through one microbatch in this order (`LinearCall` does):
+A caller goes through one microbatch in this order (`LinearCall` does). Along which axis an operand is quantized is the product's
+own business: it knows what each of the three sums over.
 
     product.begin(x)
-    left, right = product.operand("input", x, "features"), product.weight_operands(matrix, refresh=first_microbatch, ...)[0]
-    y = product.multiply("forward", left, right, torch.bfloat16, bias)
+    weight = product.weight_operand(matrix, refresh=first_microbatch, differentiable=True)
+    input = product.operand("input", x)
+    y = product.multiply("forward", input, weight, torch.bfloat16, bias)
     product.end()
     ...
-    by_features = product.operand("grad_output", dy, "features")
-    dx = product.multiply("dgrad", by_features, weight_for_dgrad, torch.bfloat16)
-    by_rows = product.operand("grad_output", dy, "rows", made=by_features)
-    product.accumulate(main_grad, by_rows, input_by_rows)
+    gradient = product.operand("grad_output", dy)
+    dx = product.multiply("dgrad", gradient, weight, torch.bfloat16)
+    product.accumulate(main_grad, gradient, input)
 """
 
 from __future__ import annotations
@@ -43,8 +44,7 @@ from transformers.pytorch_utils import Conv1D
 
 from foundation.attributes import holding
 from pretrain.precision import searched
-from pretrain.precision.formats.definition import Along, Role
-from pretrain.precision.observed import ProductObserver
+from pretrain.precision.formats.definition import Role
 
 PREFIX = "fp8/"  # of the names that `Backend.state` gives, which stand beside the optimizer's in a checkpoint
 Operand = Any  # a Tensor, an emulated operand, or a quantized tensor of Transformer Engine
@@ -57,7 +57,6 @@ class Product:
 
     name: str  # of its history and its scales in a checkpoint
     members: Sequence[str]  # the linears that it computes, for whoever looks on
-    keeps_input = True  # backward quantizes the input once more; False: it takes what forward quantized
 
     def begin(self, x: Tensor) -> None:
         """Called before the first operand of a forward over `x` [tokens, in]."""
@@ -65,22 +64,17 @@ class Product:
     def end(self) -> None:
         """Called after the forward product."""
 
-    def operand(
-        self, role: Role, x: Tensor, along: Along, scale: Tensor | None = None, *, made: Operand = None, both: bool = True
-    ) -> Operand:
-        """x [rows, features] as the factor of a product that sums `along` its features or its rows.
-
-        `made`: what the same x became along its features. A quantizer that writes both layouts at once returns it again, and
-        writes both only if `both`. `scale`: of delayed scaling, where it is not the one in force (`scale`)."""
+    def operand(self, role: Role, x: Tensor, *, both: bool = True) -> Operand:
+        """x [rows, features] as a factor of its two products, or of the forward alone unless `both`."""
         raise NotImplementedError
 
     def quantizer(self, role: Role, *, both: bool) -> Any | None:
         """The library's own, for a kernel that writes the operand itself; None where only `operand` makes it."""
         return None
 
-    def weight_operands(self, matrix: Callable[[], Tensor], *, refresh: bool, differentiable: bool) -> tuple[Operand, Operand]:
-        """The weight as forward and as dgrad multiply it. `matrix` gives it, [out, in]; it is called where the weight must be
-        quantized: where `refresh` (the first microbatch of a step), and where nothing is kept from one."""
+    def weight_operand(self, matrix: Callable[[], Tensor], *, refresh: bool, differentiable: bool) -> Operand:
+        """The weight as a factor. `matrix` gives it, [out, in]; it is called where the weight must be quantized: where `refresh`
+        (the first microbatch of a step), and where nothing is kept from one."""
         raise NotImplementedError
 
     def multiply(
@@ -99,26 +93,15 @@ class Product:
 
     def accumulate(self, total: Tensor, left: Operand, right: Operand, *, overwrite: bool = False) -> None:
         """Adds the weight's gradient to `total` [out, in], FP32 or BF16; `overwrite`: takes its place."""
-        gradient = self.multiply("wgrad", left, right, torch.float32)
-        if overwrite:
-            total.zero_()
-        total += gradient
-
-    def serves_both(self, role: Role) -> bool:
-        """Whether one quantization of an operand enters both of its products."""
-        return True
-
-    def scale(self, role: Role) -> Tensor | None:
-        """The scale in force of delayed scaling, an FP32 scalar; None for other precisions, and where a library has it."""
-        return None
+        (total.zero_() if overwrite else total).add_(self.multiply("wgrad", left, right, torch.float32))
 
     def save(self, operand: Operand) -> tuple[Sequence[Tensor | None], Any]:
-        """An operand, no longer needed along its features, as tensors that autograd can save, and what `restore` needs. Only of
-        products that do not keep their input."""
-        raise NotImplementedError
+        """The input, from now on needed for the weight's gradient alone, as tensors that autograd can save, and what `restore`
+        needs beside them."""
+        return (operand,), None
 
     def restore(self, tensors: Sequence[Tensor | None], rest: Any) -> Operand:
-        raise NotImplementedError
+        return tensors[0]
 
     def is_first_in_forward(self) -> bool:
         """Whether this is the first product of the forward under way: its backward is the last one's, and calls
@@ -135,7 +118,8 @@ class Product:
 
         `first_microbatch` quantizes the weight and keeps the result; later microbatches of a step use what was kept. Gradients
         have their tensors' dtypes; the weight's is added to its `main_grad` where it has one, and none is returned. `context`:
-        the model's PrecisionContext, whose observers see operands and results."""
+        the model's, whose observers see operands and results."""
+        context = context or PrecisionContext(None, x.dtype)
         call = LinearCall(self, context, refresh=first_microbatch, differentiable=torch.is_grad_enabled())
         return LinearFunction.apply(x, weight, bias, call)
 
@@ -147,12 +131,11 @@ class PlainProduct(Product):
         """`searched`: by the fastest of cublasLt's algorithms (pretrain.precision.searched)."""
         self.name, self.members, self._searched = name, (name,), searched
 
-    def operand(self, role: Role, x: Tensor, along: Along, scale: Tensor | None = None, **options: Any) -> Tensor:
+    def operand(self, role: Role, x: Tensor, *, both: bool = True) -> Tensor:
         return x.contiguous() if self._searched and role == "grad_output" else x
 
-    def weight_operands(self, matrix: Callable[[], Tensor], **options: bool) -> tuple[Tensor, Tensor]:
-        weight = matrix()
-        return weight, weight
+    def weight_operand(self, matrix: Callable[[], Tensor], **options: bool) -> Tensor:
+        return matrix()
 
     def multiply(
         self,
@@ -191,85 +174,44 @@ def add_product_(total: Tensor, left: Tensor, right: Tensor, *, overwrite: bool 
 
 
 class LinearCall:
-    """One forward of a product over a microbatch (or a part of it), and its backward."""
+    """One forward of a product over a microbatch (or a part of it), and its backward. The context's observers look on."""
 
-    def __init__(self, product: Product, context: PrecisionContext | None = None, *, refresh: bool, differentiable: bool) -> None:
-        """`refresh`: the weight is quantized, though a copy may be kept. `differentiable`: there may be a backward. `context`:
-        see `Product.__call__`."""
-        self.product, self._context, self._refresh, self._differentiable = product, context, refresh, differentiable
-        self._input: Operand = None
-        self._rest: Any = None
+    def __init__(self, product: Product, context: PrecisionContext, *, refresh: bool, differentiable: bool) -> None:
+        """`refresh`: the weight is quantized, though a copy may be kept. `differentiable`: there may be a backward."""
+        self.product, self.context, self._refresh, self._differentiable = product, context, refresh, differentiable
+        self.input: Operand = None  # for the weight's gradient
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, keeps: bool) -> Tensor:
         """`keeps`: a gradient of the weight will be computed."""
-        product = self.product
-        self._show("input", x)
-        self._show("weight", weight)
+        product, context = self.product, self.context
+        context.show(product.name, "input", x)
+        context.show(product.name, "weight", weight)
         product.begin(x)
         self._ends_backward = self._differentiable and product.is_first_in_forward()
-        for_forward, self._weight = product.weight_operands(
-            lambda: weight, refresh=self._refresh, differentiable=self._differentiable
-        )
-        self._scale = product.scale("input")
-        operand = product.operand("input", x, "features", self._scale, both=keeps)
-        y = product.multiply("forward", operand, for_forward, x.dtype, bias)
+        self._weight = product.weight_operand(lambda: weight, refresh=self._refresh, differentiable=self._differentiable)
+        self.input = product.operand("input", x, both=keeps)
+        y = product.multiply("forward", self.input, self._weight, x.dtype, bias)
         product.end()
-        self._show_result("forward", y, bias)
-        self._input = x if product.keeps_input else operand
+        context.show_result(product.name, "forward", y, bias)
         return y
-
-    def save(self) -> Sequence[Tensor | None]:
-        """The input as tensors for autograd to save; it is not held here any longer."""
-        operand, self._input = self._input, None
-        if self.product.keeps_input:
-            return [operand]
-        tensors, self._rest = self.product.save(operand)
-        return tensors
-
-    def restore(self, tensors: Sequence[Tensor | None]) -> None:
-        self._input = tensors[0] if self.product.keeps_input else self.product.restore(tensors, self._rest)
 
     def backward(
         self, dy: Tensor, needs: Sequence[bool], dtype: torch.dtype, total: Tensor | None, *, overwrite: bool = False
     ) -> tuple[Tensor | None, Tensor | None]:
         """The gradients of input and weight, of those that it `needs`: dx in dy's dtype; dw in `dtype`, or None where it was
         added to `total`."""
-        product, dy, dx, dw = self.product, dy.contiguous(), None, None
-        self._show("grad_output", dy)
-        scale = product.scale("grad_output")
-        operand = product.operand("grad_output", dy, "features", scale) if needs[0] else None
+        product, context, dx, dw = self.product, self.context, None, None
+        context.show(product.name, "grad_output", dy)
+        gradient = product.operand("grad_output", dy.contiguous())
         if needs[0]:
-            dx = product.multiply("dgrad", operand, self._weight, dy.dtype)
-            self._show_result("dgrad", dx)
+            dx = product.multiply("dgrad", gradient, self._weight, dy.dtype)
+            context.show_result(product.name, "dgrad", dx)
         if needs[1]:
-            if not product.serves_both("grad_output"):
-                operand = None  # or the two would be in memory at once
-            left = product.operand("grad_output", dy, "rows", scale, made=operand)
-            right = product.operand("input", self._input, "rows", self._scale, made=None if product.keeps_input else self._input)
-            if total is None:
-                dw = product.multiply("wgrad", left, right, dtype)
-                self._show_result("wgrad", dw)
-            elif self._results_watched:  # whoever looks on is to see this product alone
-                gradient = product.multiply("wgrad", left, right, torch.float32)
-                self._show_result("wgrad", gradient)
-                (total.zero_() if overwrite else total).add_(gradient)
-            else:
-                product.accumulate(total, left, right, overwrite=overwrite)
+            dw = context.weight_gradient(product, gradient, self.input, dtype, total, overwrite=overwrite)
+        self.input = None  # autograd's graph lives until all of its backward has run
         if self._ends_backward:
             product.finish_backward()
         return dx, dw
-
-    @property
-    def _results_watched(self) -> bool:
-        return self._context is not None and bool(self._context.result_observers)
-
-    def _show(self, role: Role, tensor: Tensor) -> None:
-        if self._context is not None:
-            self._context.show(self.product.name, role, tensor, self.product)
-
-    def _show_result(self, gemm: Gemm, result: Tensor, bias: Tensor | None = None) -> None:
-        if self._context is not None:
-            self._context.show_result(self.product.name, gemm, result, bias)
 
 
 class LinearFunction(torch.autograd.Function):
@@ -281,17 +223,19 @@ class LinearFunction(torch.autograd.Function):
         ctx.main_gradient = getattr(weight, "main_grad", None)
         keeps = ctx.needs_input_grad[1]
         y = call.forward(x.detach(), weight.detach(), None if bias is None else bias.detach(), keeps=keeps)
-        tensors = call.save()
-        ctx.save_for_backward(*(tensors if keeps else ()))
+        if keeps:
+            tensors, ctx.rest = call.product.save(call.input)
+            ctx.save_for_backward(*tensors)
+        call.input = None  # autograd holds it, or has it computed again
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor | None, ...]:
-        weight_dtype, bias_dtype = ctx.dtypes
+        call, (weight_dtype, bias_dtype) = ctx.call, ctx.dtypes
         if ctx.needs_input_grad[1]:
-            ctx.call.restore(ctx.saved_tensors)
-        dx, dw = ctx.call.backward(dy, ctx.needs_input_grad[:2], weight_dtype, ctx.main_gradient)
+            call.input = call.product.restore(ctx.saved_tensors, ctx.rest)
+        dx, dw = call.backward(dy, ctx.needs_input_grad[:2], weight_dtype, ctx.main_gradient)
         db = dy.sum(0, dtype=torch.float32).to(bias_dtype) if ctx.needs_input_grad[2] else None
         return dx, dw, db, None
 
@@ -327,15 +271,12 @@ class Backend(Protocol):
     def reset(self) -> None:
         """Forget history and cached weights, as before the first forward."""
 
-    def observing(self, observer: ProductObserver) -> AbstractContextManager[Any]:
-        """While entered, `observer` sees each product that is multiplied, in forward and backward."""
-
     def describe(self) -> str:
         """Library and version, for the audit."""
 
 
-# (name of the product, role, the operand before it is quantized [tokens or out, features], product)
-Observer = Callable[[str, Role, Tensor, Product], None]
+# (name of the product, role, the operand before it is quantized [tokens or out, features])
+Observer = Callable[[str, Role, Tensor], None]
 # (name of the product, gemm, its result, the bias that the result holds)
 ResultObserver = Callable[[str, str, Tensor, Tensor | None], None]
 
@@ -359,7 +300,6 @@ class PrecisionContext:
     quantizing: bool = True  # false while parity runs the same model with its quantization off
     # Calls of low-precision linears outside of a low-precision forward, by name: in evaluation all of them, in training none.
     calls_outside: Counter[str] = field(default_factory=Counter)
-    observed: bool = False  # a ProductObserver sees the products already
     backends: Sequence[Backend] = ()  # of all precisions that the run computes in, one after the other; none: `backend` alone
     _kept: list[Tensor] = field(default_factory=list)  # by `keep_state`
 
@@ -385,9 +325,7 @@ class PrecisionContext:
 
         return self.backend.checkpoint(function, *args, context_fn=contexts, **kwargs)
 
-    def multiply(
-        self, name: str, product: Product, x: Tensor, weight: Tensor, bias: Tensor | None, *, later_call: bool = False
-    ) -> Tensor:
+    def multiply(self, product: Product, x: Tensor, weight: Tensor, bias: Tensor | None, *, later_call: bool = False) -> Tensor:
         """x [tokens, in] times weight [out, in], in the low precision; operands in another dtype than BF16 are cast here.
 
         `later_call`: the module has been called in this forward before (the LM head takes its tokens in chunks), with this
@@ -398,21 +336,30 @@ class PrecisionContext:
         refresh = (self.first_microbatch or not torch.is_grad_enabled()) and not later_call
         return product(x, weight, bias, first_microbatch=refresh, context=self)
 
-    def show(self, name: str, role: Role, tensor: Tensor, product: Product) -> None:
-        """An operand of `product`, before it is quantized, to all observers."""
+    def weight_gradient(
+        self, product: Product, dy: Operand, x: Operand, dtype: torch.dtype, total: Tensor | None, *, overwrite: bool = False
+    ) -> Tensor | None:
+        """The weight's gradient [out, in] in `dtype`; None where it was added to `total`, or with `overwrite` took its place. Who
+        looks at results sees this product alone."""
+        if total is not None and not self.result_observers:
+            product.accumulate(total, dy, x, overwrite=overwrite)
+            return None
+        gradient = product.multiply("wgrad", dy, x, dtype if total is None else torch.float32)
+        self.show_result(product.name, "wgrad", gradient)
+        if total is None:
+            return gradient
+        (total.zero_() if overwrite else total).add_(gradient)
+        return None
+
+    def show(self, name: str, role: Role, tensor: Tensor) -> None:
+        """An operand of the product `name`, before it is quantized, to all observers."""
         for observer in self.observers:
-            observer(name, role, tensor.detach(), product)
+            observer(name, role, tensor.detach())
 
     def show_result(self, name: str, gemm: str, result: Tensor, bias: Tensor | None = None) -> None:
         """What a low-precision product gave, to all who look on; `bias` is what has been added to it."""
         for observer in self.result_observers:
             observer(name, gemm, result.detach(), bias)
-
-    @contextmanager
-    def observed_by(self, observer: ProductObserver) -> Iterator[None]:
-        """While entered, `observer` sees the products of the backend. Fused layers have theirs (`FusedLayers.observed_by`)."""
-        with holding(self, observed=True), self.backend.observing(observer) if self.backend else nullcontext():
-            yield
 
     def state(self) -> dict[str, Tensor]:
         """Histories and scales of delayed scaling, live; other precisions keep nothing between two steps."""
@@ -422,42 +369,37 @@ class PrecisionContext:
         """`state` of every precision of the run, whose turn it is or not: what a checkpoint holds."""
         return {name: tensor for backend in self.backends for name, tensor in backend.state().items()}
 
-    @contextmanager
-    def preserving_state(self) -> Iterator[None]:
-        """Put this around passes that are not training's: history and scales are afterwards what they were before.
-
-        Whatever else the backend holds is forgotten: a pass that ran out of memory leaves behind scales put aside for recomputing
-        a layer, which the next backward would take for its own.
-        """
-        before = [tensor.clone() for tensor in self._states()]
-        try:
-            yield
-        finally:
-            self._put_back(before)
-
     def keep_state(self) -> None:
         """Copy histories and scales aside, on their device, for `go_back`; nothing where nothing keeps a history."""
-        if live := self._states():
+        if live := list(self.saved_state().values()):
             self._kept = self._kept or [torch.empty_like(tensor) for tensor in live]
             torch._foreach_copy_(self._kept, live)
 
     def go_back(self) -> None:
         """Histories and scales as they were at the last `keep_state`. A step that is left out must leave nothing: an overflow
-        lasts in a history for 1,024 microbatches, and giants that are finite press its scales down for as long."""
-        self._put_back(self._kept)
+        lasts in a history for 1,024 microbatches, and giants that are finite press its scales down for as long.
+
+        Whatever else backends hold is forgotten: a pass that ran out of memory leaves behind scales put aside for recomputing a
+        layer, which the next backward would take for its own.
+        """
+        self.forget()
+        for tensor, before in zip(self.saved_state().values(), self._kept, strict=True):
+            tensor.copy_(before)
+
+    @contextmanager
+    def preserving_state(self) -> Iterator[None]:
+        """Put this around passes that are not training's: history and scales are afterwards what they were before."""
+        with holding(self, _kept=[]):
+            self.keep_state()
+            try:
+                yield
+            finally:
+                self.go_back()
 
     def forget(self) -> None:
         """Puts all histories and scales back to what they were before the first forward."""
         for backend in self.backends:
             backend.reset()
-
-    def _put_back(self, state: Sequence[Tensor]) -> None:
-        self.forget()
-        for tensor, before in zip(self._states(), state, strict=True):
-            tensor.copy_(before)
-
-    def _states(self) -> list[Tensor]:
-        return list(self.saved_state().values())
 
 
 class TakesTurns:
@@ -492,12 +434,11 @@ class LowPrecisionLinear(TakesTurns, nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
         weight = summing_where(self.weight, self.weight.t(), transposed=True) if self.transposed else self.weight
-        if not (self.context.low_precision and self.is_low):
-            self.context.calls_outside[self.name] += 1
-            weight, bias = summing_where(weight, weight.to(x.dtype)), None if self.bias is None else self.bias.to(x.dtype)
-            if self.context.quantizing:
-                return F.linear(x, weight, bias)
-            y = PlainProduct(self.name)(x.reshape(-1, x.shape[-1]), weight, bias, first_microbatch=True)
-            return y.view(*x.shape[:-1], -1)
-        y = self.context.multiply(self.name, self.product, x.reshape(-1, x.shape[-1]), weight, self.bias)
-        return y.view(*x.shape[:-1], -1)
+        rows = x.reshape(-1, x.shape[-1])
+        if self.context.low_precision and self.is_low:
+            return self.context.multiply(self.product, rows, weight, self.bias).view(*x.shape[:-1], -1)
+        self.context.calls_outside[self.name] += 1
+        weight, bias = summing_where(weight, weight.to(x.dtype)), None if self.bias is None else self.bias.to(x.dtype)
+        if self.context.quantizing:
+            return F.linear(x, weight, bias)
+        return PlainProduct(self.name)(rows, weight, bias, first_microbatch=True).view(*x.shape[:-1], -1)

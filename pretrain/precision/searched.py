@@ -34,15 +34,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-WORKSPACE = 32 * 2**20 + 1024  # bytes, as Transformer Engine's; before Hopper 4 MiB
+from pretrain.precision.observed import see
+
+WORKSPACE = 32 * 2**20 + 1024  # bytes, as Transformer Engine's
 _BF16 = torch.bfloat16
 _FP8 = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}  # by Transformer Engine's names
+_FP8_ON = (9, 0)  # compute capability; Blackwell's FP8 products read operands in other ways
 _REQUESTED = 16  # algorithms, of which the heuristic names half
 _ROUNDS = 5
 _LEAST_GAIN = 0.01  # below it the first named stays
 _HEAD_START = 2_000_000  # cycles, a millisecond in which launches are queued
 _MULTIPLE_OF = 16  # of all sizes: FP8's products take no other
-_BF16_SINCE, _FP8_ON = (8, 0), (9, 0)  # compute capabilities; Blackwell's FP8 products read operands in other ways
 
 
 class Factor(NamedTuple):
@@ -59,11 +61,10 @@ class Problem(NamedTuple):
     m: int
     n: int
     k: int
-    types: tuple[torch.dtype, torch.dtype]  # of a and b
+    types: tuple[torch.dtype, torch.dtype, torch.dtype]  # of a, b, and c and d
     transposed: tuple[bool, bool]
     fast_accumulation: bool
-    adds: bool  # c, in BF16 as d is
-    sums: bool = False  # c and d are one, in FP32
+    adds: bool  # c, which is not d
 
 
 # ── What the rest of training calls ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -93,17 +94,18 @@ def multiply(
     if a is None or b is None:
         return None
     transposed = layout[0] == "T", layout[1] == "T"
-    problem = problem_of(a, b, transposed, residual, fast_accumulation=fast_accumulation, total=total)
-    products = _of_device(a.values.device)
-    return products.multiply(problem, a, b, residual, total, overwrite=overwrite) if products and problem else None
+    problem = problem_of(a, b, transposed, residual, total, fast_accumulation=fast_accumulation)
+    products = None if problem is None else products_on(a.values.device)
+    added = residual if total is None or overwrite else total
+    d = None if products is None else products.multiply(problem, a, b, added, total)
+    if d is not None:
+        see(left, right, layout)
+    return d
 
 
-# Operations of torch's, so that the audit sees them. None is differentiable.
-
-
-@torch.library.custom_op("pretrain::linear", mutates_args=(), schema="(Tensor x, Tensor weight, Tensor? residual=None) -> Tensor")
 def linear(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
-    """x [n, k] weight [m, k]^T as torch's linear, by `multiply` where it can; `residual` [n, m] added, which stays as it was."""
+    """x [n, k] weight [m, k]^T as torch's linear, by `multiply` where it can; `residual` [n, m] added, which stays as it was. Not
+    differentiable, nor are the two below."""
     y = multiply(weight, x, residual=residual)
     if y is not None:
         return y
@@ -111,38 +113,17 @@ def linear(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
     return y if residual is None else y.add_(residual)
 
 
-@torch.library.custom_op("pretrain::input_gradient", mutates_args=(), schema="(Tensor dy, Tensor weight) -> Tensor")
 def input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
     """dy [n, m] weight [m, k], by `multiply` where it can."""
     dx = multiply(weight, dy, layout="NN")
     return dy @ weight if dx is None else dx
 
 
-@torch.library.custom_op(
-    "pretrain::add_product",
-    mutates_args=("total",),
-    schema="(Tensor(a!) total, Tensor left, Tensor right, bool overwrite) -> ()",
-)
 def add_product(total: Tensor, left: Tensor, right: Tensor, overwrite: bool) -> None:
     """total [n, m] FP32 += left [n, k] @ right [k, m] in BF16, by `multiply` where it can; `overwrite`: in place of what it held.
     `left` is the transpose of what lies in memory, in a gradient of weights."""
     if multiply(right, left.t(), layout="NT", total=total, overwrite=overwrite) is None:
         torch.addmm(total, left, right, beta=0 if overwrite else 1, out_dtype=torch.float32, out=total)
-
-
-def takes(operand: Any) -> bool:
-    """Whether `multiply` is for such operands, on this GPU and in this run; a single product may still be none for it."""
-    if torch.are_deterministic_algorithms_enabled():
-        return False
-    factor = _factor(operand)
-    products = None if factor is None else _of_device(factor.values.device)
-    return products is not None and products.multiplies(factor)
-
-
-def describe() -> str | None:
-    """Says for the audit for how many products algorithms were searched so far; None where for none."""
-    count = sum(products.searched for products in _by_device.values() if products)
-    return f"{count} searched" if count else None
 
 
 # ── Operands ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -168,12 +149,12 @@ def problem_of(
     a: Factor,
     b: Factor,
     transposed: tuple[bool, bool],
-    residual: Tensor | None,
-    *,
-    fast_accumulation: bool,
+    residual: Tensor | None = None,
     total: Tensor | None = None,
+    *,
+    fast_accumulation: bool = False,
 ) -> Problem | None:
-    """What the product of `a` and `b` is; None where cublasLt would not take it as they lie."""
+    """What the product of `a` and `b` is, as `multiply` has it; None where cublasLt would not take it as they lie."""
     is_fp8 = a.scale is not None
     if is_fp8 != (b.scale is not None) or (is_fp8 and transposed != (True, False)):
         return None
@@ -184,112 +165,95 @@ def problem_of(
     tensors = [tensor for tensor in (a.values, b.values, residual, total) if tensor is not None]
     if not all(tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors):
         return None
-    adds, sums = residual is not None, total is not None
-    return Problem(m, n, k, (a.dtype, b.dtype), transposed, is_fp8 and fast_accumulation, adds, sums)
+    types = a.dtype, b.dtype, _BF16 if total is None else total.dtype
+    return Problem(m, n, k, types, transposed, is_fp8 and fast_accumulation, residual is not None)
 
 
 # ── Of one GPU ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Products:
-    """The products of one GPU, on the stream on which the first of them is computed: they share a workspace."""
+    """The products of one GPU, on the stream on which the first of them is computed: they share a workspace. By the library that
+    torch has loaded: another could differ in version and in choices."""
 
     def __init__(self, device: torch.device) -> None:
-        """`device` is the current one. CublasLtError or OSError where its library cannot be used."""
-        self.searched = 0
-        self._device, self._library = device, CublasLt()
-        self._capability = torch.cuda.get_device_capability(device)
-        self._stream = torch.cuda.current_stream(device).cuda_stream
-        size = WORKSPACE if self._capability >= _FP8_ON else 4 * 2**20
-        self._workspace = torch.empty(size, dtype=torch.uint8, device=device)
-        self._chosen: dict[Problem, _Chosen | None] = {}
+        """`device` is the current one, which torch has used before."""
+        self.library = ctypes.CDLL(loaded_library())
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(self.library, name)
+            function.restype, function.argtypes = c_int, arguments
+        self.handle = self.create("")
+        self.workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
+        self.stream = torch.cuda.current_stream(device).cuda_stream
+        self._has_fp8 = torch.cuda.get_device_capability(device) == _FP8_ON
+        self.chosen: dict[Problem, tuple[Matmul, Algorithm] | None] = {}  # None: cublasLt refuses it
 
-    def multiplies(self, factor: Factor) -> bool:
-        """Whether this GPU has products of such factors."""
-        return self._capability >= _BF16_SINCE if factor.dtype == _BF16 else self._capability == _FP8_ON
+    def require(self, name: str, *arguments: Any) -> None:
+        if status := getattr(self.library, name)(*arguments):
+            raise CublasLtError(f"{name} returned status {status}")
 
-    def multiply(
-        self,
-        problem: Problem,
-        a: Factor,
-        b: Factor,
-        residual: Tensor | None,
-        total: Tensor | None = None,
-        *,
-        overwrite: bool = False,
-    ) -> Tensor | None:
+    def create(self, kind: str, *arguments: Any) -> c_void_p:
+        created = c_void_p()
+        self.require(f"cublasLt{kind}Create", byref(created), *arguments)
+        return created
+
+    def set_value(self, kind: str, where: c_void_p, attribute: int, value: Any) -> None:
+        self.require(f"cublasLt{kind}SetAttribute", where, attribute, byref(value), sizeof(value))
+
+    def multiply(self, problem: Problem, a: Factor, b: Factor, added: Tensor | None, total: Tensor | None) -> Tensor | None:
         """Multiplies as the function `multiply` does; None where cublasLt refuses, in which case nothing was started."""
-        if problem in self._chosen and self._chosen[problem] is None:
+        if problem in self.chosen and self.chosen[problem] is None:
             return None
-        if torch.cuda.current_stream().cuda_stream != self._stream or not self.multiplies(a):
+        if torch.cuda.current_stream().cuda_stream != self.stream or (a.scale is not None and not self._has_fp8):
             return None
-        added = residual if total is None or overwrite else total
-        d = torch.empty(problem.n, problem.m, dtype=_BF16, device=self._device) if total is None else total
-        with suppress(CublasLtError):
-            chosen = self._chosen.get(problem) or self._choose(problem, a, b, added, d)
-            if chosen is not None and self._run(chosen, a, b, added, d) == SUCCESS:
+        d = torch.empty(problem.n, problem.m, dtype=_BF16, device=a.values.device) if total is None else total
+        with suppress(CublasLtError, torch.OutOfMemoryError):  # no room to try algorithms for a sum
+            chosen = self.chosen.get(problem) or self._choose(problem, a, b, added, d)
+            if chosen is not None and self._run(*chosen, a, b, added, d) == SUCCESS:
                 return d
-        self._chosen[problem] = None
+        self.chosen[problem] = None
         return None
 
-    def _run(self, chosen: _Chosen, a: Factor, b: Factor, added: Tensor | None, d: Tensor) -> int:
-        matmul, algorithm = chosen
+    def _run(self, matmul: Matmul, algorithm: Algorithm, a: Factor, b: Factor, added: Tensor | None, d: Tensor) -> int:
         if a.scale is not None:
             matmul.set_scales(a.scale, b.scale)
-        c, beta = (d, 0.0) if added is None else (added, 1.0)
-        return matmul.run(a.values, b.values, c, d, beta, algorithm, self._workspace, self._stream)
+        return matmul.run(algorithm, a.values, b.values, added, d)
 
-    def _choose(self, problem: Problem, a: Factor, b: Factor, added: Tensor | None, d: Tensor) -> _Chosen | None:
+    def _choose(self, problem: Problem, a: Factor, b: Factor, added: Tensor | None, d: Tensor) -> tuple[Matmul, Algorithm] | None:
         """The fastest algorithm; None where none runs. d is written over, more than once, unless it is `added`: then it stays as
         it is."""
-        matmul = Matmul(self._library, problem, d.dtype)
+        matmul = Matmul(self, problem)
         if a.scale is not None:  # not all algorithms can scale
             matmul.set_scales(a.scale, b.scale)
-        algorithms = matmul.named_by_heuristic(_REQUESTED, self._workspace.numel())
-        named = [_Chosen(matmul, algorithm) for algorithm in algorithms]
-        if d is added:
-            try:
-                d = torch.empty_like(d)
-            except torch.OutOfMemoryError:  # no room to try them: in this run the first named
-                self._chosen[problem] = named[0] if named else None
-                return self._chosen[problem]
-        runs = [(chosen, functools.partial(self._run, chosen, a, b, added, d)) for chosen in named]
-        same, decisive = _same_as_first(runs, d, added)
+        named = matmul.named_by_heuristic()
+        d = torch.empty_like(d) if d is added else d
+        launches = [functools.partial(self._run, matmul, algorithm, a, b, added, d) for algorithm in named]
+        same, decisive = same_as_first(launches, d, added)
         if not same:
             return None
         if not decisive:  # the next product of this kind will be
-            return same[0][0]
-        best, _ = same[fastest(_times([run for _, run in same])) if len(same) > 1 else 0]
-        self.searched += 1
-        self._chosen[problem] = best
-        return best
+            return matmul, named[same[0]]
+        best = same[fastest(_times([launches[number] for number in same])) if len(same) > 1 else 0]
+        self.chosen[problem] = matmul, named[best]
+        return self.chosen[problem]
 
 
-_by_device: dict[int, Products | None] = {}
+@functools.cache
+def products_on(device: torch.device) -> Products | None:
+    """The products of `device`, the current one; None where cublasLt cannot be called."""
+    with suppress(CublasLtError, OSError, AttributeError):  # no such library, or one that lacks a function
+        return Products(device)
+    return None
 
 
-def _of_device(device: torch.device) -> Products | None:
-    """The products of the current device; None for another one, and where cublasLt cannot be called."""
-    if device.index != torch.cuda.current_device():
-        return None
-    if device.index not in _by_device:
-        try:
-            _by_device[device.index] = Products(device)
-        except (CublasLtError, OSError, AttributeError):  # no such library, or one that lacks a function
-            _by_device[device.index] = None
-    return _by_device[device.index]
-
-
-def _same_as_first(
-    runs: Sequence[tuple[_Chosen, Callable[[], int]]], d: Tensor, added: Tensor | None
-) -> tuple[list[tuple[_Chosen, Callable[[], int]]], bool]:
-    """Those that run and write into d the bits of the first of them, by the sum of all that they write; and whether that is
-    decisive. It is not for a product of zeros, which leaves zeros or what it is `added` to, nor where d is not finite: any
-    algorithm would write that."""
+def same_as_first(launches: Sequence[Callable[[], int]], d: Tensor, added: Tensor | None) -> tuple[list[int], bool]:
+    """The numbers of those that run and write into d the bits of the first of them, by the sum of all that they write; and
+    whether that is decisive. It is not for a product of zeros, which leaves zeros or what it is `added` to, nor where d is not
+    finite: any algorithm would write that."""
     ran, sums = [], []
-    for each in runs:
-        if each[1]() == SUCCESS:
-            ran.append(each)
+    for number, launch in enumerate(launches):
+        if launch() == SUCCESS:
+            ran.append(number)
             sums.append(d.view(torch.int64).sum())
     if not ran:
         return [], False
@@ -297,7 +261,7 @@ def _same_as_first(
     finite = d.sum().isfinite().long()  # of the last one, as of all: the operands decide it. In FP64 the sum would copy d
     *bits, unchanged, finite = torch.stack([*sums, unchanged, finite]).tolist()
     decisive = bool(finite) and bits[0] not in (0, unchanged)
-    return [each for each, written in zip(ran, bits, strict=True) if written == bits[0]], decisive
+    return [number for number, written in zip(ran, bits, strict=True) if written == bits[0]], decisive
 
 
 def fastest(times: Sequence[Sequence[float]]) -> int:
@@ -334,7 +298,7 @@ _PREFERENCE_WORKSPACE_BYTES = 1  # cublasLtMatmulPreferenceAttributes_t
 _FACTORS = {number: byref(c_float(number)) for number in (0.0, 1.0)}  # alpha and beta, read by the call itself
 
 
-class OpaqueAlgorithm(ctypes.Structure):
+class Algorithm(ctypes.Structure):
     """cublasLtMatmulAlgo_t: one way to compute one product, 64 bytes that may be copied and kept."""
 
     _fields_ = [("data", c_uint64 * 8)]
@@ -344,7 +308,7 @@ class HeuristicResult(ctypes.Structure):
     """cublasLtMatmulHeuristicResult_t."""
 
     _fields_ = [
-        ("algorithm", OpaqueAlgorithm),
+        ("algorithm", Algorithm),
         ("workspace", c_size_t),
         ("state", c_int),
         ("waves", c_float),
@@ -363,7 +327,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     # handle, operation, layouts of A, B, C and D, preference, count, results, how many there are
     "cublasLtMatmulAlgoGetHeuristic": [*[c_void_p] * 7, c_int, POINTER(HeuristicResult), POINTER(c_int)],
     # handle, operation, alpha, A and B each with its layout, beta, C and D each with its layout, algorithm, workspace, stream
-    "cublasLtMatmul": [*[c_void_p] * 12, POINTER(OpaqueAlgorithm), c_void_p, c_size_t, c_void_p],
+    "cublasLtMatmul": [*[c_void_p] * 12, POINTER(Algorithm), c_void_p, c_size_t, c_void_p],
 }
 
 
@@ -371,92 +335,59 @@ class CublasLtError(RuntimeError):
     """A call that had to succeed did not."""
 
 
-class CublasLt:
-    """The library that torch has loaded: another could differ in version and in choices. `handle` is on the current device, whose
-    context must exist."""
-
-    def __init__(self) -> None:
-        self.path = loaded_library()
-        self._library = ctypes.CDLL(self.path)
-        for name, arguments in _SIGNATURES.items():
-            function = getattr(self._library, name)
-            function.restype, function.argtypes = c_int, arguments
-        self.multiply = self._library.cublasLtMatmul
-        self.handle = self.create("")
-
-    def require(self, name: str, *arguments: Any) -> None:
-        if status := getattr(self._library, name)(*arguments):
-            raise CublasLtError(f"{name} of {self.path} returned status {status}")
-
-    def create(self, kind: str, *arguments: Any) -> c_void_p:
-        created = c_void_p()
-        self.require(f"cublasLt{kind}Create", byref(created), *arguments)
-        return created
-
-    def set_value(self, kind: str, where: c_void_p, attribute: int, value: Any) -> None:
-        self.require(f"cublasLt{kind}SetAttribute", where, attribute, byref(value), sizeof(value))
-
-
 class Matmul:
     """A product as cublasLt describes it, c like d; accumulated and scaled in FP32. Its tensors are the caller's: contiguous, of
     these sizes and types, on one device. The descriptions are some hundred bytes, which stay until the process ends."""
 
-    def __init__(self, library: CublasLt, problem: Problem, dtype: torch.dtype) -> None:
-        """`dtype`: of d."""
-        self._library, (m, n, k), transposed = library, problem[:3], problem.transposed
-        self._operation = library.create("MatmulDesc", _COMPUTE_32F, _SCALE_32F)
+    def __init__(self, products: Products, problem: Problem) -> None:
+        self._products, (m, n, k), transposed = products, problem[:3], problem.transposed
+        self._operation = products.create("MatmulDesc", _COMPUTE_32F, _SCALE_32F)
         self._set(_DESC_TRANSPOSE_A, c_int32(transposed[0]))  # cublasOperation_t: 0 as it lies, 1 transposed
         self._set(_DESC_TRANSPOSE_B, c_int32(transposed[1]))
         if problem.fast_accumulation:
             self._set(_DESC_FAST_ACCUMULATION, c_int8(1))
         shapes = [(k, m) if transposed[0] else (m, k), (n, k) if transposed[1] else (k, n), (m, n)]
         layouts = [
-            library.create("MatrixLayout", _TYPES[each], rows, columns, rows)
-            for (rows, columns), each in zip(shapes, (*problem.types, dtype), strict=True)
+            products.create("MatrixLayout", _TYPES[dtype], rows, columns, rows)
+            for (rows, columns), dtype in zip(shapes, problem.types, strict=True)
         ]
         self._layouts = (*layouts, layouts[-1])  # of A, B, C and D
         self._scales: tuple[int, ...] = ()  # where they are, as cublasLt was last told
 
     def _set(self, attribute: int, value: Any) -> None:
-        self._library.set_value("MatmulDesc", self._operation, attribute, value)
+        self._products.set_value("MatmulDesc", self._operation, attribute, value)
 
     def set_scales(self, *scales: Tensor) -> None:
         """Sets, for FP8, the FP32 numbers on the device that the codes of a and of b are multiplied by. They must be where they
         are until the products of these scales are done."""
         places = tuple(scale.data_ptr() for scale in scales)
-        if places == self._scales:
-            return
-        for attribute, place in zip((_DESC_SCALE_A, _DESC_SCALE_B), places, strict=True):
-            self._set(attribute, c_void_p(place))
-        self._scales = places
+        if places != self._scales:
+            for attribute, place in zip((_DESC_SCALE_A, _DESC_SCALE_B), places, strict=True):
+                self._set(attribute, c_void_p(place))
+            self._scales = places
 
-    def named_by_heuristic(self, count: int, workspace: int) -> list[OpaqueAlgorithm]:
-        """Up to `count` algorithms that need no more than `workspace` bytes, the fastest by cublasLt's estimate first. They take
-        tensors that begin at a multiple of ALIGNMENT bytes."""
-        preference = self._library.create("MatmulPreference")
-        self._library.set_value("MatmulPreference", preference, _PREFERENCE_WORKSPACE_BYTES, c_uint64(workspace))
-        results, number = (HeuristicResult * count)(), c_int()
-        product = (self._library.handle, self._operation, *self._layouts, preference)
-        self._library.require("cublasLtMatmulAlgoGetHeuristic", *product, count, results, byref(number))
+    def named_by_heuristic(self) -> list[Algorithm]:
+        """Those for which the workspace is enough, the fastest by cublasLt's estimate first. They take tensors that begin at a
+        multiple of ALIGNMENT bytes."""
+        products = self._products
+        preference, size = products.create("MatmulPreference"), c_uint64(products.workspace.numel())
+        products.set_value("MatmulPreference", preference, _PREFERENCE_WORKSPACE_BYTES, size)
+        results, number = (HeuristicResult * _REQUESTED)(), c_int()
+        product = (products.handle, self._operation, *self._layouts, preference)
+        products.require("cublasLtMatmulAlgoGetHeuristic", *product, _REQUESTED, results, byref(number))
         usable = [result for result in results[: number.value] if result.state == SUCCESS]
-        return [OpaqueAlgorithm.from_buffer_copy(result.algorithm) for result in usable]
+        return [Algorithm.from_buffer_copy(result.algorithm) for result in usable]
 
-    def run(
-        self, a: Tensor, b: Tensor, c: Tensor, d: Tensor, beta: float, algorithm: OpaqueAlgorithm, workspace: Tensor, stream: int
-    ) -> int:
-        """d = a b + beta c on `stream`, beta being 0 or 1; a cublasStatus_t, other than 0 where nothing was started."""
-        layout_a, layout_b, layout_c, layout_d = self._layouts
-        return self._library.multiply(
-            *(self._library.handle, self._operation),
+    def run(self, algorithm: Algorithm, a: Tensor, b: Tensor, added: Tensor | None, d: Tensor) -> int:
+        """d = a b (+ `added`), started on the products' stream; a cublasStatus_t, other than 0 where nothing was started."""
+        (layout_a, layout_b, layout_c, layout_d), products = self._layouts, self._products
+        c, beta = (d, 0.0) if added is None else (added, 1.0)
+        return products.library.cublasLtMatmul(
+            *(products.handle, self._operation),
             *(_FACTORS[1.0], a.data_ptr(), layout_a, b.data_ptr(), layout_b),
             *(_FACTORS[beta], c.data_ptr(), layout_c, d.data_ptr(), layout_d),
-            *(algorithm, workspace.data_ptr(), workspace.numel(), stream),
+            *(algorithm, products.workspace.data_ptr(), products.workspace.numel(), products.stream),
         )
-
-
-class _Chosen(NamedTuple):
-    matmul: Matmul
-    algorithm: OpaqueAlgorithm
 
 
 def loaded_library() -> str:

@@ -22,7 +22,7 @@ from torch import Tensor
 from pretrain.precision.delayed_state import of_operand
 from pretrain.precision.formats.definition import QuantizedPrecision, Role
 from pretrain.precision.observed import generators, sample
-from pretrain.precision.product import Backend, PrecisionContext, Product
+from pretrain.precision.product import Backend, PrecisionContext
 from pretrain.precision.quantizers import Grid, Quantized
 from pretrain.precision.settings import ActivePrecision
 
@@ -56,7 +56,7 @@ class OperandStatistics:
             context.observers.remove(self)
 
     @torch.no_grad()
-    def __call__(self, name: str, role: Role, x: Tensor, product: Product) -> None:
+    def __call__(self, name: str, role: Role, x: Tensor) -> None:
         """Measure x [rows, features]. A further call for the same operand adds to what is known: the LM head takes its tokens in
         chunks, gradient checkpointing computes a layer twice."""
         amax = torch.linalg.vector_norm(x, math.inf).float()  # a maximum of magnitudes that makes no copy of x

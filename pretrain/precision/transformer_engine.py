@@ -13,7 +13,7 @@ import functools
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -21,17 +21,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import noop_context_fn
 
-from foundation.attributes import holding
 from foundation.errors import InputError
 from foundation.reading import one_line
 from pretrain.precision import searched
 from pretrain.precision.delayed_state import PLACES
-from pretrain.precision.formats.definition import Along, OptionValues, QuantizedPrecision, Role
-from pretrain.precision.observed import ProductObserver
+from pretrain.precision.formats.definition import OptionValues, QuantizedPrecision, Role
+from pretrain.precision.observed import watched
 from pretrain.precision.product import Gemm, Product
 from pretrain.precision.settings import ActivePrecision
 
-OLDEST = (2, 20)  # the first whose recipes have every field that is set here
 # A direction's state as checkpoints and `delayed_state.PLACES` call it -> Transformer Engine's name of it.
 TE_DIRECTIONS = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
 TE_GEMMS = {"forward": ("TN", "fprop"), "dgrad": ("NN", "dgrad"), "wgrad": ("NT", "wgrad")}  # layout, and the recipe's name
@@ -50,8 +48,6 @@ def missing() -> str | None:
         library()
     except (ImportError, OSError, RuntimeError) as error:  # a library that was built for another torch, CUDA or Python
         return f"a Transformer Engine that can be imported ({one_line(error)})"
-    if tuple(map(int, _version().split(".")[:2])) < OLDEST:
-        return f"Transformer Engine {'.'.join(map(str, OLDEST))} or newer, and this is {_version()}"
     return None
 
 
@@ -99,13 +95,11 @@ def split_accumulator(te_recipe: Any, product: str) -> bool:
 
 class TransformerEngineProduct(Product):
     """Multiplies by the quantizers of a te.Linear, which has no weight, and Transformer Engine's GEMM; only inside the
-    backend's `forward`, and in backward."""
-
-    keeps_input = False
+    backend's `forward`, and in backward. One quantization writes an operand for both of its products."""
 
     def __init__(self, name: str, linear: nn.Module, backend: TransformerEngineBackend) -> None:
-        self.name, self.linear, self.backend = name, linear, backend
-        self.members = (name,)
+        self.name, self.members = name, (name,)
+        self.linear, self.backend = linear, backend
 
     @property
     def supports_fused_loss(self) -> bool:
@@ -131,16 +125,10 @@ class TransformerEngineProduct(Product):
         quantizer.set_usage(rowwise=True, columnwise=both)
         return quantizer
 
-    def operand(
-        self, role: Role, x: Tensor, along: Along, scale: Tensor | None = None, *, made: Any = None, both: bool = True
-    ) -> Any:
-        return self.quantizer(role, both=both)(x.contiguous()) if made is None else made
+    def operand(self, role: Role, x: Tensor, *, both: bool = True) -> Any:
+        return self.quantizer(role, both=both)(x.contiguous())
 
-    def weight_operands(self, matrix: Callable[[], Tensor], *, refresh: bool, differentiable: bool) -> tuple[Any, Any]:
-        weight = self._weight(matrix, refresh=refresh, differentiable=differentiable)
-        return weight, weight
-
-    def _weight(self, matrix: Callable[[], Tensor], *, refresh: bool, differentiable: bool) -> Any:
+    def weight_operand(self, matrix: Callable[[], Tensor], *, refresh: bool, differentiable: bool) -> Any:
         cache = self.linear._fp8_workspaces
         if differentiable and not refresh and _WEIGHT in cache:
             return cache[_WEIGHT]
@@ -164,39 +152,32 @@ class TransformerEngineProduct(Product):
         residual: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """`residual` [tokens, out] is added to the forward product, and stays as it was. `out` takes a gradient, in its dtype."""
+        """`out` takes a gradient, in its dtype."""
+        if gemm == "dgrad":
+            right.update_usage(columnwise_usage=True)
         if gemm != "forward":
-            if gemm == "dgrad":
-                right.update_usage(columnwise_usage=True)
-            into = {} if out is None else {"out": out}
-            return self._gemm(gemm, right, left, out_dtype=dtype, **into)
-        y = None
+            return self._gemm(gemm, left, right, out_dtype=dtype, out=out)
         if bias is None and dtype == torch.bfloat16:
             fast = not split_accumulator(self.backend.te_recipe, "fprop")
-            with self._observed(gemm):
+            with watched(self.members, gemm):
                 y = searched.multiply(right, left, fast_accumulation=fast, residual=residual)
-        if y is not None:
-            return y
-        y = self._gemm(gemm, right, left, out_dtype=dtype, **({} if bias is None else {"bias": bias}))
+            if y is not None:
+                return y
+        y = self._gemm(gemm, left, right, out_dtype=dtype, bias=bias)
         return y if residual is None else y.add_(residual)
 
     def accumulate(self, total: Tensor, left: Any, right: Any, *, overwrite: bool = False) -> None:
         if not total.is_contiguous():  # Conv1D's is a transpose, which the library's product does not add to
             return super().accumulate(total, left, right, overwrite=overwrite)
-        self._gemm("wgrad", right, left, out=total, out_dtype=total.dtype, accumulate=not overwrite)
+        self._gemm("wgrad", left, right, out=total, out_dtype=total.dtype, accumulate=not overwrite)
 
     def _gemm(self, gemm: Gemm, left: Any, right: Any, **options: Any) -> Tensor:
-        """Multiplies with the operands in TE's order: cuBLAS counts columns first, so what multiplies from the left is named
-        second."""
-        layout, theirs = TE_GEMMS[gemm]
+        """cuBLAS counts columns first, so Transformer Engine names what multiplies from the left second."""
+        layout, product = TE_GEMMS[gemm]
         options |= {"layout": layout, "grad": gemm != "forward"}
-        split = split_accumulator(self.backend.te_recipe, theirs)
-        with self._observed(gemm):
-            return _module("cpp_extensions").general_gemm(left, right, use_split_accumulator=split, **options)[0]
-
-    def _observed(self, gemm: Gemm) -> AbstractContextManager[None]:
-        observer = self.backend.observer
-        return observer.during(self.members, gemm) if observer else nullcontext()
+        split = split_accumulator(self.backend.te_recipe, product)
+        with watched(self.members, gemm):
+            return _module("cpp_extensions").general_gemm(right, left, use_split_accumulator=split, **options)[0]
 
     def save(self, operand: Any) -> tuple[Sequence[Tensor | None], Any]:
         return save(operand)
@@ -251,7 +232,6 @@ class TransformerEngineBackend:
         self.te_recipe = build_te_recipe(active.precision, active.settings)
         self._device = device
         self._products: dict[str, TransformerEngineProduct] = {}
-        self.observer: ProductObserver | None = None
 
     def product(self, name: str, in_features: int, out_features: int, *, bias: bool) -> TransformerEngineProduct:
         linear = self.te.Linear(in_features, out_features, bias=bias, params_dtype=torch.bfloat16, device="meta", name=name)
@@ -302,11 +282,6 @@ class TransformerEngineBackend:
 
     def describe(self) -> str:
         return f"Transformer Engine {_version()}, {type(self.te_recipe).__name__}"
-
-    @contextmanager
-    def observing(self, observer: ProductObserver) -> Iterator[None]:
-        with observer.installed(self.te), holding(self, observer=observer):
-            yield
 
     def _autocast(self, *, enabled: bool = True) -> AbstractContextManager[Any]:
         return self.te.autocast(enabled=enabled, recipe=self.te_recipe)  # no reduction group means the default one, all ranks

@@ -38,7 +38,6 @@ from pretrain.plan.plan import Plan
 from pretrain.plan.preflight import Job
 from pretrain.precision.product import Backend, PrecisionContext
 from pretrain.precision.scope import Decision, decide
-from pretrain.precision.searched import describe as describe_algorithms
 from pretrain.precision.selection import make_backend
 from pretrain.precision.settings import WEIGHT_DTYPES, ActivePrecision
 from pretrain.verify import audit
@@ -296,8 +295,6 @@ def observe(
         **around,
         "deterministic": "yes" if torch.are_deterministic_algorithms_enabled() else "no",
     }
-    if (algorithms := describe_algorithms()) is not None:
-        assembly.audit["algorithms"] = algorithms
     if course := audit_of_course(plan):
         assembly.audit |= course | {"precisions": {name: each.audit for name, each in assembly.precisions.items()}}
 

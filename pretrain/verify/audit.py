@@ -88,7 +88,7 @@ def observing(
     operands of the linears `examined`, or of all."""
     observer = ProductObserver(active, seed, examined)
     packed.context.calls_outside.clear()
-    with packed.context.observed_by(observer), packed.fused.observed_by(observer) if packed.fused else nullcontext():
+    with observer.looking_on(), packed.fused.observed_by(observer) if packed.fused else nullcontext():
         yield observer
 
 
@@ -99,7 +99,7 @@ def confirming(
     """Watches training, compiled and recomputed as it is; raises InputError unless the low-precision products multiply there what
     they did under `observe`, which returned `products`. `step` draws the blocks of operands that are looked at, and
     which linears' they are, where those of `most` linears are enough. Inside of another one it leaves all to that."""
-    if packed.context.observed:
+    if ProductObserver.current is not None:
         yield
         return
     low = {entry["name"]: entry for entry in products if entry["products"]}
@@ -143,8 +143,6 @@ def in_short(audited: Mapping[str, Any]) -> dict[str, str]:
         f"{number} in {effective} on {backend}, weights {stored}{f' ({reason})' if reason else ''}"
         for (effective, backend, stored, reason), number in kinds.most_common()
     ]
-    if "algorithms" in audited:
-        products.append(f"cublasLt's algorithms: {audited['algorithms']}")
     around = [f"attention {audited['attention']['kind'].removeprefix('packed_')}"]
     around += [f"gradients {audited['gradients']}", f"fused: {audited['fused']}", f"compiled: {audited['compiled']}"]
     around += ["deterministic"] if audited["deterministic"] != "no" else []

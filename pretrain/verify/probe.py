@@ -32,8 +32,7 @@ from foundation.attributes import holding
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.precision.delayed_state import of_operand
 from pretrain.precision.formats.definition import Along, Role
-from pretrain.precision.observed import OPERANDS
-from pretrain.precision.product import Product
+from pretrain.precision.observed import ALONG, OPERANDS
 from pretrain.precision.quantizers.tensor import update_scale
 from pretrain.precision.settings import ActivePrecision
 
@@ -45,13 +44,6 @@ LEAST_LIKENESS = 0.5  # of two errors' directions: of the same scales 0.8 or mor
 KNOWN_LIKENESS = 0.1  # of the draws of stochastic rounding among themselves, from which on it says something
 NOTED = 2.0**-6  # relative, of an amax: it may be that of a norm's output before it is rounded to BF16
 OF_THE_RULE = 2.0**-20  # relative: a scale divides by what the library may multiply by
-
-# The axis that each product's sum runs along, seen from its left and its right operand.
-_ALONG: dict[str, tuple[Along, Along]] = {
-    "forward": ("features", "features"),
-    "dgrad": ("features", "rows"),
-    "wgrad": ("rows", "rows"),
-}
 
 
 @dataclass(frozen=True)
@@ -120,7 +112,7 @@ def watching_products(packed: PackedLanguageModel, active: ActivePrecision) -> I
     wrong_histories: list[str] = []
 
     @torch.no_grad()
-    def see_operand(name: str, role: Role, tensor: Tensor, _: Product) -> None:
+    def see_operand(name: str, role: Role, tensor: Tensor) -> None:
         if name != head_name and (name, role, "features") in samples:
             return  # a layer that is recomputed; of the head the last tokens stay, since the documents at an end are compared
         amax = tensor.abs().amax().float()
@@ -145,7 +137,7 @@ def watching_products(packed: PackedLanguageModel, active: ActivePrecision) -> I
     @torch.no_grad()
     def see_result(name: str, gemm: str, result: Tensor, bias: Tensor | None) -> None:
         roles = OPERANDS[gemm]
-        operands = [samples.get((name, role, along)) for role, along in zip(roles, _ALONG[gemm], strict=True)]
+        operands = [samples.get((name, role, along)) for role, along in zip(roles, ALONG[gemm], strict=True)]
         if None in operands or (name != head_name and (name, gemm) in products):
             return
         rows = _sampled(name, len(result)) if gemm == "wgrad" else rows_of[name, roles[0]]

@@ -193,7 +193,7 @@ def test_scales_that_do_not_fit_the_codes_are_found_on_transformer_engine(recipe
 
     packed = assemble(larger("qwen3"), recipe, fused=True)
     active = ActivePrecision(recipe, PRECISIONS[recipe], "transformer_engine", LowPrecisionSettings().resolved(recipe))
-    honest = TransformerEngineProduct._weight
+    honest = TransformerEngineProduct.weight_operand
 
     def halved(product: TransformerEngineProduct, matrix: Callable[[], Tensor], *, refresh: bool, **options: Any) -> Any:
         kept = product.linear._fp8_workspaces.get("weight")
@@ -206,7 +206,7 @@ def test_scales_that_do_not_fit_the_codes_are_found_on_transformer_engine(recipe
                 codes.copy_((codes.view(torch.float8_e4m3fn).float() / 4).to(torch.float8_e4m3fn).view(torch.uint8))
         return weight
 
-    monkeypatch.setattr(TransformerEngineProduct, "_weight", halved)
+    monkeypatch.setattr(TransformerEngineProduct, "weight_operand", halved)
     with observing(packed, active) as observer:
         train(packed, steps=1)
     faults = observer.faults()

@@ -12,7 +12,7 @@ from packing.arrow import IGNORE
 from pretrain.model.loss.head import LossHead, LowPrecisionHead
 from pretrain.precision.formats.definition import Role
 from pretrain.precision.observed import ProductObserver
-from pretrain.precision.product import LowPrecisionLinear, PrecisionContext, Product
+from pretrain.precision.product import LowPrecisionLinear, PrecisionContext
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 from pretrain.precision.transformer_engine import TransformerEngineBackend, unavailable_because
 from pretrain.settings.recipe import LossSettings
@@ -109,7 +109,7 @@ def test_everything_is_that_of_the_products_one_by_one(recipe: str, options: dic
 def test_the_audit_sees_the_products_that_run(recipe: str) -> None:
     model = Model(recipe, fused=True)
     observer = ProductObserver(model.active)
-    with model.context.observed_by(observer):
+    with observer.looking_on():
         model.microbatch(0, first=True)
     assert observer.faults() == {}
     gradient, e4m3 = "e5m2 tensor-scaled", "e4m3 tensor-scaled"
@@ -126,7 +126,7 @@ def test_observers_see_the_same_tensors_and_change_nothing(recipe: str) -> None:
         model.microbatch(0, first=True)
         roles = seen[kind] = {"input": [], "weight": [], "grad_output": []}
 
-        def observe(name: str, role: Role, tensor: Tensor, product: Product, roles: dict[str, list[Tensor]] = roles) -> None:
+        def observe(name: str, role: Role, tensor: Tensor, roles: dict[str, list[Tensor]] = roles) -> None:
             if name == "head":
                 roles[role].append(tensor.clone())
 

@@ -285,7 +285,7 @@ EXPECTED = {
 def test_what_each_product_really_multiplies_is_seen(recipe: str, checkpointed: bool) -> None:
     layers = Layers(recipe)
     observer = ProductObserver(activate(recipe, "transformer_engine"))
-    with PrecisionContext(layers.backend, torch.bfloat16).observed_by(observer):
+    with observer.looking_on():
         layers.step(0, checkpointed=checkpointed)
     assert observer.faults() == {}
     layers.step(1, checkpointed=checkpointed)  # nobody is watching any more

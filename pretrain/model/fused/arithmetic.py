@@ -111,7 +111,7 @@ class Arithmetic(Shared):
             d_hidden = torch.cat([d_gate, dy * silu], dim=-1).to(hidden.dtype)
             activated = (silu * up).to(hidden.dtype)
         biases = gate_up.weights.bias_gradients(d_hidden)
-        return gate_up.gradient_operand(d_hidden), down.product.operand("input", activated, "rows"), biases
+        return gate_up.gradient_operand(d_hidden), down.product.operand("input", activated), biases
 
     def _activate_backward_quantized(
         self, d_activated: Tensor, hidden: Tensor, kept: Operand, gate_up: StackedProduct, of_down: Any

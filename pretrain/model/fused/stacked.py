@@ -206,14 +206,14 @@ class StackedProduct:
     def operand(self, x: Tensor) -> Operand:
         """x [tokens, in] as the product's input, for forward and for the weight's gradient."""
         self.show("input", x)
-        return self.product.operand("input", x, "features", both=self._shared.differentiable)
+        return self.product.operand("input", x, both=self._shared.differentiable)
 
     def forward(self, x: Operand, residual: Tensor | None = None) -> Tensor:
         """-> [tokens, out], with `residual` added, which stays as it was: in the product itself where that can."""
         context, product, alone = self._shared.context, self.product, self._results_watched
         if self.watched:  # the weights as they are now, whatever copy of them multiplies
             self.show("weight", self.weights.matrix(context.compute_dtype))
-        weight = self._weight_operands(refresh=context.first_microbatch)[0]
+        weight = self._weight_operand(refresh=context.first_microbatch)
         bias = self.weights.bias(context.compute_dtype)
         y = product.multiply("forward", x, weight, context.compute_dtype, bias, residual=None if alone else residual)
         self._show_result("forward", y, bias)
@@ -223,11 +223,11 @@ class StackedProduct:
     def gradient_operand(self, dy: Tensor) -> Operand:
         """dy [tokens, out] as the product's output gradient."""
         self.show("grad_output", dy)
-        return self.product.operand("grad_output", dy, "features")
+        return self.product.operand("grad_output", dy)
 
     def input_gradient(self, dy: Operand) -> Tensor:
         """-> [tokens, in]."""
-        weight = self._weight_operands(refresh=False)[1]
+        weight = self._weight_operand(refresh=False)
         dx = self.product.multiply("dgrad", dy, weight, self._shared.context.compute_dtype)
         self._show_result("dgrad", dx)
         return dx
@@ -252,7 +252,7 @@ class StackedProduct:
     def show(self, role: Role, tensor: Tensor) -> None:
         """Shows an operand to whoever looks at operands: the statistics of a step."""
         if self.low_precision:
-            self._shared.context.show(self.name, role, tensor, self.product)
+            self._shared.context.show(self.name, role, tensor)
 
     @property
     def watched(self) -> bool:
@@ -267,7 +267,7 @@ class StackedProduct:
         if self._results_watched:
             self._shared.context.show_result(self.name, gemm, result, bias)
 
-    def _weight_operands(self, *, refresh: bool) -> tuple[Operand, Operand]:
+    def _weight_operand(self, *, refresh: bool) -> Operand:
         """Asked for in forward and in backward: FSDP2 frees a matrix in between."""
         dtype, differentiable = self._shared.context.compute_dtype, self._shared.differentiable
 
@@ -276,7 +276,7 @@ class StackedProduct:
                 return self.weights.cached_matrix(dtype, refresh=refresh)
             return self.weights.matrix(dtype)  # an evaluation's casts are not kept, nor is what is quantized
 
-        return self.product.weight_operands(matrix, refresh=refresh, differentiable=differentiable)
+        return self.product.weight_operand(matrix, refresh=refresh, differentiable=differentiable)
 
     @contextmanager
     def observed_by(self, observer: ProductObserver) -> Iterator[None]:

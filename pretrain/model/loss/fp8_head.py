@@ -43,9 +43,9 @@ def fused_head(product: TransformerEngineProduct, weight: Tensor, context: Preci
     product.begin(torch.empty(0, dtype=_BF16, device=weight.device))  # all that is asked of the input is its dtype and device
     try:
         alone = transformer_engine.is_first_in_forward()
-        quantized, _ = product.weight_operands(matrix, refresh=context.first_microbatch, differentiable=True)
+        quantized = product.weight_operand(matrix, refresh=context.first_microbatch, differentiable=True)
         if context.observers:
-            context.show(product.name, "weight", matrix(), product)
+            context.show(product.name, "weight", matrix())
         yield Fp8ChunkLoss(product, quantized, context)
     finally:
         product.end()
@@ -67,8 +67,8 @@ class Fp8ChunkLoss:
     ) -> Tensor:
         """See `head.ChunkLoss`. No bias: a head that has one is not fused."""
         product, x, (d_hidden, d_weight, _) = self.product, hidden.to(_BF16), gradients
-        self.context.show(product.name, "input", x, product)
-        x = product.operand("input", x, "features", both=d_weight is not None)
+        self.context.show(product.name, "input", x)
+        x = product.operand("input", x, both=d_weight is not None)
         logits = product.multiply("forward", x, self.weight)
         self._show_result("forward", logits, first)
         quantizer, te = product.quantizer("grad_output", both=True), product.backend.te
@@ -79,7 +79,7 @@ class Fp8ChunkLoss:
         losses, codes = quantized_softmax_gradient(logits, labels, IGNORE, fp8_dtype(te, quantizer.dtype), amax, scale)
         if self.context.observers:
             softmax_loss(logits, labels, IGNORE, with_gradient=True)  # the logits have been used, and take the gradient in BF16
-            self.context.show(product.name, "grad_output", logits, product)
+            self.context.show(product.name, "grad_output", logits)
         del logits
 
         def operand(rows: Tensor | None, columns: Tensor | None, scale_inv: Tensor) -> Any:

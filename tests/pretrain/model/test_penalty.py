@@ -136,7 +136,7 @@ def test_an_emulated_fp8_head_has_the_gradient_of_the_logits_that_it_gives(kind:
     again = states16.detach().requires_grad_()
     product = context.backend.product("again", 128, 256, bias=False)
     with context.forward(training=True):
-        logits = context.multiply("again", product, again, weight, None)
+        logits = context.multiply(product, again, weight, None)
         valid = labels[0] != IGNORE
         wide = logits.double()
         expected = torch.stack(

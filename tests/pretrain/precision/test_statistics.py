@@ -75,7 +75,7 @@ def record_of(recipe: str, x: Tensor, role: str = "input", *, parts: int = 1, sc
     with watching.watching(context):
         for part in x.chunk(parts):
             for observer in context.observers:
-                observer("l", role, part, None)
+                observer("l", role, part)
     (record,) = watching.records()
     return {key: value for key, value in record.items() if key not in ("layer", "operand")}
 

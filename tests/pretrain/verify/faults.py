@@ -311,14 +311,14 @@ def changing_products(gemm: str, left: Change = lambda values: values, right: Ch
     """The values of the operands, in the second layer."""
 
     def make(run: SmallRun, patch: Patch) -> None:
-        def changed(product: Any, kind: str, *operands: Operand | Any) -> Tensor:
+        def changed(product: Any, kind: str, *operands: Any) -> Any:
+            made = factors(product, kind, *operands)
             if kind == gemm and ".1." in product.name:
-                pairs = zip((left, right), operands[:2], strict=True)
-                operands = *(Operand(change(of.values), of.scale) for change, of in pairs), *operands[2:]
-            return multiply(product, kind, *operands)
+                return [Operand(change(of.values), of.scale) for change, of in zip((left, right), made, strict=True)]
+            return made
 
-        multiply = emulation.EmulatedProduct.multiply
-        patch.setattr(emulation.EmulatedProduct, "multiply", changed)
+        factors = emulation.EmulatedProduct.factors
+        patch.setattr(emulation.EmulatedProduct, "factors", changed)
 
     return make
 

@@ -119,14 +119,14 @@ def te_another_format(run: SmallRun, patch: Patch) -> None:
 
 @fault("a weight's quantized copy is that of an earlier step", on_te)
 def te_stale_copy(run: SmallRun, patch: Patch) -> None:
-    quantize, made = TransformerEngineProduct._weight, set()
+    quantize, made = TransformerEngineProduct.weight_operand, set()
 
     def once(product: TransformerEngineProduct, matrix: Any, *, refresh: bool, differentiable: bool) -> Any:
         first = product.name not in made
         made.add(product.name)
         return quantize(product, matrix, refresh=first, differentiable=differentiable)
 
-    patch.setattr(TransformerEngineProduct, "_weight", once)
+    patch.setattr(TransformerEngineProduct, "weight_operand", once)
 
 
 def updating(update: Callable[[bool], None]) -> Make:

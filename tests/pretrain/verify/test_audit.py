@@ -202,13 +202,13 @@ class Layer(nn.Module):
         self._generator = generator
 
     def changed(self, change: Change, role: str) -> Layer:
-        honest = self.product.operand
+        honest = self.product.quantized
 
-        def operand(its: str, x: torch.Tensor, along: str, scale: torch.Tensor | None, **options: object) -> Operand:
-            made = honest(its, x, along, scale, **options)
+        def quantized(its: str, *how: object) -> Operand:
+            made = honest(its, *how)
             return change(made) if its == role else made
 
-        self.product.operand = operand
+        self.product.quantized = quantized
         return self
 
     def microbatch(self, scale: float = 1.0) -> None:
@@ -217,14 +217,14 @@ class Layer(nn.Module):
         x, gradient = (torch.randn(tokens, size, generator=self._generator) for size in (into, out))
         x *= torch.exp(torch.randn(tokens, into, generator=self._generator))
         with self.context.forward(training=True):
-            y = self.context.multiply("layer", self.product, x.bfloat16().requires_grad_(), self.weight, None)
+            y = self.context.multiply(self.product, x.bfloat16().requires_grad_(), self.weight, None)
         y.backward((scale * 1e-3 * gradient).bfloat16())
 
     def faults(self, claimed: ActivePrecision) -> list[str]:
         """After a microbatch that teaches delayed scaling its scales."""
         self.microbatch()
         observer = ProductObserver(claimed)
-        with self.context.observed_by(observer):
+        with observer.looking_on():
             self.microbatch()
         assert [product.gemm for product in observer.products["layer"]] == ["forward", "dgrad", "wgrad"]
         return observer.faults().get("layer", [])

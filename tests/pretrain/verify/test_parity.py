@@ -264,8 +264,8 @@ def test_a_fault_at_one_end_of_every_product_is_found(small: Small, monkeypatch:
     """As of a kernel that forgets its last tile: each product is looked at somewhere, and all of them everywhere."""
     multiply = EmulatedProduct.multiply
 
-    def changed(product: EmulatedProduct, gemm: str, *operands: object) -> torch.Tensor:
-        result = multiply(product, gemm, *operands)
+    def changed(product: EmulatedProduct, gemm: str, *operands: object, **options: object) -> torch.Tensor:
+        result = multiply(product, gemm, *operands, **options)
         if gemm == "forward" and result.shape[1] > 128:
             result[:, :32] = result[:, :32].roll(1, 1)
         return result

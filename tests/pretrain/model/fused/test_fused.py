@@ -198,11 +198,11 @@ def rounded(x: Tensor) -> Tensor:
 class RoundingProduct(PlainProduct):
     """x w^T of rounded operands, in forward and in backward."""
 
-    def operand(self, role: Role, x: Tensor, *rest: Any, **options: Any) -> Tensor:
+    def operand(self, role: Role, x: Tensor, **options: Any) -> Tensor:
         return rounded(x)
 
-    def weight_operands(self, matrix: Callable[[], Tensor], **options: bool) -> tuple[Tensor, Tensor]:
-        return super().weight_operands(lambda: rounded(matrix()))
+    def weight_operand(self, matrix: Callable[[], Tensor], **options: bool) -> Tensor:
+        return rounded(matrix())
 
 
 class RoundingBackend:
