@@ -48,7 +48,7 @@ class AmaxHistory:
     @torch.no_grad()
     def update(self) -> None:
         """End a step of the history. Every rank must call it at the same point: it reduces over the default process group."""
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        if dist.is_initialized():
             dist.all_reduce(self.amax_history[0], op=dist.ReduceOp.MAX)
         history, scale = update_scale(self.amax_history, self.scale, *self._rule)
         self.amax_history.copy_(history)  # in place: checkpoints hold views
@@ -81,11 +81,8 @@ class DelayedState:
         if self._depth == 0:
             self._finish_backward()  # of one that ran inside a forward only, or that was broken off
             self.forward_scales = self._history("forward").scale.clone()
-        self._depth += 1
-        try:
+        with holding(self, _depth=self._depth + 1):
             yield
-        finally:
-            self._depth -= 1
         if self._depth == 0 and torch.is_grad_enabled():
             self._history("forward").update()
         elif self._depth == 0:  # what evaluation noted, the next training step would take for its own
@@ -98,7 +95,7 @@ class DelayedState:
     def scale(self, module: int, role: Role) -> Tensor:
         """The FP32 scalar that quantizes the operand now."""
         scales = self._history("backward").scale if role == "grad_output" else self.forward_scales
-        return scales[self._column(module, role)]
+        return scales[_column(module, role)]
 
     def record(self, module: int, role: Role, amax: Tensor) -> None:
         """Note the FP32 scalar `amax` of an operand that was just quantized; of several in one step the largest counts."""
@@ -106,7 +103,7 @@ class DelayedState:
             self._expect_end_of_backward()
         elif not self._recording:
             return
-        newest = self._history(PLACES[role][0]).amax_history[0, self._column(module, role)]
+        newest = self._history(PLACES[role][0]).amax_history[0, _column(module, role)]
         torch.maximum(newest, amax, out=newest)
 
     def state(self) -> dict[str, Tensor]:
@@ -153,7 +150,7 @@ class DelayedState:
             self._histories[direction] = AmaxHistory(self._active, slots[0], len(self._modules) * len(slots), self._device)
         return self._histories[direction]
 
-    @staticmethod
-    def _column(module: int, role: Role) -> int:
-        direction, slot = PLACES[role]
-        return module * len(SLOTS[direction]) + slot
+
+def _column(module: int, role: Role) -> int:
+    direction, slot = PLACES[role]
+    return module * len(SLOTS[direction]) + slot

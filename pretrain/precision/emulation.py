@@ -159,7 +159,7 @@ class EmulatedProduct(Product):
         self.weight: LazyOperand | None = None  # quantized along both axes
 
     def serves_both(self, role: Role) -> bool:
-        return self._backend.active.precision.serves_both(self._backend.active.settings, role)
+        return self._backend.active.precision.serves_both(role)
 
     def operand(self, role: Role, x: Tensor, *, both: bool = True) -> LazyOperand:
         return LazyOperand(self, role, x, self._scale(role))

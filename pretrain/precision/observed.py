@@ -144,14 +144,6 @@ def _is_scale(scale: Tensor, scaling: Scaling) -> Tensor:
     return (bits > 0) & ((mantissa == 0) | (bits == 1 << (FP32_MANTISSA_BITS - 1)))  # the last is 2^-127
 
 
-def _examine_tensor_scale(scales: Tensor) -> Tensor:
-    """The same of the scale above NVFP4's: it brings the largest block scale to the top of E4M3."""
-    largest = scales.amax().double()
-    zero = torch.zeros_like(largest)
-    loose = (largest > 0) & (largest < 0.85 * E4M3.maximum)
-    return torch.stack([zero + 1, zero, zero, loose.double()])
-
-
 def describe(figures: Sequence[float], grid: Grid, scaling: Scaling) -> str | None:
     """The figures of `examine` in words; None where nothing is wrong."""
     blocks, foreign, unfit, loose = figures
@@ -270,7 +262,7 @@ class ProductObserver:
         if not self._examines(call):
             return
         for role, matrix, (of_blocks, of_tensor) in zip(roles, (left, right.mT), call.scales, strict=True):
-            grid, scaling = precision.grid(settings, role), precision.scaling(settings, role)
+            grid, scaling = precision.grid(settings, role), precision.scaling(role)
             scales = of_tensor if scaling.block is None else of_blocks
             blocks = sample(matrix, scales, scaling, self._generator(matrix.device))
             codes, largest = blocks.values.float(), None
@@ -280,8 +272,6 @@ class ProductObserver:
             else:
                 scale = blocks.scale[:, None]
                 codes = torch.where(scale == 0, codes, codes / scale)
-                if precision.tensor_scaled and of_blocks is not None:
-                    self._findings.append(_Finding(call, role, grid, scaling, _examine_tensor_scale(of_blocks)))
             self._findings.append(_Finding(call, role, grid, scaling, examine(codes, blocks.scale, grid, scaling, largest)))
 
     @torch.no_grad()
@@ -299,7 +289,7 @@ class ProductObserver:
     def _examine_te(self, te: ModuleType, call: _Call, role: Role, operand: Any, by_rows: bool) -> None:
         """The scales of FP8 operands against their codes; any byte is a code. MXFP8's and NVFP4's scales lie in an order of the
         kernel's own, and are left to the library."""
-        scaling, largest = self._active.precision.scaling(self._active.settings, role), None
+        scaling, largest = self._active.precision.scaling(role), None
         if isinstance(operand, te.Float8TensorStorage):
             # On GPUs whose products read operands either way there are no transposes.
             transposed = None if by_rows or operand._transpose_invalid else operand._transpose

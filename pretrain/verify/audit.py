@@ -201,7 +201,7 @@ def _is_expected(product: ObservedProduct, active: ActivePrecision) -> bool:
     precision, settings = active.precision, active.settings
     emulated = active.backend == "emulation"
     return all(
-        kind in ({precision.operand_kind(settings, role)} if emulated else precision.te_operand_kinds(settings, role))
+        kind == (precision.operand_kind(settings, role) if emulated else precision.te_operand_kind(settings, role))
         for kind, role in zip((product.left, product.right), OPERANDS[product.gemm], strict=True)
     )
 

@@ -8,8 +8,8 @@ quantized along which axis, and why some are quantized twice.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pretrain.precision.quantizers import E4M3, E5M2, Grid, Quantized
 
@@ -25,6 +25,8 @@ OptionValues = Any
 
 # (x [rows, features], scale of delayed scaling or None, amax of x if known or None) -> codes whose last dimension is the sum's.
 Quantize = Callable[["Tensor", "Tensor | None", "Tensor | None"], Quantized]
+# Draws the random numbers that x is rounded by, of x's shape; None: x is rounded to nearest.
+Uniform = Callable[["Tensor"], "Tensor | None"]
 
 # How Transformer Engine is to compute: the class of its recipe, every argument that is not about attention or the backward, and
 # the attributes that its constructor does not set as asked.
@@ -33,10 +35,13 @@ TeRecipe = tuple[type, dict[str, Any], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Scaling:
-    """How the values of an operand share scales and what these may be: what the audit holds against operands it meets."""
+    """How the values of an operand share scales and what these may be: what the audit holds against operands it meets.
+
+    `least`: of the format's maximum; under a scale that fits, the largest code is no smaller. A scale rounded to a power of two
+    can halve it; an FP32 scale brings it to the maximum, or to the number below it where the amax was taken before a rounding;
+    a scale from the past promises nothing."""
 
     kind: Literal["FP32", "power of two", "E4M3"]
-    # Of the format's maximum: under a scale that fits, the largest code is no smaller. Scales from the past promise nothing.
     least: float
     block: int | None = None  # values along the axis of the sum that share a scale; None: the whole tensor has one
     square: bool = False  # as many rows share it too
@@ -44,10 +49,6 @@ class Scaling:
     def __str__(self) -> str:
         return f"{self.block if self.square else 1}x{self.block} blocks" if self.block else "tensor-scaled"
 
-
-# What the largest code under a scale is at least: a scale rounded to a power of two can halve it, an FP32 scale brings it to the
-# maximum, or to the number below it where the amax was taken before a rounding.
-WITHIN_TWO, AT_THE_TOP = 0.5, 0.85
 
 BLACKWELL = (10, 0)  # the compute capability from which on FP8 products read operands as they lie
 
@@ -74,24 +75,27 @@ class Hardware:
 
 
 def _dotted(version: tuple[int, int]) -> str:
-    return f"{version[0]}.{version[1]}"
+    return ".".join(map(str, version))
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Precision:
     """One way to compute; this class itself for those that quantize nothing."""
+
+    quantized: ClassVar[bool] = False
 
     name: str
     order: int  # where it stands among the others, in tables and messages
     # In every picture of the project: told apart by all kinds of sight (after Okabe and Ito), and read on white and near black.
-    colour = "#5B7083"
+    colour: str = "#5B7083"
     description: str
-    compute_dtype = "bfloat16"  # torch's name for the dtype of activations and, where nothing is quantized, of products
+    compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of activations and, where nothing is quantized, of products
     peak: str  # the column of the device's peak table (pretrain.metrics.peaks) for its products
-    quantized = False
     accelerate_name: str | None = None  # the value of accelerate's `mixed_precision` that means this, if nothing else is said
     fallback_rank: int | None = None  # `on_unsupported: fallback` takes the lowest rank that the device has
-    multiple_of = 1  # what both features of a linear and the number of tokens must be multiples of
-    options: Mapping[str, Any] = {}  # the keys of `fp8_config` that only some precisions take and this one does: its defaults
+    multiple_of: int = 1  # what both features of a linear and the number of tokens must be multiples of
+    options: Mapping[str, Any] = field(default_factory=dict)  # of `fp8_config`, those that it takes: with their defaults
+    fixed_options: tuple[str, ...] = ()  # of which it takes no value but the default
 
     @property
     def number_bytes(self) -> int:
@@ -104,40 +108,63 @@ class Precision:
 
     def takes(self, key: str, value: Any) -> bool:
         """Whether `value` may be set for the option `key` of `fp8_config`."""
-        return key in self.options
+        return key in self.options and (key not in self.fixed_options or value == self.options[key])
 
     def describe_options(self) -> str:
         """What it takes, to end a message with: "`mxfp4` takes disable_rht, disable_stochastic_rounding"."""
         return f"`{self.name}` takes {', '.join(self.options) or 'no such option'}"
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
 class QuantizedPrecision(Precision):
     """A precision whose products take quantized operands. `settings` are resolved for it everywhere."""
 
-    quantized = True
+    quantized: ClassVar[bool] = True
+
     hardware: Hardware
-    te_available: str | None = None  # Transformer Engine's function that says whether a device has it; None: emulated only
-    tensor_scaled = False  # one scale for the whole tensor, by itself or above those of the blocks
-    block_scaled = False
-    keeps_history = False  # scales come from earlier steps, and a checkpoint holds them
-    fuses_head = False  # up to Hopper, the softmax can write its gradient as the head's operand (pretrain.model.loss.fp8_head)
-    activates_again = False  # backward makes activated values again in the format they had (pretrain.model.fused.activation)
-    operand_bytes = 1.0  # of a value with its share of the scales, in one layout of the two that a step's products read
+    scales: Scaling
+    square_weights: bool = False  # a weight's blocks are squares, which serve both of its products
+    # (an operand's grid, whether its blocks are squares, its random numbers) -> its quantizer in a product along its features
+    quantize: Callable[[Grid, bool, Uniform], Quantize]
+    codes: Grid = E4M3  # but for gradients under `fp8_format: HYBRID`
+    keeps_history: bool = False  # scales come from earlier steps, and a checkpoint holds them
+    te_recipe: Callable[[Any, OptionValues], TeRecipe] | None = None  # from transformer_engine.common.recipe; None: emulated only
+    te_available: str | None = None  # Transformer Engine's function that says whether a device has it
+    te_name: str | None = None  # of its operands in a GEMM, as `observed.operand_kind` says; None: as ours
+    operand_bytes: float = 1.0  # of a value with its share of the scales, in one layout of the two that a step's products read
     weight_bytes: float | None = None  # the same of a weight; None: as any other operand
-    format_name = "FP8"  # for messages
-    underflow_limit = 0.05  # the share of an operand's values that become zero from which on its scales do not fit
+    underflow_limit: float = 0.05  # the share of an operand's values that become zero from which on its scales do not fit
+
+    @property
+    def block_scaled(self) -> bool:
+        return self.scales.block is not None
+
+    @property
+    def tensor_scaled(self) -> bool:
+        """Whether there is a scale for the whole tensor, by itself or above those of the blocks."""
+        return self.scales.kind != "power of two"
+
+    @property
+    def format_name(self) -> str:
+        """For messages."""
+        return "FP8" if self.codes is E4M3 else self.codes.name
 
     def grid(self, settings: OptionValues, role: Role) -> Grid:
         """The number format of an operand's codes. HYBRID gives gradients range in place of precision."""
-        return E5M2 if role == "grad_output" and settings.fp8_format == "HYBRID" else E4M3
+        return E5M2 if role == "grad_output" and settings.fp8_format == "HYBRID" else self.codes
 
-    def serves_both(self, settings: OptionValues, role: Role) -> bool:
+    def scaling(self, role: Role) -> Scaling:
+        """Which values of an operand share a scale in each of its products, and what scales there are."""
+        return replace(self.scales, square=self.square_weights and role == "weight")
+
+    def serves_both(self, role: Role) -> bool:
         """Whether the codes of one quantization enter both products of an operand."""
-        return not self.block_scaled
+        return not self.block_scaled or self.scaling(role).square
 
     def fuses_head_on(self, capability: tuple[int, int] | None) -> bool:
-        """`fuses_head` on a device of this compute capability, None: Hopper's."""
-        return self.fuses_head and (capability is None or capability < BLACKWELL)
+        """Whether the softmax can write its gradient as the head's operand (pretrain.model.loss.fp8_head): on a device of this
+        compute capability, None: Hopper's."""
+        return not self.block_scaled and (capability is None or capability < BLACKWELL)
 
     def layouts_on(self, capability: tuple[int, int] | None) -> int:
         """One or two; `capability` None: Hopper's.
@@ -150,8 +177,8 @@ class QuantizedPrecision(Precision):
         return 1 if both_ways and not self.block_scaled else 2
 
     def along_features(self, settings: OptionValues, role: Role) -> Quantize:
-        """The quantizer of a product that sums along features."""
-        raise NotImplementedError
+        """The quantizer of an operand in a product that sums along its features."""
+        return self.quantize(self.grid(settings, role), self.scaling(role).square, self.uniform(settings, role))
 
     def transform(self, settings: OptionValues, role: Role) -> Callable[[Tensor], Tensor] | None:
         """What is done to x^T before it is quantized along rows; None: nothing."""
@@ -159,11 +186,11 @@ class QuantizedPrecision(Precision):
 
         return hadamard if settings.disable_rht is False and role != "weight" else None
 
-    def uniform(self, settings: OptionValues, role: Role) -> Callable[[Tensor], Tensor | None]:
-        """What draws the random numbers that x is rounded by, from torch's generator of x's device; None: rounded to nearest.
+    def uniform(self, settings: OptionValues, role: Role) -> Uniform:
+        """What draws the random numbers of stochastic rounding, from torch's generator of x's device.
 
-        Only gradients are: their sum stays right on average, but for a block's largest value where NVFP4 rounds its scale down,
-        which is cut off. To activations and weights it would add noise in every forward.
+        Only gradients are rounded so: their sum stays right on average, but for a block's largest value where NVFP4 rounds its
+        scale down, which is cut off. To activations and weights it would add noise in every forward.
         """
         import torch
 
@@ -180,41 +207,37 @@ class QuantizedPrecision(Precision):
         quantize = self.along_features(settings, role)
         if along == "features":
             return quantize
-        if self.serves_both(settings, role):
+        if self.serves_both(role):
             return lambda x, scale, amax: quantize(x, scale, amax).t()
         transform = self.transform(settings, role)
         return lambda x, scale, amax: quantize(x.t() if transform is None else transform(x.t()), scale, None)
 
-    def scaling(self, settings: OptionValues, role: Role) -> Scaling:
-        """Which values of an operand share a scale in each of its products, and what scales there are."""
-        raise NotImplementedError
-
     def operand_kind(self, settings: OptionValues, role: Role) -> str:
         """What an operand is called in the audit: "e4m3 1x128 blocks"."""
-        return f"{self.grid(settings, role).name.lower()} {self.scaling(settings, role)}"
+        return f"{self.grid(settings, role).name.lower()} {self.scaling(role)}"
 
-    def te_recipe(self, te: Any, settings: OptionValues) -> TeRecipe:
-        """How Transformer Engine computes it; `te`: transformer_engine.common.recipe."""
-        raise NotImplementedError
+    def te_operand_kind(self, settings: OptionValues, role: Role) -> str:
+        """How `observed.operand_kind` names the operand that Transformer Engine's GEMM gets."""
+        return f"{self.te_name} {self.grid(settings, role).name.lower()}" if self.te_name else self.operand_kind(settings, role)
 
-    @staticmethod
-    def te_split_accumulators(te: Any, *, forward: bool = True) -> dict[str, Any]:
-        """The arguments of an FP8 recipe for its products' sums. Unless the accumulator is split, tensor cores add FP8 products
-        up in fewer bits than FP32; only the `forward` may do so."""
-        split = {"fprop": forward, "dgrad": True, "wgrad": True}
-        return {f"fp8_gemm_{product}": te.MMParams(use_split_accumulator=each) for product, each in split.items()}
 
-    @staticmethod
-    def te_quantization(te: Any, **chosen: bool) -> Any:
-        """Transformer Engine's QParams with nothing on but what is `chosen`."""
-        off = {"power_2_scale": False, "amax_epsilon": 0.0, "random_hadamard_transform": False}
-        return te.QParams(**off | {"stochastic_rounding": False, "fp4_2d_quantization": False} | chosen)
+# ── For files that describe a recipe of Transformer Engine ──────────────────────────────────────────────────────────────────────
 
-    def te_fp8_quantization(self, te: Any, *, power_of_two: bool) -> dict[str, Any]:
-        """The attributes of an FP8 recipe that say how its operands' scales are rounded."""
-        quantization = self.te_quantization(te, power_2_scale=power_of_two)
-        return {f"fp8_quant_{operand}": quantization for operand in ("fwd_inp", "fwd_weight", "bwd_grad")}
 
-    def te_operand_kinds(self, settings: OptionValues, role: Role) -> set[str]:
-        """How `observed.operand_kind` names the operands that a GEMM may get."""
-        return {self.operand_kind(settings, role)}
+def te_split_accumulators(te: Any, *, forward: bool = True) -> dict[str, Any]:
+    """The arguments of an FP8 recipe for its products' sums. Unless the accumulator is split, tensor cores add FP8 products up in
+    fewer bits than FP32; only the `forward` may do so."""
+    split = {"fprop": forward, "dgrad": True, "wgrad": True}
+    return {f"fp8_gemm_{product}": te.MMParams(use_split_accumulator=each) for product, each in split.items()}
+
+
+def te_quantization(te: Any, **chosen: bool) -> Any:
+    """Transformer Engine's QParams with nothing on but what is `chosen`."""
+    off = {"power_2_scale": False, "amax_epsilon": 0.0, "random_hadamard_transform": False}
+    return te.QParams(**off | {"stochastic_rounding": False, "fp4_2d_quantization": False} | chosen)
+
+
+def te_fp8_quantization(te: Any, *, power_of_two: bool) -> dict[str, Any]:
+    """The attributes of an FP8 recipe that say how its operands' scales are rounded."""
+    operands = ("fwd_inp", "fwd_weight", "bwd_grad")
+    return {f"fp8_quant_{operand}": te_quantization(te, power_2_scale=power_of_two) for operand in operands}

@@ -2,47 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from pretrain.precision.formats.current import Current
-from pretrain.precision.formats.definition import OptionValues, Quantize, Role, Scaling, TeRecipe
+from pretrain.precision.formats.definition import Hardware, OptionValues, Quantize, QuantizedPrecision, Scaling, TeRecipe, Uniform
+from pretrain.precision.quantizers import Grid
 
 
-class Delayed(Current):
-    name = "delayed"
-    order = 20
-    colour = "#D55E00"
-    description = "FP8 products; a scale a tensor, from the largest values of past microbatches"
-    accelerate_name = "fp8"
-    fallback_rank = 0
-    options: Mapping[str, Any] = {
-        "fp8_format": "HYBRID",
-        "margin": 0,
-        "amax_history_len": 1024,
-        "amax_compute_algo": "max",
+def quantize(grid: Grid, square: bool, uniform: Uniform) -> Quantize:
+    from pretrain.precision.quantizers import tensor
+
+    return lambda x, scale, amax: tensor.quantize(x, scale, grid)
+
+
+def te_recipe(te: Any, settings: OptionValues) -> TeRecipe:
+    arguments = {
+        "margin": settings.margin,
+        "fp8_format": te.Format[settings.fp8_format],
+        "amax_history_len": settings.amax_history_len,
+        "amax_compute_algo": settings.amax_compute_algo,
+        "scaling_factor_compute_algo": None,
+        "reduce_amax": True,  # over all ranks: every rank quantizes the same weight, and must do so with the same scale
     }
-    keeps_history = True
-
-    def along_features(self, settings: OptionValues, role: Role) -> Quantize:
-        from pretrain.precision.quantizers import tensor
-
-        grid = self.grid(settings, role)
-        return lambda x, scale, amax: tensor.quantize(x, scale, grid)
-
-    def scaling(self, settings: OptionValues, role: Role) -> Scaling:
-        return Scaling("FP32", 0.0)
-
-    def te_recipe(self, te: Any, settings: OptionValues) -> TeRecipe:
-        arguments = {
-            "margin": settings.margin,
-            "fp8_format": te.Format[settings.fp8_format],
-            "amax_history_len": settings.amax_history_len,
-            "amax_compute_algo": settings.amax_compute_algo,
-            "scaling_factor_compute_algo": None,
-            "reduce_amax": True,  # over all ranks: every rank quantizes the same weight, and must do so with the same scale
-        }
-        return te.DelayedScaling, arguments, {}
+    return te.DelayedScaling, arguments, {}
 
 
-PRECISION = Delayed()
+PRECISION = QuantizedPrecision(
+    name="delayed",
+    order=20,
+    colour="#D55E00",
+    description="FP8 products; a scale a tensor, from the largest values of past microbatches",
+    peak="fp8",
+    accelerate_name="fp8",
+    fallback_rank=0,
+    multiple_of=16,
+    options={"fp8_format": "HYBRID", "margin": 0, "amax_history_len": 1024, "amax_compute_algo": "max"},
+    hardware=Hardware((8, 9), "L40S, H100, H200, B200"),
+    scales=Scaling("FP32", 0.0),
+    quantize=quantize,
+    keeps_history=True,
+    te_recipe=te_recipe,
+    te_available="is_fp8_available",
+)

@@ -1,30 +1,25 @@
-"""FP32 and BF16: products of operands as they are."""
+"""FP32 and BF16: products of operands as they are. FP32 weights are cast to BF16 working copies at each use, BF16 weights are
+used as they are."""
 
 from __future__ import annotations
 
 from pretrain.precision.formats.definition import Precision
 
-
-class Fp32(Precision):
-    name = "fp32"
-    order = 0
-    colour = "#7A7A7A"
-    description = "FP32 products; the reference that every other precision is compared with"
-    compute_dtype = "float32"
-    peak = "fp32"
-    accelerate_name = "no"
-
-
-class Bf16(Precision):
-    """FP32 weights are cast to BF16 working copies at each use, BF16 weights are used as they are."""
-
-    name = "bf16"
-    order = 10
-    colour = "#1F77B4"
-    description = "BF16 products with FP32 accumulation"
-    peak = "bf16"
-    accelerate_name = "bf16"
-    fallback_rank = 1
-
-
-FP32, BF16 = Fp32(), Bf16()
+FP32 = Precision(
+    name="fp32",
+    order=0,
+    colour="#7A7A7A",
+    description="FP32 products; the reference that every other precision is compared with",
+    compute_dtype="float32",
+    peak="fp32",
+    accelerate_name="no",
+)
+BF16 = Precision(
+    name="bf16",
+    order=10,
+    colour="#1F77B4",
+    description="BF16 products with FP32 accumulation",
+    peak="bf16",
+    accelerate_name="bf16",
+    fallback_rank=1,
+)

@@ -77,7 +77,7 @@ def test_one_quantization_serves_both_directions_exactly_where_the_recipe_says_s
 ) -> None:
     case, x = active(recipe, **options), values()
     for role in ROLES:
-        assert case.precision.serves_both(case.settings, role) == (role in both)
+        assert case.precision.serves_both(role) == (role in both)
         along_features, along_rows = (quantized(case, role, x, along).dequantize() for along in ALONG)
         assert torch.equal(along_features.t(), along_rows) == (role in both)
 

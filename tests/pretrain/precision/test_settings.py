@@ -47,8 +47,7 @@ def test_the_dtypes_and_peaks_of_precisions_are_known() -> None:
 def test_a_file_beside_the_others_is_a_precision_at_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "posit.py").write_text(
         "from pretrain.precision.formats.definition import Precision\n"
-        "class Posit(Precision):\n    name = 'posit'\n    order = 15\n"
-        "PRECISION = Posit()\n"
+        "PRECISION = Precision(name='posit', order=15, description='', peak='fp8')\n"
     )
     monkeypatch.setattr(formats, "__path__", [*formats.__path__, str(tmp_path)])
     assert list(discovered()) == ["fp32", "bf16", "posit", *QUANTIZED]

@@ -441,8 +441,7 @@ def no_blocks(run: SmallRun, patch: Patch) -> None:
         grid = self.grid(settings, role)
         return lambda x, scale, amax: tensor.quantize_by_amax(x, amax, grid)
 
-    patch.setattr(type(run.active.precision), "along_features", by_tensor)
-    patch.setattr(type(run.active.precision), "block_scaled", True)
+    patch.setattr(QuantizedPrecision, "along_features", by_tensor)
 
 
 @fault("the tensor's scale is twice what fits", lambda run: emulated(run) and run.active.precision.tensor_scaled)

@@ -290,14 +290,6 @@ def test_scales_of_the_neighbouring_block_are_found(case: str) -> None:
         assert any(fault.startswith(f"forward {role}" if role != "grad_output" else "dgrad") for fault in faults), role
 
 
-def test_a_tensor_scale_above_those_of_blocks_that_is_too_large_is_found() -> None:
-    def coarser(operand: Operand) -> Operand:
-        return Operand(operand.values / 2, 2 * operand.scale, operand.block_scale / 2)
-
-    faults = Layer(emulated("nvfp4")).changed(coarser, "weight").faults(emulated("nvfp4"))
-    assert {fault.split(": ")[0] for fault in faults} == {"forward weight", "dgrad weight"}
-
-
 @pytest.mark.parametrize("values", [0.0, float("nan"), float("inf"), 1e-38])
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_empty_tiny_or_no_number_is_left_to_the_health_check(case: str, values: float) -> None:
