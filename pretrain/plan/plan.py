@@ -31,7 +31,6 @@ from pretrain.metrics.peaks import peak
 from pretrain.optimizer import schedule
 from pretrain.plan.checks import microbatch_sizes, steps_of
 from pretrain.plan.memory import TAKES_LESS, Devices, LayerMemory, memory_of
-from pretrain.precision.advice import cautions
 from pretrain.precision.schedule import in_phases, label, label_of_course, last_steps
 from pretrain.precision.settings import PRECISIONS, ActivePrecision
 from pretrain.settings.recipe import USUAL_CHUNK, LossSettings, Recipe
@@ -236,7 +235,6 @@ class Plan:
         if self.recipe.weights == "bf16":
             warnings.append("`weights: bf16` loses the smallest updates; `weights: bf16_exact` keeps every one")
         for active in self.in_use:
-            warnings += cautions(active)
             if active.backend == "emulation":
                 warnings.append(f"`{active.precision.name}` is emulated here: the losses of the format, and no time saved")
         return [*warnings, self.flops.left_out] if self.flops.uncounted else warnings

@@ -33,7 +33,7 @@ from pretrain.plan.tokenizer import check_tokenizer, encoded_prompt, fingerprint
 from pretrain.precision.advice import against_overflow
 from pretrain.precision.formats.definition import Precision
 from pretrain.precision.schedule import PrecisionPhase, last_steps, phases_of
-from pretrain.precision.scope import check_kept, check_shapes
+from pretrain.precision.scope import check_scope
 from pretrain.precision.selection import missing_on, select_precision
 from pretrain.precision.settings import WEIGHT_DTYPES, ActivePrecision
 from pretrain.settings import config

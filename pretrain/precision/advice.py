@@ -9,17 +9,11 @@ from typing import Literal
 from pretrain.precision.formats.definition import Role
 from pretrain.precision.settings import ActivePrecision
 
-KEEP_LAYERS = "`fp8_config.keep_bf16_layers` takes the first or last layers out of low precision"
-
-# Where small values become zero. A precision that is not named here gets the last remedy alone.
-AGAINST_UNDERFLOW = {
-    "delayed": "a smaller `fp8_config.margin` or a shorter `fp8_config.amax_history_len` loses fewer small values; "
-    "`precision=block` and `precision=mxfp8`, with a scale for each block, lose fewest",
-    "current": "`precision=block` or `precision=mxfp8`, with a scale for each block, keeps small values apart from large ones",
-    "block": f"`precision=mxfp8` has a scale for every 32 values; {KEEP_LAYERS}",
-    "mxfp4": f"`precision=nvfp4` or `precision=mxfp8` holds more; {KEEP_LAYERS}",
-    "nvfp4": f"`precision=mxfp8` holds a wider range; {KEEP_LAYERS}",
-}
+# Where small values become zero.
+AGAINST_UNDERFLOW = (
+    "`precision=mxfp8`, and in one scale a tensor `precision=block` too, loses fewer small values; `fp8_config.keep_bf16_layers` "
+    "takes the first or last layers out of low precision"
+)
 # Where values are cut to the format's maximum, because scales from earlier steps lag behind values that grow.
 AGAINST_LATE_SCALES = (
     "`fp8_config.amax_compute_algo: max` or a larger `fp8_config.margin` leaves more room above the largest value seen; "
@@ -44,18 +38,15 @@ def conditions(active: ActivePrecision) -> list[Condition]:
 
     Only scales from earlier steps can cut a tensor's values, and one value in a thousand says that it has outgrown them.
     """
-    precision, settings = active.precision, active.settings
-    forward, backward, zero = ("input", "weight"), ("grad_output",), f"becomes zero in {precision.format_name}"
-    finer = wider = AGAINST_UNDERFLOW.get(precision.name, KEEP_LAYERS)
-    if settings.fp8_format == "E4M3" and precision.takes("fp8_format", "HYBRID"):
-        wider = WIDER_GRADIENTS
+    precision, forward, backward = active.precision, ("input", "weight"), ("grad_output",)
+    narrow = active.settings.fp8_format == "E4M3" and precision.takes("fp8_format", "HYBRID")
+    lost = precision.underflow_limit, f"becomes zero in {precision.format_name}"
     result = [
-        Condition("underflow", forward, precision.underflow_limit, zero, finer),
-        Condition("underflow", backward, precision.underflow_limit, zero, wider),
+        Condition("underflow", forward, *lost, AGAINST_UNDERFLOW),
+        Condition("underflow", backward, *lost, WIDER_GRADIENTS if narrow else AGAINST_UNDERFLOW),
     ]
     if precision.keeps_history:
-        cut = "is cut to the format's maximum"
-        result.append(Condition("saturation", forward + backward, 1e-3, cut, AGAINST_LATE_SCALES))
+        result.append(Condition("saturation", forward + backward, 1e-3, "is cut to the format's maximum", AGAINST_LATE_SCALES))
     return result
 
 
@@ -63,14 +54,5 @@ def against_overflow(active: ActivePrecision) -> str | None:
     """What to change in the precision where the loss or a gradient is not a number, or jumps; None where nothing is quantized."""
     if not active.precision.quantized:
         return None
-    late = [AGAINST_LATE_SCALES] if active.precision.keeps_history else []
-    compared = "`precision=bf16` from the same checkpoint, with --accept-changes, tells whether it is the cause"
-    return "; ".join([*late, KEEP_LAYERS, compared])
-
-
-def cautions(active: ActivePrecision) -> list[str]:
-    """What is known to go wrong with these settings, and what to set instead."""
-    if active.precision.quantized and active.precision.block_scaled and active.settings.fp8_format == "HYBRID":
-        seen = "with gradients in E5M2, training in MXFP8 was seen to diverge (Megatron-Bridge#638); E4M3 is the default"
-        return [f"`fp8_config.fp8_format: HYBRID`: {seen}"]
-    return []
+    compared = "`precision=bf16` from the same checkpoint, with --accept-changes, tells whether the precision is the cause"
+    return f"{AGAINST_LATE_SCALES}; {compared}" if active.precision.keeps_history else compared

@@ -7,6 +7,7 @@ device has it, compute the same numbers slowly, or train in the nearest precisio
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -41,25 +42,22 @@ def select_precision(precision: str, fp8_config: LowPrecisionSettings, missing: 
     """What a run in `precision` gets on a device that lacks what `missing` says. Raises InputError where the device does not have
     the precision and `on_unsupported` is `error`."""
     wanted = PRECISIONS[precision]
-    settings = fp8_config.resolved(wanted.name)
+    settings = fp8_config.resolved(precision)
+    wanted_on = partial(ActivePrecision, precision, wanted)
     if not wanted.quantized:
-        return ActivePrecision(wanted.name, wanted, "torch", settings)
+        return wanted_on("torch", settings)
     if settings.backend == "emulation":
-        return ActivePrecision(wanted.name, wanted, "emulation", settings)
-    need = missing(wanted)
-    if need is None:
-        return ActivePrecision(wanted.name, wanted, "transformer_engine", settings)
-
-    reason = f"`precision: {wanted.name}` {need}"
+        return wanted_on("emulation", settings)
+    if (need := missing(wanted)) is None:
+        return wanted_on("transformer_engine", settings)
+    reason = f"`precision: {precision}` {need}"
     if settings.on_unsupported == "emulate":
-        return ActivePrecision(wanted.name, wanted, "emulation", settings, reason)
+        return wanted_on("emulation", settings, reason)
     available = [each for each in PRECISIONS.values() if not each.quantized or missing(each) is None]
-    ranked = [each for each in available if each.fallback_rank is not None and each is not wanted]
-    nearest = min(ranked, key=lambda each: each.fallback_rank)
+    nearest = min((each for each in available if each.fallback_rank is not None), key=lambda each: each.fallback_rank)
     if settings.on_unsupported == "fallback":
-        settings = fp8_config.without_options().resolved(nearest.name)
         backend = "transformer_engine" if nearest.quantized else "torch"
-        return ActivePrecision(wanted.name, nearest, backend, settings, reason)
+        return ActivePrecision(precision, nearest, backend, fp8_config.without_options().resolved(nearest.name), reason)
     raise InputError(
         f"{reason}. Set `fp8_config.on_unsupported: emulate` to compute the same numbers slowly, "
         f"`fp8_config.on_unsupported: fallback` to train in {nearest.name}, or a `precision` that runs here: "
@@ -69,6 +67,5 @@ def select_precision(precision: str, fp8_config: LowPrecisionSettings, missing: 
 
 def make_backend(active: ActivePrecision, device: torch.device) -> Backend:
     """A backend for one model, whose products are on `device`."""
-    if active.backend == "transformer_engine":
-        return transformer_engine.TransformerEngineBackend(active, device)
-    return EmulationBackend(active, device)
+    on_hardware = active.backend == "transformer_engine"
+    return (transformer_engine.TransformerEngineBackend if on_hardware else EmulationBackend)(active, device)

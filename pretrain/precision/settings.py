@@ -13,7 +13,7 @@ import pkgutil
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
 from foundation.errors import InputError
 from foundation.settings import Count, PositiveCount, Settings
@@ -45,20 +45,17 @@ def find_by_accelerate_name(mixed_precision: str) -> Precision | None:
 
 
 def known_precision(name: str) -> str:
-    """`name`, where a precision has it. ValueError elsewhere: `fp8` and `fp4` are families of precisions, other names have a
-    nearest one."""
-    if name in PRECISIONS:
-        return name
-    family = [precision.name for precision in PRECISIONS.values() if precision.peak == name.lower()]
-    near = difflib.get_close_matches(name, PRECISIONS, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    if family:
-        hint = f"{name.upper()} precisions are {', '.join(family)}; all that are "
-    raise ValueError(f"unknown precision {name!r}; {hint}known: {', '.join(PRECISIONS)}")
+    """`name`, where a precision has it. ValueError elsewhere."""
+    if name not in PRECISIONS:
+        near = difflib.get_close_matches(name, PRECISIONS, n=1)
+        raise ValueError(
+            f"unknown precision {name!r}; {f'did you mean {near[0]!r}? ' if near else ''}known: {', '.join(PRECISIONS)}"
+        )
+    return name
 
 
 def find(name: str, origin: str) -> Precision:
-    """The precision called `name`; InputError that names `origin` and the nearest known one."""
+    """The precision called `name`; InputError that names `origin` elsewhere."""
     try:
         return PRECISIONS[known_precision(name)]
     except ValueError as error:
@@ -97,13 +94,6 @@ class LowPrecisionSettings(Settings):
     amax_compute_algo: Literal["max", "most_recent"] | None = None  # which of them makes the scale
     disable_rht: bool | None = None  # no random Hadamard transform of what the weight gradient multiplies
     disable_stochastic_rounding: bool | None = None  # gradients are rounded to nearest
-
-    @model_validator(mode="before")
-    @classmethod
-    def _names_no_recipe(cls, values: Any) -> Any:
-        if isinstance(values, dict) and "recipe" in values.keys() - cls.model_fields.keys():
-            raise ValueError("`recipe` is a key of accelerate configurations; in a recipe file `precision` names it")
-        return values
 
     @property
     def options_set(self) -> dict[str, Any]:
@@ -145,7 +135,5 @@ class ActivePrecision:
     @property
     def notice(self) -> str | None:
         """What is done in place of what was requested, for the user to read; None where nothing is."""
-        if self.reason is None:
-            return None
         instead = f"{self.precision.name} is trained in its place" if self.precision.name != self.requested else "it is emulated"
-        return f"{self.reason}: {instead}"
+        return self.reason and f"{self.reason}: {instead}"

@@ -11,7 +11,7 @@ from foundation.errors import InputError
 from pretrain.metrics.flops import ModelFlops
 from pretrain.model import huggingface as model
 from pretrain.plan.memory import layers_of
-from pretrain.precision.scope import check_kept, decide, is_called, low_precision_linears
+from pretrain.precision.scope import check_scope, decide, is_called
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 from pretrain.settings.recipe import ModelSettings, Recipe
 
@@ -59,7 +59,7 @@ def test_what_is_kept_says_by_which_pattern(hf: PreTrainedModel) -> None:
     assert len(reasons) == 7 + 7 + 10  # two whole layers, and down_proj of the others
     assert reasons["0.mlp.down_proj"] == reasons["5.mlp.down_proj"] == "keep_bf16: down_proj"
     assert reasons["0.self_attn.q_proj"] == "keep_bf16: layers.0.*" and reasons["11.mlp.up_proj"] == "keep_bf16_layers"
-    assert {decisions[name].requested for name in low_precision_linears(hf, layers, asked)} == {"delayed"}
+    assert {each.requested for each in decisions.values() if each.reason is None} == {"delayed"}
 
 
 @pytest.mark.parametrize(
@@ -67,17 +67,17 @@ def test_what_is_kept_says_by_which_pattern(hf: PreTrainedModel) -> None:
     [
         (["layers.12.*"], "'layers.12.*' matches no linear of Qwen3ForCausalLM; near it are layers."),
         (["down_proj", "dwon_proj"], "'dwon_proj' matches no linear of Qwen3ForCausalLM; near it are down_proj"),
-        (["zzz"], "'zzz' matches no linear of Qwen3ForCausalLM; near it are model.layers.0.self_attn.q_proj"),
-        (["layers.*"], "leaves no linear of Qwen3ForCausalLM to `precision: delayed`; keep fewer, or set `precision: bf16`"),
+        (["zzz"], "'zzz' matches no linear of Qwen3ForCausalLM; near it are "),
+        (["layers.*"], "`precision: delayed` is left no linear of Qwen3ForCausalLM (keep_bf16: layers.*; scope linear"),
     ],
 )
 def test_patterns_that_mean_nothing_or_all_are_refused(hf: PreTrainedModel, patterns: list[str], said: str) -> None:
     layers = list(model.decoder_layers(hf).values())
     with pytest.raises(InputError) as refused:
-        check_kept(hf, layers, active(*patterns))
-    assert said in str(refused.value) and "`fp8_config.keep_bf16" in str(refused.value)
-    check_kept(hf, layers, active(*patterns, precision="bf16"))  # where nothing is quantized the key says nothing
-    check_kept(hf, layers, active("down_proj"))
+        check_scope(hf, layers, active(*patterns))
+    assert said in str(refused.value) and "`fp8_config" in str(refused.value)
+    check_scope(hf, layers, active(*patterns, precision="bf16"))  # where nothing is quantized the key says nothing
+    check_scope(hf, layers, active("down_proj"))
 
 
 def test_memory_knows_products_of_both_kinds_in_one_layer(hf: PreTrainedModel) -> None:

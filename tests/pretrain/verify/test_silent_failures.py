@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from foundation.errors import InputError
 from pretrain.model import huggingface as model
 from pretrain.model.gradients import attach_main_gradients
-from pretrain.precision.scope import check_shapes
+from pretrain.precision.scope import check_scope
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 from pretrain.settings.recipe import ModelSettings
 from pretrain.verify import audit
@@ -169,5 +169,5 @@ def test_a_model_of_which_a_recipe_can_take_no_linear_is_refused(scope: str, ref
     settings = ModelSettings(config={"model_type": "qwen3", "vocab_size": 128, "num_hidden_layers": 1, **odd})
     shapes = model.build_on_meta(model.load_config(settings))
     active = ActivePrecision("block", PRECISIONS["block"], "emulation", LowPrecisionSettings(scope=scope).resolved("block"))
-    with pytest.raises(InputError, match="multiples of 128, and Qwen3ForCausalLM has none") if refused else nullcontext():
-        check_shapes(shapes, active)
+    with pytest.raises(InputError, match="is left no linear of Qwen3ForCausalLM") if refused else nullcontext():
+        check_scope(shapes, list(model.decoder_layers(shapes).values()), active)
