@@ -17,10 +17,9 @@ from typing import Any
 from foundation.units import percent
 from pretrain.metrics.run_folder import STATISTICS_FILE
 from pretrain.metrics.trackers import JsonlTracker
-from pretrain.precision.advice import Condition, conditions
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.settings import ActivePrecision
-from pretrain.precision.statistics import OperandStatistics, summary
+from pretrain.precision.statistics import Condition, OperandStatistics, conditions, summary
 
 Record = Mapping[str, Any]
 

@@ -30,12 +30,12 @@ from pretrain.plan.data import Data, check_labels, check_tokens, most_positions,
 from pretrain.plan.memory import Devices, layers_of
 from pretrain.plan.plan import Plan, fits_gathered, spend_spare_memory
 from pretrain.plan.tokenizer import check_tokenizer, encoded_prompt, fingerprint_of, load_tokenizer, with_tokens
-from pretrain.precision.advice import against_overflow
 from pretrain.precision.formats.definition import Precision
 from pretrain.precision.schedule import PrecisionPhase, last_steps, phases_of
 from pretrain.precision.scope import check_scope
 from pretrain.precision.selection import missing_on, select_precision
 from pretrain.precision.settings import WEIGHT_DTYPES, ActivePrecision
+from pretrain.precision.statistics import against_overflow
 from pretrain.settings import config
 from pretrain.settings.recipe import Recipe
 
@@ -165,8 +165,7 @@ def prepare_job(
     flops, decoder = ModelFlops.of(shapes), list(model.decoder_layers(shapes).values())
     for active in actives:
         check_fit(active, recipe, flops.shape.layers)
-        check_shapes(shapes, active)
-        check_kept(shapes, decoder, active)
+        check_scope(shapes, decoder, active)
     compute_dtype = getattr(torch, actives[0].precision.compute_dtype)
     chosen = attention.choose(recipe.model.attention, device_type, flops.shape.head_dim, compute_dtype)
     tokenizer = None if elsewhere else _usable_tokenizer(recipe, data, model_config)

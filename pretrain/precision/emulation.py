@@ -193,13 +193,7 @@ class EmulatedProduct(Product):
         return left.along(of_left), right.along(of_right)
 
     def multiply(
-        self,
-        gemm: Gemm,
-        left: LazyOperand,
-        right: LazyOperand,
-        dtype: torch.dtype,
-        bias: Tensor | None = None,
-        **_: Any,
+        self, gemm: Gemm, left: LazyOperand, right: LazyOperand, dtype: torch.dtype, bias: Tensor | None = None, **_: Any
     ) -> Tensor:
         factors = self.factors(gemm, left, right)
         with watched(self.members, gemm, [factor.scales for factor in factors]):

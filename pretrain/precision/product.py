@@ -84,7 +84,6 @@ class Product:
         right: Operand,
         dtype: torch.dtype,
         bias: Tensor | None = None,
-        *,
         residual: Tensor | None = None,
     ) -> Tensor:
         """The result of `gemm` in `dtype`, summed in FP32; `bias` [out] is added before it is rounded, and so may
@@ -144,7 +143,6 @@ class PlainProduct(Product):
         right: Tensor,
         dtype: torch.dtype,
         bias: Tensor | None = None,
-        *,
         residual: Tensor | None = None,
     ) -> Tensor:
         if gemm == "forward" and self._searched and bias is None:

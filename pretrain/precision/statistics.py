@@ -6,6 +6,9 @@ scale of a tensor are exact.
 
 * An operand is measured as the product along its features takes it, not once more along tokens.
 * Rounding is to nearest here even where gradients are rounded stochastically: a random number drawn here would change the run.
+
+What is too much of it, and what to change then, is told below too. docs/precision.md ("Statistics and health") has the
+measurements behind the limits.
 """
 
 from __future__ import annotations
@@ -14,11 +17,13 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from foundation.attributes import holding
 from pretrain.precision.delayed_state import of_operand
 from pretrain.precision.formats.definition import QuantizedPrecision, Role
 from pretrain.precision.observed import generators, sample
@@ -49,11 +54,8 @@ class OperandStatistics:
         self._figures, self._generator = defaultdict(list), generators(0)
         # A layer that is recomputed uses the scales of its forward, although by then the backend's state has newer ones.
         self._state = {name: tensor.clone() for name, tensor in self.backend.state().items()}
-        context.observers.append(self)
-        try:
+        with holding(context, observers=[*context.observers, self]):
             yield
-        finally:
-            context.observers.remove(self)
 
     @torch.no_grad()
     def __call__(self, name: str, role: Role, x: Tensor) -> None:
@@ -125,3 +127,54 @@ def _record(parts: Sequence[Sequence[float]]) -> dict[str, float | None]:
         "underflow": underflow / max(nonzero, 1),
         "saturation": saturation / max(finite, 1),
     }
+
+
+# ── What is too much, and what to change ────────────────────────────────────────────────────────────────────────────────────────
+
+# Where small values become zero.
+AGAINST_UNDERFLOW = (
+    "`precision=mxfp8`, and in one scale a tensor `precision=block` too, loses fewer small values; `fp8_config.keep_bf16_layers` "
+    "takes the first or last layers out of low precision"
+)
+# Where values are cut to the format's maximum, because scales from earlier steps lag behind values that grow.
+AGAINST_LATE_SCALES = (
+    "`fp8_config.amax_compute_algo: max` or a larger `fp8_config.margin` leaves more room above the largest value seen; "
+    "`precision=current` scales by the values themselves"
+)
+WIDER_GRADIENTS = "`fp8_config.fp8_format: HYBRID` keeps gradients in E5M2, whose range is 2**13 times as wide"
+
+
+@dataclass(frozen=True)
+class Condition:
+    """Something that may be wrong with some operands: it begins where their records' `share` is above `limit`."""
+
+    share: Literal["underflow", "saturation"]
+    roles: tuple[Role, ...]
+    limit: float
+    what: str  # happens to the values
+    remedy: str
+
+
+def conditions(active: ActivePrecision) -> list[Condition]:
+    """What can go wrong with the operands of a quantized precision, each with its remedy.
+
+    Only scales from earlier steps can cut a tensor's values, and one value in a thousand says that it has outgrown them.
+    """
+    precision, forward, backward = active.precision, ("input", "weight"), ("grad_output",)
+    narrow = active.settings.fp8_format == "E4M3" and precision.takes("fp8_format", "HYBRID")
+    lost = precision.underflow_limit, f"becomes zero in {precision.format_name}"
+    result = [
+        Condition("underflow", forward, *lost, AGAINST_UNDERFLOW),
+        Condition("underflow", backward, *lost, WIDER_GRADIENTS if narrow else AGAINST_UNDERFLOW),
+    ]
+    if precision.keeps_history:
+        result.append(Condition("saturation", forward + backward, 1e-3, "is cut to the format's maximum", AGAINST_LATE_SCALES))
+    return result
+
+
+def against_overflow(active: ActivePrecision) -> str | None:
+    """What to change in the precision where the loss or a gradient is not a number, or jumps; None where nothing is quantized."""
+    if not active.precision.quantized:
+        return None
+    compared = "`precision=bf16` from the same checkpoint, with --accept-changes, tells whether the precision is the cause"
+    return f"{AGAINST_LATE_SCALES}; {compared}" if active.precision.keeps_history else compared

@@ -148,7 +148,6 @@ class TransformerEngineProduct(Product):
         right: Any,
         dtype: torch.dtype = torch.bfloat16,
         bias: Tensor | None = None,
-        *,
         residual: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:

@@ -113,9 +113,9 @@ def names_in(path: Path) -> list[str]:
     return found
 
 
-def test_nothing_but_a_format_file_and_the_advice_to_users_knows_a_precision_by_its_name() -> None:
+def test_nothing_but_a_format_file_knows_a_precision_by_its_name() -> None:
     folders = (*ROOT.glob("pretrain/**/*.py"), *ROOT.glob("packing/*.py"), ROOT / "train_accelerate.py")
-    knowing = {"unquantized", "advice", *PRECISIONS}
+    knowing = {"unquantized", *PRECISIONS}
     assert [place for path in folders if path.stem not in knowing for place in names_in(path)] == []
     assert names_in(ROOT / "pretrain/precision/formats/current.py"), "the search finds names where there are some"
 
