@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from foundation.attributes import holding
 from pretrain.precision.delayed_state import DelayedState
 from pretrain.precision.formats.definition import Along, Role
-from pretrain.precision.observed import ALONG, Scales, dtype_name, watched
+from pretrain.precision.observed import ALONG, dtype_name, watched
 from pretrain.precision.product import Gemm, Product
 from pretrain.precision.quantizers.blocks import BlockQuantized
 from pretrain.precision.quantizers.tensor import absolute_maximum
@@ -42,32 +41,15 @@ class Operand(NamedTuple):
     def t(self) -> Operand:
         return Operand(self.values.t(), self.scale, None if self.block_scale is None else self.block_scale.t())
 
-    @property
-    def scales(self) -> Scales:
-        return self.block_scale, self.scale
 
+class BothWays(NamedTuple):
+    """What an operand [rows, features] is along either axis of a sum. Of an input along its features alone, with what `restore`
+    needs: x, and the scale of delayed scaling that was in force when it came."""
 
-@dataclass
-class LazyOperand:
-    """An operand x [rows, features] of `product`, quantized along the axis of a sum when a product asks for it.
-
-    `scale`: of delayed scaling, that which was in force when x came. `made`: what is quantized already; of a weight both, and
-    there x is not kept."""
-
-    product: EmulatedProduct
-    role: Role
-    x: Tensor | None
-    scale: Tensor | None
-    made: dict[Along, Operand] = field(default_factory=dict)
-
-    def along(self, axis: Along) -> Operand:
-        if axis not in self.made:
-            # An input that backward quantizes again has been noted in forward; a gradient is noted along its features.
-            transposes = axis == "rows" and (self.made or self.role == "grad_output") and self.product.serves_both(self.role)
-            self.made = {} if axis == "rows" and not transposes else self.made  # or the two would be in memory at once
-            made = self.along("features").t() if transposes else self.product.quantized(self.role, self.x, axis, self.scale)
-            self.made[axis] = made
-        return self.made[axis]
+    features: Operand | None
+    rows: Operand | None
+    x: Tensor | None = None
+    scale: Tensor | None = None
 
 
 class EmulationBackend:
@@ -156,16 +138,15 @@ class EmulatedProduct(Product):
         self.name, self.members = name, (name,)
         self._backend = backend
         self._module = None if backend.delayed is None else backend.delayed.register(name)
-        self.weight: LazyOperand | None = None  # quantized along both axes
+        self.weight: BothWays | None = None
 
-    def serves_both(self, role: Role) -> bool:
-        return self._backend.active.precision.serves_both(role)
-
-    def operand(self, role: Role, x: Tensor, *, both: bool = True) -> LazyOperand:
-        return LazyOperand(self, role, x, self._scale(role))
-
-    def _scale(self, role: Role) -> Tensor | None:
-        return None if self._module is None else self._backend.delayed.scale(self._module, role)
+    def operand(self, role: Role, x: Tensor, *, both: bool = True) -> BothWays:
+        scale = None if self._module is None else self._backend.delayed.scale(self._module, role)
+        features = self.quantized(role, x, "features", scale)
+        if role == "input":
+            return BothWays(features, None, x, scale)
+        serves_both = self._backend.active.precision.serves_both(role)
+        return BothWays(features, features.t() if serves_both else self.quantized(role, x, "rows", scale))
 
     def quantized(self, role: Role, x: Tensor, along: Along, scale: Tensor | None) -> Operand:
         """Delayed scaling notes x's amax where it is quantized along features."""
@@ -174,36 +155,30 @@ class EmulatedProduct(Product):
             self._backend.delayed.record(self._module, role, amax)
         return operand
 
-    def weight_operand(self, matrix: Callable[[], Tensor], *, refresh: bool, differentiable: bool) -> LazyOperand:
+    @torch.no_grad()
+    def weight_operand(self, matrix: Callable[[], Tensor], *, refresh: bool, differentiable: bool) -> BothWays:
         if self.weight is None or (refresh and not self._backend.recomputing):
-            self._quantize_weight(matrix())
+            self.weight = None  # or two of the largest would be in memory at once
+            self.weight = self.operand("weight", matrix())
         return self.weight
 
-    @torch.no_grad()
-    def _quantize_weight(self, weight: Tensor) -> None:
-        self.weight = None  # or two of the largest would be in memory at once
-        scale = self._scale("weight")
-        forward = self.quantized("weight", weight, "features", scale)
-        dgrad = forward.t() if self.serves_both("weight") else self.quantized("weight", weight, "rows", scale)
-        self.weight = LazyOperand(self, "weight", None, None, {"features": forward, "rows": dgrad})
-
-    def factors(self, gemm: Gemm, left: LazyOperand, right: LazyOperand) -> tuple[Operand, Operand]:
+    def factors(self, gemm: Gemm, left: BothWays, right: BothWays) -> list[Operand]:
         """What `gemm` multiplies, both with the axis of its sum last."""
-        of_left, of_right = ALONG[gemm]
-        return left.along(of_left), right.along(of_right)
+        return [getattr(operand, along) for operand, along in zip((left, right), ALONG[gemm], strict=True)]
 
     def multiply(
-        self, gemm: Gemm, left: LazyOperand, right: LazyOperand, dtype: torch.dtype, bias: Tensor | None = None, **_: Any
+        self, gemm: Gemm, left: BothWays, right: BothWays, dtype: torch.dtype, bias: Tensor | None = None, **_: Any
     ) -> Tensor:
         factors = self.factors(gemm, left, right)
-        with watched(self.members, gemm, [factor.scales for factor in factors]):
+        with watched(self.members, gemm, [(factor.block_scale, factor.scale) for factor in factors]):
             return multiply(*factors, dtype, bias)
 
-    def save(self, operand: LazyOperand) -> tuple[Sequence[Tensor | None], Any]:
+    def save(self, operand: BothWays) -> tuple[Sequence[Tensor | None], Any]:
         return (operand.x, operand.scale), None
 
-    def restore(self, tensors: Sequence[Tensor | None], rest: Any) -> LazyOperand:
-        return LazyOperand(self, "input", *tensors)
+    def restore(self, tensors: Sequence[Tensor | None], rest: Any) -> BothWays:
+        x, scale = tensors
+        return BothWays(None, self.quantized("input", x, "rows", scale))
 
 
 def multiply(left: Operand, right: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:

@@ -177,7 +177,7 @@ class LinearCall:
     def __init__(self, product: Product, context: PrecisionContext, *, refresh: bool, differentiable: bool) -> None:
         """`refresh`: the weight is quantized, though a copy may be kept. `differentiable`: there may be a backward."""
         self.product, self.context, self._refresh, self._differentiable = product, context, refresh, differentiable
-        self.input: Operand = None  # for the weight's gradient
+        self.tensors: Sequence[Tensor | None] = ()  # what is kept of the input, for the weight's gradient
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, keeps: bool) -> Tensor:
         """`keeps`: a gradient of the weight will be computed."""
@@ -187,9 +187,10 @@ class LinearCall:
         product.begin(x)
         self._ends_backward = self._differentiable and product.is_first_in_forward()
         self._weight = product.weight_operand(lambda: weight, refresh=self._refresh, differentiable=self._differentiable)
-        self.input = product.operand("input", x, both=keeps)
-        y = product.multiply("forward", self.input, self._weight, x.dtype, bias)
+        operand = product.operand("input", x, both=keeps)
+        y = product.multiply("forward", operand, self._weight, x.dtype, bias)
         product.end()
+        self.tensors, self._rest = product.save(operand) if keeps else ((), None)
         context.show_result(product.name, "forward", y, bias)
         return y
 
@@ -205,8 +206,8 @@ class LinearCall:
             dx = product.multiply("dgrad", gradient, self._weight, dy.dtype)
             context.show_result(product.name, "dgrad", dx)
         if needs[1]:
-            dw = context.weight_gradient(product, gradient, self.input, dtype, total, overwrite=overwrite)
-        self.input = None  # autograd's graph lives until all of its backward has run
+            x, self.tensors = product.restore(self.tensors, self._rest), ()  # autograd's graph would keep them
+            dw = context.weight_gradient(product, gradient, x, dtype, total, overwrite=overwrite)
         if self._ends_backward:
             product.finish_backward()
         return dx, dw
@@ -221,18 +222,15 @@ class LinearFunction(torch.autograd.Function):
         ctx.main_gradient = getattr(weight, "main_grad", None)
         keeps = ctx.needs_input_grad[1]
         y = call.forward(x.detach(), weight.detach(), None if bias is None else bias.detach(), keeps=keeps)
-        if keeps:
-            tensors, ctx.rest = call.product.save(call.input)
-            ctx.save_for_backward(*tensors)
-        call.input = None  # autograd holds it, or has it computed again
+        ctx.save_for_backward(*call.tensors)
+        call.tensors = ()  # autograd holds them, or has them computed again
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor | None, ...]:
         call, (weight_dtype, bias_dtype) = ctx.call, ctx.dtypes
-        if ctx.needs_input_grad[1]:
-            call.input = call.product.restore(ctx.saved_tensors, ctx.rest)
+        call.tensors = ctx.saved_tensors
         dx, dw = call.backward(dy, ctx.needs_input_grad[:2], weight_dtype, ctx.main_gradient)
         db = dy.sum(0, dtype=torch.float32).to(bias_dtype) if ctx.needs_input_grad[2] else None
         return dx, dw, db, None

@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.loss.head import LossHead, LowPrecisionHead
 from pretrain.model.wrapping import casting_parameters
-from pretrain.precision.emulation import EmulatedProduct, EmulationBackend, LazyOperand, Operand
+from pretrain.precision.emulation import BothWays, EmulatedProduct, EmulationBackend, Operand
 from pretrain.precision.product import LowPrecisionLinear, PrecisionContext
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 from pretrain.settings.recipe import LossSettings
@@ -28,12 +28,12 @@ def wgrads(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     exact: list[Tensor] = []
     honest = EmulatedProduct.factors
 
-    def noted(product: EmulatedProduct, gemm: str, *operands: LazyOperand) -> tuple[Operand, Operand]:
+    def noted(product: EmulatedProduct, gemm: str, *operands: BothWays) -> list[Operand]:
         left, right = honest(product, gemm, *operands)
         if gemm == "wgrad":
             scale = 1.0 if left.scale is None else left.scale.double() * right.scale.double()
             exact.append(left.values.double() @ right.values.double().t() * scale)
-        return left, right
+        return [left, right]
 
     monkeypatch.setattr(EmulatedProduct, "factors", noted)
     return exact

@@ -292,15 +292,14 @@ def adds_up_transposed(run: SmallRun, patch: Patch) -> None:
 
 @fault("a weight's copy is that of an earlier step", lambda run: emulated(run) or bool(run.packed.fused and run.has_copies))
 def stale_copy(run: SmallRun, patch: Patch) -> None:
-    def once(product: emulation.EmulatedProduct, weight: Tensor) -> None:
-        if product.weight is None:
-            quantize(product, weight)
+    def once(product: emulation.EmulatedProduct, weight: Any, *, refresh: bool, differentiable: bool) -> Any:
+        return quantized(product, weight, refresh=False, differentiable=differentiable)
 
     def cached(weight: stacked.StackedWeight, dtype: torch.dtype, *, refresh: bool) -> Tensor:
         return matrix(weight, dtype, refresh=weight._copy is None)
 
-    quantize, matrix = emulation.EmulatedProduct._quantize_weight, stacked.StackedWeight.cached_matrix
-    patch.setattr(emulation.EmulatedProduct, "_quantize_weight", once)
+    quantized, matrix = emulation.EmulatedProduct.weight_operand, stacked.StackedWeight.cached_matrix
+    patch.setattr(emulation.EmulatedProduct, "weight_operand", once)
     patch.setattr(stacked.StackedWeight, "cached_matrix", cached)
 
 
