@@ -218,7 +218,7 @@ class ChunkLoss:
     def losses(self, hidden: Tensor, labels: Tensor, *, first: bool) -> Tensor:
         """For evaluation. `first`: of the chunks of a forward."""
         if self.low:
-            operands = (self.low.name, self.low.product, hidden, self.weight, self.bias)
+            operands = (self.low.product, hidden, self.weight, self.bias)
             logits = self.low.context.multiply(*operands, later_call=not first)
         else:
             logits = F.linear(hidden, self.weight, self.bias)
