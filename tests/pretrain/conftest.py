@@ -61,12 +61,16 @@ def build_model() -> Callable[..., PackedLanguageModel]:
         weights: torch.dtype = torch.float32,
         cast_to: torch.dtype | None = None,
         seed: int = 1,
+        backend: str = "packed_sdpa",
+        recompute: str | int = "none",
         **changes: object,
     ) -> PackedLanguageModel:
-        settings = ModelSettings(config={"model_type": kind, "vocab_size": VOCABULARY, **_SHAPES[kind], **changes})
-        config = model.load_config(settings)
-        hf = model.build(settings, config, weights=weights, seed=seed, device=torch.device("cpu"), backend="packed_sdpa")
-        packed = PackedLanguageModel(hf, "packed_sdpa", LossSettings(chunk=16))
+        config = {"model_type": kind, "vocab_size": VOCABULARY, **_SHAPES.get(kind, {}), **changes}
+        settings = ModelSettings(config=config, gradient_checkpointing=recompute)
+        options = {"weights": weights, "seed": seed, "device": torch.device("cpu"), "backend": backend}
+        packed = PackedLanguageModel(
+            model.build(settings, model.load_config(settings), **options), backend, LossSettings(chunk=16)
+        )
         wrap_layers(packed, settings, cast_to=cast_to, compile_layers=False)
         return packed
 

@@ -25,8 +25,6 @@ SMALL |= {"max_position_embeddings": 64}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": SMALL | HEADS | {"head_dim": 8, "tie_word_embeddings": True},
-    "llama": SMALL | HEADS,
-    "qwen2": SMALL | HEADS,
     "mistral": SMALL | HEADS | {"sliding_window": LENGTH},
     "gpt2": {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "attn_pdrop": 0.0}
     | {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "scale_attn_by_inverse_layer_idx": True},
@@ -252,11 +250,12 @@ def test_the_backward_of_heads_apart_is_that_of_all_in_one_call(
     ("model_type", "sizes", "message"),
     [
         ("gpt2", CONFIGS["gpt2"] | {"attn_pdrop": 0.1}, "attn_pdrop 0.1"),
-        ("llama", CONFIGS["llama"] | {"attention_dropout": 0.1}, "attention_dropout 0.1"),
+        ("llama", SMALL | HEADS | {"attention_dropout": 0.1}, "attention_dropout 0.1"),
         ("bloom", {"hidden_size": 32, "n_layer": 1, "n_head": 2}, "attention registry"),
         ("mamba", {"hidden_size": 32, "num_hidden_layers": 1, "state_size": 4}, "attention registry|other than attention"),
         ("gemma2", SMALL | HEADS | {"head_dim": 8, "sliding_window": 64}, "attn_logit_softcapping"),
         ("gpt_oss", SMALL | HEADS | {"head_dim": 8, "sliding_window": 64}, "GptOss"),
+        ("llama4_text", SMALL | HEADS, "Llama4ForCausalLM"),
         ("phi3", SMALL | HEADS | LONGROPE, "longrope.*`data.length`"),
     ],
 )

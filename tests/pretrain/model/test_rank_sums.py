@@ -112,14 +112,11 @@ def test_ranks_have_the_sum_of_all_microbatches_and_exchange_it_in_fp32(main: to
 
 
 def test_ranks_that_reach_different_parameters_exchange_the_same_in_the_same_order() -> None:
-    """The first buckets wait on one rank for a branch that it does not take; the other rank starts them at once."""
+    """The first buckets wait on one rank for a branch that it does not take; the other rank starts them at once. Where all are
+    reached, the backward starts all: also those of products that return no gradient, and of a tied table."""
     first, second = in_ranks(step, ("left", "right"), FP32)
     assert first["sums"] == second["sums"] and first["exchanged"] == second["exchanged"]
     assert first["early"] != second["early"], "they have not begun at the same time"
     assert {"left.weight", "right.weight"} <= set(first["reached"]) == set(second["reached"])
-
-
-def test_every_bucket_is_started_by_the_backward_where_all_parameters_are_reached() -> None:
-    """Also those of products that return no gradient, and of a table whose head has returned none."""
     first, second = in_ranks(step, ("both", "both"), FP32)
     assert first["early"] == second["early"] == len(first["exchanged"]) > 3

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import pytest
 import torch
 from accelerate import Accelerator
 from hypothesis import HealthCheck, given, settings
@@ -69,39 +68,3 @@ def test_a_step_is_one_plain_batch_however_it_is_cut_into_microbatches(
     ).norm()  # a gradient that nearly cancels is rounding beside it
     for (name, parameter), gradient in zip(packed.hf.named_parameters(), gradients, strict=True):
         assert (parameter.grad - gradient).norm() <= 1e-5 * scale, name
-
-
-def test_a_microbatch_without_a_valid_token_adds_nothing(
-    accelerator: Accelerator, build_model: Callable, random_packs: Callable
-) -> None:
-    full, empty = random_packs([[7, 5], [1] * LENGTH], LENGTH)
-    alone, beside = build_model(), build_model()
-    losses = (
-        forward_backward(alone, step_of([full], [1]), accelerator),
-        forward_backward(beside, step_of([empty, full], [1, 1]), accelerator),
-    )
-    assert torch.equal(*losses)
-    for a, b in zip(alone.parameters(), beside.parameters(), strict=True):
-        assert torch.equal(a.grad, b.grad)
-
-
-def test_a_step_without_a_valid_token_is_zero_not_nan(
-    accelerator: Accelerator, build_model: Callable, random_packs: Callable
-) -> None:
-    packed = build_model()
-    packs = random_packs([[1] * LENGTH, []], LENGTH)
-    assert forward_backward(packed, step_of(packs, [1, 1]), accelerator).item() == 0
-    assert not any(parameter.grad.any() for parameter in packed.parameters())
-
-
-def test_the_gradient_arrives_in_fp32_under_bf16_working_copies(
-    accelerator: Accelerator, build_model: Callable, random_packs: Callable
-) -> None:
-    packs = random_packs([[7, 5], [12], [3, 9]], LENGTH)
-    exact, rounded = build_model(), build_model(cast_to=torch.bfloat16)
-    losses = [forward_backward(each, step_of(packs, [2, 1]), accelerator) for each in (exact, rounded)]
-    assert losses[1].dtype == torch.float32
-    assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-2)
-    for (name, a), b in zip(exact.named_parameters(), rounded.parameters(), strict=True):
-        assert b.grad.dtype == torch.float32
-        assert torch.cosine_similarity(a.grad.flatten(), b.grad.flatten(), dim=0) > 0.99, name
