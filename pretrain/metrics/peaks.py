@@ -52,10 +52,6 @@ PEAKS = (
     # 13.1 or 13.5, by which of them one reads.
     Peak(rf"b300(?: sxm6)?(?: ac)?{MEMORY}", bf16=2250.0, fp8=4500.0),
     Peak(rf"gb300{MEMORY}", bf16=2500.0, fp8=5000.0, fp4=15000.0),
-    # NVIDIA V100 data sheet (0320); Volta has no BF16.
-    Peak(rf"v100 sxm[23]{MEMORY}(?: ls)?", bf16=None, fp32=15.7),
-    Peak(rf"v100 pcie{MEMORY}", bf16=None, fp32=14.0),
-    Peak(rf"v100s pcie{MEMORY}", bf16=None, fp32=16.4),
     # NVIDIA L4 data sheet, sparse: BF16 242, FP8 485. L40S data sheet: BF16 362.05 | 733 sparse, FP8 733 | 1,466.
     Peak("l4", bf16=121.0, fp8=242.5, fp32=30.3),
     Peak("l40s", bf16=362.05, fp8=733.0, fp32=91.6),

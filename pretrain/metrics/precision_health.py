@@ -1,10 +1,8 @@
 """Every so many steps, what low precision does to the operands of a step: measured, written down, and judged.
 
-A warning comes once when operands lose more than the recipe does by nature, with what to change. It only warns: a run goes on
-with much underflow, only worse, and whether that is worth a restart is not for a threshold to say. The limits, and the
+A warning comes once a process when operands lose more than the recipe does by nature, with what to change. It only warns: a run
+goes on with much underflow, only worse, and whether that is worth a restart is not for a threshold to say. The limits, and the
 measurements behind them, are in docs/verification.md.
-
-State stays in the process. A resumed run says again what is still so: whoever resumed it may not have read the first warning.
 """
 
 from __future__ import annotations
@@ -23,46 +21,39 @@ from pretrain.precision.statistics import Condition, OperandStatistics, conditio
 
 Record = Mapping[str, Any]
 
-PASSED = 0.5  # a condition is over once its share is below this part of its limit; between the two it neither begins nor ends
 NEVER_SCALED = 1.0  # the delayed scale of an operand that no step has quantized yet: what it loses now, the next step will not
 
 
 class PrecisionHealth:
-    """The running judgement of one run in a quantized precision; call `check` with each due step's records."""
+    """The judgement of one run in a quantized precision; call `check` with each due step's records."""
 
     def __init__(self, active: ActivePrecision) -> None:
         self.conditions = conditions(active)
         self._keeps_history = active.precision.keeps_history
-        self._standing: set[Condition] = set()
-        self._dead: set[tuple[str, str]] = set()
+        self._told: set[Condition | None] = set()  # None: of operands that are all zeros
 
     def check(self, step: int, records: Sequence[Record]) -> str | None:
-        """What has begun at `step`, for the user to read; None if nothing has."""
+        """What is wrong at `step` and was not told before, for the user to read; None where nothing is."""
         scaled = [record for record in records if not (self._keeps_history and record["scale"] == NEVER_SCALED)]
-        begun = [warning for condition in self.conditions if (warning := self._warning(condition, scaled))]
-        dead = {(record["layer"], record["operand"]) for record in records if record["amax"] == 0}
-        if new := sorted(dead - self._dead):  # no scale helps them, and their layer is idle
-            begun.append(
-                f"{' '.join(new[0])} is all zeros, of {len(new)} such operands. Its products are zero in any precision: see "
-                "whether the weights it began with are whole; a lower `optimizer.learning_rate` keeps layers from dying"
+        warnings = []
+        for condition in self.conditions:
+            concerned = [record for record in scaled if record["operand"] in condition.roles]
+            above = [record for record in concerned if record[condition.share] > condition.limit]
+            if above and condition not in self._told:
+                self._told.add(condition)
+                worst = max(above, key=lambda record: record[condition.share])
+                warnings.append(
+                    f"{percent(worst[condition.share])} of {worst['layer']}'s {worst['operand']} {condition.what} ({len(above)} "
+                    f"of {len(concerned)} such operands are above {percent(condition.limit)}). {condition.remedy}"
+                )
+        dead = [f"{record['layer']} {record['operand']}" for record in records if record["amax"] == 0]
+        if dead and None not in self._told:  # no scale helps them, and their layer is idle
+            self._told.add(None)
+            warnings.append(
+                f"{dead[0]} is all zeros, of {len(dead)} such operands. Its products are zero in any precision: see whether the "
+                "weights it began with are whole; a lower `optimizer.learning_rate` keeps layers from dying"
             )
-        self._dead = dead
-        return f"step {step}: {'; '.join(begun)}" if begun else None
-
-    def _warning(self, condition: Condition, records: Sequence[Record]) -> str | None:
-        concerned = [record for record in records if record["operand"] in condition.roles]
-        worst = max(concerned, key=lambda record: record[condition.share], default=None)
-        share = worst[condition.share] if worst else 0.0
-        if share < condition.limit * PASSED:
-            self._standing.discard(condition)
-        if share <= condition.limit or condition in self._standing:
-            return None
-        self._standing.add(condition)
-        above = sum(record[condition.share] > condition.limit for record in concerned)
-        return (
-            f"{percent(share)} of {worst['layer']}'s {worst['operand']} {condition.what} ({above} of {len(concerned)} such "
-            f"operands are above {percent(condition.limit)}). {condition.remedy}"
-        )
+        return f"step {step}: {'; '.join(warnings)}" if warnings else None
 
 
 class PrecisionWatch:

@@ -6,19 +6,25 @@ A step reads its last figure from the device after the optimizer's update, so it
 from __future__ import annotations
 
 import importlib.util
+import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
+from accelerate import Accelerator
+from torch import nn
 
 from foundation.units import GIB, TERA
 from pretrain.metrics.flops import LowPrecisionProducts, ModelFlops, nanogpt
 from pretrain.metrics.run_record import WARM_UP_STEPS
+from pretrain.model.gradients import gradient_of, local_part
 
 
 @dataclass(kw_only=True)
@@ -52,11 +58,9 @@ class Recorder:
 
     def finish(self, *, data_wait_ms: float, step_tokens: int, sum_squared_lengths: int, **figures: Any) -> dict[str, Any]:
         """The metrics object of the step that `step()` timed last: its `figures` as they are, and what they make of its time.
+        step_tokens and sum_squared_lengths (of documents) are of its batch over all ranks.
 
-        step_tokens, sum_squared_lengths: of this step's batch over all ranks (the latter sums the squares of the document
-        lengths, to which attention's work is proportional).
-
-        In the object, step_ms, tokens_per_second and samples_per_second (packs, of all devices) are of the whole step, with data.
+        step_ms, tokens_per_second and samples_per_second (packs, of all devices) are of the whole step, with data.
         flops_per_token is the step's mean; tflops and peak_tflops (BF16) are of one device, mfu_bf16_peak their ratio (0 to 1),
         mfu_nanogpt the same with nanoGPT's count of FLOPs in place of ours, mfu_recipe_peak the share of the step that its
         products would have taken, each at the peak of the precision it ran in. All of them count padding, which is multiplied
@@ -128,3 +132,33 @@ def joules_of(device: torch.device) -> Callable[[], float] | None:
     except pynvml.NVMLError:
         return None
     return lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1e3
+
+
+@torch.no_grad()
+def gradient_statistics(model: nn.Module, layers: Iterable[str], accelerator: Accelerator) -> dict[str, float]:
+    """`grad_mean/<layer>` and `grad_std/<layer>` of the step's whole gradient, before clipping; collective.
+
+    `layers`: the names of modules whose parameters count together; of any other parameter its own module is the layer. Values are
+    added up in FP32, and the sums of parameters and shards in FP64. The deviation is that of all values, not of a sample.
+    """
+    trained = {name: each for name, each in model.named_parameters() if gradient_of(each) is not None}
+    rows = []
+    for parameter in trained.values():
+        values = local_part(gradient_of(parameter))
+        total, norm = values.sum(dtype=torch.float32).double(), torch.linalg.vector_norm(values, dtype=torch.float32).double()
+        rows.append(torch.stack([total, norm.square(), torch.full_like(total, values.numel())]))
+    table = accelerator.reduce(torch.stack(rows), reduction="sum").tolist()
+    prefixes = tuple(layers)
+    totals: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(3))
+    for (name, parameter), row in zip(trained.items(), table, strict=True):
+        layer = next((prefix for prefix in prefixes if name.startswith(f"{prefix}.")), name.rpartition(".")[0])
+        once = parameter.numel() / row[2]  # ranks that hold the same values have counted them several times
+        totals[layer] += np.array(row) * once
+    figures = {}
+    for layer, sums in totals.items():
+        total, squares, number = sums.tolist()
+        mean = total / number
+        variance = squares / number - mean**2
+        deviation = math.sqrt(max(variance, 0.0)) if math.isfinite(variance) else math.nan
+        figures |= {f"grad_mean/{layer}": mean, f"grad_std/{layer}": deviation}
+    return figures

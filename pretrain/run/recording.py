@@ -13,11 +13,10 @@ from accelerate import Accelerator
 from packing.batch import StepBatches
 from pretrain.compare.figures import plot_losses
 from pretrain.metrics.console import Console, Waited
-from pretrain.metrics.gradient_statistics import gradient_statistics
 from pretrain.metrics.health import StepDecision
 from pretrain.metrics.peaks import peak
 from pretrain.metrics.profile import TABLE_FILE
-from pretrain.metrics.recorder import Recorder, joules_of
+from pretrain.metrics.recorder import Recorder, gradient_statistics, joules_of
 from pretrain.metrics.run_folder import RunFolder, describe_environment
 from pretrain.metrics.run_record import RunRecord, last_screen, read_finished, read_metrics, read_run, summary
 from pretrain.model.distributed import describe_topology

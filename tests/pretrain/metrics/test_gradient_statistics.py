@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from pretrain.metrics.gradient_statistics import gradient_statistics
+from pretrain.metrics.recorder import gradient_statistics
 
 
 def small_model() -> nn.Module:

@@ -53,19 +53,14 @@ def test_delayed_scales_are_not_judged_before_a_step_has_made_them():
 def test_an_operand_of_zeros_is_said_once_with_how_many_others_there_are():
     health = watched("mxfp8")
     dead = [operand("grad_output", layer=f"layers.{n}", amax=0.0, scale=None) for n in range(3)]
-    message = health.check(5, [*dead, operand()])
-    assert "layers.0 grad_output is all zeros, of 3 such operands" in message
-    assert health.check(10, dead[:2]) is None
-    assert "layers.2 " in health.check(15, dead)
+    assert "layers.0 grad_output is all zeros, of 3 such operands" in health.check(5, [*dead, operand()])
+    assert health.check(10, dead) is None
 
 
 @pytest.mark.parametrize("recipe", QUANTIZED)
-@given(shares=st.lists(st.floats(0, 1), min_size=1, max_size=12), start=st.integers(0, 3))
-def test_any_course_of_shares_is_warned_of_at_most_once_each_time_it_crosses_the_limit(recipe, shares, start):
-    limit = PRECISIONS[recipe].underflow_limit
-    health = watched(recipe)
-    standing = False
-    for step, share in enumerate(shares, start=start):
-        message = health.check(step, [operand(underflow=share)])
-        assert (message is not None) == (share > limit and not standing)
-        standing = share > limit or (standing and share >= limit / 2)
+@given(shares=st.lists(st.floats(0, 1), min_size=1, max_size=12))
+def test_of_any_course_of_shares_there_is_one_warning_when_it_first_crosses_the_limit(recipe, shares):
+    limit, health = PRECISIONS[recipe].underflow_limit, watched(recipe)
+    told = [health.check(step, [operand(underflow=share)]) is not None for step, share in enumerate(shares)]
+    above = [share > limit for share in shares]
+    assert told == [is_above and not any(above[:step]) for step, is_above in enumerate(above)]
