@@ -1,4 +1,4 @@
-"""What a comparison is remembered by: of each run its settings that differ, its losses by step, its summary; once, the machine.
+"""What a comparison is remembered by: of each run its settings, environment, audit, summary, and its losses by step.
 
     python -m benchmarks.collect_runs runs/comparison/*/ --out benchmarks/results/loss/h200_comparison.json
 
@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import command, write
-from pretrain.compare.comparison import other_machines
-from pretrain.metrics.run_record import read_run
-from pretrain.settings.config import flatten
+from benchmarks.machine import command
+from foundation.files import save_file
+from pretrain.metrics.run_record import RunRecord, read_run
 
-# Where a run is kept, what it is called: different in each, and no part of what is compared.
-_NAMES = ("run_dir", "name")
-_FOUND = ("precision", "effective", "backend", "computed_by")  # by the audit, of each precision
+STEPS = ("step", "tokens", "loss", "gradient_norm", "frozen_updates")  # keys that are kept of each step
 
 
 def main() -> None:
@@ -27,53 +25,37 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-
-    names = [path.name for path in arguments.runs]
-    if twice := [name for name in names if names.count(name) > 1]:
-        parser.error(f"two runs are called {twice[0]}, and a file has one of each name; rename the folder of one")
-    if note := other_machines([read_run(path) for path in arguments.runs]):
-        parser.error(
-            f"{note} A file has one environment for all of its runs: collect those of each machine in a file of their own"
-        )
-    settings = {path: flatten(read_run(path).config) for path in arguments.runs}
-    shared = {key: value for key, value in settings[arguments.runs[0]].items() if _same(key, settings) and key not in _NAMES}
-    environment = json.loads((arguments.runs[0] / "environment.json").read_text())
-    for own in ("past", "source_config"):  # which are of that run alone
-        environment.pop(own, None)
-    report = {
-        "command": command(),
-        "side_by_side": any(read_run(path).side_by_side for path in arguments.runs),
-        "environment": environment,
-        "settings": shared,
-        "runs": {
-            path.name: figures(path, {key: v for key, v in settings[path].items() if key not in shared})
-            for path in arguments.runs
-        },
-    }
-    write(arguments.out, report)
-    print(f"{len(settings)} runs in {arguments.out}")
+    runs = {path.name: read_run(path) for path in arguments.runs}
+    if len(runs) < len(arguments.runs):
+        parser.error("two runs are called alike, and a file has one of each name; rename the folder of one")
+    head = {"command": command(), "environment": next(iter(runs.values())).environment}
+    save_file(arguments.out, text_of(head, {name: files_of(run) for name, run in runs.items()}).encode())
+    print(f"{len(runs)} runs in {arguments.out}")
 
 
-def _same(key: str, settings: dict[Path, dict[str, Any]]) -> bool:
-    return len({json.dumps(each.get(key)) for each in settings.values()}) == 1
-
-
-def figures(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """`settings`: those in which it differs from other runs."""
-    audit, run = json.loads((path / "audit.json").read_text()), read_run(path)
-    steps, schedule = run.steps, {}
-    if "schedule" in audit:
-        of_phases = {name: {key: found[key] for key in _FOUND if key in found} for name, found in audit["precisions"].items()}
-        schedule = {"schedule": audit["schedule"], "phases": audit.get("phases"), "precisions": of_phases}
+def files_of(run: RunRecord) -> dict[str, Any]:
+    """What `pretrain.compare.report` makes a run's record of."""
     return {
-        "settings": {key: value for key, value in settings.items() if key not in _NAMES},
-        "audit": {key: audit[key] for key in _FOUND} | schedule,
-        **run.past.record(),
-        "summary": run.summary | {"tokens_per_step": run.tokens_per_step, "data_fingerprint": run.data_fingerprint},
-        "losses": [record["loss"] for record in steps],
-        "gradient_norms": [record["gradient_norm"] for record in steps],
-        "frozen_updates": [record["frozen_updates"] for record in steps],
+        "config": run.config,
+        "environment": run.environment,
+        "audit": without_products(run.audit),
+        "summary": run.summary,
+        "matrix": run.matrix,
+        "steps": {key: [step.get(key) for step in run.steps] for key in STEPS},
+        "events": [record for record in run.metrics if "event" in record],
     }
+
+
+def without_products(audit: Mapping[str, Any]) -> dict[str, Any]:
+    """`audit` without the list of all linears, which is long."""
+    kept = {key: value for key, value in audit.items() if key != "products"}
+    return kept | {"precisions": {name: without_products(own) for name, own in audit.get("precisions", {}).items()}}
+
+
+def text_of(head: Mapping[str, Any], runs: Mapping[str, Any]) -> str:
+    """JSON with a line for each run."""
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(run)}" for name, run in runs.items())
+    return json.dumps(head, indent=1).removesuffix("\n}") + f',\n "runs": {{\n{lines}\n}}}}\n'
 
 
 if __name__ == "__main__":

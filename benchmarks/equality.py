@@ -31,7 +31,6 @@ from benchmarks.kill_resume import LENGTH, MODELS, write_packs
 from benchmarks.machine import LAUNCH, ROOT, measured_on, write
 from foundation.files import hash_of
 from packing.batch import BatchStream, StepBatches
-from pretrain.compare.figures import GREY, new_figure, save, style_panel
 from pretrain.metrics.run_folder import describe_environment
 from pretrain.metrics.run_record import read_metrics
 
@@ -129,26 +128,26 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
         }
         for case in CASES
     }
-    cases = [case for case, curves in found.items() if curves]
-    figure = new_figure(5.4 * len(cases), 6.4)
+    cases, grey = [case for case, curves in found.items() if curves], "#666666"
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.4 * len(cases), 6.4), dpi=150, layout="constrained")
     rows = figure.subplots(2, len(cases), sharex=True, squeeze=False)
     for case, (losses, differences) in zip(cases, rows.T, strict=True):
         one, others = found[case].pop("1")["loss"], found[case]
         steps = range(1, len(one) + 1)
-        losses.plot(steps, one, color=GREY, linewidth=5, alpha=0.4)
+        losses.plot(steps, one, color=grey, linewidth=5, alpha=0.4)
         for name, curves in others.items():
             topology, _, number = name.partition(", ")
-            colour = GREY if name == ORDER else f"C{list(report).index(topology)}"
+            colour = grey if name == ORDER else f"C{list(report).index(topology)}"
             style = {"color": colour, "linewidth": 1, "linestyle": "-" if number == "2" else "--"}
             losses.plot(steps, curves["loss"], **style)
             apart = [max(abs(b / a - 1), 1e-9) for a, b in zip(one, curves["loss"], strict=True)]
             differences.plot(steps, apart, label=name if case == cases[0] else None, **style)
         losses.set(title=case, ylabel="loss, nats; one process wide and grey")
         differences.set(yscale="log", ylim=(1e-9, 1e-3), xlabel="step", ylabel="relative difference from one process")
-        for panel in (losses, differences):
-            style_panel(panel)
     figure.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
-    save(figure, path)
+    figure.savefig(path)
 
 
 def fused_curves(report: Mapping[str, Any], case: str) -> Iterator[tuple[str, str, Mapping[str, Sequence[float]]]]:

@@ -104,14 +104,6 @@ def forked_tokenizers() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def blank_curves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For reports whose numbers are looked at and not the curves: tests/pretrain/compare/test_report.py draws these."""
-    from tests import blank_picture
-
-    monkeypatch.setattr("pretrain.compare.report.plot_losses", blank_picture.plot_losses)
-
-
 @pytest.fixture(scope="session")
 def small_packs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """120 training and 10 held-out packs of 32 tokens; each document counts upwards from a random token, which can be learnt."""
@@ -325,7 +317,7 @@ def launcher_here(caches: str) -> Callable[..., tuple[int, str, str]]:
         warnings = logging.StreamHandler(err)  # where the launcher finds logging set up, as it is under pytest, it adds none
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
             patch.setattr(sys, "argv", ["train_accelerate.py", *arguments])
-            patch.setattr(recording, "plot_losses", blank_picture.plot_losses)
+            patch.setattr(recording, "picture_of_run", blank_picture.blank)
             patch.setenv("ACCELERATE_USE_CPU", "true")
             patch.setenv("XDG_CACHE_HOME", caches)
             AcceleratorState._reset_state(reset_partial_state=True)  # accelerate keeps its state in the process

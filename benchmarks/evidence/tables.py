@@ -22,7 +22,7 @@ from typing import Any
 
 from foundation.files import replace_file
 from foundation.tables import UNKNOWN, markdown, or_dash
-from pretrain.compare.seeds import MARGIN, SeedDifference
+from pretrain.compare.differences import MARGIN, SeedDifference
 
 RESULTS = Path("benchmarks/results/loss")
 PAGE, ANSWER = Path("benchmarks/evidence/results.md"), Path("docs/evidence.md")

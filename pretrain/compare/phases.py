@@ -12,15 +12,12 @@ Exit status: 0 an answer, 1 no cell of the first phase is stable, 2 something gi
 from __future__ import annotations
 
 import argparse
-import math
+import itertools
 import shlex
-import statistics
-import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -31,16 +28,14 @@ from foundation.reading import load_yaml
 from foundation.settings import PathText, Share, parse
 from foundation.signals import StopRequest
 from foundation.tables import UNKNOWN, markdown, or_dash
-from foundation.units import count, memory, percent, plural
-from pretrain.compare.matrix import Outcome, run_all, say
-from pretrain.compare.matrix_cell import TIME_IS_UP_STATUS, command_of
-from pretrain.compare.matrix_file import CellSettings, LaunchSettings, Matrix, MatrixRun, MatrixSettings, Values, make_matrix
+from foundation.units import memory, percent, plural
+from pretrain.compare.matrix_file import Cell, CellSettings, LaunchSettings, Matrix, MatrixSettings, Values, make_matrix
+from pretrain.compare.matrix_run import Outcome, at_most, command_of, run_all, say
 from pretrain.metrics.run_folder import RunFolder
-from pretrain.metrics.run_record import WARM_UP_STEPS, RunRecord, is_rollback, is_unlabelled, read_run
+from pretrain.metrics.run_record import WARM_UP_STEPS
 from pretrain.settings.config import filled_in, flatten, parse_overrides
 
 LEAST_STEPS = WARM_UP_STEPS + 3  # for a median that means something
-TOO_SHORT = f"too few steps tell no speed; set `train.steps` to {LEAST_STEPS} or more"
 
 
 class PhaseSettings(CellSettings):
@@ -58,44 +53,32 @@ class PhasesSettings(LaunchSettings):
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A cell that was run: how fast, or why that does not count."""
+class Measured:
+    """A cell that was run: the figures of its summary, and why its speed does not count."""
 
     phase: str
-    run: MatrixRun
-    record: RunRecord | None
-    unstable: str  # why its speed does not count; empty where it does
+    cell: Cell
+    figures: dict[str, Any]
+    unstable: str  # empty where its speed counts
 
     @classmethod
-    def of(cls, phase: str, outcome: Outcome) -> Candidate:
-        try:
-            record = read_run(outcome.run.run_dir)
-        except InputError as error:
-            return cls(phase, outcome.run, None, str(error))
-        failed = "" if outcome.status.startswith("finished") else f"{outcome.status}: see {outcome.run.log}"
-        return cls(phase, outcome.run, record, why_unstable(record) or failed)
+    def of(cls, phase: str, outcome: Outcome) -> Measured:
+        run = outcome.cell.record()
+        if run is None or not outcome.is_finished:
+            why = run.summary.get("halted", "") if run else ""
+            return cls(phase, outcome.cell, {}, f"{outcome.status}: {why or f'see {outcome.cell.log}'}")
+        reasons = {
+            run.broke_off: run.broke_off,
+            "it shared its devices with another run": run.side_by_side,
+            "a step was left out": run.summary["skipped_steps"],
+            "it went back to a checkpoint": run.summary.get("rollbacks"),
+        }
+        return cls(phase, outcome.cell, run.summary, next((reason for reason, applies in reasons.items() if applies), ""))
 
     @property
-    def speed(self) -> float | None:
-        """Tokens/s over all devices, median; None where it does not count."""
-        timed = self.record.steps[WARM_UP_STEPS:] if self.record and not self.unstable else []
-        return statistics.median(each["tokens_per_second"] for each in timed) if timed else None
-
-
-def why_unstable(record: RunRecord) -> str:
-    steps = record.steps
-    losses = {each["step"]: each["loss"] for each in steps if not is_unlabelled(each)}
-    lost = [step for step, loss in losses.items() if loss is None or not math.isfinite(loss)]
-    skipped = [each["step"] for each in steps if each.get("skipped")]
-    reasons = {
-        f"halted at step {record.summary['steps']}: {record.summary.get('halted')}": "halted" in record.summary,
-        TOO_SHORT: len(steps) < LEAST_STEPS,
-        "it shared its devices with another run": record.side_by_side,
-        f"the loss of step {lost[:1]} is not finite": lost,
-        f"step {skipped[:1]} was left out": skipped,
-        "it went back to a checkpoint": any(map(is_rollback, record.metrics)),
-    }
-    return next((reason for reason, applies in reasons.items() if applies), "")
+    def speed(self) -> float:
+        """Tokens/s over all devices; 0 where it does not count."""
+        return 0.0 if self.unstable else self.figures["tokens_per_second"]
 
 
 @dataclass
@@ -105,101 +88,77 @@ class Search:
     path: Path
     settings: PhasesSettings
     overrides: tuple[str, ...]
-    folder: Path
-    tried: list[Candidate] = field(default_factory=list)
-    chosen: list[Candidate] = field(default_factory=list)  # the best cell of each phase that gained, in order
+    measured: list[Measured] = field(default_factory=list)
+    chosen: list[Measured] = field(default_factory=list)  # the best cell of each phase that gained, in order
     ended: str = "all phases are measured"
-    began: float = field(default_factory=time.monotonic)
 
     @property
-    def best(self) -> Candidate | None:
-        return self.chosen[-1] if self.chosen else None
+    def folder(self) -> Path:
+        return Path(filled_in(self.settings.run_dir, {"name": self.settings.name}))
 
     @property
     def values(self) -> Values:
         """What the chosen cells set, the later ones over the earlier."""
-        return {key: value for each in self.chosen for key, value in each.run.values.items()}
+        return {key: value for each in self.chosen for key, value in each.cell.values.items()}
 
-    @property
-    def names(self) -> list[str]:
-        return [each.run.name for each in self.chosen]
-
-    def matrix(self, number: int, chosen: Values) -> Matrix:
-        """Phase `number`, from 1, on the `chosen` values. Its runs lie in a folder of the choices so far, as others would give
-        other runs. InputError for a mistake in it, which names the phase."""
-        settings, phase = self.settings, self.settings.phases[number - 1]
-        below, axes = flatten(settings.overrides) | chosen, flatten(phase.axes)
-        beside = {key: value for key, value in below.items() if key in axes}  # a matrix has no override of an axis; its cells do
-        place = self.folder.joinpath(f"{number}-{phase.name}", *self.names)
-        cells = {"axes": phase.axes, "leave_out": phase.leave_out, "cells": [beside | flatten(cell) for cell in phase.cells]}
+    def matrix(self, phase: PhaseSettings, values: Values) -> Matrix:
+        """`phase` on the chosen `values`. Its runs lie in a folder of the choices so far, as others would give other runs.
+        InputError for a mistake in it, which names the phase."""
+        settings = self.settings
+        place = self.folder.joinpath(phase.name, *(each.cell.name for each in self.chosen))
         matrix = MatrixSettings(
-            **settings.model_dump(include=set(LaunchSettings.model_fields) - {"name", "overrides", "max_hours"}),
-            **cells,
+            **settings.model_dump(include={"recipe", "accelerate", "gpus", "processes"}),
+            **phase.model_dump(include={"axes", "cells"}),
             name=f"{settings.name}-{phase.name}",
-            overrides={key: value for key, value in below.items() if key not in axes},
+            overrides=flatten(settings.overrides) | values,
             run_dir=f"{place}/{{cell}}",
-            max_hours=settings.max_hours and max(settings.max_hours - (time.monotonic() - self.began) / 3600, 1e-3),
         )
         return make_matrix(f"{self.path}, phase {phase.name}", matrix, self.overrides)
 
     def check(self) -> list[Matrix]:
-        """Every phase as a matrix, before the first is begun: on the base, or where that does not take it, on a cell of the phase
-        before, which may set what it needs. InputError for a mistake in any."""
-        matrices: list[Matrix] = []
-        for place in range(1, len(self.settings.phases) + 1):
-            bases = [*(run.values for matrix in matrices[-1:] for run in matrix.runs), {}]
-            while True:
-                try:
-                    matrices.append(self.matrix(place, bases.pop()))
-                    break
-                except InputError:
-                    if not bases:
-                        raise
-            for run in matrices[-1].runs:
-                if (steps := run.recipe.train.steps) is not None and steps < LEAST_STEPS:
-                    raise InputError(f"{matrices[-1].path}, cell {run.name}: {TOO_SHORT}")
+        """Every phase as a matrix, before the first is begun: each on the first cells of those before it, which may set what it
+        needs. InputError for a mistake in any."""
+        matrices, values = [], {}
+        for phase in self.settings.phases:
+            matrices.append(matrix := self.matrix(phase, values))
+            values |= matrix.cells[0].values
+            for cell in matrix.cells:
+                if (cell.recipe.train.steps or LEAST_STEPS) < LEAST_STEPS:
+                    few = f"too few steps tell no speed; set `train.steps` to {LEAST_STEPS} or more"
+                    raise InputError(f"{matrix.path}, cell {cell.name}: {few}")
         return matrices
 
     def judge(self, phase: str, outcomes: Sequence[Outcome]) -> bool:
         """Judge the cells of a phase that has ended; whether the next one is to be measured."""
-        candidates = [Candidate.of(phase, outcome) for outcome in outcomes]
-        self.tried += candidates
-        fastest = max(candidates, key=lambda each: each.speed or 0.0)
-        if fastest.speed is None:
+        own = sorted((Measured.of(phase, outcome) for outcome in outcomes), key=lambda each: -each.speed)
+        self.measured += own
+        if not own[0].speed:
             self.ended = f"no cell of phase {phase} is stable"
-            return False
-        gain = fastest.speed / self.best.speed - 1 if self.best else math.inf
-        if gain < self.settings.least_gain:
-            wanted = f"{self.settings.least_gain:+.1%}"
-            self.ended = f"the fastest of phase {phase} gains {gain:+.1%} over what it stands on, less than {wanted}"
-            return False
-        self.chosen.append(fastest)
-        return True
+        elif self.chosen and (gain := own[0].speed / self.chosen[-1].speed - 1) < self.settings.least_gain:
+            self.ended = f"the fastest of phase {phase} gains {gain:+.1%}, less than {self.settings.least_gain:+.1%}"
+        else:
+            self.chosen.append(own[0])
+            return True
+        return False
 
     def report(self) -> str:
         """The table of all cells, phase by phase, the fastest first, and the answer, in Markdown."""
-        rows, before = [], None
-        for phase in dict.fromkeys(each.phase for each in self.tried):
-            own = sorted((each for each in self.tried if each.phase == phase), key=lambda each: -(each.speed or 0.0))
-            for each in own:
-                figures = each.record.summary if each.record else {}
+        rows, before = [], 0.0
+        for _, phase in itertools.groupby(self.measured, key=lambda each: each.phase):
+            for each in (own := [*phase]):
                 gain = f"{each.speed / before - 1:+.1%}" if each.speed and before else UNKNOWN
-                row = [phase, each.run.name, or_dash(each.speed, "{:,.0f}".format), gain]
-                row += [or_dash(figures.get("mfu_bf16_peak"), percent), or_dash(figures.get("memory_gib"), memory)]
-                row.append(or_dash(figures.get("loss"), "{:.3f}".format))
-                rows.append([*row, "**best**" if each is self.best else each.unstable])
-            before = max([before or 0.0, *(each.speed or 0.0 for each in own)]) or None
-        header = ["phase", "cell", "tokens/s", "gain", "MFU (BF16)", "memory", "last loss", ""]
-        lines = [markdown(header, rows, names=2), f"Ended: {self.ended}."]
-        if self.best is not None:
+                row = [each.phase, each.cell.name, or_dash(each.speed or None, "{:,.0f}".format), gain]
+                row += [or_dash(each.figures.get("mfu_bf16_peak"), percent), or_dash(each.figures.get("memory_gib"), memory)]
+                rows.append([*row, "**best**" if each in self.chosen[-1:] else each.unstable])
+            before = own[0].speed
+        lines = [markdown(["phase", "cell", "tokens/s", "gain", "MFU (BF16)", "memory", ""], rows, names=2)]
+        lines.append(f"Ended: {self.ended}.")
+        if self.chosen:
             command = ["accelerate", "launch", "--config_file", str(self.settings.accelerate), "train_accelerate.py"]
             keys = {*self.values, *parse_overrides(self.overrides)}
-            own = [text for text in self.best.run.overrides if text.partition("=")[0].strip() in keys]
-            lines += [
-                f"Fastest and stable: {' + '.join(self.names)}, {count(self.best.speed)} tokens/s. To train with it, without the "
-                f"`overrides` of {self.path}:",
-                f"    {shlex.join([*command, str(self.settings.recipe), *own])}",
-            ]
+            own = [text for text in self.chosen[-1].cell.overrides if text.partition("=")[0] in keys]
+            lines.append(f"To train with the best, without the `overrides` of {self.path}:")
+            lines.append(f"    {shlex.join([*command, str(self.settings.recipe), *own])}")
         return "\n\n".join(lines)
 
 
@@ -209,7 +168,7 @@ def load_phases(path: Path, overrides: Sequence[str], **changes: float) -> Searc
     names = [phase.name for phase in settings.phases]
     if len(set(names)) < len(names):
         raise InputError(f"{path}: `phases`: two are named {max(names, key=names.count)}; each has a name of its own")
-    return Search(path, settings, tuple(overrides), Path(filled_in(settings.run_dir, {"name": settings.name})))
+    return Search(path, settings, tuple(overrides))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -221,37 +180,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="over the recipe's settings, in every cell")
     parser.add_argument("--gpus", type=number(1, whole=True), metavar="N", help="GPUs of this machine for a phase's cells")
     parser.add_argument("--max-hours", type=number(), metavar="H", help="after these, what is running saves and all stops")
-    parser.add_argument("--dry-run", action="store_true", help="print the commands of all phases on the base, and stop")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands of all phases, on first cells, and stop")
     options = parser.parse_intermixed_args(arguments)
     changes = {key: value for key in ("gpus", "max_hours") if (value := getattr(options, key)) is not None}
     search = load_phases(options.phases, options.overrides, **changes)
     matrices = search.check()
     if options.dry_run:
         for phase, matrix in zip(search.settings.phases, matrices, strict=True):
-            print(f"# {phase.name}" + ("" if matrix is matrices[0] else ", as if on the base; in the search, on the best before"))
-            print("\n".join(shlex.join(command_of(matrix, run)) for run in matrix.runs))
+            print(f"# {phase.name}" + ("" if matrix is matrices[0] else ", on first cells; in the search, on the best before"))
+            print("\n".join(shlex.join(command_of(matrix, cell)) for cell in matrix.cells))
         return 0
-    with RunFolder(search.folder):
-        return measure(search)
+    with RunFolder(search.folder), StopRequest(passed_on=True) as stop, at_most(search.settings.max_hours):
+        return measure(search, stop)
 
 
-def measure(search: Search) -> int:
+def measure(search: Search, stop: StopRequest) -> int:
     """Run phase after phase, until one gains nothing; returns the exit status."""
     page, phases = search.folder / "phases.md", search.settings.phases
-    with StopRequest(passed_on=True) as stop:
-        for place, phase in enumerate(phases, start=1):
-            matrix = search.matrix(place, search.values)
-            for run in matrix.runs:
-                run.check_folder()
-            on = f", on {' + '.join(search.names)}" if search.chosen else ""
-            say(f"\nphase {place} of {len(phases)}, {phase.name}: {plural(len(matrix.runs), 'cell')}{on}")
-            outcomes = run_all(matrix, matrix.runs, stop, by_speed=True)
-            if stop.requested or any(each.status in ("stopped", "not started") for each in outcomes):
-                print("\nstopped; the same command goes on from here", file=sys.stderr)
-                return 128 + stop.requested if stop.requested else TIME_IS_UP_STATUS
-            gained = search.judge(phase.name, outcomes)
-            save_file(page, f"{search.report()}\n".encode())
-            if not gained:
-                break
+    for place, phase in enumerate(phases, start=1):
+        matrix = search.matrix(phase, search.values)
+        for cell in matrix.cells:
+            cell.check_folder()
+        say(f"\nphase {place} of {len(phases)}, {phase.name}: {plural(len(matrix.cells), 'cell')}")
+        outcomes = run_all(matrix, matrix.cells, stop)
+        if stop.requested:
+            say("\nstopped; the same command goes on from here")
+            return 128 + stop.requested
+        gained = search.judge(phase.name, outcomes)
+        save_file(page, f"{search.report()}\n".encode())
+        if not gained:
+            break
     say(f"\n{search.report()}\n\nThe table is in {page}")
-    return 0 if search.best else 1
+    return 0 if search.chosen else 1

@@ -1,4 +1,4 @@
-"""Curves and tables from what runs left behind: `python -m pretrain report RUN [RUN ...] [--out report.html] [--vary KEY]`.
+"""Tables and a page from what runs left behind: `python -m pretrain report RUN [RUN ...] [--out report.html] [--vary KEY]`.
 
 Reads files only and imports no torch: it starts at once, works while a run is going, and on a machine that could not train it.
 """
@@ -6,7 +6,6 @@ Reads files only and imports no torch: it starts at once, works while a run is g
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,17 +14,18 @@ from pathlib import Path
 from foundation.command import CommandParser, number
 from foundation.errors import InputError
 from foundation.files import MARKDOWN_MARK, check_replaceable, save_file
+from foundation.reading import load_json
 from foundation.units import plural
-from pretrain.compare.columns import differences_of, figures_of, meanings, signed, table_of, with_interval
+from pretrain.compare.columns import differences_of, figures_of, meanings, signed, table_of
 from pretrain.compare.comparison import TOLERANCE, RunComparison
-from pretrain.compare.fairness import check_comparable, last_steps
-from pretrain.compare.figures import plot_losses, plot_seeds
-from pretrain.compare.kept_runs import read_kept
+from pretrain.compare.differences import FEWEST_SEEDS, MARGIN, last_steps
+from pretrain.compare.fairness import check_comparable
 from pretrain.compare.page import render
 from pretrain.compare.seed_groups import SeedComparison, grouped
-from pretrain.compare.seeds import FEWEST_SEEDS, MARGIN
 from pretrain.metrics.run_folder import METRICS_FILE
 from pretrain.metrics.run_record import NoStepYet, RunRecord, read_finished, read_run
+from pretrain.settings.config import resolved
+from pretrain.settings.recipe import Recipe
 
 DAY = 86_400  # seconds
 
@@ -61,61 +61,57 @@ class Report:
         """The comparison of several groups of seeds, which then stands first."""
         return self.seeds if self.seeds and self.seeds.others else None
 
+    @property
+    def answer(self) -> str:
+        return (self.seeds or self.comparison).answer()
+
     def tables(self, *, brief: bool = False) -> list[str]:
         """The answer, the tables and what to note, in Markdown. `brief`: over seeds without the table of single runs."""
         comparison, over_seeds = self.comparison, self.by_seeds
-        parts, columns = [(self.seeds or comparison).answer()], []
+        parts, columns = [self.answer], []
         if over_seeds:
             of_groups, paired = over_seeds.columns(), [each for each in over_seeds.others if each.difference]
             parts += [table_of(of_groups, over_seeds.results), _bullets([*meanings(of_groups), *over_seeds.notes()])]
             parts += [table_of(over_seeds.columns_by_seed(), paired)] if paired else []
         if not (over_seeds and brief):
             parts.append(table_of(figures_of(comparison), comparison.standings))
-            if not over_seeds and any(each.differences for each in comparison.standings[1:]):
+            if not over_seeds and comparison.standings[1:]:
                 columns = differences_of(comparison)
                 parts.append(table_of(columns, comparison.standings[1:]))
             parts.append(_bullets([*meanings(columns[1:]), *comparison.notes(over_seeds=bool(over_seeds))]))
         return [part for part in parts if part]
 
-    def write(
-        self, picture: Path | None, tables_file: Path | None, page: Path | None, *, gate: bool = False, every: float | None = None
-    ) -> None:
-        """Write what has a place: the PNG, the Markdown file with the PNG in it, the page with what the `gate` says of it, which
-        is read again `every` so many seconds."""
-        if picture and self.by_seeds:
-            plot_seeds(self.by_seeds, picture)
-        elif picture:
-            plot_losses(self.comparison.runs, picture)
+    def write(self, tables_file: Path | None, page: Path | None, *, gate: bool = False, every: float | None = None) -> None:
+        """Write what has a place: the Markdown file, and the page with what the `gate` says of it, which is read again `every` so
+        many seconds."""
         if tables_file:
-            drawn = [f"![what runs differ by]({os.path.relpath(picture, tables_file.parent)})"] if picture else []
-            content = "\n\n".join([*self.tables(), *drawn, MARKDOWN_MARK])
-            save_file(tables_file, content.encode() + b"\n")
+            save_file(tables_file, "\n\n".join([*self.tables(), MARKDOWN_MARK, ""]).encode())
         if page:
-            html = render(self.comparison, seeds=self.seeds, failures=self.judge() if gate else None, every=every)
-            save_file(page, html)
+            failures = self.judge() if gate else None
+            save_file(page, render(self.comparison, self.by_seeds, self.answer, failures=failures, every=every))
 
     def judge(self) -> list[str]:
         """Why the gate is not passed, a line for each run or group of seeds; InputError where there is nothing to hold it
         against."""
         if self.by_seeds:
             return list(_failed_groups(self.by_seeds, self.comparison.tolerance))
-        base, tolerance = self.comparison.baseline, self.comparison.tolerance
-        if len(self.comparison.standings) < 2:
-            raise InputError(f"--gate: {base.look.label} is the only run; name a baseline and at least one other")
+        base, others = self.comparison.baseline, self.comparison.standings[1:]
+        if not others:
+            raise InputError(f"--gate: {base.label} is the only run; name a baseline and at least one other")
         if base.run.broke_off or base.run.is_unfinished:
-            raise InputError(f"--gate: the baseline {base.look.label} came to no end; name a finished run with --baseline")
-        for each in self.comparison.standings:
-            if each.not_paired and not each.run.broke_off:
-                raise InputError(f"--gate: {each.look.label} cannot be held against {base.look.label}: {each.not_paired}")
+            raise InputError(f"--gate: the baseline {base.label} came to no end; name a finished run with --baseline")
         failures = []
-        for each in self.comparison.standings[1:]:
+        for each in others:
             if each.run.broke_off:
-                failures.append(f"{each.look.label} {each.run.broke_off}")
+                failures.append(f"{each.label} {each.run.broke_off}")
+            elif each.not_paired:
+                raise InputError(f"--gate: {each.label} cannot be held against {base.label}: {each.not_paired}")
             elif each.run.is_unfinished:
-                failures.append(f"{each.look.label} is not finished: it has {plural(each.run.summary['steps'], 'step')}")
-            elif not each.gap.ends[1] <= tolerance:  # without an interval the mean is judged
-                end = f"ends {with_interval(each.gap)} nats from {base.look.label}, over the {last_steps([each.gap])}"
-                failures.append(f"{each.look.label} {end}; {tolerance:g} are allowed")
+                failures.append(f"{each.label} is not finished: it has {plural(each.run.summary['steps'], 'step')}")
+            elif not each.gap.ends[1] <= self.comparison.tolerance:  # without an interval the mean is judged
+                half = f" ± {each.gap.half_width:.5f}" if each.gap.has_interval else ""
+                end = f"{signed(each.gap.mean, 5)}{half} nats from {base.label}, over the {last_steps([each.gap])}"
+                failures.append(f"{each.label} ends {end}; {self.comparison.tolerance:g} are allowed")
         return failures
 
 
@@ -139,6 +135,9 @@ def _bullets(notes: Iterable[str]) -> str:
     return "\n".join(f"* {note}" for note in notes)
 
 
+# ── Reading ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
 def read_runs(paths: Sequence[Path], baseline: Path | None = None) -> list[RunRecord]:
     """The runs of these folders, and of files that `benchmarks.collect_runs` made; the baseline first, by default the first.
 
@@ -157,6 +156,26 @@ def read_runs(paths: Sequence[Path], baseline: Path | None = None) -> list[RunRe
     return [first, *(run for run in runs.values() if run is not first)]
 
 
+def read_kept(path: Path) -> list[RunRecord]:
+    """The runs of a result file, each as if its folder were still called by its name: what `python -m benchmarks.collect_runs`
+    kept of their files. InputError for another file."""
+    try:
+        return [_kept(path.with_suffix("") / name, **run) for name, run in load_json(path)["runs"].items()]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{path}: holds no runs as `python -m benchmarks.collect_runs` keeps them ({error})") from None
+
+
+def _kept(path: Path, *, config: dict, steps: dict[str, list], events: list[dict], **files: dict) -> RunRecord:
+    """`steps`: the values of each key in their order, which a line of metrics.jsonl has one of."""
+    lines = [dict(zip(steps, values, strict=True)) for values in zip(*steps.values(), strict=True)]
+    # A recipe of today may have fewer keys than that of a run which is kept for long.
+    config = resolved(Recipe.model_validate(config, extra="ignore"))
+    return RunRecord(path, config, metrics=sorted([*lines, *events], key=lambda line: line["step"]), **files)
+
+
+# ── The command ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns its exit status. Raises InputError for a mistake in what it was given."""
     options = _parse(arguments)
@@ -164,16 +183,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report = watch(options)
     else:
         runs = read_runs(options.runs, options.baseline)
-        picture = options.picture
-        if not (picture or options.page):
-            first = options.runs[0]
-            in_folder = first / "loss.png" if len(runs) == 1 else first.parent / "comparison.png"
-            picture = in_folder if first.is_dir() else first.with_suffix(".png")
-            check_replaceable(picture, "without --out,")
         report = _report_on(options, runs)
-        report.write(picture, options.markdown, options.page, gate=options.gate is not None)
-        written = [str(path) for path in (picture, options.markdown, options.page) if path]
-        print("\n\n".join([*report.tables(brief=True), f"Written: {', '.join(written)}"]))
+        report.write(options.out.get(".md"), options.out.get(".html"), gate=options.gate is not None)
+        print("\n\n".join([*report.tables(brief=True), *(f"Written: {path}" for path in options.out.values())]))
     if options.gate is None:
         return 0
     failures = report.judge() if report else ["no run has a step yet"]
@@ -190,34 +202,34 @@ def _report_on(options: argparse.Namespace, runs: Sequence[RunRecord]) -> Report
 
 def watch(options: argparse.Namespace) -> Report | None:
     """Write the page whenever a run has come further, until all have ended or Ctrl-C comes; returns what stands in it."""
-    report, written, waiting, gate = None, None, "", options.gate is not None
-    print(
-        f"following {', '.join(map(str, options.runs))}: {options.page} is written again as they go; Ctrl-C ends it", flush=True
-    )
+    report, before, going, page = None, "", True, options.out[".html"]
+    print(f"following {', '.join(map(str, options.runs))} in {page}; Ctrl-C ends it", flush=True)
     try:
-        while True:
+        while going:
+            runs: list[RunRecord] = []
             try:
                 if missing := [path for path in options.runs if not (path / METRICS_FILE).exists()]:
                     raise NoStepYet(missing[0])
                 runs = read_runs(options.runs, options.baseline)
-                now, going = [len(run.metrics) for run in runs], not all(map(_has_ended, runs))
-                if now != written or not going:
-                    report, written = _report_on(options, runs), now
-                    report.write(None, None, options.page, gate=gate and not going, every=options.watch if going else None)
-                    at = ", ".join(f"{run.name} step {run.summary['steps']:,}" for run in runs)
-                    print(f"{time.strftime('%H:%M:%S')}  {at}: {options.page}", flush=True)
-                if not going:
-                    break
+                now, going = (
+                    ", ".join(f"{run.name} step {run.summary['steps']:,}" for run in runs),
+                    not all(map(_has_ended, runs)),
+                )
             except NoStepYet as none:
-                if str(none) != waiting:
-                    waiting = str(none)
-                    print(f"waiting for the first step of {none.run_dir}", flush=True)
-            time.sleep(options.watch)
+                now = f"waiting for the first step of {none.run_dir}"
+            if now != before or not going:
+                print(f"{time.strftime('%H:%M:%S')}  {now}", flush=True)
+                if runs:
+                    report, gate = _report_on(options, runs), options.gate is not None and not going
+                    report.write(None, page, gate=gate, every=options.watch if going else None)
+            before = now
+            if going:
+                time.sleep(options.watch)
     except KeyboardInterrupt:
         if report:
-            report.write(None, None, options.page)
+            report.write(None, page)
     if report:
-        print(f"{(report.seeds or report.comparison).answer()}\n\nPage: {options.page}")
+        print(f"{report.answer}\n\nPage: {page}")
     return report
 
 
@@ -227,13 +239,14 @@ def _has_ended(run: RunRecord) -> bool:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options, checked, with `page` and `picture` for what --out names, and what their files hold in the files' place."""
+    """The options, checked, with `out` as files by their endings."""
     parser = CommandParser(prog="python -m pretrain report", description="Run folders side by side, or one alone.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder; several are compared")
     parser.add_argument("--baseline", type=Path, metavar="RUN", help="what the others are compared to (default: the first)")
-    out = "a page with everything (.html), the curves (.png) or tables and curves (.md) (default: loss.png in the run folder, or "
-    parser.add_argument("--out", type=Path, metavar="FILE", help=f"{out}comparison.png beside several)")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables there too (.md)")
+    out = (
+        "a page with everything (.html), the curves (.png) or tables and curves (.md); repeatable (default: loss.png in the run "
+    )
+    parser.add_argument("--out", action="append", default=[], type=Path, help=f"{out}folder, or comparison.png beside several)")
     vary = "a key, or section, that may differ: what is compared; repeatable"
     parser.add_argument("--vary", action="append", default=[], metavar="KEY", help=vary)
     gate = "exit with 1 if a run's loss ends further than this above the baseline's"
@@ -243,17 +256,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     margin = f"over seeds: of the baseline's loss, within which a difference counts as none (default: {100 * MARGIN:g})"
     parser.add_argument("--margin", type=number(most=100), metavar="PERCENT", help=margin)
     options = parser.parse_intermixed_args(arguments)
-    ending = options.out.suffix if options.out else ""
-    if ending not in ("", ".html", ".png", ".md") or (options.out and not ending):
-        raise InputError(f"--out {options.out}: ends in none of .html, .png and .md, which say what to write")
-    if ending == ".md" and options.markdown:
-        raise InputError(f"--out {options.out} and --markdown {options.markdown}: both are for the tables; leave one out")
-    options.page = options.out if ending == ".html" else None
-    options.picture = options.out.with_suffix(".png") if ending in (".png", ".md") else None
-    options.markdown = options.out if ending == ".md" else options.markdown
-    for path in filter(None, (options.page, options.picture, options.markdown)):
+    files = {path.suffix: path for path in options.out}
+    for path in options.out:
+        if path.suffix not in (".html", ".md") or files[path.suffix] != path:
+            raise InputError(f"--out {path}: one file may end in .html and one in .md, which say what to write")
         check_replaceable(path)
-    if options.watch is not None and (not options.page or options.markdown):
-        raise InputError("--watch writes a page again and again, and nothing else: give --out report.html, and no --markdown")
+    if options.watch is not None and list(files) != [".html"]:
+        raise InputError("--watch writes a page again and again, and nothing else: give --out report.html alone")
+    options.out = files
     options.margin = None if options.margin is None else options.margin / 100
     return options

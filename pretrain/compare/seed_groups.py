@@ -5,30 +5,17 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from foundation.tables import UNKNOWN
-from foundation.units import count, plural
-from pretrain.compare.appearance import as_text
-from pretrain.compare.columns import Column, signed
+from foundation.units import plural
+from pretrain.compare.columns import Column, as_text, signed
 from pretrain.compare.comparison import by_verdict, on_one_kind_of_machine, own_speed
+from pretrain.compare.differences import CONFIDENCE, EQUIVALENCE, FEWEST_SEEDS, MARGIN, SeedDifference
 from pretrain.compare.fairness import changed_settings, recipe_of, same_held_out, same_packs
-from pretrain.compare.seeds import (
-    CONFIDENCE,
-    EQUIVALENCE,
-    FEWEST_EVALUATIONS,
-    FEWEST_SEEDS,
-    MARGIN,
-    SeedDifference,
-    TokenSlope,
-)
 from pretrain.metrics.run_record import LAST_STEPS, LOSS_KEY, RunRecord
-from pretrain.optimizer.schedule import decay_begins
 from pretrain.precision.schedule import is_quantized
 from pretrain.settings.config import flatten, resolved
 
@@ -36,7 +23,6 @@ from pretrain.settings.config import flatten, resolved
 # lie, whose fingerprint says what they hold.
 _WITHIN = ("seed", "name", "run_dir", "log.", "checkpoint.", "health.", "parity", "batch.microbatch")
 _WITHIN += ("evaluate.samples", "data.packs", "data.source", "data.tokenizer")
-_CONSTANT_KINDS = ("wsd", "constant")  # schedules of which a part has one rate
 _SEED_IN_A_NAME = re.compile(r"(?:^|[-_.,])seed[=_-]?\d+(?=$|[-_.,])")
 
 
@@ -46,48 +32,36 @@ class SeedGroup:
 
     name: str
     runs: dict[int, RunRecord]  # by seed
-    repeats: bool = False  # whether it is the baseline's training once more, seed by seed
 
 
 def grouped(runs: Sequence[RunRecord]) -> list[SeedGroup]:
-    """The groups in the order of their first runs. Where a group had a seed twice, its folders' names tell the repeats apart."""
-    settings = [tuple(_settings(run).items()) for run in runs]
-    seeds = Counter(zip(settings, map(_seed, runs), strict=True))
-    repeated = {own for (own, _), times in seeds.items() if times > 1}
-    parts: dict[tuple[Any, str], dict[int, RunRecord]] = {}
-    for run, own in zip(runs, settings, strict=True):
-        folder = str(run.path.parent / _without_seed(run)) if own in repeated else ""
-        parts.setdefault((own, folder), {})[_seed(run)] = run
-    names = _names([list(part.values()) for part in parts.values()])
-    return [
-        SeedGroup(name, part, repeats=place > 0 and own == settings[0])
-        for place, (name, ((own, _), part)) in enumerate(zip(names, parts.items(), strict=True))
-    ]
-
-
-def _names(parts: Sequence[Sequence[RunRecord]]) -> list[str]:
-    """A group is called what its folders' names share beside the seed, else as its first run; no two are called the same."""
-    shared = [{_without_seed(run) for run in part} - {""} for part in parts]
-    names = [each.pop() if len(each) == 1 else part[0].name for each, part in zip(shared, parts, strict=True)]
-    return [name if names.count(name) == 1 else str(part[0].path) for name, part in zip(names, parts, strict=True)]
+    """The groups in the order of their first runs: of one training, and where a seed of it is there twice, of folders that are
+    called alike. A group is called what its folders' names share beside the seed, else as its first run."""
+    groups: dict[tuple[Any, str], dict[int, RunRecord]] = {}
+    trainings = [tuple(_settings(run).items()) for run in runs]
+    pairs = [(training, recipe_of(run).seed) for run, training in zip(runs, trainings, strict=True)]
+    repeated = {training for training, seed in pairs if pairs.count((training, seed)) > 1}
+    for run, (training, seed) in zip(runs, pairs, strict=True):
+        folder = str(run.path.parent / _without_seed(run)) if training in repeated else ""
+        groups.setdefault((training, folder), {})[seed] = run
+    shared = [{_without_seed(run) for run in group.values()} - {""} for group in groups.values()]
+    firsts = [next(iter(group.values())) for group in groups.values()]
+    names = [each.pop() if len(each) == 1 else first.name for each, first in zip(shared, firsts, strict=True)]
+    names = [name if names.count(name) == 1 else str(first.path) for name, first in zip(names, firsts, strict=True)]
+    return [SeedGroup(name, group) for name, group in zip(names, groups.values(), strict=True)]
 
 
 def _without_seed(run: RunRecord) -> str:
     return _SEED_IN_A_NAME.sub("", run.name).strip("-_.,")
 
 
-def _seed(run: RunRecord) -> int:
-    return recipe_of(run).seed
-
-
 def _settings(run: RunRecord) -> dict[str, str]:
     """What runs of one group share, as text: settings, data, and what computed the products."""
     recipe = recipe_of(run)
     idle = _WITHIN if is_quantized(recipe.precision) else (*_WITHIN, "fp8_config.")
-    flat = {key: as_text(value) for key, value in flatten(resolved(recipe)).items() if not key.startswith(idle)}
-    flat |= {key: as_text(value) for key, value in run.source_config.items()}
-    flat |= {"precision": str(run.precision), "backend": str(run.backend), "data.fingerprint": as_text(run.data_fingerprint)}
-    return flat | changed_settings(run)
+    flat = {key: value for key, value in flatten(resolved(recipe)).items() if not key.startswith(idle)}
+    flat |= {"precision": run.precision, "backend": run.backend, "data.fingerprint": run.data_fingerprint}
+    return {key: as_text(value) for key, value in (flat | run.source_config | changed_settings(run)).items()}
 
 
 @dataclass(frozen=True)
@@ -115,7 +89,6 @@ class SeedComparison:
 
     results: list[GroupResult]
     held_out: bool  # whether losses are held-out ones; else means of the last training losses
-    slope: TokenSlope | None
     margin: float  # of the baseline's loss
     left_out: dict[str, list[str]]  # why runs do not count, and which
 
@@ -143,10 +116,8 @@ class SeedComparison:
                 verdict = f"broke off: {plural(broken_off, 'run')} of {len(group.runs)}"
             elif difference:
                 verdict = difference.verdict(margin) or f"{plural(len(difference.by_seed), 'seed')}: no interval"
-            speedup = None if group is base else _speedup(group, base)
-            results.append(GroupResult(group, losses, difference, speedup, verdict))
-        counted = [run for seed, run in base.runs.items() if seed in results[0].losses]
-        return cls(results, held_out, slope_of(counted) if held_out else None, margin, left_out)
+            results.append(GroupResult(group, losses, difference, None if group is base else _speedup(group, base), verdict))
+        return cls(results, held_out, margin, left_out)
 
     @property
     def baseline(self) -> GroupResult:
@@ -157,7 +128,7 @@ class SeedComparison:
         return self.results[1:]
 
     def columns(self) -> list[Column]:
-        base, slope = self.baseline.group.name, self.slope
+        base = self.baseline.group.name
         interval, narrow = (f"{100 * confidence:.0f} %" for confidence in (CONFIDENCE, EQUIVALENCE))
 
         def of(title: str, meaning: str, value: Callable[[SeedDifference], Any], form: Callable[[Any], str]) -> Column:
@@ -178,23 +149,9 @@ class SeedComparison:
             of("in %", "", lambda difference: difference.mean / difference.baseline, share),
             Column("verdict", verdict, lambda each: each.verdict),
         ]
-        if slope:
-            tokens = (
-                f"how many more or fewer {base} would have needed for that loss, by how fast its own held-out loss falls before "
-                f"its rate decays: {signed(slope.nats)} nats for each factor e of tokens, from {count(slope.first)} to "
-                f"{count(slope.last)} tokens"
-            )
-            columns.append(of("tokens", tokens, lambda difference: slope.tokens(difference.mean), share))
         if any(each.speedup for each in self.results):
             columns.append(Column("speed", "", lambda each: each.speedup, "{:.2f} ×".format))
-            if slope:
-                at_equal_time = "the difference after equal hours, by the speed and the slope of the tokens"
-                columns.append(Column("at equal time", at_equal_time, self._at_equal_time, signed))
         return columns
-
-    def _at_equal_time(self, each: GroupResult) -> float | None:
-        both = each.difference and each.speedup
-        return self.slope.at_equal_time(each.difference.mean, each.speedup) if both else None
 
     def columns_by_seed(self) -> list[Column]:
         """Each group's difference to the baseline, a column a seed."""
@@ -203,21 +160,7 @@ class SeedComparison:
         return [name, *(Column(f"seed {s}", "", lambda each, s=s: each.difference.by_seed.get(s), signed) for s in seeds)]
 
     def notes(self) -> list[str]:
-        base, notes = self.baseline.group, [f"Left out, {why}: {', '.join(names)}." for why, names in self.left_out.items()]
-        if self.held_out and not self.slope and self.others:
-            notes.append(
-                f"No tokens are told for a difference: they take `schedule.kind` wsd or constant, weights from scratch, and "
-                f"{FEWEST_EVALUATIONS} evaluations (`evaluate.every`) in the second half of the tokens before the rate decays."
-            )
-        for each in self.others:
-            if each.group.repeats and each.difference:
-                notes.append(
-                    f"{each.group.name} repeats {base.name}, with its settings and seeds. Single runs differ by "
-                    f"{each.difference.root_mean_square:.4f} nats (root mean square): a floor for all others."
-                )
-            if each.speedup is None and not _on_one_kind_of_machine(each.group, base):
-                notes.append(f"No speed of {each.group.name}: its runs and {base.name}'s were on other kinds of machine.")
-        return notes
+        return [f"Left out, {why}: {', '.join(names)}." for why, names in self.left_out.items()]
 
     def answer(self) -> str:
         base, seeds = self.baseline.group.name, plural(len(self.baseline.losses), "seed")
@@ -229,22 +172,18 @@ class SeedComparison:
 
 def share(value: float) -> str:
     """+0.12 %, with a minus as wide as a plus; more than a thousand-fold is no figure."""
-    value += 0.0  # no difference has no sign
-    return UNKNOWN if not abs(value) < 1e3 else f"{100 * value:+.{2 if abs(value) < 0.1 else 0}f} %".replace("-", "−")
+    digits = 2 if abs(value) < 0.1 else 0
+    return f"{signed(100 * value, digits)} %" if abs(value) < 1e3 else UNKNOWN
 
 
 def _why_left_out(run: RunRecord, loss: float | None, twin: RunRecord | None, *, held_out: bool) -> str | None:
     """Why the end of a run does not count; None where it does. `twin`: the baseline's run of its seed."""
-    if run.broke_off:
-        return "broken off"
-    if run.is_unfinished:
-        return "not finished"
-    if loss is None or not math.isfinite(loss):
-        return "no loss at the end"
-    if held_out and run.summary["steps"] not in run.held_out_curve()[0][-1:]:
-        return "not evaluated at its end yet"
+    if run.broke_off or run.is_unfinished or loss is None or not math.isfinite(loss):
+        return "as they came to no end"
+    if held_out and run.evaluated_before is not None:
+        return "as they are not evaluated at their end"
     if twin is not None and not (same_held_out if held_out else same_packs)(twin, run):
-        return f"{'evaluated' if held_out else 'trained'} on other text than the baseline's run of the seed"
+        return f"as they were {'evaluated' if held_out else 'trained'} on other text than the baseline's run of the seed"
     return None
 
 
@@ -252,22 +191,5 @@ def _speedup(group: SeedGroup, base: SeedGroup) -> float | None:
     """The ratio of the runs' median tokens/s, where each had its machine for itself and computed in hardware, all on one kind of
     machine; else None."""
     ours, theirs = ([own_speed(run) for run in each.runs.values()] for each in (group, base))
-    known = all(ours) and all(theirs) and _on_one_kind_of_machine(group, base)
+    known = all(ours) and all(theirs) and on_one_kind_of_machine([*group.runs.values(), *base.runs.values()])
     return statistics.median(ours) / statistics.median(theirs) if known else None
-
-
-def _on_one_kind_of_machine(*groups: SeedGroup) -> bool:
-    return on_one_kind_of_machine(run for group in groups for run in group.runs.values())
-
-
-def slope_of(base: Sequence[RunRecord]) -> TokenSlope | None:
-    """The slope of finished runs that differ in their seed alone. None where it is not known, where their rate never stays where
-    it is, and where they began with trained weights, whose tokens are not in the count."""
-    if not base or not base[0].tokens_per_step or recipe_of(base[0]).model.weights_source:
-        return None
-    schedule, tokens, steps = recipe_of(base[0]).schedule, base[0].tokens_per_step, base[0].summary["steps"]
-    if schedule.kind not in _CONSTANT_KINDS:
-        return None
-    begins, warm = decay_begins(schedule, steps), schedule.warmup
-    curves = [(np.asarray(at) * tokens, losses) for at, losses in (run.held_out_curve() for run in base)]
-    return TokenSlope.before((steps if begins is None else begins) * tokens, curves, warm * tokens)

@@ -30,7 +30,7 @@ from packing.settings import HUB_NAME
 from packing.store import open_packs
 from pretrain.checkpoint.folders import STATE, Manifest, TensorEntry, read_manifest, step_folder, step_folders, step_of
 from pretrain.checkpoint.shards import DTYPES, load_tensors
-from pretrain.compare.figures import picture_of_losses
+from pretrain.compare.figures import picture_of_run
 from pretrain.metrics.run_record import LOSS_KEY, RunRecord, averaged_steps, own_evaluations, read_metrics, read_run
 from pretrain.model import huggingface as model
 from pretrain.optimizer.exact_weights import convert_weight
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
     with suppress(InputError, ValueError):  # the run's records are gone, or the folder was renamed and has no step
         metrics = [record for record in read_metrics(saved.run_dir) if record["step"] <= step_of(saved.folder)]
         run = read_run(saved.run_dir, metrics)
-        beside = {CARD: model_card(run, saved.hf, tokenizer=tokenizer is not None), PICTURE: picture_of_losses([run])}
+        beside = {CARD: model_card(run, saved.hf, tokenizer=tokenizer is not None), PICTURE: picture_of_run(run)}
     model.export(saved.hf, saved.read, tokenizer, out, beside)
     without = f"; without a tokenizer: {why_not}" if tokenizer is None else ""
     print(f"{saved.folder} is exported to {out}: weights in {saved.to}{without}")

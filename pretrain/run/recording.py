@@ -10,8 +10,9 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from foundation.files import save_file
 from packing.batch import StepBatches
-from pretrain.compare.figures import plot_losses
+from pretrain.compare.figures import picture_of_run
 from pretrain.metrics.console import Console, Waited
 from pretrain.metrics.health import StepDecision
 from pretrain.metrics.peaks import peak
@@ -164,7 +165,7 @@ def sum_up(run: Run) -> RunRecord | None:
     recipe, text = run.job.recipe, run.job.data.train.fingerprint
     fairness = {"seed": recipe.seed, "tokens_per_step": recipe.batch.tokens, "data_fingerprint": text}  # what may be compared
     finished = replace(read_run(run.folder.path, metrics), summary=fairness | summary(metrics))
-    plot_losses([finished], run.folder.loss_plot)
+    save_file(run.folder.loss_plot, picture_of_run(finished))
     return finished
 
 

@@ -84,7 +84,7 @@ def test_the_report_subtracts_losses_step_by_step(finished: Callable, folder: Pa
     names, page = ("bf16_exact_fused", "delayed"), folder / "report.md"
     first, second = (results_of(RUNS[name], finished(name))["figures"]["loss"] for name in names)
     runs = [str(finished(name)) for name in names]
-    assert pretrain(["report", *runs, "--vary", "precision", "--vary", "fp8_config", "--markdown", str(page)]) == 0
+    assert pretrain(["report", *runs, "--vary", "precision", "--vary", "fp8_config", "--out", str(page)]) == 0
     assert f"{statistics.fmean(b - a for a, b in zip(first, second, strict=True)):+.5f}" in page.read_text()
 
 

@@ -1,4 +1,4 @@
-"""Where runs stand beside the baseline: verdicts, the Pareto front, matched loss, machines, and what is noted."""
+"""Where runs stand beside the baseline: verdicts, losses, speeds, looks, and what is noted."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ import json
 from pathlib import Path
 
 import numpy as np
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from pretrain.compare.appearance import colour_of, looks_of, shade
-from pretrain.compare.comparison import RunComparison, moving_mean, pareto_front, window_of
+from pretrain.compare.comparison import RunComparison
+from pretrain.compare.figures import colour_of
 from pretrain.metrics.run_record import read_run
 from pretrain.precision.settings import PRECISIONS
 from tests.pretrain.compare.made_runs import make_run, noisy, note, trained
@@ -30,7 +27,7 @@ def test_a_run_has_its_verdict_by_where_its_whole_interval_lies(tmp_path):
     assert any("other is not paired with base" in each and "cd34" in each for each in comparison.notes())
 
 
-def test_a_run_that_was_broken_off_has_no_end_no_place_on_the_front_and_is_named(tmp_path):
+def test_a_run_that_was_broken_off_has_no_end_and_is_named(tmp_path):
     base = noisy(3.0, 1)
     paths = [make_run(tmp_path / "base", base), make_run(tmp_path / "cut", [base[0], 1.0]), make_run(tmp_path / "lost", base)]
     note(paths[1], halted="step 2: the gradient norm is nan")
@@ -39,7 +36,7 @@ def test_a_run_that_was_broken_off_has_no_end_no_place_on_the_front_and_is_named
     _, cut, lost = comparison.standings
     assert (cut.gap, cut.verdict) == (None, "was halted at step 2")
     assert lost.gap is None and "no finite loss from step 400" in lost.verdict
-    assert comparison.front == [comparison.baseline] and "the gradient norm is nan" in " ".join(comparison.notes())
+    assert "the gradient norm is nan" in " ".join(comparison.notes())
     assert comparison.answer().endswith("Lowest held-out loss: base, 2.4000.")
     backwards = RunComparison.over([read_run(path) for path in reversed(paths)])
     assert not backwards.paired and "the baseline has no finite loss" in backwards.standings[2].not_paired
@@ -53,19 +50,18 @@ def test_runs_are_ranked_by_held_out_loss_only_where_all_have_one_of_the_same_te
     assert not some.by_held_out and [round(each.loss, 1) for each in some.standings] == [3.0, 3.1, 2.9]
     assert "Lowest training loss: c" in some.answer()
     other = RunComparison.over([runs[0], trained(tmp_path / "other", noisy(2.0, 2), fingerprint="cd34")])
-    assert not other.same_text and not other.front and "Lowest" not in other.answer()
+    assert not other.same_text and "Lowest" not in other.answer()
     assert any("different text" in each for each in other.notes())
 
 
-def test_held_out_losses_are_subtracted_in_the_last_step_that_both_were_evaluated_in(tmp_path):
+def test_held_out_losses_are_subtracted_where_both_were_evaluated_last_in_one_step(tmp_path):
     runs = []
-    for name, evaluations in (("done", {0: 9.0, 2: 3.0, 4: 2.0}), ("going", {0: 9.0, 2: 3.25}), ("begun", {0: 9.0})):
+    for name, evaluations in (("done", {2: 3.0, 4: 2.0}), ("also", {4: 2.25}), ("going", {2: 3.25})):
         path = make_run(tmp_path / name, (3.0,) * 4, held_out=False)
         with (path / "metrics.jsonl").open("a") as file:
             for step, loss in evaluations.items():
                 file.write(json.dumps({"step": step, "event": "evaluation", "held_out_loss": loss}) + "\n")
         runs.append(read_run(path))
-    # The untrained models are equal, which says nothing of their trainings.
     assert [each.held_out_gap for each in RunComparison.over(runs).standings[1:]] == [0.25, None]
 
 
@@ -85,34 +81,7 @@ def test_speeds_are_divided_on_one_kind_of_machine_and_of_hardware_alone(tmp_pat
         runs.append(read_run(path))
     comparison = RunComparison.over(runs)
     assert [each.speedup for each in comparison.standings] == [None, 1.0, None, None, None], "versions are no machine"
-    assert [each.look.label for each in comparison.front] == ["a", "newer"]
-    [note_of_machines] = [each for each in comparison.notes() if "one kind of machine" in each]
-    assert "other" in note_of_machines and "2 × NVIDIA B200" in note_of_machines and "4 × NVIDIA H200" in note_of_machines
-    assert not any("one kind of machine" in each for each in RunComparison.over(runs[:2]).notes())
     assert RunComparison.over([trained(tmp_path / "shared", side_by_side=True)]).baseline.shown_speed is None
-
-
-@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=8))
-def test_the_front_is_what_no_other_run_beats_in_speed_and_loss(points):
-    front = pareto_front(*map(list, zip(*points, strict=True)))
-    for place, (speed, loss) in enumerate(points):
-        beaten = any(s >= speed and x <= loss and (s, x) != (speed, loss) for s, x in points)
-        assert (place in front) != beaten
-
-
-@given(losses=st.lists(st.floats(-1e3, 1e3) | st.just(float("nan")), max_size=50), half=st.integers(0, 30))
-def test_the_moving_mean_is_the_mean_of_the_finite_values_around(losses, half):
-    values = np.array(losses, dtype=np.float64)
-    means = moving_mean(values, 2 * half + 1)
-    for i in range(len(values)):
-        around = values[max(0, i - half) : i + half + 1]
-        around = around[np.isfinite(around)]
-        assert np.isnan(means[i]) if not len(around) else means[i] == pytest.approx(around.mean(), abs=1e-8)
-
-
-@given(steps=st.integers(1, 5000))
-def test_smoothing_takes_a_fiftieth_of_a_run_and_as_many_steps_before_as_after(steps):
-    assert window_of(steps) % 2 == 1 and abs(window_of(steps) - steps / 50) <= 1.5
 
 
 def test_a_precision_has_one_colour_and_runs_that_share_it_are_told_apart(tmp_path: Path):
@@ -122,12 +91,12 @@ def test_a_precision_has_one_colour_and_runs_that_share_it_are_told_apart(tmp_pa
     assert colour_of("delayed to 75 %, then bf16") == colour_of("delayed")
     kinds = [(p, w) for p in ("bf16", "mxfp8") for w in ("fp32", "bf16")]
     runs = [trained(tmp_path / f"{p}-{w}", (3.0, 2.0), f"precision={p}", f"weights={w}") for p, w in kinds]
-    looks = looks_of(runs)
-    assert [look.colour for look in looks] == [colour_of(run.precision) for run in runs]
-    assert looks[0].dash == looks[2].dash != looks[1].dash == looks[3].dash, "a line for each kind of weights"
+    standings = RunComparison.over(runs).standings
+    assert [each.colour for each in standings] == [colour_of(run.precision) for run in runs]
+    assert [each.kind for each in standings] == [0, 1, 0, 1], "a line for each kind of weights"
     scopes = [trained(tmp_path / s, (3.0, 2.0), "precision=delayed", f"fp8_config.scope={s}") for s in ("linear", "linear+head")]
-    assert len({look.dash for look in looks_of(scopes)}) == 2, "and for each option of a precision"
+    assert [each.kind for each in RunComparison.over(scopes).standings] == [0, 1], "and for each option of a precision"
     rates = [trained(tmp_path / f"rate{rate}", (3.0, 2.0), f"optimizer.learning_rate={rate}") for rate in (0.1, 0.2, 0.3)]
-    assert len({look.colour for look in looks_of(rates)}) == 3 and shade("#1F77B4", 1, 3) == "#1F77B4"
-    alike = looks_of([trained(tmp_path / "one" / "run"), trained(tmp_path / "two" / "run")])
-    assert len({look.label for look in alike}) == 2
+    assert len({each.colour for each in RunComparison.over(rates).standings}) == 3
+    alike = RunComparison.over([trained(tmp_path / "one" / "run"), trained(tmp_path / "two" / "run")])
+    assert len({each.label for each in alike.standings}) == 2

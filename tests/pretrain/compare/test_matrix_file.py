@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foundation.errors import InputError
-from pretrain.compare.matrix_file import Matrix, MatrixRun, load_matrix
+from pretrain.compare.matrix_file import Cell, Matrix, load_matrix
+from pretrain.compare.matrix_run import mark
 from pretrain.settings.config import identity_of, layered, load_recipe, resolved
 
 ROOT = Path(__file__).parents[3]
@@ -38,24 +39,23 @@ def matrix(small_recipe: dict[str, Any], tmp_path: Path) -> Callable[..., Matrix
 
 
 def names(matrix: Matrix) -> list[str]:
-    return [run.name for run in matrix.runs]
+    return [cell.name for cell in matrix.cells]
 
 
 # ── Which runs there are ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_cells_are_the_product_of_the_axes_less_those_left_out_and_then_those_listed(matrix):
-    found = matrix(leave_out=[{"precision": "delayed", "weights": "bf16"}, {"precision": "mxfp8"}], cells=[{"precision": "fp32"}])
-    assert names(found) == ["bf16-fp32", "bf16-bf16", "delayed-fp32", "fp32"]
-    assert [(cell.recipe.precision, cell.recipe.weights) for cell in found.runs] == [
-        *(("bf16", "fp32"), ("bf16", "bf16"), ("delayed", "fp32")),
-        ("fp32", "fp32"),  # what the recipe says where the cell says nothing
-    ]
-    assert found.baseline is found.runs[0]
+def test_cells_are_the_product_of_the_axes_and_then_those_listed(matrix):
+    found = matrix(axes={"precision": ["bf16", "delayed"], "weights": ["fp32", "bf16"]}, cells=[{"precision": "fp32"}])
+    assert names(found) == ["bf16-fp32", "bf16-bf16", "delayed-fp32", "delayed-bf16", "fp32"]
+    assert (found.cells[-1].recipe.precision, found.cells[-1].recipe.weights) == ("fp32", "fp32"), (
+        "the recipe's, where it says none"
+    )
+    assert found.baseline is found.cells[0]
 
 
 def test_overrides_come_from_the_matrix_then_the_command_line_then_the_cell(matrix, tmp_path):
-    cell = matrix("train.steps=7", overrides={"optimizer": {"clip": None}, "train.steps": 5}, axes={"seed": [3]}).runs[0]
+    cell = matrix("train.steps=7", overrides={"optimizer": {"clip": None}, "train.steps": 5}, axes={"seed": [3]}).cells[0]
     assert cell.overrides == ("optimizer.clip=null", "train.steps=7", "seed=3", f"run_dir={tmp_path}/runs/seed=3")
     assert cell.recipe.optimizer.clip is None and cell.recipe.optimizer.learning_rate == 0.01
     assert cell.recipe.train.steps == 7 and cell.recipe.seed == 3
@@ -63,14 +63,14 @@ def test_overrides_come_from_the_matrix_then_the_command_line_then_the_cell(matr
         InputError, match=r"^command line: `train\.steps` is given twice, as 5 and as 7; leave one of the two out$"
     ):
         load_matrix(tmp_path / "m.yaml", ["train.steps=5", "train.steps=7"])
-    horizon = matrix(overrides={"train.steps": 5}, axes={"train.tokens": [512]}).runs[0]
+    horizon = matrix(overrides={"train.steps": 5}, axes={"train.tokens": [512]}).cells[0]
     assert horizon.overrides == ("train.tokens=512", f"run_dir={tmp_path}/runs/tokens=512")
 
 
 def test_the_launcher_reads_a_runs_command_line_back_to_the_recipe_that_was_checked(matrix):
     odd = {"evaluate": {"samples": ["a: {b}", "no"]}, "model.config": {"rope_theta": 1e-6}, "data.mask_boundaries": False}
     found = matrix(overrides=odd, axes={"optimizer.betas": [[0.9, 0.95]], "batch.microbatch": ["auto", 4], "precision": ["fp32"]})
-    for cell in found.runs:
+    for cell in found.cells:
         again = load_recipe(found.settings.recipe, cell.overrides)
         assert resolved(again) == resolved(cell.recipe)
         assert again.model.config["rope_theta"] == 1e-6 and again.evaluate.samples == ("a: {b}", "no")
@@ -94,7 +94,7 @@ def test_every_combination_is_there_once(tmp_path_factory, sizes: dict[str, int]
     (folder / "r.yaml").write_text(yaml.safe_dump(recipe))
     content = {"name": "m", "recipe": str(folder / "r.yaml"), "accelerate": CPU, "axes": axes}
     (folder / "m.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
-    cells = load_matrix(folder / "m.yaml").runs
+    cells = load_matrix(folder / "m.yaml").cells
     assert [tuple(cell.values.values()) for cell in cells] == list(itertools.product(*axes.values()))
     assert len({cell.run_dir for cell in cells}) == len(cells)
 
@@ -103,7 +103,7 @@ def test_only_picks_any_of_the_values_given_for_a_key_and_every_key(matrix):
     found = matrix()
     assert [c.name for c in found.only([])] == names(found)
     assert [c.name for c in found.only(["precision=bf16", "precision=mxfp8", "weights=bf16"])] == ["bf16-bf16", "mxfp8-bf16"]
-    with pytest.raises(InputError, match=r"--only precison=bf16.*precision, weights"):
+    with pytest.raises(InputError, match=r"--only precison=bf16"):
         found.only(["precison=bf16"])
     with pytest.raises(InputError, match=r"picks none of the cells bf16-fp32"):
         found.only(["precision=fp16"])
@@ -111,11 +111,9 @@ def test_only_picks_any_of_the_values_given_for_a_key_and_every_key(matrix):
 
 def test_the_baseline_is_the_one_cell_that_fits(matrix):
     assert matrix(baseline={"precision": "delayed", "weights": "bf16"}).baseline.name == "delayed-bf16"
-    with pytest.raises(
-        InputError, match=r"m\.yaml: `baseline`: \{precision: delayed\} fits several cells: delayed-fp32, delayed-bf16"
-    ):
+    with pytest.raises(InputError, match=r"m\.yaml: `baseline`: .* delayed-fp32, delayed-bf16"):
         matrix(baseline={"precision": "delayed"})
-    with pytest.raises(InputError, match=r"`baseline`: \{precision: fp16\} is none of the cells"):
+    with pytest.raises(InputError, match=r"`baseline`: .*fp16.* none of the cells"):
         matrix(baseline={"precision": "fp16"})
 
 
@@ -125,14 +123,12 @@ def test_named_cells_are_trained_under_every_combination_of_their_groups_axes_in
     groups = [{"axes": {"seed": [1, 2]}, "cells": named}, {"axes": {"seed": [1]}, "cells": again}]
     found = matrix(axes=None, groups=groups, baseline={"cell": "bf16", "seed": 1})
     assert names(found) == ["bf16-seed=1", "head-seed=1", "bf16-seed=2", "head-seed=2", "again-seed=1"]
-    head, repeated = found.runs[1], found.runs[4]
+    head, repeated = found.cells[1], found.cells[4]
     assert head.values == {"cell": "head", "seed": 1}
-    assert head.settings == {"precision": "delayed", "fp8_config.scope": "linear+head", "seed": 1}
     assert (head.recipe.fp8_config.scope, head.recipe.seed) == ("linear+head", 1)
     assert load_recipe(found.settings.recipe, head.overrides).fp8_config.scope == "linear+head"
-    assert identity_of(repeated.recipe, "") == identity_of(found.baseline.recipe, "") and found.baseline is found.runs[0]
-    assert [run.name for run in found.only(["cell=head", "seed=2"])] == ["head-seed=2"]
-    assert found.varied == ["cell", "seed"]
+    assert identity_of(repeated.recipe, "") == identity_of(found.baseline.recipe, "") and found.baseline is found.cells[0]
+    assert [cell.name for cell in found.only(["cell=head", "seed=2"])] == ["head-seed=2"]
 
 
 # ── What is refused before anything runs ──────────────────────────────────────────────────────────────────────────────────────
@@ -143,22 +139,17 @@ def test_named_cells_are_trained_under_every_combination_of_their_groups_axes_in
     [
         ({"axis": {}}, r"m\.yaml: unknown key `axis`"),
         ({"axes": {"weights": []}}, r"m\.yaml: `axes\.weights`"),
-        ({"axes": {"weights": ["fp32", "fp33"]}}, r"m\.yaml, cell fp33: `weights` is 'fp33'"),
-        ({"axes": {"wieghts": ["fp32"]}}, r"m\.yaml, cell wieghts=fp32: unknown key `wieghts`"),
-        ({"overrides": {"trian.steps": 3}}, r"m\.yaml, cell bf16-fp32: unknown key `trian`"),
+        ({"axes": {"weights": ["fp32", "fp33"]}}, r"m\.yaml, cell fp33: .*`weights` is 'fp33'"),
+        ({"axes": {"wieghts": ["fp32"]}}, r"m\.yaml, cell wieghts=fp32: .*unknown key `wieghts`"),
+        ({"overrides": {"trian.steps": 3}}, r"m\.yaml, cell bf16-fp32: .*unknown key `trian`"),
         ({"axes": None}, r"m\.yaml: describes no cell"),
-        ({"groups": [{"axes": {"seed": [1]}, "cells": {"x": {"seed": 2}}}]}, r"`groups`: cell x sets `seed`"),
         ({"groups": [{"cells": {"a b": {"seed": 1}, "a_b": {"seed": 2}}}]}, r"cells a_b and a_b would share a run folder"),
         ({"recipe": "nowhere.yaml"}, r"m\.yaml, cell bf16-fp32: nowhere\.yaml: no such file"),
         ({"cells": [{"precision": "delayed", "weights": "bf16"}]}, r"cells delayed-bf16 and delayed-bf16 are the same run"),
         ({"axes": {"precision": ["bf16"], "fp8_config.scope": ["linear", "linear+head"]}}, r"are the same run"),
-        ({"cells": [{"train.steps": 2, "train": {"tokens": 64}}]}, r"sets `train\.steps` and `train\.tokens`"),
-        ({"leave_out": [{"precision": "block"}]}, r"`leave_out`: \{precision: block\}"),
         ({"run_dir": "runs/all"}, r"cells bf16-fp32 and bf16-bf16 would share a run folder"),
         ({"run_dir": "runs/{name}"}, r"`run_dir`: 'runs/\{name\}' cannot be filled in"),
-        ({"cells": [{"run_dir": "x"}]}, r"`run_dir` is set for all cells at once"),
-        ({"overrides": {"weights": "bf16"}}, r"`weights`.*--only weights=VALUE"),
-        ({"processes": 2}, r"`processes: 2`, but .*cpu\.yaml starts one"),
+        ({"cells": [{"run_dir": "x"}]}, r"`run_dir`"),
         ({"accelerate": str(ROOT / "accelerate_configs" / "ddp.yaml"), "gpus": 1}, r"`gpus: 1` are fewer than the 2 processes"),
     ],
 )
@@ -167,11 +158,16 @@ def test_a_mistake_is_refused_with_the_file_and_the_key_or_cell(matrix, keys: di
         matrix(**keys)
 
 
+def test_an_override_of_what_tells_cells_apart_is_refused(matrix):
+    with pytest.raises(InputError, match=r"`weights`.*--only weights=VALUE"):
+        matrix("weights=bf16")
+
+
 @pytest.mark.parametrize("path", MATRICES, ids=lambda path: path.stem)
 def test_the_shipped_matrices_load(path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
     matrix = load_matrix(path)
-    assert len(matrix.runs) > 1 and matrix.baseline in matrix.runs
+    assert len(matrix.cells) > 1 and matrix.baseline in matrix.cells
 
 
 @pytest.mark.parametrize(
@@ -193,78 +189,50 @@ def test_a_cell_whose_launch_would_be_refused_is_refused_with_its_name(matrix, k
 # ── When a cell is finished ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def leave_behind(cell: MatrixRun, steps: int = 12, of: int | None = None, **changes: Any) -> None:
+def leave_behind(cell: Cell, steps: int = 12, of: int | None = None) -> None:
     """The files of a run of `cell` with its `steps`, and with the summary of its end after `of` of them, or of all."""
-    cell.run_dir.mkdir(parents=True, exist_ok=True)
+    mark("m", cell, side_by_side=False)
     lines = [{"step": step, "tokens": 256 * step, "epoch": 0.1, "loss": 3.0, "step_ms": 10.0} for step in range(1, steps + 1)]
     (cell.run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (cell.run_dir / "config.yaml").write_text(yaml.safe_dump(resolved(cell.recipe) | changes))
+    (cell.run_dir / "config.yaml").write_text(yaml.safe_dump(resolved(cell.recipe)))
     (cell.run_dir / "summary.json").write_text(json.dumps({"steps": of or steps}))
 
 
 def test_a_cell_is_finished_where_its_folder_holds_this_very_training_done(matrix):
-    cell = matrix().runs[2]
+    cell = matrix().cells[2]
     assert not cell.is_finished()
+    leave_behind(cell, steps=5)
+    assert not cell.is_finished() and cell.record().summary["steps"] == 5
     leave_behind(cell)
     assert cell.is_finished()
-    leave_behind(cell, log={"every": 100}, checkpoint={"keep": 7})
-    assert cell.is_finished(), "what it shows and keeps is no part of what it trains"
+    assert matrix("log.every=100", "checkpoint.keep=7").cells[2].is_finished(), "which say nothing of what it trains"
+    (cell.run_dir / "summary.json").write_text('{"steps": 1')
+    assert not cell.is_finished(), "the launcher judges what is damaged"
 
 
-def test_what_a_run_took_from_its_tokenizer_makes_it_no_other_training(matrix):
-    cell = matrix().runs[2]
-    model = resolved(cell.recipe)["model"]
-    for config, same in (
-        ({"bos_token_id": None, "pad_token_id": 3}, True),
-        ({"rope_theta": 1e6}, False),
-        ({"vocab_size": 128}, False),
-    ):
-        leave_behind(cell, model=model | {"config": model["config"] | config})
-        assert cell.is_finished() is same, config
-
-
-@pytest.mark.parametrize(
-    "changes", [{"train": {"steps": 13}}, {"weights": "bf16"}, {"optimizer": {"learning_rate": 0.5}}], ids=str
-)
-def test_a_folder_with_another_training_is_not_this_cell_finished(matrix, changes: dict[str, Any]):
-    cell = matrix().runs[2]
-    leave_behind(cell, **changes)
-    assert not cell.is_finished()
-
-
-SOURCE = ("data.source=c.jsonl", "data.tokenizer=tok", "data.packs=not/there", "data.held_out=0.1")
+SOURCE = ("data.source=c.jsonl", "data.tokenizer=tok", "data.packs=not/there", "data.held_out=0.1", "data.text='{a}/{b}'")
 
 
 @pytest.mark.parametrize(
     ("change", "same"),
     [
+        ("train.steps=13", False),
+        ("optimizer.learning_rate=0.5", False),
         ("data.source=c.parquet", False),
         ("data.text='{a}//{b}'", False),
-        ("data.text='{a}/{b}'", True),
         ("data.packing=best_fit", False),
-        ("data.held_out=0.2", False),
         ("data.packs=moved", True),
         ("evaluate.packs=3", False),
         ("evaluate.every=3", True),
     ],
 )
-def test_where_no_packs_are_here_the_settings_say_whether_the_text_is_the_same(matrix, change: str, same: bool):
-    given = (*SOURCE, "data.text='{a}/{b}'")
-    leave_behind(matrix(*given).runs[0])
-    cell = matrix(*given, change).runs[0]
+def test_a_folder_that_holds_another_training_is_refused_with_the_key(matrix, change: str, same: bool):
+    leave_behind(matrix(*SOURCE).cells[0], steps=12)
+    cell = matrix(*SOURCE, change).cells[0]
     assert cell.is_finished() is same
     if same:
         cell.check_folder()
     else:
         key, folder = change.partition("=")[0], re.escape(str(cell.run_dir))
-        with pytest.raises(InputError, match=f"^{folder}: was trained with other .*: `{key}`: .* and .*; set them back, name .*"):
+        with pytest.raises(InputError, match=f"^{folder}: .*`{key}`: .* and .*"):
             cell.check_folder()
-
-
-def test_a_damaged_run_folder_is_left_to_the_launcher_to_judge(matrix):
-    cell = matrix().runs[0]
-    leave_behind(cell, no_such_key=1)
-    assert not cell.is_finished()
-    leave_behind(cell)
-    (cell.run_dir / "summary.json").write_text('{"steps": 1')
-    assert not cell.is_finished()

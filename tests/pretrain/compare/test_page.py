@@ -10,35 +10,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pretrain.compare.comparison import RunComparison
-from pretrain.compare.page import (
-    PROCESS,
-    REST,
-    UNUSED,
-    axes_of,
-    code,
-    curves_figure,
-    ends_figure,
-    heat_figure,
-    heat_maps,
-    memory_parts,
-    pictures,
-    render,
-    short_name,
-    step_time,
-    what_differs,
-)
+from pretrain.compare.page import axes_of, curves_figure, heat_figure, heat_maps, pictures, what_differs
+from pretrain.compare.report import Report
 from pretrain.metrics.run_record import RunRecord, read_run
 from pretrain.precision.settings import PRECISIONS
 from tests.pretrain.compare.made_runs import make_run, trained
+from tests.pretrain.compare.test_figures import LOSSES
 
 LONG = [3.0 - 0.001 * step for step in range(100)]
 SCHEDULE = "precision=[{until: 0.5, use: nvfp4}, {use: bf16}]"
 
 
-def text_of(page: bytes) -> str:
-    """Without script and style."""
-    return re.sub(r"<(script|style)\b.*?</\1>", "", page.decode(), flags=re.S)
+def page_of(runs: list[RunRecord], folder: Path, *vary: str, **how: object) -> str:
+    """The page without script and style."""
+    Report.over(runs, vary, tolerance=how.pop("tolerance", 0.01)).write(None, folder / "page.html", **how)
+    return re.sub(r"<(script|style)\b.*?</\1>", "", (folder / "page.html").read_text(), flags=re.S)
 
 
 def two_runs(folder: Path) -> list[RunRecord]:
@@ -46,30 +32,28 @@ def two_runs(folder: Path) -> list[RunRecord]:
 
 
 def test_the_page_asks_the_network_for_nothing_and_has_all_as_text(tmp_path):
-    page = text_of(render(RunComparison.over(two_runs(tmp_path))))
+    runs = two_runs(tmp_path)
+    page = page_of(runs, tmp_path)
     assert not re.search(r"""(?:src|href|url)\s*[=(]\s*["']?(?:https?:)?//""", page)
     assert "above: b" in page and "+0.50000" in page and "10,240" in page and "<code>precision</code>" in page
-    for heading in ("Against a", "Where the runs end", "All figures", "Curves", "Memory", "Audit", "What differed"):
+    for heading in ("Against a", "All figures", "Curves", "Audit", "What differed"):
         assert f"<h2>{heading}</h2>" in page
-    assert "http-equiv" not in page and 'content="7"' in text_of(render(RunComparison.over(two_runs(tmp_path / "x")), every=7))
+    assert "http-equiv" not in page and 'content="7"' in page_of(runs, tmp_path, every=7)
 
 
 def test_a_gate_is_told_in_the_page(tmp_path):
-    comparison = RunComparison.over(two_runs(tmp_path), 0.6)
-    assert "0.6 nats: passed</p>" in text_of(render(comparison, failures=[]))
-    assert "b ends +0.5</p>" in text_of(render(comparison, failures=["b ends +0.5"]))
-
-
-def test_code_in_a_message_is_marked_as_such_and_all_else_is_text():
-    assert code("`a.b`: 1 < 2 & `c") == "<code>a.b</code>: 1 &lt; 2 &amp; `c"
+    runs = two_runs(tmp_path)
+    assert "0.6 nats: passed</p>" in page_of(runs, tmp_path, tolerance=0.6, gate=True)
+    assert re.search(r"0\.1 nats: b ends \+0\.5.*</p>", page_of(runs, tmp_path, tolerance=0.1, gate=True))
 
 
 def test_names_from_a_run_are_text_in_the_page_and_no_markup(tmp_path):
     name = "<img onerror=alert(1)>&amp;"
     runs = [trained(tmp_path / name), trained(tmp_path / "c", (4.0, 3.0), audit={"effective": "</script><script>alert(1)"})]
-    page = render(RunComparison.over(runs)).decode()
+    Report.over(runs).write(None, tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
     assert "<script>alert" not in page and "<img onerror" not in page and "&lt;img onerror=alert(1)&gt;&amp;amp;" in page
-    drawn = [trace.name for trace in curves_figure(RunComparison.over(runs)).data]
+    drawn = [trace.name for trace in curves_figure(Report.over(runs).comparison).data]
     assert not any("<" in each for each in drawn), "plotly reads some HTML in names"
 
 
@@ -88,15 +72,11 @@ def test_no_two_precisions_look_alike_to_who_sees_no_green_and_all_show_on_white
 
 
 def test_what_is_drawn_are_the_runs_own_figures_on_one_axis(tmp_path):
-    comparison = RunComparison.over(two_runs(tmp_path))
-    figure = curves_figure(comparison)
+    figure = curves_figure(Report.over(two_runs(tmp_path)).comparison)
     minus = [trace for trace in figure.data if trace.legendgroup == "b" and trace.y[0] == pytest.approx(0.5)]
     assert len(minus) == 1 and minus[0].x.tolist() == list(range(1, 101))
     assert {button.label for button in figure.layout.updatemenus[0].buttons} == {"steps", "tokens", "hours"}
     assert sum(each.showlegend for each in figure.data) == 2, "each run once, for all of its curves"
-    end = ends_figure(comparison).data[0]
-    gap = comparison.standings[1].gap
-    assert list(end.x) == [gap.mean] and list(end.error_x.array) == [gap.half_width]
 
 
 def test_a_run_before_its_first_step_stands_there_on_every_axis_and_shared_hours_are_none(tmp_path):
@@ -106,21 +86,12 @@ def test_a_run_before_its_first_step_stands_there_on_every_axis_and_shared_hours
     assert "hours" not in axes_of(trained(tmp_path / "shared", side_by_side=True))
 
 
-ODD = {
-    "one step": [3.0],
-    "no finite loss": [None, None, None],
-    "a flat line": [2.0] * 300,
-    "a gap": [11.0, None, *(8 - 0.01 * step for step in range(300))],
-    "lost at its end": [3.0, 2.0, None],
-}
-
-
-@pytest.mark.parametrize("losses", ODD.values(), ids=ODD)
+@pytest.mark.parametrize("losses", LOSSES.values(), ids=LOSSES)
 def test_any_run_has_a_page_alone_beside_another_and_beside_one_over_other_text(losses, tmp_path):
     run = trained(tmp_path / "run", losses, held_out=len(losses) > 1)
     other, text = trained(tmp_path / "other", (4.0, 3.0, 2.0)), trained(tmp_path / "text", losses, fingerprint="cd34")
     for runs in ([run], [run, other], [other, run, text]):
-        assert b"</html>" in render(RunComparison.over(runs))
+        assert "</html>" in page_of(runs, tmp_path, "data")
 
 
 def test_heat_maps_hold_each_layers_share_at_its_step_and_scales_as_powers_of_two(tmp_path):
@@ -131,32 +102,14 @@ def test_heat_maps_hold_each_layers_share_at_its_step_and_scales_as_powers_of_tw
     path = run / "fp8_statistics.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 10, "oper')
     maps = heat_maps(path)
-    assert maps["underflow", "input"]["steps"] == [1, 9] and maps["underflow", "input"]["layers"] == ["3 q_proj"]
+    assert maps["underflow", "input"]["steps"] == [1, 9] and maps["underflow", "input"]["layers"] == [operand["layer"]]
     assert maps["underflow", "input"]["values"].tolist() == [[0.25, 0.5]]
     np.testing.assert_equal(maps["scale", "input"]["values"], [[-1.0, np.nan]])
-    assert heat_maps(tmp_path / "none") is None and short_name("transformer.h.11.attn.c_attn") == "11 c_attn"
+    assert not heat_maps(tmp_path / "none")
     figure = heat_figure({"run": maps})
-    assert [trace.visible for trace in figure.data] == [True, False, False, False] and len(
-        figure.layout.updatemenus[0].buttons
-    ) == 4
-    assert "quantization" in pictures(RunComparison.over([read_run(run)]))
-
-
-def test_of_a_steps_time_the_wait_for_data_stands_apart(tmp_path):
-    assert step_time(trained(tmp_path / "run")) == {"computing": 99.0, "waiting for data": 1.0}
-
-
-def test_memory_by_part_tells_what_was_measured_from_what_was_planned(tmp_path):
-    gib = 2**30
-    held = {"weights": 2 * gib, "moments": 4 * gib}
-    planned = {"parameters": 2 * gib, "optimizer moments": 4 * gib, "the loss": gib}
-    run = trained(tmp_path / "run", audit={"memory": {"microbatch": 2, "planned": planned, "held": held}})
-    assert memory_parts(run)["measured"] == {PROCESS: 0.5}, "on a CPU"
-    for record in run.metrics:
-        record["memory_reserved_gib"] = 9.0
-    run.summary["memory_gib"] = 8.5
-    assert memory_parts(run)["measured"] == {"weights": 2.0, "moments": 4.0, REST: 2.5, UNUSED: 0.5}
-    assert memory_parts(run)["planned"] == {"weights": 2.0, "moments": 4.0, "the loss": 1.0}
+    assert [trace.visible for trace in figure.data] == [True, False, False, False]
+    assert len(figure.layout.updatemenus[0].buttons) == 4
+    assert "quantization" in pictures(Report.over([read_run(run)]).comparison)
 
 
 def test_an_audit_of_several_phases_stands_there_by_its_steps_with_what_computed_each(tmp_path):
@@ -166,18 +119,16 @@ def test_an_audit_of_several_phases_stands_there_by_its_steps_with_what_computed
     ]
     high = {"precision": "bf16", "effective": "bf16", "computed_by": "torch 9"}
     audit = high | {"weights": "fp32", "precisions": {"delayed": low, "bf16": high}, "phases": {"1": "delayed", "3": "bf16"}}
-    audit["parity"] = {"left_out": "it was not asked for"}
     run = trained(tmp_path / "run", (4.0, 3.0, 2.5, 2.25), SCHEDULE, audit=audit)
-    page = text_of(render(RunComparison.over([run])))
-    assert "run, from step 1: delayed, nvfp4 asked for · emulation" in page and "run, from step 3: bf16 · torch 9" in page
-    assert "3 delayed: forward E4M3 x E4M3; 1 bf16 (head)" in page and "left out: it was not asked for" in page
+    page = page_of([run], tmp_path)
+    assert "delayed by emulation: 3 linears in delayed, 1 linears in bf16 (head)" in page and "bf16 by torch 9" in page
 
 
 def test_what_differed_has_each_value_and_the_runs_that_have_it(tmp_path):
     runs = two_runs(tmp_path)
     runs.append(trained(tmp_path / "c", LONG, "weights=bf16"))
     runs[2].environment["git"] = {"commit": "ab" * 20}
-    differing = what_differs(RunComparison.over(runs))
+    differing = what_differs(Report.over(runs).comparison)
     assert differing["Settings"]["precision"] == {"bf16": "a, c", "delayed": "b"}
     assert differing["Settings"]["weights"] == {"fp32": "a, b", "bf16": "c"} and "name" not in differing["Settings"]
-    assert differing["Code"] == {"git.commit": {"None": "a, b", "ababababab": "c"}} and not differing["Environment"]
+    assert differing["Environment"] == {"git.commit": {"None": "a, b", "ababababab": "c"}}

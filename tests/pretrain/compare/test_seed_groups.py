@@ -17,16 +17,13 @@ from pretrain.compare.seed_groups import SeedComparison, grouped
 from pretrain.metrics.run_record import read_run
 from tests.pretrain.compare.made_runs import make_run, rows_of, trained
 
-SLOPE, TOKENS = -0.2, 4096  # nats for each factor e of tokens, and tokens a step
-
 
 def seeded(path: Path, seed: int, above: float, *settings: str, steps: int = 100, **keywords: Any) -> Path:
-    """A run of 100 steps, 80 of them before the decay, that ends `above` the baseline's loss of 2 + seed / 100."""
-    wsd = (f"seed={seed}", "train.steps=100", "schedule.kind=wsd", "schedule.decay=0.2")
-    make_run(path, [3.0] * steps, *wsd, *settings, held_out=False, **keywords)
+    """A run of 100 steps, evaluated every 10, that ends `above` the baseline's loss of 2 + seed / 100."""
+    make_run(path, [3.0] * steps, f"seed={seed}", "train.steps=100", *settings, held_out=False, **keywords)
     lines = []
     for step in range(10, steps + 1, 10):
-        loss = 2 + seed / 100 + above + (0.3 + SLOPE * math.log(step / 80) if step < 100 else 0.0)
+        loss = 2 + seed / 100 + above + (0.3 if step < 100 else 0.0)
         lines.append({"step": step, "event": "evaluation", "held_out_loss": loss, "held_out_perplexity": math.exp(loss)})
     with (path / "metrics.jsonl").open("a") as file:
         file.writelines(json.dumps(line) + "\n" for line in lines)
@@ -53,25 +50,20 @@ def over(folders: list[Path], **how: Any) -> SeedComparison:
 
 def test_runs_that_differ_in_seed_and_names_alone_are_a_group_and_a_repeat_is_another(folders: list[Path]):
     groups = grouped([read_run(path) for path in folders])
-    assert [(group.name, [*group.runs], group.repeats) for group in groups] == [
-        ("bf16", [1, 2, 3], False),
-        ("delayed", [1, 2, 3], False),
-        ("nvfp4", [1, 2, 3], False),
-        ("bf16_again", [2], True),
-    ]
+    three = [1, 2, 3]
+    assert {group.name: [*group.runs] for group in groups} == {"bf16": three, "delayed": three, "nvfp4": three, "bf16_again": [2]}
 
 
 def test_the_same_folder_names_elsewhere_are_told_apart(tmp_path: Path):
     runs = [trained(tmp_path / place / f"a-seed{seed}", (3.0,) * 4, f"seed={seed}") for place in "xy" for seed in (1, 2)]
-    groups = grouped(runs)
-    assert [group.repeats for group in groups] == [False, True] and len({group.name for group in groups}) == 2
+    assert len({group.name for group in grouped(runs)}) == 2
 
 
 def test_what_computed_the_products_and_options_of_a_precision_make_other_groups(tmp_path: Path):
     delayed = [("a", ()), ("b", ("fp8_config.margin=1",))]
     runs = [trained(tmp_path / f"{n}-seed1", (3.0,) * 4, "seed=1", "precision=delayed", *more) for n, more in delayed]
     runs.append(trained(tmp_path / "c-seed1", (3.0,) * 4, "seed=1", "precision=delayed", audit={"backend": "emulation"}))
-    assert [group.name for group in grouped(runs)] == ["a", "b", "c"] and not any(group.repeats for group in grouped(runs))
+    assert [group.name for group in grouped(runs)] == ["a", "b", "c"]
     others = [(1, "fp8_config.margin=1"), (2, "data.packs=elsewhere")]
     plain = [trained(tmp_path / "p" / f"run-seed{n}", (3.0,) * 4, f"seed={n}", other) for n, other in others]
     assert len(grouped(plain)) == 1, "BF16 has no use for options of FP8, and packs are what their fingerprint says"
@@ -79,7 +71,7 @@ def test_what_computed_the_products_and_options_of_a_precision_make_other_groups
 
 def test_the_report_answers_over_seeds_before_it_shows_any_run(folders: list[Path], tmp_path: Path, capsys):
     page, tables = tmp_path / "out" / "report.html", tmp_path / "out" / "tables.md"
-    command = ["report", *map(str, folders), "--markdown", str(tables), "--out"]
+    command = ["report", *map(str, folders), "--out", str(tables), "--out"]
     assert main([*command, str(page)]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("Against bf16 over 3 seeds, within 0.3 %: equivalent: delayed; worse: nvfp4; 1 seed: no interval")
@@ -87,10 +79,7 @@ def test_the_report_answers_over_seeds_before_it_shows_any_run(folders: list[Pat
     assert rows["bf16"][0][:2] == ["3", "2.0200 (sd 0.0100)"]
     assert rows["delayed"][0][2:6] == ["+0.0020", f"{half:.4f}", "+0.10 %", "equivalent"]
     assert rows["nvfp4"][0][2:6] == ["+0.1020", f"{half:.4f}", "+5.05 %", "worse"]
-    for name, above, digits in (("delayed", 0.002, 2), ("nvfp4", 0.102, 0)):
-        assert rows[name][0][6] == f"{100 * math.expm1(above / SLOPE):+.{digits}f} %".replace("-", "−")
     assert rows["delayed"][1] == ["+0.0010", "+0.0030", "+0.0020"], "seed by seed"
-    assert "bf16_again repeats bf16" in printed and "0.0005 nats (root mean square)" in printed
     assert "delayed-seed=1" not in printed, "single runs are in the page and the file"
     assert "delayed-seed=1" in rows_of(tables.read_text()) and tables.read_text().startswith("Against bf16")
     assert page.read_text().index("Over seeds") < page.read_text().index("All figures") and "+5.05 %" in page.read_text()
@@ -100,8 +89,8 @@ def test_the_margin_can_be_given_and_a_speed_is_told_with_what_it_is_worth(folde
     compared = over(folders, margin=0.0005)
     rows = rows_of(table_of(compared.columns(), compared.results))
     assert (rows["delayed"][0][5], rows["nvfp4"][0][5]) == ("cannot tell", "worse")
-    assert rows["bf16_again"][0][7:9] == ["1.00 ×", "−0.0005"], "it had its machine for itself"
-    assert rows["nvfp4"][0][7:9] == ["–", "–"], "its speed was that of the emulation"
+    assert rows["bf16_again"][0][6] == "1.00 ×", "it had its machine for itself"
+    assert rows["nvfp4"][0][6] == "–", "its speed was that of the emulation"
 
 
 def test_a_speed_on_another_kind_of_machine_is_none(folders: list[Path]):
@@ -109,12 +98,11 @@ def test_a_speed_on_another_kind_of_machine_is_none(folders: list[Path]):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"gpus": ["NVIDIA B200"], "accelerate": {"device": "cuda"}}))
     compared = over(folders)
     assert [each.speedup is None for each in compared.results] == [True, True, True, False]
-    assert any(note.startswith("No speed of delayed") for note in compared.notes())
 
 
 def test_what_is_no_end_does_not_count_and_is_noted(folders: list[Path], tmp_path: Path):
     unfinished = seeded(tmp_path / "current-seed=1", 1, 0.0, "precision=current", steps=50)
-    lost = make_run(tmp_path / "mxfp8-seed=1", [3.0, None], "seed=1", "train.steps=100", "schedule.decay=0.2", "precision=mxfp8")
+    lost = make_run(tmp_path / "mxfp8-seed=1", [3.0, None], "seed=1", "train.steps=100", "precision=mxfp8")
     sound = seeded(tmp_path / "mxfp8-seed=2", 2, -1.0, "precision=mxfp8")
     late = seeded(tmp_path / "late-seed=1", 1, 0.0, "precision=block")
     lines = (late / "metrics.jsonl").read_text().splitlines()
@@ -125,8 +113,10 @@ def test_what_is_no_end_does_not_count_and_is_noted(folders: list[Path], tmp_pat
     assert verdicts["current"] == verdicts["late"] == verdicts["other"] == "no seed in common"
     assert verdicts["mxfp8"] == "broke off: 1 run of 2" and verdicts["delayed"] == "equivalent"
     assert compared.results[5].difference is None, "no mean without the run that broke off"
-    assert compared.left_out["not finished"] == ["current-seed=1"]
-    assert compared.left_out["not evaluated at its end yet"] == ["late-seed=1"]
+    assert {"current-seed=1", "mxfp8-seed=1"} <= {
+        name for why, names in compared.left_out.items() for name in names if "no end" in why
+    }
+    assert [names for why, names in compared.left_out.items() if "not evaluated" in why] == [["late-seed=1"]]
     assert [names for why, names in compared.left_out.items() if "other text" in why] == [["other-seed=1"]]
 
 
@@ -137,19 +127,11 @@ def test_without_held_out_loss_the_last_training_losses_are_compared(tmp_path: P
         for seed in (1, 2, 3)
     ]
     compared = SeedComparison.over(runs)
-    assert not compared.held_out and compared.slope is None
+    assert not compared.held_out
     assert compared.results[1].difference.by_seed == pytest.approx({1: 0.5, 2: 0.5, 3: 0.5})
     other = trained(tmp_path / "other", [2.0] * 4, "seed=1", "precision=delayed", held_out=False, fingerprint="ef56")
-    left_out = SeedComparison.over([*runs[:3], *runs[4:], other]).left_out
-    assert left_out == {"trained on other text than the baseline's run of the seed": ["other"]}
-
-
-@pytest.mark.parametrize("settings", [("schedule.kind=cosine", "schedule.warmup=100"), ("schedule.warmup=75",)])
-def test_without_a_rate_that_stays_or_evaluations_there_no_tokens_are_told(settings: tuple[str, ...], tmp_path: Path):
-    runs = [seeded(tmp_path / f"c-seed{seed}", seed, 0.0, *settings) for seed in (1, 2)]
-    compared = over([*runs, seeded(tmp_path / "d-seed1", 1, 0.1, "precision=delayed", *settings)])
-    assert compared.slope is None and "tokens" not in [column.title for column in compared.columns()]
-    assert any("No tokens" in note for note in compared.notes())
+    [(why, names)] = SeedComparison.over([*runs[:3], *runs[4:], other]).left_out.items()
+    assert "other text" in why and names == ["other"]
 
 
 def test_one_seed_is_no_comparison_over_seeds_and_one_group_tells_its_spread(folders: list[Path]):

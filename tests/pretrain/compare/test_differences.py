@@ -1,8 +1,9 @@
-"""What several seeds say of a difference: Student's t, intervals, equivalence, and losses as tokens."""
+"""What a difference of two losses comes to: Student's t, the error along a run, intervals over seeds, equivalence."""
 
 from __future__ import annotations
 
 import math
+import statistics
 
 import mpmath
 import numpy as np
@@ -10,15 +11,17 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from pretrain.compare.seeds import (
+from pretrain.compare.differences import (
     BETTER,
     CANNOT_TELL,
     EQUIVALENCE,
     EQUIVALENT,
     FEWEST_SEEDS,
     WORSE,
+    Gap,
     SeedDifference,
-    TokenSlope,
+    at_the_end,
+    batch_means_error,
     t_quantile,
     within,
 )
@@ -57,6 +60,60 @@ def test_the_distribution_is_the_incomplete_beta_function_that_defines_it(t: flo
 )
 def test_quantiles_are_those_of_published_tables(freedom: int, confidence: float, quantile: float):
     assert t_quantile(freedom, confidence) == pytest.approx(quantile, abs=6e-4)
+
+
+# ── Along one run ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@given(st.lists(st.floats(-10, 10), min_size=64, max_size=200))
+def test_the_standard_error_is_that_of_batch_means_computed_plainly(values: list[float]):
+    size = math.floor(math.sqrt(len(values)))
+    rest = values[len(values) % size :]
+    means = [statistics.fmean(rest[i : i + size]) for i in range(0, len(rest), size)]
+    expected = math.sqrt(statistics.variance(means) * size / len(values))
+    assert batch_means_error(np.array(values)) == pytest.approx(expected, abs=1e-9)
+    gap = Gap.over(np.array(values))
+    assert gap.mean == pytest.approx(statistics.fmean(values), abs=1e-9)
+    assert gap.half_width == pytest.approx(t_quantile(len(means) - 1, 0.95) * gap.standard_error)
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.5, 0.8])
+def test_the_standard_error_allows_for_correlated_steps(correlation: float):
+    """Of an AR(1) process of unit innovations the mean's is 1 / ((1 - correlation) sqrt(n)), in closed form for long series."""
+    rng, n, errors = np.random.default_rng(0), 2000, []
+    for _ in range(40):
+        values, noise = np.zeros(n), rng.normal(size=n)
+        for i in range(1, n):
+            values[i] = correlation * values[i - 1] + noise[i]
+        errors.append(batch_means_error(values))
+    assert np.mean(errors) == pytest.approx(1 / ((1 - correlation) * math.sqrt(n)), rel=0.12)
+
+
+def test_an_interval_covers_the_true_difference_as_often_as_it_says():
+    rng, covered = np.random.default_rng(1), 0
+    for _ in range(400):
+        gap = Gap.at_end(rng.normal(0.5, 1.0, 400))
+        covered += abs(gap.mean - 0.5) <= gap.half_width
+    assert 0.92 <= covered / 400 <= 0.98
+
+
+@given(st.integers(1, 1000))
+def test_the_end_is_the_last_fifth_or_64_steps_and_below_these_there_is_no_interval(steps: int):
+    differences = np.arange(float(steps))
+    gap = Gap.at_end(differences)
+    assert gap.steps == min(steps, max(64, math.ceil(steps / 5))) and at_the_end(differences)[-1] == steps - 1
+    assert gap.has_interval == math.isfinite(gap.half_width) == (steps >= 64)
+
+
+@given(st.floats(-1, 1), st.floats(0, 1), st.floats(0, 1))
+def test_an_end_is_within_a_tolerance_where_its_whole_interval_is(mean: float, error: float, tolerance: float):
+    gap = Gap(mean, error, 64)
+    low, high = mean - 2.3646 * error, mean + 2.3646 * error  # Student's t of seven degrees
+    assert gap.ends == pytest.approx((low, high), abs=1e-3)
+    low, high = gap.ends
+    expected = "above" if low > tolerance else "below" if high < -tolerance else "cannot tell"
+    assert gap.place(tolerance) == ("within" if max(abs(low), abs(high)) <= tolerance else expected)
+    assert Gap(mean, math.nan, 20).place(1.0) == "within", "the mean decides where there is no interval"
 
 
 # ── Differences over seeds ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -117,9 +174,7 @@ def test_seeds_that_lie_far_apart_tell_nothing_and_two_have_no_interval():
 
 def test_only_seeds_that_both_have_are_paired():
     found = SeedDifference.of({1: 3.0, 2: 3.5, 9: 7.0}, {2: 3.0, 1: 2.0, 5: 1.0})
-    assert (
-        found.by_seed == {1: 1.0, 2: 0.5} and found.baseline == 2.5 and found.root_mean_square == pytest.approx(math.sqrt(0.625))
-    )
+    assert found.by_seed == {1: 1.0, 2: 0.5} and found.baseline == 2.5
     assert SeedDifference.of({1: 3.0}, {2: 3.0}) is None
 
 
@@ -133,44 +188,3 @@ def test_what_differs_by_the_margin_is_called_equivalent_in_one_case_of_twenty()
     rng = np.random.default_rng(4)
     called = [difference((0.006 + rng.normal(0, 0.001, 5)).tolist()).verdict(0.003) == EQUIVALENT for _ in range(600)]
     assert 0.03 <= np.mean(called) <= 0.07
-
-
-# ── Tokens ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def curve(slope: float, level: float = 3.0, noise: float = 0.0, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    tokens = np.arange(1, 11) * 1e6
-    return tokens, level + slope * np.log(tokens) + np.random.default_rng(seed).normal(0, noise, 10)
-
-
-@given(st.floats(-2.0, -0.01), st.floats(-3.0, 3.0))
-def test_the_slope_is_that_of_the_losses_whatever_their_levels(slope: float, apart: float):
-    found = TokenSlope.before(8e6, [curve(slope), curve(slope, 3.0 + apart)])
-    assert found.nats == pytest.approx(slope, rel=1e-6) and (found.first, found.last) == (4e6, 8e6)
-
-
-def test_what_comes_after_the_decay_begins_and_what_is_early_is_left_out():
-    tokens, losses = curve(-0.3)
-    losses[tokens > 8e6] -= 1.0
-    losses[tokens < 4e6] += 5.0
-    assert TokenSlope.before(8e6, [(tokens, losses)]).nats == pytest.approx(-0.3)
-    losses[tokens < 6e6] += 5.0  # while the rate still rose
-    found = TokenSlope.before(8e6, [(tokens, losses)], warm=6e6)
-    assert found.nats == pytest.approx(-0.3) and found.first == 6e6
-
-
-def test_too_few_evaluations_and_a_loss_that_does_not_fall_have_no_slope():
-    tokens, losses = curve(-0.3)
-    assert TokenSlope.before(8e6, [(tokens[:5], losses[:5])]) is None and TokenSlope.before(8e6, []) is None
-    assert TokenSlope.before(8e6, [curve(0.1)]) is None
-    losses[5] = math.nan
-    assert TokenSlope.before(8e6, [(tokens, losses)]).nats == pytest.approx(-0.3)
-
-
-@given(st.floats(-2.0, -0.01), st.floats(0.01, 20.0), st.floats(0.2, 5.0))
-def test_a_loss_as_tokens_and_a_speed_as_loss_are_what_the_curve_says(slope: float, tokens: float, speedup: float):
-    found = TokenSlope(slope, 4e6, 8e6)
-    higher = slope * math.log(tokens)  # nats above the end of the whole curve, after `tokens` as many
-    assert 1 + found.tokens(higher) == pytest.approx(tokens)
-    assert found.at_equal_time(0.01, speedup) == pytest.approx(0.01 + slope * math.log(speedup))
-    assert found.at_equal_time(-slope * math.log(speedup), speedup) == pytest.approx(0.0, abs=1e-12), "what speed just pays for"
