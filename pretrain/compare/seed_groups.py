@@ -180,7 +180,7 @@ def _why_left_out(run: RunRecord, loss: float | None, twin: RunRecord | None, *,
     """Why the end of a run does not count; None where it does. `twin`: the baseline's run of its seed."""
     if run.broke_off or run.is_unfinished or loss is None or not math.isfinite(loss):
         return "as they came to no end"
-    if held_out and run.evaluated_before is not None:
+    if held_out and run.when_evaluated:
         return "as they are not evaluated at their end"
     if twin is not None and not (same_held_out if held_out else same_packs)(twin, run):
         return f"as they were {'evaluated' if held_out else 'trained'} on other text than the baseline's run of the seed"
