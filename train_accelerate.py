@@ -50,8 +50,7 @@ from pretrain.run.recording import due
 from pretrain.run.running import Run, follow_the_schedule
 from pretrain.run.untrained import plan_launch
 from pretrain.settings import config
-from pretrain.settings.launch_environment import with_precision
-from pretrain.settings.launch_topology import put_right
+from pretrain.settings.launch import with_precision, with_topology
 
 
 @record  # an error that is none of the user's: its traceback is in torchrun's table
@@ -69,15 +68,15 @@ def launch(arguments: argparse.Namespace) -> int:
     recipe = with_precision(config.load_recipe(arguments.recipe, arguments.overrides), os.environ)
     if recipe.deterministic:
         command_line.compute_in_a_fixed_order(os.environ)
-    launched = put_right(recipe, os.environ, has_gpu=torch.accelerator.is_available())
+    launched = with_topology(os.environ, has_gpu=torch.accelerator.is_available())
     with distributed.as_accelerate_reads_it():  # in no precision of its own: the linears are converted below
         accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[distributed.RANKS_WAIT])
     distributed.complete_topology(accelerator, launched.replicas, gathers_as_fits=launched.gathers_as_fits)
 
-    main_process, run_dir = accelerator.is_main_process, config.run_dir_of(launched.recipe)
+    main_process, run_dir = accelerator.is_main_process, config.run_dir_of(recipe)
     distributed.refused_together(lambda: main_process and check_free(run_dir))  # packs may take hours
     waited = Waited(shown=main_process, already=since_the_command())
-    job = prepare_job(launched.recipe, accelerator, arguments.tokens_per_second, waited=waited)
+    job = prepare_job(recipe, accelerator, arguments.tokens_per_second, waited=waited)
     console = recording.introduce_job(job, accelerator, launched.notices)
     with (
         distributed.refused_together(lambda: RunFolder(run_dir, owner=main_process)) as folder,

@@ -13,7 +13,7 @@ from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 
 from pretrain.precision.settings import PRECISIONS, LowPrecisionSettings
 from pretrain.settings.config import load_recipe
-from pretrain.settings.launch_environment import with_precision
+from pretrain.settings.launch import with_precision
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted(ROOT.glob("accelerate_configs/*.yaml"))

@@ -22,7 +22,7 @@ from pretrain.metrics.health import TrainingHalted
 from pretrain.model.distributed import RANKS_WAIT, as_accelerate_reads_it, complete_topology
 from pretrain.plan.memory import TAKES_LESS, is_out_of_memory
 from pretrain.run.running import Run
-from pretrain.settings.launch_topology import put_right
+from pretrain.settings.launch import with_topology
 from pretrain.settings.recipe import Recipe
 
 # ── What is typed ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -66,15 +66,15 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
 # ── How a launch is set up ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def as_launched(recipe: Recipe) -> tuple[Recipe, Accelerator, tuple[str, ...]]:
-    """The recipe, the Accelerator and the notices of a command that trains nothing."""
+def as_launched(recipe: Recipe) -> tuple[Accelerator, tuple[str, ...]]:
+    """The Accelerator and the notices of a command that trains nothing."""
     if recipe.deterministic:
         compute_in_a_fixed_order(os.environ)
-    launch = put_right(recipe, os.environ, has_gpu=torch.accelerator.is_available())
+    launch = with_topology(os.environ, has_gpu=torch.accelerator.is_available())
     with as_accelerate_reads_it():
         accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[RANKS_WAIT])
     complete_topology(accelerator, launch.replicas, gathers_as_fits=launch.gathers_as_fits)
-    return launch.recipe, accelerator, launch.notices
+    return accelerator, launch.notices
 
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"

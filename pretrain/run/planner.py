@@ -29,7 +29,7 @@ from pretrain.plan.targets import Target
 from pretrain.precision.settings import PRECISIONS
 from pretrain.run.command_line import as_launched
 from pretrain.settings.config import load_recipe
-from pretrain.settings.launch_environment import with_precision
+from pretrain.settings.launch import with_precision
 
 USUAL = ("H100", "H200", "B200", "8xB200")
 DEFAULT_PRECISION = "bf16"  # where neither recipe nor command line names one, as there is no accelerate configuration here
@@ -53,7 +53,8 @@ def main(arguments: list[str]) -> int:
         recipe, named = recipe.model_copy(update={"precision": DEFAULT_PRECISION}), ", as the recipe names no precision"
     # What this machine lacks, another one may have.
     recipe = recipe.model_copy(update={"fp8_config": recipe.fp8_config.model_copy(update={"on_unsupported": "emulate"})})
-    recipe, accelerator, notices = as_launched(with_precision(recipe, os.environ))
+    recipe = with_precision(recipe, os.environ)
+    accelerator, notices = as_launched(recipe)
     job = prepare_job(recipe, accelerator, purpose="elsewhere")
     plan = job.plan
 

@@ -27,14 +27,14 @@ from pretrain.run.evaluate import held_out_figures
 from pretrain.run.recording import introduce_job
 from pretrain.run.resume import begins_histories, find_resume_point, load_weights, where_to_resume
 from pretrain.settings.config import load_recipe, run_dir_of
-from pretrain.settings.launch_environment import with_precision
+from pretrain.settings.launch import with_precision
 from pretrain.settings.recipe import Recipe
 
 
 def plan_launch(arguments: argparse.Namespace) -> int:
     """Say what a launch with these arguments would do; InputError where it would be refused."""
     recipe = with_precision(load_recipe(arguments.recipe, arguments.overrides), os.environ)
-    recipe, accelerator, notices = as_launched(recipe)
+    accelerator, notices = as_launched(recipe)
     refused_together(lambda: accelerator.is_main_process and check_writable(run_dir_of(recipe)))
     job = prepare_job(recipe, accelerator, arguments.tokens_per_second, purpose="plan")
     console = introduce_job(job, accelerator, notices)
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str], assemble: Callable[[Job, Accelerator], Assemb
 
     def evaluate() -> int:
         recipe = with_precision(load_recipe(parsed.recipe, parsed.overrides), os.environ)
-        recipe, accelerator, notices = as_launched(recipe)
+        accelerator, notices = as_launched(recipe)
         if parsed.resume == "auto" and recipe.train.begin_with is None and not run_dir_of(recipe).exists():
             _refuse_random_weights(recipe)  # before packs are prepared
         job = prepare_job(recipe, accelerator)

@@ -15,12 +15,8 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils import launch as accelerate_launch
 
 from foundation.errors import InputError
-from foundation.settings import parse
-from pretrain.settings.launch_environment import with_precision
-from pretrain.settings.launch_topology import Launch, put_right
-from pretrain.settings.recipe import Recipe
+from pretrain.settings.launch import Launch, take_requested_precision, with_topology
 
-SMALLEST = {"name": "small", "model": {"source": "somewhere"}, "data": {"packs": "packs"}, "train": {"steps": 10}}
 # What its questions come to where each is answered with the default.
 COMMON = {"compute_environment": "LOCAL_MACHINE", "use_cpu": False, "debug": False, "mixed_precision": "bf16"}
 COMMON |= {"downcast_bf16": "no", "enable_cpu_affinity": False, "gpu_ids": "all", "machine_rank": 0, "num_machines": 1}
@@ -70,8 +66,9 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(key)
 
 
-def settle(environ: dict[str, str], *, has_gpu: bool = True, **values: Any) -> Launch:
-    return put_right(with_precision(parse(Recipe, SMALLEST | values, "recipe.yaml"), environ), environ, has_gpu=has_gpu)
+def settle(environ: dict[str, str], *, has_gpu: bool = True) -> Launch:
+    take_requested_precision(environ)
+    return with_topology(environ, has_gpu=has_gpu)
 
 
 PLAIN, DDP, SHARDED = "one process", "DDP", "FSDP2"
@@ -97,6 +94,7 @@ def fsdp(mesh: dict[str, int] | None = None, **changes: Any) -> dict[str, Any]:
         (4, fsdp(), SHARDED, 1, ""),
         (1, fsdp(), PLAIN, 1, "FSDP"),
         (4, fsdp(fsdp_auto_wrap_policy="SIZE_BASED_WRAP", fsdp_min_num_params=9), SHARDED, 1, ""),
+        (4, fsdp(fsdp_activation_checkpointing=True), SHARDED, 1, "`fsdp_activation_checkpointing`"),
         (4, fsdp(fsdp_activation_checkpointing_offload=True), SHARDED, 1, "`fsdp_activation_checkpointing_offload`"),
         (4, fsdp(mesh(1, 4)), SHARDED, 1, ""),
         (4, fsdp(mesh(4, 1)), DDP, 1, "FSDP"),
@@ -124,7 +122,6 @@ def test_a_file_that_accelerate_writes_trains(
         (fsdp(mesh(2, 4)), "8 processes"),
         (fsdp(mesh(1, 2, tp_size=2)), "tensor"),
         (fsdp(fsdp_version=1), "fsdp_version: 1"),
-        (fsdp(mesh(4, 1), fsdp_offload_params=True), "fsdp_offload_params"),
         ({"mixed_precision": "fp16", "distributed_type": "MULTI_GPU"}, "mixed_precision: fp16"),
     ],
 )
@@ -134,20 +131,13 @@ def test_what_cannot_be_put_right_is_one_message(answers: dict[str, Any], key: s
         settle(environ)
 
 
-@pytest.mark.parametrize(("own", "decided"), [(None, "full"), ("none", "none"), (2, "2")])
-def test_recomputation_is_the_recipes_wherever_it_speaks(own: Any, decided: str, tmp_path: Path) -> None:
-    environ = written(tmp_path, 4, **fsdp(fsdp_activation_checkpointing=True))
-    launch = settle(environ, model={"source": "m"} | ({} if own is None else {"gradient_checkpointing": own}))
-    assert str(launch.recipe.model.gradient_checkpointing) == decided and len(launch.notices) == 1
-
-
 def test_fp8_as_accelerate_writes_it_is_delayed_scaling_with_its_history(tmp_path: Path) -> None:
     """Its questions call two options by names that its launcher does not know, and the launcher fills in others."""
     fp8 = {"backend": "TE", "use_autocast_during_eval": False, "margin": 0, "interval": 1, "fp8_format": "HYBRID"}
     fp8 |= {"amax_history_length": 16, "amax_compute_algorithm": "max", "override_linear_precision": (False, False, False)}
     environ = written(tmp_path, 4, distributed_type="MULTI_GPU", mixed_precision="fp8", fp8_config=fp8)
-    recipe = settle(environ).recipe
-    assert (recipe.precision, recipe.fp8_config.amax_history_len) == ("delayed", 16)
+    precision, settings = take_requested_precision(environ)
+    assert (precision.name, settings.amax_history_len) == ("delayed", 16)
 
 
 def test_processes_without_a_gpu_train_on_the_cpu_of_their_machine_together(tmp_path: Path) -> None:

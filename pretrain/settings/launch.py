@@ -1,0 +1,264 @@
+"""What an accelerate configuration says: which precision, and on which topology.
+
+`accelerate launch` hands its YAML over as environment variables. Those of precision are read here and taken away, because
+accelerate would otherwise act on them: a mere ACCELERATE_FP8_BACKEND makes it convert the model's linears by its own rules, and
+autocast would round what the working copies already round. Precision has one owner, and it is `pretrain.precision`. accelerate
+passes unknown keys of `fp8_config` on unread, and fills in its own defaults for those that it knows. So a default of accelerate's
+may be what somebody wrote. It counts where the precision has such a key, and for nothing elsewhere.
+
+`accelerate config` asks many questions about topology, and some of its answers would train another model here, or do a second
+time what the launcher does. What can be put right safely is, each with a notice; the rest is refused.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from foundation.errors import InputError
+from foundation.settings import Settings, parse
+from pretrain.precision import schedule
+from pretrain.precision.formats.definition import Precision
+from pretrain.precision.settings import PRECISIONS, LowPrecisionSettings, find, find_by_accelerate_name
+from pretrain.settings.recipe import Recipe
+
+_ORIGIN = "accelerate configuration"
+
+# ── Precision ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+_PREFIX = "ACCELERATE_FP8_"
+_FP8 = "fp8"  # the `mixed_precision` with which accelerate reads an `fp8_config`
+# What accelerate sets for options of ours that its file leaves out.
+_FILLED_IN = {"fp8_format": "HYBRID", "margin": 0, "amax_history_len": 1024, "amax_compute_algo": "most_recent"}
+# Keys of accelerate's that have no effect here, by the value that asks for nothing.
+_WITHOUT_EFFECT = {"interval": 1, "use_mxfp8_block_scaling": False, "override_linear_precision": False}
+_WITHOUT_EFFECT |= {"opt_level": "O2", "enable_fsdp_float8_all_gather": True, "pad_inner_dim": True}  # MS-AMP's, torchao's
+# By `accelerate config`, whose words `accelerate launch` does not know; and a prefix that has swallowed a beginning.
+_OTHER_NAMES = {"amax_history_length": "amax_history_len", "amax_compute_algorithm": "amax_compute_algo", "format": "fp8_format"}
+
+
+class _Fp8Config(LowPrecisionSettings):
+    recipe: str = ""  # found before this is parsed; a key like the others for messages
+
+
+class _File(Settings):
+    """The part of an accelerate configuration that is read here, for messages that name its keys as the file does."""
+
+    fp8_config: _Fp8Config
+
+
+def with_precision(recipe: Recipe, environ: MutableMapping[str, str]) -> Recipe:
+    """`recipe` with its precision decided: its own where it (or the command line) names one, else the accelerate configuration's.
+
+    `fp8_config` is decided key by key: the recipe's own, then the accelerate configuration's (without options of another
+    precision), then the precision's defaults. So the result, written out, means the same under any accelerate configuration.
+    Raises InputError for an unknown precision or key, and for options that the precision does not take.
+    """
+    requested, inherited = take_requested_precision(environ)
+    if recipe.precision is not None and not isinstance(recipe.precision, str):
+        return _with_schedule(recipe, requested, inherited)
+    chosen = PRECISIONS[recipe.precision] if recipe.precision else requested
+    if contradictions := recipe.fp8_config.contradictions(chosen):
+        raise InputError(
+            f"`fp8_config: {{{', '.join(contradictions)}}}` and `precision: {chosen.name}` contradict each other: "
+            f"{chosen.describe_options()}; leave out the others, or on the command line set them to null"
+        )
+    settings = _over(inherited if chosen is requested else inherited.without_options(), recipe.fp8_config)
+    decided = recipe.model_copy(update={"precision": chosen.name, "fp8_config": settings.resolved(chosen.name)})
+    if recipe.precision is None:
+        decided.model_fields_set.discard("precision")  # filled in, and not what the recipe says
+    return decided
+
+
+def _with_schedule(recipe: Recipe, requested: Precision, inherited: LowPrecisionSettings) -> Recipe:
+    """`with_precision` where `precision` is a schedule. The options of its one quantized precision are filled in as ever. Several
+    have their own defaults, and then no option of the accelerate configuration counts."""
+    quantized = {use: PRECISIONS[use] for _, use in schedule.phases_of(recipe.precision) if PRECISIONS[use].quantized}
+    for key, value in recipe.fp8_config.options_set.items():
+        for precision in quantized.values():
+            nobody = not any(key in other.options for other in quantized.values())
+            if nobody or (key in precision.options and not precision.takes(key, value)):
+                raise InputError(
+                    f"`fp8_config: {{{key}: {value}}}` and `precision: {precision.name}`, a phase of the schedule, contradict "
+                    f"each other: {precision.describe_options()}; leave the key out"
+                )
+    names = list(quantized)
+    settings = _over(inherited if names == [requested.name] else inherited.without_options(), recipe.fp8_config)
+    return recipe.model_copy(update={"fp8_config": settings.resolved(names[0]) if len(names) == 1 else settings})
+
+
+def _over(inherited: LowPrecisionSettings, own: LowPrecisionSettings) -> LowPrecisionSettings:
+    """Both, key by key, `own` on top."""
+    below, above = (settings.model_dump(exclude_unset=True) for settings in (inherited, own))
+    layers = "keep_bf16_layers"  # the one key that has keys of its own
+    nested = {layers: below[layers] | above[layers]} if layers in below and layers in above else {}
+    return LowPrecisionSettings.model_validate(below | above | nested)
+
+
+def take_requested_precision(environ: MutableMapping[str, str]) -> tuple[Precision, LowPrecisionSettings]:
+    """Returns what the launch environment asks for, with what its file sets, as far as that can be told; `environ` loses its
+    variables.
+
+    Without `accelerate launch` nothing is named, and FP32 is what plain PyTorch would do. Variables of an `fp8_config` without
+    `mixed_precision: fp8` are left over from elsewhere and ask for nothing. Raises InputError for what no recipe here stands for.
+    """
+    mixed_precision = environ.pop("ACCELERATE_MIXED_PRECISION", "no").lower()
+    variables = {key.removeprefix(_PREFIX): environ.pop(key) for key in list(environ) if key.startswith(_PREFIX)}
+    if mixed_precision == _FP8:
+        return _read_fp8_config(_in_our_names(variables))
+    if (precision := find_by_accelerate_name(mixed_precision)) is None:
+        raise InputError(
+            f"{_ORIGIN}: `mixed_precision: {mixed_precision}` is not supported; use 'bf16', as fast "
+            "as FP16 and without its loss scaling, 'no' for FP32, or 'fp8' with `recipe` in an `fp8_config`"
+        )
+    return precision, LowPrecisionSettings()
+
+
+def _read_fp8_config(values: dict[str, Any]) -> tuple[Precision, LowPrecisionSettings]:
+    for key, nothing in _WITHOUT_EFFECT.items():
+        if (value := values.pop(key, nothing)) != nothing:
+            raise InputError(
+                f"{_ORIGIN}: `fp8_config.{key}: {value}` has no effect; leave it out. `recipe` names a precision, such as mxfp8, "
+                "and `keep_bf16_layers` what stays in BF16"
+            )
+    named = values.get("recipe")
+    precision = find_by_accelerate_name(_FP8) if named is None else find(str(named), f"{_ORIGIN}: `fp8_config.recipe`")
+    if not precision.quantized:
+        raise InputError(
+            f"{_ORIGIN}: `fp8_config.recipe: {precision.name}` is no FP8; set `mixed_precision: bf16`, or 'no' for FP32"
+        )
+    for key, value in _FILLED_IN.items():
+        if values.get(key) == value and not precision.takes(key, value):
+            del values[key]
+    settings = parse(_File, {"fp8_config": values}, _ORIGIN).fp8_config
+    if contradictions := settings.contradictions(precision):
+        raise InputError(
+            f"{_ORIGIN}: `fp8_config: {{{', '.join(contradictions)}}}` and `recipe: {precision.name}` contradict each other: "
+            f"{precision.describe_options()}; leave out the others"
+        )
+    return precision, LowPrecisionSettings.model_validate(settings.model_dump(exclude_unset=True, exclude={"recipe"}))
+
+
+def _in_our_names(variables: dict[str, str]) -> dict[str, Any]:
+    """Variables without their prefix as keys and values of an `fp8_config`, names in the spelling that is ours."""
+    values = {_OTHER_NAMES.get(key.lower(), key.lower()): _value(text) for key, text in variables.items()}
+    overridden = [values.pop(f"override_{product}", False) for product in ("fprop", "dgrad", "wgrad")]
+    values["override_linear_precision"] = any(overridden)
+    for key, spelt in (("fp8_format", str.upper), ("recipe", str.lower)):
+        if key in values:
+            values[key] = spelt(str(values[key]))
+    if str(values.get("backend")).upper() == "TE":  # `--fp8_backend te` on accelerate's own command line
+        values["backend"] = "TE"
+    return values
+
+
+def _value(text: str) -> Any:
+    """accelerate writes values of its YAML as Python does: True, 1024, {'first': 1}; what is no such literal is text."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError):
+        return text
+
+
+# ── Topology ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+_GROUP = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
+_PARALLELISM = "PARALLELISM_CONFIG_"
+_TRUE = ("true", "1", "yes", "y", "t", "on")  # as accelerate reads them
+# Variables that would do what the launcher does or what it cannot: the value that asks for nothing, and what is said of others.
+_LEFT_OUT = {
+    "ACCELERATE_DYNAMO_BACKEND": ("NO", "`dynamo_config`: `model.compile` decides"),
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (
+        "1",
+        "`gradient_accumulation_steps`: `batch.tokens` and `batch.microbatch` decide",
+    ),
+    "FSDP_ACTIVATION_CHECKPOINTING": ("false", "`fsdp_activation_checkpointing`: `model.gradient_checkpointing` decides"),
+    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": ("false", "`fsdp_activation_checkpointing_offload`: activations stay on the device"),
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What remains to be known of a launch once its variables are put right."""
+
+    replicas: int  # of the shards, under FSDP2 (HSDP); 1: parameters are sharded over all processes, or not at all
+    notices: tuple[str, ...]  # what was put right, for the user
+    gathers_as_fits: bool  # shards: once a step where memory allows, else for each use
+
+
+def with_topology(environ: MutableMapping[str, str], *, has_gpu: bool) -> Launch:
+    """Change `environ`, before an Accelerator is made, to what trains rightly. `has_gpu`: whether this process sees one.
+    InputError for a launch that cannot be put right."""
+    for variable, kind in (("ACCELERATE_USE_DEEPSPEED", "DEEPSPEED"), ("ACCELERATE_USE_MEGATRON_LM", "MEGATRON_LM")):
+        if _is_true(environ, variable):
+            raise InputError(f"{_ORIGIN}: `distributed_type: {kind}` is not supported; use MULTI_GPU or FSDP")
+    notices: list[str] = []
+    world = _processes(environ, has_gpu, notices)
+    for variable, (nothing, why) in _LEFT_OUT.items():
+        if environ.get(variable, nothing).lower() != nothing.lower():
+            environ[variable] = nothing
+            notices.append(f"left out: {why}")
+    replicas, gathers_as_fits = 1, environ.get("FSDP_RESHARD_AFTER_FORWARD", "").lower() == "auto"
+    if gathers_as_fits:
+        environ["FSDP_RESHARD_AFTER_FORWARD"] = "true"  # accelerate knows no more
+    if _is_true(environ, "ACCELERATE_USE_FSDP"):
+        if environ.get("FSDP_VERSION", "1") == "1":
+            raise InputError(
+                f"{_ORIGIN}: `fsdp_version: 1` is not supported; set `fsdp_version: 2`, with "
+                "`fsdp_reshard_after_forward: true` for FULL_SHARD and false for SHARD_GRAD_OP"
+            )
+        replicas, shards = _mesh(environ, world)
+        if shards == 1:
+            replicas, environ["ACCELERATE_USE_FSDP"] = 1, "false"
+            notices.append("left out: FSDP, as each process holds the whole model")
+        environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # which would untie the head
+        # Each decoder layer is a group of shards, as the model itself names them. Checkpoints are not accelerate's.
+        environ.pop("FSDP_TRANSFORMER_CLS_TO_WRAP", None)
+        environ |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
+    for variable in [key for key in environ if key.startswith(_PARALLELISM) or key == "ACCELERATE_USE_PARALLELISM_CONFIG"]:
+        del environ[variable]  # `replicas` is all that is left of it
+    return Launch(replicas, tuple(f"{_ORIGIN}: {text}" for text in notices), gathers_as_fits)
+
+
+def _processes(environ: MutableMapping[str, str], has_gpu: bool, notices: list[str]) -> int:
+    """Returns how many processes train together, and puts the variables right that say so."""
+    world = int(environ.get("WORLD_SIZE", "1"))
+    if "WORLD_SIZE" not in environ and {"ACCELERATE_DYNAMO_BACKEND", "MASTER_ADDR"} <= environ.keys():
+        # accelerate sets MASTER_ADDR for several processes, also where it then starts only one.
+        raise InputError(
+            f"{_ORIGIN}: `num_processes` is more than 1 and `distributed_type: NO` (or MULTI_CPU, or `--cpu`) starts "
+            "one; set `distributed_type: MULTI_GPU`, on CPUs too with ACCELERATE_USE_CPU=true in place of `--cpu`, or "
+            "`num_processes: 1`. A MASTER_ADDR that a job script exports for one process: unset it"
+        )
+    if world == 1 and environ.get("LOCAL_RANK", "0") == "0":  # a group of one has nobody to exchange anything with
+        for variable in _GROUP:
+            environ.pop(variable, None)
+    # Processes of one machine see the same devices. On several, one that has lost its GPU must not go on with a CPU.
+    alone = environ.get("LOCAL_WORLD_SIZE") == environ.get("WORLD_SIZE")
+    if world > 1 and alone and not has_gpu and not _is_true(environ, "ACCELERATE_USE_CPU"):
+        environ["ACCELERATE_USE_CPU"] = "true"
+        notices.append(f"no GPU is seen here, so {world} processes train on the CPU")
+    return world
+
+
+def _mesh(environ: Mapping[str, str], world: int) -> tuple[int, int]:
+    """Replicas and shards of a `parallelism_config`; without one, as many shards as processes."""
+    if not _is_true(environ, "ACCELERATE_USE_PARALLELISM_CONFIG"):
+        return 1, world
+    replicas, shards = (int(environ.get(f"{_PARALLELISM}{key}", "1")) for key in ("DP_REPLICATE_SIZE", "DP_SHARD_SIZE"))
+    if any(environ.get(f"{_PARALLELISM}{key}_SIZE", "1") != "1" for key in ("TP", "CP", "SP")):
+        raise InputError(f"{_ORIGIN}: tensor, context and sequence parallelism are not supported; remove them")
+    if replicas == shards == 1:  # nothing was asked for
+        return 1, world
+    if replicas * shards != world:
+        raise InputError(
+            f"{_ORIGIN}: {replicas} replicas x {shards} shards are {replicas * shards} processes, and there are {world}; set "
+            "--parallelism_config_dp_replicate_size and --parallelism_config_dp_shard_size to numbers whose product that is"
+        )
+    return replicas, shards
+
+
+def _is_true(environ: Mapping[str, str], variable: str) -> bool:
+    return environ.get(variable, "false").lower() in _TRUE
