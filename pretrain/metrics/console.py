@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from foundation.progress import Progress
 from foundation.tables import or_dash
-from foundation.units import count, duration, memory, percent, three_digits
+from foundation.units import count, duration, memory, percent
 
 INDENT = "  "
 SAMPLE_WIDTH = 96
@@ -39,15 +39,13 @@ class Console:
         self._since_line: list[Mapping[str, Any]] = []  # steps that no line has told of yet
         self._shades = self.stream.isatty() and not os.environ.get("NO_COLOR")
 
-    def panel(self, title: str, rows: Mapping[str, str], commands: Mapping[str, str] | None = None) -> None:
-        """The first and the last screen: a title, aligned `label  text` rows, and commands to run next with what each does."""
+    def panel(self, title: str, rows: Mapping[str, str]) -> None:
+        """The first and the last screen: a title, and aligned `label  text` rows."""
         self._write("", self._shade(BOLD, title))
         width = max(map(len, rows), default=0) + 2
         for label, text in rows.items():
             indented = text.replace("\n", "\n" + INDENT + " " * width)
             self._write(f"{INDENT}{self._shade(DIM, label.ljust(width))}{indented}")
-        for what, command in (commands or {}).items():
-            self._write("", f"{INDENT}{self._shade(DIM, what)}", f"{INDENT}{INDENT}{command}")
         self._write("")
 
     def step(self, record: Mapping[str, Any], *, show: bool = True) -> None:
@@ -97,12 +95,10 @@ class Console:
         if "penalty" in record:
             yield f"{self._shade(DIM, 'penalty')} {penalty}"
         yield f"{self._shade(DIM, 'lr')} {record['learning_rate']:.2e}"
-        yield f"{self._shade(DIM, 'grad')} {_gradient(record['gradient_norm']):>6}"
+        yield f"{self._shade(DIM, 'grad')} {record['gradient_norm']:>8.3g}"
         yield f"{count(self._rate('tokens_per_second', milliseconds)):>6} {self._shade(DIM, 'tok/s')}"
         if "mfu_bf16_peak" in record:
             yield f"{self._shade(DIM, 'MFU')} {percent(self._rate('mfu_bf16_peak', milliseconds)):>6}"
-        elif "tflops" in record:
-            yield f"{three_digits(self._rate('tflops', milliseconds)):>6} {self._shade(DIM, 'TFLOP/s')}"
         yield f"{memory(record['memory_gib']):>9}"
         waited = math.fsum(each["data_wait_ms"] for each in self._since_line)
         yield f"{self._shade(DIM, 'data')} {percent(waited / milliseconds):>6}"
@@ -144,11 +140,6 @@ class Console:
             self.enabled = False
             with open(os.devnull, "w") as nowhere:
                 os.dup2(nowhere.fileno(), self.stream.fileno())
-
-
-def _gradient(norm: float) -> str:
-    """0.412, 1.52, 38.1, 4120, 2e+07: six characters at most."""
-    return three_digits(norm) if norm < 999.5 else f"{norm:.0f}" if norm < 1e6 else f"{norm:.0e}"
 
 
 def _visible(text: str) -> str:

@@ -107,12 +107,13 @@ class Health:
     def judge_overflow(self, names: Sequence[str], *, can_go_back: bool) -> StepDecision:
         """What to do where the last update has left infinity or NaN in weights, called `names`, though its loss and gradient were
         finite: go back where `on_nan` wants that, and else stop, since there is no step to skip any more."""
-        reason = "the update has overflowed"
+        reason, obstacle = f"the update has overflowed, in {some_of(names)}", ""
         if self.settings.on_nan == "rollback":
-            if not (no_way_back := self._no_way_back(can_go_back)):
-                return StepDecision("rollback", f"{reason}, in {some_of(names)}")
-            reason += no_way_back
-        return StepDecision("stop", f"{reason}, and this step is not saved")
+            obstacle = self._no_way_back(can_go_back)
+            if not obstacle:
+                return StepDecision("rollback", reason)
+        remedy = "Lower `optimizer.learning_rate`, and go on from an earlier checkpoint, or begin anew"
+        return StepDecision("stop", f"{reason}{obstacle}, and this step is not saved: its weights hold infinity or NaN", remedy)
 
     def warnings_of(self, step: int, frozen: float, valid_tokens: int) -> Iterator[str]:
         """Yields, the first time in this process, that many updates are lost (a share of all), and that no token of a step has a
@@ -125,39 +126,34 @@ class Health:
             )
         if not valid_tokens and "unlabelled" not in self._warned:
             self._warned.add("unlabelled")
-            yield (
-                f"step {step}: no token of its packs has a label, so it has no loss, and neither means nor curves count it; take "
-                "more packs a step (`batch.tokens`)"
-            )
+            yield f"step {step}: no token of its packs has a label, so it has no loss; take more packs a step (`batch.tokens`)"
 
     def _decide(self, step: int, key: Literal["on_nan", "on_spike"], reason: str, can_go_back: bool) -> StepDecision:
-        wanted, no_way_back = getattr(self.settings, key), self._no_way_back(can_go_back)
-        if wanted == "skip" and self.state.consecutive_skips < CONSECUTIVE_SKIPS:
-            self.state.skipped_steps += 1
-            self.state.consecutive_skips += 1
-            return StepDecision("skip", f"step {step} skipped: {reason} ({self.state.skipped_steps} skipped so far)")
-        if wanted == "rollback" and not no_way_back:
-            return StepDecision("rollback", reason)
+        wanted, state, obstacle = getattr(self.settings, key), self.state, ""
         if wanted == "skip":
-            reason += f", and the {CONSECUTIVE_SKIPS} steps before it were skipped for the like without effect"
+            if state.consecutive_skips < CONSECUTIVE_SKIPS:
+                state.skipped_steps += 1
+                state.consecutive_skips += 1
+                return StepDecision("skip", f"step {step} skipped: {reason} ({state.skipped_steps} skipped so far)")
+            obstacle = f", and the {CONSECUTIVE_SKIPS} steps before it were skipped for the like without effect"
         elif wanted == "rollback":
-            reason += no_way_back
-        untouched = f"The weights are those of step {step - 1 - self.state.consecutive_skips}, and nothing is saved after it"
-        return StepDecision("stop", f"{reason}. {untouched}", self._remedy(key, can_go_back))
+            obstacle = self._no_way_back(can_go_back)
+            if not obstacle:
+                return StepDecision("rollback", reason)
+        untouched = f"The weights are those of step {step - 1 - state.consecutive_skips}, and nothing is saved after it"
+        remedy = "If the text at this step is as it should be, lower `optimizer.learning_rate` or `optimizer.clip`"
+        if key == "on_nan":
+            again = "resume from an earlier checkpoint" if can_go_back else "start again"
+            remedy = f"Lower `optimizer.learning_rate` or lengthen `schedule.warmup`, and {again}"
+        own = f". In this precision also: {self.precision_remedy}" if self.precision_remedy else ""
+        other = f"`health.{key}`: `skip` leaves such steps out, `rollback` goes back to the last checkpoint"
+        return StepDecision("stop", f"{reason}{obstacle}. {untouched}", f"{remedy}{own}. {other}")
 
     def _no_way_back(self, can_go_back: bool) -> str:
         """The end of a sentence that says why not; empty where there is one."""
         if self.state.rollbacks >= MOST_ROLLBACKS:
             return f", and the run has gone back {MOST_ROLLBACKS} times already"
         return "" if can_go_back else ", and there is no checkpoint yet to go back to (`checkpoint.every`)"
-
-    def _remedy(self, key: str, can_go_back: bool) -> str:
-        remedy = "If the text at this step is as it should be, lower `optimizer.learning_rate` or `optimizer.clip`"
-        if key == "on_nan":
-            again = "resume from an earlier checkpoint" if can_go_back else "start again"
-            remedy = f"Lower `optimizer.learning_rate` or lengthen `schedule.warmup`, and {again}"
-        own = f". In this precision also: {self.precision_remedy}" if self.precision_remedy else ""
-        return f"{remedy}{own}. `health.{key}`: `skip` leaves such steps out, `rollback` goes back to the last checkpoint"
 
     def _spike(self, loss: float) -> str | None:
         """What a spike is, when it begins and not at each of its steps. A level that stays is no spike after half a window; but

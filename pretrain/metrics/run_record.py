@@ -321,8 +321,8 @@ def _known(records: Iterable[Record], key: str) -> list[float]:
     return [value for record in records if (value := record.get(key)) is not None and math.isfinite(value)]
 
 
-def last_screen(run: RunRecord, folder: RunFolder, waited: str) -> tuple[str, dict[str, str], dict[str, str]]:
-    """What a finished run prints last, for `Console.panel`: a title, rows and commands. Unknown figures have no row.
+def last_screen(run: RunRecord, folder: RunFolder, waited: str) -> tuple[str, dict[str, str]]:
+    """What a finished run prints last, for `Console.panel`: a title and rows. Unknown figures have no row.
 
     `waited`: what the user has waited for, this time."""
     figures = run.summary
@@ -339,5 +339,5 @@ def last_screen(run: RunRecord, folder: RunFolder, waited: str) -> tuple[str, di
     if folder.final.exists():
         rows["model"] = f"{folder.final} (AutoModelForCausalLM.from_pretrained loads it)"
     rows |= {"curves": str(folder.loss_plot), "every step": str(folder.metrics), "settings": str(folder.config)}
-    compare = f"python -m pretrain report {shlex.quote(str(folder.path))} OTHER_RUN"
-    return f"{run.name}: done", rows, {"compare it with other runs": compare}
+    rows["compare it"] = f"python -m pretrain report {shlex.quote(str(folder.path))} OTHER_RUN"
+    return f"{run.name}: done", rows

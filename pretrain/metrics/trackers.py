@@ -103,21 +103,17 @@ class Service:
     def start(self, log: LogSettings, run_dir: Path, resumed_step: int, config: Mapping[str, Any]) -> None:
         """Open it, going on with the run where the service can, and hand over the run's configuration as flat `section.key`
         pairs; InputError where the service refuses."""
-        make, title, project = LOGGER_TYPE_TO_CLASS[self.name], run_dir.name, log.project
+        make, title = LOGGER_TYPE_TO_CLASS[self.name], run_dir.name
+        named = os.environ.get("WANDB_SWEEP_ID") or os.environ.get("WANDB_RUN_ID")  # a sweep's agent names the run itself
+        options = {
+            "tensorboard": {"purge_step": resumed_step + 1 if resumed_step else None},  # logged beyond the checkpoint
+            "wandb": {"dir": str(run_dir), "name": title} | ({} if named else {"id": self.id, "resume": "allow"}),
+            "mlflow": {"run_name": title},
+            "trackio": {"name": f"{title}-{self.id}", "resume": "allow"},  # it finds a run by its name alone
+        }.get(self.name, {})
+        project = "tensorboard" if self.name == "tensorboard" else log.project  # a folder in the run's
         try:
-            match self.name:
-                case "tensorboard":  # purge_step takes back what a killed run logged beyond its checkpoint
-                    self.tracker = make("tensorboard", run_dir, purge_step=resumed_step + 1 if resumed_step else None)
-                case "wandb":  # a sweep's agent and WANDB_RUN_ID name the run themselves
-                    named = os.environ.get("WANDB_SWEEP_ID") or os.environ.get("WANDB_RUN_ID")
-                    goes_on = {} if named else {"id": self.id, "resume": "allow"}
-                    self.tracker = make(project, dir=str(run_dir), name=title, **goes_on)
-                case "mlflow":
-                    self.tracker = make(project, run_name=title)
-                case "trackio":  # it finds a run by its name alone
-                    self.tracker = make(project, name=f"{title}-{self.id}", resume="allow")
-                case _:
-                    self.tracker = make(project, *([run_dir] if make.requires_logging_directory else []))
+            self.tracker = make(project, *([run_dir] if make.requires_logging_directory else []), **options)
             self.tracker.start()
             flat = flatten(config).items()
             scalars = {key: v if isinstance(v, int | float | str) else json.dumps(v, default=str) for key, v in flat}

@@ -17,7 +17,7 @@ from foundation.signals import StopRequest
 from packing.batch import Prefetch, StepBatches
 from pretrain.checkpoint.checkpoint import Checkpoints, bytes_needed, check_space
 from pretrain.checkpoint.state import Past
-from pretrain.metrics.health import StepDecision, TrainingHalted, some_of
+from pretrain.metrics.health import StepDecision, TrainingHalted
 from pretrain.model.distributed import largest_over_ranks
 from pretrain.model.gradients import local_part
 from pretrain.plan.preflight import Job
@@ -146,11 +146,7 @@ def judge_weights(run: Run) -> StepDecision:
         return StepDecision()
     decision = run.health.judge_overflow(names, can_go_back=run.checkpoints.latest is not None)
     if decision.action == "stop":
-        reason = f"{decision.reason}. The weights hold infinity or NaN, in {some_of(names)}"
-        run.trackers.log({"step": run.state.step, "event": "halted", "reason": reason})
-        return StepDecision(
-            "stop", reason, "Lower `optimizer.learning_rate`, and go on from an earlier checkpoint, or begin anew"
-        )
+        run.trackers.log({"step": run.state.step, "event": "halted", "reason": decision.reason})
     return decision
 
 
