@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,11 +24,6 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], names: int = 
 
     rule = "|".join("-" * (w + 2) if i < names else "-" * (w + 1) + ":" for i, w in enumerate(widths))
     return "\n".join([line(header), f"|{rule}|", *map(line, rows)])
-
-
-def screen_width(most: int) -> int:
-    """Columns of the terminal that is written to, `most` at most; `most` where it is a file or another program."""
-    return min(most, shutil.get_terminal_size().columns) if sys.stdout.isatty() else most
 
 
 def or_dash(value: Any, form: Callable[[Any], str] = str) -> str:

@@ -5,19 +5,17 @@ from __future__ import annotations
 import textwrap
 
 from foundation import units
-from foundation.tables import screen_width
 from foundation.units import GIB, plural
 from pretrain.optimizer import schedule
 from pretrain.plan.plan import Plan
 
-WIDTH = 100  # of the rendered plan, or as many columns as a narrower terminal has
+WIDTH = 100  # columns of what is printed
 ASSUMED_SHARES = (0.3, 0.5)  # of the peak, between which runs of dense models usually lie
 
 
 def render(plan: Plan, *, brief: bool = False) -> str:
-    """The plan as a user reads it, a few lines to a subject; `brief`: memory without its parts. As wide as the terminal, WIDTH
-    columns at most."""
-    devices, width = plan.devices, screen_width(WIDTH)
+    """The plan as a user reads it, a few lines to a subject; `brief`: memory without its parts."""
+    devices = plan.devices
     where = f"{devices.count} x {devices.name or 'device'}"
     if devices.sharded:
         replicas = f"{devices.replicas} replicas of {devices.shards} shards" if devices.replicas > 1 else "shards"
@@ -34,14 +32,13 @@ def render(plan: Plan, *, brief: bool = False) -> str:
         "memory": _memory_lines(plan)[: 1 if brief else None],
         "warning: ": plan.warnings,
     }
-    return "\n".join([*textwrap.wrap(title, width), "─" * width, *in_subjects(subjects)])
+    return "\n".join([*textwrap.wrap(title, WIDTH), "─" * WIDTH, in_subjects(subjects)])
 
 
-def in_subjects(subjects: dict[str, list[str]]) -> list[str]:
-    """The texts of each subject in lines that fit the terminal, the subject's name at the left of its first."""
+def in_subjects(subjects: dict[str, list[str]]) -> str:
+    """The texts of each subject in lines of WIDTH columns at most, the subject's name at the left of its first."""
     lines = [(name if i == 0 else "", text) for name, texts in subjects.items() for i, text in enumerate(texts)]
-    width = screen_width(WIDTH)
-    return [textwrap.fill(text, width, initial_indent=f"{name:<9}", subsequent_indent=" " * 9) for name, text in lines]
+    return "\n".join(textwrap.fill(text, WIDTH, initial_indent=f"{name:<9}", subsequent_indent=" " * 9) for name, text in lines)
 
 
 def model_lines(plan: Plan) -> list[str]:

@@ -12,13 +12,13 @@ import argparse
 import os
 import statistics
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from foundation import units
 from foundation.command import CommandParser, number
 from foundation.errors import InputError
-from foundation.tables import UNKNOWN, markdown, screen_width
+from foundation.tables import UNKNOWN, markdown
 from foundation.units import GIB, TERA, plural
 from pretrain.metrics.peaks import peak
 from pretrain.metrics.run_record import WARM_UP_STEPS, RunRecord, read_run
@@ -62,7 +62,13 @@ def main(arguments: list[str]) -> int:
     if options.run:
         shares, where_from = [share_of_peak(read_run(options.run), plan.active.requested)], f"that of {options.run}"
     small = where_from.startswith("assumed") and plan.flops.parameters < LEAST
-    print("\n".join(_introduction(plan, named)), end="\n\n")
+    tokens, parameters, epochs = plan.total_tokens, plan.flops.parameters, f" = {plan.epochs:.2f} epochs" if plan.epochs else ""
+    horizon = (
+        f"{plural(plan.steps, 'step')} x {plan.tokens_per_step:,} tokens = {tokens:,} tokens{epochs}, {tokens / parameters:.3g} "
+        f"a parameter (a rule of thumb says 20); {units.operations(plan.flops_per_token)} a token"
+    )
+    print(f"{plan.recipe.name}: {plan.computes} compute{named}, {plan.recipe.weights} weights\n{'─' * WIDTH}")
+    print(in_subjects({"model": model_lines(plan), "horizon": [horizon]}), end="\n\n")
     rows = [_row(target, target.plan(job), [] if small else shares, options.price_per_hour) for target in targets]
     print(markdown(["on", "microbatch", "takes", "of each", "tokens/s", "time", "cost"], rows))
     listed = " to ".join(f"{100 * each:.3g}" for each in shares)
@@ -74,7 +80,7 @@ def main(arguments: list[str]) -> int:
         *([plan.flops.left_out] if plan.flops.uncounted else []),
         *notices,
     ]
-    print("\n".join(textwrap.fill(f"* {text}", screen_width(WIDTH), subsequent_indent="  ") for text in notes))
+    print("\n".join(textwrap.fill(f"* {text}", WIDTH, subsequent_indent="  ") for text in notes))
     return 0
 
 
@@ -97,18 +103,6 @@ def share_of_peak(run: RunRecord, precision: str) -> float:
     if why:
         raise InputError(f"--run {run.path}: {why}; give another run, or leave it out")
     return statistics.median(measured) / whole
-
-
-def _introduction(plan: Plan, named: str) -> Iterator[str]:
-    requested = plan.recipe.precision if isinstance(plan.recipe.precision, str) else plan.computes
-    yield f"{plan.recipe.name}: {requested} compute{named}, {plan.recipe.weights} weights"
-    yield "─" * screen_width(WIDTH)
-    tokens, parameters, epochs = plan.total_tokens, plan.flops.parameters, f" = {plan.epochs:.2f} epochs" if plan.epochs else ""
-    horizon = (
-        f"{plural(plan.steps, 'step')} x {plan.tokens_per_step:,} tokens = {tokens:,} tokens{epochs}, {tokens / parameters:.3g}"
-    )
-    horizon += f" a parameter (a rule of thumb says 20); {units.operations(plan.flops_per_token)} a token"
-    yield from in_subjects({"model": model_lines(plan), "horizon": [horizon]})
 
 
 def _row(target: Target, plan: Plan, shares: Sequence[float], price: float | None) -> list[str]:

@@ -33,39 +33,33 @@ PARITY_MICROBATCH = 2  # packs laid end to end, where a smaller shape than train
 
 
 def choose_microbatch(job: Job, assembly: Assembly, resumed: Mapping[str, Any] | None, accelerator: Accelerator) -> int:
-    """Packs a microbatch: the recipe's number, or that of the `resumed` state, or the largest that fits now, in each of the run's
+    """What `auto` means, in packs: the microbatch of the `resumed` state, or the largest that fits now, in each of the run's
     precisions; on a CPU, what is expected to fit.
 
     The plan's estimate of memory knows neither all of the compiler's choices nor the allocator's fragments, so it only says where
     to begin. To keep the microbatch keeps the order of all sums, so the resumed run repeats the uninterrupted one bit for bit.
     """
-    plan = job.plan
-    if plan.microbatch:
-        return plan.microbatch
+    plan, device, fitting = job.plan, accelerator.device, []
     same_split = resumed is not None and resumed["world_size"] == accelerator.num_processes
     if same_split and resumed["microbatch"] in plan.microbatch_sizes:
         return resumed["microbatch"]
-    fitting = []
+    if device.type != "cuda":  # host memory that is used up ends a process, and cannot be measured
+        return plan.expected_microbatch
+    usable = int((1 - RESERVE) * torch.cuda.get_device_properties(device).total_memory)
+    most_reserved = partial(torch.cuda.max_memory_reserved, device)
     with assembly.context.preserving_state():
         for active in plan.actives:
+            options = {"multiple_of": active.precision.multiple_of, "usable": usable, "most_reserved": most_reserved}
             with assembly.using(active):
-                fitting.append(_largest_here(job.with_plan(active=active), assembly.model, accelerator))
-    return min(fitting)
-
-
-def _largest_here(job: Job, model: nn.Module, accelerator: Accelerator) -> int:
-    if accelerator.device.type != "cuda":  # host memory that is used up ends a process, and cannot be measured
-        return job.plan.expected_microbatch
-    usable = int((1 - RESERVE) * torch.cuda.get_device_properties(accelerator.device).total_memory)
-    most_reserved = partial(torch.cuda.max_memory_reserved, accelerator.device)
-    options = {"multiple_of": job.precision.multiple_of, "usable": usable, "most_reserved": most_reserved}
-    largest = largest_that_fits(model, accelerator, job.plan.microbatch_sizes, job.data.trial_batch, **options)
-    if largest is None:
+                fitting.append(
+                    largest_that_fits(assembly.model, accelerator, plan.microbatch_sizes, job.data.trial_batch, **options)
+                )
+    if None in fitting:
         raise InputError(
-            f"`batch.microbatch: auto`: not even 1 pack fits into the memory at once; set a shorter `data.length`, or what "
-            f"takes less: {TAKES_LESS}"
+            "`batch.microbatch: auto`: not even 1 pack fits into the memory at once; set a shorter `data.length`, or what takes "
+            f"less: {TAKES_LESS}"
         )
-    return largest
+    return min(fitting)
 
 
 def largest_that_fits(
@@ -157,17 +151,14 @@ def _try(model: nn.Module, accelerator: Accelerator, batch: Microbatch) -> None:
 
 def find_parity(run: Run) -> list[Parity | str]:
     """Compares step 0 with plain transformers in each of the run's precisions, or says why not; the audit holds the results.
-    Empty where `parity` is off, and where the run resumes. Collective."""
-    if not run.job.recipe.parity or not run.begins:
-        return []
+    Collective."""
     assembly, results = run.assembly, []
     comparisons = sum(3 if active.precision.quantized else 2 for active in run.job.plan.actives)
     with run.waited.on("checks", "parity with plain transformers", "comparisons", total=comparisons):
         for each in assembly.precisions.values():
             with assembly.using(each.active):
-                result = _in_one_precision(run, run.job.with_plan(active=each.active))
-            results.append(result)
-            record = {"left_out": result} if isinstance(result, str) else result.record()
+                results.append(_in_one_precision(run, run.job.with_plan(active=each.active)))
+            record = {"left_out": results[-1]} if isinstance(results[-1], str) else results[-1].record()
             each.audit["parity"] = {"source": "this run"} | record
         assembly.use(assembly.active)
     return results
