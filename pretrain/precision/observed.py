@@ -65,15 +65,9 @@ _TE_BLOCK = 128
 # ── A sample of an operand ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Sample(NamedTuple):
-    """Some blocks of an operand: its values [n, values], and the scale of each, FP32 [n]."""
-
-    values: Tensor
-    scale: Tensor
-
-
-def sample(matrix: Tensor, scales: Tensor | None, scaling: Scaling, generator: torch.Generator) -> Sample:
-    """Some blocks of `matrix` [rows, k], k the axis of the sum, of any dtype and strides.
+def sample(matrix: Tensor, scales: Tensor | None, scaling: Scaling, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Some blocks of `matrix` [rows, k], k the axis of the sum, of any dtype and strides: their values [n, values], and the scale
+    of each, FP32 [n].
 
     `scales` FP32: [rows or rows / block, k / block], or the scalar of a tensor with one scale. Where there are none, or not as
     many as blocks, the scale is 0, which fits no value.
@@ -96,7 +90,7 @@ def sample(matrix: Tensor, scales: Tensor | None, scaling: Scaling, generator: t
         scale = scales[at, along]
     else:
         scale = torch.zeros(len(chosen), device=matrix.device)
-    return Sample(blocks[at, along].flatten(1), scale)
+    return blocks[at, along].flatten(1), scale
 
 
 def generators(seed: int) -> Callable[[torch.device], torch.Generator]:
@@ -179,14 +173,6 @@ class _Call(NamedTuple):
     scales: Sequence[Scales] | None  # of an emulated product's operands
 
 
-class _Finding(NamedTuple):
-    call: _Call
-    role: Role
-    grid: Grid
-    scaling: Scaling
-    figures: Tensor  # of `examine`
-
-
 class ProductObserver:
     """Notes the products of each linear in the order they run, in `products` by name; a recomputed forward is noted twice.
 
@@ -202,7 +188,7 @@ class ProductObserver:
         self._active = active if active and active.precision.quantized else None
         self._examined = examined
         self._calls: list[_Call] = []
-        self._findings: list[_Finding] = []
+        self._findings: list[tuple[_Call, Role, Grid, Tensor]] = []  # with the figures of `examine`
         self._generator = generators(seed)
 
     @contextmanager
@@ -242,9 +228,9 @@ class ProductObserver:
     def faults(self) -> dict[str, list[str]]:
         """What is wrong with operands, by the linear's name; waits for the device, once."""
         faults: dict[str, list[str]] = {}
-        figures_of_all = torch.stack([finding.figures for finding in self._findings]).tolist() if self._findings else []
-        for (call, role, grid, scaling, _), figures in zip(self._findings, figures_of_all, strict=True):
-            if fault := describe(figures, grid, scaling):
+        figures_of_all = torch.stack([figures for *_, figures in self._findings]).tolist() if self._findings else []
+        for (call, role, grid, _), figures in zip(self._findings, figures_of_all, strict=True):
+            if fault := describe(figures, grid, self._active.precision.scaling(role)):
                 for name in call.names:
                     faults.setdefault(name, []).append(f"{call.gemm} {role}: {fault}")
         return faults
@@ -262,17 +248,16 @@ class ProductObserver:
         if not self._examines(call):
             return
         for role, matrix, (of_blocks, of_tensor) in zip(roles, (left, right.mT), call.scales, strict=True):
-            grid, scaling = precision.grid(settings, role), precision.scaling(role)
+            scaling, largest = precision.scaling(role), None
             scales = of_tensor if scaling.block is None else of_blocks
-            blocks = sample(matrix, scales, scaling, self._generator(matrix.device))
-            codes, largest = blocks.values.float(), None
+            values, scale = sample(matrix, scales, scaling, self._generator(matrix.device))
+            codes = values.float()
             if scaling.block is None:  # the scale is not in the values
                 least, most = torch.aminmax(matrix)
                 largest = torch.maximum(-least, most).float()
             else:
-                scale = blocks.scale[:, None]
-                codes = torch.where(scale == 0, codes, codes / scale)
-            self._findings.append(_Finding(call, role, grid, scaling, examine(codes, blocks.scale, grid, scaling, largest)))
+                codes = torch.where(scale[:, None] == 0, codes, codes / scale[:, None])
+            self._examine(call, role, precision.grid(settings, role), codes, scale, largest)
 
     @torch.no_grad()
     def library_product(self, *operands: tuple[Any, bool]) -> None:
@@ -289,7 +274,7 @@ class ProductObserver:
     def _examine_te(self, te: ModuleType, call: _Call, role: Role, operand: Any, by_rows: bool) -> None:
         """The scales of FP8 operands against their codes; any byte is a code. MXFP8's and NVFP4's scales lie in an order of the
         kernel's own, and are left to the library."""
-        scaling, largest = self._active.precision.scaling(role), None
+        largest = None
         if isinstance(operand, te.Float8TensorStorage):
             # On GPUs whose products read operands either way there are no transposes.
             transposed = None if by_rows or operand._transpose_invalid else operand._transpose
@@ -307,9 +292,13 @@ class ProductObserver:
         dtype, grid = _FP8[_format(te, operand._fp8_dtype)]
         if scales.dim() == 0:  # magnitudes of codes order as their bits do
             largest = (data.view(torch.uint8) & 0x7F).amax().reshape(1).view(dtype).float().reshape(())
-        blocks = sample(codes.view(torch.uint8), scales, scaling, self._generator(data.device))
-        figures = examine(blocks.values.view(dtype).float(), blocks.scale, grid, scaling, largest)
-        self._findings.append(_Finding(call, role, grid, scaling, figures))
+        scaling = self._active.precision.scaling(role)
+        values, scale = sample(codes.view(torch.uint8), scales, scaling, self._generator(data.device))
+        self._examine(call, role, grid, values.view(dtype).float(), scale, largest)
+
+    def _examine(self, call: _Call, role: Role, grid: Grid, codes: Tensor, scale: Tensor, largest: Tensor | None) -> None:
+        figures = examine(codes, scale, grid, self._active.precision.scaling(role), largest)
+        self._findings.append((call, role, grid, figures))
 
     def _note(self, call: _Call, left: str, right: str) -> None:
         for name in call.names:

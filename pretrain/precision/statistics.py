@@ -64,7 +64,7 @@ class OperandStatistics:
         amax = torch.linalg.vector_norm(x, math.inf).float()  # a maximum of magnitudes that makes no copy of x
         scale = of_operand(self._state, name, role, "scale") if self.precision.keeps_history else None
         scaling = self.precision.scaling(role)
-        blocks = sample(x, None, scaling, self._generator(x.device)).values
+        blocks, _ = sample(x, None, scaling, self._generator(x.device))
         rows = blocks.reshape(-1, scaling.block or blocks.shape[1])
         quantized = self.precision.along_features(self.settings, role)(rows, scale, amax)
         self._figures[name, role].append(measure(rows.float(), quantized, amax))

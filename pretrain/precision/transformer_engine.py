@@ -176,7 +176,7 @@ class TransformerEngineProduct(Product):
         options |= {"layout": layout, "grad": gemm != "forward"}
         split = split_accumulator(self.backend.te_recipe, product)
         with watched(self.members, gemm):
-            return _module("cpp_extensions").general_gemm(right, left, use_split_accumulator=split, **options)[0]
+            return library().cpp_extensions.general_gemm(right, left, use_split_accumulator=split, **options)[0]
 
     def save(self, operand: Any) -> tuple[Sequence[Tensor | None], Any]:
         return save(operand)
@@ -193,15 +193,15 @@ class TransformerEngineProduct(Product):
 
 def save(*operands: Any) -> tuple[Sequence[Tensor | None], Any]:
     """`Product.save` for several operands, plain tensors among them."""
-    quantized_tensor = _module("quantized_tensor")
+    te = library()
     for operand in operands:
-        if isinstance(operand, quantized_tensor.QuantizedTensorStorage):
+        if isinstance(operand, te.QuantizedTensorStorage):
             operand.update_usage(rowwise_usage=False)
-    return quantized_tensor.prepare_for_saving(*operands)
+    return te.prepare_for_saving(*operands)
 
 
 def restore(tensors: Sequence[Tensor | None], rest: Any) -> list[Any]:
-    return list(_module("quantized_tensor").restore_from_saved(rest, list(tensors)))
+    return list(library().restore_from_saved(rest, list(tensors)))
 
 
 def is_first_in_forward() -> bool:
@@ -211,7 +211,7 @@ def is_first_in_forward() -> bool:
         return False
     state = manager.quantization_state
     before, first = state.is_first_fp8_module, manager.is_first_fp8_module()
-    if _module("distributed").in_fp8_activation_recompute_phase():
+    if library().distributed.in_fp8_activation_recompute_phase():
         state.is_first_fp8_module = before  # the answer was given in forward, and is asked for again
     return first
 
@@ -280,7 +280,7 @@ class TransformerEngineBackend:
                 stashes[product.linear.fp8_meta[_STASH]].clear()
 
     def describe(self) -> str:
-        return f"Transformer Engine {_version()}, {type(self.te_recipe).__name__}"
+        return f"Transformer Engine {importlib.metadata.version('transformer_engine')}, {type(self.te_recipe).__name__}"
 
     def _autocast(self, *, enabled: bool = True) -> AbstractContextManager[Any]:
         return self.te.autocast(enabled=enabled, recipe=self.te_recipe)  # no reduction group means the default one, all ranks
@@ -297,11 +297,3 @@ def library() -> ModuleType:
     import transformer_engine.pytorch as te
 
     return te
-
-
-def _module(name: str) -> ModuleType:
-    return importlib.import_module(f"transformer_engine.pytorch.{name}")
-
-
-def _version() -> str:
-    return importlib.metadata.version("transformer_engine")
