@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pretrain.precision import searched
 from pretrain.precision.product import add_product_
-from pretrain.precision.searched import CublasLt, CublasLtError, Products
+from pretrain.precision.searched import CublasLtError, Products, products_on
 from tests.gpu.test_fused_gpu import assemble, cosines, larger, train
 from tests.pretrain.model.fused.fused_models import inputs
 
@@ -28,8 +28,8 @@ ROUNDING = 0.01  # of the norm: BF16 outputs, and FP8's fast accumulators
 
 
 @pytest.fixture(autouse=True)
-def nothing_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(searched, "_by_device", {})
+def nothing_searched() -> None:
+    products_on.cache_clear()
     torch.ones(16, 16, device="cuda", dtype=BF16) @ torch.ones(16, 16, device="cuda", dtype=BF16)  # torch loads cublasLt
 
 
@@ -63,7 +63,7 @@ def relative(found: Tensor, expected: Tensor) -> float:
 
 def only() -> Products:
     """Those of this GPU."""
-    (made,) = searched._by_device.values()
+    made = products_on(torch.device("cuda", torch.cuda.current_device()))
     assert made is not None
     return made
 
@@ -83,7 +83,7 @@ def test_in_bf16_it_is_the_product_in_fp32(layout: str, adds: bool):
         y = searched.multiply(left, right, layout=layout, residual=residual)
         assert y is not None and y.shape == (N, M) and relative(y, expected) < ROUNDING
     assert before is None or torch.equal(residual, before)
-    assert only().searched == 1
+    assert len(only().chosen) == 1
 
 
 @pytest.mark.parametrize("adds", [False, True])
@@ -112,7 +112,7 @@ def test_scales_that_change_between_calls_are_honoured():
         right._scale_inv.mul_(2)  # another number in the same place
         expected = expected * 2
         assert relative(searched.multiply(left, right), expected) < ROUNDING
-    assert only().searched == 1
+    assert len(only().chosen) == 1
 
 
 def test_a_gradient_of_weights_adds_up_in_fp32_and_the_search_adds_nothing():
@@ -122,9 +122,9 @@ def test_a_gradient_of_weights_adds_up_in_fp32_and_the_search_adds_nothing():
     for count in (1, 2):
         assert searched.multiply(x, dy, layout="NT", total=total) is total
         assert relative(total.double(), count * expected) < 1e-5
-    assert only().searched == 1
+    assert len(only().chosen) == 1
     for total in (torch.full((N, M), torch.nan, device="cuda"), torch.ones(N, M, device="cuda")):
-        searched._by_device.clear()
+        products_on.cache_clear()
         add_product_(total, dy.t(), x, overwrite=True)
         assert relative(total.double(), expected) < 1e-5
         add_product_(total, dy.t(), x)
@@ -137,7 +137,7 @@ def test_whichever_algorithm_is_the_fastest_the_bits_are_those_of_the_first(best
     found = []
     for number in (0, best):
         monkeypatch.setattr(searched, "fastest", lambda times, number=number: min(number, len(times) - 1))
-        searched._by_device.clear()
+        products_on.cache_clear()
         found.append([searched.multiply(weight, x), searched.multiply(weight, x, residual=residual)])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
@@ -148,30 +148,30 @@ def test_whichever_algorithm_is_the_fastest_the_bits_are_those_of_the_first(best
 @pytest.mark.usefixtures("deterministic")
 def test_where_bits_are_to_repeat_nothing_is_searched():
     x, weight = draw(N, K), draw(M, K, seed=1)
-    assert searched.multiply(weight, x) is None and not searched.takes(x)
+    assert searched.multiply(weight, x) is None
     assert torch.equal(searched.linear(x, weight), F.linear(x, weight))
-    assert searched._by_device == {} and searched.describe() is None
+    assert products_on.cache_info().currsize == 0
 
 
 def test_operands_in_blocks_are_left_to_transformer_engine():
     te = pytest.importorskip("transformer_engine.pytorch")
     quantizer = te.Float8BlockQuantizer(te.DType.kFloat8E4M3, rowwise=True, columnwise=True, block_scaling_dim=1)
     x = quantizer(draw(N, K))
-    assert searched.multiply(x, x) is None and not searched.takes(x)
+    assert searched.multiply(x, x) is None
 
 
 def test_a_call_that_fails_leaves_the_product_to_others(monkeypatch: pytest.MonkeyPatch):
     x, weight = draw(N, K), draw(M, K, seed=1)
     assert searched.multiply(weight, x) is not None
-    monkeypatch.setattr(only()._library, "multiply", lambda *_: 14)  # CUBLAS_STATUS_INTERNAL_ERROR
+    monkeypatch.setattr(only().library, "cublasLtMatmul", lambda *_: 14)  # CUBLAS_STATUS_INTERNAL_ERROR
     assert searched.multiply(weight, x) is None
-    searched._by_device.clear()
+    products_on.cache_clear()
 
     def refuse(*_: Any) -> None:
         raise CublasLtError("no library")
 
-    monkeypatch.setattr(CublasLt, "__init__", refuse)
-    assert searched.multiply(weight, x) is None and not searched.takes(x)
+    monkeypatch.setattr(Products, "__init__", refuse)
+    assert searched.multiply(weight, x) is None
 
 
 # ── In fused layers ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -184,7 +184,7 @@ def test_fused_layers_give_what_they_give_by_transformer_engines_products(
 ):
     pytest.importorskip("transformer_engine.pytorch")
     chosen = train(assemble(larger(name), recipe, fused=True), steps=3)
-    used = searched.describe() is not None
+    used = bool(only().chosen)
     monkeypatch.setattr(searched, "multiply", lambda *_, **__: None)
     plain = train(assemble(larger(name), recipe, fused=True), steps=3)
     assert chosen[0] == pytest.approx(plain[0], rel=2e-3)

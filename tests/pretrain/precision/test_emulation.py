@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pretrain.precision.emulation import EmulatedProduct, EmulationBackend
-from pretrain.precision.quantizers import E4M3, E5M2, blocks, tensor
+from pretrain.precision.quantizers import E2M1, E4M3, E5M2, blocks, tensor
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 
 QUANTIZED = [name for name, recipe in PRECISIONS.items() if recipe.quantized]
@@ -64,6 +64,10 @@ def fp4(transform: bool = False, square: bool = False) -> Any:
     return lambda x: blocks.quantize_nvfp4(blocks.hadamard(x) if transform else x, two_dimensional=square).dequantize()
 
 
+def mxfp4(transform: bool = False) -> Any:
+    return lambda x: blocks.quantize_mx(blocks.hadamard(x) if transform else x, E2M1).dequantize()
+
+
 # What forward, dgrad and wgrad multiply: six functions, each along the last dimension of what it is given.
 CASES = {
     "delayed": ({}, [fp8("delayed", g) for g in (E4M3, E4M3, E5M2, E4M3, E5M2, E4M3)]),
@@ -76,6 +80,7 @@ CASES = {
         {"disable_stochastic_rounding": True},
         [fp4(), fp4(square=True), fp4(), fp4(square=True), fp4(transform=True), fp4(transform=True)],
     ),
+    "mxfp4": ({"disable_stochastic_rounding": True}, [mxfp4()] * 4 + [mxfp4(transform=True)] * 2),
     "nvfp4 plain": (
         {"disable_stochastic_rounding": True, "disable_rht": True},
         [fp4(), fp4(square=True), fp4(), fp4(square=True), fp4(), fp4()],
