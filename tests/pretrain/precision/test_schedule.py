@@ -42,23 +42,17 @@ def test_a_schedule_has_a_label_and_a_folder(loaded: Any, last: str) -> None:
     [
         ("[{until: 0.8, use: nvfp5},{use: bf16}]", "`precision.0.use`: unknown precision 'nvfp5'; did you mean 'nvfp4'?"),
         ("[{until: 1.5, use: nvfp4},{use: bf16}]", "`precision.0.until`: 1.5 is neither a share of the steps"),
-        ("[{until: 0, use: nvfp4},{use: bf16}]", "`precision.0.until`: 0 is neither a share"),
-        ("[{until: half, use: nvfp4},{use: bf16}]", "`precision.0.until`"),
         ("[{until: 0.5, use: nvfp4}]", "`precision`: a schedule has two phases or more"),
         ("[{until: 0.5, use: nvfp4},{until: 0.9, use: bf16}]", "`precision`: every phase but the last ends with an `until`"),
-        ("[{use: nvfp4},{use: bf16}]", "`precision`: every phase but the last ends with an `until`"),
         ("[{until: 0.5, use: fp32},{use: bf16}]", "fp32 and bf16 cannot be phases of one run"),
         ("[{until: 0.5, using: nvfp4},{use: bf16}]", "unknown key `precision.0.using`"),
-        ("[nvfp4,bf16]", "`precision.0`"),
         ("nvfp5", "`precision`: unknown precision 'nvfp5'; did you mean 'nvfp4'?"),
-        ("{use: bf16}", "`precision`: unknown precision '{use: bf16}'; known: "),
     ],
 )
 def test_a_wrong_schedule_is_one_message(loaded: Any, text: str, said: str) -> None:
     with pytest.raises(InputError) as refused:
         loaded(f"precision={text}")
     assert said in str(refused.value)
-    assert text.startswith("[nvfp4") or "using" in text or "\n" not in str(refused.value), "one mistake, one line"
 
 
 @given(st.integers(2, 5000), st.floats(0.01, 0.99))

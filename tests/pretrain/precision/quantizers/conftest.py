@@ -141,18 +141,3 @@ def assert_same_bits() -> Callable[[Tensor, Tensor], None]:
         assert not differ.any(), f"{differ.sum()} of {differ.numel()} differ; first (place, ours, theirs): {shown}"
 
     return check
-
-
-GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
-
-@pytest.fixture(params=[("cpu", "aot_eager"), pytest.param(("cuda", "inductor"), marks=GPU)], ids=lambda pair: pair[0])
-def compiled(request: pytest.FixtureRequest) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
-    """A function of tensors compiled whole, on a CPU by its tracing alone: called with CPU tensors, it answers with one."""
-    device, backend = request.param
-
-    def on_device(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        inner = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
-        return lambda *tensors: inner(*(None if tensor is None else tensor.to(device) for tensor in tensors)).cpu()
-
-    return on_device

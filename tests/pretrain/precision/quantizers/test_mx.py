@@ -141,14 +141,3 @@ def test_torchao_differs_in_ten_million_values_only_where_the_scale_is_the_small
     tiny = smallest & (blocks_of(finite_bf16) != 0).any(dim=-1)
     assert tiny.sum() >= 2 * 128 // blocks.MX_BLOCK  # the subnormals of BF16, positive and negative, and a few octaves above
     assert torch.equal(blocks_unlike_torchao(finite_bf16, grid), tiny)
-
-
-def test_compiled_without_a_graph_break_it_gives_the_same_bits(
-    compiled: Callable, assert_same_bits: SameBits, finite_bf16: Tensor
-) -> None:
-    def operand(x: Tensor) -> Tensor:
-        return blocks.quantize_mx(x, E4M3).operand_in(torch.float32)
-
-    x, compiled_operand = finite_bf16[-512:], compiled(operand)
-    for strided in (x, x.t()):
-        assert_same_bits(compiled_operand(strided), operand(strided))
