@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from packing.arrow import IGNORE
-from pretrain.model.fused.stacked import HeadNorms, Heads
+from pretrain.model.fused.formulas import HeadNorms, Heads
 from pretrain.optimizer.adamw import Hyperparameters, ParameterTensors
 from tests.triton_kernels import launched_in
 
@@ -99,8 +99,8 @@ def by_tensor(rows: int, columns: int, fp8: torch.dtype) -> Iterator[Any]:
 def activation() -> None:
     kernel = kernels("model.fused.activation_kernel")
     hidden, gradient = bf16(TOKENS, 2 * WIDTH), bf16(TOKENS, WIDTH)
-    kernel.forward_bf16(hidden)
-    kernel.backward_bf16(gradient, hidden)
+    kernel.swiglu(hidden)
+    kernel.swiglu_backward(gradient, hidden)
     for activated, d_hidden in zip(by_tensor(TOKENS, WIDTH, E4M3), by_tensor(TOKENS, 2 * WIDTH, E5M2), strict=True):
         kernel.forward(hidden, activated)
         again = SimpleNamespace(**vars(activated) | {"scale": torch.ones(1), "amax": None, "used": None, "rows": None})

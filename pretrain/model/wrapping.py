@@ -17,9 +17,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from foundation.errors import InputError
-from pretrain.model.fused.arithmetic import Arithmetic
+from pretrain.model.fused.arithmetic import Arithmetic, By
 from pretrain.model.fused.layers import FusedLayer, FusedLayers, assess_layer
-from pretrain.model.fused.stacked import By
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.loss.head import LossHead, LowPrecisionHead
 from pretrain.model.packed import PackedLanguageModel

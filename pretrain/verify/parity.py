@@ -275,7 +275,7 @@ class _Check:
         with self.context.preserving_state():  # quantized ones are forgotten as this is left
             pass
         for product in self.packed.fused.products if self.packed.fused else ():
-            product.weights.forget_copy()
+            product.forget_copy()
 
     def over_ranks(self, value: float, of: Callable[[list[float]], float] = sum) -> float:
         """The sum of the ranks' values, or another function `of` them."""

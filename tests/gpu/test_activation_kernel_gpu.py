@@ -163,8 +163,8 @@ def test_one_scale_for_the_tensor(rows: int, columns: int, formats: tuple[Grid, 
 @pytest.mark.parametrize(("tokens", "width"), [(128, 192), (10, 96), (1, 40)])
 def test_bf16_is_written_as_it_is(tokens: int, width: int):
     hidden, d_activated = inputs(tokens, width)
-    both = kernel.backward_bf16(d_activated, hidden)
-    assert torch.equal(kernel.forward_bf16(hidden), both[1])
+    both = kernel.swiglu_backward(d_activated, hidden)
+    assert torch.equal(kernel.swiglu(hidden), both[1])
     for ours, exact in zip(both, reversed(by_autograd(hidden, d_activated)), strict=True):
         torch.testing.assert_close(ours.float(), exact.bfloat16().float(), rtol=2**-7, atol=1e-30)
         assert (ours != exact.bfloat16()).sum() <= 2 + 1e-3 * ours.numel()
@@ -178,7 +178,7 @@ def test_extreme_gates_give_what_torchs_own_operations_give():
     up = hidden[:, 64:].float().requires_grad_()
     activated = torch.nn.functional.silu(gate) * up
     gradient = torch.cat(torch.autograd.grad(activated, (gate, up), d_activated.float()), dim=1)
-    for ours, theirs in zip(kernel.backward_bf16(d_activated, hidden), (gradient, activated.detach()), strict=True):
+    for ours, theirs in zip(kernel.swiglu_backward(d_activated, hidden), (gradient, activated.detach()), strict=True):
         # Below -87 a sigmoid is less than FP32's least normal number, and is zero here.
         torch.testing.assert_close(ours.float(), theirs.bfloat16().float(), rtol=2**-7, atol=1e-33, equal_nan=True)
-    assert same(kernel.forward_bf16(hidden).float(), kernel.backward_bf16(d_activated, hidden)[1].float())
+    assert same(kernel.swiglu(hidden).float(), kernel.swiglu_backward(d_activated, hidden)[1].float())

@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from pretrain.model import attention
-from pretrain.model.fused.stacked import Heads
+from pretrain.model.fused.formulas import Heads
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -19,8 +19,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from pretrain.model import huggingface as model
-from pretrain.model.fused.arithmetic import Arithmetic
-from pretrain.model.fused.stacked import By, StackedProduct, StackedWeight
+from pretrain.model.fused.arithmetic import Arithmetic, By, StackedProduct
 from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel
@@ -127,7 +126,7 @@ def test_weight_gradients_of_two_microbatches_add_up_in_fp32(by_torch: bool, mon
     linear = torch.nn.Linear(512, 768, bias=False, device="cuda", dtype=torch.bfloat16)
     linear.weight.main_grad = torch.zeros(768, 512, device="cuda")
     context = PrecisionContext(None, torch.bfloat16)
-    product = StackedProduct("p", ("p",), StackedWeight([linear]), Arithmetic(context, By.KERNELS))
+    product = StackedProduct("p", {"p": linear}, Arithmetic(context, By.KERNELS))
     generator, expected = torch.Generator("cuda").manual_seed(0), 0
     for _ in range(2):
         x, dy = (torch.randn(1024, n, device="cuda", dtype=torch.bfloat16, generator=generator) for n in (512, 768))

@@ -218,7 +218,7 @@ def backward(d_activated: Tensor, hidden: Tensor, d_hidden: TensorScaled, activa
     )
 
 
-def forward_bf16(hidden: Tensor) -> Tensor:
+def swiglu(hidden: Tensor) -> Tensor:
     """The activated values [T, F] of `hidden` [T, 2 F], both BF16, contiguous, of any size."""
     activated, tile = hidden.new_empty(len(hidden), hidden.shape[1] // 2), _along_rows(hidden)
     arguments = (hidden, activated, activated.shape[1], tile.rows, tile.columns)
@@ -226,9 +226,9 @@ def forward_bf16(hidden: Tensor) -> Tensor:
     return activated
 
 
-def backward_bf16(d_activated: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+def swiglu_backward(d_activated: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """The gradient of `hidden` [T, 2 F] and the activated values [T, F], BF16, contiguous, of any size. The values have the bits
-    of `forward_bf16`."""
+    of `swiglu`."""
     d_hidden, activated, tile = torch.empty_like(hidden), torch.empty_like(d_activated), _along_rows(hidden)
     arguments = (d_activated, hidden, d_hidden, activated, d_activated.shape[1], tile.rows, tile.columns)
     _swiglu_backward_bf16[tile.grid(hidden)](*arguments, num_warps=tile.warps, enable_fp_fusion=False)

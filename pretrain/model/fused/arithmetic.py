@@ -1,33 +1,246 @@
-"""What stands between the products of a fused layer: norms and activations, which write the format of the product after them.
+"""What a fused layer computes with: its products, and the norms, activations and rotations between them, which write the format
+of the product after them.
 
-`FORMULAS` are torch's own operations: a CPU trains with them, and tests hold the kernels to them. `KERNELS`, for BF16 on a GPU:
-SwiGLU and RMSNorm are Triton's. `TRANSFORMER_ENGINE`: norms are its own, which add the residual's gradient in backward; in low
-precision they and SwiGLU write quantized operands. Its LayerNormLinear and LayerNormMLP fuse less: they add the residual's
-gradient in a kernel of its own, write the gradient of SwiGLU in BF16 before they quantize it, and sum gradients of biases that do
-not exist.
+Queries, keys and values are one product, as gate and up are: one large product is faster than three. Their parameters are laid
+into one storage, one after the other, so the stacked matrix is a view, and optimizer, checkpoints and export know nothing of it.
+Where they lie apart (FSDP2 gathers them so), the matrix is put together when it is used: right, and slower.
+
+Between the products stand torch's own operations (`pretrain.model.fused.formulas`), Triton kernels for BF16 on a GPU, or
+Transformer Engine, whose norms add the residual's gradient in backward and in low precision write quantized operands, as SwiGLU
+does there. Its LayerNormLinear and LayerNormMLP fuse less: they add the residual's gradient in a kernel of its own, write the
+gradient of SwiGLU in BF16 before they quantize it, and sum gradients of biases that do not exist.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import pairwise
+from types import ModuleType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
-from pretrain.model.fused.stacked import By, Shared, StackedProduct
+from pretrain.model.fused import formulas
 from pretrain.precision import transformer_engine
-from pretrain.precision.product import Operand
+from pretrain.precision.formats.definition import Role
+from pretrain.precision.observed import OPERANDS, ProductObserver
+from pretrain.precision.product import Backend, Gemm, Operand, PlainProduct, PrecisionContext, Product
+
+ROTARY_KERNEL_DIMS = (32, 64, 128)  # other heads (80 values in Phi-2) would leave lanes of a tile idle
 
 
-class Arithmetic(Shared):
-    """One model's. Norms and activations are computed in FP32 and rounded to the context's compute dtype: once, but for RMSNorm
-    by formulas, which rounds before it multiplies by its weight as well, as transformers does. `norm`: a module of transformers,
-    whose weight is looked up at each use."""
+class By(IntEnum):
+    """What computes norms and activations; each brings what those before it have."""
+
+    FORMULAS, KERNELS, TRANSFORMER_ENGINE = range(3)
+
+
+class StackedProduct:
+    """y = x w^T + b for the weights [sum of out, in] and biases of some linears, stacked, by the `Product` of what computes now:
+    forward and backward, each a call of its own, on operands that a norm or an activation may have written. Parameters are looked
+    up at each use, as FSDP2 exchanges them."""
+
+    def __init__(
+        self, name: str, linears: Mapping[str, nn.Linear], arithmetic: Arithmetic, low_precision: Sequence[Backend] = ()
+    ) -> None:
+        """`name`: of its history and scales in a checkpoint. `linears`: by name in the model. `low_precision`: the backends that
+        compute it in low precision, when it is their turn."""
+        self.name, self.members, self.linears, self._arithmetic = name, tuple(linears), tuple(linears.values()), arithmetic
+        self._copy: Tensor | None = None  # of the matrix in the compute dtype, where the parameters have another
+        sizes = self.linears[0].in_features, sum(linear.out_features for linear in self.linears)
+        self.low = {backend: backend.product(name, *sizes, bias=False) for backend in low_precision}
+        for product in self.low.values():
+            product.members = self.members
+        self._plain = PlainProduct(name, searched=arithmetic.by >= By.KERNELS)
+        self.product: Product = self._plain  # of the forward under way, and of its backward
+
+    # ── Parameters ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def weights(self) -> list[Tensor]:
+        return [linear.weight for linear in self.linears]
+
+    @property
+    def biases(self) -> list[Tensor]:
+        """The biases: none, or one for each linear, as no architecture here has a bias in one of them alone."""
+        return [linear.bias for linear in self.linears if linear.bias is not None]
+
+    @torch.no_grad()
+    def lay_together(self) -> None:
+        """Move the parameters into one storage, in order; they keep their identity, shape and values."""
+        for parameters in (self.weights, self.biases):
+            if len(parameters) > 1:
+                storage = torch.cat([parameter.data for parameter in parameters])
+                for parameter, part in zip(parameters, storage.split([len(p) for p in parameters]), strict=True):
+                    parameter.data = part
+
+    def matrix(self, dtype: torch.dtype) -> Tensor:
+        """The weights [out, in] in `dtype`, without a graph: a view of the parameters wherever they allow it."""
+        return _stacked(self.weights).to(dtype)
+
+    def cached_matrix(self, dtype: torch.dtype, *, refresh: bool) -> Tensor:
+        """`matrix`; where that is a cast, the last one made unless `refresh`, so that the microbatches of a step share it."""
+        if self.linears[0].weight.dtype == dtype:
+            return self.matrix(dtype)
+        if refresh or self._copy is None:
+            self._copy = self.matrix(dtype)
+        return self._copy
+
+    def forget_copy(self) -> None:
+        """The next `cached_matrix` is made again."""
+        self._copy = None
+
+    @property
+    def main_gradient(self) -> Tensor | None:
+        """The buffer that the weights' gradients add up in, laid out as the weights are; None where autograd collects them."""
+        gradients = [getattr(weight, "main_grad", None) for weight in self.weights]
+        return None if gradients[0] is None else _rows_of_one(gradients)
+
+    def bias_gradients(self, dy: Tensor) -> list[Tensor]:
+        """Returns the gradient of each bias, from dy [tokens, out], summed in FP32. Empty where the linears have none."""
+        if not self.biases:
+            return []
+        return list(dy.sum(dim=0, dtype=torch.float32).split([len(bias) for bias in self.biases]))
+
+    # ── Products ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def low_precision(self) -> bool:
+        """Whether the forward under way is in low precision, and its backward."""
+        return self.product is not self._plain
+
+    def begin(self, x: Tensor) -> None:
+        """Call this before the first use in a forward over `x` [tokens, ...]; `forward` is the last use."""
+        context = self._arithmetic.context
+        self.product = self.low.get(context.backend, self._plain) if context.low_precision else self._plain
+        self.product.begin(x)
+
+    def operand(self, x: Tensor) -> Operand:
+        """x [tokens, in] as the product's input, for forward and for the weight's gradient."""
+        self.show("input", x)
+        return self.product.operand("input", x, both=self._arithmetic.differentiable)
+
+    def forward(self, x: Operand, residual: Tensor | None = None) -> Tensor:
+        """-> [tokens, out], with `residual` added, which stays as it was: in the product itself where that can."""
+        context, product, alone = self._arithmetic.context, self.product, self._results_watched
+        if self.watched:  # the weights as they are now, whatever copy of them multiplies
+            self.show("weight", self.matrix(context.compute_dtype))
+        weight = self._weight_operand(refresh=context.first_microbatch)
+        bias = _stacked(self.biases).to(context.compute_dtype) if self.biases else None
+        y = product.multiply("forward", x, weight, context.compute_dtype, bias, residual=None if alone else residual)
+        self._show_result("forward", y, bias)
+        product.end()
+        return y.add_(residual) if alone and residual is not None else y
+
+    def gradient_operand(self, dy: Tensor) -> Operand:
+        """dy [tokens, out] as the product's output gradient."""
+        self.show("grad_output", dy)
+        return self.product.operand("grad_output", dy)
+
+    def input_gradient(self, dy: Operand) -> Tensor:
+        """-> [tokens, in]."""
+        weight = self._weight_operand(refresh=False)
+        dx = self.product.multiply("dgrad", dy, weight, self._arithmetic.context.compute_dtype)
+        self._show_result("dgrad", dx)
+        return dx
+
+    def weight_gradients(self, dy: Operand, x: Operand) -> list[Tensor | None]:
+        """Returns one for each weight; None where it has been added to the main gradient."""
+        total, product = self.main_gradient, self.product
+        if total is not None and not self._results_watched:
+            product.accumulate(total, dy, x)
+            return [None] * len(self.linears)
+        gradient = product.multiply("wgrad", dy, x, self._arithmetic.context.compute_dtype if total is None else torch.float32)
+        self._show_result("wgrad", gradient)
+        if total is None:
+            return list(gradient.split([len(weight) for weight in self.weights]))
+        total.add_(gradient)
+        return [None] * len(self.linears)
+
+    def quantizer(self, role: Role) -> Any | None:
+        """What a kernel that writes this operand quantizes with; None where `operand` or `gradient_operand` makes it."""
+        return self.product.quantizer(role, both=role == "grad_output" or self._arithmetic.differentiable)
+
+    def _weight_operand(self, *, refresh: bool) -> Operand:
+        """Asked for in forward and in backward: FSDP2 frees a matrix in between."""
+        dtype, differentiable = self._arithmetic.context.compute_dtype, self._arithmetic.differentiable
+
+        def matrix() -> Tensor:
+            if differentiable and not self.low_precision:
+                return self.cached_matrix(dtype, refresh=refresh)
+            return self.matrix(dtype)  # an evaluation's casts are not kept, nor is what is quantized
+
+        return self.product.weight_operand(matrix, refresh=refresh, differentiable=differentiable)
+
+    # ── Whoever looks on ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def show(self, role: Role, tensor: Tensor) -> None:
+        """Shows an operand to whoever looks at operands: the statistics of a step."""
+        if self.low_precision:
+            self._arithmetic.context.show(self.name, role, tensor)
+
+    @property
+    def watched(self) -> bool:
+        return self.low_precision and bool(self._arithmetic.context.observers)
+
+    @property
+    def _results_watched(self) -> bool:
+        """Whether somebody looks at results, who is to see this product alone."""
+        return self.low_precision and bool(self._arithmetic.context.result_observers)
+
+    def _show_result(self, gemm: Gemm, result: Tensor, bias: Tensor | None = None) -> None:
+        if self._results_watched:
+            self._arithmetic.context.show_result(self.name, gemm, result, bias)
+
+    @contextmanager
+    def observed_by(self, observer: ProductObserver) -> Iterator[None]:
+        """While entered, whatever the three products multiply is seen: their methods are watched from outside."""
+        methods = ("forward", "input_gradient", "weight_gradients")
+        for method, gemm in zip(methods, OPERANDS, strict=True):
+            setattr(self, method, observer.watched(getattr(self, method), self.members, gemm))
+        try:
+            yield
+        finally:
+            for method in methods:
+                delattr(self, method)
+
+
+def _stacked(parameters: Sequence[Tensor]) -> Tensor:
+    parts = [parameter.detach() for parameter in parameters]
+    whole = _rows_of_one(parts)
+    return torch.cat(parts) if whole is None else whole
+
+
+def _rows_of_one(parts: Sequence[Tensor]) -> Tensor | None:
+    """Tensors that lie one after the other in one storage as one tensor, stacked along their first dimension; else None."""
+    first = parts[0]
+    for one, next_one in pairwise(parts):
+        adjacent = next_one.data_ptr() == one.data_ptr() + one.numel() * one.element_size()
+        if not adjacent or one.untyped_storage().data_ptr() != next_one.untyped_storage().data_ptr():
+            return None
+    if not all(part.is_contiguous() for part in parts):
+        return None
+    rows = sum(len(part) for part in parts)
+    return first.as_strided((rows, *first.shape[1:]), first.stride())
+
+
+@dataclass(eq=False)
+class Arithmetic:
+    """What the fused layers of one model have in common, and what they compute between products: in FP32, rounded to the
+    context's compute dtype. A `norm` is a module of transformers, whose weight is looked up at each use."""
+
+    context: PrecisionContext
+    by: By = By.FORMULAS
+    differentiable: bool = True  # the forward under way will be differentiated
+    keeps_rotated: bool = False  # for backward, where heads are normed: queries, keys and values, else made again from qkv
 
     def norm(self, x: Tensor, norm: nn.Module, product: StackedProduct) -> tuple[Operand, Tensor]:
-        """x [tokens, hidden] normalised, as the input of `product`, and 1 / root mean square [tokens], FP32, for backward."""
+        """x [tokens, hidden] normalised, as the input of `product`, and 1 / root mean square, FP32, for backward."""
         weight, eps = self._weight_of(norm), norm.variance_epsilon
         if self.by == By.TRANSFORMER_ENGINE:
             import transformer_engine_torch as tex
@@ -37,14 +250,7 @@ class Arithmetic(Shared):
                 product.show("input", tex.rmsnorm_fwd(x, weight, eps, None, None, *options)[0])
             y, _, rstd = tex.rmsnorm_fwd(x, weight, eps, None, product.quantizer("input"), *options)
             return y, rstd
-        if self.by >= By.KERNELS and x.is_cuda:
-            from pretrain.model.fused import norm_kernel
-
-            y, rstd = norm_kernel.rms_norm(x, weight, eps)
-        else:
-            wide = x.float()
-            rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-            y = ((wide * rstd).to(x.dtype) * weight.float()).to(x.dtype)
+        y, rstd = self._norms(x).rms_norm(x, weight, eps)
         return product.operand(y), rstd
 
     def norm_backward(
@@ -58,17 +264,26 @@ class Arithmetic(Shared):
             if residual is None:
                 return tex.rmsnorm_bwd(dy, x, rstd, weight, 0, False)
             return tex.rmsnorm_bwd_add(dy, x, residual, rstd, weight, 0, False)
-        if self.by >= By.KERNELS and x.is_cuda:
-            from pretrain.model.fused import norm_kernel
+        return self._norms(x).rms_norm_backward(dy, x, rstd, weight, residual)
 
-            return norm_kernel.rms_norm_backward(dy, x, rstd, weight, residual)
-        dy = dy.float()
-        normed = x.float() * rstd
-        of_weight = (dy * normed).sum(0)
-        dy = dy * weight.float()
-        dx = (dy - normed * (dy * normed).mean(-1, keepdim=True)) * rstd
-        dx = dx if residual is None else dx + residual
-        return dx.to(x.dtype), of_weight
+    def _weight_of(self, norm: nn.Module) -> Tensor:
+        """Rounded to the activations' dtype, as working copies are."""
+        return norm.weight.detach().to(self.context.compute_dtype)
+
+    def _norms(self, x: Tensor) -> ModuleType:
+        if self.by == By.FORMULAS or not x.is_cuda:
+            return formulas
+        from pretrain.model.fused import norm_kernel
+
+        return norm_kernel
+
+    def rotation(self, rows: Tensor, heads: formulas.Heads) -> ModuleType:
+        """What has `rotate` and `rotate_backward` for rows like these."""
+        if not (rows.is_cuda and rows.dtype == torch.bfloat16 and heads.dim in ROTARY_KERNEL_DIMS):
+            return formulas
+        from pretrain.model.fused import rotary_kernel
+
+        return rotary_kernel
 
     def activate(self, hidden: Tensor, gate_up: StackedProduct, down: StackedProduct) -> tuple[Operand, Operand | None]:
         """hidden [tokens, 2 x width: gate, then up], the output of `gate_up` -> silu(gate) * up as the input of `down`, and what
@@ -84,54 +299,36 @@ class Arithmetic(Shared):
                 return activation.swiglu(hidden, quantizer)
             activated = tex.swiglu(hidden, quantizer)
             return activated, activated
-        if self.by >= By.KERNELS:
-            from pretrain.model.fused import activation_kernel
-
-            return down.operand(activation_kernel.forward_bf16(hidden)), None
-        gate, up = hidden.float().chunk(2, dim=-1)
-        return down.operand((F.silu(gate) * up).to(hidden.dtype)), None
+        return down.operand(self._activation().swiglu(hidden)), None
 
     def activate_backward(
         self, d_activated: Tensor, hidden: Tensor, kept: Operand, gate_up: StackedProduct, down: StackedProduct
     ) -> tuple[Operand, Operand, list[Tensor]]:
         """The gradient of `hidden` as the output gradient of `gate_up`, the activated values as the weight gradient of `down`
         takes them, and the gradients of the biases of `gate_up`."""
-        if (quantizer := down.quantizer("input")) is not None:
-            return self._activate_backward_quantized(d_activated, hidden, kept, gate_up, quantizer)
-        if self.by >= By.KERNELS:
-            from pretrain.model.fused import activation_kernel
-
-            d_hidden, activated = activation_kernel.backward_bf16(d_activated, hidden)
-        else:
-            gate, up = hidden.float().chunk(2, dim=-1)
-            sigmoid = gate.sigmoid()
-            silu = gate * sigmoid
-            dy = d_activated.float()
-            d_gate = dy * up * (sigmoid + silu * (1 - sigmoid))
-            d_hidden = torch.cat([d_gate, dy * silu], dim=-1).to(hidden.dtype)
-            activated = (silu * up).to(hidden.dtype)
-        biases = gate_up.weights.bias_gradients(d_hidden)
-        return gate_up.gradient_operand(d_hidden), down.product.operand("input", activated), biases
-
-    def _activate_backward_quantized(
-        self, d_activated: Tensor, hidden: Tensor, kept: Operand, gate_up: StackedProduct, of_down: Any
-    ) -> tuple[Operand, Operand, list[Tensor]]:
+        if (of_down := down.quantizer("input")) is None:
+            d_hidden, activated = self._activation().swiglu_backward(d_activated, hidden)
+            biases = gate_up.bias_gradients(d_hidden)
+            return gate_up.gradient_operand(d_hidden), down.product.operand("input", activated), biases
         import transformer_engine_torch as tex
 
         from pretrain.model.fused import activation
 
         biases, of_gate_up = [], gate_up.quantizer("grad_output")
-        if gate_up.watched or gate_up.weights.biases:  # who looks at the gradient, or sums it, wants it unquantized
+        if gate_up.watched or gate_up.biases:  # who looks at the gradient, or sums it, wants it unquantized
             in_bf16 = tex.dswiglu(d_activated, hidden, None)
             gate_up.show("grad_output", in_bf16)
-            biases = gate_up.weights.bias_gradients(in_bf16)
+            biases = gate_up.bias_gradients(in_bf16)
         if gate_up.low_precision and activation.takes(hidden, of_down):
             return *activation.swiglu_backward(d_activated, hidden, of_gate_up, of_down, kept), biases
         return tex.dswiglu(d_activated.contiguous(), hidden, of_gate_up), kept, biases
 
-    def _weight_of(self, norm: nn.Module) -> Tensor:
-        """Rounded to the activations' dtype, as working copies are."""
-        return norm.weight.detach().to(self.context.compute_dtype)
+    def _activation(self) -> ModuleType:
+        if self.by == By.FORMULAS:
+            return formulas
+        from pretrain.model.fused import activation_kernel
+
+        return activation_kernel
 
     def is_first_in_forward(self) -> bool:
         """Whether the node that asks is the first of a low-precision forward, whose backward is therefore the last."""

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pretrain.model.fused.stacked import HeadNorms, Heads
+from pretrain.model.fused.formulas import HeadNorms, Heads
 
 # Forward: of a tile of 4,096 values, 32 heads of 128, a thread loads 32: in BF16, four times 16 bytes. It is bound by memory, so
 # tiles are so small that a multiprocessor holds five or more.

@@ -19,7 +19,7 @@ from foundation.attributes import holding
 from packing.arrow import IGNORE
 from packing.batch import build_microbatch
 from pretrain.model import attention
-from pretrain.model.fused import arithmetic, stacked
+from pretrain.model.fused import arithmetic
 from pretrain.model.gradients import gradient_of
 from pretrain.model.loss import head as loss_head
 from pretrain.precision import delayed_state, emulation
@@ -170,7 +170,7 @@ def attention_scale(run: SmallRun, patch: Patch) -> None:
 
 def in_torch(run: SmallRun) -> bool:
     """Fused, by torch's own operations."""
-    return run.packed.fused is not None and run.packed.fused.arithmetic.by < stacked.By.TRANSFORMER_ENGINE
+    return run.packed.fused is not None and run.packed.fused.arithmetic.by < arithmetic.By.TRANSFORMER_ENGINE
 
 
 def rotates(run: SmallRun) -> bool:
@@ -295,12 +295,12 @@ def stale_copy(run: SmallRun, patch: Patch) -> None:
     def once(product: emulation.EmulatedProduct, weight: Any, *, refresh: bool, differentiable: bool) -> Any:
         return quantized(product, weight, refresh=False, differentiable=differentiable)
 
-    def cached(weight: stacked.StackedWeight, dtype: torch.dtype, *, refresh: bool) -> Tensor:
-        return matrix(weight, dtype, refresh=weight._copy is None)
+    def cached(product: arithmetic.StackedProduct, dtype: torch.dtype, *, refresh: bool) -> Tensor:
+        return matrix(product, dtype, refresh=product._copy is None)
 
-    quantized, matrix = emulation.EmulatedProduct.weight_operand, stacked.StackedWeight.cached_matrix
+    quantized, matrix = emulation.EmulatedProduct.weight_operand, arithmetic.StackedProduct.cached_matrix
     patch.setattr(emulation.EmulatedProduct, "weight_operand", once)
-    patch.setattr(stacked.StackedWeight, "cached_matrix", cached)
+    patch.setattr(arithmetic.StackedProduct, "cached_matrix", cached)
 
 
 # ── Products ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────

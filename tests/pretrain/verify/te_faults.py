@@ -16,8 +16,7 @@ from torch import Tensor
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from foundation.attributes import holding
-from pretrain.model.fused.arithmetic import Arithmetic
-from pretrain.model.fused.stacked import StackedProduct
+from pretrain.model.fused.arithmetic import Arithmetic, StackedProduct
 from pretrain.precision import searched
 from pretrain.precision.transformer_engine import TransformerEngineProduct
 from tests.pretrain.verify.faults import Change, Make, Patch, fault
@@ -170,7 +169,7 @@ def te_half_of_the_activation(run: SmallRun, patch: Patch) -> None:
     real = StackedProduct.weight_gradients
 
     def gate_only(product: Any, dy: Any, x: Any) -> Any:
-        gradients, main = real(product, dy, x), product.weights.main_gradient
+        gradients, main = real(product, dy, x), product.main_gradient
         if len(product.members) == 2 and main is not None:
             main[len(main) // 2 :].zero_()
         return gradients

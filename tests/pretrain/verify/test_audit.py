@@ -17,8 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from foundation.errors import InputError
 from packing.batch import build_microbatch
-from pretrain.model.fused.arithmetic import Arithmetic
-from pretrain.model.fused.stacked import StackedProduct
+from pretrain.model.fused.arithmetic import Arithmetic, StackedProduct
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.model.wrapping import fuse
@@ -151,10 +150,10 @@ def test_a_fused_product_that_multiplies_in_fp32_is_found_whatever_else_it_multi
     def in_fp32(product: StackedProduct, *operands: torch.Tensor | None) -> Any:
         if honest_too:
             honest(product, *operands)
-        weight = product.weights.matrix(torch.float32)
+        weight = product.matrix(torch.float32)
         wide = [operand.float() for operand in operands if operand is not None]  # a residual, for one
         if gemm == "weight_gradients":
-            return product.weights.weight_gradients((wide[0].t() @ wide[1]).bfloat16())
+            return list((wide[0].t() @ wide[1]).bfloat16().split([len(weight) for weight in product.weights]))
         return (F.linear(wide[0], weight) if gemm == "forward" else wide[0] @ weight).bfloat16()
 
     monkeypatch.setattr(StackedProduct, gemm, in_fp32)
@@ -166,7 +165,9 @@ def test_a_fused_product_that_never_multiplies_is_found(
     build_model: Callable, inputs: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packed = fused(build_model)
-    monkeypatch.setattr(StackedProduct, "input_gradient", lambda product, dy: dy.new_zeros(len(dy), product.weights.in_features))
+    monkeypatch.setattr(
+        StackedProduct, "input_gradient", lambda product, dy: dy.new_zeros(len(dy), product.linears[0].in_features)
+    )
     assert "q_proj (bf16, dgrad not run)" in refusal(packed, inputs, BF16)
 
 

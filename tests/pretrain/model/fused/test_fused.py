@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from foundation.attributes import holding
 from pretrain.model import huggingface as model
-from pretrain.model.fused.arithmetic import Arithmetic
-from pretrain.model.fused.stacked import By
+from pretrain.model.fused.arithmetic import Arithmetic, By
 from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel

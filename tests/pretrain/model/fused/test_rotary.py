@@ -10,8 +10,7 @@ from torch import Tensor
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
-from pretrain.model.fused.rotary import rotate, rotate_backward
-from pretrain.model.fused.stacked import HeadNorms, Heads
+from pretrain.model.fused.formulas import HeadNorms, Heads, rotate, rotate_backward
 
 FP64, FP32, BF16 = torch.float64, torch.float32, torch.bfloat16
 TOLERANCE = {FP64: {"rtol": 1e-12, "atol": 1e-12}, FP32: {"rtol": 2e-5, "atol": 2e-5}}
