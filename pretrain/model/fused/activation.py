@@ -33,7 +33,7 @@ def swiglu(hidden: Tensor, quantizer: Any) -> tuple[Float8TensorStorage, Tensor]
     [1]. Backward makes the values again, with that scale."""
     shape = len(hidden), hidden.shape[1] // 2
     activated, written = _allocate(quantizer, shape, hidden.device, rows=True, columns=False)
-    kernel.forward(hidden, written)
+    kernel.write_swiglu(hidden, written)
     return activated, written.used
 
 
@@ -45,7 +45,7 @@ def swiglu_backward(
     usages = {"rows": gradient_quantizer.rowwise_usage, "columns": gradient_quantizer.columnwise_usage}
     d_hidden, gradient = _allocate(gradient_quantizer, hidden.shape, hidden.device, **usages)
     activated, again = _allocate(activated_quantizer, d_activated.shape, hidden.device, rows=False, columns=True, scale=scale)
-    kernel.backward(d_activated.contiguous(), hidden, gradient, again)
+    kernel.write_swiglu_backward(d_activated.contiguous(), hidden, gradient, again)
     return d_hidden, activated
 
 

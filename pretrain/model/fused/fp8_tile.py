@@ -115,12 +115,6 @@ def _computed_once(codes):
 
 
 @triton.jit
-def through_bf16(values):
-    """FP32 values rounded to BF16, as FP32."""
-    return values.to(tl.bfloat16).to(tl.float32)
-
-
-@triton.jit
 def exponential(x):
     """e^x by the GPU's own instruction. The relative error is 2^-22 or so, and 2^-24 more for each unit of x, as tl.exp's is.
     Below 1e-38 the result is zero: tl.exp's care for such numbers takes more than twice the instructions."""

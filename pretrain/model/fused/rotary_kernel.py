@@ -132,10 +132,9 @@ def _rotate_backward(
             weight = tl.where(is_query, query_norm, key_norm)
         for first in tl.range(program * height, tokens, step, num_stages=stages):
             here = _inside(first, tokens, height, half, whole)
-            dx1, dx2, sum1, sum2 = _gradient_of_head(
-                dy, dy_token, dk_part, query, cos, sin, qkv, weight, sum1, sum2, first, here, head, width, dim, parts, eps
+            sum1, sum2 = _differentiate_head(
+                dy, dy_token, dk_part, query, cos, sin, qkv, weight, dqkv, sum1, sum2, first, here, head, eps, width, dim, parts
             )
-            _write_head(dx1, dx2, dqkv, first, here, head * dim, width)
         if query_norm is not None:
             sum_at = norm_sums + (program * (query + kv) + head) * dim + tl.arange(0, half)
             tl.store(sum_at, tl.sum(sum1, axis=0))
@@ -144,10 +143,9 @@ def _rotate_backward(
         dy = dv + (head - query - kv) * tl.cast(dv_head, tl.int64)
         for first in tl.range(program * height, tokens, step, num_stages=stages):
             here = _inside(first, tokens, height, half, whole)
-            dx1, dx2, sum1, sum2 = _gradient_of_head(
-                dy, dv_token, dv_part, 0, None, None, None, None, sum1, sum2, first, here, head, width, dim, parts, eps
+            sum1, sum2 = _differentiate_head(
+                dy, dv_token, dv_part, 0, None, None, None, None, dqkv, sum1, sum2, first, here, head, eps, width, dim, parts
             )
-            _write_head(dx1, dx2, dqkv, first, here, head * dim, width)
 
 
 @triton.jit
@@ -158,167 +156,105 @@ def _inside(first, tokens, height: tl.constexpr, half: tl.constexpr, whole: tl.c
 
 
 @triton.jit
-def _write_head(d1, d2, dqkv, first, here, column, width: tl.constexpr):
-    """Write a head's gradients, whose halves d1 and d2 [height, dim / 2] are FP32, from the token `first` and the column `column`
-    on."""
-    i, j = first + tl.arange(0, d1.shape[0]), column + tl.arange(0, d1.shape[1])
-    at = dqkv + i.to(tl.int64)[:, None] * width + j[None, :]
-    tl.store(at, d1.to(dqkv.dtype.element_ty), mask=here)
-    tl.store(at + d1.shape[1], d2.to(dqkv.dtype.element_ty), mask=here)
-
-
-@triton.jit
-def _turned_back(dy1, dy2, c, s):
-    """The gradient of both halves of heads before they were rotated."""
-    return tl.fma(dy1, c, dy2 * s), tl.fma(dy2, c, -(dy1 * s))
-
-
-@triton.jit
-def _normal(x1, x2, dim: tl.constexpr, eps):
-    """Both halves of heads over their root mean square, and the factor [rows, 1] that made them so."""
-    factor = tl.rsqrt(tl.fma(tl.sum(tl.fma(x1, x1, x2 * x2), axis=1), 1.0 / dim, eps))[:, None]
-    return x1 * factor, x2 * factor, factor
-
-
-@triton.jit
-def _through_norm(dn1, dn2, n1, n2, factor, dim: tl.constexpr):
-    """The gradient of what `normal` was given, from that of what it returned."""
-    along = (tl.sum(tl.fma(dn1, n1, dn2 * n2), axis=1) * (1.0 / dim))[:, None]
-    return factor * tl.fma(-n1, along, dn1), factor * tl.fma(-n2, along, dn2)
-
-
-@triton.jit
-def _sum_of_parts(at, stride, here, head, from_head, parts: tl.constexpr, half: tl.constexpr):
-    """Both halves of heads at `at`, FP32, where the mask `here` says; from the head `from_head` on with the parts beside them,
-    `stride` values apart. Masked and not branched: only so are a next tile's loads under way while this one is computed."""
-    first = tl.load(at, mask=here, other=0).to(tl.float32)
-    second = tl.load(at + half, mask=here, other=0).to(tl.float32)
-    for part in tl.static_range(1, parts):
-        more = at + part * tl.cast(stride, tl.int64)
-        also = here & (tl.zeros(at.shape, tl.int32) + head >= from_head)
-        first += tl.load(more, mask=also, other=0).to(tl.float32)
-        second += tl.load(more + half, mask=also, other=0).to(tl.float32)
-    return first, second
-
-
-@triton.jit
-def _gradient_of_head(
-    dy,
+def _differentiate_head(
+    dy,  # of the head, with dy_token values between tokens
     dy_token,
-    part,
-    from_head,
-    cos,
+    part,  # values between parts
+    from_head,  # the first that comes in parts
+    cos,  # None for a head of values
     sin,
-    qkv,
-    weight,
+    qkv,  # what was normed [tokens, width]
+    weight,  # None without norms: then the sums stay as they are
+    dqkv,
     sum1,
     sum2,
     first,
-    here,
+    here,  # which values [height, dim / 2] there are
     head,
+    eps,
     width: tl.constexpr,
     dim: tl.constexpr,
     parts: tl.constexpr,
-    eps,
 ):
-    """The gradients [height, dim / 2] of a head's halves at the tokens from `first` on, FP32, not rounded; and the sums for its
-    norm's weight with theirs added.
-
-    `dy` points to the head, with `dy_token` values between tokens; `here` [height, dim / 2] says which values there are. `part`,
-    `from_head`: as `stride` and `from_head` of `_sum_of_parts`. `cos` is None for a head of values, `weight` without norms: then
-    the sums stay as they are. `qkv` [tokens, width] is what was normed."""
+    """Write the gradient of a head's halves at the tokens from `first` on, computed in FP32; returns the sums for its norm's
+    weight with theirs added."""
     height: tl.constexpr = here.shape[0]
     half: tl.constexpr = dim // 2
-    dx1, dx2 = _sum_of_parts(dy + _offsets(first, dy_token, height, half), part, here, head, from_head, parts, half)
-    if cos is not None:
-        angle = _offsets(first, dim, height, half)
+    dy_at = dy + _tile(first, dy_token, 0, height, 1, half)
+    dx1 = tl.load(dy_at, mask=here, other=0).to(tl.float32)
+    dx2 = tl.load(dy_at + half, mask=here, other=0).to(tl.float32)
+    for number in tl.static_range(1, parts):
+        # Masked and not branched: only so are a next tile's loads under way while this one is computed.
+        more = dy_at + number * tl.cast(part, tl.int64)
+        also = here & (tl.zeros(dy_at.shape, tl.int32) + head >= from_head)
+        dx1 += tl.load(more, mask=also, other=0).to(tl.float32)
+        dx2 += tl.load(more + half, mask=also, other=0).to(tl.float32)
+    if cos is not None:  # turned back
+        angle = _tile(first, dim, 0, height, 1, half)
         c = tl.load(cos + angle, mask=here, other=0).to(tl.float32)
         s = tl.load(sin + angle, mask=here, other=0).to(tl.float32)
-        dx1, dx2 = _turned_back(dx1, dx2, c, s)
-    if weight is not None:
-        x = qkv + head * dim + _offsets(first, width, height, half)
+        dx1, dx2 = tl.fma(dx1, c, dx2 * s), tl.fma(dx2, c, -(dx1 * s))
+    if weight is not None:  # through the norm
+        x = qkv + head * dim + _tile(first, width, 0, height, 1, half)
         x1 = tl.load(x, mask=here, other=1).to(tl.float32)
         x2 = tl.load(x + half, mask=here, other=1).to(tl.float32)
-        x1, x2, factor = _normal(x1, x2, dim, eps)
+        factor = tl.rsqrt(tl.fma(tl.sum(tl.fma(x1, x1, x2 * x2), axis=1), 1.0 / dim, eps))[:, None]
+        x1, x2 = x1 * factor, x2 * factor
         sum1, sum2 = tl.fma(dx1, x1, sum1), tl.fma(dx2, x2, sum2)
         # Loaded for every tile: registers for them, too, would leave a multiprocessor too few programs.
         weight_at = weight + tl.arange(0, half)[None, :]
-        w1, w2 = tl.load(weight_at).to(tl.float32), tl.load(weight_at + half).to(tl.float32)
-        dx1, dx2 = _through_norm(dx1 * w1, dx2 * w2, x1, x2, factor, dim)
-    return dx1, dx2, sum1, sum2
-
-
-@triton.jit
-def _offsets(first, stride, height: tl.constexpr, half: tl.constexpr):
-    """Returns the offsets of the first halves [height, half] of each token from `first` on; the second lie `half` further."""
-    inside = tl.arange(0, height) * stride  # 32 bits do within a tile, which holds few tokens
-    return tl.cast(first, tl.int64) * stride + (inside[:, None] + tl.arange(0, half)[None, :])
+        dx1, dx2 = dx1 * tl.load(weight_at).to(tl.float32), dx2 * tl.load(weight_at + half).to(tl.float32)
+        along = (tl.sum(tl.fma(dx1, x1, dx2 * x2), axis=1) * (1.0 / dim))[:, None]
+        dx1, dx2 = factor * tl.fma(-x1, along, dx1), factor * tl.fma(-x2, along, dx2)
+    i, j = first + tl.arange(0, height), head * dim + tl.arange(0, half)
+    dx_at = dqkv + i.to(tl.int64)[:, None] * width + j[None, :]
+    tl.store(dx_at, dx1.to(dqkv.dtype.element_ty), mask=here)
+    tl.store(dx_at + half, dx2.to(dqkv.dtype.element_ty), mask=here)
+    return sum1, sum2
 
 
 def rotate(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, norms: HeadNorms | None) -> tuple[Tensor, Tensor, Tensor]:
-    """pretrain.model.fused.rotary.rotate, for rows that it says have a kernel."""
+    """pretrain.model.fused.formulas.rotate, for BF16 and heads of 32, 64 or 128 values."""
     tokens, rows = len(qkv), _TILE // heads.dim
     q = qkv.new_empty(tokens, heads.query, heads.dim)
     k = qkv.new_empty(tokens, heads.kv, heads.dim)
     v = torch.empty_like(k)
     both = heads.query | heads.kv
     block = min(both & -both, MOST_HEADS, rows)  # heads: a power of two that divides queries and keys
-    query_norm, key_norm, eps = _of(norms)
-    if tokens:
-        with torch.cuda.device_of(qkv):
-            _rotate_forward[(heads.count // block * triton.cdiv(tokens, rows // block),)](
-                *(qkv, cos.contiguous(), sin.contiguous(), query_norm, key_norm, q, k, v, tokens, eps),
-                *(heads.query, heads.kv, heads.dim, block, rows),
-                num_warps=_FORWARD_WARPS,
-                enable_fp_fusion=True,
-            )
+    query_norm, key_norm, eps = (None, None, 0.0) if norms is None else (norms.query, norms.key, norms.eps)
+    with torch.cuda.device_of(qkv):
+        _rotate_forward[(heads.count // block * triton.cdiv(tokens, rows // block),)](
+            *(qkv, cos.contiguous(), sin.contiguous(), query_norm, key_norm, q, k, v, tokens, eps),
+            *(heads.query, heads.kv, heads.dim, block, rows),
+            num_warps=_FORWARD_WARPS,
+            enable_fp_fusion=True,
+        )
     return q, k, v
 
 
 def rotate_backward(
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    qkv: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    heads: Heads,
-    norms: HeadNorms | None,
+    dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor | None, cos: Tensor, sin: Tensor, heads: Heads, norms: HeadNorms | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """pretrain.model.fused.rotary.rotate_backward, for rows that it says have a kernel."""
-    (dq, dk, dv), cos, sin = map(_as_read, (dq, dk, dv)), cos.contiguous(), sin.contiguous()
-    dqkv, tokens, parts = dq.new_empty(len(dq), heads.width), len(dq), dk.shape[2] if dk.dim() == 4 else 1
-    programs, sums = triton.cdiv(tokens, _TOKENS), None
-    query_norm, key_norm, eps = _of(norms)
+    """pretrain.model.fused.formulas.rotate_backward, for BF16 and heads of 32, 64 or 128 values."""
+    # The values of a head must be neighbours.
+    dq, dk, dv = (each if each.stride(-1) == 1 else each.contiguous() for each in (dq, dk, dv))
+    tokens, parts = len(dq), dk.shape[2] if dk.dim() == 4 else 1
+    strides = [*dq.stride()[:2], *(each.stride(axis) if axis < each.dim() - 1 else 0 for each in (dk, dv) for axis in range(3))]
+    dqkv, sums, programs = dq.new_empty(tokens, heads.width), None, triton.cdiv(tokens, _TOKENS)
+    query_norm, key_norm, eps = (None, None, 0.0) if norms is None else (norms.query, norms.key, norms.eps)
     if norms is not None:
         programs = min(programs, max(1, _PROGRAMS // heads.count))
         sums = torch.empty(programs, heads.rotated, heads.dim, dtype=torch.float32, device=dq.device)
-    if tokens:
-        with torch.cuda.device_of(dq):
-            _rotate_backward[(heads.count * programs,)](
-                *(dq, dk, dv, *dq.stride()[:2], *_strides(dk), *_strides(dv)),
-                *(None if norms is None else qkv, cos, sin, query_norm, key_norm, dqkv, sums, tokens, eps),
-                *(heads.query, heads.kv, heads.dim, _TOKENS, tokens % _TOKENS == 0, parts, 1 if norms is None else _STAGES),
-                num_warps=max(1, _BACKWARD_WARPS * heads.dim // 128),
-                maxnreg=_REGISTERS,
-                enable_fp_fusion=False,
-            )
+    with torch.cuda.device_of(dq):
+        _rotate_backward[(heads.count * programs,)](
+            *(dq, dk, dv, *strides, None if norms is None else qkv, cos.contiguous(), sin.contiguous()),
+            *(query_norm, key_norm, dqkv, sums, tokens, eps),
+            *(heads.query, heads.kv, heads.dim, _TOKENS, tokens % _TOKENS == 0, parts, 1 if norms is None else _STAGES),
+            num_warps=max(1, _BACKWARD_WARPS * heads.dim // 128),
+            maxnreg=_REGISTERS,
+            enable_fp_fusion=False,
+        )
     if sums is None:
         return dqkv, None, None
     # In an order that shapes alone decide.
     return dqkv, sums[:, : heads.query].sum(dim=(0, 1)), sums[:, heads.query :].sum(dim=(0, 1))
-
-
-def _of(norms: HeadNorms | None) -> tuple[Tensor | None, Tensor | None, float]:
-    return (None, None, 0.0) if norms is None else (norms.query, norms.key, norms.eps)
-
-
-def _as_read(gradient: Tensor) -> Tensor:
-    """The values of a head must be neighbours."""
-    return gradient if gradient.stride(-1) == 1 else gradient.contiguous()
-
-
-def _strides(gradient: Tensor) -> tuple[int, int, int]:
-    """Returns the strides of tokens, heads and parts."""
-    token, head, *part = gradient.stride()[:-1]
-    return token, head, part[0] if part else 0

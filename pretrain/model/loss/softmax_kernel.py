@@ -32,6 +32,7 @@ from pretrain.model.fused.fp8_tile import (
     scale_from_amax,
     store_columns,
     store_rows,
+    tensor_scale,
 )
 from pretrain.model.fused.fp8_tile import reciprocal as inverse
 
@@ -169,9 +170,7 @@ def _softmax_quantized_gradient(
 ):
     token = tl.program_id(0) * tokens_of_tile + tl.arange(0, tokens_of_tile)
     word = tl.program_id(1) * words_of_tile + tl.arange(0, words_of_tile)
-    used = scale_from_amax(tl.load(amax), fp8) if scale is None else tl.load(scale)
-    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-        tl.store(scale_inv, inverse(used))
+    used = tensor_scale(scale, amax, None, scale_inv, fp8)
     label = tl.load(labels + token)[:, None]
     scores = load_rows(logits, token, word, vocabulary)
     maximum, reciprocal = tl.load(maxima + token)[:, None], tl.load(reciprocals + token)[:, None]
