@@ -99,18 +99,15 @@ def check(model: PreTrainedModel, length: int) -> None:
     layer_types = getattr(config, "layer_types", None)  # None: all alike, as Mistral's with one window for all layers
     if model._is_stateful or {*(layer_types or ())} - {"full_attention", "sliding_attention"}:
         raise InputError(f"{name} has layers other than attention, whose state would run on into the next document; name another")
+    if not model._supports_sdpa or getattr(config, "kv_lora_rank", None):  # caps, sinks, or value heads narrower than query heads
+        raise InputError(f"{name} attends in a way of its own, which no backend here computes; name another")
+    for key, none in (("attn_logit_softcapping", "null"), ("attention_dropout", "0.0"), ("attn_pdrop", "0.0")):
+        if value := getattr(config, key, None):
+            raise InputError(f"{name} has {key} {value}, which is not computed here; set `model.config.{key}: {none}`")
     window = getattr(config, "sliding_window", None)
     slides = window is not None and window < length and (layer_types is None or "sliding_attention" in layer_types)
     if slides and not model._supports_flash_attn:  # others keep their window to the masks that they make
         raise InputError(f"{name} does not tell its attention of its sliding window; set `data.length` to {window} or less")
-    if getattr(config, "kv_lora_rank", None):  # its value heads are narrower than its query heads
-        raise InputError(f"{name} has latent attention, which no backend here computes; name another")
-    for key, none in (("attn_logit_softcapping", "null"), ("attention_dropout", "0.0"), ("attn_pdrop", "0.0")):
-        if value := getattr(config, key, None):
-            remedy = f"set `model.config.{key}: {none}`" if model._supports_sdpa else "name another model"
-            raise InputError(f"{name} has {key} {value}, which packed attention does not compute; {remedy}")
-    if not model._supports_sdpa:  # sinks, as of gpt-oss, or something else beside a softmax of scaled products
-        raise InputError(f"{name} attends in a way of its own, which no backend here computes; name another model")
     if (changing := rotates_otherwise_beyond(config.get_text_config())) and length > changing[1]:
         raise InputError(
             f"{name} rotates by {changing[0]}, whose frequencies depend on whether a document is longer than {changing[1]}, and "
@@ -163,28 +160,19 @@ def _packed(kernel: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None]]
     """
 
     def attention(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        *,
-        max_seqlen: int | None = None,
-        scaling: float | None = None,
-        cu_seqlens: Tensor | None = None,
-        document_mask: Tensor | None = None,
-        sliding_window: int | None = None,
-        **others: Any,
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, None]:
-        if max_seqlen is None:
+        longest, window, scale = (options.get(name) for name in ("max_seqlen", "sliding_window", "scaling"))
+        if longest is None:
             raise InputError(f"model: {type(module).__name__} does not tell its attention where documents end; name another")
-        unknown = [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]
-        if unknown or others.get("dropout"):
+        unknown = [name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None]
+        if unknown or options.get("dropout"):
             raise InputError(f"model: packed attention does not compute {', '.join(unknown) or 'dropout'}; name another model")
         states = (each.squeeze(0).transpose(0, 1).to(value.dtype) for each in (query, key, value))
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        window = None if sliding_window is None or sliding_window >= max_seqlen else sliding_window
-        return kernel(*states, Packed(cu_seqlens, max_seqlen, document_mask, scale, window))[None], None
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        window = None if window is None or window >= longest else window
+        packed = Packed(options.get("cu_seqlens"), longest, options.get("document_mask"), scale, window)
+        return kernel(*states, packed)[None], None
 
     attention.__name__, attention.kernel = kernel.__name__, kernel
     AttentionInterface.register(kernel.__name__, attention)
@@ -290,9 +278,9 @@ def _operator(
     return attend
 
 
-def _log_sums(q: Tensor) -> Tensor:
+def _log_sums(q: Tensor) -> tuple[Tensor]:
     """Memory for the logarithms of the softmax's sums of q [T, H, D]: [H, T] FP32."""
-    return q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+    return (q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32),)
 
 
 def _of_cudnn(q: Tensor) -> tuple[Tensor, Tensor]:
@@ -307,7 +295,7 @@ def _forward_by_document(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, sc
     it takes work that grows with the squares of their lengths. All is computed in one order, so bits repeat with the same number
     of threads.
     """
-    output, log_sums = torch.empty_like(q, memory_format=torch.contiguous_format), _log_sums(q)
+    output, (log_sums,) = torch.empty_like(q, memory_format=torch.contiguous_format), _log_sums(q)
     for *states, into, sums in _by_document(cu_seqlens, q, k, v, output, log_sums=log_sums):
         result = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*states, 0.0, True, scale=scale)
         into.copy_(result[0])
@@ -335,10 +323,6 @@ def _by_document(cu_seqlens: Tensor, *states: Tensor, log_sums: Tensor) -> Itera
     return zip(*batches, log_sums[None].split_with_sizes(lengths, 2), strict=True)
 
 
-def _of_log_sums(q: Tensor) -> tuple[Tensor]:
-    return (_log_sums(q),)
-
-
-attend_by_document = _operator("attend_by_document", _forward_by_document, _backward_by_document, _of_log_sums)
-flash_attention = _operator("flash_attention", gpu_attention.flash_forward, gpu_attention.flash_backward, _of_log_sums)
+attend_by_document = _operator("attend_by_document", _forward_by_document, _backward_by_document, _log_sums)
+flash_attention = _operator("flash_attention", gpu_attention.flash_forward, gpu_attention.flash_backward, _log_sums)
 cudnn_attention = _operator("cudnn_attention", gpu_attention.cudnn_forward, gpu_attention.cudnn_backward, _of_cudnn)

@@ -90,14 +90,8 @@ def device_of(accelerator: Accelerator) -> tuple[str, int]:
 
 def describe_topology(accelerator: Accelerator) -> dict[str, Any]:
     """What accelerate set up, for the run's environment file."""
-    topology = {
-        "distributed_type": accelerator.distributed_type.value,
-        "processes": accelerator.num_processes,
-        "device": accelerator.device.type,
-        "sharded": accelerator.is_fsdp2,
-    }
-    if (replicas := replicas_of(accelerator)) > 1:
-        topology["replicas"] = replicas
+    topology = {"distributed_type": accelerator.distributed_type.value, "processes": accelerator.num_processes}
+    topology |= {"device": accelerator.device.type, "sharded": accelerator.is_fsdp2, "replicas": replicas_of(accelerator)}
     if accelerator.is_fsdp2:
         topology["gathered"] = "once a step" if gathers_once_a_step(accelerator) else "for each use"
     return topology

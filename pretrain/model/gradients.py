@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 
 import torch
 import torch.distributed as dist
@@ -177,7 +178,7 @@ class _Lookup(torch.autograd.Function):
 class _Bucket:
     sums: Tensor  # a piece of the main gradients' memory
     parameters: int
-    missing: int = 0  # parameters that the backward under way has not finished
+    missing: float = inf  # parameters that the step's last backward has not finished
 
 
 class RankSums:
@@ -199,7 +200,6 @@ class RankSums:
         self._group = dist.new_group()
         self._buckets: list[_Bucket] = []
         self._started = 0  # buckets
-        self._early = False
         self._under_way: deque[tuple[dist.Work, Tensor, Tensor]] = deque()  # the exchange, its FP32 values, and the sums
         self._ends: list[Node] = []  # of the graph; autograd itself keeps them, and their hooks, no longer than a graph
         for members in _cut(in_order, most):
@@ -217,14 +217,15 @@ class RankSums:
     def starting_early(self) -> Iterator[None]:
         """Put this around the backward after which nothing more is added: each bucket starts once it and all before it are
         whole."""
-        self._started, self._early = 0, True
+        self._started = 0
         self._under_way.clear()  # of a step that was broken off
         for bucket in self._buckets:
             bucket.missing = bucket.parameters
         try:
             yield
         finally:
-            self._early = False
+            for bucket in self._buckets:
+                bucket.missing = inf
 
     def finish(self) -> None:
         """Exchange what has not been yet, and wait: the main gradients are now their sums over ranks, the same bits on each.
@@ -236,8 +237,6 @@ class RankSums:
         self._started = 0
 
     def _count(self, bucket: _Bucket, *_: object) -> None:
-        if not self._early:
-            return
         bucket.missing -= 1
         while self._started < len(self._buckets) and self._buckets[self._started].missing == 0:
             self._start()

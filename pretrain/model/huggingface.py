@@ -74,7 +74,18 @@ def load_config(settings: ModelSettings) -> PretrainedConfig:
     """The model's configuration, from `source` with `config` laid over it, or from `config` alone. InputError for an unknown
     source, model type or key (transformers would keep the last silently), and for values that the configuration class refuses."""
     changes = dict(settings.config or {})
-    config = _config_of_type(str(changes.pop("model_type"))) if settings.source is None else _config_of_source(settings)
+    if settings.source is None:
+        kind = str(changes.pop("model_type"))
+        if kind not in CONFIG_MAPPING:
+            raise InputError(f"`model.config.model_type`: transformers has no {kind!r}{_nearest(kind, CONFIG_MAPPING)}")
+        with _refusing(f"`model.config.model_type`: {kind!r} is made of other models; name one of text"):
+            config = AutoConfig.for_model(kind)
+    else:
+        stored = _stored_config(settings)
+        if "auto_map" in stored and stored.get("model_type") not in CONFIG_MAPPING:
+            raise InputError(f"`model.source`: {settings.source} brings code of its own, which is never run; name another model")
+        with _refusing(f"`model.source`: {settings.source}: its config.json is not understood"):
+            config = AutoConfig.from_pretrained(settings.repository, revision=settings.revision, trust_remote_code=False)
     known = set(dir(config)) | _RENAMED_KEYS
     if unknown := [key for key in changes if key not in known]:
         key = unknown[0]
@@ -89,31 +100,13 @@ def source_config(settings: ModelSettings) -> dict[str, Any]:
     version of transformers completes it. Empty without a source. InputError where there is none."""
     if settings.source is None:
         return {}
-    with _refusing(_unreadable(settings)):
-        values, _ = PretrainedConfig.get_config_dict(settings.repository, revision=settings.revision)
-    return {f"{SOURCE}{key}": value for key, value in flatten(values).items() if _NOT_OF_THE_MODEL.isdisjoint(key.split("."))}
+    values = flatten(_stored_config(settings))
+    return {f"{SOURCE}{key}": value for key, value in values.items() if _NOT_OF_THE_MODEL.isdisjoint(key.split("."))}
 
 
-def _config_of_source(settings: ModelSettings) -> PretrainedConfig:
-    with _refusing(_unreadable(settings)):
-        values, _ = PretrainedConfig.get_config_dict(settings.repository, revision=settings.revision)
-        if "auto_map" in values and values.get("model_type") not in CONFIG_MAPPING:
-            raise ValueError("it brings code of its own, which is never run; name a model of transformers' own")
-        return AutoConfig.from_pretrained(settings.repository, revision=settings.revision, trust_remote_code=False)
-
-
-def _unreadable(settings: ModelSettings) -> str:
-    return f"`model.source`: no model can be read from {settings.source!r}, which is to be a folder or a name on the hub"
-
-
-def _config_of_type(model_type: str) -> PretrainedConfig:
-    if model_type not in CONFIG_MAPPING:
-        known = _nearest(model_type, CONFIG_MAPPING) or "; qwen3, llama, qwen2 and gpt2 are some that it knows"
-        raise InputError(f"`model.config.model_type`: transformers has no model type {model_type!r}{known}")
-    with _refusing(
-        f"`model.config.model_type`: {model_type!r} is none to train; name another"
-    ):  # as of one that is made of others
-        return AutoConfig.for_model(model_type)
+def _stored_config(settings: ModelSettings) -> dict[str, Any]:
+    with _refusing(f"`model.source`: no model can be read from {settings.source!r}, as a folder or a name on the hub"):
+        return PretrainedConfig.get_config_dict(settings.repository, revision=settings.revision)[0]
 
 
 def _nearest(word: str, known: Iterable[str]) -> str:

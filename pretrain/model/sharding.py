@@ -10,16 +10,15 @@ FP32. There are two ways to go through the microbatches of a step:
 * For each use (ZeRO-3; `true`): a group is gathered before its forward and again before its backward, and reduced after each
   microbatch's backward. Microbatches add up in the shards, in `kept`. The memory is that of a few groups.
 
-In both, the sums are FSDP2's own `unsharded_accumulated_grad`, which it adds to and reduces. We say where they lie, as
-pretrain.model.gradients lays sums out: the gathered parameters have a `main_grad`, which products add to by themselves. For each
-use, the groups lie in one memory, one after the other, since only one of them is in its backward at a time.
+In both, the sums are FSDP2's own `unsharded_accumulated_grad`, which it adds to and reduces. We say where they lie: the gathered
+parameters have a `main_grad`, which products add to by themselves. For each use, all groups share one memory, since only one of
+them is in its backward at a time.
 
 What FSDP2 returns has the parameter's dtype, so the FP32 sum of BF16 weights would be rounded. `kept` says what it is to be: with
 FP32, BF16 shards and their remainder bits (`weights: bf16_exact`) take the very updates that one process makes. FP32 shards,
 gathered in BF16, would take the same memory; but the gathering rounds ties to even, and `bf16_exact` away from zero.
 
-Private attributes of FSDP2 are used that torch 2.11 to 2.13 have: of a group `fsdp_params`, `modules` and `_orig_dtype`, of a
-parameter `sharded_param`, `unsharded_accumulated_grad`, `_unsharded_param` and `_module_info`.
+Private attributes of FSDP2's groups and parameters are used, which torch 2.11 to 2.13 have.
 """
 
 from __future__ import annotations

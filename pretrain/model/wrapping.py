@@ -133,9 +133,8 @@ def wrap_layers(
             continue
         # A graph ends at each low-precision product and another begins after it. The casts stay outside of these pieces: a graph
         # cannot end inside of the context that swaps the parameters. Outside of a lone norm too, whose graph would leave the
-        # rounding of its weight out. The norm's graph serves any number of tokens: beside fused layers nothing else is compiled.
-        # How such a graph cuts its sums follows the number that it saw first, which in a resumed run is another: where bits are
-        # to repeat, each number has a graph of its own.
+        # rounding of its weight out. A norm's graph serves any number of tokens, but cuts its sums by the number that it saw
+        # first, which in a resumed run is another: where bits are to repeat, each number has a graph of its own.
         in_pieces = any(isinstance(module, LowPrecisionLinear) for module in unit.modules())
         alone = not isinstance(unit, GradientCheckpointingLayer)
         casts_outside = in_pieces or alone
@@ -145,8 +144,7 @@ def wrap_layers(
         if cast_to is not None:
             unit.forward = casting_parameters(unit, unit.forward, cast_to)
         if compile_layers and not casts_outside:
-            # Static shapes, except the number of documents, which the batch marks as dynamic: one graph serves all steps and
-            # layers.
+            # Static shapes but for the number of documents, which the batch marks as dynamic: one graph for all steps and layers.
             unit.forward = torch.compile(unit.forward, fullgraph=True, dynamic=False)
     for index, layer in enumerate(decoder_layers(packed.hf).values()):
         if settings.recomputes(index):
