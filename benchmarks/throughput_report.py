@@ -14,7 +14,7 @@ import yaml
 from benchmarks.ways.judge import LOSES, RIGHT, UNKNOWN, WRONG
 from foundation.errors import InputError
 from foundation.files import replace_file
-from foundation.tables import markdown, or_dash
+from foundation.units import markdown, or_dash
 
 BEGIN, END = "<!-- throughput -->", "<!-- /throughput -->"
 PAGE_WIDTH = 100

@@ -6,8 +6,7 @@ import re
 import textwrap
 from pathlib import Path
 
-from foundation.tables import UNKNOWN, markdown
-from foundation.units import count
+from foundation.units import UNKNOWN, count, markdown
 from pretrain.settings.config import load_recipe
 
 FOLDER = Path(__file__).parents[1] / "recipes"

@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from foundation.settings import Settings, sections_in
-from foundation.tables import cell
+from foundation.units import cell
 from pretrain.precision.settings import PRECISIONS, LowPrecisionSettings
 from pretrain.settings.recipe import Recipe
 

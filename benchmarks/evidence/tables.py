@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from foundation.files import replace_file
-from foundation.tables import UNKNOWN, markdown, or_dash
+from foundation.units import UNKNOWN, markdown, or_dash
 from pretrain.compare.differences import MARGIN, SeedDifference
 
 RESULTS = Path("benchmarks/results/loss")

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from foundation.tables import UNKNOWN, markdown
-from foundation.units import count, memory, percent, three_digits
+from foundation.units import UNKNOWN, count, markdown, memory, percent, three_digits
 from pretrain.compare.comparison import RunComparison, Standing
 from pretrain.compare.differences import CONFIDENCE, FEWEST_STEPS, Gap
 from pretrain.compare.fairness import keys_told_apart_by, option

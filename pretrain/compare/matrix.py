@@ -21,8 +21,7 @@ from foundation.command import CommandParser, number
 from foundation.errors import InputError
 from foundation.files import check_replaceable
 from foundation.signals import StopRequest
-from foundation.tables import markdown, or_dash
-from foundation.units import duration
+from foundation.units import duration, markdown, or_dash
 from pretrain.compare.columns import figures_of, table_of
 from pretrain.compare.comparison import RunComparison
 from pretrain.compare.matrix_file import Cell, Matrix, load_matrix

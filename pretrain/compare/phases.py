@@ -27,8 +27,7 @@ from foundation.files import save_file
 from foundation.reading import load_yaml
 from foundation.settings import PathText, Share, parse
 from foundation.signals import StopRequest
-from foundation.tables import UNKNOWN, markdown, or_dash
-from foundation.units import memory, percent, plural
+from foundation.units import UNKNOWN, markdown, memory, or_dash, percent, plural
 from pretrain.compare.matrix_file import Cell, CellSettings, LaunchSettings, Matrix, MatrixSettings, Values, make_matrix
 from pretrain.compare.matrix_run import Outcome, at_most, command_of, run_all, say
 from pretrain.metrics.run_folder import RunFolder

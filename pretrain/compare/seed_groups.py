@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from foundation.tables import UNKNOWN
-from foundation.units import plural
+from foundation.units import UNKNOWN, plural
 from pretrain.compare.columns import Column, as_text, signed
 from pretrain.compare.comparison import by_verdict, on_one_kind_of_machine, own_speed
 from pretrain.compare.differences import CONFIDENCE, EQUIVALENCE, FEWEST_SEEDS, MARGIN, SeedDifference

@@ -20,8 +20,7 @@ import psutil
 from tqdm import tqdm
 
 from foundation.progress import Progress
-from foundation.tables import or_dash
-from foundation.units import count, duration, memory, percent
+from foundation.units import count, duration, memory, or_dash, percent
 
 INDENT = "  "
 SAMPLE_WIDTH = 96

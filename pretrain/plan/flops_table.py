@@ -11,8 +11,7 @@ from pathlib import Path
 
 from foundation.command import CommandParser, number
 from foundation.errors import InputError
-from foundation.tables import markdown
-from foundation.units import TERA, count, operations, percent
+from foundation.units import TERA, count, markdown, operations, percent
 from pretrain.metrics.flops import FORMULAS, ModelFlops, attention_to_ffn_ratio, ours
 from pretrain.metrics.peaks import peak
 from pretrain.model import huggingface as model

@@ -26,8 +26,7 @@ import yaml
 
 from foundation.command import CommandParser
 from foundation.errors import InputError
-from foundation.tables import UNKNOWN, markdown
-from foundation.units import three_digits
+from foundation.units import UNKNOWN, markdown, three_digits
 from packing.arrow import Pack, PackWriter
 from pretrain.metrics.run_folder import version_of
 from pretrain.metrics.run_record import is_step, read_metrics

@@ -24,8 +24,7 @@ from foundation.command import CommandParser
 from foundation.errors import InputError
 from foundation.files import find_damage
 from foundation.reading import load_object
-from foundation.tables import cell
-from foundation.units import count, duration, percent
+from foundation.units import cell, count, duration, percent
 from packing.settings import HUB_NAME
 from packing.store import open_packs
 from pretrain.checkpoint.folders import STATE, Manifest, TensorEntry, read_manifest, step_folder, step_folders, step_of

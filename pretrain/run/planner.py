@@ -18,8 +18,7 @@ from pathlib import Path
 from foundation import units
 from foundation.command import CommandParser, number
 from foundation.errors import InputError
-from foundation.tables import UNKNOWN, markdown
-from foundation.units import GIB, TERA, plural
+from foundation.units import GIB, TERA, UNKNOWN, markdown, plural
 from pretrain.metrics.peaks import peak
 from pretrain.metrics.run_record import WARM_UP_STEPS, RunRecord, read_run
 from pretrain.plan.plan import KEPT_FREE, Plan

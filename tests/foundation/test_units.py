@@ -1,4 +1,4 @@
-"""Figures as people read them."""
+"""Figures as people read them, and tables as Markdown."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foundation.units import count, duration, memory, operations, three_digits
+from foundation.units import count, duration, markdown, memory, operations, or_dash, three_digits
 
 
 @pytest.mark.parametrize(
@@ -26,3 +26,23 @@ def test_figures_have_the_digits_and_units_that_matter(write, shown):
 @given(value=st.floats(1e-3, 999.4))
 def test_three_digits_are_within_half_a_unit_of_the_last(value):
     assert abs(float(three_digits(value)) - value) <= max(0.0005, value * 0.00501) and len(three_digits(value)) <= 5
+
+
+HEADER = ("on", "speed by", "tokens/s")
+CELLS = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs", "Zl", "Zp"]))
+
+
+def test_names_stand_to_the_left_and_figures_to_the_right():
+    table = markdown(HEADER, [["1 x H100", "assumed", "50,605"], ["8 x B200", or_dash(None), "897,138"]], names=2)
+    assert table.splitlines() == [
+        "| on       | speed by | tokens/s |",
+        "|----------|----------|---------:|",
+        "| 1 x H100 | assumed  |   50,605 |",
+        "| 8 x B200 | –        |  897,138 |",
+    ]
+
+
+@given(st.lists(CELLS, min_size=3, max_size=3))
+def test_whatever_stands_in_a_cell_a_row_has_as_many_cells_as_its_header(cells: list[str]):
+    *_, row = markdown(HEADER, [cells]).split("\n")
+    assert row.replace("\\|", "").count("|") == len(HEADER) + 1

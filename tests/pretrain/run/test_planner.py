@@ -11,7 +11,7 @@ import pytest
 import yaml
 from accelerate.state import AcceleratorState
 
-from foundation.tables import UNKNOWN
+from foundation.units import UNKNOWN
 from pretrain.__main__ import main
 from tests.conftest import write_recipe
 
