@@ -132,8 +132,8 @@ def assemble(job: Job, accelerator: Accelerator, waited: Waited | None = None) -
 
     around = {"attention": {"kind": attention.name, "reason": attention.reason}, "fused": fused}
     around["compiled"] = assembling.what_is_compiled(compiled, model)
-    assembly = assembling.Assembly(built.hf, model, optimizer, job.active, model.context, precisions, {})
-    assembling.observe(job, accelerator, assembly, around, waited or Waited(shown=False))
+    assembly = assembling.Assembly(built.hf, model, optimizer, job.active, model.context, precisions, around)
+    assembling.observe(job, accelerator, assembly, waited or Waited(shown=False))
     return assembly
 
 
@@ -172,6 +172,7 @@ def build(
         state=state,
         begins=source is None or source.begins,
         resumed_step=state.step,
+        has_masks=job.data.has_masks,
         health=health,
         recorder=recording.recorder_of(job, assembly, accelerator),
         trackers=resolve(log, run_dir=path, resumed_step=state.step, main_process=main_process),
@@ -183,7 +184,6 @@ def build(
     )
     if source:
         resume.resume_precision(run, source)
-        resume.keep_parity(source, run)
     parity = trials.find_parity(run) if job.recipe.parity and run.begins else []
     recording.introduce(run, notes)
     run.best = evaluate.best_so_far(run)

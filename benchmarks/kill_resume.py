@@ -35,7 +35,7 @@ import yaml
 from benchmarks.machine import LAUNCH, ROOT, finish, measured_on, start, write
 from foundation.files import find_damage
 from packing.arrow import Pack, PackWriter
-from pretrain.checkpoint.folders import read_manifest, step_folders
+from pretrain.checkpoint.format import read_manifest, step_folders
 from pretrain.metrics.run_folder import describe_environment
 from pretrain.metrics.run_record import read_metrics
 

@@ -1,51 +1,61 @@
-"""The checkpoints of a run: complete or absent, never half, and loaded by any number of processes. folders.py shows them.
+"""The checkpoints of a run: complete or absent, never half, loaded by any number of processes, written while training goes on.
+format.py shows how one lies on the disk.
 
 Disks flip bits and people copy folders halfway, so every byte is hashed again before it is trusted.
+
+What is saved is copied into host memory, and written by a thread. The thread takes part in no exchange of the training's process
+group: those belong to the thread that trains, in their order. Each rank's thread writes its files, flushes them, and leaves a
+report beside them with their names, sizes and hashes. The first rank's thread waits for all reports, writes the state and, last,
+the manifest, and gives the folder its name.
+
+    .partial-step-00000200/
+      model-00001-of-00002-part-000.safetensors
+      .written-00001.json              of rank 1
 """
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
 import logging
 import os
 import shutil
 import socket
+import threading
 import time
-from collections.abc import Collection, Mapping
-from concurrent.futures import Future
+import weakref
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch.distributed
+import torch
 from torch import Tensor
 
 from foundation.errors import InputError
-from foundation.files import PARTIAL, find_damage, free_bytes
+from foundation.files import PARTIAL, FileRecord, find_damage, free_bytes, write_file
+from foundation.memory import free_memory
 from foundation.reading import load_object, one_line
 from foundation.units import GIB, duration, memory
-from pretrain.checkpoint.folders import (
-    ABANDONED_STEP,
-    STATE,
-    Manifest,
-    TensorEntry,
-    partial_folder,
-    read_manifest,
-    remove,
-    set_aside,
-    step_folder,
-    step_folders,
-    step_of,
-)
-from pretrain.checkpoint.saving import Files, PendingSave, Staging
-from pretrain.checkpoint.shards import block_of, lay_out, load_tensors, mismatches, rank_stem
+from pretrain.checkpoint import format as on_disk
+from pretrain.checkpoint.format import Manifest, TensorEntry, read_manifest, step_folder, step_folders, step_of, write_tensors
 from pretrain.model.distributed import from_all_ranks, in_a_group
 from pretrain.model.gradients import local_part
 
+THREADS = 4  # hashing and writing release the interpreter lock; the cores are the training's
+NICENESS = 5  # of the writing threads: what trains goes first
+POLL = 0.05  # seconds between two looks for the other ranks' reports
+ALIGNMENT = 64  # bytes; a view in any dtype needs its width at most
+SHARE = 0.8  # of the memory that is free: the rest is for who else works on the machine
 _AFTER_AN_ERROR = 20.0  # seconds: how long a process that ends by an error waits for the other ranks' part of a save
 _SEEN_WITHIN = 5.0  # seconds: a network disk may show a new file late
 _log = logging.getLogger(__name__)
 
 Tensors = Mapping[str, Tensor]
+Files = Mapping[str, Tensors]  # by file: the tensors in it by name, this process's part of each
 
 
 class Checkpoints:
@@ -61,16 +71,12 @@ class Checkpoints:
         self.rank = torch.distributed.get_rank() if in_a_group() else 0
         self.world_size = torch.distributed.get_world_size() if in_a_group() else 1
         self.damaged: set[Path] = set()  # seen by newest()
-        self._complete: Path | None = None  # what the tensors in memory were last saved to or loaded from
+        self.latest: Path | None = None  # what is being written, or the tensors in memory were last saved to or loaded from
+        self._complete: Path | None = None  # that, once it is written
         self._intact: Path | None = None  # whose bytes were compared with their hashes: load() need not hash it again
         self._staging = Staging()
         self._pending: PendingSave | None = None
         self._news: list[str] = []
-
-    @property
-    def latest(self) -> Path | None:
-        """What is being written, or the tensors in memory were last saved to or loaded from; not collective."""
-        return self._pending.final if self._pending else self._complete
 
     # ── Saving ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -102,13 +108,11 @@ class Checkpoints:
         began, final = time.perf_counter(), step_folder(self.folder, step)
         self.wait()  # for a slower save before this one, which counts as a part of the time that training stops
         if final != self._complete:
-            if self.rank == 0:
-                shutil.rmtree(
-                    partial_folder(final), ignore_errors=True
-                )  # of a writer that died; nobody writes before the exchange
+            if self.rank == 0:  # what a writer left that died; nobody writes before the exchange below
+                shutil.rmtree(on_disk.partial_folder(final), ignore_errors=True)
             files, index = self._lay_out(model, optimizer)
-            copies = self._staging.copy(files) if behind else None
-            stopped = f"; training stopped for {duration(time.perf_counter() - began)}" if copies else ""
+            copies = self._staging.copy(files)  # even if it is waited for: from a GPU to pinned memory is fast
+            stopped = f"; training stopped for {duration(time.perf_counter() - began)}" if behind else ""
 
             def afterwards() -> None:
                 self._prune(final, spared)
@@ -117,6 +121,7 @@ class Checkpoints:
             manifest = Manifest(step, self.world_size, [], **index)
             state_json = json.dumps(dict(state), indent=1, allow_nan=False).encode()
             self._pending = PendingSave(final, copies or files, manifest, state_json, self.rank, afterwards)
+            self.latest = final
             if behind and copies is None:
                 _log.warning("rank %d: host memory has no room for copies, so training stops while it writes", self.rank)
                 self._pending.written.exception()
@@ -131,8 +136,9 @@ class Checkpoints:
         files: dict[str, dict[str, Tensor]] = {}
         index: dict[str, dict[str, TensorEntry]] = {}
         for kind, tensors in (("model", model), ("optimizer", optimizer)):
-            index[kind] = lay_out(kind, from_all_ranks({name: block_of(tensor) for name, tensor in tensors.items()}))
-            mine = rank_stem(kind, self.rank, self.world_size)
+            blocks = {name: on_disk.block_of(tensor) for name, tensor in tensors.items()}
+            index[kind] = on_disk.lay_out(kind, from_all_ranks(blocks))
+            mine = on_disk.rank_stem(kind, self.rank, self.world_size)
             for name, entry in index[kind].items():
                 for piece in entry.pieces:
                     if piece.file.startswith(mine):
@@ -156,6 +162,7 @@ class Checkpoints:
             return
         if reasons := self._failures(pending.written) or self._failures(pending.completed):
             pending.give_up()
+            self.latest = self._complete
             if self.rank == 0:
                 shutil.rmtree(pending.partial, ignore_errors=True)
             before = f"{self._complete} is untouched" if self._complete else "no earlier checkpoint was touched"
@@ -185,7 +192,7 @@ class Checkpoints:
         steps = [path for path in step_folders(self.folder) if step_of(path) <= step_of(newest) and path not in self.damaged]
         early = next((path for path in steps if self.before is not None and step_of(path) <= self.before), None)
         old = [path for path in steps[self.keep :] if path != early and step_of(path) != spared]
-        remove(self.folder, [*old, *self.folder.glob(f"{ABANDONED_STEP}step-*")])
+        on_disk.remove(self.folder, [*old, *self.folder.glob(f"{on_disk.ABANDONED_STEP}step-*")])
 
     def abandon_newer(self, step: int) -> None:
         """Set every checkpoint after `step` aside, for a run that goes on from `step`: otherwise the next automatic resume would
@@ -193,7 +200,7 @@ class Checkpoints:
         self.wait()
         if self.rank == 0:
             for path in [path for path in step_folders(self.folder) if step_of(path) > step]:
-                _log.warning("%s was renamed to %s: the run goes on from step %d", path, set_aside(path).name, step)
+                _log.warning("%s was renamed to %s: the run goes on from step %d", path, on_disk.set_aside(path).name, step)
         from_all_ranks(None)  # nobody looks before all have their names
 
     def newest(self, *, before: int | None = None) -> Path | None:
@@ -221,7 +228,7 @@ class Checkpoints:
     def read_state(self, path: Path) -> dict[str, Any]:
         """The `state` of a checkpoint, verified but not loaded, to see what it belongs to. InputError if missing or damaged."""
         self._require_intact(path)
-        return load_object(path / STATE, "resume from another checkpoint")
+        return load_object(path / on_disk.STATE, "resume from another checkpoint")
 
     def load(self, path: Path, model: Tensors, optimizer: Tensors, *, left_out: Collection[str] = ()) -> None:
         """Copy the checkpoint at `path` into the given tensors, in place and whatever their sharding. `left_out`: names of the
@@ -234,12 +241,12 @@ class Checkpoints:
         self._require_intact(path)
         manifest = read_manifest(path)
         of_optimizer = {name: entry for name, entry in manifest.optimizer.items() if name not in left_out}
-        if problems := [*mismatches(manifest.model, model), *mismatches(of_optimizer, optimizer)]:
+        if problems := [*on_disk.mismatches(manifest.model, model), *on_disk.mismatches(of_optimizer, optimizer)]:
             remedy = "Resume with the recipe it was made by, or set another `run_dir`"
             raise InputError(f"{path}: does not fit this run: {'; '.join(problems[:5])}. {remedy}")
-        load_tensors(path, manifest.model, model)
-        load_tensors(path, of_optimizer, optimizer)
-        self._complete = path
+        on_disk.load_tensors(path, manifest.model, model)
+        on_disk.load_tensors(path, of_optimizer, optimizer)
+        self.latest = self._complete = path
 
     def _require_intact(self, path: Path) -> None:
         """InputError unless every byte of the checkpoint at `path` is as it was written; hashes it once."""
@@ -257,6 +264,144 @@ class Checkpoints:
         problems = list(dict.fromkeys(problem for rank in from_all_ranks(problems) for problem in rank))
         self._intact = None if problems else path
         return problems
+
+
+# ── One save on its way ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Staging:
+    """A copy of one checkpoint's tensors at a time, in memory that is kept and used again: to get it takes eight times as long as
+    to copy into it. For tensors of a GPU it is pinned."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._thread = ThreadPoolExecutor(1)
+
+    def reserve(self, files: Files) -> Future[bool]:
+        """Begin to get the memory for a copy of `files`, in a thread. The result is whether the machine has room for it."""
+        needed = sum(_rounded(tensor.nbytes) for group in files.values() for tensor in group.values())
+        return self._thread.submit(self._reserve, needed, _gpu_of(files))
+
+    def _reserve(self, needed: int, device: torch.device | None) -> bool:
+        if self._memory.numel() >= needed:
+            return True
+        self._memory = torch.empty(0, dtype=torch.uint8)  # gives back what there was
+        if needed * int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > SHARE * free_memory():
+            return False
+        # Threads start on device 0: pinning there would open a context on another rank's device.
+        with torch.cuda.device(device) if device else nullcontext():
+            self._memory = torch.zeros(needed, dtype=torch.uint8)  # written to, so that the pages are there
+            if device:
+                _pin(self._memory)
+        return True
+
+    def copy(self, files: Files) -> dict[str, dict[str, Tensor]] | None:
+        """The tensors as they are now, on the host; valid until the next copy. None where the host has no room for them."""
+        if not self.reserve(files).result():
+            return None
+        copies: dict[str, dict[str, Tensor]] = {file: {} for file in files}
+        start = 0
+        for file, group in files.items():
+            for name, tensor in group.items():
+                place = self._memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                copies[file][name] = place.copy_(tensor.detach(), non_blocking=True)
+                start += _rounded(tensor.nbytes)
+        if device := _gpu_of(files):
+            torch.cuda.current_stream(device).synchronize()
+        return copies
+
+
+def _gpu_of(files: Files) -> torch.device | None:
+    """The device that these tensors lie on; None for a CPU's."""
+    return next((tensor.device for group in files.values() for tensor in group.values() if tensor.is_cuda), None)
+
+
+def _rounded(count: int) -> int:
+    return -(-count // ALIGNMENT) * ALIGNMENT
+
+
+def _pin(buffer: Tensor) -> None:
+    """Registered and not taken from torch's allocator, which rounds 20 GiB up to 32."""
+    cudart, address = torch.cuda.cudart(), buffer.data_ptr()
+    if int(cudart.cudaHostRegister(address, buffer.numel(), 1)) != 0:
+        _log.warning("the copy of a checkpoint cannot be pinned in host memory; a save stops training for longer")
+    else:
+        weakref.finalize(buffer, cudart.cudaHostUnregister, address).atexit = False  # CUDA may be gone by then
+
+
+class PendingSave:
+    """Writes `files`, this rank's part of the checkpoint `final`; the first rank completes it.
+
+    `manifest` lacks the files, which it gets when all are written, and `state` is the JSON beside it. `afterwards` runs in the
+    thread once the checkpoint has its name. `written` holds the rank's files when they are on the disk; `completed` is done when
+    the checkpoint has its name, on the other ranks at once. Both raise whatever went wrong.
+    """
+
+    def __init__(
+        self, final: Path, files: Files, manifest: Manifest, state: bytes, rank: int, afterwards: Callable[[], object]
+    ) -> None:
+        self.final, self.partial, self.rank = final, on_disk.partial_folder(final), rank
+        self._given_up = threading.Event()
+        thread = ThreadPoolExecutor(1, thread_name_prefix="saving", initializer=_be_nice)
+        self.written: Future[list[FileRecord]] = thread.submit(self._write, files)
+        complete = (self._complete, manifest, state, afterwards) if rank == 0 else (self.written.result,)
+        self.completed: Future[object] = thread.submit(*complete)
+        thread.shutdown(wait=False)  # takes no more work, and ends with what it has
+
+    @property
+    def failed(self) -> bool:
+        """Whether this process knows that it has failed."""
+        return any(each.done() and each.exception() for each in (self.written, self.completed))
+
+    def give_up(self, patience: float = 0.0) -> None:
+        """Let the first rank wait for the others for `patience` seconds at most; return when no thread writes any more."""
+        wait([self.written])
+        wait([self.completed], patience)
+        self._given_up.set()
+        wait([self.completed])
+
+    def _write(self, files: Files) -> list[FileRecord]:
+        """Write this rank's files, several at a time, and tell the first rank."""
+        self.partial.mkdir(parents=True, exist_ok=True)
+        with ThreadPoolExecutor(THREADS, thread_name_prefix="saving") as threads:  # as nice as this thread
+            records = list(threads.map(lambda name: write_tensors(self.partial / name, files[name]), files))
+        if self.rank:
+            unnamed = self.partial / f".unnamed{_report_of(self.rank)}"
+            write_file(unnamed, json.dumps([asdict(record) for record in records]).encode())
+            os.replace(unnamed, self.partial / _report_of(self.rank))  # last: now the first rank may give the folder its name
+        return records
+
+    def _complete(self, manifest: Manifest, state: bytes, afterwards: Callable[[], object]) -> None:
+        """The first rank's: wait for the others, write state and manifest, and name the folder."""
+        files = [*self.written.result(), *self._reports(manifest.world_size)]
+        files.append(FileRecord(on_disk.STATE, len(state), {"sha256": hashlib.sha256(state).hexdigest()}))
+        write_file(self.partial / on_disk.STATE, state)
+        write_file(self.partial / on_disk.MANIFEST, replace(manifest, files=files).to_json())
+        on_disk.give_name(self.partial, self.final)
+        afterwards()
+
+    def _reports(self, world_size: int) -> list[FileRecord]:
+        """The files of the other ranks, once all of them are on the disk."""
+        files: list[FileRecord] = []
+        missing = {_report_of(rank) for rank in range(1, world_size)}
+        while missing:
+            # Lists the folder: that asks a network disk's server, which a look for one name may not.
+            for report in sorted(missing.intersection(os.listdir(self.partial))):
+                files += [FileRecord(**record) for record in json.loads((self.partial / report).read_bytes())]
+                (self.partial / report).unlink()
+                missing.remove(report)
+            if missing and self._given_up.wait(POLL):
+                raise OSError(errno.ETIMEDOUT, f"{min(missing)}: that rank's part has not come")
+        return files
+
+
+def _be_nice() -> None:
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+
+
+def _report_of(rank: int) -> str:
+    return f".written-{rank:05d}.json"
 
 
 # ── The disk ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -73,15 +73,23 @@ class Assembly:
     active: ActivePrecision  # of the steps at present; `use` changes it
     context: PrecisionContext  # which its products share
     precisions: Mapping[str, AssembledPrecision]  # that it computes in, by name
-    audit: dict[str, Any]  # what audit.json says; parity and `confirming_audit` add what they find
+    around: dict[str, Any]  # the part of audit.json that is about all of them
+
+    @property
+    def now(self) -> AssembledPrecision:
+        """The precision of the steps at present."""
+        return self.precisions[self.active.precision.name]
+
+    @property
+    def audit(self) -> dict[str, Any]:
+        """What audit.json says; parity and `confirming_audit` add to each precision's part what they find."""
+        several = {"precisions": {name: each.audit for name, each in self.precisions.items()}} if "phases" in self.around else {}
+        return self.now.audit | self.around | several
 
     def use(self, active: ActivePrecision) -> None:
         """Compute in `active`, one of the run's precisions, from here on, and let the audit speak of it."""
-        assembled = self.precisions[active.precision.name]
-        self.active, self.context.backend = active, assembled.backend
-        self.audit.pop("confirmed_in_step", None)
-        self.audit.pop("parity", None)
-        self.audit |= assembled.audit
+        self.active = active
+        self.context.backend = self.now.backend
 
     @contextmanager
     def using(self, active: ActivePrecision) -> Iterator[None]:
@@ -99,12 +107,10 @@ class Assembly:
         InputError where a product does not run as it should."""
         self.context.forget()
         self.use(active)
-        assembled, job = self.precisions[active.precision.name], job.with_plan(active=active)
         # Histories must not depend on what was drawn before, which is not the same in a run that is resumed here: dropout shows.
         seed_step(job.recipe.seed, 0, accelerator.process_index)
-        assembled.audit["products"] = rehearse(job, accelerator, self.model, self.optimizer, assembled.decisions)
-        assembled.audit.pop("confirmed_in_step", None)
-        self.use(active)
+        self.now.audit["products"] = rehearse(job.with_plan(active=active), accelerator, self)
+        self.now.audit.pop("confirmed_in_step", None)
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
@@ -128,24 +134,6 @@ class Assembly:
         weights = low_precision_weights(self.model)
         return LowPrecisionProducts(weights, fastest)
 
-    def memory_held(self) -> dict[str, int]:
-        """Bytes of this process's device that hold the model from step to step, by part; absent parts have no entry.
-
-        Of shards, gradients come and go with each step and are none of them."""
-        trained = [parameter for parameter in self.hf.parameters() if parameter.requires_grad]
-        sums = {id(main._base): main._base for each in trained if (main := getattr(each, "main_grad", None)) is not None}
-        if not sums and self.model.sharding is None:  # autograd sums in the parameters' own dtype
-            sums = {id(each): each for each in trained}
-        state = self.optimizer_tensors
-        parts = {
-            "weights": [local_part(tensor) for tensor in self.tensors.values()],
-            "remainders": [local_part(tensor) for name, tensor in state.items() if name.startswith("remainder/")],
-            "moments": [local_part(tensor) for name, tensor in state.items() if not name.startswith("remainder/")],
-            "gradients": list(sums.values()),
-        }
-        held = {part: sum(tensor.nbytes for tensor in tensors) for part, tensors in parts.items()}
-        return {part: size for part, size in held.items() if size}
-
     def precision_watch(self, every: int | None, folder: Path, step: int, main_process: bool) -> PrecisionWatch | None:
         """Statistics of the low-precision operands every so many steps, None where there are none or none are wanted."""
         if not self.context.backends or every is None:
@@ -157,14 +145,14 @@ class Assembly:
     def confirming_audit(self, step: int) -> Iterator[None]:
         """Watches `step`, the first of this process, after a rollback, or of a phase; raises InputError where its low-precision
         products are not the audit's."""
-        with audit.confirming(self.model, self.active, self.audit["products"], step):
+        with audit.confirming(self.model, self.active, self.now.audit["products"], step):
             yield
-        self.audit["confirmed_in_step"] = self.precisions[self.active.precision.name].audit["confirmed_in_step"] = step
+        self.now.audit["confirmed_in_step"] = step
 
     def confirming_again(self, step: int) -> AbstractContextManager[None]:
         """Watches the first microbatch of a later `step`; raises InputError, before the step's update, where its low-precision
         products are not the audit's any more."""
-        return audit.confirming(self.model, self.active, self.audit["products"], step, most=EXAMINED_AGAIN)
+        return audit.confirming(self.model, self.active, self.now.audit["products"], step, most=EXAMINED_AGAIN)
 
 
 @dataclass(frozen=True)
@@ -269,34 +257,21 @@ def give_values(built: Built, optimizer: ExactAdamW, *, exact: bool) -> None:
             local_part(parameter).copy_(values)
 
 
-def observe(
-    job: Job,
-    accelerator: Accelerator,
-    assembly: Assembly,
-    around: Mapping[str, Any],
-    waited: Waited,
-) -> None:
-    """Run a pack through the model in each of its precisions under observation, and fill `assembly.audit`, in which `around`
-    says how the model was put together. Last, as it must see what training will run. Collective."""
-    context, plan = assembly.context, job.plan
-    rehearsing = "looking at what runs", "packs"
+def observe(job: Job, accelerator: Accelerator, assembly: Assembly, waited: Waited) -> None:
+    """Run a pack through the model in each of its precisions under observation, and fill the audit. Last, as it must see what
+    training will run. Collective."""
     for each in assembly.precisions.values():
-        with (
-            holding(context, backend=each.backend),
-            waited.on("checks", *rehearsing, total=REHEARSALS if context.state() else 1),
-        ):
-            products = rehearse(
-                job.with_plan(active=each.active), accelerator, assembly.model, assembly.optimizer, each.decisions
-            )
+        with assembly.using(each.active):
+            packs = REHEARSALS if assembly.context.state() else 1
+            with waited.on("checks", "looking at what runs", "packs", total=packs):
+                products = rehearse(job.with_plan(active=each.active), accelerator, assembly)
             each.audit.update(audit.describe(each.active, each.backend, assembly.hf, products))
-    assembly.audit |= assembly.precisions[job.precision.name].audit | {
+    assembly.around |= {
         "weights": job.recipe.weights,
         "gradients": job.recipe.gradients_kept_in,
-        **around,
         "deterministic": "yes" if torch.are_deterministic_algorithms_enabled() else "no",
     }
-    if course := audit_of_course(plan):
-        assembly.audit |= course | {"precisions": {name: each.audit for name, each in assembly.precisions.items()}}
+    assembly.around |= audit_of_course(job.plan)
 
 
 def audit_of_course(plan: Plan) -> dict[str, Any]:
@@ -304,36 +279,30 @@ def audit_of_course(plan: Plan) -> dict[str, Any]:
     return {"schedule": plan.computes, "phases": plan.course} if plan.has_several else {}
 
 
-def rehearse(
-    job: Job,
-    accelerator: Accelerator,
-    packed: PackedLanguageModel,
-    adamw: ExactAdamW,
-    decisions: Mapping[str, Decision],
-) -> list[audit.Entry]:
-    """Run a pack through the model under observation, and return what ran in which precision.
+def rehearse(job: Job, accelerator: Accelerator, assembly: Assembly) -> list[audit.Entry]:
+    """Run a pack through the model under observation, in the precision that it computes in now; returns what ran in which.
 
     The loss is scaled as in training, so delayed scaling begins with a history of real packs. Its first scales are one, at which
     gradients round to zero: the first backward teaches it those of a layer's last products only, the second the others.
     """
-    audit.check_trained(packed.hf, adamw)
-    scale = 1 / job.plan.tokens_per_step
+    packed = assembly.model
+    audit.check_trained(packed.hf, assembly.optimizer)
     packed.train()
 
     def loss_of(pack: int) -> Tensor:
         batch = job.data.one_pack(pack, job.model_config.vocab_size)
         if packed.context.backend is None and packed.fused is None:
             batch = beginning_of(batch, SEEN_ON_CPU if accelerator.device.type == "cpu" else SEEN_UNQUANTIZED)
-        return packed(**inputs_of(batch, accelerator.device)) * scale
+        return packed(**inputs_of(batch, accelerator.device)) * (1 / job.plan.tokens_per_step)
 
-    entries = audit.observe(packed, lambda: loss_of(0), job.active, decisions)
+    entries = audit.observe(packed, lambda: loss_of(0), job.active, assembly.now.decisions)
     advance()
     if packed.context.state():
         with torch.compiler.set_stance("force_eager"):
             for pack in range(1, REHEARSALS):
                 loss_of(pack).backward()
                 advance()
-    clear_gradients(adamw, packed)
+    clear_gradients(assembly.optimizer, packed)
     return entries
 
 

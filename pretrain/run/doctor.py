@@ -1,8 +1,5 @@
 """Which precision works on this machine, on what, and how fast for one layer: `python -m pretrain doctor`.
 
-    python -m pretrain doctor                                   a row for each precision
-    python -m pretrain doctor --recipe recipes/my_model.yaml    for a layer of that model
-
 Libraries say that a device has a precision, and then its product fails. So the launcher trains a model of one layer in it for a
 few steps, in a process of its own, which an error of CUDA's may end. Before its first step parity holds it beside plain
 transformers.
@@ -32,7 +29,6 @@ from pretrain.metrics.run_folder import version_of
 from pretrain.metrics.run_record import is_step, read_metrics
 from pretrain.precision.selection import missing_on
 from pretrain.precision.settings import PRECISIONS
-from pretrain.settings.config import load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 QWEN3_1_7B = {
@@ -50,7 +46,6 @@ HEADER = ("precision", "computes on", "ms a step", "tokens/s", "why not on hardw
 def main(arguments: list[str]) -> int:
     """Print the table; the status is 1 where a precision works neither on hardware nor emulated."""
     parser = CommandParser("python -m pretrain doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", type=Path, help="whose layer is tried; default: Qwen3-1.7B's on a GPU, a small one on a CPU")
     parser.add_argument("--precisions", type=lambda text: text.split(","), metavar="A,B", help="only these")
     parser.add_argument("--cpu", action="store_true", help="on the CPU, although there is a GPU")
     options = parser.parse_args(arguments)
@@ -61,7 +56,7 @@ def main(arguments: list[str]) -> int:
     libraries = ", ".join(f"{name} {version_of(name)}" for name in ("torch", "transformer-engine") if version_of(name))
     print(f"{torch.cuda.get_device_name() if gpu else 'CPU'}; {libraries}, CUDA {torch.version.cuda}")
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
-        recipe = trial_recipe(options.recipe, Path(folder), gpu=gpu)
+        recipe = trial_recipe(Path(folder), gpu=gpu)
         for name in dict.fromkeys(options.precisions or PRECISIONS):
             lacks = missing(PRECISIONS[name]) if PRECISIONS[name].quantized else None
             rows.append(row_of(name, lacks, recipe, Path(folder), gpu=gpu))
@@ -70,15 +65,9 @@ def main(arguments: list[str]) -> int:
     return int(any(row[1] == "nothing" for row in rows))
 
 
-def trial_recipe(source: Path | None, folder: Path, *, gpu: bool) -> dict[str, Any]:
-    """What all trials train: a model of one layer, that of the recipe at `source` if it is given, on random documents."""
+def trial_recipe(folder: Path, *, gpu: bool) -> dict[str, Any]:
+    """What all trials train: a model of one layer, Qwen3-1.7B's on a GPU and a small one on a CPU, on random documents."""
     length, config = (4096, QWEN3_1_7B) if gpu else (128, QWEN3_1_7B | SMALL)
-    shape: dict[str, Any] = {"config": config}
-    if source:
-        recipe = load_recipe(source)
-        length, shape = recipe.data.length, recipe.model.model_dump(mode="json")
-    one_layer = {"num_hidden_layers": 1, "vocab_size": VOCABULARY}
-    model = shape | {"config": (shape["config"] or {}) | one_layer, "from_scratch": bool(shape.get("source"))}
     packs = max(2, 8192 // length) if gpu else 2
     draw = np.random.default_rng(0)
     with PackWriter(folder / "packs", length) as writer:
@@ -88,7 +77,7 @@ def trial_recipe(source: Path | None, folder: Path, *, gpu: bool) -> dict[str, A
         writer.finish(settings={}, statistics={}, tokenizer=None)
     return {
         "name": "doctor",
-        "model": model,
+        "model": {"config": config | {"num_hidden_layers": 1, "vocab_size": VOCABULARY}},
         "data": {"packs": str(folder / "packs"), "length": length},
         "batch": {"tokens": packs * length, "microbatch": packs},
         "optimizer": {"learning_rate": 1e-4},

@@ -16,14 +16,14 @@ from foundation.progress import advance
 from packing.arrow import Packs
 from packing.batch import Batching, Microbatch
 from packing.order import MixedPacks
-from pretrain.checkpoint.folders import step_folder
-from pretrain.metrics.run_record import is_evaluation, own_evaluations, read_metrics, same_measure
+from pretrain.checkpoint.format import step_folder
+from pretrain.metrics.run_record import Record, is_evaluation, own_evaluations, read_metrics, same_measure
 from pretrain.model.distributed import largest_over_ranks
 from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.plan.data import packs_evaluated
 from pretrain.plan.preflight import Job
 from pretrain.precision.settings import UNQUANTIZED
-from pretrain.run.running import BestEvaluation, Run
+from pretrain.run.running import Run, best_evaluation
 from pretrain.run.sampling import draw_samples
 
 
@@ -37,7 +37,7 @@ def evaluate(run: Run) -> None:
             run.trackers.log(record)
             run.console.evaluation(record, time.perf_counter() - began)
             if run.job.recipe.checkpoint.best:
-                run.best = broadcast_object_list([BestEvaluation.after(record, run.best)])[0]  # the main process's
+                run.best = broadcast_object_list([best_evaluation([*filter(None, [run.best]), record])])[0]  # the main process's
         if run.job.recipe.evaluate.samples:
             draw_samples(run)
 
@@ -83,24 +83,20 @@ def evaluated_parts(job: Job) -> dict[str, tuple[Packs, int]]:
     return {name: (packs, packs_evaluated(len(packs), len(held_out), limit)) for name, packs in parts.items()}
 
 
-def best_so_far(run: Run) -> BestEvaluation | None:
+def best_so_far(run: Run) -> Record | None:
     """The best evaluation in metrics.jsonl whose checkpoint still exists, where evaluations to come are of the same. The file
     holds none after the present step. Collective."""
-    if not run.job.recipe.checkpoint.best:
-        return None
     best = None
-    if run.accelerator.is_main_process:
-        for record in own_evaluations(read_metrics(run.folder.path)):
-            if step_folder(run.folder.checkpoints, record["step"]).exists():
-                best = BestEvaluation.after(record, best)
-    if best and not same_measure(best.measure, measure_of(run)):
-        best = None
+    if run.job.recipe.checkpoint.best and run.accelerator.is_main_process:
+        evaluations = own_evaluations(read_metrics(run.folder.path))
+        best = best_evaluation(e for e in evaluations if step_folder(run.folder.checkpoints, e["step"]).exists())
+        best = best if best and same_measure(best, measure_of(run)) else None
     return broadcast_object_list([best])[0]
 
 
 def is_best(run: Run) -> bool:
     """Whether the present step has the best evaluation, and its checkpoint is to be kept for that."""
-    return run.best is not None and run.best.step == run.state.step
+    return run.best is not None and run.best["step"] == run.state.step
 
 
 @torch.no_grad()

@@ -27,8 +27,17 @@ from foundation.reading import load_object
 from foundation.units import cell, count, duration, percent
 from packing.settings import HUB_NAME
 from packing.store import open_packs
-from pretrain.checkpoint.folders import STATE, Manifest, TensorEntry, read_manifest, step_folder, step_folders, step_of
-from pretrain.checkpoint.shards import DTYPES, load_tensors
+from pretrain.checkpoint.format import (
+    DTYPES,
+    STATE,
+    Manifest,
+    TensorEntry,
+    load_tensors,
+    read_manifest,
+    step_folder,
+    step_folders,
+    step_of,
+)
 from pretrain.compare.figures import picture_of_run
 from pretrain.metrics.run_record import LOSS_KEY, RunRecord, averaged_steps, own_evaluations, read_metrics, read_run
 from pretrain.model import huggingface as model
@@ -36,7 +45,7 @@ from pretrain.optimizer.exact_weights import convert_weight
 from pretrain.plan.data import Data
 from pretrain.plan.tokenizer import fingerprint_in_use, load_tokenizer
 from pretrain.precision.settings import WEIGHT_DTYPES, Weights
-from pretrain.run.running import BestEvaluation, Run
+from pretrain.run.running import Run, best_evaluation
 from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import Recipe
 
@@ -78,11 +87,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def best_checkpoint(run_dir: Path) -> Path:
     """The run's checkpoint with the lowest held-out loss. InputError where there is none, or where it was not kept."""
-    best = None
-    for record in own_evaluations(read_metrics(run_dir)):
-        best = BestEvaluation.after(record, best)
-    folder = step_folder(run_dir / "checkpoints", best.step) if best else run_dir / "checkpoints" / "none"
-    if not folder.is_dir():
+    best = best_evaluation(own_evaluations(read_metrics(run_dir)))
+    if not best or not (folder := step_folder(run_dir / "checkpoints", best["step"])).is_dir():
         raise InputError(f"{run_dir}: no checkpoint of its best evaluation is there; the next run keeps it by `checkpoint.best`")
     return folder
 
@@ -125,7 +131,7 @@ class SavedModel:
     def read(self, name: str) -> Tensor:
         """The whole tensor `name` of `hf`, on the CPU: a parameter as mode `to` stores it, a buffer as it was saved."""
         tensor, remainder = self._whole(name, self.manifest.model[name]), None
-        if name not in self._parameters or (tensor.dtype == torch.bfloat16 and self.to != "fp32"):
+        if name not in self._parameters or tensor.dtype == getattr(torch, WEIGHT_DTYPES[self.to]):
             return tensor
         exact = f"remainder/{name}"  # the other halves of exact BF16 weights
         if self.to == "fp32" and exact in self.manifest.optimizer:
@@ -144,18 +150,15 @@ class SavedModel:
 
 def _intact(source: Path) -> tuple[Path, Manifest, Path]:
     """The checkpoint that `source` names, every byte of which is as it was written, and the folder of its run."""
-    of_run = (source / "checkpoints").is_dir()
-    folders, run_dir = (step_folders(source / "checkpoints"), source) if of_run else ([source], source.absolute().parent.parent)
-    if not (run_dir / "config.yaml").is_file():
-        what = "a run folder that has saved a checkpoint, or a step-* folder in its `checkpoints`"
-        raise InputError(f"{source}: there is no {run_dir / 'config.yaml'}, which says what model it is; name {what}")
-    problems = ["no checkpoint is there"]
-    for folder in folders:
-        manifest = read_manifest(folder)
-        if not (problems := find_damage(folder, manifest.files)):
-            return folder, manifest, run_dir
-        print(f"{folder} is not used: {problems[0]}")
-    raise InputError(f"{source}: {problems[0]}")
+    run_dir, folder = source.absolute().parent.parent, source
+    if (source / "checkpoints").is_dir():
+        run_dir, folder = source, next(iter(step_folders(source / "checkpoints")), source)
+    if folder == run_dir or not (run_dir / "config.yaml").is_file():
+        raise InputError(f"{source}: name a run folder that has saved a checkpoint, or a step-* folder in its `checkpoints`")
+    manifest = read_manifest(folder)
+    if problems := find_damage(folder, manifest.files):
+        raise InputError(f"{folder}: {problems[0]}; name another checkpoint")
+    return folder, manifest, run_dir
 
 
 def tokenizer_of(recipe: Recipe, run_dir: Path) -> tuple[PreTrainedTokenizerBase | None, str]:

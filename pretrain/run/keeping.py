@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import signal
 from dataclasses import asdict
-from enum import IntEnum
 from typing import Any
 
 import torch
@@ -63,7 +62,7 @@ def save(run: Run, *, behind: bool = False) -> None:
         state = {"progress": asdict(run.state), "health": asdict(run.health.state), **run.constants}
         if run.stream:
             state["stream"] = run.stream.record()
-        spared = run.best.step if run.best else None
+        spared = run.best["step"] if run.best else None
         tensors, of_state = run.assembly.tensors, run.assembly.state_tensors
         run.checkpoints.save(run.state.step, tensors, of_state, state, spared=spared, behind=behind)
     tell_saved(run)
@@ -78,34 +77,27 @@ def tell_saved(run: Run) -> None:
 # ── Where it stops ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Stop(IntEnum):
-    """Why ranks stop, where it is no signal. Above all numbers of signals: ranks agree on the largest."""
-
-    PACKS_FAILED, SAVE_FAILED = 997, 998
+FAILED = 999  # why ranks stop, where it is no signal. Above all numbers of signals: ranks agree on the largest
 
 
 def reason_to_stop(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int:
-    """The signal that has come, or one of `Stop`: the checkpoint being written cannot be, or the packs of the next of `steps`
-    cannot be read, or come no more; else 0. Before this run's first step, when nothing can be lost, signals alone. A rank knows
-    only of the files that it writes and the packs that it reads itself."""
-    if run.state.step > run.resumed_step:
-        if run.checkpoints.failed:
-            return Stop.SAVE_FAILED
-        if steps.failure:
-            return Stop.PACKS_FAILED
+    """The signal that has come, or FAILED: the checkpoint being written cannot be, or the packs of the next of `steps` cannot be
+    read, or come no more; else 0. Before this run's first step, when nothing can be lost, signals alone. A rank knows only of the
+    files that it writes and the packs that it reads itself."""
+    if run.state.step > run.resumed_step and (run.checkpoints.failed or steps.failure):
+        return FAILED
     return stop.requested or 0
 
 
 def leave(run: Run, reason: int, steps: Prefetch[StepBatches]) -> int:
     """Save, as a signal or what has gone wrong asks for; returns the number of the signal to end by, or raises what was lost.
     `steps`: those that would have come next. TrainingHalted where the weights are not finite. Collective."""
-    if reason == Stop.SAVE_FAILED:
-        run.checkpoints.wait()  # which raises what has failed
+    run.checkpoints.wait()  # which raises that a save has failed
     if not (decision := judge_weights(run)).proceed:
         raise halted(run, decision)
     if run.state.step > run.resumed_step:
         save(run)
-    if reason == Stop.PACKS_FAILED:
+    if reason == FAILED:
         if steps.failure is not None and not isinstance(steps.failure, InputError):
             raise steps.failure
         why = steps.failure or "another process has no more packs, and says why"

@@ -11,6 +11,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from foundation.files import save_file
+from foundation.reading import load_json
 from packing.batch import StepBatches
 from pretrain.compare.figures import picture_of_run
 from pretrain.metrics.console import Console, Waited
@@ -60,12 +61,11 @@ def introduce_job(job: Job, accelerator: Accelerator, notices: Iterable[str]) ->
 
 def introduce(run: Run, notes: Iterable[str]) -> None:
     """Say and write down what this run is, before its first step; `notes` are of what it goes on from."""
-    plan, data, audited, folder = run.job.plan, run.job.data, run.assembly.audit, run.folder
+    plan, data, assembly, folder = run.job.plan, run.job.data, run.assembly, run.folder
     run.console.notice(render(plan, brief=True))
-    microbatch = plan.expected_microbatch
-    planned = plan.memory(microbatch)
-    audited["memory"] = {"microbatch": microbatch, "planned": planned, "held": run.assembly.memory_held()}
-    run.console.panel(f"what runs in which precision (all of it: {folder.audit})", audit.in_short(audited))
+    if not run.begins and folder.audit.is_file():  # parity was looked at before the run's first step
+        assembly.now.audit.update({key: value for key, value in load_json(folder.audit).items() if key == "parity"})
+    run.console.panel(f"what runs in which precision (all of it: {folder.audit})", audit.in_short(assembly.audit))
     for note in notes:
         run.console.notice(note)
     settings = config.resolved(run.job.recipe)
@@ -80,7 +80,7 @@ def introduce(run: Run, notes: Iterable[str]) -> None:
         }
         environment = describe_environment(describe_topology(run.accelerator))
         folder.write_json(folder.environment, fingerprints | environment | {"past": run.constants["past"]})
-        folder.write_json(folder.audit, audited)
+        folder.write_json(folder.audit, assembly.audit)
     run.trackers.start(settings)
 
 
@@ -128,7 +128,7 @@ def record_of_step(
     return {
         "step": run.state.step,
         "tokens": run.state.tokens,
-        **({"trained_tokens": run.state.valid_tokens} if run.job.data.has_masks else {}),
+        **({"trained_tokens": run.state.valid_tokens} if run.has_masks else {}),
         "epoch": batches.epoch,
         **({"precision": run.job.precision.name} if plan.phases else {}),
         **batches.sources,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,14 +11,13 @@ from typing import Any
 import torch
 
 from foundation.errors import InputError
-from foundation.reading import load_json
 from foundation.settings import parse
 from foundation.units import plural
 from pretrain.checkpoint.checkpoint import Checkpoints, require_shared
-from pretrain.checkpoint.folders import read_manifest
+from pretrain.checkpoint.format import read_manifest
 from pretrain.checkpoint.state import Change, Past, TrainState, changed_keys, check_same_training
 from pretrain.metrics.health import MOST_ROLLBACKS, Health, HealthState
-from pretrain.metrics.run_folder import AUDIT_FILE, METRICS_FILE, SUMMARY_FILE
+from pretrain.metrics.run_folder import METRICS_FILE, SUMMARY_FILE
 from pretrain.metrics.run_record import NoStepYet, read_metrics, read_run
 from pretrain.metrics.trackers import resolve
 from pretrain.model.gradients import local_part
@@ -252,20 +250,6 @@ def resume_precision(run: Run, source: ResumePoint) -> None:
         run.console.notice(f"delayed scaling begins its histories anew, with {REHEARSALS} packs under the checkpoint's weights")
 
 
-def keep_parity(source: ResumePoint, run: Run) -> None:
-    """Let the audit of a run that resumes from `source` keep what parity has found, which is looked at before a run's first step.
-    Does nothing for one that begins with another's checkpoint."""
-    written = source.path.absolute().parent.parent / AUDIT_FILE
-    if run.begins or not written.is_file():
-        return
-    earlier = load_json(written)
-    of_precision: Mapping[str, Any] = earlier.get("precisions") or {earlier["effective"]: earlier}
-    for name, each in run.assembly.precisions.items():
-        if "parity" in of_precision.get(name, {}):
-            each.audit["parity"] = of_precision[name]["parity"]
-    run.assembly.use(run.assembly.active)
-
-
 # ── After a bad step ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -299,7 +283,7 @@ def roll_back(run: Run, reason: str) -> None:
     ran = {first: name for first, name in run.job.plan.course.items() if first <= step}
     run.job = run.job.with_plan(done=step, ran=ran, done_tokens=run.state.tokens)
     run.constants = run.constants | {"course": run.job.plan.course}
-    run.assembly.audit |= audit_of_course(run.job.plan)
+    run.assembly.around |= audit_of_course(run.job.plan)
     resume_precision(run, source)
     if run.precision_watch:
         run.precision_watch.go_back(step)

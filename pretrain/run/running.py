@@ -7,7 +7,7 @@ unbroken run did there, and at any later one it finds the histories in its check
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from pretrain.metrics.precision_health import PrecisionWatch
 from pretrain.metrics.profile import StepProfile
 from pretrain.metrics.recorder import Recorder
 from pretrain.metrics.run_folder import RunFolder
-from pretrain.metrics.run_record import MEASURE, same_measure
+from pretrain.metrics.run_record import Record, same_measure
 from pretrain.metrics.trackers import Trackers
 from pretrain.plan.preflight import Job
 from pretrain.precision.settings import ActivePrecision
@@ -30,23 +30,17 @@ from pretrain.run.assembly import Assembly
 from pretrain.verify.audit import in_short
 
 
-@dataclass(frozen=True)
-class BestEvaluation:
-    """The evaluation with the lowest held-out loss, among those of the same measure as the newest."""
-
-    step: int
-    loss: float
-    measure: Mapping[str, Any]
-
-    @classmethod
-    def after(cls, record: Mapping[str, Any], before: BestEvaluation | None) -> BestEvaluation | None:
-        """Returns the best once `record`, an evaluation's object, follows those that `before` is the best of. The first of equal
-        ones stays, and one whose loss is not finite does not count."""
+def best_evaluation(records: Iterable[Record]) -> Record | None:
+    """The evaluation with the lowest held-out loss among those of the same measure as the last of `records`, evaluations in
+    order. The first of equal ones, and one whose loss is not finite does not count."""
+    best = None
+    for record in records:
         loss = record["held_out_loss"]
         if loss is None or not math.isfinite(loss):
-            return before
-        better = before is None or not same_measure(before.measure, record) or loss < before.loss
-        return cls(record["step"], loss, {key: record[key] for key in MEASURE if key in record}) if better else before
+            continue
+        if best is None or not same_measure(best, record) or loss < best["held_out_loss"]:
+            best = record
+    return best
 
 
 @dataclass
@@ -62,6 +56,7 @@ class Run:
     state: TrainState
     begins: bool  # here, with no step or with another run's; False where it goes on from a checkpoint that it resumes
     resumed_step: int
+    has_masks: bool  # of its packs: not every token has a label
     health: Health
     recorder: Recorder
     trackers: Trackers
@@ -70,7 +65,7 @@ class Run:
     console: Console
     waited: Waited
     stream: StreamedPacks | None = None  # of packs that are made meanwhile
-    best: BestEvaluation | None = None  # whose checkpoint is kept, where `checkpoint.best` wants that
+    best: Record | None = None  # the best evaluation, whose checkpoint is kept, where `checkpoint.best` wants that
 
     def compute_in(self, active: ActivePrecision, first_step: int) -> None:
         """Let all that knows the precision of a step know that it is `active` now; `first_step`: the one whose operands are

@@ -1,7 +1,7 @@
 """How a model continues a text: the samples of a run's evaluations, and `python -m pretrain sample`.
 
-The command takes a run folder, of which the newest checkpoint, one of its checkpoints, or a folder that transformers loads, such
-as a run's `final/`. It computes on a GPU where there is one, in the dtype that the weights are stored in.
+The command takes the folder of a run that has ended, or one that transformers loads, which `python -m pretrain export` makes of
+any checkpoint. It computes on a GPU where there is one, in the dtype that the weights are stored in.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from pretrain.checkpoint.state import step_seed
 from pretrain.metrics.console import Console
 from pretrain.model.sharding import gathered
 from pretrain.plan.tokenizer import encoded_prompt, positions_of
-from pretrain.run.export import SavedModel, tokenizer_of
 from pretrain.run.running import Run
 
 # Unless said otherwise: so many tokens at most, drawn from the likeliest ones that have this probability together.
@@ -102,7 +101,7 @@ def main(arguments: Sequence[str]) -> int:
         prog="python -m pretrain sample", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("folder", type=Path, metavar="FOLDER", help="a run folder, a step-* in it, or a folder of a model")
+    add("folder", type=Path, metavar="FOLDER", help="a run folder, or a folder of a model")
     add("prompts", nargs="+", metavar="PROMPT", help="a text to continue; '' begins one")
     add("--tokens", type=number(1, whole=True), default=TOKENS, help="the most tokens of a continuation; default 64")
     add("--temperature", type=number(0, 100), default=TEMPERATURE, help="default 0.8; 0: always the likeliest token")
@@ -118,20 +117,14 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model and the tokenizer at `folder`. InputError where there is none, or a checkpoint is damaged."""
+    """The model and the tokenizer at `folder`, or in its `final/`. InputError where there is none."""
     transformers_logging.disable_progress_bar()
-    if not (folder / "config.json").is_file():
-        saved = SavedModel.open(folder)
-        tokenizer, why_not = tokenizer_of(saved.recipe, saved.run_dir)
-        if tokenizer is None:
-            where = saved.run_dir / "config.yaml"
-            raise InputError(f"{folder}: its prompts cannot be read: {why_not}; set `data.tokenizer` in {where}")
-        tensors = {name: saved.read(name) for name in saved.manifest.model}
-        hf = type(saved.hf).from_pretrained(None, config=saved.hf.config, state_dict=tensors, dtype=saved.hf.dtype)
-        hf.generation_config = saved.hf.generation_config
-        return hf, tokenizer
-    if not (folder / "tokenizer_config.json").is_file():  # transformers would make one that knows no word
-        raise InputError(f"{folder}: holds a model without a tokenizer, so no prompt can be read; put its files there")
+    folder = folder / "final" if (folder / "final").is_dir() else folder
+    if not (folder / "config.json").is_file() or not (folder / "tokenizer_config.json").is_file():
+        # Without a tokenizer's files transformers would make one that knows no word.
+        raise InputError(
+            f"{folder}: is no folder of a model with its tokenizer; `python -m pretrain export RUN_OR_CHECKPOINT OUT` makes one"
+        )
     try:
         hf = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=False)
         return hf, AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

@@ -28,7 +28,6 @@ from pretrain.run.recording import introduce_job
 from pretrain.run.resume import begins_histories, find_resume_point, load_weights, where_to_resume
 from pretrain.settings.config import load_recipe, run_dir_of
 from pretrain.settings.launch import with_precision
-from pretrain.settings.recipe import Recipe
 
 
 def plan_launch(arguments: argparse.Namespace) -> int:
@@ -55,8 +54,6 @@ def main(arguments: Sequence[str], assemble: Callable[[Job, Accelerator], Assemb
     def evaluate() -> int:
         recipe = with_precision(load_recipe(parsed.recipe, parsed.overrides), os.environ)
         accelerator, notices = as_launched(recipe)
-        if parsed.resume == "auto" and recipe.train.begin_with is None and not run_dir_of(recipe).exists():
-            _refuse_random_weights(recipe)  # before packs are prepared
         job = prepare_job(recipe, accelerator)
         console = introduce_job(job, accelerator, notices)
         with explaining_errors():
@@ -65,15 +62,6 @@ def main(arguments: Sequence[str], assemble: Callable[[Job, Accelerator], Assemb
         return 0
 
     return exit_status(evaluate)
-
-
-def _refuse_random_weights(recipe: Recipe) -> None:
-    """InputError where a run of `recipe` without a checkpoint begins with weights that are drawn."""
-    if recipe.model.weights_source is None:
-        raise InputError(
-            f"`run_dir`: {run_dir_of(recipe)} has no checkpoint, and this recipe begins with random weights; set it to that of "
-            "a run that has saved one, name a checkpoint with --resume, or set `model.source`"
-        )
 
 
 def _evaluate(
@@ -89,8 +77,11 @@ def _evaluate(
     job = job.with_settings("batch", microbatch=job.plan.expected_microbatch)
     checkpoints = Checkpoints(job.run_dir / "checkpoints", job.recipe.checkpoint.keep)
     source = find_resume_point(checkpoints, wanted, job, accept_changes=True)
-    if source is None:
-        _refuse_random_weights(job.recipe)
+    if source is None and job.recipe.model.weights_source is None:
+        raise InputError(
+            f"`run_dir`: {job.run_dir} has no checkpoint, and this recipe begins with random weights; set it to that of a run "
+            "that has saved one, name a checkpoint with --resume, or set `model.source`"
+        )
     assembly = assemble(job, accelerator)
     for note in load_weights(source, checkpoints, job.recipe.weights, assembly) if source else ():
         console.notice(note)

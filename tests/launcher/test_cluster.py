@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pretrain.checkpoint.folders import step_folders
+from pretrain.checkpoint.format import step_folders
 from tests.conftest import write_recipe
 
 ROOT = Path(__file__).resolve().parents[2]

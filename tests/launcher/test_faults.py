@@ -35,7 +35,7 @@ def test_memory_that_runs_out_is_one_message_and_leaves_what_was_saved(
         fail_after(6, small_recipe["run_dir"], torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), patch)
         run = train_here("parity=off")
     assert run.status == 2 and run.err.count("error: ") == 1 and "Traceback" not in run.output, run.output
-    for remedy in ("out of memory", "2.00 GiB", "batch.microbatch=1", "model.gradient_checkpointing=full"):
+    for remedy in ("out of memory", "2.00 GiB", "batch.microbatch", "model.gradient_checkpointing=full"):
         assert remedy in run.err
     again = train_here("batch.microbatch=1", "parity=off")
     assert again.status == 0 and "at step 4" in again.output

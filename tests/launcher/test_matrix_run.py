@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pretrain.checkpoint.folders import step_folders, step_of
+from pretrain.checkpoint.format import step_folders, step_of
 from pretrain.metrics.run_record import read_metrics
 
 ROOT = Path(__file__).parents[2]

@@ -16,11 +16,9 @@ import torch
 
 from foundation.errors import InputError
 from foundation.files import find_damage
-from pretrain.checkpoint import checkpoint, saving
-from pretrain.checkpoint.checkpoint import Checkpoints
-from pretrain.checkpoint.folders import Manifest, read_manifest, step_folder
-from pretrain.checkpoint.saving import PendingSave
-from pretrain.checkpoint.shards import write_tensors
+from pretrain.checkpoint import checkpoint
+from pretrain.checkpoint.checkpoint import Checkpoints, PendingSave
+from pretrain.checkpoint.format import Manifest, read_manifest, step_folder, write_tensors
 from tests.pretrain.checkpoint.test_checkpoint import assert_holds, names, save, tensors_of
 
 
@@ -33,7 +31,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
         assert go_on.wait(60)
         return write_tensors(path, *arguments)
 
-    monkeypatch.setattr(saving, "write_tensors", write_later)
+    monkeypatch.setattr(checkpoint, "write_tensors", write_later)
     return go_on
 
 
@@ -95,7 +93,7 @@ def test_a_full_disk_behind_the_training_is_known_and_said_once_with_nothing_los
 
 
 def test_without_room_for_copies_the_tensors_are_written_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog):
-    monkeypatch.setattr(saving, "SHARE", 0.0)
+    monkeypatch.setattr(checkpoint, "SHARE", 0.0)
     checkpoints = Checkpoints(tmp_path, keep=2)
     begin_and_change(checkpoints, 1)
     checkpoints.wait()
@@ -167,7 +165,7 @@ def run_out_of_memory_on_rank_1(rank: int, checkpoints: Checkpoints, folder: Pat
         raise MemoryError("no memory for a header")
 
     if rank == 1:
-        saving.write_tensors = fail
+        checkpoint.write_tensors = fail
     begin_and_change(checkpoints, 2)
     with pytest.raises(InputError, match=r"step 2 .*no memory for a header.*rank 1.*step-00000001 is untouched"):
         checkpoints.wait()

@@ -21,7 +21,7 @@ from packing.settings import DataSettings
 from packing.store import open_packs
 from pretrain.model.loss.head import LossHead
 from pretrain.run.evaluate import figures_of, held_out_figures, held_out_sums
-from pretrain.run.running import BestEvaluation
+from pretrain.run.running import best_evaluation
 from pretrain.run.sampling import sample
 from pretrain.settings.recipe import LossSettings
 
@@ -150,10 +150,8 @@ def test_a_continuation_ends_with_the_models_positions_and_a_prompt_without_room
 
 def test_the_best_evaluation_is_the_first_of_the_lowest_over_as_many_tokens() -> None:
     def best(*records: tuple[int, float | None, int]) -> int | None:
-        found = None
-        for step, loss, tokens in records:
-            found = BestEvaluation.after({"step": step, "held_out_loss": loss, "held_out_tokens": tokens}, found)
-        return found and found.step
+        best = best_evaluation({"step": step, "held_out_loss": loss, "held_out_tokens": tokens} for step, loss, tokens in records)
+        return best and best["step"]
 
     assert best() is None
     assert best((5, 3.0, 9), (10, 2.0, 9), (15, 2.0, 9), (20, None, 9), (25, 2.5, 9)) == 10

@@ -1,4 +1,26 @@
-"""Sharded tensors in safetensors files: which process writes which piece, the writing, and reading into any other sharding.
+"""A checkpoint on the disk: the names of its folder, the manifest of what it must hold, and its tensors in safetensors files.
+
+    checkpoints/                                  on a disk that all processes share
+      step-00000100/                              complete
+        model-00000-of-00002-part-000.safetensors      parameters under their Hugging Face names, by rank
+        optimizer-00000-of-00002-part-000.safetensors
+        state.json                                step, tokens and what defines the training
+        manifest.json                             written last
+      .partial-step-00000200/                     while it is written
+      abandoned-step-00000150/                    a run went back to before it, or wrote the step anew; the next save deletes it
+      .removed-step-00000050/                     while it is deleted
+
+    manifest.json:
+    {"format": 1, "step": 100, "world_size": 2,
+     "files":     [{"name": "model-00000-of-00002-part-000.safetensors", "size": 3441185, "hashes": {"sha256": "9f8e..."}}, ...],
+     "model":     {"model.norm.weight": {"dtype": "BF16", "shape": [2048], "pieces": [
+                      {"file": "model-00000-of-00002-part-000.safetensors", "offset": [0], "shape": [1024]}, ...]}, ...},
+     "optimizer": {...},
+     "sha256": "of all the above, so that a flipped bit in the manifest shows too"}
+
+Each file is flushed to the disk, the manifest comes last, and only then does the folder get its name. So a process may die at any
+instruction, and the machine at any moment: a folder named step-* is whole. Nothing but the pieces ties it to the processes that
+wrote it, so any number of processes loads it.
 
 Each process holds one block of each tensor: all of it (plain tensors, Replicate) or its part (DTensor, Shard). A block that
 several processes hold is written by one of them, so data-parallel replicas share the writing.
@@ -11,29 +33,139 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
-from collections.abc import Iterator, Mapping
+import re
+import shutil
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
-from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from foundation.files import FileRecord
-from pretrain.checkpoint.folders import Piece, TensorEntry
+from foundation.errors import InputError
+from foundation.files import FileRecord, fsync, hash_of
+from foundation.reading import load_object
 from pretrain.model.gradients import local_part
 
+FORMAT = 1
+MANIFEST, STATE = "manifest.json", "state.json"
+PARTIAL_STEP, REMOVED_STEP, ABANDONED_STEP = ".partial-", ".removed-", "abandoned-"
 PART_BYTES = 2 * 2**30  # largest file, unless one block is larger: enough files to keep the hashing threads busy
-BLOCK_BYTES = 64 * 2**20  # what goes from device to host, to the hash and to the disk at once
-
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "BOOL": torch.bool}
 DTYPES |= {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}  # as safetensors has them
+_log = logging.getLogger(__name__)
+
+
+# ── Names ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def step_folder(parent: Path, step: int) -> Path:
+    return parent / f"step-{step:08d}"
+
+
+def step_of(folder: Path) -> int:
+    """The step in the name of a checkpoint folder; ValueError for another name."""
+    return int(folder.name.removeprefix("step-"))
+
+
+def step_folders(parent: Path) -> list[Path]:
+    """All folders in `parent` that are named like a checkpoint, newest first."""
+    return sorted((path for path in parent.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name)), key=step_of, reverse=True)
+
+
+def partial_folder(final: Path) -> Path:
+    """Returns the folder in which the checkpoint `final` is written before it has its name."""
+    return final.with_name(f"{PARTIAL_STEP}{final.name}")
+
+
+def give_name(partial: Path, final: Path) -> None:
+    """Let what is complete in `partial` appear as `final`; what had that name is set aside. Raises OSError."""
+    fsync(partial)
+    if final.exists():
+        set_aside(final)
+    os.rename(partial, final)
+    fsync(final.parent)
+
+
+def set_aside(folder: Path) -> Path:
+    """Rename a checkpoint so that no run resumes from it unless it is named; returns the new path. One of that name goes."""
+    aside = folder.with_name(f"{ABANDONED_STEP}{folder.name}")
+    if aside.exists():
+        shutil.rmtree(aside)
+    os.rename(folder, aside)
+    return aside
+
+
+def remove(parent: Path, folders: list[Path]) -> None:
+    """Delete `folders`, and what dead writers and deleters left in `parent`. A failure is logged: it costs only space."""
+    try:
+        for folder in folders:
+            # Renamed first, so that an interrupted deletion leaves nothing that looks like a checkpoint.
+            os.rename(folder, folder.with_name(f"{REMOVED_STEP}{folder.name}"))
+        for leftover in (*parent.glob(f"{REMOVED_STEP}*"), *parent.glob(f"{PARTIAL_STEP}*")):
+            shutil.rmtree(leftover)
+    except OSError as error:
+        _log.warning("%s: an old checkpoint could not be removed: %s", parent, error)
+
+
+# ── The manifest ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One block of a tensor and the file that holds it, under the tensor's name."""
+
+    file: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A whole tensor: safetensors dtype name, global shape, and the disjoint pieces that cover it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    step: int
+    world_size: int
+    files: list[FileRecord]  # all but the manifest itself, each with its SHA-256
+    model: dict[str, TensorEntry]
+    optimizer: dict[str, TensorEntry]
+
+    def to_json(self) -> bytes:
+        content = {"format": FORMAT, **asdict(self)}
+        return json.dumps({**content, "sha256": hash_of(content)}, indent=1).encode()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of the checkpoint at `folder`; InputError where there is none, or one that is damaged."""
+    path = folder / MANIFEST
+    content = load_object(path, "this is no complete checkpoint, use another")
+    if content.pop("sha256", None) != hash_of(content):
+        raise InputError(f"{path}: its content does not match its own SHA-256; the file is damaged")
+    files = [FileRecord(**file) for file in content["files"]]
+    return Manifest(content["step"], content["world_size"], files, _entries(content["model"]), _entries(content["optimizer"]))
+
+
+def _entries(group: Mapping[str, Any]) -> dict[str, TensorEntry]:
+    entries = {}
+    for name, entry in group.items():
+        pieces = [Piece(piece["file"], tuple(piece["offset"]), tuple(piece["shape"])) for piece in entry["pieces"]]
+        entries[name] = TensorEntry(entry["dtype"], tuple(entry["shape"]), tuple(pieces))
+    return entries
 
 
 # ── Who writes what ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -107,8 +239,8 @@ def _share_out(offers: list[dict[str, ShardBlock]]) -> list[list[tuple[str, Shar
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
     """Write `tensors` (local data, any device) as one safetensors file, flushed to disk; returns its size and SHA-256.
 
-    safetensors' own writer needs all tensors of the file in host memory and computes no hashes. This takes BLOCK_BYTES of it, and
-    hashes each block on its way to the disk. Raises OSError.
+    safetensors' own writer copies all tensors of the file once more and computes no hashes. This hashes each on its way to the
+    disk, and neither hashing nor writing holds Python's lock. Raises OSError.
     """
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # wide types first keeps each tensor aligned
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -118,26 +250,17 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
         header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    head, digest = len(text).to_bytes(8, "little") + text, hashlib.sha256()
+    head = len(text).to_bytes(8, "little") + text
+    digest = hashlib.sha256(head)
     with open(path, "wb") as file:
-        for block in chain([head], *(_host_blocks(tensors[name]) for name in names)):
-            digest.update(block)
-            file.write(block)
+        file.write(head)
+        for name in names:
+            content = memoryview(tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+            digest.update(content)
+            file.write(content)
         file.flush()
         os.fsync(file.fileno())
     return FileRecord(path.name, len(head) + end, {"sha256": digest.hexdigest()})
-
-
-def _host_blocks(tensor: Tensor) -> Iterator[memoryview]:
-    """The bytes of `tensor`, BLOCK_BYTES at a time; each block is overwritten by the next."""
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    with torch.cuda.device_of(data):  # threads start on device 0: pinning there would open a context on another rank's device
-        staging = torch.empty(min(BLOCK_BYTES, data.numel()), dtype=torch.uint8, pin_memory=True) if data.is_cuda else None
-        for start in range(0, data.numel(), BLOCK_BYTES):
-            block = data[start : start + BLOCK_BYTES]
-            if staging is not None:
-                block = staging[: block.numel()].copy_(block)
-            yield memoryview(block.numpy())
 
 
 # ── Reading ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -152,10 +275,10 @@ def mismatches(index: Mapping[str, TensorEntry], targets: Mapping[str, Tensor]) 
     problems += [f"only it has {name}" for name in sorted(index.keys() - targets.keys())]
     for name in sorted(targets.keys() & index.keys()):
         saved, dtype, wanted = index[name], DTYPES[index[name].dtype], targets[name]
-        if saved.shape != tuple(wanted.shape):
-            problems.append(f"{name} has shape {list(saved.shape)} there and {list(wanted.shape)} here")
-        elif dtype != wanted.dtype and not (dtype.is_floating_point and wanted.dtype.is_floating_point):
-            problems.append(f"{name} is {saved.dtype} there and {DTYPE_NAMES[wanted.dtype]} here")
+        alike = dtype == wanted.dtype or (dtype.is_floating_point and wanted.dtype.is_floating_point)
+        if saved.shape != tuple(wanted.shape) or not alike:
+            ours = f"{DTYPE_NAMES[wanted.dtype]} {list(wanted.shape)}"
+            problems.append(f"{name} is {saved.dtype} {list(saved.shape)} there and {ours} here")
     return problems
 
 
