@@ -6,8 +6,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,84 +41,57 @@ BATCH = {"tokens": 8 * LENGTH, "microbatch": 4}
 FIGURES = ("step", "loss", "gradient_norm", "learning_rate", "frozen_updates")  # of a step, which two runs must share
 
 
-@dataclass(frozen=True)
-class Training:
-    """One training with `deterministic: true`, started as a user starts it; each run has a folder of its own in `folder`."""
-
-    recipe: Path
-    overrides: Sequence[str]
-    folder: Path
-
-    def start(self, name: str, *settings: str) -> Any:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        launch = [
-            *LAUNCH,
-            "--config_file",
-            str(ROOT / "accelerate_configs" / "bf16.yaml"),
-            "train_accelerate.py",
-            str(self.recipe),
-        ]
-        own = ["deterministic=true", f"train.steps={STEPS}", f"run_dir={self.folder / name}"]
-        return start([*launch, *self.overrides, *own, *settings], self.folder / f"{name}.log")
-
-    def alone(self) -> dict[str, Any]:
-        """The run from its first step to its last, and what is left of it."""
-        finish(self.start("alone", "checkpoint.every=null"), self.folder / "alone.log")
-        return self.outcome("alone")
-
-    def killed(self) -> dict[str, Any]:
-        """The same with SIGKILL after its first checkpoint, then started again."""
-        process, saved = self.start("killed", f"checkpoint.every={SAVED}"), self.folder / "killed/checkpoints"
-        while not any(saved.glob("step-*")):
-            assert process.poll() is None, (self.folder / "killed.log").read_text()[-3000:]
-            time.sleep(0.005)
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        assert self.figures("killed")[-1][0] < STEPS, "it had ended before it could be killed"
-        finish(self.start("killed", f"checkpoint.every={SAVED}"), self.folder / "killed.log")
-        return self.outcome("killed")
-
-    def figures(self, name: str) -> list[list[Any]]:
-        records = map(json.loads, (self.folder / name / "metrics.jsonl").read_text().splitlines())
-        return [[record[key] for key in FIGURES] for record in records if "loss" in record]
-
-    def outcome(self, name: str) -> dict[str, Any]:
-        run_dir = self.folder / name
-        last = sorted((run_dir / "checkpoints" / f"step-{STEPS:08d}").glob("*.safetensors"))
-        tensors = {key: tensor for path in last for key, tensor in load_file(path).items()}
-        return {"figures": self.figures(name), "tensors": tensors, "audit": json.loads((run_dir / "audit.json").read_text())}
-
-
-def check_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """Losses and norms are the same doubles, and so are the bits of the last checkpoint's tensors."""
-    assert one["figures"] == other["figures"]
-    assert one["tensors"] and one["tensors"].keys() == other["tensors"].keys()
-    different = [name for name, tensor in one["tensors"].items() if not torch.equal(tensor, other["tensors"][name])]
-    assert not different
-
-
 @pytest.fixture(scope="module")
 def packs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_packs(tmp_path_factory.mktemp("packs") / "long", LENGTH)
 
 
 @pytest.fixture
-def training(low_precision_recipe: dict[str, Any], packs: Path, tmp_path: Path) -> Callable[..., Training]:
-    """A training of the recipe with these overrides, of `model` where one is given."""
+def train(low_precision_recipe: dict[str, Any], packs: Path, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """Trains with these overrides, of `model` where one is given: from the first step to the last, and with SIGKILL after the
+    first checkpoint and a second start. Asserts that losses, norms and the last checkpoint's tensors have the same bits.
+    Returns what is left of the first."""
 
-    def make(*overrides: str, model: dict[str, Any] | None = None, name: str = "runs") -> Training:
+    def train(*overrides: str, model: dict[str, Any] | None = None) -> dict[str, Any]:
         config = model or low_precision_recipe["model"]["config"] | QWEN3
         changes = {"model": {"config": config}, "data": {"packs": str(packs), "length": LENGTH}, "batch": BATCH}
         changes |= {"precision": "bf16", "weights": "bf16_exact", "evaluate": {"every": 30}}
-        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(low_precision_recipe | changes))
-        return Training(tmp_path / "recipe.yaml", overrides, tmp_path / name)
+        recipe = tmp_path / "recipe.yaml"
+        recipe.write_text(yaml.safe_dump(low_precision_recipe | changes))
+        configuration = str(ROOT / "accelerate_configs" / "bf16.yaml")
+        launch = [*LAUNCH, "--config_file", configuration, "train_accelerate.py", str(recipe), *overrides]
+        launch += ["deterministic=true", f"train.steps={STEPS}"]
+        alone, killed = (tmp_path / name for name in ("alone", "killed"))
+        finish(start([*launch, f"run_dir={alone}", "checkpoint.every=null"], log := tmp_path / "alone.log"), log)
 
-    return make
+        again, log = [*launch, f"run_dir={killed}", f"checkpoint.every={SAVED}"], tmp_path / "killed.log"
+        process = start(again, log)
+        while not any((killed / "checkpoints").glob("step-*")):
+            assert process.poll() is None, log.read_text()[-3000:]
+            time.sleep(0.005)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        assert figures_of(killed)[-1][0] < STEPS, "it had ended before it could be killed"
+        finish(start(again, log), log)
+
+        one, other = outcome(alone), outcome(killed)
+        assert one["figures"] == other["figures"] and one["tensors"]
+        assert one["tensors"].keys() == other["tensors"].keys()
+        assert not [name for name, tensor in one["tensors"].items() if not torch.equal(tensor, other["tensors"][name])]
+        return one
+
+    return train
 
 
-def needs_transformer_engine() -> None:
-    if missing := transformer_engine.missing():
-        pytest.skip(f"fused layers need {missing}")
+def figures_of(run_dir: Path) -> list[list[Any]]:
+    records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [[record[key] for key in FIGURES] for record in records if "loss" in record]
+
+
+def outcome(run_dir: Path) -> dict[str, Any]:
+    last = sorted((run_dir / "checkpoints" / f"step-{STEPS:08d}").glob("*.safetensors"))
+    tensors = {key: tensor for path in last for key, tensor in load_file(path).items()}
+    return {"figures": figures_of(run_dir), "tensors": tensors, "audit": json.loads((run_dir / "audit.json").read_text())}
 
 
 FUSED = {
@@ -131,23 +103,20 @@ FUSED = {
 
 @pytest.mark.parametrize(("attention", "precision"), [*(("flash_attn", name) for name in FUSED), ("varlen", "delayed_head")])
 def test_fused_layers_repeat_their_bits_and_resume_with_them(
-    attention: str, precision: str, training: Callable[..., Training]
+    attention: str, precision: str, train: Callable[..., dict[str, Any]]
 ) -> None:
-    needs_transformer_engine()
+    if missing := transformer_engine.missing():
+        pytest.skip(f"fused layers need {missing}")
     if attention == "flash_attn" and (obstacle := gpu_attention.flash_obstacle(64)):
         pytest.skip(f"flash_attn {obstacle}")
     quantized = PRECISIONS[precision.removesuffix("_head")]
     if quantized.quantized and (missing := missing_on("cuda")(quantized)):
         pytest.skip(f"{precision} {missing}")
-    ours = training(*FUSED[precision], f"model.attention={attention}")
-    alone, killed = ours.alone(), ours.killed()
-    check_equal(alone, killed)
+    alone = train(*FUSED[precision], f"model.attention={attention}")
     assert alone["audit"]["deterministic"] == "yes" and alone["audit"]["fused"].startswith("2 of 2 layers")
     assert alone["figures"][0][1] > 1.2 * alone["figures"][-1][1], "nothing was learnt"
 
 
-def test_compiled_layers_with_dropout_repeat_their_bits_and_resume_with_them(training: Callable[..., Training]) -> None:
-    ours = training("model.fused=off", model=GPT2)
-    alone, killed = ours.alone(), ours.killed()
-    check_equal(alone, killed)
+def test_compiled_layers_with_dropout_repeat_their_bits_and_resume_with_them(train: Callable[..., dict[str, Any]]) -> None:
+    alone = train("model.fused=off", model=GPT2)
     assert alone["audit"]["compiled"] == "each layer"

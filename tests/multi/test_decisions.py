@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +17,13 @@ from tests.moments import LauncherProcess
 pytestmark = pytest.mark.multi
 
 
-def start(recipe: dict[str, Any], folder: Path, *of_the_second: str, **variables: str) -> tuple[list[int], str, str]:
-    """Exit statuses of two ranks, in an environment with `variables`, and what each has said; the second gets more arguments."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    together = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} | variables
+def start(recipe: dict[str, Any], folder: Path) -> tuple[list[int], str, str]:
+    """Exit statuses of two ranks, and what each has said."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # a rank that had it would end last
+    together = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    together |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     path, logs = str(write_recipe(recipe, folder)), [folder / f"{rank}.log" for rank in range(2)]
-    ranks = [
-        LauncherProcess([path, *more], log, **together, RANK=str(rank), LOCAL_RANK=str(rank))
-        for rank, (log, more) in enumerate(zip(logs, ((), of_the_second), strict=True))
-    ]
+    ranks = [LauncherProcess([path], log, **together, RANK=log.stem, LOCAL_RANK=log.stem) for log in logs]
     return [rank.end() for rank in ranks], *(log.read_text() for log in logs)
 
 
@@ -36,9 +32,7 @@ def test_processes_go_back_together_and_stop_together(small_recipe: dict[str, An
     blown = {"optimizer": {"learning_rate": 1e36, "weight_decay": 0}, "schedule": {"kind": "constant"}}
     going_back = {"health": {"on_nan": "rollback"}, "checkpoint": {"every": 1}, "evaluate": {}}
     recipe = small_recipe | blown | going_back
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # a rank that had it would end last
-    launched = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    statuses, first, second = start(recipe, tmp_path, **launched)
+    statuses, first, second = start(recipe, tmp_path)
     assert statuses == [3, 3], first + second
     halt = "halted: step 2: the gradient norm is nan, and the run has gone back 3 times already"
     assert first.count(halt) == 1 and second.count(halt) == 1 and "Traceback" not in first + second
@@ -48,9 +42,8 @@ def test_processes_go_back_together_and_stop_together(small_recipe: dict[str, An
 
 
 def test_a_run_folder_in_use_is_refused_by_every_process_in_the_same_words(small_recipe: dict[str, Any], tmp_path: Path) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with RunFolder(Path(small_recipe["run_dir"])):
-        statuses, first, second = start(small_recipe, tmp_path, MASTER_PORT=str(store.port), TORCHELASTIC_USE_AGENT_STORE="True")
+        statuses, first, second = start(small_recipe, tmp_path)
     assert statuses == [2, 2] and "Traceback" not in first + second, first + second
     error = f"error: {small_recipe['run_dir']}: the run folder is in use by process {os.getpid()} on "
     assert first.count(error) == 1 and second.count(error) == 1
