@@ -12,22 +12,18 @@ sequence for one document of T tokens. docs/planning.md derives each and says wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
-from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from foundation.errors import InputError
 from foundation.units import TERA
 
 TRAINED = 6  # FLOPs a weight and token: two forward, and as many for each of the gradients of input and weight
-# What an architecture raises that looks at values on the meta device, which has none, or whose own kernels are not for it.
-_WITHOUT_VALUES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError, ImportError)
 
 
 @dataclass(frozen=True)
@@ -57,22 +53,23 @@ class Shape:
             config: PretrainedConfig = model.config.get_text_config()
             heads, hidden = config.num_attention_heads, config.hidden_size
 
-            def known(*names: str) -> Iterator[int]:  # architectures call one width by several names
-                return (value for name in names if (value := getattr(config, name, None)))
+            def first_of(*names: str, otherwise: int) -> int:  # architectures call one width by several names
+                return next((value for name in names if (value := getattr(config, name, None))), otherwise)
 
             one_head = getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False)
             shape = cls(
                 layers=config.num_hidden_layers,
                 hidden=hidden,
                 heads=heads,
-                kv_heads=1 if one_head else next(known("num_key_value_heads", "num_kv_heads"), heads),
-                head_dim=getattr(config, "head_dim", None) or hidden // heads,
-                feed_forward=next(known("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"), 4 * hidden),
+                kv_heads=1 if one_head else first_of("num_key_value_heads", "num_kv_heads", otherwise=heads),
+                head_dim=first_of("head_dim", otherwise=hidden // heads),
+                feed_forward=first_of("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", otherwise=4 * hidden),
                 vocabulary=config.vocab_size,
             )
-            reason = next((f"`{key}` is said for each layer" for key, size in vars(shape).items() if type(size) is not int), None)
         except (AttributeError, ValueError, RuntimeError) as error:
             reason = str(error).partition(". ")[0]
+        else:
+            reason = next((f"`{key}` is said for each layer" for key, size in vars(shape).items() if type(size) is not int), "")
         if reason:
             raise InputError(f"model: {type(model).__name__} is not of equal layers with attention: {reason}; name another")
         return shape
@@ -91,9 +88,7 @@ class ModelFlops:
     attention_weights: int  # of the layers' linears that are attention's
     mlp_weights: int  # of all others
     head_weights: int  # of the head's product, though it may share them with the embedding; looking up a row is no product
-    # Weights in no known product or embedding, such as stacked experts, or what a forward multiplies otherwise than the model's
-    # shapes say, such as layers that run several times; empty: the count is complete.
-    uncounted: tuple[str, ...]
+    uncounted: tuple[str, ...]  # weights in no known product or embedding, such as stacked experts; empty: the count is complete
     parameters: int  # tied weights once
     embedding_parameters: int  # input embeddings, learned positions among them
     position_parameters: int
@@ -102,21 +97,20 @@ class ModelFlops:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelFlops:
-        """Count `model`, which is on the meta device, before its layers are fused or converted to another precision. The count is
-        held against what torch sees in a forward of the model."""
+        """Count `model`, which is on the meta device, before its layers are fused or converted to another precision."""
         embeddings = {id(m.weight): m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding)}
         token_weight, head = model.get_input_embeddings().weight, model.get_output_embeddings()
         linears = {n: m.weight for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head}
         attention = sum(w.numel() for name, w in linears.items() if "attn" in name or "attention" in name)
-        inside, shape = sum(map(torch.numel, linears.values())), Shape.of(model)
+        inside = sum(map(torch.numel, linears.values()))
         known = {*embeddings, *map(id, linears.values()), id(getattr(head, "weight", None))}
         unknown = tuple(name for name, p in model.named_parameters() if p.ndim >= 2 and id(p) not in known)
         return cls(
-            shape=shape,
+            shape=Shape.of(model),
             attention_weights=attention,
             mlp_weights=inside - attention,
             head_weights=head.weight.numel() if head is not None else 0,
-            uncounted=unknown or tuple(_multiplied_otherwise(model, shape, inside)),
+            uncounted=unknown,
             parameters=sum(p.numel() for p in model.parameters()),
             embedding_parameters=sum(embeddings.values()),
             position_parameters=sum(size for key, size in embeddings.items() if key != id(token_weight)),
@@ -164,35 +158,6 @@ class ModelFlops:
         in_low = float(TRAINED * low.weights * tokens) if low else 0.0
         seconds = (self.step(tokens, sum_squared_lengths) - in_low) / (peak_tflops * TERA)
         return seconds + (in_low / (low.peak_tflops * TERA) if in_low else 0.0)
-
-
-def _multiplied_otherwise(model: PreTrainedModel, shape: Shape, linear_weights: int) -> Iterator[str]:
-    """Yields what a forward of `model`, on the meta device, multiplies otherwise than its shapes say: layers that run several
-    times or never, attention of other widths. Nothing for an architecture that cannot run there."""
-    widths: list[int] = []  # of scores, and of their sum over values
-
-    def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any) -> tuple[Tensor, None]:
-        batch, heads, tokens, width = query.shape
-        widths.append(heads * (width + value.shape[-1]))
-        return query.new_empty(batch, tokens, heads, value.shape[-1]), None
-
-    AttentionInterface.register("counted", attend)
-    attention, tokens = model.config._attn_implementation, torch.zeros((1, 2), dtype=torch.long, device="meta")
-    try:
-        model.set_attn_implementation("counted")
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            model.base_model(input_ids=tokens, position_ids=tokens, use_cache=False)
-    except _WITHOUT_VALUES:
-        return
-    finally:
-        model.set_attn_implementation(attention)
-    counts = counter.get_flop_counts()["Global"]  # a rotation's angles may be a `bmm`, which is none of these matrices
-    seen = counts.get(torch.ops.aten.mm, 0) + counts.get(torch.ops.aten.addmm, 0)
-    counted = tokens.numel() * 2 * linear_weights
-    if seen != counted:
-        yield f"a forward has {seen / counted:.3g} times the products of its linears"
-    if widths and sum(widths) != 2 * shape.layers * shape.query_width:
-        yield f"attention is {sum(widths) / (2 * shape.layers * shape.query_width):.3g} times as wide as its configuration says"
 
 
 # ── Every definition in use ────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
 import subprocess
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -108,18 +107,16 @@ def check_ours(path: Path) -> None:
 
 
 def describe_environment(accelerate: Mapping[str, Any]) -> dict[str, Any]:
-    """What a run's figures depend on beside its settings: versions, device, driver, commit and accelerate's settings."""
+    """What a run's figures depend on beside its settings: versions, device, commit and accelerate's settings."""
     import torch  # slow to import, and a run folder in use must be refused at once
 
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "cpu_cores": os.cpu_count(),
         "packages": {package: version for package in PACKAGES if (version := version_of(package))},
         "cuda": torch.version.cuda,
-        "gpus": gpus,
-        "driver": _driver() if gpus else None,
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         "allocator": os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF"),
         "git": _git(Path(__file__).resolve().parents[2]),
         "accelerate": dict(accelerate),
@@ -132,13 +129,6 @@ def version_of(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _driver() -> str | None:
-    """The NVIDIA driver's version as its kernel module states it; None where the module is not visible."""
-    path = Path("/proc/driver/nvidia/version")
-    match = re.search(r"\d+(\.\d+)+", path.read_text()) if path.exists() else None
-    return match and match[0]
 
 
 def _git(root: Path) -> dict[str, Any] | None:

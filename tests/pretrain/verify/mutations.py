@@ -1,6 +1,6 @@
-"""The tables of docs/faults.md, which faults are caught and by what:
+"""Prints the tables of docs/faults.md, which faults are caught and by what:
 
-    python -m tests.pretrain.verify.mutations --out docs/faults.md
+    python -m tests.pretrain.verify.mutations --jobs 2
 
 Every fault of `faults.py` is made in every precision that it can be made in, with fused layers and without, and the audit and
 parity are asked. Unbroken models of 4, 12 and 28 layers and of four architectures must pass. Takes half an hour on two idle
@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from multiprocessing import get_context
-from pathlib import Path
 
 import torch
 
@@ -121,45 +119,29 @@ def rows_of_ranks(precisions: Sequence[str]) -> list[str]:
     return rows
 
 
-def table(jobs: int, precisions: Sequence[str], depths: Sequence[int], device: str) -> tuple[str, bool]:
-    """The rows in Markdown, and whether everything is as it should be."""
-    unbroken = [each for each in configurations(device, tuple(ARCHITECTURES)) if each[1] in precisions]
-    healthy = [(layers, *each) for layers in depths for each in unbroken]
-    lines = [f"| what is broken | {' | '.join(f'`{name}`' for name in precisions)} |", "| --- |" + " --- |" * len(precisions)]
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        rows = pool.map(partial(row_of, precisions=precisions, device=device), range(len(faults_on(device))))
-        objections = pool.map(partial(objections_to, device=device), *zip(*healthy, strict=True))
-        for row in filter(None, rows):
-            print(row, flush=True)
-            lines.append(row)
-        passed = 0
-        for configuration, objected in zip(healthy, objections, strict=True):
-            print("nothing is broken", *configuration, objected or "passes", flush=True)
-            passed += not objected
-    lines += rows_of_ranks(precisions) if device == "cpu" else []
-    what = f"nothing: {', '.join(map(str, depths))} layers of {', '.join(ARCHITECTURES)}"
-    lines.append(f"| {what} | {passed} of {len(healthy)} pass |" + " |" * (len(precisions) - 1))
-    text = "\n".join(lines)
-    return text, NOTHING not in text and passed == len(healthy)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="the page whose table is written anew; without, it is printed")
     parser.add_argument("--device", choices=MARKS, default="cpu")
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, help="all that the device has, if not said")
     parser.add_argument("--depths", nargs="+", type=int, choices=DEPTHS, default=DEPTHS, help="of the unbroken models")
     parser.add_argument("--jobs", type=int, default=1, help="processes at once")
     arguments = parser.parse_args()
-    device, begin, end = arguments.device, *MARKS[arguments.device]
-    rows, good = table(arguments.jobs, arguments.precisions or precisions_on(device), arguments.depths, device)
-    print(rows)
-    if arguments.out:
-        page = arguments.out.read_text(encoding="utf-8")
-        command = shlex.join(["python", "-m", "tests.pretrain.verify.mutations", *sys.argv[1:]])
-        text = f"{page.split(begin)[0]}{begin}\n```bash\n{command}\n```\n\n{rows}\n\n{end}{page.split(end)[1]}"
-        arguments.out.write_text(text, encoding="utf-8")
-    return 0 if good else 1
+    device, precisions = arguments.device, arguments.precisions or precisions_on(arguments.device)
+    healthy = [
+        (n, *each) for n in arguments.depths for each in configurations(device, tuple(ARCHITECTURES)) if each[1] in precisions
+    ]
+    rows = [f"| what is broken | {' | '.join(f'`{name}`' for name in precisions)} |", "| --- |" + " --- |" * len(precisions)]
+    with ProcessPoolExecutor(
+        arguments.jobs, mp_context=get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)
+    ) as pool:
+        of_faults = pool.map(partial(row_of, precisions=precisions, device=device), range(len(faults_on(device))))
+        objections = list(pool.map(partial(objections_to, device=device), *zip(*healthy, strict=True)))
+        rows += filter(None, of_faults)
+    rows += rows_of_ranks(precisions) if device == "cpu" else []
+    what = f"nothing: {', '.join(map(str, arguments.depths))} layers of {', '.join(ARCHITECTURES)}"
+    rows.append(f"| {what} | {objections.count(())} of {len(healthy)} pass |" + " |" * (len(precisions) - 1))
+    print("\n".join(rows))
+    return int(any(NOTHING in row for row in rows) or any(objections))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from packing.arrow import Pack
 from packing.batch import build_microbatch
 from pretrain.metrics.health import TrainingHalted
 from pretrain.model.gradients import attach_main_gradients, was_reached
-from pretrain.model.loss.head import LossHead
 from pretrain.precision.emulation import EmulatedProduct
 from pretrain.precision.product import LinearFunction
 from pretrain.settings.recipe import LossSettings
@@ -132,9 +131,11 @@ def test_the_packed_path_in_fp32_agrees_closely_on_every_tensor(kind: str, fused
     parity.require()
 
 
-def test_a_frozen_parameter_is_no_mismatch(small: Small) -> None:
+def test_a_frozen_parameter_and_sums_of_gradients_in_bf16_are_no_mismatch(small: Small) -> None:
     run = small("fp32", layers=2)
     run.layers[1].mlp.up_proj.weight.requires_grad_(False)
+    assert run.parity().failures == []
+    attach_main_gradients(run.packed, torch.bfloat16)
     assert run.parity().failures == []
 
 
@@ -180,16 +181,13 @@ def mixture(small: Small, monkeypatch: pytest.MonkeyPatch) -> Small:
     return partial(small, "bf16", layers=2)
 
 
-@pytest.mark.parametrize(("kind", "seeds"), [("mixtral", (3, 7, 12)), ("qwen3_moe", (5, 7, 12))])
-def test_tokens_that_rounding_sends_to_other_experts_are_no_mismatch(
-    kind: str, seeds: tuple[int, ...], mixture: Callable
-) -> None:
+@pytest.mark.parametrize(("kind", "seed"), [("mixtral", 3), ("qwen3_moe", 5)])
+def test_tokens_that_rounding_sends_to_other_experts_are_no_mismatch(kind: str, seed: int, mixture: Callable) -> None:
     """Of 24 starts of each these are among the worst."""
-    for seed in seeds:
-        parity = mixture(kind, seed=seed).parity()
-        assert parity.failures == [], seed
-        worst = max(each.error for each in parity.tensors)
-        assert worst > 0.04, "tokens did go elsewhere: rounding alone takes a gradient half as far"
+    parity = mixture(kind, seed=seed).parity()
+    assert parity.failures == []
+    worst = max(each.error for each in parity.tensors)
+    assert worst > 0.04, "tokens did go elsewhere: rounding alone takes a gradient half as far"
 
 
 def test_experts_of_a_kernel_that_drops_a_choice_are_found(mixture: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,11 +202,8 @@ def test_experts_of_a_kernel_that_drops_a_choice_are_found(mixture: Callable, mo
 
 
 @pytest.mark.parametrize("whole", [4, 8])
-@pytest.mark.parametrize("precision", ["bf16", "nvfp4"])
-def test_documents_that_leak_are_found_where_the_first_packs_or_all_hold_one_document(
-    whole: int, precision: str, small: Small
-) -> None:
-    run = small(precision, layers=2)
+def test_documents_that_leak_are_found_where_the_first_packs_or_all_hold_one_document(whole: int, small: Small) -> None:
+    run = small("nvfp4", layers=2)
     alone = [Pack(pack.input_ids, np.array([len(pack.input_ids)], dtype=np.int32)) for pack in run.packs]
     run.packs = [*alone[:whole], *run.packs[whole:]]
     run.step = step_of(run.packs, 2)
@@ -225,12 +220,6 @@ def test_a_gradient_of_a_mixture_that_is_wrong_is_found(part: str, mixture: Call
     changing_gradients(part, lambda gradient: gradient.mul_(1.5))(run, monkeypatch)
     (wrong,) = [each for each in run.parity().tensors if each.excess > 1]
     assert wrong.name == f"model.layers.1.{part}"
-
-
-def test_gradients_that_add_up_in_bf16_are_held_to_what_bf16_can(small: Small) -> None:
-    run = small("fp32", layers=2)
-    attach_main_gradients(run.packed, torch.bfloat16)
-    assert run.parity().failures == []
 
 
 def test_a_text_of_two_tokens_is_compared_without_products(small: Small) -> None:
@@ -254,7 +243,7 @@ def test_tensors_of_few_values_are_no_mismatch(small: Small, monkeypatch: pytest
             return nn.functional.silu(x) * self.gain
 
     monkeypatch.setitem(ACT2FN, "silu", Gain)
-    for seed in range(4):
+    for seed in range(2):
         run = small("bf16", "llama", layers=2, seed=seed)
         assert any(name.endswith("gain") for name, _ in run.packed.hf.named_parameters())
         assert run.parity().failures == [], seed
@@ -354,6 +343,6 @@ def test_what_is_compared_is_the_loss_with_its_penalty(kind: str, precision: str
 @pytest.mark.parametrize("wrong", [{"weight": 1.8}, {"kind": "neg_max_prob"}, {"top_k": 4}])
 def test_another_penalty_than_the_recipes_is_found(wrong: dict, small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
     run = small("fp32", loss=LossSettings(chunk=256, penalty="top_k_mass", penalty_weight=2.0, top_k=5))
-    right = run.packed.hf.get_output_embeddings().penalty
-    monkeypatch.setattr(LossHead, "penalty", replace(right, **wrong))
+    head = run.packed.hf.get_output_embeddings()
+    monkeypatch.setattr(head, "penalty", replace(head.penalty, **wrong))
     assert any("loss" in line for line in run.parity().failures)
