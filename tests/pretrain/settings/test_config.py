@@ -6,12 +6,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 
 from foundation.errors import InputError
 from packing.store import text_parts
-from pretrain.settings.config import flatten, identity_of, layered, load_recipe, resolved, run_dir_of
+from pretrain.settings.config import identity_of, layered, load_recipe, resolved, run_dir_of
 from pretrain.settings.recipe import Recipe
 
 SMALLEST = {"name": "small", "model": {"source": "somewhere"}, "data": {"packs": "packs"}, "train": {"steps": 10}}
@@ -44,14 +42,6 @@ def test_a_recipe_builds_on_another_key_by_key_and_goes_before_it(tmp_path: Path
     assert recipe.model.config == {"model_type": "gpt2"}, "as a whole: other architectures have other keys"
     assert (recipe.train.steps, recipe.train.tokens) == (None, 5_000_000), "a horizon replaces the base's"
     assert recipe.schedule.warmup == 4 and "base" not in resolved(recipe)
-
-
-def test_a_models_config_takes_numbers_with_an_exponent_that_yaml_reads_as_text(tmp_path: Path) -> None:
-    shape = "{model_type: llama, rope_parameters: {rope_theta: 1e6}, name: e5, hex: 0x1e5, list: [1E+2, 2, 1.0e6, .5e1]}"
-    path = write(tmp_path, f"name: x\nmodel: {{config: {shape}}}\ndata: {{packs: p}}\ntrain: {{steps: 1}}\n")
-    config = load_recipe(path, ["model.config.rms_norm_eps=1e-6"]).model.config
-    assert config["rope_parameters"] == {"rope_theta": 1e6} and config["rms_norm_eps"] == 1e-6
-    assert config["list"] == [100.0, 2, 1e6, 5.0] and (config["name"], config["hex"]) == ("e5", 0x1E5)
 
 
 TEXT = {"packs": "p", "tokenizer": "t", "text": "TT {text}"}
@@ -138,18 +128,6 @@ def test_the_run_folder_is_named_from_the_recipe(template: str, folder: str, tmp
         run_dir_of(recipe.model_copy(update={"run_dir": "{nme}"}))
 
 
-NESTED = st.recursive(st.integers(), lambda inner: st.dictionaries(st.text("abc", min_size=1), inner, min_size=1), max_leaves=8)
-
-
-@given(st.dictionaries(st.text("abc", min_size=1), NESTED))
-def test_flattening_keeps_every_leaf_under_its_path(values: dict) -> None:
-    for key, leaf in flatten(values).items():
-        below: object = values
-        for part in key.split("."):
-            below = below[part]
-        assert below == leaf
-
-
 @pytest.mark.parametrize(
     ("common", "same", "other"),
     [
@@ -175,9 +153,3 @@ def test_the_identity_changes_with_the_training_and_not_with_how_it_is_run(
     assert all(identity(change) == identity() for change in same)
     assert all(identity(change) != identity() for change in [*other])
     assert identity(data="other") != identity()
-
-
-@pytest.mark.parametrize(("text", "values"), [("wandb", ("jsonl", "wandb")), ("[a, jsonl]", ("jsonl", "a"))])
-def test_one_value_is_a_list_of_one(text: str, values: tuple[str, ...], tmp_path: Path) -> None:
-    recipe = load_recipe(write(tmp_path, SMALLEST), [f"log.trackers={text}", "evaluate.samples=Hello"])
-    assert recipe.log.trackers == values and recipe.evaluate.samples == ("Hello",)

@@ -77,20 +77,6 @@ def test_the_named_precision_is_read_and_its_variables_are_taken_away(environ: d
     assert environ == others
 
 
-@pytest.mark.parametrize("named", ["fp16", ""])
-def test_what_no_recipe_stands_for_is_refused_with_a_remedy(named: str) -> None:
-    with pytest.raises(InputError, match=rf"mixed_precision: {named}.*bf16"):
-        take_requested_precision({"ACCELERATE_MIXED_PRECISION": named})
-
-
-@pytest.mark.parametrize("name", [name for name, recipe in PRECISIONS.items() if recipe.quantized])
-def test_a_file_that_names_a_recipe_and_no_more_is_a_whole_configuration(name: str, environment: Any) -> None:
-    precision, fp8_config = settled(environment(recipe=name))
-    assert precision == name
-    assert {key for key in fp8_config if key in PRECISIONS[name].options} == set(PRECISIONS[name].options)
-    assert (fp8_config["backend"], fp8_config["scope"], fp8_config["on_unsupported"]) == ("TE", "linear", "error")
-
-
 def test_every_key_of_a_file_arrives(environment: Any) -> None:
     given = {
         "backend": "emulation",
@@ -170,14 +156,6 @@ def test_another_precision_takes_over_where_and_how_but_not_the_other_recipes_op
     defaults = dict(PRECISIONS[name].options)
     assert {key: value for key, value in fp8_config.items() if key in defaults} == defaults
     assert "margin" not in fp8_config
-
-
-def test_options_that_the_chosen_precision_does_not_take_are_refused(environment: Any) -> None:
-    says = r"`fp8_config: {margin: 2}` and `precision: block` contradict each other: `block` takes fp8_format; leave out"
-    with pytest.raises(InputError, match=says):
-        settled({}, precision="block", fp8_config={"margin": 2})
-    with pytest.raises(InputError, match=r"`precision: bf16` contradict each other: `bf16` takes no such option"):
-        settled({"ACCELERATE_MIXED_PRECISION": "bf16"}, fp8_config={"disable_rht": True})
 
 
 @pytest.mark.parametrize("name", PRECISIONS)
