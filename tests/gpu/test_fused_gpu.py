@@ -94,28 +94,18 @@ def test_in_bf16_it_is_the_unfused_model(name: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
-def test_in_fp8_it_is_as_near_to_bf16_as_the_unfused_model(name: str, recipe: str) -> None:
-    exact = train(assemble(larger(name), "bf16", fused=False))
-    fused, unfused = (train(assemble(larger(name), recipe, fused=f), steps=4) for f in (True, False))
-    assert fused[0][-1] == pytest.approx(exact[0][-1], rel=5e-3)
-    mine, theirs = cosines(fused[1], exact[1]), cosines(unfused[1], exact[1])
-    print(name, recipe, min(mine.items(), key=lambda i: i[1]), min(theirs.items(), key=lambda i: i[1]))
-    for parameter, cosine in mine.items():
-        assert 1 - cosine < 1.5 * (1 - theirs[parameter]) + 0.02, parameter
-
-
-@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
 @pytest.mark.parametrize(
     ("name", "keep"),
     [
+        ("qwen3", ()),
+        ("qwen2", ()),
         ("qwen3", ("down_proj",)),
         ("qwen3", ("gate_proj", "up_proj")),
         ("qwen3", ("q_proj", "k_proj", "v_proj")),
         ("llama", ("o_proj", "layers.0.*")),
     ],
 )
-def test_with_linears_kept_in_bf16_it_is_as_near_to_bf16_as_the_unfused_model(
+def test_in_fp8_with_any_linears_in_bf16_it_is_as_near_to_bf16_as_the_unfused_model(
     name: str, keep: tuple[str, ...], recipe: str
 ) -> None:
     """Norms and SwiGLU write BF16 in front of products in BF16, and FP8 in front of the others; backward alike."""
@@ -134,7 +124,7 @@ def test_with_linears_kept_in_bf16_it_is_as_near_to_bf16_as_the_unfused_model(
         train(packed, steps=1)
     assert observer.products.keys() == packed.fused.members.keys()
     kept = {linear for linear in observer.products if any(is_called(linear, pattern) for pattern in keep)}
-    assert kept and observer.faults().keys() <= kept
+    assert observer.faults().keys() <= kept and bool(kept) == bool(keep)
     for linear, products in observer.products.items():
         assert {product.gemm for product in products} == {"forward", "dgrad", "wgrad"}
         if linear in kept:
@@ -153,36 +143,11 @@ def deterministic() -> Iterator[None]:
 
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("recipe", ["bf16", "delayed", "current", "block"])
-def test_two_runs_are_bit_for_bit_the_same(recipe: str) -> None:
-    one, other = (train(assemble(larger("qwen3"), recipe, fused=True)) for _ in range(2))
-    assert one[0] == other[0]
-    for name, gradient in one[1].items():
-        assert torch.equal(gradient, other[1][name]), name
-
-
-@pytest.mark.usefixtures("deterministic")
-@pytest.mark.parametrize("recipe", ["bf16", "delayed", "current", "block"])
 def test_recomputed_layers_give_the_same_bits(recipe: str) -> None:
     one, other = (train(assemble(larger("qwen3"), recipe, fused=True, recompute=r), steps=3) for r in (False, True))
     assert one[0] == other[0]
     for name, gradient in one[1].items():
         assert torch.equal(gradient, other[1][name]), name
-
-
-@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
-@pytest.mark.parametrize("main", [torch.float32, None])
-def test_every_product_multiplies_in_the_recipes_formats(recipe: str, main: torch.dtype | None) -> None:
-    from pretrain.verify.audit import _is_expected, observing
-
-    packed = assemble(larger("qwen3"), recipe, fused=True, main=main)
-    active = ActivePrecision(recipe, PRECISIONS[recipe], "transformer_engine", LowPrecisionSettings().resolved(recipe))
-    with observing(packed, active) as observer:
-        train(packed, steps=1)
-    assert observer.faults() == {}
-    assert len(observer.products) == 14
-    for products in observer.products.values():
-        assert {product.gemm for product in products} == {"forward", "dgrad", "wgrad"}
-        assert all(_is_expected(product, active) for product in products), products
 
 
 @pytest.mark.parametrize("recipe", ["current", "block"])

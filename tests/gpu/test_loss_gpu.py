@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from packing.arrow import IGNORE
 from pretrain.model.loss.head import LossHead
-from pretrain.precision.product import add_product_
 from pretrain.settings.recipe import LossSettings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -78,17 +77,6 @@ def test_peak_memory_is_one_chunk_of_logits_and_the_gradients_and_less_without_g
     training = peak_bytes(train)
     assert training < 1.1 * (chunk_logits + gradients) < 0.3 * logits
     assert peak_bytes(evaluate) < min(1.1 * chunk_logits, training)
-
-
-def test_the_weight_gradient_is_summed_in_fp32_over_chunks() -> None:
-    torch.manual_seed(0)
-    left = [torch.randn(64, 256, device="cuda").bfloat16() for _ in range(20)]
-    right = [torch.randn(256, 32, device="cuda").bfloat16() for _ in range(20)]
-    total = torch.zeros(64, 32, device="cuda")
-    for a, b in zip(left, right, strict=True):
-        add_product_(total, a, b)
-    expected = sum(a.double() @ b.double() for a, b in zip(left, right, strict=True))
-    assert relative_error(total, expected) < 1e-6
 
 
 @pytest.mark.parametrize("penalty", ["neg_entropy", "top_k_mass"])

@@ -135,13 +135,6 @@ def test_the_fp8_gradient_is_the_bf16_gradient_quantized_apart(
 
 
 @cuda_only
-@pytest.mark.parametrize("vocabulary", [151_936, 50_257])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_real_vocabularies(vocabulary: int, dtype: torch.dtype) -> None:
-    check(*draw(96, vocabulary, dtype))
-
-
-@cuda_only
 def test_a_chunk_of_more_than_two_to_the_31_logits_is_right_to_its_last_row() -> None:
     vocabulary, n = 151_936, 14_208
     assert n * vocabulary > 2**31

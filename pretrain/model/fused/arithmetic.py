@@ -13,8 +13,7 @@ gradient of SwiGLU in BF16 before they quantize it, and sum gradients of biases 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import pairwise
@@ -28,7 +27,7 @@ from torch.autograd.function import FunctionCtx
 from pretrain.model.fused import formulas
 from pretrain.precision import transformer_engine
 from pretrain.precision.formats.definition import Role
-from pretrain.precision.observed import OPERANDS, ProductObserver
+from pretrain.precision.observed import watched
 from pretrain.precision.product import Backend, Gemm, Operand, PlainProduct, PrecisionContext, Product
 
 ROTARY_KERNEL_DIMS = (32, 64, 128)  # other heads (80 values in Phi-2) would leave lanes of a tile idle
@@ -127,14 +126,13 @@ class StackedProduct:
 
     def forward(self, x: Operand, residual: Tensor | None = None) -> Tensor:
         """-> [tokens, out], with `residual` added, which stays as it was: in the product itself where that can."""
-        context, product, alone = self._arithmetic.context, self.product, self._results_watched
+        context, alone = self._arithmetic.context, self._results_watched
         if self.watched:  # the weights as they are now, whatever copy of them multiplies
             self.show("weight", self.matrix(context.compute_dtype))
         weight = self._weight_operand(refresh=context.first_microbatch)
         bias = _stacked(self.biases).to(context.compute_dtype) if self.biases else None
-        y = product.multiply("forward", x, weight, context.compute_dtype, bias, residual=None if alone else residual)
-        self._show_result("forward", y, bias)
-        product.end()
+        y = self._multiply("forward", x, weight, context.compute_dtype, bias, None if alone else residual)
+        self.product.end()
         return y.add_(residual) if alone and residual is not None else y
 
     def gradient_operand(self, dy: Tensor) -> Operand:
@@ -144,23 +142,28 @@ class StackedProduct:
 
     def input_gradient(self, dy: Operand) -> Tensor:
         """-> [tokens, in]."""
-        weight = self._weight_operand(refresh=False)
-        dx = self.product.multiply("dgrad", dy, weight, self._arithmetic.context.compute_dtype)
-        self._show_result("dgrad", dx)
-        return dx
+        return self._multiply("dgrad", dy, self._weight_operand(refresh=False), self._arithmetic.context.compute_dtype)
 
     def weight_gradients(self, dy: Operand, x: Operand) -> list[Tensor | None]:
         """Returns one for each weight; None where it has been added to the main gradient."""
-        total, product = self.main_gradient, self.product
-        if total is not None and not self._results_watched:
-            product.accumulate(total, dy, x)
-            return [None] * len(self.linears)
-        gradient = product.multiply("wgrad", dy, x, self._arithmetic.context.compute_dtype if total is None else torch.float32)
-        self._show_result("wgrad", gradient)
+        total = self.main_gradient
         if total is None:
+            gradient = self._multiply("wgrad", dy, x, self._arithmetic.context.compute_dtype)
             return list(gradient.split([len(weight) for weight in self.weights]))
-        total.add_(gradient)
+        if self._results_watched:
+            total.add_(self._multiply("wgrad", dy, x, torch.float32))
+        else:
+            with watched(self.members, "wgrad"):
+                self.product.accumulate(total, dy, x)
         return [None] * len(self.linears)
+
+    def _multiply(self, gemm: Gemm, left: Operand, right: Operand, dtype: torch.dtype, *added: Tensor | None) -> Tensor:
+        """`added`: bias and residual. Shows the result to whoever looks on."""
+        with watched(self.members, gemm):
+            result = self.product.multiply(gemm, left, right, dtype, *added)
+        if self._results_watched:
+            self._arithmetic.context.show_result(self.name, gemm, result, *added[:1])
+        return result
 
     def quantizer(self, role: Role) -> Any | None:
         """What a kernel that writes this operand quantizes with; None where `operand` or `gradient_operand` makes it."""
@@ -192,22 +195,6 @@ class StackedProduct:
     def _results_watched(self) -> bool:
         """Whether somebody looks at results, who is to see this product alone."""
         return self.low_precision and bool(self._arithmetic.context.result_observers)
-
-    def _show_result(self, gemm: Gemm, result: Tensor, bias: Tensor | None = None) -> None:
-        if self._results_watched:
-            self._arithmetic.context.show_result(self.name, gemm, result, bias)
-
-    @contextmanager
-    def observed_by(self, observer: ProductObserver) -> Iterator[None]:
-        """While entered, whatever the three products multiply is seen: their methods are watched from outside."""
-        methods = ("forward", "input_gradient", "weight_gradients")
-        for method, gemm in zip(methods, OPERANDS, strict=True):
-            setattr(self, method, observer.watched(getattr(self, method), self.members, gemm))
-        try:
-            yield
-        finally:
-            for method in methods:
-                delattr(self, method)
 
 
 def _stacked(parameters: Sequence[Tensor]) -> Tensor:

@@ -11,8 +11,7 @@ gradients go straight to where a step's gradients add up.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +23,6 @@ from transformers import AttentionInterface
 from pretrain.model.fused.arithmetic import Arithmetic, StackedProduct
 from pretrain.model.fused.formulas import HeadNorms, Heads
 from pretrain.model.gpu_attention import cudnn_backward, cudnn_forward, flash_backward_in_parts, flash_forward
-from pretrain.precision.observed import ProductObserver
 from pretrain.precision.product import Backend
 from pretrain.precision.scope import LINEARS, Decision
 from pretrain.precision.transformer_engine import finish_backward
@@ -119,14 +117,6 @@ class FusedLayers:
     def stacks(self) -> list[list[nn.Parameter]]:
         """Parameters that are the rows of one matrix, whose gradients must be those of another."""
         return [product.weights for product in self.products]
-
-    @contextmanager
-    def observed_by(self, observer: ProductObserver) -> Iterator[None]:
-        """While entered, `observer` sees what the layers' products multiply, under the names of the linears in them."""
-        with ExitStack() as watching:
-            for product in self.products:
-                watching.enter_context(product.observed_by(observer))
-            yield
 
     def low_precision_weights(self, backend: Backend | None) -> int:
         """How many weights are multiplied in low precision where `backend` computes."""

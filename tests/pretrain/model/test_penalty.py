@@ -21,7 +21,7 @@ from pretrain.precision.product import PrecisionContext
 from pretrain.precision.selection import make_backend
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 from pretrain.settings.recipe import LossSettings, PenaltyKind
-from tests.pretrain.model.test_loss import LargestResult, problem, relative_error
+from tests.pretrain.model.test_loss import problem, relative_error
 
 KINDS = get_args(PenaltyKind)
 
@@ -99,21 +99,6 @@ def test_losses_and_gradients_are_exact_to_fp32_rounding(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_and_evaluation_say_the_same(kind: str) -> None:
-    torch.manual_seed(0)
-    states, linear, labels = problem(100, 32, 300, 0.1)
-    parts, gradients = exact(kind, 0.5, 3, states, linear.weight, labels)
-    head = LossHead.replacing(linear, settings_of(kind, 0.5, chunk=32))
-    head(states, labels).backward()
-    with torch.no_grad():
-        cross_entropy = head.eval()(states, labels)
-    assert relative_error(head.take_parts(), 2 * parts) < 1e-6, "of the two forwards"
-    assert relative_error(cross_entropy, parts[0]) < 1e-6
-    assert head.take_parts() is None
-    assert relative_error(states.grad, gradients[0]) < 1e-6 and relative_error(linear.weight.grad, gradients[1]) < 1e-6
-
-
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("precision", ["current", "mxfp8"])
 def test_an_emulated_fp8_head_has_the_gradient_of_the_logits_that_it_gives(kind: str, precision: str) -> None:
     """Its products are differentiated from our gradient of the logits, so from the exact one they give the same but for the codes
@@ -146,18 +131,6 @@ def test_an_emulated_fp8_head_has_the_gradient_of_the_logits_that_it_gives(kind:
     assert relative_error(parts, expected.detach()) < 1e-6
     for mine, exact_one in zip(ours, (again.grad, weight.grad), strict=True):
         assert relative_error(mine, exact_one.double()) < 1e-2
-
-
-@pytest.mark.parametrize("grad", [True, False])
-@pytest.mark.parametrize("kind", ["neg_entropy", "top_k_mass"])
-def test_no_operation_ever_makes_more_than_one_chunk_of_logits(kind: str, grad: bool) -> None:
-    states, linear, labels = problem(512, 8, 1000, 0.1)
-    head = LossHead.replacing(linear, settings_of(kind, 0.1, chunk=32))
-    with LargestResult() as seen, torch.set_grad_enabled(grad):
-        value = head(states, labels)
-        if grad:
-            value.backward()
-    assert seen.elements == 32 * 1000
 
 
 def test_as_many_as_the_vocabulary_has_words_are_refused() -> None:

@@ -34,16 +34,6 @@ def sgd() -> torch.optim.SGD:
     return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=RATE)
 
 
-def test_the_reference_run_decays_over_555_steps_from_step_2221() -> None:
-    settings = ScheduleSettings(kind="wsd", warmup=100, decay=0.2)
-    seen = rates(settings, 2776)
-    assert schedule.decay_steps(settings, 2776) == 555
-    assert seen[0] == RATE / 100 and seen[99] == RATE
-    assert set(seen[99:2222]) == {RATE}
-    assert seen[2222] == pytest.approx(RATE * 554 / 555)
-    assert seen[-1] == pytest.approx(RATE / 555)
-
-
 @pytest.mark.parametrize(
     ("shape", "begins"),
     [
@@ -76,17 +66,6 @@ def test_cosine_and_its_warmup_are_what_torch_computes() -> None:
     cosine = CosineAnnealingLR(optimizer, T_max=90, eta_min=0.1 * RATE)
     theirs = run(SequentialLR(optimizer, [warmup, cosine], milestones=[10]), 100)
     assert rates(ScheduleSettings(kind="cosine", warmup=10, min_lr_ratio=0.1), 100) == pytest.approx(theirs)
-
-
-def test_linear_is_what_torch_computes() -> None:
-    theirs = run(LinearLR(sgd(), start_factor=1.0, end_factor=0.25, total_iters=80), 80)
-    assert rates(ScheduleSettings(kind="linear", min_lr_ratio=0.25), 80) == pytest.approx(theirs)
-
-
-def test_constant_stays_after_warmup() -> None:
-    assert rates(ScheduleSettings(kind="constant", warmup=4), 8) == pytest.approx(
-        [RATE * f for f in (0.25, 0.5, 0.75, 1, 1, 1, 1, 1)]
-    )
 
 
 shapes = st.builds(

@@ -17,13 +17,13 @@ from transformers.pytorch_utils import Conv1D
 
 from foundation.errors import InputError
 from packing.batch import build_microbatch
-from pretrain.model.fused.arithmetic import Arithmetic, StackedProduct
+from pretrain.model.fused.arithmetic import Arithmetic
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.model.wrapping import fuse
 from pretrain.precision.emulation import EmulationBackend, Operand
 from pretrain.precision.observed import OPERANDS, ProductObserver
-from pretrain.precision.product import PrecisionContext
+from pretrain.precision.product import PlainProduct, PrecisionContext
 from pretrain.precision.quantizers import Grid
 from pretrain.precision.quantizers.tensor import round_to_grid
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
@@ -127,7 +127,7 @@ def test_observing_leaves_no_hook(build_model: Callable, inputs: dict) -> None:
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in packed.modules())
 
 
-# ── Fused products, which the audit watches from outside ───────────────────────────────────────────────────────────────────────
+# ── Fused products ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def fused(build_model: Callable, dtype: torch.dtype = torch.bfloat16) -> PackedLanguageModel:
@@ -138,25 +138,20 @@ def fused(build_model: Callable, dtype: torch.dtype = torch.bfloat16) -> PackedL
     return packed.train()
 
 
-@pytest.mark.parametrize("gemm", ["forward", "input_gradient", "weight_gradients"])
+@pytest.mark.parametrize("gemm", ["forward", "dgrad", "wgrad"])
 @pytest.mark.parametrize("honest_too", [False, True])
 def test_a_fused_product_that_multiplies_in_fp32_is_found_whatever_else_it_multiplies(
     gemm: str, honest_too: bool, build_model: Callable, inputs: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    packed = fused(build_model)
-    honest = getattr(StackedProduct, gemm)
+    packed, honest = fused(build_model), PlainProduct.multiply
     assert {entry["effective"] for entry in observe(packed, inputs, BF16)} == {"bf16"}
 
-    def in_fp32(product: StackedProduct, *operands: torch.Tensor | None) -> Any:
-        if honest_too:
-            honest(product, *operands)
-        weight = product.matrix(torch.float32)
-        wide = [operand.float() for operand in operands if operand is not None]  # a residual, for one
-        if gemm == "weight_gradients":
-            return list((wide[0].t() @ wide[1]).bfloat16().split([len(weight) for weight in product.weights]))
-        return (F.linear(wide[0], weight) if gemm == "forward" else wide[0] @ weight).bfloat16()
+    def in_fp32(product: PlainProduct, which: str, left: torch.Tensor, right: torch.Tensor, *rest: Any) -> torch.Tensor:
+        if which != gemm or honest_too:
+            result = honest(product, which, left, right, *rest)
+        return honest(product, which, left.float(), right.float(), torch.float32).bfloat16() if which == gemm else result
 
-    monkeypatch.setattr(StackedProduct, gemm, in_fp32)
+    monkeypatch.setattr(PlainProduct, "multiply", in_fp32)
     message = refusal(packed, inputs, BF16)
     assert "14 of 15 modules" in message and "layers.0.self_attn.q_proj (bfloat16 x float32)" in message
 
@@ -164,10 +159,12 @@ def test_a_fused_product_that_multiplies_in_fp32_is_found_whatever_else_it_multi
 def test_a_fused_product_that_never_multiplies_is_found(
     build_model: Callable, inputs: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    packed = fused(build_model)
-    monkeypatch.setattr(
-        StackedProduct, "input_gradient", lambda product, dy: dy.new_zeros(len(dy), product.linears[0].in_features)
-    )
+    packed, honest = fused(build_model), PlainProduct.multiply
+
+    def without_dgrad(product: PlainProduct, which: str, left: torch.Tensor, right: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return left.new_zeros(len(left), right.shape[1]) if which == "dgrad" else honest(product, which, left, right, *rest)
+
+    monkeypatch.setattr(PlainProduct, "multiply", without_dgrad)
     assert "q_proj (bf16, dgrad not run)" in refusal(packed, inputs, BF16)
 
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from foundation.attributes import holding
-from pretrain.model import huggingface as model
 from pretrain.model.fused.arithmetic import Arithmetic, By
 from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.huggingface import decoder_layers
@@ -126,41 +124,7 @@ def test_products_add_their_weight_gradients_to_the_main_gradients(config: dict[
         assert (mine.main_grad - theirs.grad).norm() <= close * (theirs.grad.norm() + 0.01 * largest), name
 
 
-def test_fp32_weights_compute_what_their_bf16_roundings_do_bit_for_bit(config: dict[str, Any]) -> None:
-    """Every parameter is rounded before it is computed with, norms and biases too; all gradients are FP32 sums in both."""
-    wide, rounded = (packed(build(config), dtype=torch.bfloat16) for _ in range(2))
-    model.round_weights(rounded.hf, torch.bfloat16)
-    found = []
-    for whole in (wide, rounded):
-        attach_main_gradients(whole, torch.float32, whole.fused.stacks)
-    wrap_layers(wide, ModelSettings(config=config), cast_to=torch.bfloat16, compile_layers=False)
-    for whole in (wide, rounded):
-        losses = []
-        for index in range(2):
-            whole.context.first_microbatch = index == 0
-            loss = whole(**inputs(seed=index))
-            loss.backward()
-            losses.append(loss.item())
-        found.append((losses, {name: parameter.main_grad for name, parameter in whole.hf.named_parameters()}))
-    (losses, gradients), (others, other_gradients) = found
-    assert losses == others
-    for name, gradient in gradients.items():
-        assert torch.equal(gradient, other_gradients[name]), name
-
-
 # ── The model around them ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_parameters_stay_as_they_are_and_transformers_loads_an_export(config: dict[str, Any], tmp_path: Path) -> None:
-    hf, untouched = build(config), build(config)
-    before = dict(hf.named_parameters())
-    packed(hf)
-    assert dict(hf.named_parameters()).keys() == before.keys()
-    for name, parameter in hf.named_parameters():
-        assert parameter is before[name] and torch.equal(parameter, untouched.get_parameter(name))
-    model.export(hf, hf.state_dict().__getitem__, None, tmp_path / "final")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype=torch.float32)
-    assert all(torch.equal(parameter, hf.get_parameter(name)) for name, parameter in loaded.named_parameters())
 
 
 def test_without_packed_documents_a_layer_is_transformers_own(config: dict[str, Any]) -> None:

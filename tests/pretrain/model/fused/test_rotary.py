@@ -74,18 +74,3 @@ def test_both_directions_are_transformers_own(dtype: torch.dtype, tokens: int, h
     assert normed or ours[1:] == (None, None)
     for mine, theirs in zip(ours, wanted, strict=normed):
         torch.testing.assert_close(mine, theirs, **close)
-
-
-@given(tokens=st.integers(1, 5), heads=layouts)
-def test_backward_is_the_derivative_of_forward_in_double_precision(tokens: int, heads: Heads) -> None:
-    qkv = normal(tokens, heads.width, dtype=FP64).requires_grad_()
-    weights = [(1 + normal(heads.dim, dtype=FP64, seed=seed) / 4).requires_grad_() for seed in (1, 2)]
-    cos, sin = (normal(tokens, heads.dim // 2, dtype=FP64, seed=seed).repeat(1, 2) for seed in (3, 4))
-    norms = HeadNorms(*weights, 1e-3)
-    outputs = rotate(qkv, cos, sin, heads, norms)  # torch operations, which autograd can follow
-    gradients = [normal(*each.shape, dtype=FP64, seed=seed) for seed, each in enumerate(outputs)]
-    wanted = torch.autograd.grad(outputs, [qkv, *weights], gradients)
-    with torch.no_grad():
-        ours = rotate_backward(*gradients, qkv, cos, sin, heads, norms)
-    for mine, theirs in zip(ours, wanted, strict=True):
-        torch.testing.assert_close(mine, theirs, **TOLERANCE[FP64])
