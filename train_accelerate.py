@@ -76,7 +76,7 @@ def launch(arguments: argparse.Namespace) -> int:
     main_process, run_dir = accelerator.is_main_process, config.run_dir_of(recipe)
     distributed.refused_together(lambda: main_process and check_free(run_dir))  # packs may take hours
     waited = Waited(shown=main_process, already=since_the_command())
-    job = prepare_job(recipe, accelerator, arguments.tokens_per_second, waited=waited)
+    job = prepare_job(recipe, accelerator, waited=waited)
     console = recording.introduce_job(job, accelerator, launched.notices)
     with (
         distributed.refused_together(lambda: RunFolder(run_dir, owner=main_process)) as folder,

@@ -49,7 +49,6 @@ class Plan:
     layers: Mapping[str, Sequence[LayerMemory]] = field(default_factory=dict)
     packs: int | None = None  # to train on; None: of a stream, or where a plan for other machines has no packs
     mixture: Mixture | None = None  # of several sources
-    tokens_per_second: float | None = None  # as the user says
     chunk: int | None = None  # of the loss, where `loss.chunk: auto` takes another than the usual
     keeps_rotated: bool = False  # for backward: queries, keys and values beside what they are made from, where layers can
     # Where the precision changes on the way, in order: until when, as the recipe says it, and in what.

@@ -29,7 +29,7 @@ from pretrain.plan.checks import check_fit, check_pack_counts, check_settings, c
 from pretrain.plan.data import Data, check_labels, check_tokens, most_positions, open_data
 from pretrain.plan.memory import Devices, layers_of
 from pretrain.plan.plan import Plan, fits_gathered, spend_spare_memory
-from pretrain.plan.tokenizer import check_tokenizer, encoded_prompt, fingerprint_of, load_tokenizer, with_tokens
+from pretrain.plan.tokenizer import encoded_prompt, fingerprint_of, load_tokenizer, with_tokens
 from pretrain.precision.formats.definition import Precision
 from pretrain.precision.schedule import PrecisionPhase, last_steps, phases_of
 from pretrain.precision.scope import check_scope
@@ -127,16 +127,12 @@ class Job:
 def prepare_job(
     recipe: Recipe,
     accelerator: Accelerator,
-    tokens_per_second: float | None = None,
     *,
     purpose: Purpose = "run",
     waited: Waited | None = None,
 ) -> Job:
-    """Check everything that can be checked, in the order of what it costs.
-
-    `tokens_per_second`: from which the plan computes hours. `waited`: the clock whose `packs` gets the time that packs take.
-    Raises InputError.
-    """
+    """Check everything that can be checked, in the order of what it costs. `waited`: the clock whose `packs` gets the time that
+    packs take. Raises InputError."""
     # What settings say by themselves, and whether the run folder, its beginning and its trackers are there to be used.
     run_dir, device_type, elsewhere = config.run_dir_of(recipe), accelerator.device.type, purpose == "elsewhere"
     config.begin_of(recipe)
@@ -201,7 +197,6 @@ def prepare_job(
         phases=phases if len(phases) > 1 else [],
         packs=len(data.train) if data and not data.stream else None,
         mixture=data.train.mixture() if data and isinstance(data.train, MixedPacks) else None,
-        tokens_per_second=tokens_per_second,
     )
     # Whether shards are gathered once a step: as the topology says, or where memory allows it.
     stated = gathers_once_a_step(accelerator)
@@ -229,7 +224,6 @@ def _choose_precisions(recipe: Recipe, device_type: str) -> list[tuple[float | i
 def _usable_tokenizer(recipe: Recipe, data: Data | None, model_config: PretrainedConfig) -> PreTrainedTokenizerBase | None:
     """The tokenizer that samples and the exported folder take, held against the model. InputError now where it cannot read a
     prompt, and not at the first evaluation."""
-    check_tokenizer(recipe.data, recipe.model, model_config.vocab_size)
     tokenizer = load_tokenizer(recipe.data, recipe.model, data, needed=bool(recipe.evaluate.samples))
     for prompt in recipe.evaluate.samples:
         try:

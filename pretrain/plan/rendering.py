@@ -79,18 +79,12 @@ def _horizon_lines(plan: Plan) -> list[str]:
 
 
 def _time_line(plan: Plan) -> str:
-    """Says how long the run takes at the stated speed; without one, at two utilisations between which runs of dense models
-    usually lie."""
-    peak = plan.peak_tflops
-    if speed := plan.tokens_per_second:
-        tflops = speed * plan.flops_per_token / units.TERA
-        share = f", {units.percent(tflops / peak)} of the {plan.computes} peak" if peak else ""
-        return f"{units.duration(plan.total_tokens / speed)} at {speed:,.0f} tokens/s ({tflops:.4g} TFLOP/s{share})"
-    if peak:
-        work, (low, high) = plan.flops_per_token * plan.total_tokens / (peak * units.TERA), ASSUMED_SHARES
-        shares = f"{100 * high:g} to {100 * low:g} % of the {plan.computes} peak, {peak:,.4g} TFLOP/s"
-        return f"{units.duration(work / high)} to {units.duration(work / low)} at {shares}: assumed, not measured"
-    return "not known: no speed is stated, and no peak says anything of this device or of emulation"
+    """Says how long the run takes at two utilisations between which runs of dense models usually lie."""
+    if not (peak := plan.peak_tflops):
+        return "not known: no peak says anything of this device or of emulation"
+    work, (low, high) = plan.flops_per_token * plan.total_tokens / (peak * units.TERA), ASSUMED_SHARES
+    shares = f"{100 * high:g} to {100 * low:g} % of the {plan.computes} peak, {peak:,.4g} TFLOP/s"
+    return f"{units.duration(work / high)} to {units.duration(work / low)} at {shares}: assumed, not measured"
 
 
 def _memory_lines(plan: Plan) -> list[str]:

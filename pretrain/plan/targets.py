@@ -58,7 +58,7 @@ class Target:
         layers = {each.precision.name: self._layers(job, each) for each in (active, *(each for _, each in phases))}
         usable = None if self.memory is None else int((1 - KEPT_FREE) * self.memory)
         devices = Devices(self.count, name=self.name, memory=usable, capability=self.capability)
-        whole = replace(job.plan, devices=devices, active=active, layers=layers, phases=phases, tokens_per_second=None)
+        whole = replace(job.plan, devices=devices, active=active, layers=layers, phases=phases)
         fitted = spend_spare_memory(whole)
         if self.count == 1 or usable is None or fitted.takes(1) <= usable:
             return fitted

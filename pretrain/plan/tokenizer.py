@@ -37,22 +37,24 @@ def with_tokens(model: ModelSettings, settings: DataSettings, data: Data | None,
     `data.tokenizer`, else the one that the packs remember. As it is where nothing is known of that, and of a `source` whose own
     tokenizer it is.
 
-    `needed`: a tokenizer that is not there is an InputError even where nothing is left open. Raises InputError, too, where the
-    packs were made with another tokenizer than `data.tokenizer`, and where `model.config` contradicts the tokenizer.
+    `needed`: a tokenizer that is not there is an InputError even where nothing is left open. Raises InputError, too, where
+    `data.tokenizer` is not that of the packs, or of the model's weights, and where `model.config` contradicts the tokenizer.
     """
     given, known = dict(model.config or {}), data.tokenizer if data else {}
     if not needed and not model.from_scratch and (model.source or "vocab_size" in given):
         return model
     if settings.tokenizer is not None:
-        named, made_with = load_text_tokenizer(settings.tokenizer).describe(), known.get("fingerprint")
-        if made_with not in (None, named["fingerprint"]):
-            raise InputError(
-                f"`data.tokenizer`: {settings.tokenizer} ({named['fingerprint'][:12]}) is not the tokenizer of {settings.packs} "
-                f"({known.get('name', 'unnamed')}, {made_with[:12]}); name that one, or leave `data.tokenizer` out"
-            )
+        named = load_text_tokenizer(settings.tokenizer).describe()
+        for whose, expected in ((settings.packs, known.get("fingerprint")), ("`model.source`", fingerprint_of(model))):
+            if expected not in (None, named["fingerprint"]):
+                raise InputError(
+                    f"`data.tokenizer`: {settings.tokenizer} ({named['fingerprint'][:12]}) is not the tokenizer of {whose} "
+                    f"({expected[:12]}); name that one, and prepare packs with it"
+                )
         known = named
-    own = model.source is not None and known.get("fingerprint") in (None, _fingerprint_at(model.repository, model))
-    if own or (model.source is not None and not model.from_scratch) or "vocab_size" not in known:
+    if "vocab_size" not in known or (model.source is not None and not model.from_scratch):
+        return model
+    if model.source is not None and known.get("fingerprint") in (None, _fingerprint_at(model.repository, model)):
         return model
     of_type = load_config(model if model.source else ModelSettings(config={"model_type": given["model_type"]}))
     return model.model_copy(update={"config": tokens_of(known, given, of_type)})
@@ -78,23 +80,6 @@ def tokens_of(tokenizer: Mapping[str, Any], given: Mapping[str, Any], config: Pr
             )
         values[f"{role}_token_id"] = own
     return {key: value for key, value in values.items() if hasattr(config, key)} | dict(given)
-
-
-def check_tokenizer(data: DataSettings, model: ModelSettings, vocab_size: int) -> None:
-    """InputError where `data.tokenizer` is not the model's or has more ids than `vocab_size`; for before text is prepared."""
-    if data.tokenizer is None or model.weights_source is None:
-        return
-    tokenizer, expected = load_text_tokenizer(data.tokenizer), fingerprint_of(model)
-    if expected not in (None, tokenizer.fingerprint):
-        raise InputError(
-            f"`data.tokenizer`: {data.tokenizer} ({tokenizer.fingerprint[:12]}) is not the tokenizer of `model.source` "
-            f"({expected[:12]}); set `data.tokenizer: {model.source}`"
-        )
-    if tokenizer.vocab_size > vocab_size:
-        raise InputError(
-            f"`data.tokenizer`: {data.tokenizer} has {tokenizer.vocab_size} ids, the model's vocabulary {vocab_size}; use the "
-            "model's own tokenizer"
-        )
 
 
 def fingerprint_of(model: ModelSettings) -> str | None:

@@ -56,7 +56,6 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
     parser = LaunchParser(description)
     parser.add_argument("--resume", default="auto", metavar="CHECKPOINT", help="default auto: the run's newest intact one")
     parser.add_argument("--accept-changes", action="store_true", help="continue a checkpoint although the recipe has changed")
-    parser.add_argument("--tokens-per-second", type=float, metavar="N", help="speed at which the plan reckons the hours")
     one = parser.add_mutually_exclusive_group()
     one.add_argument("--plan", action="store_true", help="say what would happen, check every setting, and stop")
     one.add_argument("--profile", action="store_true", help="record a step: profile.md and a trace in the run folder")

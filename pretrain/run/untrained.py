@@ -35,7 +35,7 @@ def plan_launch(arguments: argparse.Namespace) -> int:
     recipe = with_precision(load_recipe(arguments.recipe, arguments.overrides), os.environ)
     accelerator, notices = as_launched(recipe)
     refused_together(lambda: accelerator.is_main_process and check_writable(run_dir_of(recipe)))
-    job = prepare_job(recipe, accelerator, arguments.tokens_per_second, purpose="plan")
+    job = prepare_job(recipe, accelerator, purpose="plan")
     console = introduce_job(job, accelerator, notices)
     resumes = []
     if job.data is not None:  # packs that are not prepared belong to no checkpoint yet

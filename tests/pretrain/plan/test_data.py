@@ -14,7 +14,7 @@ from foundation.errors import InputError
 from packing.arrow import Pack, PackWriter
 from packing.settings import DataSettings
 from pretrain.plan.data import Data, check_labels, check_tokens, most_positions, open_data
-from pretrain.plan.tokenizer import check_tokenizer, fingerprint_of
+from pretrain.plan.tokenizer import fingerprint_of, with_tokens
 from pretrain.settings.recipe import ModelSettings
 
 WORDS = {word: index for index, word in enumerate(["<|endoftext|>", "the", "a", "cat", "dog", "sat", "ran", "on", "mat"])}
@@ -83,7 +83,7 @@ def test_another_tokenizer_with_as_many_words_is_refused(data: Data, settings: D
     with pytest.raises(InputError, match=r"packs: made with another tokenizer.*prepare the packs with the model's tokenizer"):
         check_tokens(data, len(WORDS), fingerprint_of(other))
     with pytest.raises(InputError, match=r"`data\.tokenizer`.*is not the tokenizer of `model\.source`"):
-        check_tokenizer(settings, other, vocab_size=len(WORDS))
+        with_tokens(other, settings, None, needed=True)
 
 
 def test_packs_that_do_not_know_their_vocabulary_are_read(small_packs: Path) -> None:
