@@ -9,9 +9,8 @@ Two comparisons, since they can bear two tolerances.
 * The quantized path against the unquantized one. Each product by itself (pretrain.verify.probe): its error must be what the
   format's quantizer makes. And the gradient's norm must stay within a factor of the unquantized one's.
 
-A few whole documents (or beginnings of long ones: a token sees none after it) are compared, and the labels of all others are
-masked in the fast path. So the plain side stays cheap, while the fast path computes whole microbatches of the run's own packs.
-Every label, position and offset of the step is compared as well.
+A few whole documents (or beginnings of long ones) are compared, and the labels of all others are masked in the fast path, which
+computes whole microbatches of the run's own packs. Every label, position and offset of the step is compared as well.
 
 Both sides have to predict other tokens than the text's. Where weights predict it, its loss and gradients are the exponentials of
 distances between logits: they vanish, and what rounds a logit by a tenth changes them by a tenth of themselves, most of it in a
@@ -316,9 +315,7 @@ def wrong_in_plain(parity: Parity) -> Iterator[str]:
 
 
 def _worst(wrong: Sequence[TensorParity | ProductParity]) -> str:
-    names = (each.name if isinstance(each, TensorParity) else f"{each.name} {each.gemm}" for each in wrong)
-    worst = ", ".join(f"{name} ({each.excess:.3g})" for name, each in list(zip(names, wrong, strict=True))[:SHOWN])
-    return f"how many times over what is tolerated: {worst}"
+    return f"how many times over what is tolerated: {', '.join(f'{each.name} ({each.excess:.3g})' for each in wrong[:SHOWN])}"
 
 
 # ── How far apart gradients are, and may be ────────────────────────────────────────────────────────────────────────────────────

@@ -50,15 +50,14 @@ OF_THE_RULE = 2.0**-20  # relative: a scale divides by what the library may mult
 class ProductParity:
     """One result; errors are norms relative to that of the unquantized product."""
 
-    name: str
-    gemm: str
+    name: str  # of the linear, and forward, dgrad or wgrad
     error: float
     least: float  # of the plain quantizer's errors
     most: float
     likeness: float | None  # cosine of the run's error and the plain one, over that of two plain ones; None: too small to tell
 
     @classmethod
-    def of(cls, name: str, gemm: str, exact: Tensor, error: Tensor, plain: Sequence[Tensor]) -> ProductParity | None:
+    def of(cls, name: str, exact: Tensor, error: Tensor, plain: Sequence[Tensor]) -> ProductParity | None:
         """Measures a sample of the unquantized product, of the run's error and of some of the plain quantizer's; None where the
         product is nothing but zeros."""
         norm = exact.norm(dtype=torch.float64)
@@ -69,7 +68,7 @@ class ProductParity:
         known = mean([_cosine(*pair) for pair in combinations(plain, 2)] or [1.0])
         sizes = [each.norm().item() for each in plain]
         likeness = alike / known if known > KNOWN_LIKENESS else None
-        return cls(name, gemm, error.norm().item(), min(sizes), max(sizes), likeness)
+        return cls(name, error.norm().item(), min(sizes), max(sizes), likeness)
 
     @property
     def excess(self) -> float:
@@ -152,7 +151,7 @@ def watching_products(packed: PackedLanguageModel, active: ActivePrecision) -> I
                 left, right = (quantized(name, *each) for each in zip(roles, operands, strict=True))
                 plain.append((left @ right.t() + added).to(result.dtype).float() - added - exact)
         error = result[rows][:, columns].float() - added - exact
-        products[name, gemm] = ProductParity.of(name, gemm, exact, error, plain)
+        products[name, gemm] = ProductParity.of(f"{name} {gemm}", exact, error, plain)
 
     with holding(
         context,

@@ -23,6 +23,8 @@ CAUGHT = [
     ("the labels of a step's third microbatch are shifted twice", "bf16"),
     ("one layer is left out", "fp32"),
     ("low precision is entered by no forward", "current"),
+    ("a recomputed layer is computed outside of low precision", "delayed"),
+    ("the head comes untied from the embedding", "current"),
     ("nothing is quantized, under the name of the precision", "current"),
     ("a weight's copy is that of an earlier step", "mxfp8"),
     ("values are truncated, not rounded", "current"),
