@@ -39,7 +39,7 @@ from pretrain.metrics.health import Health, StepDecision
 from pretrain.metrics.profile import StepProfile
 from pretrain.metrics.run_folder import RunFolder, check_free
 from pretrain.metrics.trackers import resolve
-from pretrain.model import distributed, sharding
+from pretrain.model import distributed
 from pretrain.model.packed import forward_backward, same_on_all_ranks
 from pretrain.model.wrapping import wrap_layers
 from pretrain.optimizer import adamw, schedule
@@ -69,7 +69,7 @@ def launch(arguments: argparse.Namespace) -> int:
     if recipe.deterministic:
         command_line.compute_in_a_fixed_order(os.environ)
     launched = with_topology(os.environ, has_gpu=torch.accelerator.is_available())
-    with distributed.as_accelerate_reads_it():  # in no precision of its own: the linears are converted below
+    with distributed.explaining_accelerate():  # in no precision of its own: the linears are converted below
         accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[distributed.RANKS_WAIT])
     distributed.complete_topology(accelerator, launched.replicas, gathers_as_fits=launched.gathers_as_fits)
 
@@ -124,7 +124,7 @@ def assemble(job: Job, accelerator: Accelerator, waited: Waited | None = None) -
     wrap_layers(model, recipe.model, cast_to=cast_to, compile_layers=compiled)
 
     optimizer, once_a_step = adamw.build_optimizer(model, recipe.optimizer, exact=exact), job.plan.devices.gathered
-    with sharding.placed_as_planned(accelerator, model, optimizer, job.compute_dtype, once_a_step=once_a_step):
+    with distributed.placed_as_planned(accelerator, model, optimizer, job.compute_dtype, once_a_step=once_a_step):
         model, _ = accelerator.prepare(model, optimizer)  # around the optimizer comes what only FP16 needs
     assembling.give_values(built, optimizer, exact=exact)
     assembling.sum_gradients_apart(job, accelerator, model)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,8 +33,7 @@ from pretrain.settings.recipe import Attention
 # `fa4` is `flash_attn` to a user: for names with "flash" transformers loads kernels of its own. Version 2 is torch's `varlen`.
 # On an H200, steps of Qwen3-1.7B are 1.5 % shorter with fa4 than with cudnn, which takes 0.71 of varlen's time
 # (benchmarks/results/h200_attention_in_steps.json).
-Kind = Literal["fa4", "cudnn", "varlen", "documents", "sdpa"]
-FASTEST_FIRST: tuple[Kind, ...] = get_args(Kind)
+FASTEST_FIRST = ("fa4", "cudnn", "varlen", "documents", "sdpa")
 MIN_MEASURED_HEAD_DIM = 64  # below, nobody has measured whether fa4 and cudnn are faster
 MAX_FLASH_HEAD_DIM = 256
 # torch 2.13 wants to be told that there are fewer KV heads than query heads, 2.11 takes them as they come and has no such flag.
@@ -69,7 +68,7 @@ def choose(requested: Attention, device_type: str, head_dim: int, dtype: torch.d
     raise InputError(f"model.attention: {requested} cannot be used here: {'; '.join(passed_over)}; set model.attention: auto")
 
 
-def _obstacle(kind: Kind, device_type: str, head_dim: int, dtype: torch.dtype) -> str | None:
+def _obstacle(kind: str, device_type: str, head_dim: int, dtype: torch.dtype) -> str | None:
     """Why a backend cannot run here and what would help; None if it can."""
     if kind == "sdpa":
         return None

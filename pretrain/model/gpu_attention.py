@@ -177,13 +177,6 @@ def _cudnn() -> ModuleType:
 
 def _side_by_side(ends: Tensor, scale: float) -> dict[str, Any]:
     """Documents side by side, each beginning where the last one ended. `thd`: tokens, heads, head dimension."""
-    return {
-        "cu_seqlens_q_padded": ends,
-        "cu_seqlens_kv_padded": ends,
-        "attn_scale": scale,
-        "cuda_graph": torch.cuda.is_current_stream_capturing(),
-        "qkv_layout": "thd_thd_thd",
-        "o_format": "thd",
-        "attn_mask_type": "padding_causal",
-        "window_size": (-1, 0),
-    }
+    options = {"qkv_layout": "thd_thd_thd", "o_format": "thd", "attn_mask_type": "padding_causal", "window_size": (-1, 0)}
+    options |= {"cu_seqlens_q_padded": ends, "cu_seqlens_kv_padded": ends, "attn_scale": scale}
+    return options | {"cuda_graph": torch.cuda.is_current_stream_capturing()}

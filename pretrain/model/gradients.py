@@ -192,8 +192,8 @@ class RankSums:
     backward, delayed scaling exchanges its amaxes in the default one, and which of the two comes first may differ between ranks.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], most: int = BUCKET) -> None:
-        """Collective: every rank has the same parameters, all with main gradients in one allocation. `most`: values a bucket."""
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Collective: every rank has the same parameters, all with main gradients in one allocation."""
         attached = {id(each): each for each in parameters if getattr(each, "main_grad", None) is not None}
         in_order = sorted(attached.values(), key=lambda each: each.main_grad.storage_offset())
         memory = in_order[0].main_grad._base
@@ -202,7 +202,7 @@ class RankSums:
         self._started = 0  # buckets
         self._under_way: deque[tuple[dist.Work, Tensor, Tensor]] = deque()  # the exchange, its FP32 values, and the sums
         self._ends: list[Node] = []  # of the graph; autograd itself keeps them, and their hooks, no longer than a graph
-        for members in _cut(in_order, most):
+        for members in _cut(in_order):
             begin, last = members[0].main_grad.storage_offset(), members[-1].main_grad
             bucket = _Bucket(memory[begin : last.storage_offset() + last.numel()], len(members))
             self._buckets.append(bucket)
@@ -256,11 +256,11 @@ class RankSums:
             sums.copy_(values)
 
 
-def _cut(parameters: Iterable[nn.Parameter], most: int) -> Iterator[list[nn.Parameter]]:
-    """Neighbours in buckets of at most `most` values. One that is larger has a bucket of its own: others need not wait for it."""
+def _cut(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Neighbours in buckets of at most BUCKET values. One that is larger has a bucket of its own: others need not wait for it."""
     bucket: list[nn.Parameter] = []
     for parameter in parameters:
-        if bucket and sum(map(torch.numel, bucket)) + parameter.numel() > most:
+        if bucket and sum(map(torch.numel, bucket)) + parameter.numel() > BUCKET:
             yield bucket
             bucket = []
         bucket.append(parameter)

@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -223,11 +222,7 @@ def named_tensors(hf: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def export(
-    hf: PreTrainedModel,
-    read: Callable[[str], Tensor],
-    tokenizer: Any | None,
-    folder: Path,
-    beside: Mapping[str, bytes] = MappingProxyType({}),
+    hf: PreTrainedModel, read: Callable[[str], Tensor], tokenizer: Any | None, folder: Path, beside: Mapping[str, bytes]
 ) -> None:
     """Write a folder that AutoModelForCausalLM (and AutoTokenizer, with `tokenizer`) loads; it appears whole or not at all.
 

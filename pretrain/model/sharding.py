@@ -31,62 +31,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
-from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils import _pytree as pytree
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from foundation.attributes import holding
 from pretrain.model.gradients import attach_sums, empty_sums, sum_rows_in_fp32, values_of_sums
-
-
-@contextmanager
-def placed_as_planned(
-    accelerator: Accelerator,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    compute_dtype: torch.dtype,
-    *,
-    once_a_step: bool = False,
-) -> Iterator[None]:
-    """`accelerator.prepare(model, optimizer)` within this puts the model on its device, or shards it under FSDP2, and leaves
-    `optimizer` with the parameters that training uses.
-
-    Under FSDP2, parameters are gathered in `compute_dtype`, `once_a_step` or for each use, and gradients are summed over ranks in
-    FP32. Elsewhere nothing is wrapped: DistributedDataParallel, which accelerate would put around the model, adds up in the
-    parameters' dtype, and `RankSums` of pretrain.model.gradients in FP32.
-    """
-    if not accelerator.is_fsdp2:
-        with holding(accelerator.state, distributed_type=DistributedType.NO):
-            yield
-        return
-    plugin = accelerator.state.fsdp_plugin
-    plugin.reshard_after_forward = not once_a_step
-    # A group of each decoder layer, whatever was asked for. accelerate asks the model for the classes of its layers; ours is
-    # around transformers' model and names none, and then all layers would be one group, gathered at once.
-    layers = {type(module).__name__ for module in model.modules() if isinstance(module, GradientCheckpointingLayer)}
-    plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap = transformer_auto_wrap_policy, sorted(layers)
-    plugin.mixed_precision_policy = MixedPrecisionPolicy(
-        param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
-    )
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    groups = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
-    del names  # or FSDP2 could not free the whole parameters as it shards them
-    yield
-    stay_on = torch.device("cpu") if isinstance(plugin.cpu_offload, CPUOffloadPolicy) else accelerator.device
-    model._apply(lambda each: torch.empty_like(each, device=stay_on) if each.is_meta else each)
-    # accelerate finds an optimizer's parameters again by their address, and on the meta device they have none.
-    shards = dict(model.named_parameters())
-    for group, of_group in zip(optimizer.param_groups, groups, strict=True):
-        group["params"] = [shards[name] for name in of_group]
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # a plain sum, or it would be one of values times a factor
 
 
 def part_from_first(values: Tensor | None, parameter: DTensor, dtype: torch.dtype) -> Tensor:

@@ -19,7 +19,7 @@ from foundation.command import CommandParser
 from foundation.errors import InputError
 from foundation.reading import one_line
 from pretrain.metrics.health import TrainingHalted
-from pretrain.model.distributed import RANKS_WAIT, as_accelerate_reads_it, complete_topology
+from pretrain.model.distributed import RANKS_WAIT, complete_topology, explaining_accelerate
 from pretrain.plan.memory import TAKES_LESS, is_out_of_memory
 from pretrain.run.running import Run
 from pretrain.settings.launch import with_topology
@@ -70,7 +70,7 @@ def as_launched(recipe: Recipe) -> tuple[Accelerator, tuple[str, ...]]:
     if recipe.deterministic:
         compute_in_a_fixed_order(os.environ)
     launch = with_topology(os.environ, has_gpu=torch.accelerator.is_available())
-    with as_accelerate_reads_it():
+    with explaining_accelerate():
         accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[RANKS_WAIT])
     complete_topology(accelerator, launch.replicas, gathers_as_fits=launch.gathers_as_fits)
     return accelerator, launch.notices

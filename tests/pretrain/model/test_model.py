@@ -94,7 +94,7 @@ def test_tied_heads_stay_tied_and_exports_load_as_plain_transformers_models(
     assert tied == (kind != "llama")
     for _ in range(2):  # writing again replaces
         (tmp_path / ".final.writing").mkdir()  # as an export that was killed leaves it
-        model.export(hf, hf.state_dict().__getitem__, None, tmp_path / "final")
+        model.export(hf, hf.state_dict().__getitem__, None, tmp_path / "final", {})
     assert [p.name for p in tmp_path.iterdir()] == ["final"]
     source = ModelSettings(source=str(tmp_path / "final"))
     options = {"weights": torch.float32, "seed": 1, "device": CPU, "backend": "packed_sdpa"}
@@ -111,7 +111,7 @@ def test_a_folder_that_holds_something_else_is_not_replaced(build_model: Callabl
     (tmp_path / "final").mkdir()
     (tmp_path / "final" / "mine.txt").write_text("mine")
     with pytest.raises(InputError, match=r"final: .*mine\.txt"):
-        model.export(hf, hf.state_dict().__getitem__, None, tmp_path / "final")
+        model.export(hf, hf.state_dict().__getitem__, None, tmp_path / "final", {})
     assert [path.name for path in (tmp_path / "final").iterdir()] == ["mine.txt"]
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from pretrain.model import gradients
 from pretrain.model.gradients import RankSums, attach_main_gradients, clear_main_gradients, gradient_of, was_reached
 from tests.moments import fork_context
 from tests.pretrain.model.adding_product import AddsToTheSum
@@ -71,9 +72,9 @@ def _as_rank(function: Callable, rank: int, port: int, end: Connection, argument
 
 def step(rank: int, takes: tuple[str, str], main: torch.dtype) -> dict[str, Any]:
     """Two microbatches of each rank, summed: the parameters' sums, and what was exchanged when."""
-    model = Branching()
+    model, gradients.BUCKET = Branching(), MOST  # in this process alone
     attach_main_gradients(model, main)
-    sums = RankSums(model.parameters(), most=MOST)
+    sums = RankSums(model.parameters())
     exchanged, all_reduce, early = [], dist.all_reduce, 0
 
     def noted(tensor: Tensor, **options: object) -> dist.Work:

@@ -16,10 +16,11 @@ from accelerate.state import AcceleratorState
 from packing.arrow import Pack
 from packing.batch import StepBatches, build_microbatch, sum_of_squares
 from pretrain.model import huggingface as model
+from pretrain.model.distributed import placed_as_planned
 from pretrain.model.gradients import RankSums, attach_main_gradients
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel, forward_backward, inputs_of
-from pretrain.model.sharding import Sharding, placed_as_planned
+from pretrain.model.sharding import Sharding
 from pretrain.model.wrapping import choose_arithmetic, convert, fuse, wrap_layers
 from pretrain.optimizer.adamw import ExactAdamW, build_optimizer, clear_gradients
 from pretrain.precision.product import PrecisionContext
