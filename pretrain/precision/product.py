@@ -126,12 +126,11 @@ class Product:
 class PlainProduct(Product):
     """Operands as they are: nothing is quantized."""
 
-    def __init__(self, name: str, *, searched: bool = False) -> None:
-        """`searched`: by the fastest of cublasLt's algorithms (pretrain.precision.searched)."""
-        self.name, self.members, self._searched = name, (name,), searched
+    def __init__(self, name: str) -> None:
+        self.name, self.members = name, (name,)
 
     def operand(self, role: Role, x: Tensor, *, both: bool = True) -> Tensor:
-        return x.contiguous() if self._searched and role == "grad_output" else x
+        return x.contiguous() if x.is_cuda else x
 
     def weight_operand(self, matrix: Callable[[], Tensor], **options: bool) -> Tensor:
         return matrix()
@@ -145,30 +144,12 @@ class PlainProduct(Product):
         bias: Tensor | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        if gemm == "forward" and self._searched and bias is None:
-            return searched.linear(left, right, residual)
         if gemm == "forward":
-            y = F.linear(left, right, bias)
-            return y if residual is None else y.add_(residual)
-        if gemm == "dgrad":
-            return (searched.input_gradient(left, right) if self._searched else left @ right).to(dtype)
-        return (left.t() @ right).to(dtype)
+            return searched.linear(left, right, bias, residual)
+        return (searched.input_gradient(left, right) if gemm == "dgrad" else left.t() @ right).to(dtype)
 
     def accumulate(self, total: Tensor, left: Tensor, right: Tensor, *, overwrite: bool = False) -> None:
-        add_product_(total, left.t(), right, overwrite=overwrite)
-
-
-def add_product_(total: Tensor, left: Tensor, right: Tensor, *, overwrite: bool = False) -> None:
-    """total [n, m] += left [n, k] @ right [k, m] in FP32, in one product where possible; `overwrite` leaves out what `total`
-    held, even NaN."""
-    if left.dtype == total.dtype:
-        total.addmm_(left, right, beta=0 if overwrite else 1)
-    elif total.is_cuda:
-        searched.add_product(total, left, right, overwrite)
-    elif overwrite:
-        total.copy_(left @ right)
-    else:
-        total += left @ right
+        searched.add_product_(total, left.t(), right, overwrite=overwrite)
 
 
 class LinearCall:

@@ -103,26 +103,34 @@ def multiply(
     return d
 
 
-def linear(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
-    """x [n, k] weight [m, k]^T as torch's linear, by `multiply` where it can; `residual` [n, m] added, which stays as it was. Not
-    differentiable, nor are the two below."""
-    y = multiply(weight, x, residual=residual)
+# Products in any dtype and on any device, by `multiply` where it can; not differentiable.
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+    """x [n, k] weight [m, k]^T + `bias` [m] as torch's linear; `residual` [n, m] added, which stays as it was."""
+    y = multiply(weight, x, residual=residual) if bias is None else None
     if y is not None:
         return y
-    y = F.linear(x, weight)
+    y = F.linear(x, weight, bias)
     return y if residual is None else y.add_(residual)
 
 
 def input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
-    """dy [n, m] weight [m, k], by `multiply` where it can."""
+    """dy [n, m] weight [m, k]."""
     dx = multiply(weight, dy, layout="NN")
     return dy @ weight if dx is None else dx
 
 
-def add_product(total: Tensor, left: Tensor, right: Tensor, overwrite: bool) -> None:
-    """total [n, m] FP32 += left [n, k] @ right [k, m] in BF16, by `multiply` where it can; `overwrite`: in place of what it held.
-    `left` is the transpose of what lies in memory, in a gradient of weights."""
-    if multiply(right, left.t(), layout="NT", total=total, overwrite=overwrite) is None:
+def add_product_(total: Tensor, left: Tensor, right: Tensor, *, overwrite: bool = False) -> None:
+    """total [n, m] += left [n, k] @ right [k, m] in FP32, in one product where possible; `overwrite` leaves out what `total`
+    held, even NaN. `left` is the transpose of what lies in memory, in a gradient of weights."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right, beta=0 if overwrite else 1)
+    elif not total.is_cuda and overwrite:
+        total.copy_(left @ right)
+    elif not total.is_cuda:
+        total += left @ right
+    elif multiply(right, left.t(), layout="NT", total=total, overwrite=overwrite) is None:
         torch.addmm(total, left, right, beta=0 if overwrite else 1, out_dtype=torch.float32, out=total)
 
 

@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pretrain.precision import searched
-from pretrain.precision.product import add_product_
-from pretrain.precision.searched import CublasLtError, Products, products_on
+from pretrain.precision.searched import CublasLtError, Products, add_product_, products_on
 from tests.gpu.test_fused_gpu import assemble, cosines, larger, train
 from tests.pretrain.model.fused.fused_models import inputs
 

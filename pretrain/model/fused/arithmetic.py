@@ -55,7 +55,7 @@ class StackedProduct:
         self.low = {backend: backend.product(name, *sizes, bias=False) for backend in low_precision}
         for product in self.low.values():
             product.members = self.members
-        self._plain = PlainProduct(name, searched=arithmetic.by >= By.KERNELS)
+        self._plain = PlainProduct(name)
         self.product: Product = self._plain  # of the forward under way, and of its backward
 
     # ── Parameters ────────────────────────────────────────────────────────────────────────────────────────────────────────────

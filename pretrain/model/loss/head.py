@@ -31,8 +31,8 @@ from transformers import PretrainedConfig
 from foundation.errors import InputError
 from packing.arrow import IGNORE
 from pretrain.model.loss.penalty import Penalty
-from pretrain.precision import searched
-from pretrain.precision.product import LinearCall, PrecisionContext, Product, TakesTurns, add_product_, summing_where
+from pretrain.precision.product import LinearCall, PrecisionContext, Product, TakesTurns, summing_where
+from pretrain.precision.searched import add_product_, linear
 from pretrain.settings.recipe import LossSettings
 
 # Of the sum of losses, by what the head multiplies: hidden states, in their dtype; weight [vocabulary, hidden] and bias, in FP32,
@@ -232,10 +232,8 @@ class ChunkLoss:
             refresh = self.low.context.first_microbatch and first
             call = LinearCall(self.low.product, self.low.context, refresh=refresh, differentiable=True)
             logits = call.forward(hidden.to(self.weight.dtype), self.weight, self.bias, keeps=d_weight is not None)
-        elif hidden.is_cuda and self.bias is None:
-            logits = searched.linear(hidden, self.weight)
         else:
-            logits = F.linear(hidden, self.weight, self.bias)
+            logits = linear(hidden, self.weight, self.bias)
         losses = self.penalty.gradient_(logits, labels) if self.penalty else softmax_gradient_(logits, labels)
         if self.low:
             needs = (d_hidden is not None, d_weight is not None)
