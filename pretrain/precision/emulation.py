@@ -176,9 +176,9 @@ class EmulatedProduct(Product):
     def save(self, operand: BothWays) -> tuple[Sequence[Tensor | None], Any]:
         return (operand.x, operand.scale), None
 
-    def restore(self, tensors: Sequence[Tensor | None], rest: Any) -> BothWays:
+    def restore(self, tensors: Sequence[Tensor | None], rest: Any) -> list[BothWays]:
         x, scale = tensors
-        return BothWays(None, self.quantized("input", x, "rows", scale))
+        return [BothWays(None, self.quantized("input", x, "rows", scale))]
 
 
 def multiply(left: Operand, right: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:

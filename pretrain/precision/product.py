@@ -94,20 +94,22 @@ class Product:
         """Adds the weight's gradient to `total` [out, in], FP32 or BF16; `overwrite`: takes its place."""
         (total.zero_() if overwrite else total).add_(self.multiply("wgrad", left, right, torch.float32))
 
-    def save(self, operand: Operand) -> tuple[Sequence[Tensor | None], Any]:
-        """The input, from now on needed for the weight's gradient alone, as tensors that autograd can save, and what `restore`
-        needs beside them."""
-        return (operand,), None
+    def save(self, *operands: Operand) -> tuple[Sequence[Tensor | None], Any]:
+        """Inputs, from now on needed for weights' gradients alone, as tensors that autograd can save, and what `restore` needs
+        beside them. Other tensors may be among them."""
+        return operands, None
 
-    def restore(self, tensors: Sequence[Tensor | None], rest: Any) -> Operand:
-        return tensors[0]
+    def restore(self, tensors: Sequence[Tensor | None], rest: Any) -> Sequence[Operand]:
+        return tensors
 
-    def is_first_in_forward(self) -> bool:
-        """Whether this is the first product of the forward under way: its backward is the last one's, and calls
-        `finish_backward`."""
+    @staticmethod
+    def is_first_in_forward() -> bool:
+        """Whether no quantized product of the forward under way came before, asked once by each: the first one's backward is the
+        last one's, and calls `finish_backward`."""
         return False
 
-    def finish_backward(self) -> None:
+    @staticmethod
+    def finish_backward() -> None:
         """All gradients of this microbatch have been quantized: histories of delayed scaling move on."""
 
     def __call__(
@@ -187,7 +189,7 @@ class LinearCall:
             dx = product.multiply("dgrad", gradient, self._weight, dy.dtype)
             context.show_result(product.name, "dgrad", dx)
         if needs[1]:
-            x, self.tensors = product.restore(self.tensors, self._rest), ()  # autograd's graph would keep them
+            (x,), self.tensors = product.restore(self.tensors, self._rest), ()  # autograd's graph would keep them
             dw = context.weight_gradient(product, gradient, x, dtype, total, overwrite=overwrite)
         if self._ends_backward:
             product.finish_backward()

@@ -178,47 +178,32 @@ class TransformerEngineProduct(Product):
         with watched(self.members, gemm):
             return library().cpp_extensions.general_gemm(right, left, use_split_accumulator=split, **options)[0]
 
-    def save(self, operand: Any) -> tuple[Sequence[Tensor | None], Any]:
-        return save(operand)
+    @staticmethod
+    def save(*operands: Any) -> tuple[Sequence[Tensor | None], Any]:
+        te = library()
+        for operand in operands:
+            if isinstance(operand, te.QuantizedTensorStorage):
+                operand.update_usage(rowwise_usage=False)
+        return te.prepare_for_saving(*operands)
 
-    def restore(self, tensors: Sequence[Tensor | None], rest: Any) -> Any:
-        return restore(tensors, rest)[0]
+    @staticmethod
+    def restore(tensors: Sequence[Tensor | None], rest: Any) -> list[Any]:
+        return list(library().restore_from_saved(rest, list(tensors)))
 
-    def is_first_in_forward(self) -> bool:
-        return is_first_in_forward()
+    @staticmethod
+    def is_first_in_forward() -> bool:
+        manager = library().quantization.FP8GlobalStateManager
+        if not manager.is_fp8_enabled():
+            return False
+        state = manager.quantization_state
+        before, first = state.is_first_fp8_module, manager.is_first_fp8_module()
+        if library().distributed.in_fp8_activation_recompute_phase():
+            state.is_first_fp8_module = before  # the answer was given in forward, and is asked for again
+        return first
 
-    def finish_backward(self) -> None:
-        finish_backward()
-
-
-def save(*operands: Any) -> tuple[Sequence[Tensor | None], Any]:
-    """`Product.save` for several operands, plain tensors among them."""
-    te = library()
-    for operand in operands:
-        if isinstance(operand, te.QuantizedTensorStorage):
-            operand.update_usage(rowwise_usage=False)
-    return te.prepare_for_saving(*operands)
-
-
-def restore(tensors: Sequence[Tensor | None], rest: Any) -> list[Any]:
-    return list(library().restore_from_saved(rest, list(tensors)))
-
-
-def is_first_in_forward() -> bool:
-    """Whether no quantized product of the forward under way came before; asked once by each."""
-    manager = library().quantization.FP8GlobalStateManager
-    if not manager.is_fp8_enabled():
-        return False
-    state = manager.quantization_state
-    before, first = state.is_first_fp8_module, manager.is_first_fp8_module()
-    if library().distributed.in_fp8_activation_recompute_phase():
-        state.is_first_fp8_module = before  # the answer was given in forward, and is asked for again
-    return first
-
-
-def finish_backward() -> None:
-    """Delayed scaling moves its backward histories on: all gradients of this microbatch have been seen."""
-    library().quantization.FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
+    @staticmethod
+    def finish_backward() -> None:
+        library().quantization.FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
 
 
 class TransformerEngineBackend:

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from pretrain.model.fused import formulas
-from pretrain.precision import transformer_engine
 from pretrain.precision.formats.definition import Role
 from pretrain.precision.observed import watched
 from pretrain.precision.product import Backend, Gemm, Operand, PlainProduct, PrecisionContext, Product
+from pretrain.precision.transformer_engine import TransformerEngineProduct
 
 ROTARY_KERNEL_DIMS = (32, 64, 128)  # other heads (80 values in Phi-2) would leave lanes of a tile idle
 
@@ -319,13 +319,13 @@ class Arithmetic:
 
     def is_first_in_forward(self) -> bool:
         """Whether the node that asks is the first of a low-precision forward, whose backward is therefore the last."""
-        return self.by == By.TRANSFORMER_ENGINE and transformer_engine.is_first_in_forward()
+        return self.by == By.TRANSFORMER_ENGINE and TransformerEngineProduct.is_first_in_forward()
 
     def save(self, ctx: FunctionCtx, *operands: Operand | None) -> None:
         """ctx.save_for_backward for operands of any kind; of a quantized one, what the weight's gradient takes. Nothing where
         there is no backward."""
         if self.differentiable:
-            tensors, ctx.rest = transformer_engine.save(*operands) if self.by == By.TRANSFORMER_ENGINE else (operands, None)
+            tensors, ctx.rest = TransformerEngineProduct.save(*operands) if self.by == By.TRANSFORMER_ENGINE else (operands, None)
             ctx.save_for_backward(*tensors)
 
     def saved(self, ctx: FunctionCtx) -> list[Operand | None]:
@@ -333,4 +333,4 @@ class Arithmetic:
         if self.by != By.TRANSFORMER_ENGINE:
             return list(ctx.saved_tensors)
         rest, ctx.rest = ctx.rest, None
-        return transformer_engine.restore(ctx.saved_tensors, rest)
+        return TransformerEngineProduct.restore(ctx.saved_tensors, rest)

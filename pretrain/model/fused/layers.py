@@ -25,7 +25,7 @@ from pretrain.model.fused.formulas import HeadNorms, Heads
 from pretrain.model.gpu_attention import cudnn_backward, cudnn_forward, flash_backward_in_parts, flash_forward
 from pretrain.precision.product import Backend
 from pretrain.precision.scope import LINEARS, Decision
-from pretrain.precision.transformer_engine import finish_backward
+from pretrain.precision.transformer_engine import TransformerEngineProduct
 
 Gradients = tuple[Tensor | None, ...]
 # Attention that is one with the rotation before it: forward and backward, by the name that transformers knows it by. Backward may
@@ -254,7 +254,7 @@ class NormedAttention(torch.autograd.Function):
         of_weights = product.weight_gradients(dqkv, normed)
         dx, of_norm = arithmetic.norm_backward(d_normed, x, rstd, layer.norms[0], residual)
         if ctx.is_first_in_forward:
-            finish_backward()
+            TransformerEngineProduct.finish_backward()
         of_head_norms = of_head_norms[: len(layer.head_norms)]
         return None, None, None, dx, None, None, of_norm, *of_head_norms, *of_weights, *of_biases
 

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from packing.arrow import IGNORE
 from pretrain.model.loss.softmax_kernel import quantized_softmax_gradient, softmax_loss
-from pretrain.precision import transformer_engine
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.searched import fp8_dtype
 from pretrain.precision.transformer_engine import TransformerEngineProduct
@@ -42,7 +41,7 @@ def fused_head(product: TransformerEngineProduct, weight: Tensor, context: Preci
 
     product.begin(torch.empty(0, dtype=_BF16, device=weight.device))  # all that is asked of the input is its dtype and device
     try:
-        alone = transformer_engine.is_first_in_forward()
+        alone = product.is_first_in_forward()
         quantized = product.weight_operand(matrix, refresh=context.first_microbatch, differentiable=True)
         if context.observers:
             context.show(product.name, "weight", matrix())
@@ -51,7 +50,7 @@ def fused_head(product: TransformerEngineProduct, weight: Tensor, context: Preci
         product.end()
     if alone and product.backend.precision.keeps_history:
         # Histories of backward move on in the backward of a forward's first module. With nothing before it, that is this one.
-        transformer_engine.finish_backward()
+        product.finish_backward()
 
 
 @dataclass(frozen=True)
