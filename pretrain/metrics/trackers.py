@@ -220,7 +220,7 @@ def check_login(names: Sequence[str]) -> None:
         if wandb.setup().settings.mode not in ("online", "shared") or wandb.login(prompt=False, timeout=10):
             return
         reason = "it has no key"
-    except wandb.Error as error:  # a server that is away, a key that it does not take
+    except (OSError, ValueError, RuntimeError, wandb.Error) as error:  # a server that is away, a key that it does not take
         reason = str(error)
     raise InputError(
         f"`log.trackers`: wandb: {reason}; run `wandb login` or set WANDB_API_KEY, or WANDB_MODE=offline for `wandb sync` later"
