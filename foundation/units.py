@@ -32,16 +32,11 @@ def duration(seconds: float) -> str:
     """The two units that matter: 0.42 s, 38 s, 4 m 05 s, 1 h 52 m, 3 d 04 h."""
     if seconds < 9.95:
         return f"{seconds:.2g} s" if seconds < 0.995 else f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} m {whole % 60:02d} s"
-    minutes = round(seconds / 60)
-    if minutes < 24 * 60:
-        return f"{minutes // 60} h {minutes % 60:02d} m"
-    hours = round(seconds / 3600)
-    return f"{hours // 24} d {hours % 24:02d} h"
+    for size, large, small, step in ((86_400, "d", "h", 3600), (3600, "h", "m", 60), (60, "m", "s", 1)):
+        rounded = round(seconds / step) * step
+        if rounded >= size:
+            return f"{rounded // size} {large} {rounded % size // step:02d} {small}"
+    return f"{round(seconds)} s"
 
 
 def memory(gib: float) -> str:

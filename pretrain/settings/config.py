@@ -20,8 +20,8 @@ from foundation.settings import given_once, parse, place_of, value_from_text
 from pretrain.precision import schedule
 from pretrain.settings.recipe import Recipe
 
-# Keys of which a recipe sets at most one: naming one on the command line takes the others out of the file's values.
-ALTERNATIVES = (("train.steps", "train.tokens", "train.epochs"),)
+# Keys of which a recipe sets one: naming one on the command line takes the others out of the file's values.
+HORIZON = ("train.steps", "train.tokens", "train.epochs")
 
 _NOT_IDENTITY = (
     *("name", "run_dir", "log.", "checkpoint.", "evaluate.", "health.", "parity", "deterministic", "batch.microbatch"),
@@ -56,46 +56,38 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     recipe has one."""
     given = given_once(map(_split_override, overrides))
     values = {key: value_from_text(Recipe, key, text) for key, text in given.items()}
-    require_one_of_each(values, "command line")
+    if len(both := [key for key in HORIZON if values.get(key) is not None]) > 1:
+        raise InputError(f"command line: sets `{both[0]}` and `{both[1]}`, of which a run has one; leave the other out")
     return values
-
-
-def require_one_of_each(values: Mapping[str, Any], origin: str) -> None:
-    """InputError, which begins with `origin`, where `values` set two keys of which a recipe has one."""
-    for group in ALTERNATIVES:
-        if len(both := [key for key in group if values.get(key) is not None]) > 1:
-            raise InputError(f"{origin}: sets `{both[0]}` and `{both[1]}`, of which a run has one; leave the other out")
 
 
 def layered(overrides: Sequence[str]) -> tuple[str, ...]:
     """Returns `overrides` without those that later ones replace."""
-    kept: dict[str, str] = {}
+    layers: dict[str, str] = {}
     for text in overrides:
         key, value = _split_override(text)
         for replaced in _replaced_by(key, value_from_text(Recipe, key, value)):
-            kept.pop(replaced, None)
-        kept[key] = text
-    return tuple(kept.values())
+            layers.pop(replaced, None)
+        layers[key] = text
+    return tuple(layers.values())
 
 
 def _replaced_by(key: str, value: Any) -> tuple[str, ...]:
     """Returns the keys that have no value of before any more where `key` is set to `value`, itself among them."""
-    return next((group for group in ALTERNATIVES if key in group and value is not None), (key,))
+    return HORIZON if key in HORIZON and value is not None else (key,)
 
 
 def _over(values: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     """Returns what a file says, put over what it builds on: key by key of each section, but a key's value, such as that of
     `model.config`, as a whole."""
-    values = {key: dict(value) if isinstance(value, dict) else value for key, value in values.items()}
-    for group in ALTERNATIVES:
-        section = group[0].partition(".")[0]
-        mine = own.get(section)
-        if isinstance(mine, dict) and any(mine.get(key.partition(".")[2]) is not None for key in group):
-            values[section] = {k: v for k, v in (values.get(section) or {}).items() if f"{section}.{k}" not in group}
-    for key, value in own.items():
-        there = values.get(key)
-        values[key] = {**there, **value} if isinstance(there, dict) and isinstance(value, dict) else value
-    return values
+    merged = dict(values)
+    for section, mine in own.items():
+        below = merged.get(section)
+        if isinstance(below, dict) and isinstance(mine, dict):
+            gone = {replaced for key, value in mine.items() for replaced in _replaced_by(f"{section}.{key}", value)}
+            mine = {key: value for key, value in below.items() if f"{section}.{key}" not in gone} | mine
+        merged[section] = mine
+    return merged
 
 
 def run_dir_of(recipe: Recipe) -> Path:
