@@ -66,15 +66,13 @@ def replace_file(path: Path, data: bytes) -> None:
     fsync(path.parent)
 
 
-def save_file(path: Path, data: bytes, remedy: str = "name another file") -> None:
-    """`replace_file` with InputError in place of OSError: it says why the file cannot be written, and what to do, which is
-    `remedy` unless there is no room. Makes the folder of `path` where there is none."""
+def save_file(path: Path, data: bytes) -> None:
+    """`replace_file` with InputError in place of OSError. Makes the folder of `path` where there is none."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, data)
     except OSError as error:
-        full = no_room(error)
-        remedy = f"{full}, then run the same command again" if full else remedy
+        remedy = no_room(error) or "what it held before is untouched"
         raise InputError(f"{path}: cannot be written: {error.strerror}; {remedy}") from None
 
 

@@ -52,4 +52,4 @@ class StepProfile:
         recorded.export_chrome_trace(str(self._folder / TRACE_FILE))
         by = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
         table = recorded.key_averages().table(sort_by=by, row_limit=ROWS, max_name_column_width=80)
-        save_file(self._folder / TABLE_FILE, f"```\n{table}\n```\n".encode(), "what it held before is untouched")
+        save_file(self._folder / TABLE_FILE, f"```\n{table}\n```\n".encode())

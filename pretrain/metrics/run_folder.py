@@ -66,12 +66,12 @@ class RunFolder(ExitStack):
 
     def write_json(self, path: Path, content: Mapping[str, Any]) -> None:
         """Replace the file at `path` by `content`, at no moment half; InputError where the disk refuses."""
-        save_file(path, json.dumps(content, indent=2).encode() + b"\n", "what it held before is untouched")
+        save_file(path, json.dumps(content, indent=2).encode() + b"\n")
 
     def write_yaml(self, path: Path, content: Mapping[str, Any]) -> None:
         """Does what `write_json` does, in YAML with the keys in their order; `content` is plain JSON-like values."""
         text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=120)
-        save_file(path, text.encode(), "what it held before is untouched")
+        save_file(path, text.encode())
 
 
 def check_free(path: Path) -> None:
