@@ -42,8 +42,6 @@ def mode_of(weight: Tensor, remainder: Tensor | None) -> Weights:
     """The weight mode that stores its weights like this."""
     if remainder is not None:
         return "bf16_exact"
-    if weight.dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"weights are FP32 or BF16, not {weight.dtype}")
     return "fp32" if weight.dtype == torch.float32 else "bf16"
 
 

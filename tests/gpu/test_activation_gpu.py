@@ -16,7 +16,8 @@ if torch.cuda.is_available():
     te = pytest.importorskip("transformer_engine.pytorch", reason="needs Transformer Engine")
     import transformer_engine_torch as tex
 
-    from pretrain.model.fused.activation import swiglu, swiglu_backward
+    from pretrain.model.fused.activation_kernel import quantized_swiglu as swiglu
+    from pretrain.model.fused.activation_kernel import quantized_swiglu_backward as swiglu_backward
 
 TOKENS, WIDTH, OUT = 1024, 1536, 512
 SCALES = {"activated": 3.1, "gradient": 40.0, "weight": 100.0}

@@ -144,7 +144,7 @@ def check_tensor_scaled(written: TensorScaled, exact: Tensor, grid: Grid) -> Non
 )
 def test_one_scale_for_the_tensor(rows: int, columns: int, formats: tuple[Grid, Grid], scales: tuple[float | None, float | None]):
     """Delayed scaling with two scales, of which the larger ones saturate, and current scaling."""
-    tokens, width = 64 * rows, 64 * columns
+    tokens, width = 32 * rows, 128 * columns
     hidden, d_activated = inputs(tokens, width, seed=tokens + width)
     exact, exact_gradient = by_autograd(hidden, d_activated)
     activated = tensor_scaled(formats[0], (tokens, width), scale=scales[0])

@@ -3,6 +3,10 @@
 `hidden` [T, 2 F] holds the gate in its first half and up in its second; activated = silu(gate) * up, in FP32 from BF16. Backward
 reads `hidden` anyway and makes the activated values again on the way: their transpose, which only the weight gradient needs,
 costs no memory from forward to backward. Multiplications and additions are not fused, so both have the same bits.
+
+Codes are Transformer Engine's FP8 tensors with one scale. Its own kernels write the gradient in BF16, read it again to quantize
+and transpose it, and transpose the activated values in a kernel of their own. What is quantized has been rounded to BF16 first,
+as in the unfused model and in the emulation; current scaling's amax is from before that rounding, there and here.
 """
 
 from __future__ import annotations
@@ -36,9 +40,8 @@ class Tile(NamedTuple):
     warps: int
 
 
-# 32 bytes of a transpose's row are a sector of memory, whole. Larger tiles leave fewer programs in flight.
+# Of codes. 32 bytes of a transpose's row are a sector of memory, whole. Larger tiles leave fewer programs in flight.
 FORWARD, BACKWARD = Tile(32, 128, 4), Tile(32, 128, 8)
-NARROW = Tile(64, 64, 4)  # for both, where F is no multiple of 128
 
 
 @triton.jit
@@ -192,10 +195,68 @@ def _along_rows(hidden: Tensor) -> Tile:
 # ── In codes ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def divides(hidden: Tensor) -> bool:
-    """Whether the kernels that write codes take `hidden` [T, 2 F]: contiguous BF16, whole tiles."""
-    whole = hidden.shape[0] % NARROW.rows == 0 and hidden.shape[1] % (2 * NARROW.columns) == 0
-    return whole and hidden.dtype == torch.bfloat16 and hidden.is_contiguous()
+def takes(hidden: Tensor, quantizer: Any) -> bool:
+    """Whether the kernels write what Transformer Engine's `quantizer` would, of `hidden` [T, 2 F]: FP8 with one scale a tensor,
+    of contiguous BF16 in whole tiles."""
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
+
+    if isinstance(quantizer, Float8CurrentScalingQuantizer) and quantizer.with_amax_reduction:
+        return False
+    whole = hidden.shape[0] % FORWARD.rows == 0 and hidden.shape[1] % (2 * FORWARD.columns) == 0
+    tensor_scaled = isinstance(quantizer, Float8CurrentScalingQuantizer | Float8Quantizer)
+    return tensor_scaled and whole and hidden.dtype == torch.bfloat16 and hidden.is_contiguous()
+
+
+def quantized_swiglu(hidden: Tensor, quantizer: Any) -> tuple[Any, Tensor]:
+    """hidden [T, 2 F] -> the activated values [T, F] in codes, by rows alone; and their scale, FP32 [1], with which backward
+    makes them again."""
+    shape = len(hidden), hidden.shape[1] // 2
+    activated, written = _allocate(quantizer, shape, hidden.device, rows=True, columns=False)
+    write_swiglu(hidden, written)
+    return activated, written.used
+
+
+def quantized_swiglu_backward(
+    d_activated: Tensor, hidden: Tensor, gradient_quantizer: Any, activated_quantizer: Any, scale: Tensor
+) -> tuple[Any, Any]:
+    """The gradient of `hidden` [T, 2 F] in what the usages of `gradient_quantizer` say, and the activated values [T, F] as the
+    next product's weight gradient takes them: columnwise, with forward's `scale`. `d_activated` [T, F] and `hidden` are BF16."""
+    usages = {"rows": gradient_quantizer.rowwise_usage, "columns": gradient_quantizer.columnwise_usage}
+    d_hidden, gradient = _allocate(gradient_quantizer, hidden.shape, hidden.device, **usages)
+    activated, again = _allocate(activated_quantizer, d_activated.shape, hidden.device, rows=False, columns=True, scale=scale)
+    write_swiglu_backward(d_activated.contiguous(), hidden, gradient, again)
+    return d_hidden, activated
+
+
+def _allocate(
+    quantizer: Any, shape: tuple[int, ...], device: torch.device, *, rows: bool, columns: bool, scale: Tensor | None = None
+) -> tuple[Any, TensorScaled]:
+    """What `quantizer` would make of a tensor [M, K], and its parts, for a kernel to write. With `scale` it is quantized by that,
+    and no amax is recorded."""
+    from transformer_engine.pytorch.constants import TE_DType_To_Torch
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
+    from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
+    from transformer_engine.pytorch.utils import is_non_tn_fp8_gemm_supported
+
+    if is_non_tn_fp8_gemm_supported():  # from Blackwell on, products read both ways, and there are no transposes
+        rows, columns = True, False
+    by_rows = torch.empty(shape, dtype=torch.uint8, device=device) if rows else None
+    by_columns = torch.empty(shape[::-1], dtype=torch.uint8, device=device) if columns else None
+    scale_inv, amax, used = torch.empty(1, device=device), None, None
+    if scale is None and isinstance(quantizer, Float8Quantizer):  # delayed scaling
+        scale, amax, used = quantizer.scale, quantizer.amax, torch.empty(1, device=device)
+    elif scale is None:
+        amax, used = torch.zeros(1, device=device), torch.empty(1, device=device)
+    written = TensorScaled(TE_DType_To_Torch[quantizer.dtype], by_rows, by_columns, scale_inv, scale, amax, used)
+    tensor = Float8TensorStorage(
+        data=by_rows,
+        data_transpose=by_columns,
+        fp8_scale_inv=scale_inv,
+        fp8_dtype=quantizer.dtype,
+        fake_dtype=torch.bfloat16,
+        quantizer=quantizer,
+    )
+    return tensor, written
 
 
 def write_swiglu(hidden: Tensor, activated: TensorScaled) -> None:
@@ -203,27 +264,19 @@ def write_swiglu(hidden: Tensor, activated: TensorScaled) -> None:
     if activated.scale is None:
         _find_amax(None, hidden, activated.amax)
     arguments = (hidden, activated.rows, activated.scale, activated.amax, activated.used, activated.scale_inv)
-    _launch(_swiglu_forward, _tile(hidden, FORWARD), hidden, *arguments, hidden.shape[1] // 2, TYPES[activated.dtype])
+    _launch(_swiglu_forward, FORWARD, hidden, *arguments, hidden.shape[1] // 2, TYPES[activated.dtype])
 
 
 def write_swiglu_backward(d_activated: Tensor, hidden: Tensor, d_hidden: TensorScaled, activated: TensorScaled) -> None:
-    """Write the gradient of `hidden` [T, 2 F], from that of the activated values [T, F], both BF16, and the activated values.
-
-    Both are rounded to BF16 first. The activated values are written with the scale that `activated` gives.
-    """
+    """Write the gradient of `hidden` [T, 2 F], from that of the activated values [T, F], both BF16, and the activated values,
+    with the scale that `activated` gives."""
     if d_hidden.scale is None:
         _find_amax(d_activated, hidden, d_hidden.amax)
     gradient = (d_hidden.rows, d_hidden.columns, d_hidden.scale, d_hidden.amax, d_hidden.scale_inv)
     again = (activated.rows, activated.columns, activated.scale, activated.scale_inv)
     types = TYPES[d_hidden.dtype], TYPES[activated.dtype]
-    tile = _tile(hidden, BACKWARD)
-    _launch(_swiglu_backward, tile, hidden, d_activated, hidden, *gradient, *again, *d_activated.shape, *types)
+    _launch(_swiglu_backward, BACKWARD, hidden, d_activated, hidden, *gradient, *again, *d_activated.shape, *types)
 
 
 def _find_amax(d_activated: Tensor | None, hidden: Tensor, amax: Tensor) -> None:
-    _launch(_swiglu_amax, _tile(hidden, FORWARD), hidden, d_activated, hidden, amax, hidden.shape[1] // 2)
-
-
-def _tile(hidden: Tensor, tile: Tile) -> Tile:
-    """`tile` where it divides `hidden`; else NARROW, which does, as `divides` has asked."""
-    return NARROW if hidden.shape[1] // 2 % tile.columns else tile
+    _launch(_swiglu_amax, FORWARD, hidden, d_activated, hidden, amax, hidden.shape[1] // 2)

@@ -278,12 +278,10 @@ class Arithmetic:
         if (quantizer := down.quantizer("input")) is not None:
             import transformer_engine_torch as tex
 
-            from pretrain.model.fused import activation
-
             if down.watched:
                 down.show("input", tex.swiglu(hidden, None))
-            if gate_up.low_precision and activation.takes(hidden, quantizer):
-                return activation.swiglu(hidden, quantizer)
+            if gate_up.low_precision and self._activation().takes(hidden, quantizer):
+                return self._activation().quantized_swiglu(hidden, quantizer)
             activated = tex.swiglu(hidden, quantizer)
             return activated, activated
         return down.operand(self._activation().swiglu(hidden)), None
@@ -299,15 +297,14 @@ class Arithmetic:
             return gate_up.gradient_operand(d_hidden), down.product.operand("input", activated), biases
         import transformer_engine_torch as tex
 
-        from pretrain.model.fused import activation
-
         biases, of_gate_up = [], gate_up.quantizer("grad_output")
         if gate_up.watched or gate_up.biases:  # who looks at the gradient, or sums it, wants it unquantized
             in_bf16 = tex.dswiglu(d_activated, hidden, None)
             gate_up.show("grad_output", in_bf16)
             biases = gate_up.bias_gradients(in_bf16)
-        if gate_up.low_precision and activation.takes(hidden, of_down):
-            return *activation.swiglu_backward(d_activated, hidden, of_gate_up, of_down, kept), biases
+        if gate_up.low_precision and self._activation().takes(hidden, of_down):
+            codes = self._activation().quantized_swiglu_backward(d_activated, hidden, of_gate_up, of_down, kept)
+            return *codes, biases
         return tex.dswiglu(d_activated.contiguous(), hidden, of_gate_up), kept, biases
 
     def _activation(self) -> ModuleType:

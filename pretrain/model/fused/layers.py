@@ -80,8 +80,6 @@ def assess_layer(name: str, layer: nn.Module, decisions: Mapping[str, Decision])
     """
     inner = [f"{name}.{part}" for part, module in layer.named_modules() if isinstance(module, LINEARS)]
     low = frozenset(linear for linear in inner if decisions and decisions[linear].reason is None)
-    if any(module._forward_hooks or module._forward_pre_hooks for module in layer.modules()):
-        return "has hooks, which no module of a fused layer would run", low
     if f"{type(layer).__module__}.{type(layer).__qualname__}" not in _FUSED:
         return f"no fused form of {type(layer).__name__}", low
     if layer.self_attn.config.hidden_act not in ("silu", "swish"):

@@ -72,11 +72,10 @@ def _rms_norm_backward(
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Returns the norm of x [tokens, width], BF16 and contiguous as x, and its rstd [tokens], FP32."""
     tokens, width = x.shape
-    height, step = _tile(width)
+    height, step, warps = _tile(width)
     y, rstd = torch.empty_like(x), torch.empty(tokens, dtype=torch.float32, device=x.device)
-    _rms_norm[(triton.cdiv(tokens, height),)](
-        *(x, weight, y, rstd, tokens, eps, width, height, step), num_warps=_warps(height, step), enable_fp_fusion=False
-    )
+    arguments = (x, weight, y, rstd, tokens, eps, width, height, step)
+    _rms_norm[(triton.cdiv(tokens, height),)](*arguments, num_warps=warps, enable_fp_fusion=False)
     return y, rstd
 
 
@@ -84,23 +83,17 @@ def rms_norm_backward(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, resid
     """Returns the gradient of x with `residual` added, and that of `weight` [width], FP32, from the gradient of the norm of x and
     its rstd [tokens], FP32. All others are BF16 [tokens, width], contiguous."""
     tokens, width = x.shape
-    height, step = _tile(width)
+    height, step, warps = _tile(width)
     rows = height * triton.cdiv(tokens, height * PROGRAMS)
     programs = triton.cdiv(tokens, rows)
     dx, sums = torch.empty_like(x), torch.empty(programs, width, dtype=torch.float32, device=x.device)
-    _rms_norm_backward[(programs,)](
-        *(dy, x, rstd, weight, residual, dx, sums, tokens, rows, width, height, step),
-        num_warps=_warps(height, step),
-        enable_fp_fusion=False,
-    )
+    arguments = (dy, x, rstd, weight, residual, dx, sums, tokens, rows, width, height, step)
+    _rms_norm_backward[(programs,)](*arguments, num_warps=warps, enable_fp_fusion=False)
     return dx, sums.sum(dim=0)
 
 
-def _tile(width: int) -> tuple[int, int]:
-    """Rows and columns: whole rows."""
+def _tile(width: int) -> tuple[int, int, int]:
+    """Rows and columns of a tile, whole rows, and its warps."""
     step = triton.next_power_of_2(width)
-    return max(1, TILE // step), step
-
-
-def _warps(height: int, step: int) -> int:
-    return min(16, max(1, height * step // 256))
+    height = max(1, TILE // step)
+    return height, step, min(16, max(1, height * step // 256))
