@@ -16,7 +16,7 @@ from foundation.errors import InputError
 from foundation.settings import parse
 from pretrain.checkpoint.state import changed_keys
 from pretrain.metrics.run_record import HELD_OUT_PACKS, RunRecord, is_rollback, same_measure
-from pretrain.precision.schedule import is_quantized, label
+from pretrain.precision.settings import is_quantized, label
 from pretrain.settings.config import SOURCE, flatten, identity_of
 from pretrain.settings.recipe import Recipe
 

@@ -24,7 +24,7 @@ from pretrain.compare.fairness import in_words
 from pretrain.metrics.run_folder import MATRIX_FILE
 from pretrain.metrics.run_record import RunRecord, read_finished, read_run
 from pretrain.plan.checks import check_launch
-from pretrain.precision.schedule import is_quantized, label
+from pretrain.precision.settings import is_quantized, label
 from pretrain.settings.config import begin_of, filled_in, flatten, in_a_name, layered, load_recipe, parse_overrides, resolved
 from pretrain.settings.launch import with_precision
 from pretrain.settings.recipe import Recipe

@@ -15,7 +15,7 @@ from pretrain.compare.comparison import by_verdict, on_one_kind_of_machine, own_
 from pretrain.compare.differences import CONFIDENCE, EQUIVALENCE, FEWEST_SEEDS, MARGIN, SeedDifference
 from pretrain.compare.fairness import changed_settings, recipe_of, same_held_out, same_packs
 from pretrain.metrics.run_record import LAST_STEPS, LOSS_KEY, RunRecord
-from pretrain.precision.schedule import is_quantized
+from pretrain.precision.settings import is_quantized
 from pretrain.settings.config import flatten, resolved
 
 # What two runs of one group may differ in: the seed, names, what is shown and saved, what was measured to fit, and where packs

@@ -19,7 +19,7 @@ from foundation.reading import load_yaml
 from foundation.units import count, duration, memory, percent, plural
 from pretrain.checkpoint.state import Past
 from pretrain.metrics.run_folder import MATRIX_FILE, METRICS_FILE, RunFolder
-from pretrain.precision import schedule
+from pretrain.precision.settings import label
 
 WARM_UP_STEPS = 2  # compile, allocate, autotune: kept out of every median
 LAST_STEPS = 50  # one step's loss is mostly noise (sd 0.13 in the reference's runs); their mean is what runs differ in
@@ -135,7 +135,7 @@ class RunRecord:
     @property
     def precision(self) -> str | None:
         """The precision asked for, as "nvfp4 to 80 %, then bf16"; where the device made it fall back to another, both."""
-        requested = schedule.label(self.config.get("precision"))
+        requested = label(self.config.get("precision"))
         effective = self.audit.get("schedule", self.audit.get("effective", requested))
         return requested if effective == requested else f"{requested} (ran {effective})"
 

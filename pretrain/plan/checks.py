@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 from foundation.errors import InputError
 from pretrain.optimizer import schedule
-from pretrain.precision.schedule import last_steps, phases_of
-from pretrain.precision.settings import PRECISIONS, ActivePrecision
+from pretrain.precision.settings import PRECISIONS, ActivePrecision, last_steps, phases_of
 from pretrain.settings.recipe import Recipe, TrainSettings
 
 if TYPE_CHECKING:  # slow to import

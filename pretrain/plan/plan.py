@@ -31,8 +31,7 @@ from pretrain.metrics.peaks import peak
 from pretrain.optimizer import schedule
 from pretrain.plan.checks import microbatch_sizes, steps_of
 from pretrain.plan.memory import TAKES_LESS, Devices, LayerMemory, memory_of
-from pretrain.precision.schedule import in_phases, label, label_of_course, last_steps
-from pretrain.precision.settings import PRECISIONS, ActivePrecision
+from pretrain.precision.settings import PRECISIONS, ActivePrecision, in_phases, label, label_of_course, last_steps
 from pretrain.settings.recipe import USUAL_CHUNK, LossSettings, Recipe
 
 

@@ -31,10 +31,9 @@ from pretrain.plan.memory import Devices, layers_of
 from pretrain.plan.plan import Plan, fits_gathered, spend_spare_memory
 from pretrain.plan.tokenizer import encoded_prompt, fingerprint_of, load_tokenizer, with_tokens
 from pretrain.precision.formats.definition import Precision
-from pretrain.precision.schedule import PrecisionPhase, last_steps, phases_of
 from pretrain.precision.scope import check_scope
 from pretrain.precision.selection import missing_on, select_precision
-from pretrain.precision.settings import WEIGHT_DTYPES, ActivePrecision
+from pretrain.precision.settings import WEIGHT_DTYPES, ActivePrecision, PrecisionPhase, last_steps, phases_of
 from pretrain.precision.statistics import against_overflow
 from pretrain.settings import config
 from pretrain.settings.recipe import Recipe

@@ -17,7 +17,7 @@ from typing import Any
 from foundation.errors import InputError, shown
 from foundation.reading import load_with_bases
 from foundation.settings import given_once, parse, place_of, value_from_text
-from pretrain.precision import schedule
+from pretrain.precision.settings import is_quantized, label
 from pretrain.settings.recipe import Recipe
 
 # Keys of which a recipe sets one: naming one on the command line takes the others out of the file's values.
@@ -102,7 +102,7 @@ def begin_of(recipe: Recipe) -> Path | None:
 
 
 def _fields_of(recipe: Recipe) -> dict[str, Any]:
-    fields = flatten(resolved(recipe)) | {"precision": schedule.label(recipe.precision, in_a_path=True)}
+    fields = flatten(resolved(recipe)) | {"precision": label(recipe.precision, in_a_path=True)}
     return {key: value for key, value in fields.items() if key not in ("run_dir", "train.begin_with")}
 
 
@@ -139,7 +139,7 @@ def identity_of(recipe: Recipe, data_fingerprint: str) -> dict[str, Any]:
     identity is not resumed unless the user insists.
     """
     flat = flatten(resolved(recipe))
-    idle = _NOT_IDENTITY if schedule.is_quantized(recipe.precision) else (*_NOT_IDENTITY, "fp8_config.")
+    idle = _NOT_IDENTITY if is_quantized(recipe.precision) else (*_NOT_IDENTITY, "fp8_config.")
     kept = {key: value for key, value in flat.items() if not key.startswith(idle)}
     return kept | {"data.fingerprint": data_fingerprint}
 

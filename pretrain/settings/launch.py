@@ -19,9 +19,8 @@ from typing import Any
 
 from foundation.errors import InputError
 from foundation.settings import Settings, parse
-from pretrain.precision import schedule
 from pretrain.precision.formats.definition import Precision
-from pretrain.precision.settings import PRECISIONS, LowPrecisionSettings, find, find_by_accelerate_name
+from pretrain.precision.settings import PRECISIONS, LowPrecisionSettings, find, find_by_accelerate_name, phases_of
 from pretrain.settings.recipe import Recipe
 
 _ORIGIN = "accelerate configuration"
@@ -75,7 +74,7 @@ def with_precision(recipe: Recipe, environ: MutableMapping[str, str]) -> Recipe:
 def _with_schedule(recipe: Recipe, requested: Precision, inherited: LowPrecisionSettings) -> Recipe:
     """`with_precision` where `precision` is a schedule. The options of its one quantized precision are filled in as ever. Several
     have their own defaults, and then no option of the accelerate configuration counts."""
-    quantized = {use: PRECISIONS[use] for _, use in schedule.phases_of(recipe.precision) if PRECISIONS[use].quantized}
+    quantized = {use: PRECISIONS[use] for _, use in phases_of(recipe.precision) if PRECISIONS[use].quantized}
     for key, value in recipe.fp8_config.options_set.items():
         for precision in quantized.values():
             nobody = not any(key in other.options for other in quantized.values())

@@ -13,8 +13,7 @@ from pydantic import Field, field_validator, model_validator
 
 from foundation.settings import Count, PathText, PositiveCount, Seed, Settings, Share
 from packing.settings import DataSettings
-from pretrain.precision.schedule import PrecisionSetting
-from pretrain.precision.settings import LowPrecisionSettings, Weights
+from pretrain.precision.settings import LowPrecisionSettings, PrecisionSetting, Weights
 
 MOST_FP32 = 1e38  # the optimizer computes in FP32, where 3.4e38 is the last number before infinity
 USUAL_CHUNK = 4096  # tokens of the loss at once

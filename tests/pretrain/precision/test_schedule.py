@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foundation.errors import InputError
-from pretrain.precision.schedule import is_quantized, label, last_steps, phases_of
+from pretrain.precision.settings import is_quantized, label, last_steps, phases_of
 from pretrain.settings.config import load_recipe, resolved, run_dir_of
 from pretrain.settings.launch import with_precision
 from pretrain.settings.recipe import Recipe
