@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
@@ -248,25 +248,13 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-def over(settings: Iterable[str], *later: str) -> list[str]:
-    """`settings` (key=value) without those that `later` arguments of the launcher set too, then these: it takes each key once."""
-    keys = {text.partition("=")[0] for text in later if "=" in text}
-    return [*(text for text in settings if text.partition("=")[0] not in keys), *later]
-
-
 def run_dir_of(recipe: dict[str, Any], arguments: tuple[str, ...]) -> Path:
     named = (argument.removeprefix("run_dir=") for argument in arguments if argument.startswith("run_dir="))
     return Path(next(named, recipe["run_dir"]))
 
 
 @pytest.fixture(scope="session")
-def caches(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """In place of the user's own cache folder, for what runs remember of each other."""
-    return str(tmp_path_factory.mktemp("caches"))
-
-
-@pytest.fixture(scope="session")
-def start_in_processes(caches: str) -> Callable[..., Finished]:
+def start_in_processes() -> Callable[..., Finished]:
     """Train `recipe`, written into `folder`, in processes of its own, which `accelerate launch` starts with the options `launch`
     where these are given; further keywords are environment variables."""
 
@@ -276,7 +264,7 @@ def start_in_processes(caches: str) -> Callable[..., Finished]:
         accelerate = [] if launch is None else ["-m", "accelerate.commands.launch", *launch]
         command = [sys.executable, *accelerate, "train_accelerate.py", str(write_recipe(recipe, folder)), *arguments]
         clean = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE_")}
-        environment = clean | {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": caches} | environment
+        environment = clean | {"OMP_NUM_THREADS": "1"} | environment
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         return Finished(done.returncode, done.stdout, done.stderr, run_dir_of(recipe, arguments))
 
@@ -284,26 +272,22 @@ def start_in_processes(caches: str) -> Callable[..., Finished]:
 
 
 @pytest.fixture(scope="session")
-def start_as_ranks(caches: str) -> Callable[..., Finished]:
+def start_as_ranks() -> Callable[..., Finished]:
     """As `start_in_processes` with these options of `accelerate launch`, in two forked `processes` by default; tests/ranks.py."""
 
     def run(recipe: dict[str, Any], folder: Path, *arguments: str, launch: list[str], **options: Any) -> Finished:
         from tests.ranks import start_ranks
 
-        options = {"XDG_CACHE_HOME": caches} | options
-        said = start_ranks([str(write_recipe(recipe, folder)), *arguments], launch, folder, **options)
-        return Finished(*said, run_dir_of(recipe, arguments))
+        ended = start_ranks([str(write_recipe(recipe, folder)), *arguments], launch, folder, **options)
+        return Finished(*ended, run_dir_of(recipe, arguments))
 
     return run
 
 
 @pytest.fixture(scope="session")
-def launcher_here(caches: str) -> Callable[..., tuple[int, str, str]]:
-    """The launcher with these arguments in this process and on its CPU: exit status, stdout and stderr. With "evaluate" among
-    them, that command of `python -m pretrain`.
-
-    Of a small run in a process of its own, nine tenths are the import of torch.
-    """
+def start_here() -> Callable[..., Finished]:
+    """As `start_in_processes`, in this process and on its CPU. With "evaluate" among the arguments, that command of
+    `python -m pretrain`. Of a small run in a process of its own, nine tenths are the import of torch."""
     import torch  # not above: tests of packing do without
     from accelerate.state import AcceleratorState
 
@@ -312,14 +296,14 @@ def launcher_here(caches: str) -> Callable[..., tuple[int, str, str]]:
     from pretrain.run import recording
     from tests import blank_picture
 
-    def run(*arguments: str) -> tuple[int, str, str]:
+    def run(recipe: dict[str, Any], folder: Path, *settings: str) -> Finished:
         out, err, threads = io.StringIO(), io.StringIO(), torch.get_num_threads()
+        arguments = [str(write_recipe(recipe, folder)), *settings]
         warnings = logging.StreamHandler(err)  # where the launcher finds logging set up, as it is under pytest, it adds none
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
             patch.setattr(sys, "argv", ["train_accelerate.py", *arguments])
             patch.setattr(recording, "picture_of_run", blank_picture.blank)
             patch.setenv("ACCELERATE_USE_CPU", "true")
-            patch.setenv("XDG_CACHE_HOME", caches)
             AcceleratorState._reset_state(reset_partial_state=True)  # accelerate keeps its state in the process
             torch.set_num_threads(1)  # sums as in the processes that `start_in_processes` starts
             logging.getLogger().addHandler(warnings)
@@ -334,18 +318,7 @@ def launcher_here(caches: str) -> Callable[..., tuple[int, str, str]]:
                 AcceleratorState._reset_state(reset_partial_state=True)
         if status == 0:
             gc.freeze()  # a run collects garbage at its end; what is left stays, and the next ones look through it no more
-        return status, out.getvalue(), err.getvalue()
-
-    return run
-
-
-@pytest.fixture(scope="session")
-def start_here(launcher_here: Callable[..., tuple[int, str, str]]) -> Callable[..., Finished]:
-    """As `start_in_processes`, in this process."""
-
-    def run(recipe: dict[str, Any], folder: Path, *arguments: str) -> Finished:
-        said = launcher_here(str(write_recipe(recipe, folder)), *arguments)
-        return Finished(*said, run_dir_of(recipe, arguments))
+        return Finished(status, out.getvalue(), err.getvalue(), run_dir_of(recipe, settings))
 
     return run
 
@@ -354,14 +327,6 @@ def start_here(launcher_here: Callable[..., tuple[int, str, str]]) -> Callable[.
 def train(start_in_processes: Callable[..., Finished], small_recipe: dict[str, Any], tmp_path: Path) -> Callable[..., Finished]:
     """Run the launcher on a recipe, `small_recipe` if none is given, as a user starts it, and wait for its end."""
     return lambda *arguments, recipe=None, **options: start_in_processes(recipe or small_recipe, tmp_path, *arguments, **options)
-
-
-@pytest.fixture
-def train_as_ranks(
-    start_as_ranks: Callable[..., Finished], small_recipe: dict[str, Any], tmp_path: Path
-) -> Callable[..., Finished]:
-    """As `train`, in forked `processes`, two of them by default."""
-    return lambda *arguments, recipe=None, **options: start_as_ranks(recipe or small_recipe, tmp_path, *arguments, **options)
 
 
 @pytest.fixture

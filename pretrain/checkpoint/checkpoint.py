@@ -111,8 +111,8 @@ class Checkpoints:
             if self.rank == 0:  # what a writer left that died; nobody writes before the exchange below
                 shutil.rmtree(on_disk.partial_folder(final), ignore_errors=True)
             files, index = self._lay_out(model, optimizer)
-            copies = self._staging.copy(files)  # even if it is waited for: from a GPU to pinned memory is fast
-            stopped = f"; training stopped for {duration(time.perf_counter() - began)}" if behind else ""
+            copies = self._staging.copy(files) if behind else None
+            stopped = f"; training stopped for {duration(time.perf_counter() - began)}" if copies else ""
 
             def afterwards() -> None:
                 self._prune(final, spared)
@@ -133,16 +133,16 @@ class Checkpoints:
 
     def _lay_out(self, model: Tensors, optimizer: Tensors) -> tuple[Files, dict[str, dict[str, TensorEntry]]]:
         """What this rank writes, by file, and where all ranks write all tensors."""
+        groups = {"model": model, "optimizer": optimizer}
+        blocks = {kind: {name: on_disk.block_of(tensor) for name, tensor in group.items()} for kind, group in groups.items()}
+        offers = from_all_ranks(blocks)
+        index = {kind: on_disk.lay_out(kind, [offer[kind] for offer in offers]) for kind in groups}
         files: dict[str, dict[str, Tensor]] = {}
-        index: dict[str, dict[str, TensorEntry]] = {}
-        for kind, tensors in (("model", model), ("optimizer", optimizer)):
-            blocks = {name: on_disk.block_of(tensor) for name, tensor in tensors.items()}
-            index[kind] = on_disk.lay_out(kind, from_all_ranks(blocks))
+        for kind, group in groups.items():
             mine = on_disk.rank_stem(kind, self.rank, self.world_size)
             for name, entry in index[kind].items():
-                for piece in entry.pieces:
-                    if piece.file.startswith(mine):
-                        files.setdefault(piece.file, {})[name] = local_part(tensors[name])
+                for file in {piece.file for piece in entry.pieces if piece.file.startswith(mine)}:
+                    files.setdefault(file, {})[name] = local_part(group[name])
         return files, index
 
     @property

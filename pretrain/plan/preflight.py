@@ -80,7 +80,7 @@ class Job:
     @property
     def precision_remedy(self) -> str | None:
         """What to change in the precision where values overflow; None where nothing is quantized."""
-        return against_overflow(self.active)
+        return against_overflow(self.active) if self.precision.quantized else None
 
     def with_plan(self, **values: Any) -> Job:
         """The job with other values of its plan: `active`, the precision that it computes in for now, or what was `done`."""
@@ -160,7 +160,8 @@ def prepare_job(
     flops, decoder = ModelFlops.of(shapes), list(model.decoder_layers(shapes).values())
     for active in actives:
         check_fit(active, recipe, flops.shape.layers)
-        check_scope(shapes, decoder, active)
+        if active.precision.quantized:
+            check_scope(shapes, decoder, active)
     compute_dtype = getattr(torch, actives[0].precision.compute_dtype)
     chosen = attention.choose(recipe.model.attention, device_type, flops.shape.head_dim, compute_dtype)
     tokenizer = None if elsewhere else _usable_tokenizer(recipe, data, model_config)

@@ -54,8 +54,6 @@ def decide(hf: PreTrainedModel, layers: Sequence[nn.Module], active: ActivePreci
 def check_scope(hf: PreTrainedModel, layers: Sequence[nn.Module], active: ActivePrecision) -> None:
     """InputError for a pattern of `fp8_config.keep_bf16` that no linear of `hf` is called by, and where no linear is left to low
     precision: the model would train in BF16 under another name. See `decide`."""
-    if not active.precision.quantized:
-        return
     decisions, kind = decide(hf, layers, active), type(hf).__name__
     for pattern in active.settings.keep_bf16:
         if not any(is_called(name, pattern) for name in decisions):

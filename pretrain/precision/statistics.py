@@ -172,9 +172,7 @@ def conditions(active: ActivePrecision) -> list[Condition]:
     return result
 
 
-def against_overflow(active: ActivePrecision) -> str | None:
-    """What to change in the precision where the loss or a gradient is not a number, or jumps; None where nothing is quantized."""
-    if not active.precision.quantized:
-        return None
+def against_overflow(active: ActivePrecision) -> str:
+    """What to change in a low precision where the loss or a gradient is not a number, or jumps."""
     compared = "`precision=bf16` from the same checkpoint, with --accept-changes, tells whether the precision is the cause"
     return f"{AGAINST_LATE_SCALES}; {compared}" if active.precision.keeps_history else compared

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from tokenizers import Tokenizer, models
 
 from pretrain.__main__ import main
-from tests.conftest import contents
+from tests.conftest import contents, write_recipe
 from tests.moments import LauncherProcess, Moment
 from tests.pretrain.compare.made_runs import make_run
 
@@ -124,11 +123,11 @@ def test_without_any_intact_checkpoint_a_run_refuses_to_begin_anew(trained: Path
 
 
 def test_a_disk_that_fills_up_leaves_the_last_checkpoint_from_which_the_same_command_goes_on(
-    small_disk: Path, small_recipe: dict[str, Any], tmp_path: Path, launcher_here: Callable
+    small_disk: Path, small_recipe: dict[str, Any], tmp_path: Path, start_here: Callable
 ) -> None:
     run_dir, path, log = small_disk / "run", tmp_path / "recipe.yaml", tmp_path / "log"
     changes = {"run_dir": str(run_dir), "checkpoint": {"every": 2, "keep": 1}, "evaluate": {}, "parity": "off"}
-    path.write_text(yaml.safe_dump(small_recipe | changes))
+    write_recipe(small_recipe | changes, tmp_path)
     process = LauncherProcess([str(path)], log, Moment("logged", "^3$"))  # one checkpoint later
     process.wait_until_it_waits()
     process.wait_until((run_dir / "checkpoints" / "step-00000002").is_dir)  # its thread may not be through
@@ -144,8 +143,8 @@ def test_a_disk_that_fills_up_leaves_the_last_checkpoint_from_which_the_same_com
     saved = steps_saved(run_dir)
     assert saved
     (small_disk / "ballast").unlink()
-    status, out, err = launcher_here(str(path))
-    assert status == 0 and saved[-1] in out, err
+    finished = start_here(small_recipe | changes, tmp_path)
+    assert finished.status == 0 and saved[-1] in finished.out, finished.err
     assert steps_saved(run_dir) == ["step-00000012"] and (run_dir / "final" / "model.safetensors").is_file()
 
 

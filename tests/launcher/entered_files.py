@@ -1,5 +1,5 @@
 """A small training in FP32 on a CPU, watched: `python -m tests.launcher.entered_files FOLDER` prints which files of the project a
-step, a save and the whole run enter, as JSON. In a process of its own, as what an earlier run has cached is not entered again."""
+step and the whole run enter, as JSON. In a process of its own, as what an earlier run has cached is not entered again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -15,7 +14,6 @@ from typing import Any
 import yaml
 
 import train_accelerate
-from pretrain.run import keeping
 from tests.conftest import PACK_LENGTH, VOCABULARY, write_packs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,32 +22,26 @@ SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "nu
 
 
 def watched_run(folder: Path) -> dict[str, list[str]]:
-    """Files by act. A step is what its thread does from batch to metrics; a save also what writes behind the training."""
-    entered: dict[str, set[str]] = {"step": set(), "save": set(), "run": set()}
-    acts: list[str] = []
+    """Files that the run enters, and of these the ones that a step does, from batch to metrics, in its thread."""
+    entered: dict[str, set[str]] = {"step": set(), "run": set()}
+    within: list[bool] = []
+    train_step = train_accelerate.train_step
 
     def look(frame: FrameType, event: str, argument: object) -> None:
-        file, name = frame.f_code.co_filename, frame.f_code.co_name
-        if event != "call" or name == "<module>" or not file.startswith(PRODUCT):
-            return
-        entered["run"].add(file)
-        if threading.current_thread().name.startswith("saving"):
-            entered["save"].add(file)
-        elif acts and threading.current_thread() is threading.main_thread():
-            entered[acts[-1]].add(file)
+        file = frame.f_code.co_filename
+        if event == "call" and frame.f_code.co_name != "<module>" and file.startswith(PRODUCT):
+            entered["run"].add(file)
+            if within and threading.current_thread() is threading.main_thread():
+                entered["step"].add(file)
 
-    def during(act: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(*arguments: Any, **options: Any) -> Any:
-            acts.append(act)
-            try:
-                return function(*arguments, **options)
-            finally:
-                acts.pop()
+    def watched_step(*arguments: Any) -> Any:
+        within.append(True)
+        try:
+            return train_step(*arguments)
+        finally:
+            within.pop()
 
-        return watched
-
-    train_accelerate.train_step = during("step", train_accelerate.train_step)
-    keeping.save = during("save", keeping.save)
+    train_accelerate.train_step = watched_step
     write_packs(folder / "packs", PACK_LENGTH)
     config = {"model_type": "qwen3", "vocab_size": VOCABULARY, "head_dim": 16, "max_position_embeddings": PACK_LENGTH} | SIZES
     recipe = {

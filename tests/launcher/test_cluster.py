@@ -13,6 +13,7 @@ import pytest
 
 from pretrain.checkpoint.format import step_folders
 from tests.conftest import write_recipe
+from tests.moments import WAIT_IN_SAVING
 
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTER = ROOT / "cluster"
@@ -33,18 +34,6 @@ exit "$worst"
 """
 SCONTROL = """#!/usr/bin/env bash
 if [[ "$1 $2" == "show hostnames" ]]; then echo "$3" | tr , '\\n'; else echo "$@" >>"$SCONTROL_LOG"; fi
-"""
-# Found by every Python that has its folder in PYTHONPATH: who is about to name step 4's checkpoint waits for the test.
-WAIT_IN_SAVING = """
-import sys, time
-from pathlib import Path
-here = Path(__file__).parent
-def watch(event, values):
-    if event == "os.rename" and str(values[1]).endswith("step-00000004"):
-        (here / "waits").touch()
-        while not (here / "go_on").exists():
-            time.sleep(0.01)
-sys.addaudithook(watch)
 """
 
 
@@ -93,7 +82,7 @@ def test_a_job_of_two_nodes_saves_when_told_that_time_is_up_and_is_queued_again(
         PROCESSES_PER_NODE="1",
         LAUNCH_OPTIONS="--main_training_function main",
     )
-    first.wait_for((tmp_path / "waits").exists)
+    first.wait_for(lambda: list(tmp_path.glob("waits-*")))
     os.kill(first.process.pid, 10)
     first.wait_for(lambda: "SIGUSR1: finishing this step" in first.log.read_text())
     (tmp_path / "go_on").touch()

@@ -80,11 +80,21 @@ def test_an_export_continues_a_text_as_its_seed_decides(exact: Path, tmp_path: P
     assert [status for status, _ in texts] == [0] * 3 and texts[0] == texts[2] != texts[1]
 
 
+def test_the_cards_own_code_loads_the_model_and_continues_a_text(
+    exact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    assert command(capsys, "export", exact, tmp_path / "out")[0] == 0
+    monkeypatch.chdir(tmp_path / "out")
+    code = Path("README.md").read_text().split("```python\n")[1].split("```")[0]
+    exec(compile(code, "README.md", "exec"), {})
+    assert capsys.readouterr().out.strip()
+
+
 def test_shards_of_two_processes_are_exported_whole_and_final_holds_the_same(
-    train_as_ranks: Callable, tmp_path: Path, capsys: Any
+    start_as_ranks: Callable, small_recipe: dict[str, Any], tmp_path: Path, capsys: Any
 ) -> None:
     fsdp2 = ["--config_file", "accelerate_configs/fsdp2.yaml", "--mixed_precision", "no"]
-    run = train_as_ranks("train.steps=4", "parity=off", launch=fsdp2)
+    run = start_as_ranks(small_recipe, tmp_path, "train.steps=4", "parity=off", launch=fsdp2)
     assert run.status == 0, run.output
     assert command(capsys, "export", run.run_dir, tmp_path / "out")[0] == 0
     exported, final = loaded(tmp_path / "out"), loaded(run.run_dir / "final")

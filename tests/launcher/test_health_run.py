@@ -1,4 +1,4 @@
-"""Runs that meet data which must not reach the weights: what is left is as if that data had never come."""
+"""Runs that meet data which must not reach the weights, or would train something else: nothing of it is saved."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 from tests.conftest import Finished
 from tests.golden.runs import digest, poisoned_once, steps_logged, tensors_of
@@ -92,3 +93,19 @@ def test_weights_that_an_update_has_overflowed_are_never_saved(train_here: Calla
     for folder in (run.run_dir / "checkpoints").glob("step-*"):
         assert all(tensor.isfinite().all() for tensor in tensors_of(folder).values())
     assert not (run.run_dir / "final").exists()
+
+
+def test_a_run_that_would_train_something_else_stops_before_its_first_step(
+    train_here: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain under eager attention; under any other, an MLP's output is half as large again. So would a wrong kernel be."""
+    forward = Qwen3MLP.forward
+
+    def broken(mlp: Qwen3MLP, x: torch.Tensor) -> torch.Tensor:
+        return forward(mlp, x) * (1 if mlp.config._attn_implementation == "eager" else 1.5)
+
+    monkeypatch.setattr(Qwen3MLP, "forward", broken)
+    run = train_here("parity=on", "model.fused=off", "train.steps=3")
+    assert run.status == 3 and "halted: step 0: parity" in run.err and ".mlp." in run.output, run.output
+    assert json.loads((run.run_dir / "audit.json").read_text())["parity"]["failures"]
+    assert not (run.run_dir / "metrics.jsonl").exists() or not run.records()

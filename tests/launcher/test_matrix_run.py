@@ -16,20 +16,9 @@ import yaml
 
 from pretrain.checkpoint.format import step_folders, step_of
 from pretrain.metrics.run_record import read_metrics
+from tests.moments import WAIT_IN_SAVING
 
 ROOT = Path(__file__).parents[2]
-# Found by every Python that has its folder in PYTHONPATH: a trainer that has saved step 4 waits until the test lets it go on.
-WAIT_IN_SAVING = """
-import os, sys, time
-from pathlib import Path
-here = Path(__file__).parent
-def watch(event, values):
-    if event == "os.rename" and str(values[1]).endswith("step-00000004"):
-        (here / f"waits-{os.getpid()}").touch()
-        while not (here / "go_on").exists():
-            time.sleep(0.01)
-sys.addaudithook(watch)
-"""
 
 
 def start(path: Path, hook: Path) -> subprocess.Popen[str]:

@@ -145,13 +145,6 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_leads_to_the_sa
     assert outcome(finished) == outcome(alone)
 
 
-def test_a_run_sent_back_repeats_the_same_curve(alone: Finished, copied: Callable, run: Callable) -> None:
-    run_dir = copied()
-    finished = run("--resume", str(run_dir / "checkpoints" / "step-00000008"))
-    assert finished.status == 0 and outcome(finished) == outcome(alone), finished.output
-    assert checkpoints(run_dir)[-1] == STEPS and not list((run_dir / "checkpoints").glob("abandoned-*"))
-
-
 def test_the_steps_of_another_training_are_not_cut_away(alone: Finished, copied: Callable, run: Callable) -> None:
     """Where it has left no checkpoint, a start would begin at step 0, and with it metrics.jsonl."""
     run_dir = copied(4, 8, STEPS)
