@@ -208,10 +208,7 @@ class NoStepYet(InputError):
 
 def read_run(run_dir: Path, metrics: list[dict[str, Any]] | None = None) -> RunRecord:
     """Read a whole run folder, but for its `metrics` where they are read already. All figures come from the metrics;
-    `summary.json`, written at the end, adds the run's identity.
-
-    Raises InputError naming the file that is missing, empty or damaged.
-    """
+    `summary.json`, written at the end, adds the run's identity. InputError where it is no run folder, or has no step yet."""
     if not run_dir.is_dir():
         raise InputError(f"{run_dir}: there is no such run folder")
     folder = RunFolder(run_dir, owner=False)
@@ -231,11 +228,8 @@ def read_run(run_dir: Path, metrics: list[dict[str, Any]] | None = None) -> RunR
 
 def read_finished(run_dir: Path) -> RunRecord | None:
     """The run in `run_dir`, where it has reached its end: its horizon, and the summary of that step. None where it has not, or
-    where a file of it is damaged: its launcher decides whether it can go on.
-
-    By what the files say, so that copies answer alike. A summary of another step than the metrics' last is of an end that the run
-    has come to before it was prolonged, or sent back.
-    """
+    where its metrics are damaged. A summary of another step than the metrics' last is of an end that the run has come to before
+    it was prolonged, or sent back."""
     try:
         run, at_its_end = read_run(run_dir), _read_object(RunFolder(run_dir, owner=False).summary)
     except InputError:
@@ -245,9 +239,7 @@ def read_finished(run_dir: Path) -> RunRecord | None:
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """The objects of `run_dir`/metrics.jsonl, steps and events as written; a last line still being written is left out.
-
-    Raises InputError where there is no such file, or a line of it is no JSON.
-    """
+    InputError where there is no such file, or a line of it is no JSON."""
     path = run_dir / METRICS_FILE
     if not path.is_file():
         raise InputError(f"{path}: there is no such file; {run_dir} is not a run folder, or its run has not begun")
@@ -256,7 +248,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
         try:
             records += [json.loads(line)] if line.endswith(b"\n") else []
         except ValueError as error:
-            raise InputError(f"{path}, line {number}: not valid JSON: {error}; resuming the run mends its metrics") from None
+            raise InputError(f"{path}, line {number}: not valid JSON: {error}; take that line out") from None
     return records
 
 
@@ -282,6 +274,8 @@ def summary(records: Iterable[Record]) -> dict[str, Any]:
     evaluations = [*own_evaluations(records)]
     first, last, steady = steps[0], steps[-1], steps[WARM_UP_STEPS:] or steps
     milliseconds, losses = sum(_known(steady, "step_ms")), _known(steps[-LAST_STEPS:], "loss")
+    metered = [record for record in steady if record.get("joules") is not None]
+    joules = sum(record["joules"] for record in metered)
     figures = {
         "first_step": first["step"] if first["step"] > 1 else None,  # where another run's checkpoint was the beginning
         "steps": last["step"],
@@ -292,7 +286,8 @@ def summary(records: Iterable[Record]) -> dict[str, Any]:
         LOSS_KEY: statistics.fmean(losses) if losses else None,
         **({key: evaluations[-1].get(key) for key in ("held_out_loss", "held_out_perplexity")} if evaluations else {}),
         **{key: statistics.median(known) for key in MEDIANS if (known := _known(steady, key))},
-        "tokens_per_joule": _tokens_per_joule(steady),
+        # Over all steps: a counter is too coarse for a short one alone.
+        "tokens_per_joule": sum(r["tokens_per_second"] * r["step_ms"] / 1e3 for r in metered) / joules if joules else None,
         "data_wait_share": sum(_known(steady, "data_wait_ms")) / milliseconds if milliseconds else 0.0,
         "memory_gib": max(_known(steps, "memory_gib"), default=None),
         "first_step_seconds": first["step_ms"] / 1e3,
@@ -307,13 +302,6 @@ def summary(records: Iterable[Record]) -> dict[str, Any]:
 def averaged_steps(summary: Mapping[str, Any]) -> int:
     """Returns the number of steps whose mean is the loss in a `summary`."""
     return min(LAST_STEPS, summary["steps"] - summary.get("first_step", 1) + 1)
-
-
-def _tokens_per_joule(steps: Sequence[Record]) -> float | None:
-    """Over all of `steps` whose energy is known: a counter is too coarse for a short one alone."""
-    known = [step for step in steps if step.get("joules") is not None]
-    joules = math.fsum(step["joules"] for step in known)
-    return math.fsum(step["tokens_per_second"] * step["step_ms"] / 1e3 for step in known) / joules if joules > 0 else None
 
 
 def _known(records: Iterable[Record], key: str) -> list[float]:

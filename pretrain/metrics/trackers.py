@@ -43,7 +43,7 @@ class JsonlTracker:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
-            whole = [line for line in lines if line.endswith(b"\n") and _step_of(line) <= self.resumed_step]
+            whole = [line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] <= self.resumed_step]
             if len(whole) < len(lines):
                 replace_file(self.path, b"".join(whole))
             self._file = self.path.open("a", encoding="utf-8")
@@ -76,14 +76,6 @@ class JsonlTracker:
         self.finish()
         self.resumed_step = step
         self.start()
-
-
-def _step_of(line: bytes) -> float:
-    """The step of a line; infinity for one that a crash has left unreadable."""
-    try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return float("inf")
 
 
 @dataclass
@@ -135,17 +127,14 @@ class Service:
 
     def log(self, record: Mapping[str, Any]) -> None:
         """What the service can show of a line of `metrics.jsonl`: the numbers of a step or an evaluation; W&B and TensorBoard get
-        samples too, prompts and what the model wrote."""
-        step, samples = record["step"], record.get("samples", ())
-        if samples and self.name == "wandb":
-            rows = [[step, each["prompt"], each["text"]] for each in samples]
-            self.tell("log_table", "samples", columns=["step", "prompt", "text"], data=rows, step=step)
-        elif samples and self.name == "tensorboard":
-            self.tell("log", {f"samples/{n}": f"{each['prompt']}{each['text']}" for n, each in enumerate(samples)}, step=step)
-        elif record.get("event", "evaluation") == "evaluation":
-            numbers = {key: value for key, value in record.items() if type(value) in (int, float) and key != "step"}
-            others = {name: numbers[ours] for name, ours in OTHER_NAMES.items() if ours in numbers}
-            self.tell("log", numbers | others, step=step)
+        samples as text, prompts and what the model wrote."""
+        samples = record.get("samples", ()) if self.name in ("wandb", "tensorboard") else ()
+        values = {f"samples/{n}": f"{each['prompt']}{each['text']}" for n, each in enumerate(samples)}
+        if record.get("event", "evaluation") == "evaluation":
+            values = {key: value for key, value in record.items() if type(value) in (int, float) and key != "step"}
+            values |= {name: values[ours] for name, ours in OTHER_NAMES.items() if ours in values}
+        if values:
+            self.tell("log", values, step=record["step"])
 
 
 @dataclass(frozen=True)
