@@ -266,10 +266,9 @@ class ProductObserver:
             return
         call, te = self._calls[-1], sys.modules.get("transformer_engine.pytorch")
         self._note(call, *(operand_kind(te, operand) for operand, _ in operands))
-        if self._active is not None and self._examines(call):
+        if te and self._active is not None and self._examines(call):
             for role, (operand, by_rows) in zip(OPERANDS[call.gemm], operands, strict=True):
-                if not isinstance(operand, Tensor):
-                    self._examine_te(te, call, role, operand, by_rows)
+                self._examine_te(te, call, role, operand, by_rows)
 
     def _examine_te(self, te: ModuleType, call: _Call, role: Role, operand: Any, by_rows: bool) -> None:
         """The scales of FP8 operands against their codes; any byte is a code. MXFP8's and NVFP4's scales lie in an order of the
