@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from pretrain.compare.differences import FEWEST_STEPS, Gap
+from pretrain.compare.differences import Gap
 from pretrain.compare.fairness import (
     changes_in_words,
-    keys_told_apart_by,
     loss_differences,
     of_one_text,
-    option,
     same_held_out,
-    same_packs,
     why_not_paired,
 )
-from pretrain.compare.figures import colour_of
-from pretrain.metrics.run_record import LOSS_KEY, RunRecord
+from pretrain.metrics.run_record import RunRecord
 
-# Of runs that share a precision: ten colours that are told apart (Tableau's, and plotly's own).
-CYCLE = ("#1F77B4", "#FF7F0E", "#2CA02C", "#D62728", "#9467BD", "#8C564B", "#E377C2", "#7F7F7F", "#BCBD22", "#17BECF")
+# Of runs in their order: ten colours that are told apart (Tableau's, and plotly's own), then the same with another line.
+COLOURS = ("#1F77B4", "#FF7F0E", "#2CA02C", "#D62728", "#9467BD", "#8C564B", "#E377C2", "#7F7F7F", "#BCBD22", "#17BECF")
+DASHES = ("solid", "dash", "dot", "dashdot")
 TOLERANCE = 0.01  # nats a token that a run may end above its baseline and still count as equal, unless `--gate` says otherwise
 
 
@@ -35,10 +31,9 @@ class Standing:
     run: RunRecord
     base: RunRecord
     label: str  # no two runs of a comparison share one
-    colour: str  # of its precision; where all runs have one precision, of its own
-    kind: int  # its place among the comparison's kinds of weights, options and varied settings: a line and a marker for each
+    colour: str
+    dash: str  # of its line, by plotly's names
     tolerance: float
-    loss: float | None  # its last held-out loss; where some run of the comparison has none, the mean of its last training losses
 
     @property
     def is_baseline(self) -> bool:
@@ -93,14 +88,9 @@ class Standing:
         return None if self.run.side_by_side else self.run.summary.get("tokens_per_second")
 
     @property
-    def speed(self) -> float | None:
-        """Tokens/s that the hardware computed for this run alone; None where it was emulated or shared."""
-        return own_speed(self.run)
-
-    @property
     def speedup(self) -> float | None:
         """Over the baseline's, on a machine of the same kind."""
-        ours, theirs = self.speed, own_speed(self.base)
+        ours, theirs = own_speed(self.run), own_speed(self.base)
         known = ours and theirs and not self.is_baseline and on_one_kind_of_machine((self.base, self.run))
         return ours / theirs if known else None
 
@@ -109,23 +99,15 @@ class Standing:
 class RunComparison:
     standings: list[Standing]
     tolerance: float
-    by_held_out: bool  # every run has a held-out loss, so that this is what they are ranked by
-    same_text: bool  # whether the losses that runs are ranked by are of the same text
 
     @classmethod
     def over(cls, runs: Sequence[RunRecord], tolerance: float = TOLERANCE) -> RunComparison:
         """`runs`: comparable, the baseline first."""
-        by_held_out = all("held_out_loss" in run.summary for run in runs)
-        same_text = of_one_text(runs) if by_held_out else all(same_packs(runs[0], run) for run in runs)
-        key = "held_out_loss" if by_held_out else LOSS_KEY
-        labels, kinds, colours = unique_names(runs), kinds_of(runs), [colour_of(run.precision) for run in runs]
-        if len(runs) > 1 and len(set(colours)) == 1:
-            colours = [CYCLE[place % len(CYCLE)] for place in range(len(runs))]
-        standings = [
-            Standing(run, runs[0], label, colour, kind, tolerance, run.summary.get(key))
-            for run, label, colour, kind in zip(runs, labels, colours, kinds, strict=True)
-        ]
-        return cls(standings, tolerance, by_held_out, same_text)
+        standings = []
+        for place, (run, label) in enumerate(zip(runs, unique_names(runs), strict=True)):
+            dash = DASHES[place // len(COLOURS) % len(DASHES)]
+            standings.append(Standing(run, runs[0], label, COLOURS[place % len(COLOURS)], dash, tolerance))
+        return cls(standings, tolerance)
 
     @property
     def baseline(self) -> Standing:
@@ -135,20 +117,11 @@ class RunComparison:
     def runs(self) -> list[RunRecord]:
         return [each.run for each in self.standings]
 
-    @property
-    def paired(self) -> list[Standing]:
-        return [each for each in self.standings if each.gap is not None]
-
     def answer(self) -> str:
-        """The verdicts, each with its runs, and the run that ends lowest."""
+        """The verdicts, each with its runs; of a run alone its name."""
         others = {each.label: each.verdict for each in self.standings[1:]}
-        parts = [f"Against {self.baseline.label}, ± {self.tolerance:g} nats: {by_verdict(others)}."] if others else []
-        ended = [each for each in self.standings if not each.run.broke_off and math.isfinite(each.loss or math.nan)]
-        if ended and self.same_text:
-            best = min(ended, key=lambda each: each.loss)
-            loss = "held-out loss" if self.by_held_out else "training loss"
-            parts.append(f"Lowest {loss}: {best.label}, {best.loss:.4f}{best.run.when_evaluated}.")
-        return " ".join(parts) or "No run has come to a loss that compares."
+        base = self.baseline.label
+        return f"Against {base}, ± {self.tolerance:g} nats: {by_verdict(others)}." if others else base
 
     def notes(self, *, over_seeds: bool = False) -> list[str]:
         """What has to be said beside the tables. `over_seeds`: runs are paired in a table of their own."""
@@ -161,10 +134,6 @@ class RunComparison:
                 notes.append(f"{each.label} is not paired with {base}: {each.not_paired}.")
             if changes := changes_in_words(each.run):
                 notes.append(f"{each.label} was not trained by one recipe: {changes}.")
-        if any(not each.gap.has_interval for each in self.paired) and not over_seeds:
-            notes.append(f"Too few steps: an error and an interval need {FEWEST_STEPS}. Without an interval the mean is judged.")
-        if any(run.emulated for run in runs):
-            notes.append("(emulated): computed in software; the speed says nothing of hardware that has the precision.")
         if any(run.side_by_side for run in runs):
             notes.append("No speed stands beside a run that shared its machine with others.")
         if not of_one_text([run for run in runs if "held_out_loss" in run.summary]):
@@ -178,14 +147,6 @@ def unique_names(runs: Sequence[RunRecord]) -> list[str]:
     return [name if names.count(name) == 1 else str(run.path) for name, run in zip(names, runs, strict=True)]
 
 
-def kinds_of(runs: Sequence[RunRecord]) -> list[int]:
-    """Numbers, equal where runs have the same kind of weights, options and varied settings, whatever their precision."""
-    keys = ["weights", *(key for key in keys_told_apart_by(runs) if not key.startswith("data."))]
-    kinds = [tuple(str(option(run, key)) for key in keys) for run in runs]
-    places = {kind: place for place, kind in enumerate(dict.fromkeys(kinds))}
-    return [places[kind] for kind in kinds]
-
-
 def by_verdict(verdicts: Mapping[str, str]) -> str:
     """Each verdict and what has it, from verdicts by name."""
     names: dict[str, list[str]] = {}
@@ -195,6 +156,7 @@ def by_verdict(verdicts: Mapping[str, str]) -> str:
 
 
 def own_speed(run: RunRecord) -> float | None:
+    """Tokens/s that the hardware computed for this run alone; None where it was emulated or shared its machine."""
     return None if run.side_by_side or run.emulated else run.summary.get("tokens_per_second")
 
 

@@ -8,13 +8,10 @@ here knows of runs.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
-
-from foundation.units import plural
 
 CONFIDENCE = 0.95  # of every interval that is shown
 LAST_SHARE = 0.2  # of the common steps: where runs have grown apart, and a difference predicts the end
@@ -77,9 +74,6 @@ def batch_means_error(values: np.ndarray) -> float:
     return float(math.sqrt(batches.var(ddof=1) * size / n))
 
 
-Place = Literal["within", "above", "below", "cannot tell"]
-
-
 @dataclass(frozen=True)
 class Gap:
     """Step-by-step differences of two losses, in nats a token. A figure is NaN where there are too few steps for it."""
@@ -114,18 +108,12 @@ class Gap:
         half = self.half_width if self.has_interval else 0.0
         return self.mean - half, self.mean + half
 
-    def place(self, tolerance: float) -> Place:
+    def place(self, tolerance: float) -> str:
         """Where the whole interval lies: within ± `tolerance`, above or below that; "cannot tell" where it lies across an end."""
         low, high = self.ends
         if -tolerance <= low and high <= tolerance:
             return "within"
         return "above" if low > tolerance else "below" if high < -tolerance else "cannot tell"
-
-
-def last_steps(gaps: Iterable[Gap]) -> str:
-    """Over which steps these are the means: "last 64 steps", or "last 20 to 64 steps" where they have not as many."""
-    numbers = sorted({gap.steps for gap in gaps})
-    return "last " + (f"{numbers[0]:,} to " if len(numbers) > 1 else "") + plural(numbers[-1], "step")
 
 
 # ── Over seeds ────────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -107,11 +107,6 @@ def check_comparable(runs: Sequence[RunRecord], vary: Sequence[str] = ()) -> Non
             )
 
 
-def varied_keys(runs: Sequence[RunRecord]) -> list[str]:
-    """The keys by which some run is another training than the first: what they are compared in, beside precision."""
-    return list(dict.fromkeys(key for run in runs[1:] for key in differing(runs[0], run)))
-
-
 def keys_told_apart_by(runs: Sequence[RunRecord]) -> list[str]:
     """The keys that have to stand beside precision and weights to tell runs apart: the optimizer's dtypes, options in which runs
     of one precision differ, and what is varied."""
@@ -121,7 +116,8 @@ def keys_told_apart_by(runs: Sequence[RunRecord]) -> list[str]:
         alike = [run.precision if key.startswith("fp8_config.") else None for run in runs]
         return len({(precision, str(option(run, key))) for precision, run in zip(alike, runs, strict=True)}) > len(set(alike))
 
-    return list(dict.fromkeys([*filter(tells, keys), *varied_keys(runs)]))
+    varied = (key for run in runs[1:] for key in differing(runs[0], run))
+    return list(dict.fromkeys([*filter(tells, keys), *varied]))
 
 
 def option(run: RunRecord, key: str) -> Any:
@@ -161,14 +157,11 @@ def loss_differences(first: RunRecord, second: RunRecord) -> tuple[np.ndarray, n
 
 
 def same_held_out(first: RunRecord, second: RunRecord) -> bool:
-    """Whether both were evaluated on the same packs, by what the last evaluation of each says; of kept runs, whose evaluations
-    do not say it, by their settings."""
+    """Whether both were evaluated on the same packs, cut alike, by what the last evaluation of each says."""
     last = [(run.evaluations or [{}])[-1] for run in (first, second)]
-    keys = ["data.mask_boundaries", "data.length"]
-    if not all(key in each for each in last for key in HELD_OUT_PACKS):
-        keys += ["evaluate.packs", "data.fingerprint", "data.held_out", "data.validation"]
     ours, theirs = settings_of(first), settings_of(second)
-    return same_measure(*last, HELD_OUT_PACKS) and all(ours.get(key) == theirs.get(key) for key in keys)
+    alike = all(ours.get(key) == theirs.get(key) for key in ("data.mask_boundaries", "data.length"))
+    return alike and same_measure(*last, HELD_OUT_PACKS)
 
 
 def of_one_text(runs: Sequence[RunRecord]) -> bool:

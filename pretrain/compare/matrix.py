@@ -47,7 +47,7 @@ def table(cells: Sequence[Cell]) -> str:
     runs, parts = ranked(cells), []
     if runs:
         comparison = RunComparison.over(runs)
-        parts += [table_of(figures_of(comparison), comparison.standings), *comparison.notes(over_seeds=True)]
+        parts.append(table_of(figures_of(comparison), comparison.standings))
     if missing := len(cells) - len(runs):
         parts.append(f"{missing} of {len(cells)} cells have no step of these trainings yet.")
     return "\n\n".join(parts)
@@ -67,7 +67,7 @@ def write_report(matrix: Matrix) -> str:
     vary = dict.fromkeys(text.partition("=")[0] for cell in matrix.cells for text in cell.overrides)
     report = Report.over(sorted(runs, key=lambda run: run.path != baseline.run_dir), [*vary, "data.fingerprint"])
     report.write(**report_files(matrix))
-    parts = [*report.tables(brief=True), f"Written: {', '.join(map(str, report_files(matrix).values()))}"]
+    parts = [*report.tables(), f"Written: {', '.join(map(str, report_files(matrix).values()))}"]
     if not own:
         parts.append(f"The baseline {matrix.baseline.name} is not finished: {baseline.name} stands in its place.")
     if missing := len(matrix.cells) - len(runs):

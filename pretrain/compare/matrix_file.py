@@ -85,12 +85,6 @@ class Cell:
     run_dir: Path
 
     @property
-    def begin(self) -> Path | None:
-        """The checkpoint of another run with which it begins, by its real path; None where it begins with none."""
-        begin = begin_of(self.recipe)
-        return begin and begin.resolve()
-
-    @property
     def but_for_seed(self) -> Values:
         """`values`, which cells share that differ in their seed alone."""
         return {key: value for key, value in self.values.items() if key != "seed"}

@@ -27,6 +27,7 @@ from foundation.signals import StopRequest
 from foundation.units import duration
 from pretrain.compare.matrix_file import Cell, Matrix
 from pretrain.metrics.run_folder import check_ours
+from pretrain.settings.config import begin_of
 
 POLL_SECONDS = 0.2
 SHOWN_LOG_LINES = 12
@@ -143,8 +144,8 @@ def next_of(waiting: Sequence[Cell], running: Sequence[Cell]) -> Cell | None:
     """The first that may start: all but those that begin with a checkpoint of another cell here, which that has still to make."""
     to_come = {cell.run_dir.resolve() for cell in (*waiting, *running)}
     for cell in waiting:
-        begin = cell.begin
-        if begin is None or begin.exists() or begin.parent.parent not in to_come - {cell.run_dir.resolve()}:
+        begin = begin_of(cell.recipe)
+        if begin is None or begin.exists() or begin.resolve().parent.parent not in to_come - {cell.run_dir.resolve()}:
             return cell
     return waiting[0] if waiting and not running else None  # which says what it lacks
 

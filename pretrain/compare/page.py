@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,22 +29,13 @@ if TYPE_CHECKING:
 
 FOLDER = Path(__file__).with_name("page")
 MOST_POINTS = 2000  # of a curve, which a screen can show
-DASHES = ("solid", "dash", "dot", "dashdot")  # of the n-th kind of run
 MEASURES = {"underflow": "underflow", "saturation": "saturation", "scale": "scale, as log2", "amax": "largest value, as log2"}
-NAMES = ("name", "run_dir", "log.")  # different in every run, and no part of what is compared
-MANY = 3  # runs, beyond which those that agree are "all others"
+NAMES = ("settings.name", "settings.run_dir", "settings.log.")  # different in every run, and no part of what is compared
 
 
-def render(
-    comparison: RunComparison,
-    seeds: SeedComparison | None,
-    answer: str,
-    *,
-    failures: Sequence[str] | None = None,
-    every: float | None = None,
-) -> bytes:
-    """The page. `seeds`: the same runs by their seeds, where several groups are compared; `failures`: of the gate, where there is
-    one; `every`: seconds until it is read again."""
+def render(comparison: RunComparison, seeds: SeedComparison | None, answer: str, every: float | None) -> bytes:
+    """The page. `seeds`: the same runs by their seeds, where several groups are compared; `every`: seconds until it is read
+    again."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined  # only a page needs it
     from plotly.offline import get_plotlyjs
 
@@ -59,7 +50,6 @@ def render(
         answer=answer,
         about=" · ".join(filter(None, [model_name(run), machine_of(run), f"torch {torch}" if torch else ""])),
         notes=comparison.notes(over_seeds=bool(seeds)),
-        failures=failures,
         written_by=WRITTEN_BY,
         every=every,
         figures=figures_of(comparison),
@@ -90,17 +80,6 @@ def pictures(comparison: RunComparison) -> dict[str, Figure]:
     return {"curves": curves_figure(comparison)} | ({"quantization": heat_figure(statistics)} if statistics else {})
 
 
-def axes_of(run: RunRecord) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Steps with the one before the first, and where each lies, by axis. Hours are those of a run alone on its machine."""
-    steps, tokens = run.curve("tokens")
-    times = run.curve("step_ms")[1]
-    before = np.concatenate([steps[:1] - 1, steps])
-    axes = {"steps": (before, before), "tokens": (before, np.concatenate([tokens[:1] - (run.tokens_per_step or 0), tokens]))}
-    if np.isfinite(times).all() and not run.side_by_side:
-        axes["hours"] = (before, np.concatenate([[0.0], np.cumsum(times) / 3.6e6]))
-    return axes
-
-
 def curves_of(each: Standing) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """(steps, values) of a run's curves by their panels, all but the held-out loss and the learning rate smoothed."""
     keys = {"training loss": "loss", "gradient norm": "gradient_norm", "frozen updates": "frozen_updates"}
@@ -113,42 +92,37 @@ def curves_of(each: Standing) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 
 def curves_figure(comparison: RunComparison) -> Figure:
-    """Curves along the runs, one panel a figure, over one axis: a zoom in one is a zoom in all."""
+    """Curves along the runs, one panel a figure, over one axis: a zoom in one is a zoom in all. The axis are steps, or tokens
+    where steps have not the same number."""
     from plotly.subplots import make_subplots
 
     panels = ("training loss", "held-out loss", "minus the baseline", "gradient norm", "learning rate", "frozen updates")
     curves = [curves_of(each) for each in comparison.standings]
     shown = [title for title in panels if any(title in each for each in curves)] or [panels[0]]
     figure = make_subplots(rows=len(shown), cols=1, shared_xaxes=True, vertical_spacing=0.03, subplot_titles=shown)
-    axes = [axes_of(each.run) for each in comparison.standings]
-    places = {name: [] for name in ("steps", "tokens", "hours") if all(name in known for known in axes)}
+    in_tokens = len({run.tokens_per_step for run in comparison.runs}) > 1
     for row, title in enumerate(shown, start=1):
-        for each, own, along in zip(comparison.standings, curves, axes, strict=True):
-            if title not in own:
-                continue
-            steps, values = own[title]
+        for each, own in zip(comparison.standings, curves, strict=True):
+            steps, values = own.get(title, (np.array([]), np.array([])))
             chosen = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), MOST_POINTS)).astype(int))
-            for name, x in places.items():
-                x.append(np.interp(steps[chosen], *along[name]))
             figure.add_scatter(
-                x=places["steps"][-1],
+                x=steps[chosen] * (each.run.tokens_per_step if in_tokens else 1),
                 y=values[chosen],
                 name=escape(each.label if each.is_baseline else each.where_it_ends),
                 legendgroup=each.label,
                 showlegend=row == 1 and len(comparison.standings) > 1,
                 mode="lines+markers" if title == "held-out loss" or len(steps) == 1 else "lines",
-                line={"color": each.colour, "dash": DASHES[each.kind % len(DASHES)], "width": 1.5},
+                line={"color": each.colour, "dash": each.dash, "width": 1.5},
                 row=row,
                 col=1,
             )
         if title == "gradient norm":
             figure.update_yaxes(type="log", row=row, col=1)
         elif title in ("training loss", "minus the baseline"):
-            ended = [own[title][1] for each, own in zip(comparison.standings, curves, strict=True) if title in own]
+            ended = [own[title][1] for own in curves if title in own]
             figure.update_yaxes(range=range_after_the_fall(ended) if ended else None, row=row, col=1)
-    buttons = [{"label": name, "method": "restyle", "args": [{"x": [one.tolist() for one in x]}]} for name, x in places.items()]
-    menu = {"buttons": buttons, "type": "buttons", "direction": "right", "x": 0, "y": 1.0, "yanchor": "bottom", "pad": {"b": 30}}
-    return figure.update_layout(height=80 + 270 * len(shown), hovermode="x unified", updatemenus=[menu])
+    figure.update_xaxes(title="tokens" if in_tokens else "step", row=len(shown), col=1)
+    return figure.update_layout(height=80 + 270 * len(shown), hovermode="x unified")
 
 
 def heat_maps(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
@@ -211,19 +185,14 @@ def audit_of(run: RunRecord) -> list[str]:
     return lines
 
 
-def what_differs(comparison: RunComparison) -> dict[str, dict[str, dict[str, str]]]:
-    """The keys in which not all runs agree, by kind: each value, and the runs that have it."""
-    differing: dict[str, dict[str, dict[str, str]]] = {"Settings": {}, "Environment": {}}
-    for kind, flats in (
-        ("Settings", [flatten(run.config) for run in comparison.runs]),
-        ("Environment", [flatten(run.environment) for run in comparison.runs]),
-    ):
-        for key in dict.fromkeys(key for flat in flats for key in flat if not key.startswith(NAMES)):
-            holders: dict[str, list[str]] = {}
-            for each, flat in zip(comparison.standings, flats, strict=True):
-                holders.setdefault(as_text(flat.get(key)), []).append(each.label)
-            if len(holders) > 1:
-                most = max(holders, key=lambda value: len(holders[value]))
-                shown = {v: "all others" if v == most and len(own) > MANY else ", ".join(own) for v, own in holders.items()}
-                differing[kind][key] = shown
+def what_differs(comparison: RunComparison) -> dict[str, dict[str, str]]:
+    """The keys of settings and environment in which not all runs agree: each value, and the runs that have it."""
+    flats = [flatten({"settings": run.config, "environment": run.environment}) for run in comparison.runs]
+    differing = {}
+    for key in dict.fromkeys(key for flat in flats for key in flat if not key.startswith(NAMES)):
+        holders: dict[str, list[str]] = {}
+        for each, flat in zip(comparison.standings, flats, strict=True):
+            holders.setdefault(as_text(flat.get(key)), []).append(each.label)
+        if len(holders) > 1:
+            differing[key] = {value: ", ".join(labels) for value, labels in holders.items()}
     return differing

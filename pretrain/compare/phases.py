@@ -12,7 +12,6 @@ Exit status: 0 an answer, 1 no cell of the first phase is stable, 2 something gi
 from __future__ import annotations
 
 import argparse
-import itertools
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ from foundation.files import save_file
 from foundation.reading import load_yaml
 from foundation.settings import PathText, Share, parse
 from foundation.signals import StopRequest
-from foundation.units import UNKNOWN, markdown, memory, or_dash, percent, plural
+from foundation.units import markdown, memory, or_dash, percent, plural
 from pretrain.compare.matrix_file import Cell, CellSettings, LaunchSettings, Matrix, MatrixSettings, Values, make_matrix
 from pretrain.compare.matrix_run import Outcome, at_most, command_of, run_all, say
 from pretrain.metrics.run_folder import RunFolder
@@ -63,16 +62,14 @@ class Measured:
     @classmethod
     def of(cls, phase: str, outcome: Outcome) -> Measured:
         run = outcome.cell.record()
-        if run is None or not outcome.is_finished:
-            why = run.summary.get("halted", "") if run else ""
-            return cls(phase, outcome.cell, {}, f"{outcome.status}: {why or f'see {outcome.cell.log}'}")
-        reasons = {
-            run.broke_off: run.broke_off,
-            "it shared its devices with another run": run.side_by_side,
-            "a step was left out": run.summary["skipped_steps"],
-            "it went back to a checkpoint": run.summary.get("rollbacks"),
-        }
-        return cls(phase, outcome.cell, run.summary, next((reason for reason, applies in reasons.items() if applies), ""))
+        if run is None or (run.broke_off or not outcome.is_finished):
+            why = run.broke_off if run and run.broke_off else f"{outcome.status}: see {outcome.cell.log}"
+        elif run.side_by_side:
+            why = "it shared its devices with another run"
+        else:
+            changed = run.summary["skipped_steps"] or run.summary.get("rollbacks")
+            why = "a step was left out or taken back" if changed else ""
+        return cls(phase, outcome.cell, run.summary if run else {}, why)
 
     @property
     def speed(self) -> float:
@@ -103,13 +100,12 @@ class Search:
     def matrix(self, phase: PhaseSettings, values: Values) -> Matrix:
         """`phase` on the chosen `values`. Its runs lie in a folder of the choices so far, as others would give other runs.
         InputError for a mistake in it, which names the phase."""
-        settings = self.settings
         place = self.folder.joinpath(phase.name, *(each.cell.name for each in self.chosen))
         matrix = MatrixSettings(
-            **settings.model_dump(include={"recipe", "accelerate", "gpus", "processes"}),
+            **self.settings.model_dump(include={"recipe", "accelerate", "gpus", "processes"}),
             **phase.model_dump(include={"axes", "cells"}),
-            name=f"{settings.name}-{phase.name}",
-            overrides=flatten(settings.overrides) | values,
+            name=f"{self.settings.name}-{phase.name}",
+            overrides=flatten(self.settings.overrides) | values,
             run_dir=f"{place}/{{cell}}",
         )
         return make_matrix(f"{self.path}, phase {phase.name}", matrix, self.overrides)
@@ -142,16 +138,12 @@ class Search:
 
     def report(self) -> str:
         """The table of all cells, phase by phase, the fastest first, and the answer, in Markdown."""
-        rows, before = [], 0.0
-        for _, phase in itertools.groupby(self.measured, key=lambda each: each.phase):
-            for each in (own := [*phase]):
-                gain = f"{each.speed / before - 1:+.1%}" if each.speed and before else UNKNOWN
-                row = [each.phase, each.cell.name, or_dash(each.speed or None, "{:,.0f}".format), gain]
-                row += [or_dash(each.figures.get("mfu_bf16_peak"), percent), or_dash(each.figures.get("memory_gib"), memory)]
-                rows.append([*row, "**best**" if each in self.chosen[-1:] else each.unstable])
-            before = own[0].speed
-        lines = [markdown(["phase", "cell", "tokens/s", "gain", "MFU (BF16)", "memory", ""], rows, names=2)]
-        lines.append(f"Ended: {self.ended}.")
+        rows = []
+        for each in self.measured:
+            row = [each.phase, each.cell.name, or_dash(each.speed or None, "{:,.0f}".format)]
+            row += [or_dash(each.figures.get("mfu_bf16_peak"), percent), or_dash(each.figures.get("memory_gib"), memory)]
+            rows.append([*row, "**best**" if each in self.chosen[-1:] else each.unstable])
+        lines = [markdown(["phase", "cell", "tokens/s", "MFU (BF16)", "memory", ""], rows, names=2), f"Ended: {self.ended}."]
         if self.chosen:
             command = ["accelerate", "launch", "--config_file", str(self.settings.accelerate), "train_accelerate.py"]
             keys = {*self.values, *parse_overrides(self.overrides)}
@@ -163,11 +155,7 @@ class Search:
 
 def load_phases(path: Path, overrides: Sequence[str], **changes: float) -> Search:
     """The search that the file at `path` describes, `changes` in place of its keys. InputError names the file and the key."""
-    settings = parse(PhasesSettings, load_yaml(path) | changes, str(path))
-    names = [phase.name for phase in settings.phases]
-    if len(set(names)) < len(names):
-        raise InputError(f"{path}: `phases`: two are named {max(names, key=names.count)}; each has a name of its own")
-    return Search(path, settings, tuple(overrides))
+    return Search(path, parse(PhasesSettings, load_yaml(path) | changes, str(path)), tuple(overrides))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -14,25 +14,22 @@ from pathlib import Path
 from foundation.command import CommandParser, number
 from foundation.errors import InputError
 from foundation.files import MARKDOWN_MARK, check_replaceable, save_file
-from foundation.reading import load_json
 from foundation.units import plural
 from pretrain.compare.columns import differences_of, figures_of, meanings, signed, table_of
 from pretrain.compare.comparison import TOLERANCE, RunComparison
-from pretrain.compare.differences import FEWEST_SEEDS, MARGIN, last_steps
+from pretrain.compare.differences import FEWEST_SEEDS, MARGIN
 from pretrain.compare.fairness import check_comparable
 from pretrain.compare.page import render
 from pretrain.compare.seed_groups import SeedComparison, grouped
 from pretrain.metrics.run_folder import METRICS_FILE
 from pretrain.metrics.run_record import NoStepYet, RunRecord, read_finished, read_run
-from pretrain.settings.config import resolved
-from pretrain.settings.recipe import Recipe
 
 DAY = 86_400  # seconds
 
 
 @dataclass(frozen=True)
 class Report:
-    """Runs that may be compared, and where the baseline was trained with several seeds the comparison over these."""
+    """Runs that may be compared, and where these are several groups of seeds the comparison over them, which stands first."""
 
     comparison: RunComparison
     seeds: SeedComparison | None
@@ -48,53 +45,43 @@ class Report:
     ) -> Report:
         """`vary`: keys that may differ, as they are what is compared; several seeds of the baseline name `seed`. `margin`: what a
         comparison over seeds takes. InputError where a run cannot be compared fairly with the first."""
-        groups = grouped(runs)
-        several = len(groups[0].runs) > 1
-        check_comparable(runs, [*vary, "seed"] if several and groups[1:] else vary)
-        if margin is not None and not several:
+        first, *others = grouped(runs).values()
+        over_seeds = len(first) > 1 and bool(others)
+        check_comparable(runs, [*vary, "seed"] if over_seeds else vary)
+        if margin is not None and not over_seeds:
             raise InputError("--margin: is for a comparison over seeds, and the baseline has one seed alone; leave it out")
-        seeds = SeedComparison.over(runs, MARGIN if margin is None else margin)
+        seeds = SeedComparison.over(runs, MARGIN if margin is None else margin) if over_seeds else None
         return cls(RunComparison.over(runs, tolerance), seeds)
-
-    @property
-    def by_seeds(self) -> SeedComparison | None:
-        """The comparison of several groups of seeds, which then stands first."""
-        return self.seeds if self.seeds and self.seeds.others else None
 
     @property
     def answer(self) -> str:
         return (self.seeds or self.comparison).answer()
 
-    def tables(self, *, brief: bool = False) -> list[str]:
-        """The answer, the tables and what to note, in Markdown. `brief`: over seeds without the table of single runs."""
-        comparison, over_seeds = self.comparison, self.by_seeds
-        parts, columns = [self.answer], []
-        if over_seeds:
-            of_groups, paired = over_seeds.columns(), [each for each in over_seeds.others if each.difference]
-            parts += [table_of(of_groups, over_seeds.results), _bullets([*meanings(of_groups), *over_seeds.notes()])]
-            parts += [table_of(over_seeds.columns_by_seed(), paired)] if paired else []
-        if not (over_seeds and brief):
-            parts.append(table_of(figures_of(comparison), comparison.standings))
-            if not over_seeds and comparison.standings[1:]:
-                columns = differences_of(comparison)
-                parts.append(table_of(columns, comparison.standings[1:]))
-            parts.append(_bullets([*meanings(columns[1:]), *comparison.notes(over_seeds=bool(over_seeds))]))
+    def tables(self) -> list[str]:
+        """The answer, the tables and what to note, in Markdown."""
+        comparison, seeds, parts = self.comparison, self.seeds, [self.answer]
+        if seeds:
+            columns, paired = seeds.columns(), [each for each in seeds.others if each.difference]
+            parts += [table_of(columns, seeds.results), _bullets([*meanings(columns), *seeds.notes()])]
+            parts += [table_of(seeds.columns_by_seed(), paired)] if paired else []
+        parts.append(table_of(figures_of(comparison), comparison.standings))
+        columns = [] if seeds or not comparison.standings[1:] else differences_of(comparison)
+        parts += [table_of(columns, comparison.standings[1:])] if columns else []
+        parts.append(_bullets([*meanings(columns), *comparison.notes(over_seeds=bool(seeds))]))
         return [part for part in parts if part]
 
-    def write(self, tables_file: Path | None, page: Path | None, *, gate: bool = False, every: float | None = None) -> None:
-        """Write what has a place: the Markdown file, and the page with what the `gate` says of it, which is read again `every` so
-        many seconds."""
+    def write(self, tables_file: Path | None, page: Path | None, *, every: float | None = None) -> None:
+        """Write what has a place: the Markdown file, and the page, which is read again `every` so many seconds."""
         if tables_file:
             save_file(tables_file, "\n\n".join([*self.tables(), MARKDOWN_MARK, ""]).encode())
         if page:
-            failures = self.judge() if gate else None
-            save_file(page, render(self.comparison, self.by_seeds, self.answer, failures=failures, every=every))
+            save_file(page, render(self.comparison, self.seeds, self.answer, every))
 
     def judge(self) -> list[str]:
         """Why the gate is not passed, a line for each run or group of seeds; InputError where there is nothing to hold it
         against."""
-        if self.by_seeds:
-            return list(_failed_groups(self.by_seeds, self.comparison.tolerance))
+        if self.seeds:
+            return list(_failed_groups(self.seeds, self.comparison.tolerance))
         base, others = self.comparison.baseline, self.comparison.standings[1:]
         if not others:
             raise InputError(f"--gate: {base.label} is the only run; name a baseline and at least one other")
@@ -110,7 +97,7 @@ class Report:
                 failures.append(f"{each.label} is not finished: it has {plural(each.run.summary['steps'], 'step')}")
             elif not each.gap.ends[1] <= self.comparison.tolerance:  # without an interval the mean is judged
                 half = f" ± {each.gap.half_width:.5f}" if each.gap.has_interval else ""
-                end = f"{signed(each.gap.mean, 5)}{half} nats from {base.label}, over the {last_steps([each.gap])}"
+                end = f"{signed(each.gap.mean, 5)}{half} nats from {base.label}, over the last {each.gap.steps} steps"
                 failures.append(f"{each.label} ends {end}; {self.comparison.tolerance:g} are allowed")
         return failures
 
@@ -118,17 +105,17 @@ class Report:
 def _failed_groups(seeds: SeedComparison, tolerance: float) -> Iterable[str]:
     """A group passes with the upper end of its interval over seeds, where all of its runs came to their end."""
     base = seeds.baseline
-    if len(base.losses) < len(base.group.runs):
-        raise InputError(f"--gate: not every run of the baseline {base.group.name} came to its end; finish them, or name another")
+    if len(base.losses) < len(base.runs):
+        raise InputError(f"--gate: not every run of the baseline {base.name} came to its end; finish them, or name another")
     for each in seeds.others:
         half_width = each.difference.half_width() if each.difference else None
-        if missing := len(each.group.runs) - len(each.losses):
-            yield f"{each.group.name}: {plural(missing, 'run')} of {len(each.group.runs)} came to no end that counts"
+        if missing := len(each.runs) - len(each.losses):
+            yield f"{each.name}: {plural(missing, 'run')} of {len(each.runs)} came to no end that counts"
         elif half_width is None:
-            yield f"{each.group.name} has too few seeds in common with {base.group.name}: an interval needs {FEWEST_SEEDS}"
+            yield f"{each.name} has too few seeds in common with {base.name}: an interval needs {FEWEST_SEEDS}"
         elif each.difference.mean + half_width > tolerance:
-            end = f"{signed(each.difference.mean)} ± {half_width:.4f} nats from {base.group.name}"
-            yield f"{each.group.name} ends {end}, over {len(each.difference.by_seed)} seeds; {tolerance:g} are allowed"
+            end = f"{signed(each.difference.mean)} ± {half_width:.4f} nats from {base.name}"
+            yield f"{each.name} ends {end}, over {len(each.difference.by_seed)} seeds; {tolerance:g} are allowed"
 
 
 def _bullets(notes: Iterable[str]) -> str:
@@ -139,38 +126,13 @@ def _bullets(notes: Iterable[str]) -> str:
 
 
 def read_runs(paths: Sequence[Path], baseline: Path | None = None) -> list[RunRecord]:
-    """The runs of these folders, and of files that `benchmarks.collect_runs` made; the baseline first, by default the first.
-
-    `baseline`: one of the folders, another one, or the name of a run among these.
-    """
-    runs: dict[Path, RunRecord] = {}  # each once, however it is named
-    for path in paths:
-        for run in read_kept(path) if path.is_file() else [read_run(path)]:
-            runs.setdefault(run.path.resolve(), run)
-    if baseline is None:
-        return [*runs.values()]
-    same = [run for run in runs.values() if run.name == str(baseline) or run.path.resolve() == baseline.resolve()]
-    if len(same) > 1:
-        raise InputError(f"--baseline {baseline}: several runs are called that; give the path of one")
-    first = same[0] if same else read_run(baseline)
-    return [first, *(run for run in runs.values() if run is not first)]
-
-
-def read_kept(path: Path) -> list[RunRecord]:
-    """The runs of a result file, each as if its folder were still called by its name: what `python -m benchmarks.collect_runs`
-    kept of their files. InputError for another file."""
-    try:
-        return [_kept(path.with_suffix("") / name, **run) for name, run in load_json(path)["runs"].items()]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{path}: holds no runs as `python -m benchmarks.collect_runs` keeps them ({error})") from None
-
-
-def _kept(path: Path, *, config: dict, steps: dict[str, list], events: list[dict], **files: dict) -> RunRecord:
-    """`steps`: the values of each key in their order, which a line of metrics.jsonl has one of."""
-    lines = [dict(zip(steps, values, strict=True)) for values in zip(*steps.values(), strict=True)]
-    # A recipe of today may have fewer keys than that of a run which is kept for long.
-    config = resolved(Recipe.model_validate(config, extra="ignore"))
-    return RunRecord(path, config, metrics=sorted([*lines, *events], key=lambda line: line["step"]), **files)
+    """The runs of these folders, each once; first the `baseline`, one of the folders or the name of a run among these, by default
+    the first."""
+    runs = {path.resolve(): read_run(path) for path in paths}
+    first = next((run for run in runs.values() if baseline and baseline in (run.path, Path(run.name))), None)
+    if baseline and first is None:
+        first = runs.setdefault(baseline.resolve(), read_run(baseline))
+    return sorted(runs.values(), key=lambda run: first is not None and run is not first)
 
 
 # ── The command ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -184,8 +146,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         runs = read_runs(options.runs, options.baseline)
         report = _report_on(options, runs)
-        report.write(options.out.get(".md"), options.out.get(".html"), gate=options.gate is not None)
-        print("\n\n".join([*report.tables(brief=True), *(f"Written: {path}" for path in options.out.values())]))
+        report.write(options.out.get(".md"), options.out.get(".html"))
+        print("\n\n".join([*report.tables(), *(f"Written: {path}" for path in options.out.values())]))
     if options.gate is None:
         return 0
     failures = report.judge() if report else ["no run has a step yet"]
@@ -220,8 +182,8 @@ def watch(options: argparse.Namespace) -> Report | None:
             if now != before or not going:
                 print(f"{time.strftime('%H:%M:%S')}  {now}", flush=True)
                 if runs:
-                    report, gate = _report_on(options, runs), options.gate is not None and not going
-                    report.write(None, page, gate=gate, every=options.watch if going else None)
+                    report = _report_on(options, runs)
+                    report.write(None, page, every=options.watch if going else None)
             before = now
             if going:
                 time.sleep(options.watch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,17 +25,9 @@ _WITHIN += ("evaluate.samples", "data.packs", "data.source", "data.tokenizer")
 _SEED_IN_A_NAME = re.compile(r"(?:^|[-_.,])seed[=_-]?\d+(?=$|[-_.,])")
 
 
-@dataclass(frozen=True)
-class SeedGroup:
-    """Runs that differ in their seed alone."""
-
-    name: str
-    runs: dict[int, RunRecord]  # by seed
-
-
-def grouped(runs: Sequence[RunRecord]) -> list[SeedGroup]:
-    """The groups in the order of their first runs: of one training, and where a seed of it is there twice, of folders that are
-    called alike. A group is called what its folders' names share beside the seed, else as its first run."""
+def grouped(runs: Sequence[RunRecord]) -> dict[str, dict[int, RunRecord]]:
+    """Runs by group and seed, in the order of the groups' first runs. A group is of one training, and where a seed of it is there
+    twice, of folders that are called alike. It is called as its first run without the seed."""
     groups: dict[tuple[Any, str], dict[int, RunRecord]] = {}
     trainings = [tuple(_settings(run).items()) for run in runs]
     pairs = [(training, recipe_of(run).seed) for run, training in zip(runs, trainings, strict=True)]
@@ -43,11 +35,10 @@ def grouped(runs: Sequence[RunRecord]) -> list[SeedGroup]:
     for run, (training, seed) in zip(runs, pairs, strict=True):
         folder = str(run.path.parent / _without_seed(run)) if training in repeated else ""
         groups.setdefault((training, folder), {})[seed] = run
-    shared = [{_without_seed(run) for run in group.values()} - {""} for group in groups.values()]
     firsts = [next(iter(group.values())) for group in groups.values()]
-    names = [each.pop() if len(each) == 1 else first.name for each, first in zip(shared, firsts, strict=True)]
+    names = [_without_seed(first) or first.name for first in firsts]
     names = [name if names.count(name) == 1 else str(first.path) for name, first in zip(names, firsts, strict=True)]
-    return [SeedGroup(name, group) for name, group in zip(names, groups.values(), strict=True)]
+    return dict(zip(names, groups.values(), strict=True))
 
 
 def _without_seed(run: RunRecord) -> str:
@@ -65,9 +56,10 @@ def _settings(run: RunRecord) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class GroupResult:
-    """A group beside the baseline's. None is what is not known."""
+    """Runs that differ in their seed alone, beside the baseline's. None is what is not known."""
 
-    group: SeedGroup
+    name: str
+    runs: dict[int, RunRecord]  # by seed
     losses: dict[int, float]  # at the end, by seed
     difference: SeedDifference | None  # None of the baseline, where no seed is common, and where a run broke off
     speedup: float | None
@@ -92,30 +84,30 @@ class SeedComparison:
     left_out: dict[str, list[str]]  # why runs do not count, and which
 
     @classmethod
-    def over(cls, runs: Sequence[RunRecord], margin: float = MARGIN) -> SeedComparison | None:
-        """`runs`: comparable but for their seeds, the baseline first; None where its group has one seed alone."""
-        base, *others = grouped(runs)
-        if len(base.runs) < 2:
-            return None
+    def over(cls, runs: Sequence[RunRecord], margin: float = MARGIN) -> SeedComparison:
+        """`runs`: comparable but for their seeds, the baseline first."""
+        groups = grouped(runs)
+        base = next(iter(groups.values()))
         ended = [run for run in runs if not run.broke_off and not run.is_unfinished]
         held_out = all("held_out_loss" in run.summary for run in ended)
         results, left_out = [], {}
-        for group in (base, *others):
-            losses, broken_off = {}, sum(bool(run.broke_off) for run in group.runs.values())
-            for seed, run in group.runs.items():
+        for name, group in groups.items():
+            losses, broken_off = {}, sum(bool(run.broke_off) for run in group.values())
+            for seed, run in group.items():
                 loss = run.summary.get("held_out_loss" if held_out else LOSS_KEY)
-                if why := _why_left_out(run, loss, base.runs.get(seed), held_out=held_out):
+                if why := _why_left_out(run, loss, base.get(seed), held_out=held_out):
                     left_out.setdefault(why, []).append(run.name)
                 else:
                     losses[seed] = loss
             # Where a run of a group broke off, a mean of the others would flatter it.
             difference = SeedDifference.of(losses, results[0].losses) if results and not broken_off else None
-            verdict = "baseline" if group is base else "no seed in common"
+            verdict = "no seed in common" if results else "baseline"
             if broken_off:
-                verdict = f"broke off: {plural(broken_off, 'run')} of {len(group.runs)}"
+                verdict = f"broke off: {plural(broken_off, 'run')} of {len(group)}"
             elif difference:
                 verdict = difference.verdict(margin) or f"{plural(len(difference.by_seed), 'seed')}: no interval"
-            results.append(GroupResult(group, losses, difference, None if group is base else _speedup(group, base), verdict))
+            speedup = _speedup(group.values(), base.values()) if results else None
+            results.append(GroupResult(name, group, losses, difference, speedup, verdict))
         return cls(results, held_out, margin, left_out)
 
     @property
@@ -127,7 +119,7 @@ class SeedComparison:
         return self.results[1:]
 
     def columns(self) -> list[Column]:
-        base = self.baseline.group.name
+        base = self.baseline.name
         interval, narrow = (f"{100 * confidence:.0f} %" for confidence in (CONFIDENCE, EQUIVALENCE))
 
         def of(title: str, meaning: str, value: Callable[[SeedDifference], Any], form: Callable[[Any], str]) -> Column:
@@ -140,7 +132,7 @@ class SeedComparison:
             f"5 %). Worse, better: it does not, and the {interval} interval lies on one side of zero. Each row by itself"
         )
         columns = [
-            Column("runs", "", lambda each: each.group.name, words=True),
+            Column("runs", "", lambda each: each.name, words=True),
             Column("seeds", "", lambda each: len(each.difference.by_seed if each.difference else each.losses)),
             Column("held-out loss" if self.held_out else f"loss, last {LAST_STEPS}", "", lambda each: each.level),
             of(f"minus {base}", paired, lambda difference: difference.mean, signed),
@@ -154,18 +146,16 @@ class SeedComparison:
 
     def columns_by_seed(self) -> list[Column]:
         """Each group's difference to the baseline, a column a seed."""
-        seeds = sorted({seed for each in self.results for seed in each.group.runs})
-        name = Column(f"minus {self.baseline.group.name}", "", lambda each: each.group.name, words=True)
+        seeds = sorted({seed for each in self.results for seed in each.runs})
+        name = Column(f"minus {self.baseline.name}", "", lambda each: each.name, words=True)
         return [name, *(Column(f"seed {s}", "", lambda each, s=s: each.difference.by_seed.get(s), signed) for s in seeds)]
 
     def notes(self) -> list[str]:
         return [f"Left out, {why}: {', '.join(names)}." for why, names in self.left_out.items()]
 
     def answer(self) -> str:
-        base, seeds = self.baseline.group.name, plural(len(self.baseline.losses), "seed")
-        if not self.others:
-            return f"{base} over {seeds}: loss {self.baseline.level}."
-        verdicts = by_verdict({each.group.name: each.verdict for each in self.others})
+        base, seeds = self.baseline.name, plural(len(self.baseline.losses), "seed")
+        verdicts = by_verdict({each.name: each.verdict for each in self.others})
         return f"Against {base} over {seeds}, within {100 * self.margin:g} %: {verdicts}."
 
 
@@ -186,9 +176,9 @@ def _why_left_out(run: RunRecord, loss: float | None, twin: RunRecord | None, *,
     return None
 
 
-def _speedup(group: SeedGroup, base: SeedGroup) -> float | None:
+def _speedup(runs: Collection[RunRecord], base: Collection[RunRecord]) -> float | None:
     """The ratio of the runs' median tokens/s, where each had its machine for itself and computed in hardware, all on one kind of
     machine; else None."""
-    ours, theirs = ([own_speed(run) for run in each.runs.values()] for each in (group, base))
-    known = all(ours) and all(theirs) and on_one_kind_of_machine([*group.runs.values(), *base.runs.values()])
+    ours, theirs = ([own_speed(run) for run in each] for each in (runs, base))
+    known = all(ours) and all(theirs) and on_one_kind_of_machine([*runs, *base])
     return statistics.median(ours) / statistics.median(theirs) if known else None

