@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -48,26 +47,17 @@ def backward(model: nn.Module, rank: int, take: str) -> None:
 def in_ranks(function: Callable[..., Any], *arguments: object) -> list[Any]:
     """What `function(rank, *arguments)` returns in each of two processes that form a group."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ends, processes = [], []
-    for rank in range(2):
-        ours, theirs = fork_context.Pipe()
-        what = (function, rank, store.port, theirs, arguments)
-        processes.append(fork_context.Process(target=_as_rank, args=what, daemon=True))
-        processes[-1].start()
-        theirs.close()
-        ends.append(ours)
-    found = [end.recv() for end in ends]
-    for process in processes:
-        process.join()
-    return found
+    with fork_context.Pool(2) as pool:
+        return pool.starmap(_as_rank, [(function, rank, store.port, arguments) for rank in range(2)], chunksize=1)
 
 
-def _as_rank(function: Callable, rank: int, port: int, end: Connection, arguments: tuple) -> None:
+def _as_rank(function: Callable[..., Any], rank: int, port: int, arguments: tuple[object, ...]) -> Any:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    end.send(function(rank, *arguments))
+    result = function(rank, *arguments)
     dist.destroy_process_group()
+    return result
 
 
 def step(rank: int, takes: tuple[str, str], main: torch.dtype) -> dict[str, Any]:
