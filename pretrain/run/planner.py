@@ -1,7 +1,7 @@
 """What a recipe would take elsewhere: `python -m pretrain plan RECIPE [key=value ...]`.
 
-    python -m pretrain plan my.yaml train.tokens=20e9                          hours on H100, H200, B200 and 8 x B200
-    python -m pretrain plan my.yaml --on 8xH200 --run runs/my --price-per-hour 3.50   at the share of the peak that a run reached
+    python -m pretrain plan my.yaml train.tokens=20e9                               hours on H100, H200, B200 and 8 x B200
+    python -m pretrain plan my.yaml --on 8xH200 --mfu 0.42 --price-per-hour 3.50    at the share of the peak that a run reached
 
 What a launch on this machine would do is told by `accelerate launch ... train_accelerate.py RECIPE --plan`, which needs packs.
 """
@@ -10,22 +10,17 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from foundation import units
 from foundation.command import CommandParser, number
-from foundation.errors import InputError
 from foundation.units import GIB, TERA, UNKNOWN, markdown, plural
-from pretrain.metrics.peaks import peak
-from pretrain.metrics.run_record import WARM_UP_STEPS, RunRecord, read_run
 from pretrain.plan.plan import KEPT_FREE, Plan
 from pretrain.plan.preflight import prepare_job
 from pretrain.plan.rendering import ASSUMED_SHARES, WIDTH, in_subjects, model_lines
 from pretrain.plan.targets import Target
-from pretrain.precision.settings import PRECISIONS
 from pretrain.run.command_line import as_launched
 from pretrain.settings.config import load_recipe
 from pretrain.settings.launch import with_precision
@@ -43,7 +38,6 @@ def main(arguments: list[str]) -> int:
     add("overrides", nargs="*", metavar="key=value", help="over the recipe's settings: train.tokens=2e9")
     add("--on", metavar="DEVICE", help=f"H200, 8xB200, 'RTX 4090'; may be repeated; default: {', '.join(USUAL)}", **several)
     add("--mfu", type=number(most=1), metavar="SHARE", help="of the peak that is reached, 0.4 say; twice: from, to", **several)
-    add("--run", type=Path, metavar="FOLDER", help="a run of yours, for the share of the peak that it has reached")
     add("--price-per-hour", type=number(), metavar="PRICE", help="of one device, for the cost of the run")
     options = parser.parse_intermixed_args(arguments)
     targets = [Target.parse(text) for text in options.on or USUAL]
@@ -58,9 +52,7 @@ def main(arguments: list[str]) -> int:
     plan = job.plan
 
     shares, where_from = sorted(options.mfu or ASSUMED_SHARES), "stated" if options.mfu else "assumed; --mfu states another"
-    if options.run:
-        shares, where_from = [share_of_peak(read_run(options.run), plan.active.requested)], f"that of {options.run}"
-    small = where_from.startswith("assumed") and plan.flops.parameters < LEAST
+    small = not options.mfu and plan.flops.parameters < LEAST
     tokens, parameters, epochs = plan.total_tokens, plan.flops.parameters, f" = {plan.epochs:.2f} epochs" if plan.epochs else ""
     horizon = (
         f"{plural(plan.steps, 'step')} x {plan.tokens_per_step:,} tokens = {tokens:,} tokens{epochs}, {tokens / parameters:.3g} "
@@ -73,7 +65,7 @@ def main(arguments: list[str]) -> int:
     listed = " to ".join(f"{100 * each:.3g}" for each in shares)
     speed = f"time is that of training steps at {listed} % of the peak ({where_from}); several devices count as many times one"
     notes = [
-        "how fast so small a model is, no share of a peak says; --mfu states one, --run FOLDER has its own" if small else speed,
+        "how fast so small a model is, no share of a peak says; --mfu states that of a run of yours" if small else speed,
         f"the microbatch is the recipe's, or the largest that leaves {units.percent(KEPT_FREE)} of a device's memory free",
         *(() if plan.packs else ["FLOPs count each pack as one document, the most that they can be: no packs are prepared here"]),
         *([plan.flops.left_out] if plan.flops.uncounted else []),
@@ -81,27 +73,6 @@ def main(arguments: list[str]) -> int:
     ]
     print("\n".join(textwrap.fill(f"* {text}", WIDTH, subsequent_indent="  ") for text in notes))
     return 0
-
-
-def share_of_peak(run: RunRecord, precision: str) -> float:
-    """Returns the share of its device's peak in `precision` that a run has reached, by the median of its steps after two.
-    InputError where its speed is not its own, is not the hardware's, is of another precision, or was not measured."""
-    measured, ran = [value for record in run.steps[WARM_UP_STEPS:] if (value := record.get("tflops"))], run.phases.values()
-    _, device = run.devices
-    whole, why = peak(device, PRECISIONS[precision].peak), None
-    if run.side_by_side:
-        why = "it shared its machine with other runs, so its speed is not its own"
-    elif run.emulated:
-        why = "its precision was emulated, so its speed is not the hardware's"
-    elif (set(ran) or {run.audit.get("effective")}) != {precision}:
-        why = f"it computed in {run.audit.get('schedule') or run.audit.get('effective')}, and this plan in {precision}"
-    elif whole is None:
-        why = f"no {precision} peak is known of {device}"
-    elif not measured:
-        why = f"it has no measured tflops after its first {WARM_UP_STEPS} steps"
-    if why:
-        raise InputError(f"--run {run.path}: {why}; give another run, or leave it out")
-    return statistics.median(measured) / whole
 
 
 def _row(target: Target, plan: Plan, shares: Sequence[float], price: float | None) -> list[str]:

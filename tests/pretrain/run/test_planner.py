@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from accelerate.state import AcceleratorState
 
 from foundation.units import UNKNOWN
@@ -37,25 +35,6 @@ def row(out: str, on: str) -> dict[str, str]:
     """The table's row of a device, by column."""
     header, *lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in out.splitlines() if line.startswith("| ")]
     return next(dict(zip(header, line, strict=True)) for line in lines if line[0] == on)
-
-
-@pytest.fixture
-def run_folder(tmp_path: Path) -> Callable[..., str]:
-    """What a run of ten steps on an H200 has left, the first two of them slow."""
-
-    def write(name: str, *, gpu: str = "NVIDIA H200", tflops: float = 500.0, steps: int = 10, **audit: Any) -> str:
-        folder = tmp_path / name
-        folder.mkdir()
-        one = {"tokens": 1, "epoch": 0.1, "loss": 1.0, "step_ms": 1.0, "tokens_per_second": 1.0}
-        lines = [one | {"step": step, "tflops": tflops if step > 2 else 1.0} for step in range(1, steps + 1)]
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        (folder / "config.yaml").write_text(yaml.safe_dump({"precision": "bf16"}))
-        accelerate = {"processes": 1, "device": "cuda"}
-        (folder / "environment.json").write_text(json.dumps({"gpus": [gpu], "accelerate": accelerate}))
-        (folder / "audit.json").write_text(json.dumps({"effective": "bf16", "backend": "torch"} | audit))
-        return str(folder)
-
-    return write
 
 
 def test_a_plan_needs_no_packs_and_counts_steps_and_epochs(plan: Planned) -> None:
@@ -95,25 +74,9 @@ def test_time_and_cost_are_operations_over_the_stated_share_of_the_peak(plan: Pl
     assert two["cost"] == one["cost"], "two of as fast devices take half as long"
 
 
-def test_how_fast_a_small_model_is_is_not_guessed(plan: Planned, run_folder: Callable) -> None:
+def test_how_fast_a_small_model_is_is_not_guessed(plan: Planned) -> None:
     status, out, _ = plan("--on", "H100")
     assert status == 0 and row(out, "1 x H100")["tokens/s"] == row(out, "1 x H100")["time"] == UNKNOWN
-    speeds = [plan("--on", "B200", *given)[1] for given in (("--mfu", f"{500 / 989.5}"), ("--run", run_folder("mine")))]
-    assert row(speeds[0], "1 x B200") == row(speeds[1], "1 x B200"), "a run is its share of the peak"
-
-
-def test_a_run_whose_speed_is_not_its_own_is_refused(plan: Planned, run_folder: Callable) -> None:
-    shared = run_folder("shared")
-    Path(shared, "matrix.json").write_text(json.dumps({"side_by_side": True}))
-    folders = {
-        shared: "it shared its machine",
-        run_folder("fp8", effective="delayed"): "delayed",
-        run_folder("unknown", gpu="NVIDIA Q9"): "peak",
-        run_folder("short", steps=2): "no measured tflops",
-    }
-    for folder, says in folders.items():
-        status, out, err = plan("--run", folder)
-        assert (status, out) == (2, "") and f"--run {folder}: " in err and says in err
 
 
 @pytest.mark.parametrize(
@@ -122,7 +85,6 @@ def test_a_run_whose_speed_is_not_its_own_is_refused(plan: Planned, run_folder: 
         (("--on", "Q9"), "--on Q9"),
         (("--mfu", "1.2"), "--mfu: 1.2"),
         (("--price-per-hour", "cheap"), "--price-per-hour: cheap"),
-        (("--run", "/no/such"), "/no/such: there is no such run folder"),
         (("train.epochs=2", "data.packs=/no/such"), "`train.epochs` counts its packs"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
