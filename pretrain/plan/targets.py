@@ -18,7 +18,6 @@ from pretrain.precision.settings import PRECISIONS, ActivePrecision
 # of 80 GB and B200: the "total capacity" in torch's messages, as others have reported it.
 MEMORY = {"H100": 79.1, "H200": 139.8, "B200": 178.4}
 IN_ONE_HEADS = range(MIN_MEASURED_HEAD_DIM, 129)  # head sizes for which attention is one node with the rotation there
-NEWEST_CUDA = (99, 0)  # whoever has the device is taken to have a CUDA for it
 CAPABILITY = {"H100": (9, 0), "H200": (9, 0), "B200": (10, 0)}  # of their architecture, which precisions ask for
 
 
@@ -82,7 +81,7 @@ class Target:
         """Returns why `plan` cannot run on it or has no speed; None where it can."""
         for active in plan.actives:
             precision = PRECISIONS[active.requested]
-            if precision.quantized and self.capability and (need := precision.hardware.missing(self.capability, NEWEST_CUDA)):
+            if precision.quantized and self.capability and (need := precision.hardware.missing(self.capability)):
                 return f"{precision.name} needs {need}"
             if peak(self.name, precision.peak) is None:
                 return f"no {precision.name} peak is known of it"

@@ -25,14 +25,13 @@ Missing = Callable[[QuantizedPrecision], str | None]
 def missing_on(device_type: str) -> Missing:
     """What the current device of `device_type` ("cpu", "cuda") would need for a quantized precision; None: nothing more. The
     compute capability is asked first: it tells most of it, and Transformer Engine takes seconds to import."""
-    capability, cuda, device = None, None, f"this run is on {device_type}"
+    capability, device = None, f"this run is on {device_type}"
     if device_type == "cuda":
         capability = torch.cuda.get_device_capability()
-        cuda = tuple(map(int, torch.version.cuda.split(".")[:2])) if torch.version.cuda else None
         device = f"this is an {torch.cuda.get_device_name()} ({capability[0]}.{capability[1]})"
 
     def missing(precision: QuantizedPrecision) -> str | None:
-        need = precision.hardware.missing(capability, cuda) or transformer_engine.unavailable_because(precision)
+        need = precision.hardware.missing(capability) or transformer_engine.unavailable_because(precision)
         return f"needs {need}; {device}" if need else None
 
     return missing

@@ -54,7 +54,7 @@ def missing() -> str | None:
 def unavailable_because(precision: QuantizedPrecision) -> str | None:
     """The same for running `precision` on it."""
     if precision.te_available is None:
-        return precision.hardware.missing(None, None)
+        return precision.hardware.missing(None)
     if need := missing():
         return need
     available, reason = getattr(library(), precision.te_available)(return_reason=True)

@@ -37,7 +37,7 @@ PRECISION = QuantizedPrecision(
     multiple_of=128,
     options={"fp8_format": "E4M3"},
     fixed_options=("fp8_format",),
-    hardware=Hardware((9, 0), "H100, H200, B200", cuda=(12, 9)),
+    hardware=Hardware((9, 0), "H100, H200, B200"),
     scales=Scaling("power of two", 0.5, 128),
     square_weights=True,
     quantize=quantize,

@@ -60,17 +60,15 @@ class Hardware:
     capability: tuple[int, int] | None  # the least; None: no GPU is supported, and `examples` says why
     examples: str
     below: tuple[int, int] | None = None  # capabilities from here on are not supported by the kernels yet
-    cuda: tuple[int, int] | None = None  # the least CUDA version that torch must be built for
 
-    def missing(self, capability: tuple[int, int] | None, cuda: tuple[int, int] | None) -> str | None:
-        """What a device of `capability` (None: no GPU), driven by `cuda`, would need; None if it has all that is needed."""
+    def missing(self, capability: tuple[int, int] | None) -> str | None:
+        """What a device of `capability` (None: no GPU) would need; None if it has all. What Transformer Engine needs beside it,
+        such as a CUDA version, it says itself."""
         if self.capability is None:
             return f"emulation, because {self.examples}"
         if capability is None or capability < self.capability or (self.below and capability >= self.below):
             below = f" and below {_dotted(self.below)}" if self.below else ""
             return f"a GPU of compute capability {_dotted(self.capability)} or higher{below} ({self.examples})"
-        if self.cuda and (cuda is None or cuda < self.cuda):
-            return f"CUDA {_dotted(self.cuda)} or newer, and this torch is built for {_dotted(cuda) if cuda else 'none'}"
         return None
 
 

@@ -15,7 +15,7 @@ from foundation.errors import InputError
 from foundation.settings import parse
 from pretrain.plan.checks import check_fit
 from pretrain.precision import formats
-from pretrain.precision.formats.definition import Hardware, Precision
+from pretrain.precision.formats.definition import Precision
 from pretrain.precision.selection import Missing, missing_on, select_precision
 from pretrain.precision.settings import (
     OPTIONS,
@@ -71,14 +71,8 @@ HAVE = {
 def test_a_precision_runs_on_the_gpus_that_transformer_engine_supports_it_on(name: str) -> None:
     hardware = PRECISIONS[name].hardware
     gpus = (A100, L40S, H200, B200, RTX_5090)
-    assert {gpu for gpu in gpus if hardware.missing(gpu, (13, 0)) is None} == HAVE[name]
-    assert "a GPU of compute capability" in hardware.missing(None, None)
-
-
-def test_a_cuda_that_is_too_old_is_missing_something() -> None:
-    hopper = Hardware((9, 0), "H100", cuda=(12, 9))
-    assert "CUDA 12.9 or newer" in hopper.missing(H200, (12, 8)) and "CUDA 12.9 or newer" in hopper.missing(H200, None)
-    assert hopper.missing(H200, (12, 9)) is None and hopper.missing(H200, (13, 0)) is None
+    assert {gpu for gpu in gpus if hardware.missing(gpu) is None} == HAVE[name]
+    assert "a GPU of compute capability" in hardware.missing(None)
 
 
 def names_in(path: Path) -> list[str]:
@@ -156,11 +150,11 @@ def test_an_option_that_a_precision_does_not_take_is_a_contradiction() -> None:
 # ── What a run gets ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def gpu(capability: tuple[int, int], cuda: tuple[int, int] = (13, 0)) -> Missing:
+def gpu(capability: tuple[int, int]) -> Missing:
     """A machine with such a GPU and Transformer Engine."""
 
     def missing(precision: Precision) -> str | None:
-        need = precision.hardware.missing(capability, cuda)
+        need = precision.hardware.missing(capability)
         return f"needs {need}; this is another" if need else None
 
     return missing
@@ -195,7 +189,6 @@ def test_the_refusal_names_remedies_and_what_does_run_there() -> None:
     ("name", "missing", "effective", "backend"),
     [
         ("nvfp4", gpu(H200), "delayed", "transformer_engine"),
-        ("block", gpu(H200, cuda=(12, 8)), "delayed", "transformer_engine"),
         ("block", gpu(H200), "block", "transformer_engine"),
         ("delayed", gpu(A100), "bf16", "torch"),
         ("current", CPU, "bf16", "torch"),
