@@ -210,9 +210,8 @@ def build_optimizer(model: nn.Module, settings: OptimizerSettings, *, exact: boo
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     decayed = [p for p in parameters if p.dim() >= 2]
     not_decayed = [p for p in parameters if p.dim() < 2]
-    groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": not_decayed, "weight_decay": 0.0}]
     return ExactAdamW(
-        [group for group in groups if group["params"]],
+        [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": not_decayed, "weight_decay": 0.0}],
         lr=settings.learning_rate,
         betas=settings.betas,
         eps=settings.eps,

@@ -240,16 +240,12 @@ class Arithmetic:
         y, rstd = self._norms(x).rms_norm(x, weight, eps)
         return product.operand(y), rstd
 
-    def norm_backward(
-        self, dy: Tensor, x: Tensor, rstd: Tensor, norm: nn.Module, residual: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def norm_backward(self, dy: Tensor, x: Tensor, rstd: Tensor, norm: nn.Module, residual: Tensor) -> tuple[Tensor, Tensor]:
         """The gradient of x, `residual` [tokens, hidden] added to it, and that of the norm's weight."""
         weight = self._weight_of(norm)
         if self.by == By.TRANSFORMER_ENGINE:
             import transformer_engine_torch as tex
 
-            if residual is None:
-                return tex.rmsnorm_bwd(dy, x, rstd, weight, 0, False)
             return tex.rmsnorm_bwd_add(dy, x, residual, rstd, weight, 0, False)
         return self._norms(x).rms_norm_backward(dy, x, rstd, weight, residual)
 

@@ -59,15 +59,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return ((wide * rstd).to(x.dtype) * weight.float()).to(x.dtype), rstd
 
 
-def rms_norm_backward(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+def rms_norm_backward(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     """The gradient of x, `residual` added to it, and that of `weight`, FP32, from the gradient of the norm of x."""
     dy = dy.float()
     normed = x.float() * rstd
     of_weight = (dy * normed).sum(0)
     dy = dy * weight.float()
     dx = (dy - normed * (dy * normed).mean(-1, keepdim=True)) * rstd
-    dx = dx if residual is None else dx + residual
-    return dx.to(x.dtype), of_weight
+    return (dx + residual).to(x.dtype), of_weight
 
 
 def swiglu(hidden: Tensor) -> Tensor:

@@ -217,7 +217,6 @@ class NormedAttention(torch.autograd.Function):
         product.begin(x)
         ctx.layer, ctx.name, ctx.documents = layer, name, documents
         ctx.is_first_in_forward = arithmetic.is_first_in_forward()
-        ctx.set_materialize_grads(False)
         normed, rstd = arithmetic.norm(x, layer.norms[0], product)
         qkv = product.forward(normed)
         results = arithmetic.rotation(qkv, layer.heads).rotate(qkv, cos, sin, layer.heads, layer.head_norms_in(qkv.dtype))
@@ -232,7 +231,7 @@ class NormedAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, *gradients: Tensor | None) -> Gradients:
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> Gradients:
         layer, arithmetic, product, heads = ctx.layer, ctx.layer.arithmetic, ctx.layer.qkv, ctx.layer.heads
         *gradients, residual = gradients
         x, normed, rstd, qkv, cos, sin, *attended = arithmetic.saved(ctx)

@@ -40,7 +40,7 @@ def _rms_norm_backward(
     x,  # the same
     rstd,  # FP32 [tokens]
     weight,  # [width]
-    residual,  # as dy, or None
+    residual,  # as dy
     dx,  # BF16 [tokens, width]
     sums,  # FP32 [programs, width]
     tokens,
@@ -63,8 +63,7 @@ def _rms_norm_backward(
         gradient *= scale
         mean = tl.sum(gradient * normed, axis=1) * (1.0 / width)
         values = factor * (gradient - normed * mean[:, None])
-        if residual is not None:
-            values += tl.load(residual + at, mask=there, other=0.0).to(tl.float32)
+        values += tl.load(residual + at, mask=there, other=0.0).to(tl.float32)
         tl.store(dx + at, values.to(tl.bfloat16), mask=there)
     tl.store(sums + tl.program_id(0) * width + j, tl.sum(total, axis=0), mask=inside)
 
@@ -79,7 +78,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return y, rstd
 
 
-def rms_norm_backward(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+def rms_norm_backward(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the gradient of x with `residual` added, and that of `weight` [width], FP32, from the gradient of the norm of x and
     its rstd [tokens], FP32. All others are BF16 [tokens, width], contiguous."""
     tokens, width = x.shape

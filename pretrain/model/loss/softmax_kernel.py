@@ -28,13 +28,13 @@ from pretrain.model.fused.fp8_tile import (
     exponential,
     fp8_codes,
     load_rows,
+    reciprocal,
     record_amax,
     scale_from_amax,
     store_columns,
     store_rows,
     tensor_scale,
 )
-from pretrain.model.fused.fp8_tile import reciprocal as inverse
 
 BLOCK, WARPS = 4096, 8  # logits that a program takes at once, and by how many warps: the fastest of those measured on an H200
 FP8_TILE = (32, 128)  # tokens and words of a tile that is transposed, by FP8_WARPS: the fastest of those measured on an H200
@@ -42,31 +42,10 @@ FP8_WARPS = 4
 
 
 @triton.jit
-def row_sums(row, vocabulary: tl.constexpr, block: tl.constexpr):
-    """The largest of a row's scores, and the sum of exp(score - largest), in one pass (Milakov and Gimelshein, 2018)."""
-    maximum = -float("inf")
-    total = 0.0
-    for start in range(0, vocabulary, block):
-        column = start + tl.arange(0, block)
-        scores = tl.load(row + column, mask=column < vocabulary, other=-float("inf")).to(tl.float32)
-        higher = tl.maximum(maximum, tl.max(scores))
-        reference = tl.where(higher == -float("inf"), 0.0, higher)  # inf - inf, where all so far are -inf, would be NaN
-        total = total * exponential(maximum - reference) + tl.sum(exponential(scores - reference))
-        maximum = higher
-    return maximum, total
-
-
-@triton.jit
-def target_score(row, label, vocabulary: tl.constexpr):
-    """A label that is no token's gives NaN, and with it a loss that stops the run, not whatever lies in memory there."""
-    return tl.load(row + label, mask=(label >= 0) & (label < vocabulary), other=float("nan")).to(tl.float32)
-
-
-@triton.jit
-def score_gradient(score, maximum, reciprocal, is_target):
-    """softmax - one_hot, FP32; `reciprocal`: of the row's sum. Relative to the maximum, as a log-sum-exp of large scores has
-    too few digits left to subtract. Compiled without fused multiply-adds, it has the same bits in every kernel."""
-    return tl.exp(score - maximum) * reciprocal - is_target
+def score_gradient(score, maximum, of_total, is_target):
+    """softmax - one_hot, FP32; `of_total`: the reciprocal of the row's sum. Relative to the maximum, as a log-sum-exp of large
+    scores has too few digits left to subtract. Compiled without fused multiply-adds, it has the same bits in every kernel."""
+    return tl.exp(score - maximum) * of_total - is_target
 
 
 @triton.jit
@@ -89,25 +68,35 @@ def _softmax_loss(
     row = logits + tl.cast(token, tl.int64) * vocabulary  # 64 bits: a chunk may have more than 2**31 logits
     label = tl.load(labels + token)
     # Before the sums, whose barriers keep every store of the second pass behind this load.
-    target = target_score(row, label, vocabulary)
-    maximum, total = row_sums(row, vocabulary, block)
+    # A label that is no token's gives NaN, and with it a loss that stops the run, not whatever lies in memory there.
+    target = tl.load(row + label, mask=(label >= 0) & (label < vocabulary), other=float("nan")).to(tl.float32)
+    # The largest score, and the sum of exp(score - largest), in one pass (Milakov and Gimelshein, 2018).
+    maximum = -float("inf")
+    total = 0.0
+    for start in range(0, vocabulary, block):
+        column = start + tl.arange(0, block)
+        scores = tl.load(row + column, mask=column < vocabulary, other=-float("inf")).to(tl.float32)
+        higher = tl.maximum(maximum, tl.max(scores))
+        reference = tl.where(higher == -float("inf"), 0.0, higher)  # inf - inf, where all so far are -inf, would be NaN
+        total = total * exponential(maximum - reference) + tl.sum(exponential(scores - reference))
+        maximum = higher
     tl.store(losses + token, tl.where(label == ignore, 0.0, tl.log(total) + (maximum - target)))
-    reciprocal = 1.0 / total
+    of_total = 1.0 / total
     if maxima is not None:
-        magnitude = tl.abs(score_gradient(target, maximum, reciprocal, 1.0).to(logits.dtype.element_ty).to(tl.float32))
+        magnitude = tl.abs(score_gradient(target, maximum, of_total, 1.0).to(logits.dtype.element_ty).to(tl.float32))
         magnitude = tl.where(label == ignore, 0.0, magnitude)
         record_amax(amax, magnitude + tl.zeros((1,), tl.float32))
         scale = scale_from_amax(magnitude, fp8)
         tl.store(scales + token, scale)
-        tl.store(scales_inv + token, inverse(scale))
+        tl.store(scales_inv + token, reciprocal(scale))
         tl.store(maxima + token, maximum)
-        tl.store(reciprocals + token, reciprocal)
+        tl.store(reciprocals + token, of_total)
     if with_gradient:
         for start in range(0, vocabulary, block):
             column = start + tl.arange(0, block)
             inside = column < vocabulary
             scores = tl.load(row + column, mask=inside, other=-float("inf")).to(tl.float32)
-            gradient = score_gradient(scores, maximum, reciprocal, tl.where(column == label, 1.0, 0.0))
+            gradient = score_gradient(scores, maximum, of_total, tl.where(column == label, 1.0, 0.0))
             gradient = tl.where(label == ignore, 0.0, gradient)
             tl.store(row + column, gradient.to(row.dtype.element_ty), mask=inside)
 
@@ -173,8 +162,8 @@ def _softmax_quantized_gradient(
     used = tensor_scale(scale, amax, None, scale_inv, fp8)
     label = tl.load(labels + token)[:, None]
     scores = load_rows(logits, token, word, vocabulary)
-    maximum, reciprocal = tl.load(maxima + token)[:, None], tl.load(reciprocals + token)[:, None]
-    gradient = score_gradient(scores, maximum, reciprocal, tl.where(word[None, :] == label, 1.0, 0.0))
+    maximum, of_total = tl.load(maxima + token)[:, None], tl.load(reciprocals + token)[:, None]
+    gradient = score_gradient(scores, maximum, of_total, tl.where(word[None, :] == label, 1.0, 0.0))
     gradient = tl.where(label == ignore, 0.0, gradient).to(logits.dtype.element_ty).to(tl.float32)
     store_rows(fp8_codes(gradient, tl.load(rows_scale + token)[:, None], fp8), rows, token, word, vocabulary)
     store_columns(fp8_codes(gradient, used, fp8), columns, token, word, n)

@@ -206,9 +206,9 @@ def blind_to_itself(run: SmallRun, patch: Patch) -> None:
 
 @fault("the residual is lost on its way back", in_torch)
 def residual_lost(run: SmallRun, patch: Patch) -> None:
-    def without(arithmetic: Any, d_normed: Tensor, x: Tensor, statistics: Any, norm: Any, residual: Tensor | None) -> Any:
+    def without(arithmetic: Any, d_normed: Tensor, x: Tensor, statistics: Any, norm: Any, residual: Tensor) -> Any:
         of_last = norm is list(run.packed.fused.layers.values())[-1].norms[1]
-        return norm_backward(arithmetic, d_normed, x, statistics, norm, None if of_last else residual)
+        return norm_backward(arithmetic, d_normed, x, statistics, norm, residual * (not of_last))
 
     norm_backward = arithmetic.Arithmetic.norm_backward
     patch.setattr(arithmetic.Arithmetic, "norm_backward", without)
