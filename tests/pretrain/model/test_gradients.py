@@ -1,27 +1,46 @@
-"""Main gradients: exact sums over microbatches, wherever they are delivered from, and the trajectories that follow from them."""
+"""Main gradients: exact sums over microbatches and over ranks, and the trajectories that follow from them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+from torch.utils.checkpoint import checkpoint
 
 from packing.batch import StepBatches, build_microbatch
-from pretrain.model.gradients import attach_main_gradients, clear_main_gradients, gradient_of, was_reached
+from pretrain.model import gradients
+from pretrain.model.gradients import RankSums, attach_main_gradients, clear_main_gradients, gradient_of, was_reached
 from pretrain.model.huggingface import round_weights
 from pretrain.model.packed import PackedLanguageModel, forward_backward
 from pretrain.optimizer.adamw import ExactAdamW, build_optimizer, clear_gradients, clip_coefficient, gradient_norm
 from pretrain.optimizer.exact_weights import convert_weight
 from pretrain.settings.recipe import OptimizerSettings
-from tests.pretrain.model.adding_product import AddsToTheSum
+from tests.moments import fork_context
 
 FP32, BF16 = torch.float32, torch.bfloat16
 LENGTH = 16
+
+
+class AddsToTheSum(torch.autograd.Function):
+    """x w^T, whose backward adds the weight's gradient to its `main_grad`, in that dtype, and returns none."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, weight: nn.Parameter) -> Tensor:
+        ctx.x, ctx.weight = x, weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.weight.main_grad.addmm_(gradient.t().to(ctx.weight.main_grad.dtype), ctx.x.to(ctx.weight.main_grad.dtype))
+        return gradient @ ctx.weight, None
 
 
 class Small(nn.Module):
@@ -163,6 +182,103 @@ def test_reached_is_what_got_a_gradient_be_it_zero_from_autograd_or_from_a_produ
     assert reached == {"q.weight", "q.bias", "k.weight"}
     clear_main_gradients(model.parameters())
     assert not any(was_reached(parameter) for parameter in model.parameters())
+
+
+# ── Over ranks ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+MOST = 40  # values a bucket: several matrices of the model are more than one
+
+
+class Branching(nn.Module):
+    """A table tied to the head, a product that returns no gradient, a part that is frozen, and two that a batch may leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.up, self.frozen = nn.Embedding(5, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.frozen.requires_grad_(False)
+
+    def both(self, x: Tensor) -> Tensor:
+        return self.left(self.right(x))
+
+    def forward(self, ids: Tensor, take: str) -> Tensor:
+        x = AddsToTheSum.apply(self.table(ids), self.up.weight) + self.up.bias
+        x = checkpoint(getattr(self, take), self.frozen(x), use_reentrant=False)
+        return AddsToTheSum.apply(x, self.table.weight)
+
+
+def branch(model: Branching, seed: int, take: str) -> None:
+    model(microbatch(seed)[:16], take).square().sum().backward()
+
+
+def in_ranks(function: Callable[..., Any], *arguments: object) -> list[Any]:
+    """What `function(rank, *arguments)` returns in each of two processes that form a group."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with fork_context.Pool(2) as pool:
+        return pool.starmap(_as_rank, [(function, rank, store.port, arguments) for rank in range(2)], chunksize=1)
+
+
+def _as_rank(function: Callable[..., Any], rank: int, port: int, arguments: tuple[object, ...]) -> Any:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    result = function(rank, *arguments)
+    dist.destroy_process_group()
+    return result
+
+
+def step(rank: int, takes: tuple[str, str], main: torch.dtype) -> dict[str, Any]:
+    """Two microbatches of each rank, summed: the parameters' sums, and what was exchanged when."""
+    model, gradients.BUCKET = Branching(), MOST  # in this process alone
+    attach_main_gradients(model, main)
+    sums = RankSums(model.parameters())
+    exchanged, all_reduce, early = [], dist.all_reduce, 0
+
+    def noted(tensor: Tensor, **options: object) -> dist.Work:
+        exchanged.append((tensor.numel(), str(tensor.dtype)))
+        return all_reduce(tensor, **options)
+
+    dist.all_reduce = noted
+    for _ in range(2):  # the second step finds everything as the first did
+        exchanged.clear()
+        clear_main_gradients(model.parameters())
+        branch(model, rank, takes[rank])
+        assert not exchanged, "only the last microbatch's backward begins to exchange"
+        with sums.starting_early():
+            branch(model, rank + 2, takes[rank])
+        early = len(exchanged)
+        sums.finish()
+    found = {name: gradient_of(each).tolist() for name, each in model.named_parameters() if each.requires_grad}
+    reached = sorted(name for name, each in model.named_parameters() if each.requires_grad and was_reached(each))
+    return {"sums": found, "reached": reached, "exchanged": list(exchanged), "early": early}
+
+
+@pytest.mark.parametrize("main", [FP32, BF16])
+def test_ranks_have_the_sum_of_all_microbatches_and_exchange_it_in_fp32(main: torch.dtype) -> None:
+    first, second = in_ranks(step, ("left", "left"), main)
+    assert first["sums"] == second["sums"] and first["exchanged"] == second["exchanged"]
+    assert len(first["exchanged"]) > 3 and {dtype for _, dtype in first["exchanged"]} == {"torch.float32"}
+    alone = Branching()
+    attach_main_gradients(alone, FP32)
+    for seed in range(4):
+        branch(alone, seed, "left")
+    for name, total in first["sums"].items():
+        expected = gradient_of(alone.get_parameter(name))
+        error = (torch.tensor(total) - expected).norm() / expected.norm().clamp(min=1e-30)
+        assert error < (1e-6 if main == FP32 else 2**-7), name
+    assert first["reached"] == sorted({"table.weight", "up.weight", "up.bias", "left.weight", "left.bias"})
+
+
+def test_ranks_that_reach_different_parameters_exchange_the_same_in_the_same_order() -> None:
+    """The first buckets wait on one rank for a branch that it does not take; the other rank starts them at once. Where all are
+    reached, the backward starts all: also those of products that return no gradient, and of a tied table."""
+    first, second = in_ranks(step, ("left", "right"), FP32)
+    assert first["sums"] == second["sums"] and first["exchanged"] == second["exchanged"]
+    assert first["early"] != second["early"], "they have not begun at the same time"
+    assert {"left.weight", "right.weight"} <= set(first["reached"]) == set(second["reached"])
+    first, second = in_ranks(step, ("both", "both"), FP32)
+    assert first["early"] == second["early"] == len(first["exchanged"]) > 3
 
 
 # ── Trajectories ──────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -9,14 +9,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from foundation.errors import InputError
-from packing.batch import build_microbatch
+from packing.batch import StepBatches, build_microbatch
 from pretrain.model import huggingface as model
 from pretrain.model.fused.arithmetic import Arithmetic
-from pretrain.model.packed import inputs_of
+from pretrain.model.packed import forward_backward, inputs_of
 from pretrain.model.wrapping import fuse
 from pretrain.settings.recipe import LossSettings, ModelSettings
 
@@ -61,6 +64,49 @@ def test_packed_loss_and_gradients_are_those_of_separate_documents(
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-5)
     for ours, theirs in zip(packed.hf.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+
+
+SHORT = 12  # a pack of a step that is drawn
+
+
+@st.composite
+def document_lengths(draw: st.DrawFn) -> list[int]:
+    """Of one pack: long ones, single tokens (which have nothing to predict), a tail of padding, or no document at all."""
+    left, lengths = draw(st.integers(0, SHORT)), []
+    while left:
+        lengths.append(draw(st.integers(1, left)))
+        left -= lengths[-1]
+    return lengths
+
+
+microbatches = st.lists(st.lists(document_lengths(), min_size=1, max_size=3), min_size=1, max_size=4)
+
+
+@given(microbatches)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_step_is_one_plain_batch_however_it_is_cut_into_microbatches(
+    accelerator: Accelerator,
+    build_model: Callable,
+    plain_copy: Callable,
+    plain_loss: Callable,
+    random_packs: Callable,
+    drawn: list[list[list[int]]],
+) -> None:
+    parts = [random_packs(lengths, SHORT, seed) for seed, lengths in enumerate(drawn)]
+    packs = [pack for part in parts for pack in part]
+    built = [build_microbatch(part, mask_boundaries=True) for part in parts]
+    step = StepBatches(built, SHORT * len(packs), sum(each.valid_tokens for each in built), 0, 1.0)
+    loss = forward_backward(packed := build_model(), step, accelerator)
+
+    plain = plain_copy(packed)
+    expected = plain_loss(plain, packs)
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-6)
+    if expected.requires_grad:
+        expected.backward()
+    gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in plain.parameters()]
+    scale = torch.stack([each.norm() for each in gradients]).norm()  # a gradient that nearly cancels is rounding beside it
+    for (name, parameter), gradient in zip(packed.hf.named_parameters(), gradients, strict=True):
+        assert (parameter.grad - gradient).norm() <= 1e-5 * scale, name
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
