@@ -59,11 +59,7 @@ def with_precision(recipe: Recipe, environ: MutableMapping[str, str]) -> Recipe:
     if recipe.precision is not None and not isinstance(recipe.precision, str):
         return _with_schedule(recipe, requested, inherited)
     chosen = PRECISIONS[recipe.precision] if recipe.precision else requested
-    if contradictions := recipe.fp8_config.contradictions(chosen):
-        raise InputError(
-            f"`fp8_config: {{{', '.join(contradictions)}}}` and `precision: {chosen.name}` contradict each other: "
-            f"{chosen.describe_options()}; leave out the others, or on the command line set them to null"
-        )
+    _check_options(recipe.fp8_config, chosen, f"`precision: {chosen.name}`")
     settings = _over(inherited if chosen is requested else inherited.without_options(), recipe.fp8_config)
     decided = recipe.model_copy(update={"precision": chosen.name, "fp8_config": settings.resolved(chosen.name)})
     if recipe.precision is None:
@@ -75,17 +71,22 @@ def _with_schedule(recipe: Recipe, requested: Precision, inherited: LowPrecision
     """`with_precision` where `precision` is a schedule. The options of its one quantized precision are filled in as ever. Several
     have their own defaults, and then no option of the accelerate configuration counts."""
     quantized = {use: PRECISIONS[use] for _, use in phases_of(recipe.precision) if PRECISIONS[use].quantized}
-    for key, value in recipe.fp8_config.options_set.items():
-        for precision in quantized.values():
-            nobody = not any(key in other.options for other in quantized.values())
-            if nobody or (key in precision.options and not precision.takes(key, value)):
-                raise InputError(
-                    f"`fp8_config: {{{key}: {value}}}` and `precision: {precision.name}`, a phase of the schedule, contradict "
-                    f"each other: {precision.describe_options()}; leave the key out"
-                )
+    for precision in quantized.values():
+        of_others = {key for other in quantized.values() for key in other.options} - set(precision.options)
+        own = recipe.fp8_config.model_copy(update=dict.fromkeys(of_others))
+        _check_options(own, precision, f"`precision: {precision.name}`, a phase of the schedule,")
     names = list(quantized)
     settings = _over(inherited if names == [requested.name] else inherited.without_options(), recipe.fp8_config)
     return recipe.model_copy(update={"fp8_config": settings.resolved(names[0]) if len(names) == 1 else settings})
+
+
+def _check_options(settings: LowPrecisionSettings, precision: Precision, named: str, origin: str = "") -> None:
+    """InputError where `settings` have options that `precision`, which `named` says, does not take."""
+    if contradictions := settings.contradictions(precision):
+        raise InputError(
+            f"{origin}`fp8_config: {{{', '.join(contradictions)}}}` and {named} contradict each other: "
+            f"{precision.describe_options()}; leave out the others, or on the command line set them to null"
+        )
 
 
 def _over(inherited: LowPrecisionSettings, own: LowPrecisionSettings) -> LowPrecisionSettings:
@@ -132,11 +133,7 @@ def _read_fp8_config(values: dict[str, Any]) -> tuple[Precision, LowPrecisionSet
         if values.get(key) == value and not precision.takes(key, value):
             del values[key]
     settings = parse(_File, {"fp8_config": values}, _ORIGIN).fp8_config
-    if contradictions := settings.contradictions(precision):
-        raise InputError(
-            f"{_ORIGIN}: `fp8_config: {{{', '.join(contradictions)}}}` and `recipe: {precision.name}` contradict each other: "
-            f"{precision.describe_options()}; leave out the others"
-        )
+    _check_options(settings, precision, f"`recipe: {precision.name}`", f"{_ORIGIN}: ")
     return precision, LowPrecisionSettings.model_validate(settings.model_dump(exclude_unset=True, exclude={"recipe"}))
 
 
