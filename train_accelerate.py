@@ -34,7 +34,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from foundation.signals import StopRequest
 from packing.batch import Prefetch, StepBatches
 from pretrain.checkpoint.state import TrainState, seed_step
-from pretrain.metrics.console import Console, Waited, since_the_command
+from pretrain.metrics.console import Console
 from pretrain.metrics.health import Health, StepDecision
 from pretrain.metrics.profile import StepProfile
 from pretrain.metrics.run_folder import RunFolder, check_free
@@ -75,14 +75,13 @@ def launch(arguments: argparse.Namespace) -> int:
 
     main_process, run_dir = accelerator.is_main_process, config.run_dir_of(recipe)
     distributed.refused_together(lambda: main_process and check_free(run_dir))  # packs may take hours
-    waited = Waited(shown=main_process, already=since_the_command())
-    job = prepare_job(recipe, accelerator, waited=waited)
+    job = prepare_job(recipe, accelerator)
     console = recording.introduce_job(job, accelerator, launched.notices)
     with (
         distributed.refused_together(lambda: RunFolder(run_dir, owner=main_process)) as folder,
         streaming.packing_stream(job, accelerator) if job.data.stream else nullcontext(),
     ):
-        stopped_by = carry_out(job, accelerator, folder, console, waited, arguments)
+        stopped_by = carry_out(job, accelerator, folder, console, arguments)
     distributed.end_processes(accelerator)  # nothing refers to the run any more
     return 128 + stopped_by if stopped_by else 0  # what a shell reports for a process that a signal ended
 
@@ -112,7 +111,7 @@ def carry_out(job: Job, *surroundings: Any) -> int:
 # ── Act 2: the model on its devices and audited, resumed where there is something to resume ───────────────────────────────────
 
 
-def assemble(job: Job, accelerator: Accelerator, waited: Waited | None = None) -> assembling.Assembly:
+def assemble(job: Job, accelerator: Accelerator, console: Console | None = None) -> assembling.Assembly:
     """The model of `job`, ready to train, and its optimizer. Each line changes what the next ones find: docs/architecture.md says
     why they stand in this order. Collective."""
     recipe, device, exact = job.recipe, accelerator.device, job.recipe.weights == "bf16_exact"
@@ -133,29 +132,27 @@ def assemble(job: Job, accelerator: Accelerator, waited: Waited | None = None) -
     around = {"attention": {"kind": attention.name, "reason": attention.reason}, "fused": fused}
     around["compiled"] = assembling.what_is_compiled(compiled, model)
     assembly = assembling.Assembly(built.hf, model, optimizer, job.active, model.context, precisions, around)
-    assembling.observe(job, accelerator, assembly, waited or Waited(shown=False))
+    assembling.observe(job, accelerator, assembly, console or Console(0, enabled=False))
     return assembly
 
 
-def build(
-    job: Job, accelerator: Accelerator, folder: RunFolder, console: Console, waited: Waited, arguments: argparse.Namespace
-) -> Run | None:
+def build(job: Job, accelerator: Accelerator, folder: RunFolder, console: Console, arguments: argparse.Namespace) -> Run | None:
     """The run before its first step, or its next: nothing but the steps is left to do. None where an earlier start has done
     all of it. Collective; raises TrainingHalted where parity failed."""
     health, log = Health(job.recipe.health, job.precision_remedy), job.recipe.log
     job, checkpoints, source = resume.where_to_resume(job, arguments.resume, arguments.accept_changes)
-    if source and source.step >= job.plan.steps and recording.is_over(job, folder, console, waited):
+    if source and source.step >= job.plan.steps and recording.is_over(job, folder, console):
         return None
-    assembly = assemble(job, accelerator, waited)
+    assembly = assemble(job, accelerator, console)
     keeping.check_room(job, assembly, checkpoints, source)
     if source:
-        with waited.on("start", "reading the checkpoint"):
+        with console.progress("reading the checkpoint"):
             state, notes = resume.restore(source, checkpoints, job, assembly, health)
     else:
         state, notes = TrainState(steps=job.plan.steps), []
         resume.begin_stream(None, job)
     if job.plan.microbatch is None:  # `auto`
-        with waited.on("checks", "finding the microbatch"):
+        with console.progress("finding the microbatch"):
             microbatch = trials.choose_microbatch(job, assembly, source.record if source else None, accelerator)
         job = job.with_settings("batch", microbatch=microbatch)
     if source:
@@ -179,7 +176,6 @@ def build(
         precision_watch=assembly.precision_watch(log.fp8_statistics, path, state.step, main_process),
         profile=StepProfile.of(path, accelerator, state) if arguments.profile else None,
         console=console,
-        waited=waited,
         stream=job.data.stream,
     )
     if source:
@@ -198,7 +194,6 @@ def build(
 
 def train(run: Run) -> int:
     """Step until the horizon and save, or until a signal asks any rank to stop; returns that signal's number, or 0."""
-    run.waited.go_on_to("training")
     run.assembly.model.train()
     with StopRequest(announced=run.accelerator.is_local_main_process) as stop:
         while not run.state.finished:  # once, and again after each rollback
@@ -208,7 +203,6 @@ def train(run: Run) -> int:
             with batches.steps(*run.state.data_steps) as steps, run.stream.waiting() if run.stream else nullcontext():
                 if stopped_by := train_on(run, steps, stop):
                     return stopped_by
-        run.waited.go_on_to("end")
         return keeping.save_last(run, stop)  # first of all: an evaluation that fails must not cost what was trained
 
 
@@ -306,7 +300,7 @@ def finish(run: Run) -> None:
         keeping.save(run)  # where `at_end` has not
     finished = recording.sum_up(run)
     if run.job.recipe.checkpoint.at_end:
-        with run.waited.on("saves", "writing final/", "tensors", total=len(run.assembly.tensors)):
+        with run.console.progress("writing final/", "tensors", total=len(run.assembly.tensors)):
             export.export_trained(run, finished)
     recording.conclude(run, finished)
 

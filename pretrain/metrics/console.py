@@ -1,4 +1,4 @@
-"""What the user sees and waits for: how the run begins, a line a step, evaluations, samples, and where everything is at the end.
+"""What the user sees: how the run begins, a line a step, evaluations, samples, and where everything is at the end.
 
 Lines are never rewritten, so a log file reads and greps like the screen. What takes long has a bar below them, on a terminal only
 (`foundation.progress`).
@@ -12,11 +12,9 @@ import statistics
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
-import psutil
 from tqdm import tqdm
 
 from foundation.progress import Progress
@@ -76,6 +74,10 @@ class Console:
         for line in _visible(text).split("\n"):
             for piece in textwrap.wrap(line, SAMPLE_WIDTH) or [""]:
                 self._write(f"{INDENT}{self._shade(DIM, '│')} {piece}")
+
+    def progress(self, task: str, unit: str = "", **options: Any) -> Progress:
+        """A context manager that shows on a terminal how far `task` is, of whose `unit`s `total` are to be done."""
+        return Progress(task, unit, self.enabled, in_logs=False, **options)
 
     def notice(self, text: str) -> None:
         """Something to know that needs no action: a checkpoint saved, a run resumed."""
@@ -144,45 +146,3 @@ class Console:
 def _visible(text: str) -> str:
     """`text` with its control characters but line feeds as escapes: a sample must not move the cursor or ring the bell."""
     return "".join(char if char == "\n" or char.isprintable() else f"\\x{ord(char):02x}" for char in text.replace("\t", "    "))
-
-
-class Waited:
-    """A clock of parts, of which one runs at any time, so that each second since the command belongs to one and they add up.
-    `shown=False`, as on all processes but the main one, shows no progress.
-
-    Parts in use: start, packs, checks, training, evaluation, saves, end. `already`: seconds that have passed, in `start`.
-    """
-
-    def __init__(self, *, shown: bool = True, already: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
-        self.shown = shown
-        self._clock = clock
-        self._part, self._since = "start", clock() - already
-        self._seconds: dict[str, float] = {}
-
-    def go_on_to(self, part: str) -> str:
-        """Counts time to `part` from now on; returns the part that it belonged to."""
-        before, now = self._part, self._clock()
-        self._seconds[before] = self._seconds.get(before, 0.0) + now - self._since
-        self._part, self._since = part, now
-        return before
-
-    @contextmanager
-    def on(self, part: str, task: str, unit: str = "", **progress: object) -> Iterator[Progress]:
-        """Counts the time of the block to `part`, and a terminal shows how far `task` is (`foundation.progress`)."""
-        before = self.go_on_to(part)
-        try:
-            with Progress(task, unit, self.shown, in_logs=False, **progress) as shown:
-                yield shown
-        finally:
-            self.go_on_to(before)
-
-    def describe(self) -> str:
-        """`1 m 48 s: start 8.1 s, checks 2.3 s, ...`; what took less than a twentieth of a second is left out."""
-        self.go_on_to(self._part)
-        listed = ", ".join(f"{part} {duration(seconds)}" for part, seconds in self._seconds.items() if seconds >= 0.05)
-        return f"{duration(sum(self._seconds.values()))}: {listed}"
-
-
-def since_the_command() -> float:
-    """Seconds since this process began, whose imports take long."""
-    return time.time() - psutil.Process().create_time()

@@ -309,13 +309,11 @@ def _known(records: Iterable[Record], key: str) -> list[float]:
     return [value for record in records if (value := record.get(key)) is not None and math.isfinite(value)]
 
 
-def last_screen(run: RunRecord, folder: RunFolder, waited: str) -> tuple[str, dict[str, str]]:
-    """What a finished run prints last, for `Console.panel`: a title and rows. Unknown figures have no row.
-
-    `waited`: what the user has waited for, this time."""
+def last_screen(run: RunRecord, folder: RunFolder) -> tuple[str, dict[str, str]]:
+    """What a finished run prints last, for `Console.panel`: a title and rows. Unknown figures have no row."""
     figures = run.summary
     steps = f"{plural(figures['steps'], 'step')}, {count(figures['tokens'])} tokens"
-    rows = {"trained": f"{steps} in {duration(figures['hours'] * 3600)}", "you waited": waited}
+    rows = {"trained": f"{steps} in {duration(figures['hours'] * 3600)}"}
     if LOSS_KEY in figures:
         rows["loss"] = f"{figures[LOSS_KEY]:.4f} (mean of the last {plural(averaged_steps(figures), 'step')})"
     if "held_out_loss" in figures:

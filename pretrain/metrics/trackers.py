@@ -197,20 +197,3 @@ def known_ids(run_dir: Path) -> dict[str, str]:
     """Return the ids by which services know the run in `run_dir`."""
     path = run_dir / TRACKERS_FILE
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-
-
-def check_login(names: Sequence[str]) -> None:
-    """InputError where W&B is wanted and has no key here, without asking the user anything. Called before GPUs have work."""
-    if "wandb" not in names:
-        return
-    import wandb
-
-    try:
-        if wandb.setup().settings.mode not in ("online", "shared") or wandb.login(prompt=False, timeout=10):
-            return
-        reason = "it has no key"
-    except (OSError, ValueError, RuntimeError, wandb.Error) as error:  # a server that is away, a key that it does not take
-        reason = str(error)
-    raise InputError(
-        f"`log.trackers`: wandb: {reason}; run `wandb login` or set WANDB_API_KEY, or WANDB_MODE=offline for `wandb sync` later"
-    )

@@ -17,10 +17,9 @@ from packing.batch import BatchStream
 from packing.order import MixedPacks
 from packing.store import unprepared
 from packing.stream import StreamedPacks, order_of
-from pretrain.metrics.console import Waited
 from pretrain.metrics.flops import ModelFlops
 from pretrain.metrics.run_folder import check_ours
-from pretrain.metrics.trackers import check_login, resolve
+from pretrain.metrics.trackers import resolve
 from pretrain.model import attention
 from pretrain.model import huggingface as model
 from pretrain.model.distributed import device_of, gathers_once_a_step, replicas_of
@@ -128,17 +127,13 @@ def prepare_job(
     accelerator: Accelerator,
     *,
     purpose: Purpose = "run",
-    waited: Waited | None = None,
 ) -> Job:
-    """Check everything that can be checked, in the order of what it costs. `waited`: the clock whose `packs` gets the time that
-    packs take. Raises InputError."""
+    """Check everything that can be checked, in the order of what it costs. Raises InputError."""
     # What settings say by themselves, and whether the run folder, its beginning and its trackers are there to be used.
     run_dir, device_type, elsewhere = config.run_dir_of(recipe), accelerator.device.type, purpose == "elsewhere"
     config.begin_of(recipe)
     check_ours(run_dir)
     resolve(recipe.log, run_dir=run_dir, main_process=accelerator.is_main_process)
-    if accelerator.is_main_process:
-        check_login(recipe.log.trackers)
     phases = _choose_precisions(recipe, device_type)
     actives = list({active.precision.name: active for _, active in phases}.values())
     check_settings(recipe, actives[0].precision.name, None if elsewhere else accelerator.num_processes)
@@ -166,10 +161,7 @@ def prepare_job(
     chosen = attention.choose(recipe.model.attention, device_type, flops.shape.head_dim, compute_dtype)
     tokenizer = None if elsewhere else _usable_tokenizer(recipe, data, model_config)
     if last:
-        clock = waited or Waited(shown=False)
-        before = clock.go_on_to("packs")
         data = opening()
-        clock.go_on_to(before)
     if data is not None:
         own = fingerprint_of(recipe.model) if data.tokenizer.get("fingerprint") else None
         check_tokens(data, model_config.vocab_size, own, most_positions(model_config))

@@ -22,7 +22,7 @@ from foundation.attributes import holding
 from foundation.progress import advance
 from packing.batch import Microbatch
 from pretrain.checkpoint.state import seed_step
-from pretrain.metrics.console import Waited
+from pretrain.metrics.console import Console
 from pretrain.metrics.flops import LowPrecisionProducts
 from pretrain.metrics.peaks import peak
 from pretrain.metrics.precision_health import PrecisionWatch
@@ -257,13 +257,13 @@ def give_values(built: Built, optimizer: ExactAdamW, *, exact: bool) -> None:
             local_part(parameter).copy_(values)
 
 
-def observe(job: Job, accelerator: Accelerator, assembly: Assembly, waited: Waited) -> None:
+def observe(job: Job, accelerator: Accelerator, assembly: Assembly, console: Console) -> None:
     """Run a pack through the model in each of its precisions under observation, and fill the audit. Last, as it must see what
     training will run. Collective."""
     for each in assembly.precisions.values():
         with assembly.using(each.active):
             packs = REHEARSALS if assembly.context.state() else 1
-            with waited.on("checks", "looking at what runs", "packs", total=packs):
+            with console.progress("looking at what runs", "packs", total=packs):
                 products = rehearse(job.with_plan(active=each.active), accelerator, assembly)
             each.audit.update(audit.describe(each.active, each.backend, assembly.hf, products))
     assembly.around |= {

@@ -29,7 +29,7 @@ from pretrain.run.sampling import draw_samples
 
 def evaluate(run: Run) -> None:
     """Held-out loss, where packs are held out, and samples, where prompts are set. Collective."""
-    with run.waited.on("evaluation", "evaluating", "microbatches"):
+    with run.console.progress("evaluating", "microbatches"):
         if run.job.data.held_out is not None:
             began = time.perf_counter()
             figures = held_out_figures(run.job, run.assembly.model, run.accelerator)

@@ -56,7 +56,7 @@ def constants_of(job: Job, source: ResumePoint | None, accelerator: Accelerator)
 
 def save(run: Run, *, behind: bool = False) -> None:
     """A checkpoint of this step, after which the older ones may go. `behind`: return once its tensors are copied, and go on."""
-    with run.waited.on("saves", f"saving step {run.state.step}"):
+    with run.console.progress(f"saving step {run.state.step}"):
         if run.accelerator.is_main_process:
             fsync(run.folder.metrics)  # first: after a resume from this checkpoint nothing repeats the steps before it
         state = {"progress": asdict(run.state), "health": asdict(run.health.state), **run.constants}

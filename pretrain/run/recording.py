@@ -14,7 +14,7 @@ from foundation.files import save_file
 from foundation.reading import load_json
 from packing.batch import StepBatches
 from pretrain.compare.figures import picture_of_run
-from pretrain.metrics.console import Console, Waited
+from pretrain.metrics.console import Console
 from pretrain.metrics.health import StepDecision
 from pretrain.metrics.peaks import peak
 from pretrain.metrics.profile import TABLE_FILE
@@ -86,7 +86,7 @@ def introduce(run: Run, notes: Iterable[str]) -> None:
 
 def first_step(run: Run) -> AbstractContextManager[object]:
     """Put this around each step: during the first one of this process, in which much is compiled, a terminal says so."""
-    return run.waited.on("training", "first step") if run.state.step == run.resumed_step else nullcontext()
+    return run.console.progress("first step") if run.state.step == run.resumed_step else nullcontext()
 
 
 # ── A step ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -173,15 +173,15 @@ def conclude(run: Run, finished: RunRecord | None) -> None:
     """Write the summary, the last thing that a run does: who finds it of the last step finds all else. And say where all is."""
     if finished is not None:
         run.folder.write_json(run.folder.summary, finished.summary)
-        run.console.panel(*last_screen(finished, run.folder, run.waited.describe()))
+        run.console.panel(*last_screen(finished, run.folder))
 
 
-def is_over(job: Job, folder: RunFolder, console: Console, waited: Waited) -> bool:
+def is_over(job: Job, folder: RunFolder, console: Console) -> bool:
     """Whether an earlier start has done all of a run that has no steps to come, which is said then."""
     finished = read_finished(job.run_dir)
     over = finished is not None and finished.summary["steps"] == job.plan.steps
     over = over and (job.data.held_out is None or job.plan.steps in finished.held_out_curve()[0])
     over = over and (not job.recipe.checkpoint.at_end or folder.final.exists())
     if over:
-        console.panel(*last_screen(finished, folder, waited.describe()))
+        console.panel(*last_screen(finished, folder))
     return over

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from packing.stream import StreamedPacks
 from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.checkpoint.state import TrainState
-from pretrain.metrics.console import Console, Waited
+from pretrain.metrics.console import Console
 from pretrain.metrics.health import Health
 from pretrain.metrics.precision_health import PrecisionWatch
 from pretrain.metrics.profile import StepProfile
@@ -63,7 +63,6 @@ class Run:
     precision_watch: PrecisionWatch | None
     profile: StepProfile | None
     console: Console
-    waited: Waited
     stream: StreamedPacks | None = None  # of packs that are made meanwhile
     best: Record | None = None  # the best evaluation, whose checkpoint is kept, where `checkpoint.best` wants that
 
@@ -83,7 +82,7 @@ def follow_the_schedule(run: Run) -> None:
     active, before, step = run.job.plan.active_after(run.state.step), run.assembly.active, run.state.step
     if active.precision.name == before.precision.name:
         return
-    with run.waited.on("checks", "looking at what runs"):
+    with run.console.progress("looking at what runs"):
         run.assembly.begin(active, run.job, run.accelerator)
     run.compute_in(active, first_step=step + 1)
     change = f"{before.precision.name}, then {active.precision.name}"

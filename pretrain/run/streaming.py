@@ -45,7 +45,7 @@ def wait_for_packs(run: Run, steps: Prefetch[StepBatches], reason_to_stop: Calla
 
     `steps` are ready, too, where no more packs come, and `next` raises that: so the reason is asked for after them.
     """
-    with run.waited.on("packs", "waiting for packs"):
+    with run.console.progress("waiting for packs"):
         while largest_over_ranks(run.accelerator, int(not steps.ready(_LOOK) or reason_to_stop() > 0)):
             if stopped_by := largest_over_ranks(run.accelerator, reason_to_stop()):
                 return stopped_by

@@ -154,7 +154,7 @@ def find_parity(run: Run) -> list[Parity | str]:
     Collective."""
     assembly, results = run.assembly, []
     comparisons = sum(3 if active.precision.quantized else 2 for active in run.job.plan.actives)
-    with run.waited.on("checks", "parity with plain transformers", "comparisons", total=comparisons):
+    with run.console.progress("parity with plain transformers", "comparisons", total=comparisons):
         for each in assembly.precisions.values():
             with assembly.using(each.active):
                 results.append(_in_one_precision(run, run.job.with_plan(active=each.active)))
