@@ -34,8 +34,7 @@ from tokenizers import Tokenizer
 
 from benchmarks.machine import measured_on, write
 from packing.pack import Layout, best_fit, materialise, truncate
-from packing.packer import prepare
-from packing.prepare import usable_cores
+from packing.prepare import prepare, usable_cores
 from packing.settings import DataSettings
 from packing.tokenizer import train_tokenizer
 

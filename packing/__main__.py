@@ -25,19 +25,15 @@ from foundation.progress import Progress, say
 from foundation.reading import load_with_bases
 from foundation.settings import Settings, given_once, parse, place_of, value_from_text
 from packing.arrow import FIRST, MANIFEST, ArrowPacks, Packs, Split
-from packing.order import evenly
-from packing.pack import length_statistics
-from packing.packer import prepare
-from packing.prepare import summary
-from packing.records import TextTemplate, read_chunk
+from packing.prepare import prepare, summary
+from packing.records import TextTemplate
 from packing.settings import DataSettings
-from packing.sources import open_source
+from packing.sources import open_source, read_chunk
 from packing.store import find_splits
 from packing.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 
 _BYTES = 256  # tokens that any text can be written with
-_MOST_BYTES = 10**9  # of text that a tokenizer is learnt from: more does not make better words, and takes memory
-_SAMPLED_PACKS = 10_000  # enough for statistics; reading the lengths of a terabyte's packs would take too long
+_MOST_TEXT = 10**9  # characters that a tokenizer is learnt from: more do not make better words, and take memory
 
 
 class _Recipe(Settings):
@@ -88,24 +84,20 @@ def _learn_tokenizer(options: argparse.Namespace) -> None:
         raise InputError(f"--out {out}: exists already and is never written over; name another folder or move it away")
     if vocabulary <= (least := _BYTES + 1 + len(options.special)):
         raise InputError(f"--vocabulary {vocabulary}: {least} ids are bytes and special tokens; ask for more, 8192 say")
-    template, done = TextTemplate.parse(settings.text), 0
+    template = TextTemplate.parse(settings.text)
     source = open_source(settings, template)
     say(f"reading {source.description}")
 
     def texts() -> Iterator[str]:
-        nonlocal done
-        with Progress("learning", "bytes", shown=True) as line:
+        with Progress("learning", "characters", shown=True) as line:
             for chunk in source.chunks():
-                for text in read_chunk(chunk, template, settings.on_bad_line == "skip")[0]:
-                    if done >= _MOST_BYTES:
-                        return
-                    yield text
-                    done += len(text.encode())
-                line.update(done, chunk.progress)
+                texts = read_chunk(chunk, template, settings.on_bad_line == "skip")[0]
+                yield from texts
+                line.update(line.count + sum(map(len, texts)), source.share(chunk.after))
+                if line.count >= _MOST_TEXT:
+                    return
 
     tokenizer = train_tokenizer(texts(), vocabulary, options.special)
-    if not done:
-        raise InputError(f"data.source: {settings.source}: no document with any text")
     save_tokenizer(tokenizer, out)
     print(f"{out}: byte-level BPE, {tokenizer.get_vocab_size():,} tokens")
 
@@ -152,25 +144,13 @@ def _described(path: Path, verify: bool) -> Iterator[str]:
     splits = _open_splits(path)
     first = splits["train"]
     yield f"{path}: {type(first).__name__} of {first.length:,} tokens"
-    known = [f"{key} {value}" for key, value in (first.tokenizer or {}).items() if value is not None]
-    yield f"  tokenizer       {', '.join(known) or 'not recorded in this format'}"
+    yield f"  tokenizer            {first.tokenizer or 'not recorded in this format'}"
     for split, packs in splits.items():
-        chosen = evenly(len(packs), _SAMPLED_PACKS)
-        lengths = np.concatenate([packs.lengths(index) for index in chosen])
-        spread = ", ".join(f"{name.replace('_', ' ')} {value:,.0f}" for name, value in length_statistics(lengths).items())
-        yield f"  {split}, figures from {len(chosen):,} packs spread over all"
-        yield f"    packs         {len(packs):,}"
-        yield f"    fingerprint   {packs.fingerprint}"
-        yield f"    fill          {lengths.sum() / (len(chosen) * packs.length):.2%}"
-        if packs.trained(0) is not None:
-            share = sum(int(np.count_nonzero(packs.trained(index))) for index in chosen) / max(int(lengths.sum()), 1)
-            yield f"    trained on    {share:.2%} of the tokens; the others are masked"
-        yield f"    documents     {len(lengths) / len(chosen):,.1f} a pack; tokens each: {spread}"
+        yield f"  {split:<20} {len(packs):,} packs, fingerprint {packs.fingerprint}"
         if verify:
             packs.verify()
-            yield "    verified      every file that has a recorded hash is as it was written"
-    if isinstance(first, ArrowPacks) and "documents" in first.manifest["statistics"]:
-        yield "  as prepared"
+            yield "  verified             every file that has a recorded hash is as it was written"
+    if isinstance(first, ArrowPacks):
         yield summary(first.manifest)
 
 

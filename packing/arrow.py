@@ -16,6 +16,7 @@ import os
 import shutil
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -25,7 +26,7 @@ import numpy as np
 import pyarrow as pa
 
 from foundation.errors import InputError
-from foundation.files import FileRecord, check_files, fsync, fsync_tree, hash_file, hash_of, no_room
+from foundation.files import FileRecord, check_files, fsync, fsync_tree, hash_file, hash_of
 from foundation.reading import load_object
 
 Split = Literal["train", "held_out"]
@@ -33,6 +34,7 @@ Split = Literal["train", "held_out"]
 IGNORE = -100  # the label of a token without a loss, which torch's and transformers' losses skip
 MANIFEST = "packs.json"
 FIRST = "part-00000000"  # in the folder of a stream: the packs that stay, to look at and to evaluate on
+SHARD_BYTES = 512 * 2**20  # of a file, after which another begins
 _VERSION = 1
 _REMEDY = "prepare the packs again, or fetch them again if they were copied"
 
@@ -64,11 +66,11 @@ class Packs:
         raise NotImplementedError
 
     def lengths(self, index: int) -> np.ndarray:
-        """[documents] int32 of one pack, without reading its tokens where the format allows it."""
+        """[documents] int32 of one pack, whose tokens need not be read for it: formats give views of files."""
         return self[index].lengths
 
     def trained(self, index: int) -> np.ndarray | None:
-        """`Pack.trained` of one pack, read like `lengths`."""
+        """`Pack.trained` of one pack."""
         return self[index].trained
 
     def verify(self) -> None:
@@ -84,14 +86,6 @@ class PacksOfOthers(Packs):
     def __getitem__(self, index: int) -> Pack:
         packs, own = self.locate(index)
         return packs[own]
-
-    def lengths(self, index: int) -> np.ndarray:
-        packs, own = self.locate(index)
-        return packs.lengths(own)
-
-    def trained(self, index: int) -> np.ndarray | None:
-        packs, own = self.locate(index)
-        return packs.trained(own)
 
 
 class JoinedPacks(PacksOfOthers):
@@ -130,16 +124,16 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-class PackWriter:
+class PackWriter(AbstractContextManager):
     """Writes a folder of packs that is either complete or absent.
 
     Everything goes to a hidden `folder` beside `path`, which `finish` completes, flushes and renames to `path`. Leaving the block
     without `finish` removes it. Further files in it travel with the packs. One writer a path at a time.
 
-    Raises InputError if `path` exists and is not an empty folder, and on leaving the block if the disk was full.
+    Raises InputError if `path` exists and is not an empty folder.
     """
 
-    def __init__(self, path: Path, length: int, *, shard_bytes: int = 512 * 2**20) -> None:
+    def __init__(self, path: Path, length: int) -> None:
         self.path = Path(os.path.realpath(path))  # packs may lie on a large disk, and a link here
         self.length = length
         if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
@@ -147,23 +141,17 @@ class PackWriter:
         self.folder = self.path.with_name(f".{self.path.name}.partial")
         shutil.rmtree(self.folder, ignore_errors=True)  # what a killed writer left; nothing there was ever complete
         self.folder.mkdir(parents=True)
-        self._shard_bytes = shard_bytes
         self._splits: dict[Split, _SplitWriter] = {}
 
-    def __enter__(self) -> PackWriter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+    def __exit__(self, *exception: object) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)  # already renamed away where `finish` ran
-        if full := no_room(error):
-            raise InputError(f"{self.path}: {full} and run this again") from None
 
     def add(self, split: Split, *packs: Pack) -> None:
         """Append packs as one record batch: opening thousands is slow, and one of them has to fit in memory. Each pack of a split
         has a mask (`trained`), or none has."""
         if split not in self._splits:
             masked = packs[0].trained is not None
-            self._splits[split] = _SplitWriter(self.folder / split, self.length, self._shard_bytes, masked=masked)
+            self._splits[split] = _SplitWriter(self.folder / split, self.length, masked=masked)
         self._splits[split].append(packs)
 
     def finish(self, *, settings: dict[str, Any], statistics: dict[str, Any], tokenizer: dict[str, Any] | None) -> dict[str, Any]:
@@ -195,9 +183,9 @@ class PackWriter:
 class _SplitWriter:
     """The files of one split, and what the manifest says of them."""
 
-    def __init__(self, folder: Path, length: int, shard_bytes: int, *, masked: bool) -> None:
+    def __init__(self, folder: Path, length: int, *, masked: bool) -> None:
         folder.mkdir()
-        self.folder, self.length, self.shard_bytes, self.masked = folder, length, shard_bytes, masked
+        self.folder, self.length, self.masked = folder, length, masked
         self.packs = self.documents = self.tokens = 0
         self.shards: list[Path] = []
         self.hashes = [hashlib.sha256() for _ in range(4 + masked)]  # by column: batches must not change the fingerprint
@@ -226,7 +214,7 @@ class _SplitWriter:
             self.file = pa.OSFile(str(self.shards[-1]), "wb")
             self.stream = pa.ipc.new_stream(self.file, batch.schema)
         self.stream.write_batch(batch)
-        if self.file.tell() >= self.shard_bytes:
+        if self.file.tell() >= SHARD_BYTES:
             self._close_shard()
 
     def finish(self) -> dict[str, Any]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -123,7 +124,7 @@ def count_valid_tokens(lengths: np.ndarray, trained: np.ndarray | None = None, *
     return int(np.count_nonzero(trained[:real]) - np.count_nonzero(trained[firsts]))
 
 
-class Prefetch(Generic[T]):
+class Prefetch(AbstractContextManager, Iterator[T]):
     """Iterates over build(n) for the numbers given, in order; a thread (numpy releases the interpreter lock) builds ahead.
 
     An exception of `build` is raised by the `next` that would have returned its result, and ends the iteration. `close`, leaving
@@ -144,9 +145,6 @@ class Prefetch(Generic[T]):
 
     def _submit(self, count: int) -> None:
         self._pending.extend(self._thread.submit(self._build, number) for number in islice(self._numbers, count))
-
-    def __iter__(self) -> Prefetch[T]:
-        return self
 
     def ready(self, seconds: float) -> bool:
         """Returns whether `next` would return, or raise, at once; waits for that, so many seconds at most."""
@@ -179,9 +177,6 @@ class Prefetch(Generic[T]):
         self._numbers = iter(())
         self._pending.clear()
         self._thread.shutdown(wait=True, cancel_futures=True)
-
-    def __enter__(self) -> Prefetch[T]:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

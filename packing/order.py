@@ -47,12 +47,6 @@ class Mixture:
         """One source with `count` packs."""
         return cls(("",), (count,), (1.0,), (1.0,))
 
-    def __post_init__(self) -> None:
-        rates = self._rates()
-        for number, (name, rate) in enumerate(zip(self.names, rates, strict=True)):
-            if not rate or _PARTS in rates[:number]:  # it takes nothing, or one before it takes all
-                raise InputError(f"data.sources: {name}: its weight is too small to ever be met; leave it out")
-
     @property
     def share_of_packs(self) -> list[float]:
         """Each source's share of all packs, which sum to 1: its share of the tokens, divided by how full its packs are."""
@@ -94,10 +88,6 @@ class Order:
     seed: int
     shift: int = 0  # packs by which step 0 is further on in the stream; below 0 after steps that were smaller
 
-    @property
-    def packs_count(self) -> int:
-        return sum(self.mixture.counts)
-
     def places_of_step(self, step: int) -> range:
         """The places in the stream of step `step`, from 0."""
         first = step * self.packs_per_step + self.shift
@@ -125,7 +115,7 @@ class Order:
 
     def epoch_of(self, step: int) -> float:
         """Packs consumed when `step` starts, by how many there are. The epochs of several sources differ: `figures`."""
-        return self.places_of_step(step).start / self.packs_count
+        return self.places_of_step(step).start / sum(self.mixture.counts)
 
     def figures(self, step: int) -> dict[str, float]:
         """Epochs and share of the tokens of each of several sources once `step` steps are done, for metrics."""
@@ -169,11 +159,9 @@ def spread(costs: Sequence[int] | np.ndarray, ranks: int, microbatches: int) -> 
     A pack's cost is the sum of its squared document lengths, to which its attention's is proportional; all else is equal.
     Longest processing time first (Graham 1969) with equal counts: the costliest remaining pack goes to the microbatch with the
     least cost that still has room. Microbatches of similar cost then run at the same time on all ranks, the costliest of them on
-    the rank with the least so far. Ties go to the lower index. Raises ValueError where the packs do not divide.
+    the rank with the least so far. Ties go to the lower index.
     """
     bins = ranks * microbatches
-    if bins < 1 or len(costs) % bins:
-        raise ValueError(f"{len(costs)} packs do not divide into {ranks} ranks of {microbatches} microbatches")
     room = len(costs) // bins
     dealt: list[list[int]] = [[] for _ in range(bins)]
     load = [0] * bins

@@ -17,8 +17,9 @@ import numpy as np
 from foundation.errors import InputError
 from packing.arrow import Pack, PackWriter, Split
 from packing.order import permute
-from packing.records import Tokens
+from packing.records import UNTRAINED
 from packing.settings import DataSettings
+from packing.sources import Tokens
 
 SEED = 42  # of the documents' order and of the held-out choice; runs with seeds of their own share packs
 _PACKS_TOKENS = 2**22  # tokens of the packs that are put together at once
@@ -85,13 +86,13 @@ def best_fit(lengths: np.ndarray, length: int) -> Layout:
 
 
 def materialise(
-    layout: Layout, first: int, last: int, tokens: np.ndarray, starts: np.ndarray, fill_id: int, trained: np.ndarray | None = None
+    layout: Layout, first: int, last: int, tokens: np.ndarray, starts: np.ndarray, fill_id: int, *, masked: bool = False
 ) -> list[Pack]:
     """Copy the tokens of packs `first` to `last` (exclusive) together; a short pack's tail is filled with `fill_id`.
 
     tokens: flat integer array that holds every document, memory-mapped or not, any integer type. starts: [documents] int64,
-    where each document begins in it, in the order that the layout's lengths were given. trained: bool, which of them
-    are to be learnt. Takes about 12 bytes of memory a token.
+    where each document begins in it, in the order that the layout's lengths were given. masked: tokens that are not to be learnt
+    are marked with `UNTRAINED`. Takes about 12 bytes of memory a token.
     """
     own = slice(layout.offsets[first], layout.offsets[last])
     sizes = layout.stop[own] - layout.start[own]
@@ -103,17 +104,16 @@ def materialise(
     offsets = layout.offsets[first : last + 1] - layout.offsets[first]
     filled = np.diff(np.concatenate([[0], ends])[offsets])
 
-    def rows(values: np.ndarray, fill: int, dtype: type) -> np.ndarray:
-        real = np.take(values, index)
-        if len(real) == (last - first) * layout.length:
-            return real.astype(dtype, copy=False).reshape(last - first, layout.length)
-        full = np.full((last - first, layout.length), fill, dtype)
-        full[np.arange(layout.length) < filled[:, None]] = real
-        return full
-
+    real, shape = np.take(tokens, index), (last - first, layout.length)
+    if len(real) == shape[0] * shape[1]:
+        rows = real.astype(np.uint32, copy=False).reshape(shape)
+    else:
+        rows = np.full(shape, fill_id | int(UNTRAINED) * masked, np.uint32)
+        rows[np.arange(layout.length) < filled[:, None]] = real
     lengths = np.split(sizes.astype(np.int32), offsets[1:-1])[: last - first]
-    masks = [None] * (last - first) if trained is None else rows(trained, False, np.bool_)
-    return [Pack(ids, its, 0, mask) for ids, its, mask in zip(rows(tokens, fill_id, np.uint32), lengths, masks, strict=True)]
+    if not masked:
+        return [Pack(ids, its) for ids, its in zip(rows, lengths, strict=True)]
+    return [Pack(ids & ~UNTRAINED, its, 0, ids < UNTRAINED) for ids, its in zip(rows, lengths, strict=True)]
 
 
 def _enumerate(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -172,28 +172,21 @@ def _best_fit_decreasing(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, 
     return pack_of, packs
 
 
-@dataclass(frozen=True)
 class Arranged:
-    """Which document comes into which pack of which split."""
+    """Says which document comes into which pack of which split."""
 
-    tokens: Tokens
-    settings: DataSettings
-    begins: np.ndarray  # [pieces] int64, where each begins among the tokens
-    places: dict[Split, np.ndarray]  # of each split, the documents in the order in which they are packed
-    layouts: dict[Split, Layout]
-
-    @classmethod
-    def of(cls, tokens: Tokens, settings: DataSettings, *, one_file: bool = False) -> Arranged:
+    def __init__(self, tokens: Tokens, settings: DataSettings, *, one_file: bool = False) -> None:
         """`one_file`: a document is a text file, and of a single one the tail is held out."""
-        lengths = tokens.lengths
+        self.tokens, self.settings, lengths = tokens, settings, tokens.lengths
         alone = one_file and len(lengths) == 1 and settings.held_out
         tail = max(1, round(int(lengths[0]) * settings.held_out)) if alone else 0
         if tail:
             lengths = np.array([lengths[0] - tail, tail])
-        places = {"train": np.array([0]), "held_out": np.array([1])} if tail else split_documents(len(lengths), settings)
+        self.begins = np.cumsum(lengths) - lengths  # [pieces] int64, where each begins among the tokens
+        # Of each split, the documents in the order in which they are packed.
+        self.places = {"train": np.array([0]), "held_out": np.array([1])} if tail else split_documents(len(lengths), settings)
         lay_out = {"truncate": truncate, "best_fit": best_fit}[settings.packing]
-        layouts = {split: lay_out(lengths[order], settings.length) for split, order in places.items()}
-        return cls(tokens, settings, np.cumsum(lengths) - lengths, places, layouts)
+        self.layouts = {split: lay_out(lengths[order], settings.length) for split, order in self.places.items()}
 
     def bytes(self) -> int:
         """Returns what the packs take on disk, but for less than a thousandth."""
@@ -205,11 +198,11 @@ class Arranged:
 
     def write(self, writer: PackWriter, split: Split, padding: int) -> None:
         """Write the packs of `split`."""
-        layout, tokens, trained = self.layouts[split], self.tokens.tokens, self.tokens.trained
+        layout, tokens, masked = self.layouts[split], self.tokens.tokens, self.settings.masks
         starts, step = self.begins[self.places[split]], max(1, _PACKS_TOKENS // self.settings.length)
         for first in range(0, len(layout), step):
             last = min(first + step, len(layout))
-            writer.add(split, *materialise(layout, first, last, tokens, starts, padding, trained))
+            writer.add(split, *materialise(layout, first, last, tokens, starts, padding, masked=masked))
 
     def statistics(self) -> dict[str, Any]:
         """Returns what the manifest says of all of it."""
@@ -218,14 +211,15 @@ class Arranged:
             "documents": counts.documents,
             "tokens": counts.tokens,
             "packs": packs,
-            "fill": counts.tokens / (packs * self.settings.length),
+            "fill": round(counts.tokens / (packs * self.settings.length), 4),
             "cut_documents": sum(layout.cut_documents for layout in self.layouts.values()),
             "held_out_documents": len(self.places.get("held_out", ())),
             "held_out_packs": len(self.layouts.get("held_out", ())),
             "skipped_lines": counts.skipped,
             "first_skipped": counts.first_skipped,
             "empty_documents": counts.empty,
-            "lengths": length_statistics(self.tokens.lengths),
+            "median_document": int(np.median(self.tokens.lengths)),
+            "longest_document": int(self.tokens.lengths.max()),
             **({"trained_tokens": counts.trained} if self.settings.masks else {}),
         }
 
@@ -242,10 +236,3 @@ def split_documents(count: int, settings: DataSettings) -> dict[Split, np.ndarra
         raise InputError(f"data.held_out: {settings.held_out} of {count} documents leaves none to train on; set it to 0")
     parts = {"train": shuffled[held_out:], "held_out": shuffled[:held_out]}
     return {split: np.sort(part) if settings.in_source_order else part for split, part in parts.items() if len(part)}
-
-
-def length_statistics(lengths: np.ndarray) -> dict[str, float]:
-    """Quantiles of `lengths` [documents]."""
-    quantiles = np.quantile(lengths, (0.0, 0.1, 0.5, 0.9, 1.0), method="lower").tolist()
-    named = dict(zip(("shortest", "percentile_10", "median", "percentile_90", "longest"), quantiles, strict=True))
-    return named | {"mean": float(lengths.mean())}

@@ -1,4 +1,5 @@
-"""Text to packs: tokenise in several processes, order the documents, lay out packs, write them.
+"""Text to packs: tokenise in several processes, order the documents, lay out packs, write them; all packs before a run, or those
+of a stream part by part ahead of it, as far as the disk may hold.
 
 Tokenising takes nearly all the time, so its results are kept in `.<packs>.tokens/`, from where a later call goes on; the rest
 starts over after a kill. The packs depend on neither interruptions nor the number of processes.
@@ -6,6 +7,7 @@ starts over after a kill. The packs depend on neither interruptions nor the numb
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -18,7 +20,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
@@ -32,12 +34,13 @@ from foundation.errors import InputError
 from foundation.files import FileLock, fsync_tree, no_room, replace_file
 from foundation.progress import Progress, say
 from foundation.reading import load_object
-from packing.arrow import MANIFEST, PackWriter, read_manifest
+from packing.arrow import FIRST, MANIFEST, PackWriter, read_manifest
 from packing.pack import Arranged
-from packing.records import CHAT_TEMPLATE, ChatColumns, Counts, Tokens, records_of, tokenize
+from packing.records import CHAT_TEMPLATE, ChatColumns, Records, records_of
 from packing.settings import DataSettings
-from packing.sources import Chunk, Place, Records, open_source
-from packing.store import folder_of, is_there
+from packing.sources import CHUNK_BYTES, Chunk, Counts, Place, Tokens, joined, open_source, tokenize
+from packing.store import folder_of, is_there, text_parts, training_parts
+from packing.stream import FAILED, LOOK, PartStart, bytes_below, check_disk, part_folder, read_part
 from packing.tokenizer import load_tokenizer
 
 # The settings that decide which tokens there are, and which packs they go to. No other changes the packs.
@@ -48,11 +51,29 @@ _TOKEN_KEYS = (
 _LAYOUT_KEYS = ("length", "packing", "held_out")
 _COMMIT_SECONDS = 5.0
 _PROGRESS = "progress.json"
+_LEAST_CHUNK = 2**12  # bytes
+_AT_ONCE = 8  # chunks a process that are read before the next ones
+_BESIDE = 2**16  # bytes of a part beside its packs
 
 
-def lock_of(packs: Path, progress: bool) -> FileLock:
-    path = packs.absolute().parent / f".{packs.name}.lock"
-    return FileLock(path, lambda holder: say(f"{packs} is being prepared by {holder}; waiting for it", progress))
+def prepare(settings: DataSettings, progress: bool = True) -> Path:
+    """Make the packs that `settings` describe, unless they exist, and return their folder: of each source and of the text to
+    validate on; of a stream, the first part of each source.
+
+    Every process may call it: it takes a lock, and who gets it second finds the work done. InputError for what cannot be used and
+    for a full disk.
+    """
+    if not settings.prepares:
+        raise InputError("data.source and data.tokenizer are not set, so there is nothing to prepare packs from")
+    for part in text_parts(settings):
+        if not holds_packs_of(part):  # before any file is touched: packs may be on a read-only disk
+            path = part.packs.absolute().parent / f".{part.packs.name}.lock"
+            with FileLock(path, lambda holder: say(f"{holder} prepares packs here; waiting for it", progress)):
+                if not holds_packs_of(part):
+                    say(summary(_make_first(part, settings, progress) if part.stream else make_packs(part, progress)), progress)
+                    continue
+        say(f"{part.packs}: already prepared with these settings", progress)
+    return settings.packs
 
 
 def content_settings(settings: DataSettings) -> dict[str, Any]:
@@ -93,14 +114,14 @@ def make_packs(settings: DataSettings, progress: bool) -> dict[str, Any]:
     kept, processes = settings.packs.absolute().parent / f".{settings.packs.name}.tokens", usable_cores()
     with PackMaker(settings, processes) as maker:
         try:
-            log = TokenLog(kept, maker.key(), masked=settings.masks)
+            log = TokenLog(kept, maker.key())
             if not log.complete:
                 first = log.counts.documents + 1
                 say(f"reading {maker.source.description} with {processes} processes, from document {first:,} on", progress)
                 with Progress("tokenising", "tokens", progress, log.counts.tokens) as line, log:
                     for result in maker.tokenize(maker.source.chunks(log.place)):
                         log.append(result)
-                        line.update(log.counts.tokens, result.progress, f"{log.counts.documents:,} documents")
+                        line.update(log.counts.tokens, maker.source.share(log.place), f"{log.counts.documents:,} documents")
                     check_counts(settings, log.counts)
                     log.complete = True
             with Progress("packing", shown=progress):
@@ -113,7 +134,7 @@ def make_packs(settings: DataSettings, progress: bool) -> dict[str, Any]:
     return manifest
 
 
-class PackMaker:
+class PackMaker(AbstractContextManager):
     """Makes packs of one source; worker processes tokenise, until the end of its `with` block or of this process.
 
     Forking would copy whatever the caller has loaded (torch, a CUDA context, threads), so the workers are spawned.
@@ -127,9 +148,6 @@ class PackMaker:
         how = self.tokenizer.tokenizer, self.records, settings
         self._pool = ProcessPoolExecutor(processes, mp_context=START, initializer=_begin, initargs=how)
 
-    def __enter__(self) -> PackMaker:
-        return self
-
     def __exit__(self, *exception: object) -> None:
         self._pool.shutdown(cancel_futures=True)
 
@@ -139,9 +157,7 @@ class PackMaker:
         content = content_settings(self.settings)
         key = {name: content[name] for name in _TOKEN_KEYS if name != "on_bad_line"}
         key |= {"source files": self.source.identity, "tokenizer fingerprint": self.tokenizer.fingerprint}
-        if isinstance(self.records, ChatColumns):
-            key["chat template fingerprint"] = sha256(repr((self.records.template, self.records.tokens)).encode()).hexdigest()
-        return key
+        return key | {"records": sha256(repr(self.records).encode()).hexdigest()}  # with the content of a chat template's file
 
     def tokenize(self, chunks: Iterable[Chunk]) -> Iterator[Tokens]:
         """Results in the order of `chunks`, up to 3 chunks a worker ahead. Raises the InputError of the first bad record."""
@@ -162,7 +178,7 @@ class PackMaker:
     def arrange(self, tokens: Tokens, *, held_out: bool = True) -> Arranged:
         """Lay out packs. held_out: set a part apart as the settings say."""
         settings = self.settings if held_out else self.settings.model_copy(update={"held_out": 0.0})
-        return Arranged.of(tokens, settings, one_file=self.source.identity["kind"] == "text")
+        return Arranged(tokens, settings, one_file=self.source.identity["kind"] == "text")
 
     def write(self, path: Path, arranged: Arranged, stream: dict[str, Any] | None = None, whole: bool = True) -> dict[str, Any]:
         """Write packs to the folder `path`, `whole` with what is held out and the tokenizer, and return their manifest. stream:
@@ -210,17 +226,17 @@ def _tokenize(chunk: Chunk) -> Tokens:
     return tokenize(chunk, *_how)
 
 
-class TokenLog:
+class TokenLog(AbstractContextManager):
     """Tokens on their way from text to packs, in `folder`: files that only grow, and a note of how much of them is complete.
 
-    Every few seconds, and at the end of its `with` block, `tokens.bin` (uint32), `lengths.bin` (int64, one a document) and, where
-    some tokens are not to be learnt, `trained.bin` (a byte a token) are flushed and `progress.json` is replaced. Bytes beyond the
-    sizes it names are cut off when the log is opened again, so a kill or a power cut loses seconds. `key`: what the tokens follow
-    from; InputError where the folder holds tokens of another one, as tokens take hours.
+    Every few seconds, and at the end of its `with` block, `tokens.bin` (uint32) and `lengths.bin` (int64, one a document) are
+    flushed and `progress.json` is replaced. Bytes beyond the sizes it names are cut off when the log is opened again, so a kill
+    or a power cut loses seconds. `key`: what the tokens follow from; InputError where the folder holds tokens of another one, as
+    tokens take hours.
     """
 
-    def __init__(self, folder: Path, key: dict[str, Any], *, masked: bool = False) -> None:
-        self.folder, self.key, self.masked, self._committed = folder, key, masked, time.monotonic()
+    def __init__(self, folder: Path, key: dict[str, Any]) -> None:
+        self.folder, self.key, self._committed = folder, key, time.monotonic()
         self.counts, self.complete = Counts(), False  # complete: the source's end is reached
         self.place: Place = {}  # in the source, behind what is tokenised
         remedy = f"remove {folder} to start over"
@@ -233,17 +249,15 @@ class TokenLog:
                 )
             self.counts, self.place, self.complete = Counts(**state["counts"]), state["place"], state["complete"]
         folder.mkdir(parents=True, exist_ok=True)
-        tokens, documents = self.counts.tokens, self.counts.documents
-        for name, size in (("tokens.bin", 4 * tokens), ("lengths.bin", 8 * documents), ("trained.bin", tokens * masked)):
+        for name, size in (("tokens.bin", 4 * self.counts.tokens), ("lengths.bin", 8 * self.counts.documents)):
             with open(folder / name, "ab") as file:
                 file.truncate(size)
 
     def append(self, result: Tokens) -> None:
         """Add the next chunk's documents."""
-        for name, array in (("tokens.bin", result.tokens), ("lengths.bin", result.lengths), ("trained.bin", result.trained)):
-            if array is not None:
-                with open(self.folder / name, "ab") as file:
-                    file.write(array)
+        for name, array in (("tokens.bin", result.tokens), ("lengths.bin", result.lengths)):
+            with open(self.folder / name, "ab") as file:
+                file.write(array)
         self.counts, self.place = self.counts + result.counts, result.after
         if time.monotonic() - self._committed >= _COMMIT_SECONDS:
             self.commit()
@@ -255,17 +269,13 @@ class TokenLog:
         replace_file(self.folder / _PROGRESS, json.dumps(state, indent=1).encode())
         self._committed = time.monotonic()
 
-    def __enter__(self) -> TokenLog:
-        return self
-
     def __exit__(self, *exception: object) -> None:
         self.commit()
 
     def tokens(self) -> Tokens:
-        """All documents; what there is for each token is memory-mapped."""
+        """All documents; their ids are memory-mapped."""
         tokens = np.memmap(self.folder / "tokens.bin", np.uint32, "r", shape=(self.counts.tokens,))
-        trained = np.memmap(self.folder / "trained.bin", np.bool_, "r", shape=tokens.shape) if self.masked else None
-        return Tokens(tokens, np.fromfile(self.folder / "lengths.bin", np.int64), trained, self.counts)
+        return Tokens(tokens, np.fromfile(self.folder / "lengths.bin", np.int64), self.counts)
 
 
 def check_counts(settings: DataSettings, counts: Counts) -> None:
@@ -279,22 +289,137 @@ def check_counts(settings: DataSettings, counts: Counts) -> None:
 
 def summary(manifest: dict[str, Any]) -> str:
     """The lines that `prepare` ends with."""
-    numbers, tokenizer = manifest["statistics"], manifest["tokenizer"]
-    lengths, trained = numbers["lengths"], numbers.get("trained_tokens", numbers["tokens"])
-    lines = {
-        "documents": f"{numbers['documents']:,} ({numbers['held_out_documents']:,} held out)",
-        "tokens": f"{numbers['tokens']:,}; a document has {lengths['median']:,.0f} in the median, {lengths['longest']:,} at most",
-        "trained tokens": f"{trained:,}, {trained / max(numbers['tokens'], 1):.2%}",
-        "packs": f"{numbers['packs']:,} of {manifest['length']:,} tokens ({numbers['held_out_packs']:,} held out)",
-        "fill": f"{numbers['fill']:.2%}",
-        "cut documents": f"{numbers['cut_documents']:,}",
-        "left out": f"{numbers['skipped_lines']:,} malformed records, {numbers['empty_documents']:,} without text",
-        "first left out": numbers["first_skipped"],
-        "tokenizer": f"{tokenizer['name']}, {tokenizer['vocab_size']:,} ids, fingerprint {tokenizer['fingerprint'][:16]}",
-    }
-    return "\n".join(f"  {name:<15} {value}" for name, value in lines.items() if value)
+    numbers = {**manifest["statistics"], "tokenizer": (manifest["tokenizer"] or {}).get("name"), "stream": None}
+    written = {name: f"{value:,}" if isinstance(value, int) else value for name, value in numbers.items() if value}
+    return "\n".join(f"  {name.replace('_', ' '):<20} {value}" for name, value in written.items())
 
 
 def usable_cores() -> int:
     """Cores this process may use; in a container they can be fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+# ── Parts of a stream ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+# What a part holds follows from the place in the source where it begins, never from who makes it, when, or how often. So whatever
+# is passed may be deleted: a run that goes back, or on another machine, makes it again from the place that its checkpoint names.
+# Files are sought to that place, archives unpacked up to it; a hub's dataset begins with the file that it was in.
+
+
+def make_part(maker: PackMaker, start: PartStart) -> tuple[Arranged, PartStart]:
+    """Tokenise and lay out a part; also returns where the next one begins. Where the source ends, it begins again with a part of
+    its own."""
+    epoch, tokens = start.epoch, _fill(maker, start.place)
+    if not tokens.counts.documents and start.number:  # the part before has taken the last document
+        epoch, tokens = epoch + 1, _fill(maker, {})
+    check_counts(maker.settings, tokens.counts)
+    # What is held out of the text's beginning is so each time that the text is gone through.
+    arranged = maker.arrange(tokens, held_out=start.number == 0 or epoch > start.epoch)
+    first, tokens_before = start.first + len(arranged.layouts["train"]), start.tokens + tokens.counts.tokens
+    return arranged, PartStart(start.number + 1, epoch, tokens.after, first, tokens_before)
+
+
+def _fill(maker: PackMaker, place: Place) -> Tokens:
+    """Tokenise from `place` on until a part is full or the source is over."""
+    results = [Tokens(np.zeros(0, np.uint32), np.zeros(0, np.int64), Counts(), place)]
+    done, window, wanted = 0, maker.settings.stream.window, maker.processes
+    chunks = maker.source.chunks(place, min(CHUNK_BYTES, max(_LEAST_CHUNK, window)))
+    while done < window and (batch := list(itertools.islice(chunks, wanted))):
+        for result in maker.tokenize(batch):
+            if done < window:
+                results.append(result)
+                done += result.counts.tokens
+        wanted = min(_AT_ONCE * maker.processes, max(1, (window - done) * len(results) // max(done, 1)))
+    return joined(results)
+
+
+def write_part(maker: PackMaker, start: PartStart, arranged: Arranged, after: PartStart) -> dict[str, Any]:
+    """Write a part to its folder: the first one with what is held out, and with the tokenizer. Returns its manifest."""
+    stream, folder = {"start": asdict(start), "after": asdict(after)}, part_folder(maker.settings.packs, start.number)
+    return maker.write(folder, arranged, stream, whole=start.number == 0)
+
+
+def _make_first(part: DataSettings, settings: DataSettings, progress: bool) -> dict[str, Any]:
+    check_disk(settings)
+    with PackMaker(part, processes_of(settings)) as maker, Progress("packing the first part", shown=progress):
+        say(f"{part.packs}: packing {maker.source.description} as the run goes on", progress)
+        return write_part(maker, PartStart(), *make_part(maker, PartStart()))
+
+
+def processes_of(settings: DataSettings) -> int:
+    """Returns how many processes tokenise each source while the run trains: by default half of the cores, shared out."""
+    return max(1, (usable_cores() // 2) // len(settings.shares))
+
+
+def _remove(part: Path) -> None:
+    """Its manifest first: what is half deleted is no part."""
+    (part / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(part, ignore_errors=True)
+
+
+def pack_ahead(
+    settings: DataSettings,
+    makers: Mapping[str, PackMaker],
+    starts: Mapping[str, PartStart],
+    reading: Mapping[str, tuple[int, int]],
+) -> Iterator[bool]:
+    """Make parts of all sources from these starts on, in the order in which they will be needed, as far ahead as the disk may
+    hold, and delete those that are passed. Yields True after each part, False where the next one waits until another is passed.
+
+    reading: the packs of each source that the step at work reads, from one to another (exclusive); who calls this changes it.
+    """
+    weights, limit = dict(zip(makers, settings.shares, strict=True)), settings.stream.disk_gb * 1e9
+    nexts = dict(starts)  # of the parts that are still to be made
+    behind: dict[Path, tuple[str, int]] = {}  # of each part on disk, its source and the first pack of the next part
+    for name, maker in makers.items():  # what is there from before, one part after another
+        with suppress(InputError):  # damaged: it is made again
+            while part := read_part(maker.settings.packs, nexts[name]):
+                nexts[name] = part.after
+                behind[part.packs.path] = name, part.after.first
+        for path in maker.settings.packs.glob("*part-*"):  # also what a killed writer has left
+            if path not in behind and path.name != FIRST:
+                _remove(path)
+
+    while True:
+        name = min(nexts, key=lambda name: nexts[name].first / weights[name])
+        start = nexts[name]
+        arranged, after = make_part(makers[name], start)
+        size = round(1.002 * arranged.bytes()) + _BESIDE
+        while True:
+            now = dict(reading)
+            for path in [path for path, (source, end) in behind.items() if end < now[source][0] and path.name != FIRST]:
+                _remove(path)
+                del behind[path]
+            if (needed := bytes_below(settings.packs) + size) <= limit:
+                break
+            if start.first < now[name][1]:
+                raise InputError(
+                    f"data.streaming.disk_gb: {limit / 1e9:g} is too little: a step reads packs of {needed / 1e9:.3g} GB; set it "
+                    f"to {needed * 1.05e-9:.2g} or more, or a smaller data.streaming.window, which begins another stream"
+                )
+            yield False
+        write_part(makers[name], start, arranged, after)
+        behind[part_folder(makers[name].settings.packs, start.number)] = name, after.first
+        nexts[name] = after
+        yield True
+
+
+def serve() -> None:
+    """Runs in the process that makes parts: from where its stdin says, until the other end of that is closed."""
+    values, starts = json.loads(sys.stdin.readline())
+    settings, reading = DataSettings.model_validate(values), dict.fromkeys(starts, (0, 0))
+
+    def listen() -> None:
+        for line in sys.stdin:
+            reading.update(json.loads(line))
+        os._exit(0)
+
+    threading.Thread(target=listen, daemon=True).start()
+    try:
+        with ExitStack() as stack:
+            parts = training_parts(settings)
+            makers = {name: stack.enter_context(PackMaker(part, processes_of(settings))) for name, part in parts.items()}
+            for made in pack_ahead(settings, makers, {name: PartStart(**each) for name, each in starts.items()}, reading):
+                time.sleep(0 if made else LOOK)
+    except (InputError, OSError) as error:
+        replace_file(settings.packs / FAILED, str(error).encode())

@@ -66,12 +66,6 @@ class WeightedSource(SourceSettings):
     name: Annotated[str, Field(pattern=SOURCE_NAME.pattern)] | None = None
     weight: float = Field(gt=0)  # its share of the tokens, relative to the other sources' weights
 
-    @model_validator(mode="after")
-    def _has_a_name(self) -> WeightedSource:
-        if self.name is None and self.source is None:
-            raise ValueError("a source needs `source`, or the `name` of packs that exist")
-        return self
-
 
 class StreamingSettings(Settings):
     """Packs that are made while the run trains, of more text than the disk holds. At the end of the text it begins again."""
@@ -160,12 +154,8 @@ class DataSettings(SourceSettings):
             raise ValueError("`source` and `sources` are both set; name one source, or several with weights")
         if self.prepares and self.tokenizer is None:
             raise ValueError("`source` is set but `tokenizer` is not; preparing packs needs both")
-        if self.stream and not all(each.source for each in training):
-            raise ValueError("`streaming`: packs are made of text; name a `source`")
         if self.validation is not None and self.held_out:
             raise ValueError("`held_out` and `validation` are both set; evaluate on a share of the text, or on other text")
-        if self.validation is not None and self.validation.source is None:
-            raise ValueError("`validation` names no `source`; name one, as there is no single `source` to take another split of")
         trained = {_rows_of(each) for each in training}
         if self.validation is not None and _rows_of(self.validation) in trained:
             also = f"`validation`: {self.validation.source} is also trained on"

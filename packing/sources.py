@@ -1,4 +1,4 @@
-"""Where documents come from: JSONL, Parquet, text files, folders of these, and Hugging Face datasets, cut into chunks.
+"""Where documents come from, in chunks: JSONL, Parquet, text files, folders of these, and Hugging Face datasets; and their ids.
 
 A chunk is the unit of work: one process cuts it from the source, and another turns it into documents, as a reader that also
 parsed would be the bottleneck from a few dozen cores on.
@@ -13,12 +13,12 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_right
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -27,6 +27,7 @@ from tokenizers import Tokenizer
 from foundation.errors import InputError
 from foundation.reading import one_line, reason_of
 from packing.arrow import MANIFEST
+from packing.records import UNTRAINED, Records
 from packing.settings import HUB_NAME, DataSettings
 from packing.tokenizer import split_revision
 
@@ -55,29 +56,11 @@ Place = dict[str, Any]  # in a source; empty at its beginning
 class Chunk:
     """Consecutive records of a source, not yet parsed."""
 
-    kind: Literal["jsonl", "table", "files"]  # payload: lines | an Arrow IPC stream | a JSON list of paths, a document each
+    kind: Literal["jsonl", "table", "text"]  # payload: lines | an Arrow IPC stream | nothing: the document is the file `origin`
     origin: str  # the file or dataset they came from
     first: int  # number of the first record there: lines count from 1, rows from 0
     payload: bytes
-    progress: float | None = None  # share of the whole source that is read after this chunk, where its size is known
-    after: Place | None = None
-
-
-# A document's ids, [tokens] uint32, and which of them are to be learnt, [tokens] bool; None: all.
-Encoded = tuple[np.ndarray, np.ndarray | None]
-
-
-class Records(Protocol):
-    """Makes documents of records, and ids of documents."""
-
-    keys: str  # the settings that name the columns
-    columns: tuple[str, ...]
-
-    def fill(self, record: dict[str, Any]) -> Any:
-        """The document that `record`, with all columns, holds; something false for none."""
-
-    def encode(self, tokenizer: Tokenizer, documents: list[Any]) -> Iterator[Encoded]:
-        """The ids of documents, without those that have none to learn."""
+    after: Place  # behind it
 
 
 def open_source(settings: DataSettings, records: Records) -> FileSource | DatasetSource:
@@ -115,34 +98,29 @@ def _files_of(folder: Path) -> tuple[str, list[Path]]:
         hidden = any(name.startswith(".") or name == "__pycache__" for name in names)
         if not hidden and not packs.intersection(path.parents) and path.is_file():
             by_kind.setdefault(_kind_of(path), []).append(path)
-    kinds = [kind for kind in ("parquet", "jsonl") if kind in by_kind]
-    if len(kinds) > 1:
-        counts = " and ".join(f"{len(by_kind[kind])} {kind} files" for kind in kinds)
-        raise InputError(f"data.source: {folder}: holds {counts}; put each kind into a folder of its own, or name a file")
-    kind = kinds[0] if kinds else "text"
-    if kind not in by_kind:
-        raise InputError(f"data.source: {folder}: no file in it is of a known kind; {_KNOWN}")
-    return kind, by_kind[kind]
+    kinds = [kind for kind in ("parquet", "jsonl") if kind in by_kind] or [kind for kind in ("text",) if kind in by_kind]
+    if len(kinds) != 1:
+        has = " and ".join(f"{len(by_kind[kind])} {kind} files" for kind in kinds) or "no files of a known kind"
+        raise InputError(f"data.source: {folder}: holds {has}; name a file, or a folder with one kind; {_KNOWN}")
+    return kinds[0], by_kind[kinds[0]]
 
 
-def open_stream(path: Path) -> tuple[pa.NativeFile, pa.NativeFile]:
-    """`path` open for reading, decompressed by its suffix (.gz, .zst), and the file below it, whose `tell` is the progress.
+def open_stream(path: Path) -> pa.NativeFile:
+    """`path` open for reading, decompressed by its suffix (.gz, .zst).
 
     Arrow's decompressors, unlike Python's, raise on a truncated stream. Raises OSError, also for an archive without a byte, which
     they would take for one without text.
     """
-    raw = pa.OSFile(str(path))
-    compression = _COMPRESSION.get(path.suffix.lower())
+    raw, compression = pa.OSFile(str(path)), _COMPRESSION.get(path.suffix.lower())
     if compression and not raw.size():
         raise OSError(f"it is empty, which no {path.suffix} file is: writing or copying it was broken off")
-    return (pa.CompressedInputStream(raw, compression), raw) if compression else (raw, raw)
+    return pa.CompressedInputStream(raw, compression) if compression else raw
 
 
 def check_columns(where: str, records: Records, names: list[str]) -> None:
     """InputError where a table of the columns `names` lacks one of those that `records` reads."""
     if absent := [column for column in records.columns if column not in names]:
-        there = ", ".join(names)
-        raise InputError(f"{where}: no column `{absent[0]}`; the columns are: {there}. Set {records.keys} to one of them")
+        raise InputError(f"{where}: no column `{absent[0]}`; the columns are: {', '.join(names)}. Name one of them in `data`")
 
 
 class FileSource:
@@ -150,9 +128,9 @@ class FileSource:
 
     def __init__(self, paths: list[Path], kind: str, records: Records, folder: Path | None = None) -> None:
         self.paths, self.kind, self.records = paths, kind, records
-        self.sizes = [path.stat().st_size for path in paths]
+        self._bytes_before = [0, *accumulate(path.stat().st_size for path in paths)]
         many = f"{len(paths):,} {kind} files in {folder}" if folder else f"{paths[0]} ({kind})"
-        self.description = f"{many}, {sum(self.sizes) / 1e6:,.1f} MB"
+        self.description = f"{many}, {self._bytes_before[-1] / 1e6:,.1f} MB"
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -161,33 +139,36 @@ class FileSource:
         listing = [[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in zip(self.paths, stats, strict=True)]
         return {"kind": self.kind, "files": hashlib.sha256(json.dumps(listing).encode()).hexdigest()}
 
+    def share(self, place: Place) -> float | None:
+        """Which share of the bytes lies before `place`, by whole files and by lines."""
+        before, after = self._bytes_before[place["file"]], self._bytes_before[min(place["file"] + 1, len(self.paths))]
+        return min(before + place.get("at", 0) * (self.kind == "jsonl"), after) / max(self._bytes_before[-1], 1)
+
     def chunks(self, begin: Place | None = None, size: int | None = None) -> Iterator[Chunk]:
-        """`size`: about how many bytes a chunk has."""
-        size, begin, total = size or CHUNK_BYTES, begin or {}, max(sum(self.sizes), 1)
+        """`size`: about how many bytes a chunk has. Of text, a chunk is a file: it is read where it is tokenised."""
+        size, begin = size or CHUNK_BYTES, begin or {}
         first = begin.get("file", 0)
-        if self.kind == "text":
-            yield from self._text_chunks(first, size)
-            return
         for number, path in enumerate(self.paths[first:], first):
+            if self.kind == "text":
+                yield Chunk("text", str(path), 0, b"", {"file": number + 1})
+                continue
             at, line = (begin.get("at", 0), begin.get("line", 1)) if number == first else (0, 1)
-            before = sum(self.sizes[:number])
             chunks = self._jsonl_chunks(path, size, at, line) if self.kind == "jsonl" else self._parquet_chunks(path, size, at)
             try:
-                for done, chunk in chunks:
-                    yield replace(chunk, progress=(before + done) / total, after={"file": number} | chunk.after)
+                for chunk in chunks:
+                    yield replace(chunk, after={"file": number} | chunk.after)
             except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
                 reason = reason_of(error)
                 raise InputError(f"{path}: cannot be read: {reason}; the file is damaged or not of this format") from None
 
-    # Each yields chunks of a file, and how many of its bytes are read. `at`: the byte or row to begin with.
+    # Each yields chunks of a file. `at`: the byte or row to begin with.
 
-    def _jsonl_chunks(self, path: Path, size: int, at: int, line: int) -> Iterator[tuple[int, Chunk]]:
+    def _jsonl_chunks(self, path: Path, size: int, at: int, line: int) -> Iterator[Chunk]:
         """Whole lines, about `size` bytes at a time; a longer line is a chunk of its own. `line`: the number of the first."""
-        stream, raw = open_stream(path)
-        with raw, stream:
-            if stream is raw:
-                raw.seek(at)
-            for skipped in range(0, 0 if stream is raw else at, CHUNK_BYTES):  # an archive is unpacked up to there
+        with open_stream(path) as stream:
+            if stream.seekable():
+                stream.seek(at)
+            for skipped in range(0, 0 if stream.seekable() else at, CHUNK_BYTES):  # an archive is unpacked up to there
                 stream.read(min(CHUNK_BYTES, at - skipped))
             pending, block = bytearray(), True
             while block:
@@ -197,9 +178,9 @@ class FileSource:
                 if payload := bytes(pending[:cut]):
                     del pending[:cut]
                     at, first, line = at + cut, line, line + payload.count(b"\n")
-                    yield raw.tell(), Chunk("jsonl", str(path), first, payload, after={"at": at, "line": line})
+                    yield Chunk("jsonl", str(path), first, payload, {"at": at, "line": line})
 
-    def _parquet_chunks(self, path: Path, size: int, at: int) -> Iterator[tuple[int, Chunk]]:
+    def _parquet_chunks(self, path: Path, size: int, at: int) -> Iterator[Chunk]:
         """Row groups before the row `at` are not read."""
         import pyarrow.parquet as pq
 
@@ -207,23 +188,10 @@ class FileSource:
             check_columns(str(path), self.records, file.schema_arrow.names)
             ends = list(accumulate(file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)))
             first = bisect_right(ends, at)
-            row, bytes_of_row = ends[first - 1] if first else 0, path.stat().st_size / max(file.metadata.num_rows, 1)
-            groups = list(range(first, len(ends)))
+            begin, groups = ends[first - 1] if first else 0, list(range(first, len(ends)))
             for batch in file.iter_batches(_ROWS, row_groups=groups, columns=list(self.records.columns)):
-                begin, row = row, row + len(batch)
-                for chunk in _rows(batch.slice(max(0, at - begin)), str(path), max(at, begin), size):
-                    yield round(bytes_of_row * row), chunk
-
-    def _text_chunks(self, first: int, most: int) -> Iterator[Chunk]:
-        """Each file is one document. A chunk holds names only: the files are read where they are tokenised."""
-        names: list[str] = []
-        pending, done, total = 0, sum(self.sizes[:first]), max(sum(self.sizes), 1)
-        for number, (path, size) in enumerate(zip(self.paths[first:], self.sizes[first:], strict=True), first + 1):
-            names.append(str(path))
-            pending, done = pending + size, done + size
-            if pending >= most or number == len(self.paths):
-                yield Chunk("files", names[0], 0, json.dumps(names).encode(), done / total, {"file": number})
-                names, pending = [], 0
+                yield from _rows(batch.slice(max(0, at - begin)), str(path), max(at, begin), size)
+                begin += len(batch)
 
 
 class DatasetSource:
@@ -242,13 +210,17 @@ class DatasetSource:
         place = {"kind": "dataset", "name": self.name, "subset": settings.subset, "split": settings.split}
         return place | {"fingerprint": None if settings.streaming and not self.is_saved else self._data._fingerprint}
 
+    def share(self, place: Place) -> float | None:
+        """How many rows there are is not known."""
+
     def chunks(self, begin: Place | None = None, size: int | None = None) -> Iterator[Chunk]:
-        """`begin`: the next row and, of a streamed dataset, its own state before the batch that the row lies in, and how many
-        rows of that batch come before."""
+        """`begin`: the next row, the dataset's own state before the batch that the row lies in, and how many rows of that batch
+        come before."""
         import datasets
 
         data, begin, size, columns = self._data, begin or {}, size or CHUNK_BYTES, list(self.records.columns)
-        streamed = isinstance(data, datasets.IterableDataset)
+        if isinstance(data, datasets.Dataset):
+            data = data.to_iterable_dataset()
         if data.features is not None:
             check_columns(self.name, self.records, list(data.features))
             data = data.select_columns(columns)
@@ -257,14 +229,12 @@ class DatasetSource:
         try:
             if state is not None:
                 data.load_state_dict(state)
-            for table in data.iter(_ROWS) if streamed else (data[at : at + _ROWS] for at in range(first, len(data), _ROWS)):
+            for table in data.iter(_ROWS):
                 check_columns(self.name, self.records, table.schema.names)
-                last = first + len(table)
                 for chunk in _rows(table.select(columns).slice(row - first), self.name, row, size):
                     row = chunk.after["at"]
-                    after = {"row": row} | ({"skip": row - first, "state": state} if streamed else {})
-                    yield replace(chunk, progress=None if streamed else last / len(data), after=after)
-                first, state = last, data.state_dict() if streamed else None
+                    yield replace(chunk, after={"row": row, "skip": row - first, "state": state})
+                first, state = first + len(table), data.state_dict()
         except (OSError, pa.ArrowException, datasets.exceptions.DatasetsError) as error:
             raise InputError(f"data.source: {self.name}: cannot be read after row {row}: {reason_of(error)}") from None
 
@@ -276,11 +246,7 @@ class DatasetSource:
         try:
             if self.is_saved:
                 data = datasets.load_from_disk(self.name)
-                if not isinstance(data, datasets.DatasetDict):
-                    return data
-                if settings.split not in data:
-                    raise InputError(f"data.split: {self.name} has no split `{settings.split}`; it has: {', '.join(data)}")
-                return data[settings.split]
+                return data[settings.split] if isinstance(data, datasets.DatasetDict) else data
             name, revision = split_revision(self.name)
             chosen = {"split": settings.split, "revision": revision, "streaming": bool(settings.streaming)}
             return datasets.load_dataset(name, settings.subset, **chosen)
@@ -303,4 +269,100 @@ def _rows(table: pa.RecordBatch | pa.Table, origin: str, first: int, size: int) 
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, piece.schema) as writer:
             writer.write(piece)
-        yield Chunk("table", origin, first + start, sink.getvalue().to_pybytes(), after={"at": first + start + len(piece)})
+        yield Chunk("table", origin, first + start, sink.getvalue().to_pybytes(), {"at": first + start + len(piece)})
+
+
+# ── Chunks as documents ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What records are made into, and what is left out of them."""
+
+    documents: int = 0
+    tokens: int = 0
+    trained: int = 0  # of the tokens, those that are to be learnt
+    skipped: int = 0  # malformed records, with on_bad_line: skip
+    empty: int = 0  # records without any text
+    first_skipped: str | None = None  # where, and why
+
+    def __add__(self, other: Counts) -> Counts:
+        *numbers, first_skipped = zip(astuple(self), astuple(other), strict=True)
+        return Counts(*map(sum, numbers), first_skipped[0] or first_skipped[1])
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Documents as ids, in the order of their source: those of a chunk, or of all."""
+
+    tokens: np.ndarray  # [sum of lengths] uint32, those that are not to be learnt with `UNTRAINED`
+    lengths: np.ndarray  # [documents] int64, EOS included
+    counts: Counts
+    after: Place = field(default_factory=dict)  # as of its chunk
+
+
+def joined(parts: Sequence[Tokens]) -> Tokens:
+    """The documents of `parts`, one after another."""
+    tokens, lengths = (np.concatenate(arrays) for arrays in zip(*((part.tokens, part.lengths) for part in parts), strict=True))
+    return Tokens(tokens, lengths, sum((part.counts for part in parts), Counts()), parts[-1].after)
+
+
+def tokenize(chunk: Chunk, tokenizer: Tokenizer, records: Records, settings: DataSettings) -> Tokens:
+    """The documents of `chunk` as ids."""
+    documents, left_out = read_chunk(chunk, records, settings.on_bad_line == "skip")
+    encoded = list(records.encode(tokenizer, documents))
+    tokens, lengths = np.concatenate([np.zeros(0, np.uint32), *encoded]), np.array([len(ids) for ids in encoded], np.int64)
+    trained, empty = int(np.count_nonzero(tokens < UNTRAINED)), len(documents) - len(encoded)
+    counts = left_out + Counts(len(encoded), len(tokens), trained, empty=empty)
+    return Tokens(tokens, lengths, counts, chunk.after)
+
+
+def read_chunk(chunk: Chunk, records: Records, skip_bad: bool) -> tuple[list[Any], Counts]:
+    """The documents of `chunk`, as `records` fill them, and counts of what was left out. A malformed record raises InputError
+    with its place, or is counted with `skip_bad`."""
+    documents, skipped = [], []
+    for place, record in _records(chunk, records):
+        try:
+            if isinstance(record, Path):
+                documents.append(_read_text(record))
+            else:
+                documents.append(records.fill(_parsed(record, records) if isinstance(record, bytes) else record))
+        except ValueError as error:
+            if not skip_bad:
+                raise InputError(f"{place}: {error}; or set data.on_bad_line: skip to leave such records out") from None
+            skipped.append(f"{place}: {error}")
+    filled = [document for document in documents if document]
+    empty, first_skipped = len(documents) - len(filled), skipped[0] if skipped else None
+    return filled, Counts(skipped=len(skipped), empty=empty, first_skipped=first_skipped)
+
+
+def _records(chunk: Chunk, records: Records) -> Iterator[tuple[str, bytes | Path | dict[str, Any]]]:
+    """Every record, a line not yet parsed and a text file not yet read, with its place."""
+    if chunk.kind == "jsonl":
+        lines = enumerate(chunk.payload.split(b"\n"), chunk.first)
+        yield from ((f"{chunk.origin}:{number}", line) for number, line in lines if line.strip())
+    elif chunk.kind == "text":
+        yield chunk.origin, Path(chunk.origin)
+    else:
+        table = pa.ipc.open_stream(chunk.payload).read_all().select(records.columns)
+        yield from ((f"{chunk.origin}, row {row}", record) for row, record in enumerate(table.to_pylist(), chunk.first))
+
+
+def _parsed(line: bytes, records: Records) -> dict[str, Any]:
+    """The record that a line holds, with all columns."""
+    try:
+        value = json.loads(str(line, "utf-8-sig"))
+    except ValueError as error:
+        raise ValueError(f"the line is not valid JSON: {error}; each is one whole record, as `jq -c .[]` writes a list") from None
+    columns = list(value) if isinstance(value, dict) else []
+    if absent := [column for column in records.columns if column not in columns]:
+        raise ValueError(f"no column `{absent[0]}`; the columns are: {', '.join(columns)}. Name one of them in `data`")
+    return value
+
+
+def _read_text(path: Path) -> str:
+    try:
+        with open_stream(path) as stream:
+            return str(stream.read(), "utf-8-sig")
+    except OSError as error:
+        raise ValueError(f"cannot be read: {error}") from None

@@ -11,15 +11,13 @@ import numpy as np
 
 from foundation.errors import InputError
 from packing.arrow import FIRST, MANIFEST, ArrowPacks, Packs, PacksOfOthers, Split, checked_index, read_manifest
-from packing.mds import INDEX, MDSPacks
 from packing.order import MixedPacks, splitmix64
+from packing.other_formats import INDEX, MDSPacks, TokenBin
 from packing.settings import SOURCE_NAME, DataSettings, SourceSettings
 from packing.stream import StreamedPacks
-from packing.token_bin import TokenBin
 
 _HELD_OUT_NAMES = ("held_out", "val", "validation", "test")  # what other writers call the split
 _MAKE = "set `data.source` and `data.tokenizer` to prepare packs from text, or point `data.packs` to packs that exist"
-_OF_EXISTING = ("packs", "length", "held_out", "mask_boundaries", "tokenizer", "end_token")  # what packs without a source have
 
 
 def training_parts(settings: DataSettings) -> dict[str, DataSettings]:
@@ -30,10 +28,8 @@ def training_parts(settings: DataSettings) -> dict[str, DataSettings]:
     parts: dict[str, DataSettings] = {}
     for each in settings.sources:
         name = each.name or Path(str(each.source)).name.split(".")[0]
-        if not SOURCE_NAME.match(name):
-            raise InputError(f"data.sources: {each.source}: gives no name for its packs and figures; set its `name`")
-        if name in parts:
-            raise InputError(f"data.sources: two are called {name}; give each a `name` of its own")
+        if not SOURCE_NAME.match(name) or name in parts:
+            raise InputError(f"data.sources: {each.source}: its packs and figures need a `name` of their own; set it")
         parts[name] = _part(settings, each, settings.packs / name)
         if stream := parts[name].stream:
             window = max(settings.length, round(stream.window * each.weight))
@@ -57,10 +53,7 @@ def validation_part(settings: DataSettings) -> DataSettings | None:
 def _part(settings: DataSettings, own: SourceSettings, packs: Path) -> DataSettings:
     """`settings` with the source that `own` names, and packs of its own."""
     values = {key: getattr(own, key) for key in SourceSettings.model_fields}
-    made = settings.model_copy(update={**values, "sources": None, "validation": None, "packs": packs}).model_dump()
-    if own.source is None:
-        made = {key: made[key] for key in _OF_EXISTING}
-    return DataSettings.model_validate(made)
+    return settings.model_copy(update={**values, "sources": None, "validation": None, "packs": packs})
 
 
 def text_parts(settings: DataSettings) -> list[DataSettings]:
@@ -76,7 +69,7 @@ def folder_of(part: DataSettings) -> Path:
 
 def is_there(folder: Path) -> bool:
     """Returns whether packs are in `folder`, as far as names tell. An empty one is a place for packs to come."""
-    return folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))
+    return any(folder.iterdir()) if folder.is_dir() else folder.exists()
 
 
 def unprepared(settings: DataSettings) -> list[Path]:
@@ -127,16 +120,13 @@ def check_model(packs: Packs, vocab_size: int, tokenizer_fingerprint: str | None
     """
     tokenizer = packs.tokenizer or {}
     name, size, fingerprint = (tokenizer.get(key) for key in ("name", "vocab_size", "fingerprint"))
+    wrong = None
     if tokenizer_fingerprint and fingerprint and fingerprint != tokenizer_fingerprint:
-        raise InputError(
-            f"{packs.path}: made with another tokenizer ({name or 'unnamed'}, {fingerprint[:12]}) than the model's "
-            f"({tokenizer_fingerprint[:12]}); prepare the packs with the model's tokenizer (`data.tokenizer`)"
-        )
-    if size is not None and size > vocab_size:
-        raise InputError(
-            f"{packs.path}: made with a vocabulary of {size} tokens ({name or 'unnamed'}), the model has {vocab_size}; "
-            "prepare the packs with the model's tokenizer (`data.tokenizer`), or choose a model with a larger vocabulary"
-        )
+        wrong = f"another tokenizer ({name}, {fingerprint[:12]}) than the model's ({tokenizer_fingerprint[:12]})"
+    elif (size or 0) > vocab_size:
+        wrong = f"a vocabulary of {size} tokens ({name}), and the model has {vocab_size}"
+    if wrong:
+        raise InputError(f"{packs.path}: made with {wrong}; prepare the packs with the model's tokenizer (`data.tokenizer`)")
 
 
 def carve(packs: Packs, share: float, split: Split) -> Packs:
@@ -174,39 +164,21 @@ def find_splits(path: Path, length: int | None, end_token: int | None = None) ->
         raise InputError(f"{path}: no such file or folder (`data.packs`); {_MAKE}")
     if (path / MANIFEST).is_file():
         return {split: partial(ArrowPacks, path, split) for split in read_manifest(path)["splits"]}
-    if mds := _find_mds(path):
-        return {split: partial(MDSPacks, folders, path, length) for split, folders in mds.items()}
-    if bins := _find_token_bins(path):
-        return {split: partial(TokenBin, file, length, end_token) for split, file in bins.items()}
+
+    def first_of(*places: Path) -> partial[Packs] | None:
+        """How to open the first of `places` that has packs: a token file, an MDS folder, or a folder of such folders."""
+        for place in places:
+            if place.suffix == ".bin" and place.is_file():
+                return partial(TokenBin, place, length, end_token)
+            inside = sorted(index.parent for index in place.glob(f"*/{INDEX}") if index.parent.name not in _HELD_OUT_NAMES)
+            if folders := [place] if (place / INDEX).is_file() else inside:
+                return partial(MDSPacks, folders, path, length)
+        return None
+
+    if train := first_of(path / "train", path / "train.bin"):
+        held_out = first_of(*(path / f"{name}{suffix}" for name in _HELD_OUT_NAMES for suffix in ("", ".bin")))
+        return {"train": train} | ({"held_out": held_out} if held_out else {})
+    if alone := first_of(path):
+        return {"train": alone}
     several = "; those of several sources are named by `data.sources`" if any(path.glob(f"*/{MANIFEST}")) else ""
     raise InputError(f"{path}: holds no packs: no {MANIFEST} (Arrow), no {INDEX} (MDS), no train.bin{several}; {_MAKE}")
-
-
-def _find_mds(path: Path) -> dict[Split, list[Path]]:
-    """MDS folders by split: `train` and `val` in the folder, else the folder itself or its parts to train on; may be empty."""
-    train = _mds_parts(path / "train")
-    folders = train or _mds_parts(path)
-    held_out = next(filter(None, (_mds_parts(path / name) for name in _HELD_OUT_NAMES)), None) if train else None
-    return ({"train": folders} if folders else {}) | ({"held_out": held_out} if held_out else {})
-
-
-def _mds_parts(path: Path) -> list[Path]:
-    """`path` if it has an index, else those of its folders that have one, without splits to hold out."""
-    parts = [path] if (path / INDEX).exists() else sorted(index.parent for index in path.glob(f"*/{INDEX}"))
-    if splits := [part.name for part in parts if part != path and part.name in _HELD_OUT_NAMES]:
-        raise InputError(
-            f"{path}: {splits[0]} is a split's name, and there is no `train` beside it; name a folder in `data.packs`"
-        )
-    return parts
-
-
-def _find_token_bins(path: Path) -> dict[Split, Path]:
-    """Token files by split: train.bin with val.bin, the only .bin of a folder, or the file that `path` is."""
-    bins = {file.stem: file for file in ([path] if path.suffix == ".bin" and path.is_file() else path.glob("*.bin"))}
-    train = bins.get("train") or (next(iter(bins.values())) if len(bins) == 1 else None)
-    if bins and train is None:
-        raise InputError(
-            f"{path}: holds {', '.join(sorted(bins))}.bin, and none is called train; name one of them in `data.packs`"
-        )
-    held_out = next((bins[name] for name in _HELD_OUT_NAMES if name in bins and bins[name] != train), None)
-    return ({"train": train} if train else {}) | ({"held_out": held_out} if held_out else {})

@@ -6,27 +6,31 @@
       part-00000004/          the next ones
     packs/failed              why no more parts come
 
-A part ends at a place of the source that follows from the settings and the text alone, and so does what is in it: a part that is
-gone can be made again from the place that the one before it, or a checkpoint, remembers. `packing.packer` makes parts and deletes
-those that are passed; here they are read. A run goes through the parts in their order and through the packs of each in an order
-drawn from (seed, part).
+A part ends at a place of the source that follows from the settings and the text alone, and so does what is in it: a part that
+is gone can be made again from the place that the one before it, or a checkpoint, remembers. `packing.prepare` makes parts and
+deletes those that are passed; here they are read. A run goes through the parts in their order and through the packs of each in an
+order drawn from (seed, part).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from foundation.errors import InputError
+from foundation.files import FileLock, free_bytes, replace_file
 from packing.arrow import FIRST, MANIFEST, ArrowPacks, Packs, PacksOfOthers
 from packing.order import MixedPacks, Mixture, Order, permute, splitmix64
 from packing.settings import DataSettings
@@ -118,17 +122,78 @@ class SourceStream:
             self._parts = [part for part in self._parts if part.after.first >= place]
 
 
-class Packing(Protocol):
-    """Who makes the parts, as the process that has started it sees it."""
+def bytes_below(folder: Path) -> int:
+    """Returns the total size in bytes of all files below `folder`."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def check_disk(settings: DataSettings) -> None:
+    """InputError where the disk has less space than the packs may take, what they take already included."""
+    limit, free = settings.stream.disk_gb, (free_bytes(settings.packs) + bytes_below(settings.packs)) / 1e9
+    if limit > free:
+        raise InputError(
+            f"data.streaming.disk_gb: {limit:g}, and the disk of {settings.packs} has {free:.3g} GB for packs; set it to "
+            f"{free * 0.95:.2g} or less, or data.packs to another disk"
+        )
+
+
+class PackerProcess:
+    """Packs in a process of its own, and in those that tokenise for it; they end with the one that made this, however it ends.
+
+    One run a folder: InputError where another one has it.
+    """
+
+    def __init__(self, settings: DataSettings) -> None:
+        self._settings = settings
+        self._process: subprocess.Popen[str] | None = None
+
+        def refuse(holder: str) -> None:
+            raise InputError(
+                f"{settings.packs}: another run trains on this stream, {holder}; set another data.packs, or wait for it"
+            )
+
+        self._lock = FileLock(settings.packs / ".lock", refuse)
+        check_disk(settings)
 
     def begin(self, starts: Mapping[str, Any]) -> None:
         """Make the parts of each source from the start that is named, and no others. It is the `asdict` of a `PartStart`."""
+        self._end_process()
+        (self._settings.packs / FAILED).unlink(missing_ok=True)
+        path = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH")]))
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-c", "from packing.prepare import serve; serve()"],
+            stdin=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": path},
+            start_new_session=True,  # as Ctrl-C is for the run, which ends this one
+        )
+        self.tell([self._settings.model_dump(mode="json"), starts])
 
-    def tell(self, reading: Mapping[str, tuple[int, int]]) -> None:
+    def tell(self, reading: Any) -> None:
         """The step at work reads these packs of each source, from one to another (exclusive); those before it may go."""
+        with suppress(BrokenPipeError):  # it has ended, which `check` says
+            self._process.stdin.write(json.dumps(reading) + "\n")
+            self._process.stdin.flush()
 
     def check(self) -> None:
         """Where it has ended, leave why in the file `FAILED`, for all that wait for parts."""
+        failed, status = self._settings.packs / FAILED, self._process.poll()
+        if status is not None and not failed.exists():
+            why = f"signal {-status}: if memory ran out, set a smaller window" if status < 0 else f"status {status}; it says why"
+            text = f"the process that makes the packs of the stream has ended with {why}. Start the same command again"
+            replace_file(failed, f"{self._settings.packs}: {text}".encode())
+
+    def _end_process(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            with suppress(BrokenPipeError):
+                self._process.stdin.close()
+
+    def close(self) -> None:
+        """End it, and let others have the folder; closing twice is harmless."""
+        self._end_process()
+        self._lock.release()
 
 
 class StreamedPacks(PacksOfOthers):
@@ -150,7 +215,7 @@ class StreamedPacks(PacksOfOthers):
         content = [[name, sample.fingerprint, self.weights[name]] for name, sample in self.samples.items()]
         windows = [part.stream.window for part in parts.values()]
         self.fingerprint = hashlib.sha256(json.dumps([content, windows]).encode()).hexdigest()
-        self.packing: Packing | None = None
+        self.packing: PackerProcess | None = None
         self._leaving = threading.Event()
 
     @cached_property

@@ -14,7 +14,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from foundation.errors import InputError
 from foundation.reading import load_object, one_line
-from packing.settings import HUB_NAME
 
 ROLES = ("bos", "eos", "pad")
 REMEDY = "fetch or train it again, or name another"
@@ -88,14 +87,13 @@ def load_tokenizer(name: str, revision: str | None = None) -> TextTokenizer:
         raise InputError(f"data.tokenizer: {file}: no tokenizer that can be read: {one_line(error)}; {REMEDY}") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    candidates = _USUAL_NAMES
-    if config is not None:
-        values = load_object(config, REMEDY)
-        named = {role: values.get(f"{role}_token") for role in ROLES}
-        candidates = {role: [value["content"] if isinstance(value, dict) else value] for role, value in named.items() if value}
-    ids = {role: [tokenizer.token_to_id(name) for name in names] for role, names in candidates.items()}
-    known = {role: [number for number in numbers if number is not None] for role, numbers in ids.items()}
-    return TextTokenizer(name, tokenizer, {role: numbers[0] for role, numbers in known.items() if numbers})
+    values, special = load_object(config, REMEDY) if config else None, {}
+    for role, usual in _USUAL_NAMES.items():
+        token = values.get(f"{role}_token") if values else None
+        names = [token["content"] if isinstance(token, dict) else token or ""] if config else usual
+        if ids := [number for name in names if (number := tokenizer.token_to_id(name)) is not None]:
+            special[role] = ids[0]
+    return TextTokenizer(name, tokenizer, special)
 
 
 def split_revision(name: str) -> tuple[str, str | None]:
@@ -116,10 +114,6 @@ def file_of(tokenizer: str, name: str, revision: str | None = None, *, needed: b
         if file.is_file() or not needed:
             return file if file.is_file() else None
         raise InputError(f"data.tokenizer: {file}: no such file; {REMEDY}")
-    if not HUB_NAME.fullmatch(repository):
-        raise InputError(
-            f"data.tokenizer: {tokenizer}: no such file or folder; name a tokenizer.json, a folder with one, or one on the hub"
-        )
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RemoteEntryNotFoundError
 

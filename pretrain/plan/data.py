@@ -15,7 +15,7 @@ from foundation.units import plural
 from packing.arrow import Pack, Packs
 from packing.batch import Microbatch, build_microbatch, count_valid_tokens, read_pack, sum_of_squares
 from packing.order import MixedPacks, evenly
-from packing.packer import prepare
+from packing.prepare import prepare
 from packing.settings import DataSettings
 from packing.store import check_model, open_packs
 from packing.stream import StreamedPacks

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from accelerate import Accelerator
 
 from packing.batch import Prefetch, StepBatches
-from packing.packer import PackerProcess
-from packing.stream import StreamedPacks
+from packing.stream import PackerProcess, StreamedPacks
 from pretrain.checkpoint.checkpoint import require_shared
 from pretrain.model.distributed import largest_over_ranks, refused_together
 from pretrain.plan.preflight import Job

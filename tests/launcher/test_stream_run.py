@@ -13,7 +13,7 @@ import psutil
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from packing.packer import prepare
+from packing.prepare import prepare
 from packing.settings import DataSettings
 from tests.conftest import write_recipe
 from tests.golden.runs import steps_logged
@@ -57,7 +57,7 @@ def waiting_for_packs(recipe: dict[str, Any], folder: Path) -> tuple[LauncherPro
     prepare(DataSettings(**data), progress=False)  # a daemon, as the run is here, starts no processes that tokenise
     run = LauncherProcess([str(write_recipe(recipe | changes | {"data": data}, folder))], folder / "log", Moment("logged", "^3$"))
     run.wait_until_it_waits()
-    packer = next(each for each in psutil.Process(run.pid).children() if "packing.packer" in " ".join(each.cmdline()))
+    packer = next(each for each in psutil.Process(run.pid).children() if "packing.prepare" in " ".join(each.cmdline()))
     packer.suspend()
     run.go_on()
     return run, packer

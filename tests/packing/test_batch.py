@@ -156,19 +156,6 @@ def test_valid_tokens_follow_from_lengths_and_masks(packs, mask_boundaries):
         assert count_valid_tokens(pack.lengths, pack.trained, mask_boundaries=mask_boundaries) == built
 
 
-def test_labels_cross_documents_without_the_mask_but_never_packs_nor_into_padding():
-    packs = [
-        Pack(np.array([1, 2, 3, 4], np.uint32), np.array([2, 2], np.int32)),
-        Pack(np.array([5, 6, 0, 0], np.uint32), np.array([1, 1], np.int32)),
-    ]
-    crossing = build_microbatch(packs, mask_boundaries=False)
-    masked = build_microbatch(packs, mask_boundaries=True)
-    assert crossing.labels.tolist() == [[2, 3, 4, IGNORE, 6, IGNORE, IGNORE, IGNORE]]
-    assert masked.labels.tolist() == [[2, IGNORE, 4, IGNORE, IGNORE, IGNORE, IGNORE, IGNORE]]
-    assert torch.equal(crossing.cu_seqlens, masked.cu_seqlens)
-    assert crossing.cu_seqlens[:7].tolist() == [0, 2, 4, 5, 6, 8, 8]
-
-
 def test_squared_lengths_do_not_overflow_32_bits():
     assert sum_of_squares(np.array([100_000, 3], np.int32)) == 10**10 + 9
 
@@ -280,14 +267,6 @@ def test_evaluation_sees_each_pack_once_with_equally_many_microbatches_on_every_
             assert {part.input_ids.shape for part in parts} == {(1, microbatch * LENGTH)}
             assert sorted(token for part in parts for token in part.input_ids[0].tolist() if token) == once
             assert sum(part.valid_tokens for part in parts) == valid
-
-
-def test_blank_packs_make_up_a_rank_without_data_all_masked_and_covered_by_offsets():
-    packs = packs_of_text(count=1)
-    (part,) = Batching(microbatch=2, rank=1, world_size=2, mask_boundaries=False).evaluation(packs)
-    assert part.valid_tokens == 0 and (part.labels == IGNORE).all()
-    assert part.cu_seqlens[:3].tolist() == [0, LENGTH, 2 * LENGTH]
-    assert part.position_ids.tolist() == [[*range(LENGTH), *range(LENGTH)]]
 
 
 def test_tokens_and_positions_that_a_model_does_not_have_are_refused():

@@ -15,11 +15,10 @@ from tokenizers import Tokenizer
 from foundation.errors import InputError
 from packing.arrow import read_manifest
 from packing.order import MixedPacks
-from packing.packer import prepare
+from packing.prepare import prepare
 from packing.settings import DataSettings
 from packing.store import open_packs
 from packing.stream import order_of
-from pretrain.plan.data import Data, check_tokens
 
 
 def write_texts(path: Path, texts: list[str], **more: Any) -> Path:
@@ -87,7 +86,7 @@ def test_packs_of_sources_that_exist_need_no_source(data: DataSettings) -> None:
     assert not again.prepares and open_packs(again, "train").fingerprint == open_packs(data, "train").fingerprint
 
 
-def test_packs_of_any_format_are_mixed(tmp_path: Path, values: dict[str, Any], data: DataSettings) -> None:
+def test_packs_of_any_format_are_mixed(tmp_path: Path) -> None:
     rng = np.random.default_rng(5)
     for name, tokens in (("a", 3000), ("b", 2000)):
         (tmp_path / name).mkdir()
@@ -99,17 +98,6 @@ def test_packs_of_any_format_are_mixed(tmp_path: Path, values: dict[str, Any], d
     assert max(len(packs.lengths(index)) for index in range(len(packs))) > 1  # end_token reaches each of them
     order = order_of(packs, 4, 1)
     assert order.figures(100)["share/a"] == pytest.approx(0.7, abs=0.01)
-    # Beside packs that know their tokenizer, those that do not are looked through for ids that the model has not.
-    (tmp_path / "web").symlink_to(data.packs / "web")
-    mixed = DataSettings(packs=tmp_path, length=64, sources=[both[0], {"name": "web", "weight": 0.3}])
-    mixed_data = Data(open_packs(mixed, "train"), None)
-    assert mixed_data.tokenizer["fingerprint"]
-    check_tokens(mixed_data, 600, None)
-    tokens = np.fromfile(tmp_path / "a" / "train.bin", np.uint16)
-    tokens[-1] = 700
-    tokens.tofile(tmp_path / "a" / "train.bin")
-    with pytest.raises(InputError, match="holds token id 700"):
-        check_tokens(Data(open_packs(mixed, "train"), None), 600, None)
 
 
 def test_another_file_or_split_is_validated_on(tmp_path: Path, documents: list[str], tokenizer_file: Path) -> None:
@@ -127,11 +115,6 @@ def test_another_file_or_split_is_validated_on(tmp_path: Path, documents: list[s
     prepare(by_split, progress=False)
     for split in ("train", "held_out"):
         assert open_packs(by_split, split).fingerprint == open_packs(by_file, split).fingerprint
-    # Packs that exist, and text to validate on.
-    onto = DataSettings(packs=tmp_path / "packs", validation={"source": str(other)}, length=64, tokenizer=str(tokenizer_file))
-    assert onto.prepares
-    prepare(onto, progress=False)
-    assert open_packs(onto, "held_out").fingerprint == open_packs(by_file, "held_out").fingerprint
 
 
 def test_a_single_text_file_holds_out_its_tail(tmp_path: Path, documents: list[str], tokenizer_file: Path) -> None:

@@ -11,9 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foundation.errors import InputError
 from packing.order import Mixture, Order, evenly, permute, splitmix64, spread
-from packing.pack import truncate
 
 
 def totals(costs: list[int], dealt: list[list[list[int]]]) -> list[int]:
@@ -59,14 +57,6 @@ def test_each_epoch_holds_every_pack_once_though_steps_straddle_epochs(packs, pe
         np.testing.assert_array_equal(np.sort(stream[epoch * packs : (epoch + 1) * packs]), np.arange(packs))
 
 
-def test_epochs_and_seeds_differ():
-    def epoch(seed: int, number: int) -> list[int]:
-        return Order(Mixture.alone(50), 50, seed).packs_of_step(number).tolist()
-
-    orders = [epoch(seed, number) for seed in range(4) for number in range(4)]
-    assert all(a != b for a, b in itertools.combinations(orders, 2))
-
-
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 4), st.data())
 def test_spread_deals_every_pack_once_and_equally_many_to_each(ranks, microbatches, each, data):
     count = ranks * microbatches * each
@@ -102,28 +92,6 @@ def test_spread_is_near_the_best_of_all_assignments(shape, data):
     best = best_possible(costs, bins)
     assert max(totals(costs, spread(costs, bins, 1))) <= 4 / 3 * best
     assert max(totals(costs, spread(costs, 1, bins))) <= 4 / 3 * best
-
-
-def realistic_costs(count: int, seed: int) -> list[int]:
-    """Sums of squared lengths of packs cut from documents of log-normal lengths with mean 200 and a heavy tail."""
-    rng = np.random.default_rng(seed)
-    layout = truncate(rng.lognormal(np.log(200) - 0.5, 1.0, count * 30).astype(np.int64) + 1, 4096)
-    squares = np.add.reduceat((layout.stop - layout.start) ** 2, layout.offsets[:-1])
-    return rng.permutation(squares[:-1])[:count].tolist()
-
-
-def test_spread_evens_out_microbatches_that_run_together_and_ranks_too():
-    slowest, heaviest, slowest_in_turns, heaviest_in_turns = [], [], [], []
-    for seed in range(20):
-        costs = realistic_costs(8 * 4 * 4, seed)
-        ours = np.array(totals(costs, spread(costs, 8, 4))).reshape(8, 4)
-        in_turns = np.array(costs).reshape(8, 4, 4).sum(axis=2)
-        slowest.append(ours.max(axis=0).sum())
-        heaviest.append(ours.sum(axis=1).max())
-        slowest_in_turns.append(in_turns.max(axis=0).sum())
-        heaviest_in_turns.append(in_turns.sum(axis=1).max())
-    assert np.mean(slowest) < 0.8 * np.mean(slowest_in_turns)
-    assert np.mean(heaviest) < 0.95 * np.mean(heaviest_in_turns)
 
 
 @settings(max_examples=25)
@@ -199,10 +167,3 @@ def test_the_order_of_several_sources_never_changes_between_versions() -> None:
     mixture = Mixture(("a", "b"), (10, 4), (0.7, 0.3), (64.0, 64.0))
     assert Order(mixture, 6, 42).packs_of_step(0).tolist() == [10, 0, 8, 13, 4, 5]
     assert Order(mixture, 6, 42).packs_of_step(50).tolist() == [1, 3, 7, 11, 2, 4]
-
-
-@pytest.mark.parametrize("weights", [(1 - 2e-8, 2e-8), (2e-8, 1 - 2e-8), (0.5, 0.5 - 1e-8, 1e-8)])
-def test_a_source_that_would_never_be_met_is_refused_wherever_it_stands(weights: tuple[float, ...]) -> None:
-    names = tuple("abc"[: len(weights)])
-    with pytest.raises(InputError, match=f"{names[weights.index(min(weights))]}: its weight is too small to ever be met"):
-        Mixture(names, (10,) * len(names), weights, (64.0,) * len(names))

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from foundation.errors import InputError
-from packing.packer import prepare
+from packing.prepare import prepare
 from packing.settings import DataSettings
 from packing.store import open_packs
 
@@ -98,8 +98,11 @@ LISTS = [{"role": "user", "content": [{"type": "text"}]}, {"role": "assistant", 
         ({"m": CHATS[1]}, {"messages": "m", "chat_template": ODD}, "generation"),
         ({"m": CHATS[0]}, {"messages": "m", "chat_template": "{{ strftime_now('%Y') }}"}, "does not take this chat"),
         ({"m": CHATS[0]}, {"messages": "m", "chat_template": IN_PYTHON}, "does not take this chat"),
-        ({"m": LISTS}, {"messages": "m", "chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}, "message 1"),
-        ({"i": [600]}, {"input_ids": "i"}, "the id 600"),
+        (
+            {"m": LISTS},
+            {"messages": "m", "chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"},
+            "content is no text",
+        ),
         ({"i": [1, 2], "l": [2, -100]}, {"input_ids": "i", "labels": "l"}, "`l` is neither"),
     ],
 )

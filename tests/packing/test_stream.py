@@ -21,11 +21,10 @@ from packing import arrow, stream
 from packing.__main__ import main
 from packing.arrow import FIRST
 from packing.batch import BatchStream
-from packing.packer import PackerProcess, bytes_below, pack_ahead, prepare
-from packing.prepare import PackMaker
+from packing.prepare import PackMaker, pack_ahead, prepare
 from packing.settings import DataSettings
 from packing.store import open_packs, training_parts
-from packing.stream import PartStart, StreamedPacks, order_of
+from packing.stream import PackerProcess, PartStart, StreamedPacks, bytes_below, order_of
 
 LENGTH, STEP = 32, 6  # tokens of a pack, packs of a step
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foundation.errors import InputError
+from packing.other_formats import TokenBin
 from packing.settings import DataSettings
 from packing.store import open_packs
-from packing.token_bin import TokenBin
 
 
 def write(path: Path, tokens: object, dtype: str = "uint16") -> Path:
@@ -38,14 +38,6 @@ def test_packs_are_the_files_tokens_in_order_cut_into_documents_at_the_end_token
     assert [token for _, real in sorted(read) for token in real] == tokens
     assert all(5 not in document[:-1] for document in documents)
     assert len(documents) >= tokens.count(5)
-
-
-def test_without_an_end_token_a_pack_is_one_document_and_the_last_is_padded(tmp_path):
-    packs = TokenBin(write(tmp_path / "train.bin", range(10)), 4)
-    assert [pack.lengths.tolist() for pack in (packs[0], packs[1], packs[2])] == [[4], [4], [2]]
-    assert packs[2].input_ids.tolist() == [8, 9, 0, 0]
-    with pytest.raises(IndexError):
-        packs[3]
 
 
 def test_a_folder_gives_train_and_val_and_a_file_gives_itself(tmp_path):

@@ -1,11 +1,14 @@
-"""Reads MosaicML streaming's MDS shards: version 2, raw or zstd, every encoding that packs can use.
+"""Packs that other programs wrote: MosaicML streaming's MDS shards (version 2, raw or zstd, every encoding that packs can use),
+and flat token files as nanoGPT writes them.
 
-The format (github.com/mosaicml/streaming, streaming/base/format/mds): `index.json` lists the shards and the columns of each. A
-shard is a count `n` (uint32), `n + 1` byte offsets (uint32), a copy of its configuration, and the samples. A sample is the sizes
-of its variable-size columns (uint32 each) and then the values of all columns, in the order of `column_names`.
+MDS (github.com/mosaicml/streaming, streaming/base/format/mds): `index.json` lists the shards and the columns of each. A shard is
+a count `n` (uint32), `n + 1` byte offsets (uint32), a copy of its configuration, and the samples. A sample is the sizes of its
+variable-size columns (uint32 each) and then the values of all columns, in the order of `column_names`. The name `uint32` (and
+every other scalar's) is ambiguous: one number in the format, the raw bytes of an array in the reference launcher. The declared
+size decides: 4 bytes is the number, no fixed size the array.
 
-The name `uint32` (and every other scalar's) is ambiguous: one number in the format, the raw bytes of an array in the reference
-launcher. The declared size decides: 4 bytes is the number, no fixed size the array.
+A token file (.bin) is token ids one after another, without any sign of where documents or packs begin. A folder holds `train.bin`
+and perhaps `val.bin`; a `meta.json` beside them may name the `dtype` and the `vocab_size`.
 """
 
 from __future__ import annotations
@@ -136,8 +139,8 @@ class Shard(Packs):
             raise InputError(f"{where}: has the columns {', '.join(sample)}; packs need one named input_ids")
         if len(ids) != self.length:
             raise InputError(f"{where}: holds {len(ids)} tokens, `data.length` says {self.length}; set it to fit")
-        lengths, first_position = _documents(sample, len(ids), where)
-        labels, trained = _row(sample, "labels", where), None
+        mask, positions, labels = (_row(sample, name, where) for name in ("attention_mask", "position_ids", "labels"))
+        (lengths, first_position), trained = documents(len(ids), mask, positions, where), None
         if labels is not None:
             if not same_or_ignored(labels, ids):
                 raise InputError(
@@ -145,12 +148,6 @@ class Shard(Packs):
                 )
             trained = (labels != IGNORE) & (np.arange(len(ids)) < lengths.sum())  # padding is never to be learnt
         return Pack(ids.astype(np.uint32, copy=False), lengths, first_position, trained)
-
-    def lengths(self, index: int) -> np.ndarray:
-        return _documents(self.sample(checked_index(index, len(self))), self.length, f"{self.path}, sample {index}")[0]
-
-    def trained(self, index: int) -> np.ndarray | None:
-        return self[index].trained if "labels" in self.layout[0] else None
 
 
 def read_index(folder: Path) -> list[Shard]:
@@ -194,10 +191,6 @@ def _row(sample: dict[str, Any], name: str, where: str) -> np.ndarray | None:
     return row
 
 
-def _documents(sample: dict[str, Any], width: int, where: str) -> tuple[np.ndarray, int]:
-    return documents(width, _row(sample, "attention_mask", where), _row(sample, "position_ids", where), where)
-
-
 def documents(width: int, mask: np.ndarray | None, positions: np.ndarray | None, where: str) -> tuple[np.ndarray, int]:
     """The document lengths ([documents] int32) and first position of a pack of `width` tokens. InputError where they disagree.
 
@@ -220,3 +213,45 @@ def documents(width: int, mask: np.ndarray | None, positions: np.ndarray | None,
     counting = positions[:real].astype(np.int64)  # a narrow dtype could wrap around below
     starts = np.flatnonzero(counting[1:] != counting[:-1] + 1) + 1
     return np.diff(starts, prepend=0, append=real).astype(np.int32), first_position
+
+
+# ── Token files ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+_SAMPLED_TOKENS = 2**20
+_HIGH_WORD_LIMIT = 16  # a uint32 file of a vocabulary below 2^20 has only such values in every other uint16
+
+
+class TokenBin(Packs):
+    """Consecutive windows of `length` tokens of one .bin file; the last one is padded.
+
+    With `end_token`, each document ends with that id, and the positions of a cut one restart in each pack; without, a pack is one
+    document. Raises InputError for signs of another dtype.
+    """
+
+    def __init__(self, path: Path, length: int, end_token: int | None = None) -> None:
+        self.path, self.length, self.end_token = Path(path), length, end_token
+        meta_file = self.path.parent / "meta.json"
+        meta = load_object(meta_file, 'write {"dtype": "uint16", "vocab_size": 50257}') if meta_file.exists() else {}
+        vocab_size = meta.get("vocab_size")
+        self.tokenizer = {"vocab_size": vocab_size} if vocab_size else None
+        dtype = meta.get("dtype") or ("uint32" if (vocab_size or 0) > 2**16 else "uint16")
+        size, width = self.path.stat().st_size, np.dtype(dtype).itemsize
+        if size == 0 or size % width:
+            raise InputError(f"{self.path}: truncated: {size} bytes are no whole number of {dtype} tokens; write it again")
+        self._tokens = np.memmap(self.path, np.dtype(dtype).newbyteorder("<"), mode="r")
+        sample = self._tokens[:_SAMPLED_TOKENS]
+        if not meta and len(sample) >= 64 and sample[1::2].max() < _HIGH_WORD_LIMIT <= sample[0::2].max():
+            raise InputError(f'{self.path}: looks like uint32 tokens; write {meta_file}: {{"dtype": "uint32"}}, or "uint16"')
+        digest = hash_file(self.path, "xxh3_128")
+        self.fingerprint = hashlib.sha256(json.dumps([digest, dtype, length, end_token]).encode()).hexdigest()
+
+    def __len__(self) -> int:
+        return -(-len(self._tokens) // self.length)
+
+    def __getitem__(self, index: int) -> Pack:
+        start = checked_index(index, len(self)) * self.length
+        tokens = self._tokens[start : start + self.length]
+        ids = np.full(self.length, self.end_token or 0, np.uint32)
+        ids[: len(tokens)] = tokens
+        ends = np.flatnonzero(tokens == self.end_token) + 1 if self.end_token is not None else np.zeros(0, np.int64)
+        return Pack(ids, np.diff(np.union1d(ends, len(tokens)), prepend=0).astype(np.int32))
