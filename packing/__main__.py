@@ -161,15 +161,13 @@ def _decoded(packs: Packs, index: int, tokenizer_name: str | None) -> Iterator[s
     stored = [file for folder in (packs.path, packs.path.parent / FIRST) if (file := folder / "tokenizer.json").is_file()]
     tokenizer = load_tokenizer(tokenizer_name or str(stored[0])).tokenizer if tokenizer_name or stored else None
     pack, ends = packs[index], np.cumsum(packs.lengths(index)).tolist()
-    for place, (size, end) in enumerate(zip(pack.lengths.tolist(), ends, strict=True), 1):
-        yield f"──── document {place} of {len(ends)} · {size:,} tokens ".ljust(100, "─")
-        ids = pack.input_ids[end - size : end]
-        trained = np.ones(size, bool) if pack.trained is None else pack.trained[end - size : end]
-        changes = np.flatnonzero(trained[1:] != trained[:-1]) + 1
-        for part, is_trained in zip(np.split(ids, changes), np.split(trained, changes), strict=True):
-            if pack.trained is not None:
-                yield f"[{'trained on' if is_trained[0] else 'masked'}]"
-            yield tokenizer.decode(part, skip_special_tokens=False) if tokenizer else " ".join(map(str, part))
+    for begin, end in zip([0, *ends], ends, strict=False):
+        yield f"──── document at {begin:,} · {end - begin:,} tokens ".ljust(100, "─")
+        shown = {"": pack.input_ids[begin:end]}
+        if pack.trained is not None:
+            shown["[trained on] "] = shown[""][pack.trained[begin:end]]
+        for what, ids in shown.items():
+            yield what + (tokenizer.decode(ids, skip_special_tokens=False) if tokenizer else " ".join(map(str, ids)))
     if ends[-1] < packs.length:
         yield f"──── padding · {packs.length - ends[-1]:,} tokens ".ljust(100, "─")
 

@@ -37,17 +37,14 @@ from foundation.reading import load_object
 from packing.arrow import FIRST, MANIFEST, PackWriter, read_manifest
 from packing.pack import Arranged
 from packing.records import CHAT_TEMPLATE, ChatColumns, Records, records_of
-from packing.settings import DataSettings
+from packing.settings import DataSettings, SourceSettings
 from packing.sources import CHUNK_BYTES, Chunk, Counts, Place, Tokens, joined, open_source, tokenize
 from packing.store import folder_of, is_there, text_parts, training_parts
 from packing.stream import FAILED, LOOK, PartStart, bytes_below, check_disk, part_folder, read_part
 from packing.tokenizer import load_tokenizer
 
 # The settings that decide which tokens there are, and which packs they go to. No other changes the packs.
-_TOKEN_KEYS = (
-    *("source", "subset", "split", "text", "messages", "prompt", "response", "chat_template", "input_ids", "labels"),
-    *("tokenizer", "on_bad_line"),
-)
+_TOKEN_KEYS = (*SourceSettings.model_fields, "tokenizer", "on_bad_line")
 _LAYOUT_KEYS = ("length", "packing", "held_out")
 _COMMIT_SECONDS = 5.0
 _PROGRESS = "progress.json"

@@ -59,10 +59,6 @@ class Part:
     after: PartStart  # of the next part; its epoch is that of all documents in this one
     packs: ArrowPacks
 
-    def record(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps, so that a resume makes this part again and knows it."""
-        return {"start": asdict(self.start), "fingerprint": self.packs.fingerprint}
-
 
 def part_folder(folder: Path, number: int) -> Path:
     return folder / f"part-{number:08d}"
@@ -89,7 +85,8 @@ class SourceStream:
         self.begin(None)
 
     def begin(self, record: dict[str, Any] | None) -> None:
-        """Close the parts that are open, and read from the one of this `record` on; None: from the first."""
+        """Close the parts that are open, and read from the one of this `record` on; None: from the first. Such a record is what
+        a checkpoint keeps, so that a resume makes the part again and knows it."""
         self.record = record or {"start": asdict(PartStart()), "fingerprint": self.sample.fingerprint}
         self._parts: list[Part] = []  # that are open, one after another
 
@@ -118,7 +115,7 @@ class SourceStream:
         """Close the parts before that of the last pack before `place`. Packs before it are read no more."""
         with self._lock:
             if read := [part for part in self._parts if part.start.first < place]:
-                self.record = read[-1].record()
+                self.record = {"start": asdict(read[-1].start), "fingerprint": read[-1].packs.fingerprint}
             self._parts = [part for part in self._parts if part.after.first >= place]
 
 

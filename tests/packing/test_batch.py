@@ -24,7 +24,6 @@ from packing.batch import (
     StepBatches,
     build_microbatch,
     count_valid_tokens,
-    sum_of_squares,
 )
 from packing.order import Mixture, Order
 from packing.pack import best_fit, materialise
@@ -154,10 +153,6 @@ def test_valid_tokens_follow_from_lengths_and_masks(packs, mask_boundaries):
     for pack in packs:
         built = build_microbatch([pack], mask_boundaries=mask_boundaries).valid_tokens
         assert count_valid_tokens(pack.lengths, pack.trained, mask_boundaries=mask_boundaries) == built
-
-
-def test_squared_lengths_do_not_overflow_32_bits():
-    assert sum_of_squares(np.array([100_000, 3], np.int32)) == 10**10 + 9
 
 
 # ---- steps ----

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -86,20 +85,6 @@ def test_packs_of_sources_that_exist_need_no_source(data: DataSettings) -> None:
     assert not again.prepares and open_packs(again, "train").fingerprint == open_packs(data, "train").fingerprint
 
 
-def test_packs_of_any_format_are_mixed(tmp_path: Path) -> None:
-    rng = np.random.default_rng(5)
-    for name, tokens in (("a", 3000), ("b", 2000)):
-        (tmp_path / name).mkdir()
-        rng.integers(0, 300, tokens).astype(np.uint16).tofile(tmp_path / name / "train.bin")
-    both = [{"name": "a", "weight": 0.7}, {"name": "b", "weight": 0.3}]
-    settings = DataSettings(packs=tmp_path, length=64, sources=both, held_out=0.1, end_token=7)
-    packs, held_out = open_packs(settings, "train"), open_packs(settings, "held_out")
-    assert len(packs) + len(held_out) == -(-3000 // 64) + -(-2000 // 64)
-    assert max(len(packs.lengths(index)) for index in range(len(packs))) > 1  # end_token reaches each of them
-    order = order_of(packs, 4, 1)
-    assert order.figures(100)["share/a"] == pytest.approx(0.7, abs=0.01)
-
-
 def test_another_file_or_split_is_validated_on(tmp_path: Path, documents: list[str], tokenizer_file: Path) -> None:
     documents = [text[:2000] for text in documents]
     train, other = write_texts(tmp_path / "a.jsonl", documents[:30]), write_texts(tmp_path / "b.jsonl", documents[30:40])
@@ -133,23 +118,3 @@ def test_a_single_text_file_holds_out_its_tail(tmp_path: Path, documents: list[s
     everything = np.concatenate([packs[index].input_ids[: packs.lengths(index).sum()] for index in range(len(packs))]).tolist()
     assert tokens["train"] + tokens["held_out"] == everything
     assert len(tokens["held_out"]) == round(0.1 * len(everything))
-
-
-@pytest.mark.parametrize("content", ["", '{"text": ""}\n{"text": ""}\n'], ids=["no record", "empty records"])
-@pytest.mark.parametrize("streaming", [False, {"disk_gb": 0.001, "window": 1000}], ids=["prepared", "streamed"])
-def test_an_empty_text_is_named(content: str, streaming: Any, values: dict[str, Any], tmp_path: Path, folder: Path) -> None:
-    nothing, web, _ = tmp_path / "nothing.jsonl", *values["sources"]
-    nothing.write_text(content)
-    empty = {"source": str(nothing), "name": "fresh"}
-    common = values | {"held_out": 0.0, "sources": None, "streaming": streaming}
-
-    def refused(**changed: Any) -> str:
-        made = DataSettings(**common | {"packs": tmp_path / str(len(os.listdir(tmp_path))) / "packs"} | changed)
-        with pytest.raises(InputError) as error:
-            prepare(made, progress=False)
-        return str(error.value)
-
-    message = f"{nothing}: no document with any text"
-    assert message in refused(source=web["source"], validation={"source": str(nothing)})
-    assert message in refused(sources=[web, {**empty, "weight": 0.3}])
-    assert message in refused(source=str(nothing))

@@ -94,21 +94,3 @@ def test_best_fit_is_the_textbooks_on_many_and_on_long_documents(longest: int, l
     lengths = np.random.default_rng(1).integers(1, longest, count)
     sizes = [min(length, size - start) for size in lengths.tolist() for start in range(0, size, length)]
     assert room_left(best_fit(lengths, length)) == naive_best_fit(sizes, length)
-
-
-def test_packs_of_best_fit_are_not_sorted_by_size() -> None:
-    lengths = np.random.default_rng(3).lognormal(np.log(200) - 0.5, 1.0, 20_000).astype(int) + 1
-    documents = np.diff(best_fit(lengths, 4096).offsets)
-    assert abs(np.corrcoef(np.arange(len(documents)), documents)[0, 1]) < 0.1
-
-
-@given(document_lengths, pack_lengths, strategies, st.integers(1, 5))
-def test_blocks_of_packs_join_to_the_whole(lengths: list[int], length: int, strategy: Strategy, count: int) -> None:
-    flat, starts, _ = corpus(lengths)
-    layout = strategy(lengths, length)
-    joined = whole(layout, flat, starts)
-    for first in range(0, len(layout), count):
-        last = min(first + count, len(layout))
-        packs = materialise(layout, first, last, flat, starts, FILL)
-        for pack, other in zip(packs, joined[first:last], strict=True):
-            assert pack.input_ids.tolist() == other.input_ids.tolist() and pack.lengths.tolist() == other.lengths.tolist()

@@ -31,7 +31,7 @@ def test_prepare_takes_a_recipes_data_section_and_keys_over_it(recipe: Path, tmp
     assert ArrowPacks(tmp_path / "other").length == 64 and (tmp_path / "other-validation").is_dir()
     assert main(["inspect", str(tmp_path / "other"), "--index", "0", "--verify"]) == 0
     printed = capsys.readouterr().out
-    assert "ArrowPacks of 64 tokens" in printed and "document 1 of" in printed and "verified" in printed
+    assert "ArrowPacks of 64 tokens" in printed and "document at 0" in printed and "verified" in printed
     assert main(["prepare", str(recipe), "train.steps=3"]) == 2 and "train.steps" in capsys.readouterr().err
 
 

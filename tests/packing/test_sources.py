@@ -134,13 +134,6 @@ def test_a_saved_dataset_has_splits(tmp_path: Path) -> None:
         texts_of(tmp_path / "d")
 
 
-def test_a_dataset_of_the_hub_may_name_its_revision(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = {}
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, subset, **more: asked.update(more, name=name))
-    assert opened("someone/corpus@v1.2")._data is None
-    assert asked == {"name": "someone/corpus", "revision": "v1.2", "split": "train", "streaming": False}
-
-
 @given(st.lists(st.text().filter(bool)), st.integers(1, 60), st.sampled_from([b"\n", b"\r\n", b"\n\n"]))
 def test_lines_survive_any_way_of_cutting_into_chunks(tmp_path_factory, texts: list[str], size: int, end: bytes) -> None:
     path = tmp_path_factory.mktemp("lines") / "x.jsonl"

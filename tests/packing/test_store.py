@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import datasets
@@ -96,16 +94,6 @@ def test_the_fingerprint_is_of_content_and_order_and_not_of_sharding(tmp_path):
     recut = [Pack(packs[0].input_ids, np.array([1, 1], np.int32), packs[0].first_position), *packs[1:]]
     others = [write(tmp_path / f"other{i}", p)["splits"]["train"]["fingerprint"] for i, p in enumerate([swapped, moved, recut])]
     assert len({fingerprints[0], *others}) == 4
-
-
-def test_reading_imports_neither_datasets_nor_torch(tmp_path):
-    write(tmp_path / "packs", some_packs(3))
-    code = (
-        "import sys; from pathlib import Path; from packing.settings import DataSettings; from packing.store import open_packs\n"
-        f"open_packs(DataSettings(packs=Path({str(tmp_path / 'packs')!r}), length={LENGTH}), 'train')[0]\n"
-        "assert not {'datasets', 'torch', 'pandas'} & sys.modules.keys()"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 
 def test_files_that_travel_with_the_packs_are_recorded_and_verified_and_never_stop_a_run(tmp_path):

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 from foundation.errors import InputError
 from packing import arrow, stream
-from packing.__main__ import main
 from packing.arrow import FIRST
 from packing.batch import BatchStream
 from packing.prepare import PackMaker, pack_ahead, prepare
@@ -173,28 +172,6 @@ def test_every_number_of_ranks_shares_out_the_same_packs_of_a_stream(
         assert figures["share/web"] == pytest.approx(0.7, abs=0.05) and figures["packed_tokens/web"] > 2000 * 0.7
 
 
-def test_an_epoch_has_every_document_once_and_the_next_another_order(values: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
-    data = streamed(values | {"held_out": 0.0}, tmp_path / "packs", window=3000)
-    with PackingHere(data) as packing:
-        packs = packed_by(packing, data)
-        order, read = order_of(packs, 1, seed=1), []
-        for step in itertools.count():
-            packs.reads(order.places_of_step(step))
-            pack = packs[int(order.packs_of_step(step)[0])]
-            if order.epoch_of(step + 1) == 1:
-                break
-            read.append(pack)
-    assert main(["inspect", str(data.packs), "--verify"]) == 0
-    assert "verified" in capsys.readouterr().out
-    with PackingHere(data) as packing:
-        packs = packed_by(packing, data)
-        order = order_of(packs, 1, seed=1)
-        twice = [packs[int(order.packs_of_step(step)[0])].input_ids.tobytes() for step in range(2 * len(read))]
-        assert (order.epoch_of(len(read)), order.epoch_of(len(read) + 1)) == (0.0, 1.0)
-    once, again = twice[: len(read)], twice[len(read) :]
-    assert once == [pack.input_ids.tobytes() for pack in read] != again and sorted(once) == sorted(again)
-
-
 @pytest.mark.parametrize("window", [3000, 10**6], ids=["a part of the text", "all of it"])
 def test_what_is_held_out_is_not_trained_on_where_the_text_begins_again(window: int, values: dict[str, Any], tmp_path: Path):
     data = streamed(values | {"held_out": 0.2}, tmp_path / "packs", window=window)
@@ -276,13 +253,3 @@ def test_packs_come_from_a_process_of_their_own_whose_end_is_told(values: dict[s
             order_of(packs, STEP, 3).packs_of_step(10**4)
     finally:
         packing.close()
-
-
-def test_held_out_packs_stay_when_all_parts_have_gone(values: dict[str, Any], tmp_path: Path) -> None:
-    data = streamed(values, tmp_path / "packs")
-    for part in part_folders(data.packs):
-        shutil.rmtree(part)
-    assert len(open_packs(data, "held_out")) > 0
-    validation = {"source": str(Path(values["source"]).with_name("code.jsonl"))}
-    validating = streamed(values | {"held_out": 0.0, "validation": validation}, tmp_path / "other")
-    assert open_packs(validating, "held_out").path == (tmp_path / "other-validation").absolute()
