@@ -32,7 +32,6 @@ from packing.sources import open_source, read_chunk
 from packing.store import find_splits
 from packing.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 
-_BYTES = 256  # tokens that any text can be written with
 _MOST_TEXT = 10**9  # characters that a tokenizer is learnt from: more do not make better words, and take memory
 
 
@@ -82,7 +81,7 @@ def _learn_tokenizer(options: argparse.Namespace) -> None:
     settings, out, vocabulary = _data_settings([*named, *options.settings]), options.out, options.vocabulary
     if out.exists():
         raise InputError(f"--out {out}: exists already and is never written over; name another folder or move it away")
-    if vocabulary <= (least := _BYTES + 1 + len(options.special)):
+    if vocabulary <= (least := 256 + 1 + len(options.special)):
         raise InputError(f"--vocabulary {vocabulary}: {least} ids are bytes and special tokens; ask for more, 8192 say")
     template = TextTemplate.parse(settings.text)
     source = open_source(settings, template)

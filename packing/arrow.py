@@ -35,7 +35,6 @@ IGNORE = -100  # the label of a token without a loss, which torch's and transfor
 MANIFEST = "packs.json"
 FIRST = "part-00000000"  # in the folder of a stream: the packs that stay, to look at and to evaluate on
 SHARD_BYTES = 512 * 2**20  # of a file, after which another begins
-_VERSION = 1
 _REMEDY = "prepare the packs again, or fetch them again if they were copied"
 
 
@@ -103,11 +102,6 @@ class JoinedPacks(PacksOfOthers):
         return self.joined[number], index - self._starts[number]
 
 
-def same_or_ignored(labels: np.ndarray, tokens: np.ndarray) -> bool:
-    """Returns whether `labels` are the tokens themselves, not shifted, but for some that are `IGNORE`."""
-    return len(labels) == len(tokens) and bool(((labels == tokens) | (labels == IGNORE)).all())
-
-
 def checked_index(index: int, count: int) -> int:
     """`index` itself; IndexError unless it lies in 0 .. count - 1. Negative ones are refused: they hide arithmetic mistakes."""
     if not 0 <= index < count:
@@ -163,7 +157,7 @@ class PackWriter(AbstractContextManager):
             raise InputError(f"{self.path}: no training pack was made; the source holds no text, or all of it is held out")
         splits = {name: self._splits[name].finish() for name in ("train", "held_out") if name in self._splits}
         manifest = {
-            "version": _VERSION,
+            "version": 1,
             "length": self.length,
             "tokenizer": tokenizer,
             "settings": settings,

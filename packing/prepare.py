@@ -64,13 +64,20 @@ def prepare(settings: DataSettings, progress: bool = True) -> Path:
         raise InputError("data.source and data.tokenizer are not set, so there is nothing to prepare packs from")
     for part in text_parts(settings):
         if not holds_packs_of(part):  # before any file is touched: packs may be on a read-only disk
-            path = part.packs.absolute().parent / f".{part.packs.name}.lock"
-            with FileLock(path, lambda holder: say(f"{holder} prepares packs here; waiting for it", progress)):
+            with _lock_of(part.packs, progress):
                 if not holds_packs_of(part):
                     say(summary(_make_first(part, settings, progress) if part.stream else make_packs(part, progress)), progress)
                     continue
         say(f"{part.packs}: already prepared with these settings", progress)
     return settings.packs
+
+
+def _lock_of(packs: Path, progress: bool) -> FileLock:
+    path = packs.absolute().parent / f".{packs.name}.lock"
+    try:
+        return FileLock(path, lambda holder: say(f"{packs} is being prepared by {holder}; waiting for it", progress))
+    except OSError as error:
+        raise InputError(f"{path.parent}: cannot be written to: {error.strerror}; set `data.packs` to another place") from None
 
 
 def content_settings(settings: DataSettings) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""What a record becomes by the `data` settings, and its ids: a text, a chat, or the tokens that it holds already.
+"""What a record becomes by the `data` settings, and its ids: a text, or a chat.
 
-Each of the three classes has the `columns` that it reads, `fill`, which makes a document of a record with all of them (something
+Each of the two classes has the `columns` that it reads, `fill`, which makes a document of a record with all of them (something
 false where there is none; ValueError for a malformed record), and `encode`, which gives the ids of documents, [tokens] uint32,
 those that are not to be learnt with `UNTRAINED`, and leaves out documents without any to learn.
 
@@ -24,7 +24,6 @@ from tokenizers import Tokenizer
 
 from foundation.errors import InputError
 from foundation.reading import load_object, one_line
-from packing.arrow import IGNORE, same_or_ignored
 from packing.settings import DataSettings
 from packing.tokenizer import REMEDY, TextTokenizer, file_of
 
@@ -156,39 +155,12 @@ def _messages(record: dict[str, Any], column: str) -> list[dict[str, Any]]:
     return [{key: item for key, item in message.items() if item is not None} for message in value]
 
 
-@dataclass(frozen=True)
-class TokenColumns:
-    """Takes a record that is tokenized: its tokens as they are, with nothing put before or after them."""
-
-    input_ids: str
-    labels: str | None  # the tokens themselves, with `IGNORE` where there is no loss
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(filter(None, (self.input_ids, self.labels))))
-
-    def fill(self, record: dict[str, Any]) -> list[np.ndarray]:
-        tokens = np.array(record[self.input_ids] or [], np.int64)
-        labels = np.array(record[self.labels] or [], np.int64) if self.labels else tokens
-        if not same_or_ignored(labels, tokens):
-            raise ValueError(
-                f"column `{self.labels}` is neither `{self.input_ids}` itself nor {IGNORE}; write it as the tokens themselves, "
-                "not shifted (the loss shifts them), or leave data.labels out"
-            )
-        return [np.where(labels == IGNORE, tokens.astype(np.uint32) | UNTRAINED, tokens.astype(np.uint32))] if len(tokens) else []
-
-    def encode(self, tokenizer: Tokenizer, documents: list[list[np.ndarray]]) -> Iterator[np.ndarray]:
-        yield from (ids for document in documents for ids in document)
-
-
-Records = TextTemplate | ChatColumns | TokenColumns
+Records = TextTemplate | ChatColumns
 
 
 def records_of(settings: DataSettings, tokenizer: TextTokenizer) -> Records:
     """Returns what makes documents of the records of `settings.source`, for chats with the template that writes them. InputError
     where there is none, or where it writes an EOS token that the tokenizer does not have."""
-    if settings.input_ids is not None:
-        return TokenColumns(settings.input_ids, settings.labels)
     if not settings.is_chat:
         return TextTemplate.parse(settings.text, end=(tokenizer.end_of_text,))
     template = chat_template(settings.chat_template, tokenizer.name)

@@ -15,7 +15,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from foundation.errors import InputError
 from foundation.reading import load_object, one_line
 
-ROLES = ("bos", "eos", "pad")
 REMEDY = "fetch or train it again, or name another"
 # tokenizer_config.json says which special token ends a document; where there is none, these usual names decide.
 _USUAL_NAMES = {
@@ -69,7 +68,7 @@ class TextTokenizer:
 
     def describe(self) -> dict[str, Any]:
         """Returns what packs record of their tokenizer."""
-        ids = {f"{role}_id": self.special.get(role) for role in ROLES}
+        ids = {f"{role}_id": self.special.get(role) for role in _USUAL_NAMES}
         return {"name": self.name, "fingerprint": self.fingerprint, "vocab_size": self.vocab_size, **ids}
 
 

@@ -146,7 +146,6 @@ TEXTS = [
     (CHAT, "data.prompt=p data.response=r data.chat_template={here}/no.jinja", "chat_template"),
     (CHAT, "data.prompt=p data.response=q data.chat_template='{{ messages }}'", "`q`"),
     (CHAT, "data.prompt=p data.response=r data.chat_template='{{ messages'", "chat_template"),
-    (CHAT, "data.input_ids=p", "`p`"),
     (CHAT, "data.source=null data.sources='[{source: a, weight: -1}, {source: b, weight: 2}]'", "data.sources.0.weight"),
     (CHAT, "data.source=null data.sources='[{source: a}]'", "weight"),
 ]
