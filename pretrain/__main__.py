@@ -29,7 +29,6 @@ PACKS = {
     "tokenizer": ("packing.__main__", "text to a tokenizer"),
     "prepare": ("packing.__main__", "text to packs"),
     "inspect": ("packing.__main__", "what packs hold: counts, lengths, text"),
-    "import": ("packing.__main__", "MDS or token .bin packs to Arrow packs"),
 }
 COMMANDS = RUNS | PACKS
 
