@@ -11,16 +11,10 @@ from pretrain.metrics.peaks import known_as, peak
     ("name", "bf16"),
     [
         ("NVIDIA A100-SXM4-80GB", 312.0),
-        ("NVIDIA A100-PCIE-40GB", 312.0),
         ("NVIDIA H100 80GB HBM3", 989.5),
         ("NVIDIA H100 PCIe", 756.5),
         ("NVIDIA H200", 989.5),
-        ("NVIDIA GH200 144G HBM3e", 989.5),
         ("NVIDIA B200", 2250.0),
-        ("NVIDIA B300 SXM6 AC", 2250.0),
-        ("NVIDIA L40S", 362.05),
-        ("NVIDIA RTX A6000", 154.8),
-        ("NVIDIA RTX 6000 Ada Generation", 364.2),
         ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", 438.9),
         ("NVIDIA GeForce RTX 4090", 165.2),
     ],
@@ -36,9 +30,6 @@ def test_names_that_drivers_report_find_their_dense_bf16_peak(name: str, bf16: f
         None,
         "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
         "NVIDIA GeForce RTX 4090 Laptop GPU",
-        "NVIDIA A10G",
-        "NVIDIA H20",
-        "AMD Instinct MI300X",
     ],
 )
 def test_unknown_devices_and_relatives_of_known_ones_have_no_peak(name: str | None) -> None:
