@@ -140,19 +140,12 @@ def _check_held_out(recipe: Recipe, held_out_packs: int) -> None:
 
 
 def check_sizes(recipe: Recipe, model: PretrainedConfig) -> None:
-    """InputError for a model of more than text, ids of tokens beyond its vocabulary, and packs beyond its positions."""
+    """InputError for a model of more than text, and packs beyond its positions."""
     kind, config, length = type(model).__name__, model.get_text_config(), recipe.data.length
     _require(
         hasattr(model, "vocab_size"),
         f"`model`: {kind} has no vocabulary of its own, as it is of more than text; name a model of text alone",
     )
-    for key in ("eos_token_id", "bos_token_id", "pad_token_id"):
-        ids = (recipe.model.config or {}).get(key)
-        for token in ids if isinstance(ids, list) else [ids]:
-            _require(
-                not isinstance(token, int) or 0 <= token < config.vocab_size,
-                f"`model.config.{key}: {token}` is beyond the model's vocabulary of {config.vocab_size} tokens",
-            )
     positions = getattr(config, "max_position_embeddings", None) or -1  # of XLNet -1: no limit
     _require(
         positions < 0 or length <= positions,

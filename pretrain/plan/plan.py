@@ -223,10 +223,6 @@ class Plan:
     def warnings(self) -> list[str]:
         """What is allowed, and is perhaps not what the user wants."""
         needed, available, warnings = self.takes(self.expected_microbatch), self.devices.memory, []
-        if self.packs is not None and self.packs < self.packs_per_step:
-            warnings.append(
-                f"some of the {self.packs:,} packs occur twice in a step of {self.packs_per_step:,}; lower `batch.tokens`"
-            )
         if available is not None and needed > available:
             room = f"about {units.memory(needed / GIB)} may not fit into {units.memory(available / GIB)} of memory"
             warnings.append(f"{room}; what takes less: {TAKES_LESS}")
