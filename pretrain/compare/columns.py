@@ -71,20 +71,19 @@ def _ended(each: Standing) -> str:
     return ", halted" if "halted" in each.run.summary else ", not finished" if each.run.is_unfinished else ""
 
 
+def _evaluated(each: Standing) -> str:
+    return each.run.when_evaluated
+
+
+def _speed(each: Standing) -> float | None:
+    return None if each.run.side_by_side else each.run.summary.get("tokens_per_second")
+
+
 def _emulated(each: Standing) -> str:
     return " (emulated)" if each.run.emulated else ""
 
 
 RUN = Column("run", "", lambda each: each.label, words=True)
-_MEAN = "training loss, mean of the last steps, nats a token"
-_HELD_OUT = "loss of packs that are not trained on, nats a token"
-_GAP = "of the step in which both were evaluated last, on the same packs"
-_SPEED = "tokens a second, median of all steps but the first two, padding included; of no hardware where it is emulated"
-_MFU = "the model's floating-point operations over the device's BF16 peak"
-_RECIPE = "the share of a step that its products would take, each at its precision's peak"
-_MEMORY = "the most that torch had allocated on a GPU; on a CPU what the process held"
-_FROZEN = "share of parameters whose update rounding has lost"
-_JOULE = "tokens a joule, by the GPUs' own counters; no host, no cooling"
 
 
 def figures_of(comparison: RunComparison) -> list[Column]:
@@ -101,19 +100,19 @@ def figures_of(comparison: RunComparison) -> list[Column]:
         Column("backend", "what computed the products", lambda each: each.run.backend, words=True),
         _key("steps", "", "steps", "{:,}".format, mark=_ended),
         _key("tokens", "", "tokens", count),
-        _key(f"loss, last {LAST_STEPS}", _MEAN, LOSS_KEY, "{:.4f}".format),
-        _key("held-out", _HELD_OUT, "held_out_loss", "{:.4f}".format, mark=lambda each: each.run.when_evaluated),
-        Column("held-out − baseline", _GAP, lambda each: each.held_out_gap, signed),
+        _key(f"loss, last {LAST_STEPS}", "training loss, mean of these steps, nats a token", LOSS_KEY, "{:.4f}".format),
+        _key("held-out", "loss of packs that are not trained on", "held_out_loss", "{:.4f}".format, mark=_evaluated),
+        Column("held-out − baseline", "where both were evaluated last in one step", lambda each: each.held_out_gap, signed),
         _key("perplexity", "e to the held-out loss", "held_out_perplexity", "{:.4g}".format),
-        Column("tok/s", _SPEED, lambda each: each.shown_speed, "{:,.0f}".format, mark=_emulated),
+        Column("tok/s", "median of all steps but the first two, padding included", _speed, "{:,.0f}".format, mark=_emulated),
         Column("× baseline", "on one kind of machine", lambda each: each.speedup, "{:.2f}".format),
-        _of_hardware("MFU", _MFU, "mfu_bf16_peak", percent),
+        _of_hardware("MFU", "the model's FLOPs over the device's BF16 peak", "mfu_bf16_peak", percent),
         _of_hardware("MFU, nanoGPT's", "the same by nanoGPT's count of operations", "mfu_nanogpt", percent),
-        _of_hardware("MFU, recipe's peak", _RECIPE, "mfu_recipe_peak", percent),
-        _key("memory", _MEMORY, "memory_gib", memory),
-        _key("frozen", _FROZEN, "frozen_updates", percent),
+        _of_hardware("MFU, recipe's peak", "each product's FLOPs over its precision's peak", "mfu_recipe_peak", percent),
+        _key("memory", "the most that was allocated on a GPU; on a CPU what the process held", "memory_gib", memory),
+        _key("frozen", "share of parameters whose update rounding has lost", "frozen_updates", percent),
         _of_hardware("data wait", "share of the steps' time", "data_wait_share", percent),
-        _of_hardware("tok/J", _JOULE, "tokens_per_joule", three_digits),
+        _of_hardware("tok/J", "tokens a joule, by the GPUs' own counters", "tokens_per_joule", three_digits),
     ]
     return [column for column in columns if any(column.known(each) is not None for each in comparison.standings)]
 

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from pretrain.compare.differences import Gap
+from pretrain.compare.differences import Gap, at_the_end
 from pretrain.compare.fairness import (
     changes_in_words,
     loss_differences,
@@ -59,19 +59,13 @@ class Standing:
     @cached_property
     def gap(self) -> Gap | None:
         """The difference of the ends of the losses, paired by step; None of the baseline, and where `not_paired` says why."""
-        return None if self.is_baseline or self.not_paired else Gap.at_end(self.differences[1])
+        return None if self.is_baseline or self.not_paired else Gap.over(at_the_end(self.differences[1]))
 
     @property
     def verdict(self) -> str:
         if self.run.broke_off:
             return self.run.broke_off
         return self.gap.place(self.tolerance) if self.gap else "baseline" if self.is_baseline else "not paired"
-
-    @property
-    def where_it_ends(self) -> str:
-        """Its name, and where it ends: "delayed +0.00420", "nvfp4 was halted at step 3"."""
-        end = f"{self.gap.mean:+.5f}" if self.gap else f"({self.verdict})"
-        return f"{self.label} {self.run.broke_off or end}"
 
     @property
     def held_out_gap(self) -> float | None:
@@ -81,11 +75,6 @@ class Standing:
         (ours, our_losses), (theirs, their_losses) = (run.held_out_curve() for run in (self.run, self.base))
         at_one_step = len(ours) and len(theirs) and ours[-1] == theirs[-1]
         return float(our_losses[-1] - their_losses[-1]) if at_one_step else None
-
-    @property
-    def shown_speed(self) -> float | None:
-        """Tokens/s of an emulated run too, which is marked; None where it shared its machine."""
-        return None if self.run.side_by_side else self.run.summary.get("tokens_per_second")
 
     @property
     def speedup(self) -> float | None:

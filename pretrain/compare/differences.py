@@ -87,10 +87,6 @@ class Gap:
         mean = float(differences.mean()) if len(differences) else math.nan
         return cls(mean, batch_means_error(differences), len(differences))
 
-    @classmethod
-    def at_end(cls, differences: np.ndarray) -> Gap:
-        return cls.over(at_the_end(differences))
-
     @property
     def half_width(self) -> float:
         """Half of the mean's interval at CONFIDENCE, by Student's t over the means of batches; NaN below FEWEST_STEPS."""

@@ -167,8 +167,3 @@ def same_held_out(first: RunRecord, second: RunRecord) -> bool:
 def of_one_text(runs: Sequence[RunRecord]) -> bool:
     """Whether the held-out losses of all are of the same packs, so that they say which run is better."""
     return all(same_held_out(runs[0], run) for run in runs[1:])
-
-
-def same_packs(first: RunRecord, second: RunRecord) -> bool:
-    """Whether both were trained on the same packs."""
-    return settings_of(first)["data.fingerprint"] == settings_of(second)["data.fingerprint"]

@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import psutil
 
@@ -34,15 +33,13 @@ SHOWN_LOG_LINES = 12
 DEVICES = "CUDA_VISIBLE_DEVICES"
 LAUNCHER = Path(__file__).resolve().parents[2] / "train_accelerate.py"
 
-Status = Literal["finished", "finished before", "failed", "halted", "stopped", "not started"]
-
 
 @dataclass
 class Outcome:
     """How a cell ended, this time."""
 
     cell: Cell
-    status: Status
+    status: str  # finished, finished before, failed, halted, stopped, not started
     seconds: float | None = None
 
     @property
@@ -77,7 +74,7 @@ class StartedCell:
 
     def outcome(self, *, asked_to_stop: bool) -> Outcome:
         """How it has ended, by what its run folder holds."""
-        status: Status = "stopped" if asked_to_stop else "failed"
+        status = "stopped" if asked_to_stop else "failed"
         if self.cell.is_finished():
             status = "finished"
         elif (run := self.cell.record()) and "halted" in run.summary:

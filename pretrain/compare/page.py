@@ -54,7 +54,10 @@ def render(comparison: RunComparison, seeds: SeedComparison | None, answer: str,
         every=every,
         figures=figures_of(comparison),
         differences=[] if seeds or not comparison.standings[1:] else differences_of(comparison),
-        pictures={name: html_of(figure, name) for name, figure in pictures(comparison).items()},
+        pictures={
+            name: figure.update_layout(template="plotly_white").to_html(full_html=False, include_plotlyjs=False, div_id=name)
+            for name, figure in pictures(comparison).items()
+        },
         audits={each.label: audit_of(each.run) for each in comparison.standings},
         differing=what_differs(comparison),
         css=(FOLDER / "page.css").read_text(encoding="utf-8"),
@@ -65,13 +68,6 @@ def render(comparison: RunComparison, seeds: SeedComparison | None, answer: str,
 
 
 # ── Pictures ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def html_of(figure: Figure, name: str) -> str:
-    top = 100 if figure.layout.updatemenus else 40  # above which its buttons stand
-    figure.update_layout(template="plotly_white", margin={"l": 60, "r": 20, "t": top, "b": 50})
-    config = {"displaylogo": False, "responsive": True}
-    return figure.to_html(full_html=False, include_plotlyjs=False, div_id=name, config=config, default_width="100%")
 
 
 def pictures(comparison: RunComparison) -> dict[str, Figure]:
@@ -108,7 +104,7 @@ def curves_figure(comparison: RunComparison) -> Figure:
             figure.add_scatter(
                 x=steps[chosen] * (each.run.tokens_per_step if in_tokens else 1),
                 y=values[chosen],
-                name=escape(each.label if each.is_baseline else each.where_it_ends),
+                name=escape(each.label),
                 legendgroup=each.label,
                 showlegend=row == 1 and len(comparison.standings) > 1,
                 mode="lines+markers" if title == "held-out loss" or len(steps) == 1 else "lines",

@@ -41,17 +41,14 @@ class Report:
         vary: Sequence[str] = (),
         *,
         tolerance: float = TOLERANCE,
-        margin: float | None = None,
+        margin: float = MARGIN,
     ) -> Report:
         """`vary`: keys that may differ, as they are what is compared; several seeds of the baseline name `seed`. `margin`: what a
         comparison over seeds takes. InputError where a run cannot be compared fairly with the first."""
         first, *others = grouped(runs).values()
         over_seeds = len(first) > 1 and bool(others)
         check_comparable(runs, [*vary, "seed"] if over_seeds else vary)
-        if margin is not None and not over_seeds:
-            raise InputError("--margin: is for a comparison over seeds, and the baseline has one seed alone; leave it out")
-        seeds = SeedComparison.over(runs, MARGIN if margin is None else margin) if over_seeds else None
-        return cls(RunComparison.over(runs, tolerance), seeds)
+        return cls(RunComparison.over(runs, tolerance), SeedComparison.over(runs, margin) if over_seeds else None)
 
     @property
     def answer(self) -> str:
@@ -159,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _report_on(options: argparse.Namespace, runs: Sequence[RunRecord]) -> Report:
     tolerance = TOLERANCE if options.gate is None else options.gate
-    return Report.over(runs, options.vary, tolerance=tolerance, margin=options.margin)
+    return Report.over(runs, options.vary, tolerance=tolerance, margin=options.margin / 100)
 
 
 def watch(options: argparse.Namespace) -> Report | None:
@@ -216,7 +213,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     follow = "follow running runs: write the page again and again"
     parser.add_argument("--watch", nargs="?", type=number(1, DAY), const=10.0, metavar="SECONDS", help=follow)
     margin = f"over seeds: of the baseline's loss, within which a difference counts as none (default: {100 * MARGIN:g})"
-    parser.add_argument("--margin", type=number(most=100), metavar="PERCENT", help=margin)
+    parser.add_argument("--margin", type=number(most=100), default=100 * MARGIN, metavar="PERCENT", help=margin)
     options = parser.parse_intermixed_args(arguments)
     files = {path.suffix: path for path in options.out}
     for path in options.out:
@@ -226,5 +223,4 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.watch is not None and list(files) != [".html"]:
         raise InputError("--watch writes a page again and again, and nothing else: give --out report.html alone")
     options.out = files
-    options.margin = None if options.margin is None else options.margin / 100
     return options

@@ -13,7 +13,7 @@ from foundation.units import UNKNOWN, plural
 from pretrain.compare.columns import Column, as_text, signed
 from pretrain.compare.comparison import by_verdict, on_one_kind_of_machine, own_speed
 from pretrain.compare.differences import CONFIDENCE, EQUIVALENCE, FEWEST_SEEDS, MARGIN, SeedDifference
-from pretrain.compare.fairness import changed_settings, recipe_of, same_held_out, same_packs
+from pretrain.compare.fairness import changed_settings, recipe_of, same_held_out
 from pretrain.metrics.run_record import LAST_STEPS, LOSS_KEY, RunRecord
 from pretrain.precision.settings import is_quantized
 from pretrain.settings.config import flatten, resolved
@@ -137,7 +137,7 @@ class SeedComparison:
             Column("held-out loss" if self.held_out else f"loss, last {LAST_STEPS}", "", lambda each: each.level),
             of(f"minus {base}", paired, lambda difference: difference.mean, signed),
             of(f"± {interval}", over_seeds, lambda difference: difference.half_width(), "{:.4f}".format),
-            of("in %", "", lambda difference: difference.mean / difference.baseline, share),
+            of("in %", "", lambda difference: difference.mean / difference.baseline, "{:+.2%}".format),
             Column("verdict", verdict, lambda each: each.verdict),
         ]
         if any(each.speedup for each in self.results):
@@ -159,19 +159,13 @@ class SeedComparison:
         return f"Against {base} over {seeds}, within {100 * self.margin:g} %: {verdicts}."
 
 
-def share(value: float) -> str:
-    """+0.12 %, with a minus as wide as a plus; more than a thousand-fold is no figure."""
-    digits = 2 if abs(value) < 0.1 else 0
-    return f"{signed(100 * value, digits)} %" if abs(value) < 1e3 else UNKNOWN
-
-
 def _why_left_out(run: RunRecord, loss: float | None, twin: RunRecord | None, *, held_out: bool) -> str | None:
     """Why the end of a run does not count; None where it does. `twin`: the baseline's run of its seed."""
     if run.broke_off or run.is_unfinished or loss is None or not math.isfinite(loss):
         return "as they came to no end"
     if held_out and run.when_evaluated:
         return "as they are not evaluated at their end"
-    if twin is not None and not (same_held_out if held_out else same_packs)(twin, run):
+    if twin is not None and not (same_held_out(twin, run) if held_out else twin.data_fingerprint == run.data_fingerprint):
         return f"as they were {'evaluated' if held_out else 'trained'} on other text than the baseline's run of the seed"
     return None
 

@@ -144,13 +144,6 @@ def test_figures_of_another_training_in_a_cells_folder_are_not_shown_as_the_cell
     assert capsys.readouterr().out == "2 of 2 cells have no step of these trainings yet.\n"
 
 
-def test_cells_without_a_finite_loss_come_last(matrix):
-    found = matrix({"seed": [1, 2, 3]})
-    for cell, loss in zip(found.cells, (None, 3.0, 2.0), strict=True):
-        leave_behind(cell, loss, held_out=loss)
-    assert names(table(found.cells)) == ["seed=3", "seed=2", "seed=1"]
-
-
 def test_the_report_is_over_the_finished_cells_against_the_baseline(matrix):
     found = matrix({"weights": ["fp32", "bf16", "bf16_exact"]})
     assert "nothing to report" in write_report(found)
@@ -184,14 +177,6 @@ def test_the_baselines_other_seeds_stand_for_one_that_is_not_finished(matrix):
         (cell.run_dir / "summary.json").unlink()
     said = write_report(found)
     assert "The baseline seed=1-fp32 is not finished: seed=1-bf16 stands in its place." in said
-
-
-def test_no_axis_of_the_matrix_leaves_a_cell_out_of_the_report(matrix):
-    found = matrix({"optimizer.learning_rate": [0.01, 0.02], "weights": ["fp32", "bf16"]})
-    for cell in found.cells:
-        leave_behind(cell, 2.0)
-    said = write_report(found)
-    assert "is left out:" not in said and all(f"| {cell.name} " in said for cell in found.cells)
 
 
 def test_a_matrix_with_seeds_as_an_axis_ends_with_their_comparison(matrix, tmp_path, capsys):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,6 @@ import pytest
 from pretrain.compare.page import curves_figure, heat_figure, heat_maps, pictures, what_differs
 from pretrain.compare.report import Report
 from pretrain.metrics.run_record import RunRecord, read_run
-from pretrain.precision.settings import PRECISIONS
 from tests.pretrain.compare.made_runs import make_run, trained
 from tests.pretrain.compare.test_figures import LOSSES
 
@@ -49,20 +47,6 @@ def test_names_from_a_run_are_text_in_the_page_and_no_markup(tmp_path):
     assert "<script>alert" not in page and "<img onerror" not in page and "&lt;img onerror=alert(1)&gt;&amp;amp;" in page
     drawn = [trace.name for trace in curves_figure(Report.over(runs).comparison).data]
     assert not any("<" in each for each in drawn), "plotly reads some HTML in names"
-
-
-def test_no_two_precisions_look_alike_to_who_sees_no_green_and_all_show_on_white():
-    """CIE L*a*b* of what deuteranopia leaves of each (Machado 2009), and the contrast with white."""
-    deuteranopia = [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.01182, 0.04294, 0.968881]]
-    to_xyz = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
-    seen = {}
-    for name, precision in PRECISIONS.items():
-        srgb = np.array([int(precision.colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
-        linear = np.where(srgb <= 0.04045, srgb / 12.92, ((srgb + 0.055) / 1.055) ** 2.4)
-        assert 1.05 / (to_xyz[1] @ linear + 0.05) > 2.5, name
-        x, y, z = np.cbrt(to_xyz @ np.clip(deuteranopia @ linear, 0, 1) / [0.9505, 1, 1.089])
-        seen[name] = np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
-    assert min(np.linalg.norm(seen[a] - seen[b]) for a, b in combinations(seen, 2)) > 10
 
 
 def test_what_is_drawn_are_the_runs_own_figures_by_step_or_by_tokens_where_steps_differ(tmp_path):

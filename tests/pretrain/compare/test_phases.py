@@ -41,14 +41,6 @@ def chosen(cell: Cell) -> Measured:
     return Measured("", cell, {}, "")
 
 
-def test_chosen_cells_of_two_phases_that_are_called_alike_both_count(phases_file):
-    log, evaluate = ({"name": key, "axes": {f"{key}.every": [2]}} for key in ("log", "evaluate"))
-    search = load_phases(phases_file(log, evaluate, LOSS), [])
-    search.chosen = [chosen(matrix.cells[0]) for matrix in search.check()[:2]]
-    assert search.values.items() >= {"log.every": 2, "evaluate.every": 2}.items()
-    assert search.matrix(search.settings.phases[2], search.values).cells[0].recipe.log.every == 2
-
-
 def test_cells_too_short_to_be_timed_are_refused_before_the_first_is_run(phases_file, capsys):
     path = phases_file(LOSS, {"name": "short", "axes": {"train.steps": [12, 4]}})
     for asked in ([], ["--dry-run"]):
@@ -138,14 +130,6 @@ def test_a_cell_that_was_measured_under_other_settings_of_speed_is_refused(overr
     assert main(["phases", str(path)]) == 2
     refused = capsys.readouterr().err
     assert refused.startswith(f"error: {run_dir}: was trained with other settings") and differ in refused
-
-
-def test_a_setting_of_one_cell_leaves_the_overrides_of_the_others_as_they_are(phases_file):
-    cells = [{"train.steps": 6}, {"loss.chunk": 256}]
-    mixed = {"name": "mixed", "axes": {"batch.microbatch": [4, 8]}, "cells": cells}
-    [matrix] = load_phases(phases_file(mixed, overrides={"train": {"steps": 9}, "batch.microbatch": 2}), []).check()
-    found = [(run.recipe.train.steps, run.recipe.batch.microbatch) for run in matrix.cells]
-    assert found == [(9, 4), (9, 8), (6, 2), (9, 2)], "the recipe's own train.steps is none of these"
 
 
 def test_a_later_phase_may_need_what_an_earlier_one_sets(phases_file):

@@ -12,7 +12,7 @@ import pytest
 
 from pretrain.__main__ import main
 from pretrain.compare import report
-from pretrain.compare.differences import Gap
+from pretrain.compare.differences import Gap, at_the_end
 from pretrain.compare.fairness import loss_differences
 from pretrain.compare.report import Report, read_runs
 from pretrain.metrics.run_record import read_run
@@ -34,7 +34,7 @@ def test_the_tables_have_each_runs_figures_and_a_dash_for_what_is_not_known(tmp_
 def test_the_paired_difference_is_that_of_the_end_with_its_interval_and_verdict(tmp_path):
     runs = [trained(tmp_path / "a", noisy(3.0, 1)), trained(tmp_path / "b", noisy(3.1, 2), "precision=delayed")]
     differences = loss_differences(*runs)[1]
-    end = Gap.at_end(differences)
+    end = Gap.over(at_the_end(differences))
     shown = [cell.replace("+", "") for cell in rows_of(tables(runs))["b"][1]]
     figures = [end.mean, end.half_width, 80]
     assert list(map(float, shown[:-1])) == pytest.approx(figures, abs=5e-6) and shown[-1] == "above"
@@ -88,7 +88,6 @@ def test_the_command_line_compares_runs_into_files_of_their_own(tmp_path, capsys
         (["--gate", "-1"], "--gate"),
         (["--gate", "nan"], "--gate"),
         (["--out", "x.md", "--out", "y.md"], "--out x.md"),
-        (["--margin", "0.5"], "--margin"),
         (["--gate", "0.01"], "the only run"),
         (["--vary", "optimizr"], "--vary optimizr"),
         (["nowhere"], "nowhere"),
@@ -124,7 +123,7 @@ def test_the_gate_fails_with_1_where_a_loss_ends_higher_and_passes_where_it_ends
 def test_the_gate_judges_the_whole_interval(tmp_path):
     """A mean below the tolerance passes only where the upper end of its interval is below it, too."""
     base, near = make_run(tmp_path / "base", noisy(3.0, 1)), make_run(tmp_path / "near", noisy(3.0, 2))
-    end = Gap.at_end(loss_differences(*read_runs([base, near]))[1])
+    end = Gap.over(at_the_end(loss_differences(*read_runs([base, near]))[1]))
     for tolerance, status in ((end.mean + end.half_width / 2, 1), (end.mean + end.half_width * 2, 0)):
         assert main(["report", str(base), str(near), "--gate", str(max(tolerance, 0.0))]) == status
 

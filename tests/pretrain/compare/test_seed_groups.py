@@ -77,15 +77,15 @@ def test_the_report_answers_over_seeds_before_it_shows_any_run(folders: list[Pat
     assert printed.startswith("Against bf16 over 3 seeds, within 0.3 %: equivalent: delayed; worse: nvfp4; 1 seed: no interval")
     rows, half = rows_of(printed), 4.303 * 0.001 / math.sqrt(3)  # Student's t of two degrees
     assert rows["bf16"][0][:2] == ["3", "2.0200 (sd 0.0100)"]
-    assert rows["delayed"][0][2:6] == ["+0.0020", f"{half:.4f}", "+0.10 %", "equivalent"]
-    assert rows["nvfp4"][0][2:6] == ["+0.1020", f"{half:.4f}", "+5.05 %", "worse"]
+    assert rows["delayed"][0][2:6] == ["+0.0020", f"{half:.4f}", "+0.10%", "equivalent"]
+    assert rows["nvfp4"][0][2:6] == ["+0.1020", f"{half:.4f}", "+5.05%", "worse"]
     assert rows["delayed"][1] == ["+0.0010", "+0.0030", "+0.0020"], "seed by seed"
     assert (
         "delayed-seed=1" in rows
         and "delayed-seed=1" in rows_of(tables.read_text())
         and tables.read_text().startswith("Against bf16")
     )
-    assert page.read_text().index("Over seeds") < page.read_text().index("All figures") and "+5.05 %" in page.read_text()
+    assert page.read_text().index("Over seeds") < page.read_text().index("All figures") and "+5.05%" in page.read_text()
 
 
 def test_the_margin_can_be_given_and_a_speed_is_told_with_what_it_is_worth(folders: list[Path]):
