@@ -116,8 +116,8 @@ def assemble(job: Job, accelerator: Accelerator, console: Console | None = None)
     why they stand in this order. Collective."""
     recipe, device, exact = job.recipe, accelerator.device, job.recipe.weights == "bf16_exact"
     attention = job.attention
-    built = assembling.build_model(job, accelerator, attention.name)  # transformers' own
-    model, precisions, fused = assembling.in_its_precisions(job, built.hf, attention.name, device)
+    hf, aside = assembling.build_model(job, accelerator, attention.name)  # transformers' own
+    model, precisions, fused = assembling.in_its_precisions(job, hf, attention.name, device)
     # Around each layer: FP32 weights as BF16 working copies, torch.compile, gradient checkpointing.
     compiled, cast_to = assembling.compiles_layers(job, device), assembling.working_dtype(job, accelerator)
     wrap_layers(model, recipe.model, cast_to=cast_to, compile_layers=compiled)
@@ -125,13 +125,13 @@ def assemble(job: Job, accelerator: Accelerator, console: Console | None = None)
     optimizer, once_a_step = adamw.build_optimizer(model, recipe.optimizer, exact=exact), job.plan.devices.gathered
     with distributed.placed_as_planned(accelerator, model, optimizer, job.compute_dtype, once_a_step=once_a_step):
         model, _ = accelerator.prepare(model, optimizer)  # around the optimizer comes what only FP16 needs
-    assembling.give_values(built, optimizer, exact=exact)
+    assembling.give_values(hf, aside, optimizer, exact=exact)
     assembling.sum_gradients_apart(job, accelerator, model)
     optimizer.materialise()
 
     around = {"attention": {"kind": attention.name, "reason": attention.reason}, "fused": fused}
     around["compiled"] = assembling.what_is_compiled(compiled, model)
-    assembly = assembling.Assembly(built.hf, model, optimizer, job.active, model.context, precisions, around)
+    assembly = assembling.Assembly(hf, model, optimizer, job.active, model.context, precisions, around)
     assembling.observe(job, accelerator, assembly, console or Console(0, enabled=False))
     return assembly
 

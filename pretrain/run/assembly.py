@@ -155,25 +155,18 @@ class Assembly:
         return audit.confirming(self.model, self.active, self.now.audit["products"], step, most=EXAMINED_AGAIN)
 
 
-@dataclass(frozen=True)
-class Built:
-    """A model, and the values that its parameters get once they have their place on the devices."""
-
-    hf: PreTrainedModel
-    aside: dict[str, Tensor]  # by parameter: of `bf16_exact` the FP32 values; under FSDP2 all values, on the first rank alone
-
-
-def build_model(job: Job, accelerator: Accelerator, attention: str) -> Built:
-    """The model of `job`, the same on all ranks; under FSDP2 only the first has its weights. Collective."""
+def build_model(job: Job, accelerator: Accelerator, attention: str) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+    """The model of `job`, the same on all ranks, and by parameter the values that it gets once it has its place on the devices:
+    of `bf16_exact` the FP32 values; under FSDP2 all values, on the first rank alone, as no other has weights. Collective."""
     recipe, exact = job.recipe, job.recipe.weights == "bf16_exact"
     weights = torch.float32 if exact else job.weight_dtype
     options = {"seed": recipe.seed, "backend": attention}
     if accelerator.is_fsdp2:
         options |= {"kept": weights, "weights": job.weight_dtype}
-        return Built(*model.build_on_first_rank(recipe.model, job.model_config, accelerator, **options))
+        return model.build_on_first_rank(recipe.model, job.model_config, accelerator, **options)
     hf = model.build(recipe.model, job.model_config, weights=weights, device=accelerator.device, **options)
     take_from_first_rank(accelerator, [*hf.parameters(), *hf.buffers()])
-    return Built(hf, model.round_weights(hf, job.weight_dtype) if exact else {})
+    return hf, model.round_weights(hf, job.weight_dtype) if exact else {}
 
 
 def in_its_precisions(
@@ -241,12 +234,12 @@ def _sums_apart(job: Job, accelerator: Accelerator, fused: FusedLayers | None) -
     return fused is not None or accelerator.num_processes > 1 or (emulated and kept_in == "fp32")
 
 
-def give_values(built: Built, optimizer: ExactAdamW, *, exact: bool) -> None:
-    """Give the parameters, where they lie now, the values that were set aside: taken out one by one, so that FP32 weights go as
+def give_values(hf: PreTrainedModel, aside: dict[str, Tensor], optimizer: ExactAdamW, *, exact: bool) -> None:
+    """Give the parameters, where they lie now, the values that were set `aside`: taken out one by one, so that FP32 weights go as
     moments and remainders come."""
-    weights = torch.float32 if exact else built.hf.dtype
-    for name, parameter in built.hf.named_parameters():
-        values = built.aside.pop(name, None)
+    weights = torch.float32 if exact else hf.dtype
+    for name, parameter in hf.named_parameters():
+        values = aside.pop(name, None)
         if isinstance(parameter, DTensor):
             values = part_from_first(values, parameter, weights)
         elif values is None:
