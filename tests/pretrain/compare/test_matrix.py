@@ -144,16 +144,6 @@ def test_figures_of_another_training_in_a_cells_folder_are_not_shown_as_the_cell
     assert capsys.readouterr().out == "2 of 2 cells have no step of these trainings yet.\n"
 
 
-def test_the_report_is_over_the_finished_cells_against_the_baseline(matrix):
-    found = matrix({"weights": ["fp32", "bf16", "bf16_exact"]})
-    assert "nothing to report" in write_report(found)
-    for cell, loss in zip(found.cells[:2], (2.0, 2.25), strict=True):
-        leave_behind(cell, loss)
-    said = write_report(found)
-    assert "minus fp32" in said and "+0.2500" in said and "1 of 3 cells are not finished" in said
-    assert {"m.md", "m.html"} <= {path.name for path in found.folder.iterdir()}
-
-
 def test_a_cell_of_which_a_seed_was_halted_has_no_mean_of_the_others(matrix):
     found = matrix({"seed": [1, 2, 3, 4], "weights": ["fp32", "bf16"]})
     for cell in found.cells:

@@ -144,10 +144,7 @@ def test_a_later_phase_may_need_what_an_earlier_one_sets(phases_file):
         ([], {}, "`phases` is"),
         ([BATCH, {"name": "empty"}], {}, "phase empty: describes no cell"),
         ([BATCH, {"name": "odd", "axes": {"batch.microbtach": [1]}}], {}, "phase odd, cell microbtach=1: "),
-        ([BATCH], {"run_dir": "runs/{cell}"}, "`run_dir`: 'runs/{cell}' cannot be filled in"),
         ([BATCH], {"run_dir": "runs/{nam}"}, "`run_dir`: 'runs/{nam}' cannot be filled in; did you mean {name}?"),
-        ([BATCH], {"least_gain": 2}, "`least_gain` is 2"),
-        ([BATCH], {"recipe": "/no/such.yaml"}, "/no/such.yaml"),
     ],
 )
 def test_a_mistake_in_any_phase_is_found_before_the_first_begins(phases, keys, says, phases_file, tmp_path):

@@ -96,13 +96,6 @@ def test_the_margin_can_be_given_and_a_speed_is_told_with_what_it_is_worth(folde
     assert rows["nvfp4"][0][6] == "–", "its speed was that of the emulation"
 
 
-def test_a_speed_on_another_kind_of_machine_is_none(folders: list[Path]):
-    path = folders[4] / "environment.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"gpus": ["NVIDIA B200"], "accelerate": {"device": "cuda"}}))
-    compared = over(folders)
-    assert [each.speedup is None for each in compared.results] == [True, True, True, False]
-
-
 def test_what_is_no_end_does_not_count_and_is_noted(folders: list[Path], tmp_path: Path):
     unfinished = seeded(tmp_path / "current-seed=1", 1, 0.0, "precision=current", steps=50)
     lost = make_run(tmp_path / "mxfp8-seed=1", [3.0, None], "seed=1", "train.steps=100", "precision=mxfp8")
