@@ -22,8 +22,6 @@ from pretrain.precision.selection import missing_on
 from pretrain.precision.settings import PRECISIONS
 from tests.conftest import ROOT, write_packs
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
 STEPS, SAVED = 80, 20
 # Documents of many blocks, four query heads to a key head, four packs at once: much to add up for a backward without an order.
 LENGTH = 1024

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from pretrain.optimizer import adamw
 from pretrain.optimizer.adamw import ExactAdamW, Hyperparameters, ParameterTensors
+from pretrain.optimizer.adamw_kernel import update_by_kernel
 from pretrain.optimizer.exact_weights import join, split
-from tests.gpu.interpreted import DEVICE, GPU_OR_INTERPRETER, INTERPRETED, cuda_only
+from tests.gpu.conftest import DEVICE, INTERPRETED, cuda_only
 
-pytestmark = GPU_OR_INTERPRETER
 rounds_to_bf16 = pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter truncates to BF16")
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -85,8 +85,6 @@ def same(ours: Tensor | None, theirs: Tensor | None) -> bool:
 def test_it_does_what_torchs_operations_do_bit_for_bit(
     weight: torch.dtype, exact: bool, moment: torch.dtype, gradient: torch.dtype
 ) -> None:
-    from pretrain.optimizer.adamw_kernel import update_by_kernel
-
     operands = draw(weight, gradient, moment, exact)
     for hyper in STEPS:
         operands = [o._replace(gradient=gradients(tuple(o.weight.shape), gradient, hyper.step)) for o in operands]
@@ -99,8 +97,6 @@ def test_it_does_what_torchs_operations_do_bit_for_bit(
 
 @pytest.fixture(autouse=True)
 def by_kernel_on_a_cpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pretrain.optimizer.adamw_kernel import update_by_kernel
-
     monkeypatch.setattr(adamw, "_update_all", update_by_kernel)
 
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 from accelerate import Accelerator
 
 from tests.pretrain.verify.mutations import UNFUSED, caught_by, faults_on, objections_to
 from tests.pretrain.verify.small_runs import ARCHITECTURES, build_run, on_a
 
 pytest.importorskip("transformer_engine")
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 HOPPER = ("bf16", "delayed", "current", "block")
 

@@ -13,8 +13,6 @@ from packing.arrow import IGNORE
 from pretrain.model.loss.head import LossHead
 from pretrain.settings.recipe import LossSettings
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
 
 def problem(tokens: int, hidden: int, vocabulary: int, weights: torch.dtype = torch.bfloat16) -> tuple[Tensor, nn.Linear, Tensor]:
     torch.manual_seed(0)

@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.gpu.interpreted import DEVICE, GPU_OR_INTERPRETER, INTERPRETED
+from pretrain.model.fused.norm_kernel import rms_norm, rms_norm_backward
+from tests.gpu.conftest import DEVICE, INTERPRETED
 
-pytestmark = GPU_OR_INTERPRETER
 ROUNDED = 2**-7 if INTERPRETED else 2**-8  # BF16 keeps 8 bits and rounds, the interpreter cuts off
 EPS = 1e-6
+TOKENS = 300 if INTERPRETED else 3000
 
 
 def normal(*shape: int, seed: int) -> Tensor:
@@ -19,8 +20,6 @@ def normal(*shape: int, seed: int) -> Tensor:
 
 @pytest.mark.parametrize(("tokens", "width"), [(5, 96), (64, 128), (33, 2048), (3, 5120)])
 def test_norm_and_gradient_are_those_of_the_formula(tokens: int, width: int) -> None:
-    from pretrain.model.fused.norm_kernel import rms_norm, rms_norm_backward
-
     x, dy, weight = normal(tokens, width, seed=1), normal(tokens, width, seed=2), 1 + normal(width, seed=3) / 4
     residual = normal(tokens, width, seed=4)
     exact, exact_weight = x.double().requires_grad_(), weight.double().requires_grad_()
@@ -35,9 +34,7 @@ def test_norm_and_gradient_are_those_of_the_formula(tokens: int, width: int) -> 
 
 
 def test_the_same_gradient_has_the_same_bits_again() -> None:
-    from pretrain.model.fused.norm_kernel import rms_norm, rms_norm_backward
-
-    x, dy, weight = normal(3000, 64, seed=1), normal(3000, 64, seed=2), normal(64, seed=3)
+    x, dy, weight = normal(TOKENS, 64, seed=1), normal(TOKENS, 64, seed=2), normal(64, seed=3)
     _, rstd = rms_norm(x, weight, EPS)
     once, again = (rms_norm_backward(dy, x, rstd, weight, x) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))

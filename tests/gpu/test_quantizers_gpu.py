@@ -13,7 +13,6 @@ from torch import Tensor
 
 from pretrain.precision.quantizers import E4M3, E5M2, Grid, Quantized, blocks, tensor
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 if torch.cuda.is_available():
     te = pytest.importorskip("transformer_engine.pytorch", reason="needs Transformer Engine")
 

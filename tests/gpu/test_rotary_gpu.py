@@ -9,14 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from pretrain.model.fused import rotary_kernel
 from pretrain.model.fused.formulas import HeadNorms, Heads, rotate, rotate_backward
-from tests.gpu.interpreted import DEVICE, GPU_OR_INTERPRETER, INTERPRETED, cuda_only
-
-pytestmark = GPU_OR_INTERPRETER
+from tests.gpu.conftest import DEVICE, INTERPRETED, cuda_only
 
 FP32, BF16 = torch.float32, torch.bfloat16
-# Of an exact result: BF16 keeps 8 bits and rounds, the interpreter cuts off; FP32's roundings add up in the norm.
-RELATIVE = {BF16: (2**-7 if INTERPRETED else 2**-8) * 1.01, FP32: 2e-6}
+# Of an exact result: BF16 keeps 8 bits and rounds, the interpreter cuts off.
+RELATIVE = (2**-7 if INTERPRETED else 2**-8) * 1.01
 SMALL = [Heads(2, 1, 32), Heads(4, 2, 64), Heads(3, 1, 128), Heads(6, 2, 32)]
 # Qwen3-1.7B, Llama-3.1-8B, Qwen2-0.5B, and one with no power of two in its heads.
 REAL = [(32_768, Heads(16, 8, 128)), (8_191, Heads(32, 8, 128)), (4_097, Heads(14, 2, 64)), (1_001, Heads(15, 5, 64))]
@@ -26,29 +25,20 @@ class Problem:
     """Rows, angles of packed documents, gradients in the strides that attention leaves them, and norms. `in_parts`: the gradients
     of keys and values are a part a query head."""
 
-    def __init__(
-        self,
-        tokens: int,
-        heads: Heads,
-        dtype: torch.dtype,
-        normed: bool,
-        weights: torch.dtype | None = None,
-        *,
-        in_parts: bool = False,
-    ) -> None:
+    def __init__(self, tokens: int, heads: Heads, normed: bool, *, in_parts: bool = False) -> None:
         generator = torch.Generator(DEVICE).manual_seed(0)
 
-        def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-            return torch.randn(shape, generator=generator, device=DEVICE).to(dtype)
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, device=DEVICE).to(BF16)
 
         self.heads, self.qkv = heads, normal(tokens, heads.width)
         frequencies = 10_000 ** (-torch.arange(heads.dim // 2, device=DEVICE) / (heads.dim // 2))
         angles = (torch.arange(tokens, device=DEVICE) % 1000)[:, None] * frequencies.repeat(2)
-        self.cos, self.sin = ((0.9 * f(angles)).to(dtype) for f in (torch.cos, torch.sin))  # 0.9: a YaRN-like scaling
+        self.cos, self.sin = ((0.9 * f(angles)).to(BF16) for f in (torch.cos, torch.sin))  # 0.9: a YaRN-like scaling
         self.gradients = [normal(count, tokens, heads.dim).transpose(0, 1) for count in (heads.query, heads.kv, heads.kv)]
         if in_parts:
             self.gradients[1:] = (normal(tokens, heads.kv, heads.query // heads.kv, heads.dim) for _ in range(2))
-        weight = [1 + normal(heads.dim, dtype=weights or dtype) / 4 for _ in range(2)]
+        weight = [1 + normal(heads.dim) / 4 for _ in range(2)]
         self.norms = HeadNorms(*weight, 1e-6) if normed else None
 
     def exact(self) -> Problem:
@@ -61,33 +51,28 @@ class Problem:
         return other
 
 
-def kernel_forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
-    from pretrain.model.fused import rotary_kernel
-
-    return rotary_kernel.rotate(problem.qkv, problem.cos, problem.sin, problem.heads, problem.norms)
-
-
 def kernel_backward(problem: Problem) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    from pretrain.model.fused import rotary_kernel
-
     qkv = problem.qkv if problem.norms else None
-    arguments = (*problem.gradients, qkv, problem.cos, problem.sin, problem.heads, problem.norms)
-    return rotary_kernel.rotate_backward(*arguments)
+    return rotary_kernel.rotate_backward(*problem.gradients, qkv, problem.cos, problem.sin, problem.heads, problem.norms)
+
+
+def kernel_forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    return rotary_kernel.rotate(problem.qkv, problem.cos, problem.sin, problem.heads, problem.norms)
 
 
 def check(problem: Problem) -> None:
     """Both directions within the rounding of their dtype beside the formulas, by which FP64 goes; sums of norm gradients within
     FP32's, relative to their whole."""
-    exact, relative = problem.exact(), RELATIVE[problem.qkv.dtype]
+    exact = problem.exact()
     forward = rotate(exact.qkv, exact.cos, exact.sin, exact.heads, exact.norms)
     for ours, theirs in zip(kernel_forward(problem), forward, strict=True):
-        assert ours.is_contiguous() and ours.dtype == problem.qkv.dtype
-        torch.testing.assert_close(ours.double(), theirs, rtol=relative, atol=2e-6)
+        assert ours.is_contiguous() and ours.dtype == BF16
+        torch.testing.assert_close(ours.double(), theirs, rtol=RELATIVE, atol=2e-6)
     arguments = (*exact.gradients, exact.qkv, exact.cos, exact.sin, exact.heads, exact.norms)
     dqkv, *norm_gradients = rotate_backward(*arguments)
     ours, *our_norm_gradients = kernel_backward(problem)
-    assert ours.is_contiguous() and ours.dtype == problem.qkv.dtype
-    torch.testing.assert_close(ours.double(), dqkv, rtol=relative, atol=4e-6)
+    assert ours.is_contiguous() and ours.dtype == BF16
+    torch.testing.assert_close(ours.double(), dqkv, rtol=RELATIVE, atol=4e-6)
     for mine, theirs in zip(our_norm_gradients, norm_gradients, strict=True):
         if problem.norms is None:
             assert mine is theirs is None
@@ -96,27 +81,20 @@ def check(problem: Problem) -> None:
             assert (mine.double() - theirs).norm() < 1e-5 * theirs.norm()
 
 
-@pytest.mark.parametrize("heads", SMALL, ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "heads"),
+    [*((37, heads) for heads in SMALL), *(pytest.param(*real, marks=cuda_only) for real in REAL)],
+    ids=str,
+)
 @pytest.mark.parametrize("normed", [True, False])
-def test_the_kernels_compute_what_the_formulas_do(heads: Heads, normed: bool) -> None:
-    """The last tile is not full."""
-    check(Problem(37, heads, BF16, normed))
+def test_the_kernels_compute_what_the_formulas_do(tokens: int, heads: Heads, normed: bool) -> None:
+    """The last tile of 37 tokens is not full."""
+    check(Problem(tokens, heads, normed))
 
 
 @pytest.mark.parametrize(("heads", "normed"), [(Heads(4, 2, 64), True), (Heads(3, 1, 128), False)], ids=str)
 def test_parts_of_a_gradient_are_summed_before_anything_is_rounded(heads: Heads, normed: bool) -> None:
-    check(Problem(37, heads, BF16, normed, in_parts=True))
-
-
-# ── On a GPU ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@cuda_only
-@pytest.mark.parametrize(("tokens", "heads"), REAL, ids=str)
-@pytest.mark.parametrize("normed", [True, False])
-def test_real_shapes_are_exact_to_their_rounding(tokens: int, heads: Heads, normed: bool) -> None:
-    problem = Problem(tokens, heads, BF16, normed)
-    check(problem)
+    check(Problem(37, heads, normed, in_parts=True))
 
 
 @cuda_only
@@ -126,7 +104,7 @@ def test_offsets_beyond_32_bits_are_right(normed: bool) -> None:
     tokens = 2**31 // heads.width + 5
     if torch.cuda.mem_get_info()[0] < 40 * 2**30:
         pytest.skip("needs 40 GiB")
-    problem, large = Problem(64, heads, BF16, normed), Problem(64, heads, BF16, normed)
+    problem, large = Problem(64, heads, normed), Problem(64, heads, normed)
 
     def behind_zeros(values: Tensor) -> Tensor:
         larger = torch.zeros(tokens, *values.shape[1:], device=DEVICE, dtype=BF16)
@@ -134,7 +112,7 @@ def test_offsets_beyond_32_bits_are_right(normed: bool) -> None:
         return larger
 
     large.qkv, large.cos, large.sin = map(behind_zeros, (problem.qkv, problem.cos, problem.sin))
-    found = kernel_forward(large)
-    assert all(torch.equal(a[-64:], b) for a, b in zip(found, kernel_forward(problem), strict=True))
+    pairs = zip(kernel_forward(large), kernel_forward(problem), strict=True)
+    assert all(torch.equal(ours[-64:], theirs) for ours, theirs in pairs)
     large.gradients = [*map(behind_zeros, problem.gradients)]
     assert torch.equal(kernel_backward(large)[0][-64:], kernel_backward(problem)[0])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic products need, read when CUDA starts
@@ -15,10 +14,8 @@ from torch import Tensor
 
 from pretrain.precision import searched
 from pretrain.precision.searched import CublasLtError, Products, add_product_, products_on
-from tests.gpu.test_fused_gpu import assemble, cosines, larger, train
+from tests.gpu.test_fused_gpu import assemble, larger
 from tests.pretrain.model.fused.fused_models import inputs
-
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 N, M, K = 1024, 768, 512
@@ -30,13 +27,6 @@ ROUNDING = 0.01  # of the norm: BF16 outputs, and FP8's fast accumulators
 def nothing_searched() -> None:
     products_on.cache_clear()
     torch.ones(16, 16, device="cuda", dtype=BF16) @ torch.ones(16, 16, device="cuda", dtype=BF16)  # torch loads cublasLt
-
-
-@pytest.fixture
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -114,20 +104,23 @@ def test_scales_that_change_between_calls_are_honoured():
     assert len(only().chosen) == 1
 
 
-def test_a_gradient_of_weights_adds_up_in_fp32_and_the_search_adds_nothing():
-    """Two microbatches, the first of which is searched; and over whatever was there, searched in place."""
+def test_a_gradient_of_weights_adds_up_in_fp32_and_the_search_adds_nothing(monkeypatch: pytest.MonkeyPatch):
+    """Two microbatches, the first of which is searched; and over whatever was there, searched in place or by torch."""
     (x, dy), total = (draw(*shape, seed=seed) for seed, shape in enumerate(SHAPES["NT"])), torch.zeros(N, M, device="cuda")
     expected = dy.double().t() @ x.double()
     for count in (1, 2):
         assert searched.multiply(x, dy, layout="NT", total=total) is total
         assert relative(total.double(), count * expected) < 1e-5
     assert len(only().chosen) == 1
-    for total in (torch.full((N, M), torch.nan, device="cuda"), torch.ones(N, M, device="cuda")):
+    for by_torch in (False, True):
+        if by_torch:
+            monkeypatch.setattr(searched, "multiply", lambda *_, **__: None)
         products_on.cache_clear()
+        total = torch.full((N, M), torch.nan, device="cuda")
         add_product_(total, dy.t(), x, overwrite=True)
         assert relative(total.double(), expected) < 1e-5
         add_product_(total, dy.t(), x)
-        assert relative(total.double(), 2 * expected) < 1e-5
+        assert relative(total.double(), 2 * expected) < 1e-5  # rounded to BF16 on the way it would be 2e-3
 
 
 @pytest.mark.parametrize("best", [1, 2, 3])
@@ -176,28 +169,11 @@ def test_a_call_that_fails_leaves_the_product_to_others(monkeypatch: pytest.Monk
 # ── In fused layers ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "delayed", "current"])
-@pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama"])
-def test_fused_layers_give_what_they_give_by_transformer_engines_products(
-    name: str, recipe: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_residuals_are_added_by_the_products_unless_results_are_watched(monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("transformer_engine.pytorch")
-    chosen = train(assemble(larger(name), recipe, fused=True), steps=3)
-    used = bool(only().chosen)
-    monkeypatch.setattr(searched, "multiply", lambda *_, **__: None)
-    plain = train(assemble(larger(name), recipe, fused=True), steps=3)
-    assert chosen[0] == pytest.approx(plain[0], rel=2e-3)
-    assert min(cosines(chosen[1], plain[1]).values()) > (0.995 if recipe == "bf16" else 0.97)
-    direct = recipe == "bf16" or torch.cuda.get_device_capability() == (9, 0)
-    assert used >= direct  # the head in BF16 is always computed so
-
-
-@pytest.mark.parametrize("recipe", ["bf16", "current"])
-def test_residuals_are_added_by_the_products_unless_results_are_watched(recipe: str, monkeypatch: pytest.MonkeyPatch):
-    pytest.importorskip("transformer_engine.pytorch")
-    if recipe != "bf16" and torch.cuda.get_device_capability() != (9, 0):
+    if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("FP8 products of Hopper")
-    packed = assemble(larger("llama"), recipe, fused=True)
+    packed = assemble(larger("llama"), "current", fused=True)
     residuals: list[bool] = []
     direct = searched.multiply
 
@@ -209,13 +185,8 @@ def test_residuals_are_added_by_the_products_unless_results_are_watched(recipe: 
     batch = inputs(packs=4, seed=0, device="cuda", length=256)
     loss = packed(**batch)
     assert sum(residuals) == 2 * len(packed.fused.layers)
-    if recipe == "bf16":
-        return
-    seen: dict[str, Tensor] = {}
-    packed.context.result_observers.append(lambda name, gemm, result, bias: seen.setdefault(f"{name} {gemm}", result.clone()))
+    seen: set[str] = set()
+    packed.context.result_observers.append(lambda name, gemm, result, bias: seen.add(name))
     residuals.clear()
-    again = packed(**batch)
+    assert packed(**batch).item() == pytest.approx(loss.item(), rel=2e-3)
     assert not any(residuals) and len(seen) == len(packed.fused.products)
-    assert again.item() == pytest.approx(loss.item(), rel=2e-3)
-    output = packed.fused.layers[next(iter(packed.fused.layers))].output
-    assert seen[f"{output.name} forward"].norm() > 0

@@ -14,16 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-pytest.importorskip("triton")
-
 from packing.arrow import IGNORE
 from pretrain.model.loss import softmax_kernel
 from pretrain.model.loss.softmax_kernel import quantized_softmax_gradient, softmax_loss
 from pretrain.precision.quantizers import E4M3, E5M2, Grid
 from pretrain.precision.quantizers.tensor import absolute_maximum, decode_scale, quantize, scale_from_amax
-from tests.gpu.interpreted import DEVICE, GPU_OR_INTERPRETER, cuda_only
+from tests.gpu.conftest import DEVICE, cuda_only
 
-pytestmark = [*GPU_OR_INTERPRETER, pytest.mark.usefixtures("conversions_that_round")]
+pytestmark = pytest.mark.usefixtures("conversions_that_round")
 GRIDS = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8}  # relative, of a gradient
 
@@ -44,12 +42,12 @@ def reference(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return losses.detach(), gradient
 
 
-def check(logits: Tensor, labels: Tensor, block: int | None = None) -> None:
-    """`block`: logits that a program takes at once; None: as in training."""
+def check(logits: Tensor, labels: Tensor, block: int) -> None:
+    """`block`: logits that a program takes at once."""
     losses, gradient = reference(logits, labels)
     ours = logits.clone()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(softmax_kernel, "BLOCK", block or softmax_kernel.BLOCK)
+        patch.setattr(softmax_kernel, "BLOCK", block)
         alone = softmax_loss(logits, labels, IGNORE)
         assert torch.equal(softmax_loss(ours, labels, IGNORE, with_gradient=True), alone)
     torch.testing.assert_close(alone.double(), losses, rtol=1e-5, atol=1e-5)
@@ -123,7 +121,7 @@ def check_quantized(logits: Tensor, labels: Tensor, fp8: torch.dtype, scale: Ten
 
 
 @pytest.mark.parametrize("fp8", GRIDS)
-@pytest.mark.parametrize(("shape", "scale"), [((64, 128), None), ((48, 80), None), ((48, 80), 1e3), ((48, 80), 1e6)])
+@pytest.mark.parametrize(("shape", "scale"), [((64, 128), None), ((48, 80), 1e3), ((48, 80), 1e6)])
 def test_the_fp8_gradient_is_the_bf16_gradient_quantized_apart(
     fp8: torch.dtype, shape: tuple[int, int], scale: float | None
 ) -> None:

@@ -10,14 +10,12 @@ from torch import Tensor, nn
 
 from packing.arrow import IGNORE
 from pretrain.model.loss.head import LossHead, LowPrecisionHead
-from pretrain.precision.formats.definition import Role
 from pretrain.precision.observed import ProductObserver
 from pretrain.precision.product import LowPrecisionLinear, PrecisionContext
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 from pretrain.precision.transformer_engine import TransformerEngineBackend, unavailable_because
 from pretrain.settings.recipe import LossSettings
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 TOKENS, HIDDEN, VOCABULARY, CHUNK = 1024, 256, 4112, 384  # chunks of 384, 384 and 256; a vocabulary of no more than 16 x 257
 
 
@@ -92,9 +90,8 @@ def test_everything_is_that_of_the_products_one_by_one(recipe: str, options: dic
     """Operands have the same bits, so losses do too. The weight's gradient adds up in FP32 from chunk to chunk, where one by one
     each is rounded to BF16. The hidden states' comes from rows that have a scale each, which keeps the labels' entries."""
     fused, one_by_one = (Model(recipe, fused=fused, weights=weights, **options).run() for fused in (True, False))
-    for number, (ours, theirs) in enumerate(zip(fused[0], one_by_one[0], strict=True)):
+    for ours, theirs in zip(fused[0], one_by_one[0], strict=True):
         errors = {key: relative_error(ours[key], theirs[key]) for key in ours}
-        print(f"{recipe}, microbatch {number}: {errors}")
         assert errors["weight"] < 4e-3 and errors["loss"] < 1e-6
         assert max(errors["x"], errors["below"]) < 0.15, errors
     for ours, theirs in zip(fused[1], one_by_one[1], strict=True):
@@ -115,28 +112,3 @@ def test_the_audit_sees_the_products_that_run(recipe: str) -> None:
     gradient, e4m3 = "e5m2 tensor-scaled", "e4m3 tensor-scaled"
     chunk = [("forward", e4m3, e4m3), ("dgrad", gradient, e4m3), ("wgrad", gradient, e4m3)]
     assert observer.products["head"] == chunk * 3
-
-
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
-def test_observers_see_the_same_tensors_and_change_nothing(recipe: str) -> None:
-    seen: dict[str, dict[str, list[Tensor]]] = {}
-    results = {}
-    for kind, fused in (("fused", True), ("one by one", False)):
-        model = Model(recipe, fused=fused)
-        model.microbatch(0, first=True)
-        roles = seen[kind] = {"input": [], "weight": [], "grad_output": []}
-
-        def observe(name: str, role: Role, tensor: Tensor, roles: dict[str, list[Tensor]] = roles) -> None:
-            if name == "head":
-                roles[role].append(tensor.clone())
-
-        model.context.observers.append(observe)
-        results[kind] = model.microbatch(1, first=True)
-    unwatched = Model(recipe, fused=True)
-    unwatched.microbatch(0, first=True)
-    expected = unwatched.microbatch(1, first=True)
-    assert all(torch.equal(results["fused"][key], expected[key]) for key in expected)
-    for role in ("input", "grad_output"):
-        assert len(seen["fused"][role]) == 3
-        assert all(torch.equal(a, b) for a, b in zip(seen["fused"][role], seen["one by one"][role], strict=True)), role
-    assert torch.equal(seen["fused"]["weight"][0], seen["one by one"]["weight"][0])
