@@ -1,14 +1,14 @@
 """Transformer Engine's products on a GPU: against the emulation, through microbatches, recomputation and restored state.
 
 That its quantized operands are the emulation's bit for bit is tested with the quantizers; here it is outputs, gradients, scales
-and who owns what. Run with -s to see the errors that were measured.
+and who owns what.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -47,11 +47,8 @@ def delayed() -> str:
 
 
 def make(kind: type[Any], name: str, **options: Any) -> Backend:
-    return kind(activate(name, "transformer_engine" if kind is TransformerEngineBackend else "emulation", **options), DEVICE)
-
-
-def activate(name: str, backend: Literal["transformer_engine", "emulation"], **options: Any) -> ActivePrecision:
-    return ActivePrecision(name, PRECISIONS[name], backend, LowPrecisionSettings(**options).resolved(name))
+    by = "transformer_engine" if kind is TransformerEngineBackend else "emulation"
+    return kind(ActivePrecision(name, PRECISIONS[name], by, LowPrecisionSettings(**options).resolved(name)), DEVICE)
 
 
 def operands(seed: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -87,14 +84,10 @@ def snapshot(backend: Backend) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in backend.state().items()}
 
 
-def differing(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, str]:
-    """Names of what is not bit-equal, and by how much."""
+def differing(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
+    """Names of what is not bit-equal."""
     assert actual.keys() == expected.keys(), (sorted(actual), sorted(expected))
-    return {
-        name: f"{(actual[name].double() - other.double()).abs().max():.3e} of {other.double().abs().max():.3e}"
-        for name, other in expected.items()
-        if not torch.equal(actual[name], other)
-    }
+    return [name for name, other in expected.items() if not torch.equal(actual[name], other)]
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
@@ -105,7 +98,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 def test_outputs_and_gradients_are_the_emulations_but_for_the_order_of_additions(recipe: str, bias: bool) -> None:
     options = {"disable_stochastic_rounding": True} if recipe == "nvfp4" else {}
     weight, *rest = parameters(bias)
-    measured: dict[str, list[float]] = {}
+    limits = {"y": FAST_ACCUMULATION if recipe in ("delayed", "current") else SPLIT_ACCUMULATION}
     backends = [make(kind, recipe, **options) for kind in (TransformerEngineBackend, EmulationBackend)]
     products = [backend.product("p", IN, OUT, bias=bias) for backend in backends]
     for step in range(2):
@@ -116,16 +109,11 @@ def test_outputs_and_gradients_are_the_emulations_but_for_the_order_of_additions
                 for backend, product in zip(backends, products, strict=True)
             )
             for key, value in ours.items():
-                measured.setdefault(key, []).append(relative_error(value, emulated[key]))
-            quantization = relative_error(ours["y"], F.linear(x, weight, *rest))
+                error = relative_error(value, emulated[key])
+                assert error < limits.get(key, SPLIT_ACCUMULATION), (step, first, key, error)
+            assert relative_error(ours["y"], F.linear(x, weight, *rest)) > limits["y"], "as if nothing were quantized"
         with torch.no_grad():
             weight.mul_(1.1)
-    worst = {key: max(values) for key, values in measured.items()}
-    print(f"\n{recipe}, bias={bias}: worst of 6 microbatches {worst}; quantization itself: {quantization:.4f} of y")
-    forward = FAST_ACCUMULATION if recipe in ("delayed", "current") else SPLIT_ACCUMULATION
-    limits = dict.fromkeys(worst, SPLIT_ACCUMULATION) | {"y": forward}
-    assert all(worst[key] < limits[key] for key in worst), (worst, limits, measured)
-    assert quantization > limits["y"], f"{recipe} computes as if nothing were quantized: {quantization}"
 
 
 def test_a_weight_is_quantized_once_a_step_and_evaluation_leaves_the_copy_alone(recipe: str) -> None:
@@ -168,7 +156,7 @@ def test_delayed_histories_and_scales_are_the_emulations_bit_for_bit(delayed: st
         states.append(seen)
     for moment, (ours, emulated) in enumerate(zip(*states, strict=True)):
         when = f"{'backward' if moment % 2 else 'forward'} of microbatch {moment // 2}"
-        assert not differing(ours, emulated), (when, differing(ours, emulated), ours, emulated)
+        assert not differing(ours, emulated), (when, ours, emulated)
 
 
 @pytest.mark.parametrize("giant", [1e24, torch.inf])
@@ -186,13 +174,13 @@ def test_a_step_that_is_left_out_leaves_no_trace(delayed: str, giant: float) -> 
             microbatch(backend, product, x, gradient * giant, weight, bias, True)
             context.go_back()
         results.append(microbatch(backend, product, *operands(7), weight, bias, True) | snapshot(backend))
-    assert not differing(*results), differing(*results)
+    assert not differing(*results)
 
 
 class Layers:
     """Two layers of two products with something between them, checkpointed or not."""
 
-    def __init__(self, name: str, compiled: bool = False) -> None:
+    def __init__(self, name: str) -> None:
         self.backend = make(TransformerEngineBackend, name, **({"amax_history_len": 3} if name == "delayed" else {}))
         self.products = [
             (self.backend.product(f"{i}.up", IN, OUT, bias=False), self.backend.product(f"{i}.down", OUT, IN, bias=False))
@@ -200,16 +188,11 @@ class Layers:
         ]
         weight, _ = parameters()
         self.weights = [(weight.detach().clone().requires_grad_(), weight.detach().T.clone().requires_grad_()) for _ in range(2)]
-        self.between = torch.compile(self._between) if compiled else self._between
         self.recomputations = 0
-
-    @staticmethod
-    def _between(x: Tensor) -> Tensor:
-        return F.silu(x) * 0.5
 
     def layer(self, x: Tensor, index: int, *, factor: float, first: bool) -> Tensor:
         (up, down), (wide, narrow) = self.products[index], self.weights[index]
-        hidden = self.between(up(x, wide, None, first_microbatch=first))
+        hidden = F.silu(up(x, wide, None, first_microbatch=first)) * 0.5
         return x + factor * down(hidden, narrow, None, first_microbatch=first)
 
     @contextmanager
@@ -242,15 +225,14 @@ class Layers:
         return {f"value {i}": value for i, value in enumerate(found)} | snapshot(self.backend)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_recomputing_a_layer_changes_nothing_bit_for_bit(recipe: str, compiled: bool) -> None:
-    plain = Layers(recipe, compiled).run(checkpointed=False)
-    layers = Layers(recipe, compiled)
+def test_recomputing_a_layer_changes_nothing_bit_for_bit(recipe: str) -> None:
+    plain = Layers(recipe).run(checkpointed=False)
+    layers = Layers(recipe)
     checkpointed = layers.run(checkpointed=True)
     assert layers.recomputations == 3 * 2 * 2
     if recipe == "nvfp4":  # rounds gradients at random, so only the first step's outputs can be the same
         plain, checkpointed = ({name: found[name] for name in ("value 0", "value 1")} for found in (plain, checkpointed))
-    assert not differing(checkpointed, plain), differing(checkpointed, plain)
+    assert not differing(checkpointed, plain)
 
 
 def test_after_a_reset_everything_is_as_before_the_first_forward(recipe: str) -> None:
