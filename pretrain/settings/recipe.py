@@ -126,6 +126,8 @@ PenaltyKind = Literal["non_max_sum", "neg_entropy", "neg_max_prob", "top_k_mass"
 
 
 class LossSettings(Settings):
+    # chunked: a part of the logits at a time; cce: cut-cross-entropy's Triton kernel, in BF16
+    kind: Literal["chunked", "cce"] = "chunked"
     # Tokens whose logits exist at once; auto: 4096; on a GPU more where the vocabulary is small,
     # and fewer where the memory is.
     chunk: Literal["auto"] | PositiveCount = "auto"

@@ -64,6 +64,7 @@ SETTINGS = {
     "loss={penalty: top_k_mass, penalty_weight: 1}": "`top_k`",
     "loss={penalty: top_k_mass, penalty_weight: 1, top_k: 61}": "`loss.top_k: 61`",
     "loss.top_k=5": "`top_k`",
+    "loss.kind=cce": "`loss.kind: cce`",
     "evaluate.samples=[Once]": "`evaluate.samples`",
     "evaluate.every=0": "`evaluate.every`",
     "checkpoint.keep=0": "`checkpoint.keep`",
