@@ -106,6 +106,7 @@ def build_run(
     recompute: bool = False,
     packs_a_microbatch: int = 2,
     weights: torch.dtype = torch.float32,
+    exact: bool = False,
     seed: int = 1,
     loss: LossSettings | None = None,
     **fp8_config: Any,
@@ -133,7 +134,7 @@ def build_run(
         packed.fused = fuse(inside, {context.backend: decisions}, arithmetic)
     convert(hf, decisions, context, packed.fused)
     wrap_layers(packed, settings, cast_to=compute if compute != weights else None, compile_layers=False)
-    prepared, optimizer = packed.train(), build_optimizer(packed, OptimizerSettings(), exact=False)
+    prepared, optimizer = packed.train(), build_optimizer(packed, OptimizerSettings(), exact=exact)
     with placed_as_planned(accelerator, packed, optimizer, compute):
         prepared, _ = accelerator.prepare(packed, optimizer)
     stacks = packed.fused.stacks if packed.fused else ()

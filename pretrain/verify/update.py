@@ -1,0 +1,208 @@
+"""A step's update beside torch's own, and what the step says of itself beside what was seen of it.
+
+Parity holds forward and backward, the audit products. What becomes of the gradients is held here, in the first two steps that a
+process makes and in every statistics step:
+
+* Every microbatch that the step counts went through forward and backward, with all its labels and the weight that a token has.
+* Sums of gradients, moments, weights and remainders have the dtypes that the recipe says, and FP32 sums hold more than BF16 does.
+* `torch.optim.AdamW` makes the same update of FP32 copies: norm and clipping, rate, decay, bias correction, both moments, and
+  the weight to its last bit but one.
+
+AdamW treats each value by itself, so copies of some values see what copies of all would: up to 1,024 of every parameter, evenly
+spaced over this process's part of it, and others in each step. Only the gradients' norm is of all values, and is made anew.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from packing.arrow import IGNORE
+from packing.batch import StepBatches
+from pretrain.metrics.health import TrainingHalted, some_of
+from pretrain.model.distributed import local_part
+from pretrain.model.gradients import gradient_of
+from pretrain.model.packed import PackedLanguageModel
+from pretrain.optimizer.adamw import MOMENTS, ExactAdamW
+from pretrain.optimizer.adamw_update import join
+from pretrain.precision.settings import WEIGHT_DTYPES
+from pretrain.settings.recipe import Recipe
+
+VALUES = 1024  # of each parameter, at most
+RELATIVE = 1e-4  # of a value's change, or of its tensor's usual one: norms that add up in another order are 1e-6 apart
+ROUNDING = 2.0**-22  # of the value itself: FP32 rounds to 2^-24, a few times
+BF16_VALUED = 0.9  # of FP32 sums over several microbatches, at most, that BF16 could hold as they are
+
+
+@contextmanager
+def seeing_microbatches(model: PackedLanguageModel) -> Iterator[list[Tensor]]:
+    """Put this around the forward and backward of a step's microbatches. Yields what will hold, of each whose backward has begun,
+    the number of its labels and the factor of its summed loss: FP64 [2]."""
+    seen: list[Tensor] = []
+
+    def after_forward(module: nn.Module, args: Any, inputs: dict[str, Any], loss: Tensor) -> None:
+        labels = (inputs["labels"] != IGNORE).sum().double()
+        loss.register_hook(lambda gradient: seen.append(torch.stack([labels, gradient.detach().double()])))
+
+    hook = model.register_forward_hook(after_forward, with_kwargs=True)
+    try:
+        yield seen
+    finally:
+        hook.remove()
+
+
+def wrong_microbatches(seen: Sequence[Tensor], step: StepBatches, accelerator: Accelerator) -> list[str]:
+    """Where the microbatches `seen` on all processes are not the whole of `step`. Collective."""
+    lines = (
+        [] if len(seen) == len(step.microbatches) else [f"{len(seen)} of {len(step.microbatches)} microbatches were trained on"]
+    )
+    nothing = torch.zeros(0, 2, dtype=torch.float64, device=accelerator.device)
+    labels, factors = torch.stack(tuple(seen)).unbind(1) if seen else nothing.unbind(1)
+    total = int(accelerator.reduce(labels.sum(), reduction="sum"))
+    if total != step.valid_tokens:
+        lines.append(f"{total:,} labels were trained on, and the step counts {step.valid_tokens:,}")
+    if any(not math.isclose(factor * max(step.valid_tokens, 1), 1, rel_tol=1e-5) for factor in factors.tolist()):
+        lines.append(f"the loss of a token counts as something else than one of {step.valid_tokens:,}")
+    return lines
+
+
+class UpdateCheck:
+    """One update beside torch's. Make it when the gradients are whole, and ask `wrong` when the optimizer has stepped, before
+    gradients are cleared.
+
+    `learning_rate`: of this step, by the schedule. `updates`: that were done before it. `microbatches`: whose gradients have been
+    added up.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: ExactAdamW, recipe: Recipe, learning_rate: float, updates: int, microbatches: int
+    ) -> None:
+        self._optimizer, self._recipe, self._updates = optimizer, recipe, updates
+        trained = {n: p for n, p in model.named_parameters() if p.requires_grad and gradient_of(p) is not None}
+        self._names, self._parameters = list(trained), list(trained.values())
+        self._device = self._parameters[0].device
+        decays = [parameter.dim() >= 2 for parameter in self._parameters]
+        self._claims = [*self._wrong_numbers(learning_rate, decays), *self._wrong_dtypes()]
+
+        gradients = [gradient_of(parameter) for parameter in self._parameters]
+        limit, norm = recipe.optimizer.clip, norm_of(gradients)
+        coefficient = 1.0 if limit is None else torch.clamp(limit / (norm + 1e-6), max=1.0)
+        picked = [self._picked(gradient) for gradient in gradients]
+        sizes = torch.tensor([len(each) for each in picked], device=self._device)
+        self._tensor_of = torch.arange(len(picked), device=self._device).repeat_interleave(sizes)  # of each value
+        gradient = torch.cat(picked).float()
+        if recipe.gradients_kept_in == "fp32" and microbatches > 1 and _held_by_bf16(gradient) > BF16_VALUED:
+            self._claims.append("gradients add up in BF16, not in FP32: their sums have no more bits")
+        self._before = self._values()
+        self._expected = self._updated_by_torch(gradient * coefficient, learning_rate, torch.tensor(decays, device=self._device))
+
+    def wrong(self) -> list[str]:
+        """A line for each thing that is not as torch makes it, with the parameters that it is wrong in."""
+        lines, after, stored = list(self._claims), self._values(), self._recipe
+        kept = {"weights": stored.weights == "bf16", **dict.fromkeys(MOMENTS, stored.moments_kept_in == "bf16")}
+        for what, expected in self._expected.items():
+            off = self._off(after[what], expected, self._before[what], in_bf16=kept[what])
+            counts = torch.zeros(len(self._names), device=self._device).index_add_(0, self._tensor_of, off.float()).tolist()
+            if names := [name for name, count in zip(self._names, counts, strict=True) if count]:
+                lines.append(f"{what} of {len(names)} of {len(self._names)} parameters: {some_of(names)}")
+        done = {int(self._optimizer.state[parameter]["step"]) for parameter in self._parameters}
+        if done != {self._updates + 1}:
+            lines.append(f"updates are counted as {', '.join(map(str, sorted(done)))}, and this was number {self._updates + 1}")
+        return lines
+
+    def _wrong_numbers(self, learning_rate: float, decays: Sequence[bool]) -> list[str]:
+        """Where the optimizer's numbers are not the recipe's."""
+        settings, decayed = self._recipe.optimizer, {id(p): d for p, d in zip(self._parameters, decays, strict=True)}
+        wrong = set()
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                decay = settings.weight_decay if decayed.get(id(parameter), parameter.dim() >= 2) else 0.0
+                said = {"lr": learning_rate, "betas": tuple(settings.betas), "eps": settings.eps, "weight_decay": decay}
+                wrong |= {f"{key} is {group[key]}, not {value}" for key, value in said.items() if group[key] != value}
+        return sorted(wrong)
+
+    def _wrong_dtypes(self) -> list[str]:
+        """Where something is not stored as the recipe says."""
+        recipe, wrong = self._recipe, set()
+        said = {
+            "weights": WEIGHT_DTYPES[recipe.weights],
+            "gradients": WEIGHT_DTYPES[recipe.gradients_kept_in],
+            **dict.fromkeys(MOMENTS, WEIGHT_DTYPES[recipe.moments_kept_in]),
+        }
+        for parameter in self._parameters:
+            state = self._optimizer.state[parameter]
+            stored = {"weights": parameter, "gradients": gradient_of(parameter)} | {name: state[name] for name in MOMENTS}
+            for what, tensor in stored.items():
+                if (dtype := str(tensor.dtype).removeprefix("torch.")) != said[what]:
+                    wrong.add(f"{what} are {dtype}, not {said[what]}")
+            if (recipe.weights == "bf16_exact") != ("remainder" in state):
+                wrong.add("remainders of BF16 weights are kept where they should not be, or missing")
+        return sorted(wrong)
+
+    def _picked(self, tensor: Tensor) -> Tensor:
+        """Some values of this process's part of a tensor."""
+        values = local_part(tensor.detach()).reshape(-1)
+        stride = -(-values.numel() // VALUES) or 1
+        return values[self._updates % stride :: stride]
+
+    def _values(self) -> dict[str, Tensor]:
+        """The picked values in FP32 of all parameters, one after another: weights that updates apply to, and moments."""
+        states = [self._optimizer.state[parameter] for parameter in self._parameters]
+        weights = torch.cat([self._picked(parameter) for parameter in self._parameters])
+        if all("remainder" in state for state in states):
+            weights = join(weights, torch.cat([self._picked(state["remainder"]) for state in states]))
+        moments = {name: torch.cat([self._picked(state[name]) for state in states]).float() for name in MOMENTS}
+        return {"weights": weights.float()} | moments
+
+    def _updated_by_torch(self, gradient: Tensor, learning_rate: float, decays: Tensor) -> dict[str, Tensor]:
+        """What `_values` should be after the update."""
+        settings, decays = self._recipe.optimizer, decays[self._tensor_of]
+        expected = {name: torch.empty_like(value) for name, value in self._before.items()}
+        for mask, decay in ((decays, settings.weight_decay), (~decays, 0.0)):
+            weight = nn.Parameter(self._before["weights"][mask].clone())
+            weight.grad = gradient[mask]
+            reference = torch.optim.AdamW([weight], learning_rate, settings.betas, settings.eps, decay)
+            moments = {name: self._before[name][mask].clone() for name in MOMENTS}
+            reference.state[weight] = {"step": torch.tensor(float(self._updates)), **moments}
+            reference.step()
+            for name, value in {"weights": weight.detach(), **moments}.items():
+                expected[name][mask] = value
+        return expected
+
+    def _off(self, actual: Tensor, expected: Tensor, before: Tensor, *, in_bf16: bool) -> Tensor:
+        """Which values are not what is expected, as FP32 or BF16 holds it; what is no number is one of them."""
+        change = (expected - before).abs()
+        squares, counts = (torch.zeros(len(self._names), device=self._device) for _ in range(2))
+        squares.index_add_(0, self._tensor_of, change.square())
+        counts.index_add_(0, self._tensor_of, torch.ones_like(change))
+        usual = (squares / counts.clamp(min=1)).sqrt()[self._tensor_of]
+        tolerated = RELATIVE * torch.maximum(change, usual) + ROUNDING * expected.abs()
+        held: Callable[[Tensor], Tensor] = (lambda values: values.bfloat16().float()) if in_bf16 else (lambda values: values)
+        return ~((held(expected - tolerated) <= actual) & (actual <= held(expected + tolerated)))
+
+
+def norm_of(gradients: Sequence[Tensor]) -> Tensor:
+    """The L2 norm of all, FP32. Collective where they are sharded."""
+    norms = [torch.linalg.vector_norm(each.detach(), dtype=torch.float32) for each in gradients]
+    return torch.stack([each.full_tensor() if isinstance(each, DTensor) else each for each in norms]).square().sum().sqrt()
+
+
+def _held_by_bf16(values: Tensor) -> float:
+    """The share of FP32 values other than zero that BF16 holds as they are."""
+    values = values[values != 0]
+    return float((values.view(torch.int32) & 0xFFFF == 0).float().mean()) if len(values) else 0.0
+
+
+def require_update(step: int, wrong: Sequence[str], accelerator: Accelerator) -> None:
+    """TrainingHalted where any process has seen something `wrong` in `step`. Collective."""
+    total = int(accelerator.reduce(torch.tensor(len(wrong), device=accelerator.device), reduction="sum"))
+    if total:
+        lines = "\n".join(f"  {line}" for line in (wrong or ["what another process says"]))
+        raise TrainingHalted(step, f"the update is not the one that torch.optim.AdamW makes, or not of the whole step:\n{lines}")
