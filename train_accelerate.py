@@ -51,6 +51,7 @@ from pretrain.run.running import Run, follow_the_schedule
 from pretrain.run.untrained import plan_launch
 from pretrain.settings import config
 from pretrain.settings.launch import with_precision, with_topology
+from pretrain.verify.update import StepCheck
 
 
 @record  # an error that is none of the user's: its traceback is in torchrun's table
@@ -247,10 +248,10 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int:
 
 
 def is_confirming(run: Run, steps: int) -> bool:
-    """Whether the step that follows `steps` steps is the first of this process, after a rollback, or of a phase: its products are
-    held to the audit."""
+    """Whether the step that follows `steps` steps is one of the first two of this process, after a rollback, or of a phase: its
+    products are held to the audit. The second one sees what the first update has made."""
     plan = run.job.plan
-    return steps == plan.done or (bool(plan.phases) and plan.begins_phase(steps))
+    return any(before == plan.done or (bool(plan.phases) and plan.begins_phase(before)) for before in (steps, steps - 1))
 
 
 def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDecision]:
@@ -268,7 +269,10 @@ def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDeci
     # Forward and backward over all microbatches.
     watching = run.precision_watch.watching(state.step + 1) if run.precision_watch else None
     audited = context.backend is not None and is_confirming(run, state.step)
-    with run.assembly.confirming_audit(state.step + 1) if audited else nullcontext():
+    looked_at = is_confirming(run, state.step) or due(state.step + 1, recipe.log.fp8_statistics)
+    check = StepCheck(model, optimizer, recipe, accelerator) if looked_at else None
+    confirming = run.assembly.confirming_audit(state.step + 1) if audited else nullcontext()
+    with confirming, check.passes(batches) if check else nullcontext():
         mean_loss = forward_backward(model, batches, accelerator, watching)
     norm = adamw.gradient_norm(model.parameters())
     parts = model.mean_parts(accelerator, batches.valid_tokens)
@@ -281,7 +285,9 @@ def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDeci
     labelled, can_go_back = batches.valid_tokens > 0, run.checkpoints.latest is not None
     decision = run.health.check(state.step + 1, loss, gradient_norm, can_go_back=can_go_back, labelled=labelled)
     if decision.proceed:
-        optimizer.step(clip_coefficient=clip_coefficient)
+        updates = state.step - state.skipped_steps
+        with check.update(state.step + 1, learning_rate, updates) if check else nullcontext():
+            optimizer.step(clip_coefficient=clip_coefficient)
     elif decision.action == "skip":
         context.go_back()
     adamw.clear_gradients(optimizer, model)  # queued before what waits for the update

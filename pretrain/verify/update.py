@@ -27,11 +27,10 @@ from torch.distributed.tensor import DTensor
 from packing.arrow import IGNORE
 from packing.batch import StepBatches
 from pretrain.metrics.health import TrainingHalted, some_of
-from pretrain.model.distributed import local_part
-from pretrain.model.gradients import gradient_of
+from pretrain.model.gradients import gradient_of, local_part
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.optimizer.adamw import MOMENTS, ExactAdamW
-from pretrain.optimizer.adamw_update import join
+from pretrain.optimizer.exact_weights import join
 from pretrain.precision.settings import WEIGHT_DTYPES
 from pretrain.settings.recipe import Recipe
 
@@ -41,45 +40,55 @@ ROUNDING = 2.0**-22  # of the value itself: FP32 rounds to 2^-24, a few times
 BF16_VALUED = 0.9  # of FP32 sums over several microbatches, at most, that BF16 could hold as they are
 
 
-@contextmanager
-def seeing_microbatches(model: PackedLanguageModel) -> Iterator[list[Tensor]]:
-    """Put this around the forward and backward of a step's microbatches. Yields what will hold, of each whose backward has begun,
-    the number of its labels and the factor of its summed loss: FP64 [2]."""
-    seen: list[Tensor] = []
+class StepCheck:
+    """One step of training, looked at: `passes` around its forward and backward, then `update` around the optimizer's step."""
 
-    def after_forward(module: nn.Module, args: Any, inputs: dict[str, Any], loss: Tensor) -> None:
-        labels = (inputs["labels"] != IGNORE).sum().double()
-        loss.register_hook(lambda gradient: seen.append(torch.stack([labels, gradient.detach().double()])))
+    def __init__(self, packed: PackedLanguageModel, optimizer: ExactAdamW, recipe: Recipe, accelerator: Accelerator) -> None:
+        self._packed, self._optimizer, self._recipe, self._accelerator = packed, optimizer, recipe, accelerator
+        self._microbatches = 0
+        self._wrong: list[str] = []
 
-    hook = model.register_forward_hook(after_forward, with_kwargs=True)
-    try:
-        yield seen
-    finally:
-        hook.remove()
+    @contextmanager
+    def passes(self, step: StepBatches) -> Iterator[None]:
+        """Sees the microbatches of `step`. Collective."""
+        seen: list[Tensor] = []  # of each whose backward has begun, its number of labels and the factor of its summed loss
+
+        def after_forward(module: nn.Module, args: Any, inputs: dict[str, Any], loss: Tensor) -> None:
+            labels = (inputs["labels"] != IGNORE).sum().double()
+            loss.register_hook(lambda gradient: seen.append(torch.stack([labels, gradient.detach().double()])))
+
+        hook = self._packed.register_forward_hook(after_forward, with_kwargs=True)
+        try:
+            yield
+        finally:
+            hook.remove()
+        self._microbatches = len(step.microbatches)
+        if len(seen) != self._microbatches:
+            self._wrong.append(f"{len(seen)} of {self._microbatches} microbatches were trained on")
+        nothing = torch.zeros(1, 2, dtype=torch.float64, device=self._accelerator.device)
+        labels, factors = torch.stack(seen).unbind(1) if seen else (nothing[:, 0], nothing[:0, 1])
+        total, counted = int(self._accelerator.reduce(labels.sum(), reduction="sum")), step.valid_tokens
+        if total != counted:
+            self._wrong.append(f"{total:,} labels were trained on, and the step counts {counted:,}")
+        if any(not math.isclose(factor * max(counted, 1), 1, rel_tol=1e-5) for factor in factors.tolist()):
+            self._wrong.append(f"the loss of a token counts as something else than one of {counted:,}")
+
+    @contextmanager
+    def update(self, step: int, learning_rate: float, updates: int) -> Iterator[None]:
+        """Sees the update of `step`, which comes after so many `updates`, at the schedule's `learning_rate`. Raises
+        TrainingHalted, on all processes, where one of them has seen anything wrong. Collective."""
+        hf, microbatches = self._packed.hf, self._microbatches
+        torchs = TorchUpdate(hf, self._optimizer, self._recipe, learning_rate, updates, microbatches)
+        yield
+        wrong, accelerator = [*self._wrong, *torchs.differences()], self._accelerator
+        total = int(accelerator.reduce(torch.tensor(len(wrong), device=accelerator.device), reduction="sum"))
+        if total:
+            lines = "\n".join(f"  {line}" for line in (wrong or ["what another process says"]))
+            raise TrainingHalted(step, f"not the update that torch.optim.AdamW makes of the whole step:\n{lines}")
 
 
-def wrong_microbatches(seen: Sequence[Tensor], step: StepBatches, accelerator: Accelerator) -> list[str]:
-    """Where the microbatches `seen` on all processes are not the whole of `step`. Collective."""
-    lines = (
-        [] if len(seen) == len(step.microbatches) else [f"{len(seen)} of {len(step.microbatches)} microbatches were trained on"]
-    )
-    nothing = torch.zeros(0, 2, dtype=torch.float64, device=accelerator.device)
-    labels, factors = torch.stack(tuple(seen)).unbind(1) if seen else nothing.unbind(1)
-    total = int(accelerator.reduce(labels.sum(), reduction="sum"))
-    if total != step.valid_tokens:
-        lines.append(f"{total:,} labels were trained on, and the step counts {step.valid_tokens:,}")
-    if any(not math.isclose(factor * max(step.valid_tokens, 1), 1, rel_tol=1e-5) for factor in factors.tolist()):
-        lines.append(f"the loss of a token counts as something else than one of {step.valid_tokens:,}")
-    return lines
-
-
-class UpdateCheck:
-    """One update beside torch's. Make it when the gradients are whole, and ask `wrong` when the optimizer has stepped, before
-    gradients are cleared.
-
-    `learning_rate`: of this step, by the schedule. `updates`: that were done before it. `microbatches`: whose gradients have been
-    added up.
-    """
+class TorchUpdate:
+    """What torch makes of some values, when the gradients are whole. `microbatches`: so many have been added up."""
 
     def __init__(
         self, model: nn.Module, optimizer: ExactAdamW, recipe: Recipe, learning_rate: float, updates: int, microbatches: int
@@ -103,8 +112,8 @@ class UpdateCheck:
         self._before = self._values()
         self._expected = self._updated_by_torch(gradient * coefficient, learning_rate, torch.tensor(decays, device=self._device))
 
-    def wrong(self) -> list[str]:
-        """A line for each thing that is not as torch makes it, with the parameters that it is wrong in."""
+    def differences(self) -> list[str]:
+        """What the optimizer's step, done meanwhile, has made otherwise: a line for each thing, with the parameters."""
         lines, after, stored = list(self._claims), self._values(), self._recipe
         kept = {"weights": stored.weights == "bf16", **dict.fromkeys(MOMENTS, stored.moments_kept_in == "bf16")}
         for what, expected in self._expected.items():
@@ -198,11 +207,3 @@ def _held_by_bf16(values: Tensor) -> float:
     """The share of FP32 values other than zero that BF16 holds as they are."""
     values = values[values != 0]
     return float((values.view(torch.int32) & 0xFFFF == 0).float().mean()) if len(values) else 0.0
-
-
-def require_update(step: int, wrong: Sequence[str], accelerator: Accelerator) -> None:
-    """TrainingHalted where any process has seen something `wrong` in `step`. Collective."""
-    total = int(accelerator.reduce(torch.tensor(len(wrong), device=accelerator.device), reduction="sum"))
-    if total:
-        lines = "\n".join(f"  {line}" for line in (wrong or ["what another process says"]))
-        raise TrainingHalted(step, f"the update is not the one that torch.optim.AdamW makes, or not of the whole step:\n{lines}")

@@ -11,10 +11,11 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from pretrain.metrics.health import TrainingHalted
 from pretrain.model import gradients, packed
-from pretrain.optimizer import adamw, adamw_update
+from pretrain.optimizer import adamw
 from pretrain.settings.recipe import Recipe
-from pretrain.verify.update import UpdateCheck, seeing_microbatches, wrong_microbatches
+from pretrain.verify.update import StepCheck
 from tests.pretrain.verify.small_runs import SmallRun, build_run, on_a
 
 WAYS = ("fp32", "bf16", "bf16_exact")
@@ -42,27 +43,23 @@ def built(accelerator: Accelerator, weights: str) -> SmallRun:
     return run
 
 
-def two_steps(run: SmallRun, recipe: Recipe) -> list[str]:
-    """What is wrong with the first two steps, made as training makes them."""
-    wrong = []
+def two_steps(run: SmallRun, recipe: Recipe) -> None:
+    """As training makes them."""
     for updates in range(2):
+        check = StepCheck(run.packed, run.optimizer, recipe, run.accelerator)
         adamw.set_learning_rate(run.optimizer, RATE)
-        with seeing_microbatches(run.packed) as seen:
+        with check.passes(run.step):
             packed.forward_backward(run.model, run.step, run.accelerator)
-        wrong += wrong_microbatches(seen, run.step, run.accelerator)
         norm = adamw.gradient_norm(run.model.parameters())
-        coefficient = adamw.clip_coefficient(norm, recipe.optimizer.clip)
-        check = UpdateCheck(run.packed.hf, run.optimizer, recipe, RATE, updates, len(run.step.microbatches))
-        run.optimizer.step(clip_coefficient=coefficient)
-        wrong += check.wrong()
+        with check.update(updates + 1, RATE, updates):
+            run.optimizer.step(clip_coefficient=adamw.clip_coefficient(norm, recipe.optimizer.clip))
         adamw.clear_gradients(run.optimizer, run.packed)
-    return wrong
 
 
 @pytest.mark.parametrize("clip", [1e-3, None])
 @pytest.mark.parametrize("weights", WAYS)
 def test_a_healthy_update_is_the_one_that_torch_makes(accelerator: Accelerator, weights: str, clip: float | None) -> None:
-    assert two_steps(built(accelerator, weights), recipe_of(weights, clip)) == []
+    two_steps(built(accelerator, weights), recipe_of(weights, clip))
 
 
 # ── Faults ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -73,7 +70,7 @@ def not_clipped(run: SmallRun, patch: Patch) -> None:
 
 
 def no_bias_correction(run: SmallRun, patch: Patch) -> None:
-    patch.setattr(adamw_update.Hyperparameters, "bias_correction2_sqrt", 1.0)
+    patch.setattr(adamw.Hyperparameters, "bias_correction2_sqrt", 1.0)
 
 
 def each_step_twice(run: SmallRun, patch: Patch) -> None:
@@ -102,13 +99,13 @@ def norms_decay(run: SmallRun, patch: Patch) -> None:
 
 
 def low_bits_dropped(run: SmallRun, patch: Patch) -> None:
-    split = adamw_update.split
+    split = adamw.split
 
     def rounded(master: Tensor) -> tuple[Tensor, Tensor]:
         weight, remainder = split(master)
         return weight, remainder.zero_()
 
-    patch.setattr(adamw_update, "split", rounded)
+    patch.setattr(adamw, "split", rounded)
 
 
 def fourth_microbatch_dropped(run: SmallRun, patch: Patch) -> None:
@@ -163,4 +160,5 @@ def test_a_fault_in_the_update_is_named(
         pytest.skip("cannot be made there")
     run = built(accelerator, weights)
     fault(run, monkeypatch)
-    assert any(each.startswith(line) for each in two_steps(run, recipe_of(weights)))
+    with pytest.raises(TrainingHalted, match=line):
+        two_steps(run, recipe_of(weights))
