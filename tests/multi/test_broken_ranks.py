@@ -7,13 +7,18 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from pretrain.metrics.health import TrainingHalted
 from pretrain.model.distributed import complete_topology
+from pretrain.model.gradients import local_part
 from tests.pretrain.verify.small_runs import SmallRun, build_run
+from tests.pretrain.verify.test_update import recipe_of, two_steps
 from tests.ranks import start_ranks
 
 
@@ -33,6 +38,18 @@ def averaged_over_ranks(run: SmallRun) -> None:
 
 def change_loss(run: SmallRun, change: Callable[[Tensor], Tensor]) -> None:
     run.packed.register_forward_hook(lambda module, args, loss: change(loss))
+
+
+def weight_of_a_rank_stands_still(run: SmallRun) -> None:
+    step, weight = run.optimizer.step, local_part(next(iter(run.model.parameters())).data)
+    before = weight.clone()
+
+    def step_of_rank(**options: Any) -> None:
+        step(**options)
+        if run.accelerator.process_index == 1:
+            weight.copy_(before)
+
+    run.optimizer.step = step_of_rank
 
 
 FAULTS = {
@@ -56,6 +73,21 @@ def find_faults() -> None:
     accelerator.end_training()
 
 
+def find_faults_of_updates() -> None:
+    complete_topology(accelerator := Accelerator(mixed_precision="no"))
+    found = {}
+    for make in (nothing, weight_of_a_rank_stands_still):
+        make(run := build_run(accelerator, "bf16", layers=1, weights=torch.bfloat16, exact=True))
+        run.optimizer.materialise()
+        try:
+            two_steps(run, recipe_of("bf16_exact"))
+            found[make.__name__] = "nothing"
+        except TrainingHalted as halt:
+            found[make.__name__] = str(halt)
+    print(f"FOUND {json.dumps(found)}")
+    accelerator.end_training()
+
+
 def start(topology: str, *precisions: str) -> dict[str, dict[str, list[str]]]:
     """What two processes found: by fault and precision, the failures that parity names."""
     with tempfile.TemporaryDirectory() as folder:
@@ -72,3 +104,16 @@ def test_what_is_lost_between_two_processes_is_found() -> None:
     found = start("ddp", "delayed")
     assert found.pop("nothing") == {"delayed": []}
     assert len(found) == 2 and all(failures for precisions in found.values() for failures in precisions.values())
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("topology", ["ddp", "zero", "fsdp2"])
+def test_a_wrong_update_of_one_rank_stops_both(topology: str, tmp_path: Path) -> None:
+    status, out, err = start_ranks(
+        [], ["--config_file", f"accelerate_configs/{topology}.yaml"], tmp_path, main=find_faults_of_updates
+    )
+    assert status == 0, out + err
+    each = [json.loads(line.removeprefix("FOUND ")) for line in out.splitlines() if line.startswith("FOUND ")]
+    assert [ranks["nothing"] for ranks in each] == ["nothing", "nothing"]
+    said = [ranks[weight_of_a_rank_stands_still.__name__] for ranks in each]
+    assert sorted("another process" in line for line in said) == [False, True] and any("weights of 1 of" in line for line in said)
