@@ -17,10 +17,22 @@ from pretrain.metrics.run_folder import STATISTICS_FILE
 from pretrain.metrics.trackers import JsonlTracker
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.settings import ActivePrecision
-from pretrain.precision.statistics import Condition, OperandStatistics, conditions, summary
+from pretrain.precision.statistics import OperandStatistics, summary
 
 Record = Mapping[str, Any]
 
+LOST_TO_LATE_SCALES = 1e-3  # the share of values that scales from earlier steps may cut; others cut none
+# Of each share: what happens to its values, and what to change.
+LOSSES = {
+    "underflow": (
+        "becomes zero",
+        "`precision=mxfp8`, `fp8_config.fp8_format: HYBRID` for gradients, or layers in BF16 (`fp8_config.keep_bf16_layers`)",
+    ),
+    "saturation": (
+        "is cut to the format's maximum",
+        "`precision=current`, `fp8_config.amax_compute_algo: max` or a larger `fp8_config.margin`",
+    ),
+}
 NEVER_SCALED = 1.0  # the delayed scale of an operand that no step has quantized yet: what it loses now, the next step will not
 
 
@@ -28,27 +40,28 @@ class PrecisionHealth:
     """The judgement of one run in a quantized precision; call `check` with each due step's records."""
 
     def __init__(self, active: ActivePrecision) -> None:
-        self.conditions = conditions(active)
         self._keeps_history = active.precision.keeps_history
-        self._told: set[Condition | None] = set()  # None: of operands that are all zeros
+        self._limits = {"underflow": active.precision.underflow_limit}
+        if self._keeps_history:
+            self._limits["saturation"] = LOST_TO_LATE_SCALES
+        self._warned: set[str] = set()  # of these shares, and of zeros
 
     def check(self, step: int, records: Sequence[Record]) -> str | None:
         """What is wrong at `step` and was not told before, for the user to read; None where nothing is."""
         scaled = [record for record in records if not (self._keeps_history and record["scale"] == NEVER_SCALED)]
         warnings = []
-        for condition in self.conditions:
-            concerned = [record for record in scaled if record["operand"] in condition.roles]
-            above = [record for record in concerned if record[condition.share] > condition.limit]
-            if above and condition not in self._told:
-                self._told.add(condition)
-                worst = max(above, key=lambda record: record[condition.share])
+        for share, limit in self._limits.items():
+            above = [record for record in scaled if record[share] > limit]
+            if above and share not in self._warned:
+                self._warned.add(share)
+                worst, (what, remedy) = max(above, key=lambda record: record[share]), LOSSES[share]
                 warnings.append(
-                    f"{percent(worst[condition.share])} of {worst['layer']}'s {worst['operand']} {condition.what} ({len(above)} "
-                    f"of {len(concerned)} such operands are above {percent(condition.limit)}). {condition.remedy}"
+                    f"{percent(worst[share])} of {worst['layer']}'s {worst['operand']} {what} ({len(above)} of {len(scaled)} "
+                    f"operands are above {percent(limit)}); {remedy} loses less"
                 )
         dead = [f"{record['layer']} {record['operand']}" for record in records if record["amax"] == 0]
-        if dead and None not in self._told:  # no scale helps them, and their layer is idle
-            self._told.add(None)
+        if dead and "zeros" not in self._warned:  # no scale helps them, and their layer is idle
+            self._warned.add("zeros")
             warnings.append(
                 f"{dead[0]} is all zeros, of {len(dead)} such operands. Its products are zero in any precision: see whether the "
                 "weights it began with are whole; a lower `optimizer.learning_rate` keeps layers from dying"

@@ -33,7 +33,6 @@ from pretrain.precision.formats.definition import Precision
 from pretrain.precision.scope import check_scope
 from pretrain.precision.selection import missing_on, select_precision
 from pretrain.precision.settings import WEIGHT_DTYPES, ActivePrecision, PrecisionPhase, last_steps, phases_of
-from pretrain.precision.statistics import against_overflow
 from pretrain.settings import config
 from pretrain.settings.recipe import Recipe
 
@@ -79,7 +78,8 @@ class Job:
     @property
     def precision_remedy(self) -> str | None:
         """What to change in the precision where values overflow; None where nothing is quantized."""
-        return against_overflow(self.active) if self.precision.quantized else None
+        cause = "`precision=bf16` from the same checkpoint, with --accept-changes, tells whether the precision is the cause"
+        return cause if self.precision.quantized else None
 
     def with_plan(self, **values: Any) -> Job:
         """The job with other values of its plan: `active`, the precision that it computes in for now, or what was `done`."""

@@ -6,9 +6,6 @@ scale of a tensor are exact.
 
 * An operand is measured as the product along its features takes it, not once more along tokens.
 * Rounding is to nearest here even where gradients are rounded stochastically: a random number drawn here would change the run.
-
-What is too much of it, and what to change then, is told below too. docs/precision.md ("Statistics and health") has the
-measurements behind the limits.
 """
 
 from __future__ import annotations
@@ -17,8 +14,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -127,52 +123,3 @@ def _record(parts: Sequence[Sequence[float]]) -> dict[str, float | None]:
         "underflow": underflow / max(nonzero, 1),
         "saturation": saturation / max(finite, 1),
     }
-
-
-# ── What is too much, and what to change ────────────────────────────────────────────────────────────────────────────────────────
-
-# Where small values become zero.
-AGAINST_UNDERFLOW = (
-    "`precision=mxfp8`, and in one scale a tensor `precision=block` too, loses fewer small values; `fp8_config.keep_bf16_layers` "
-    "takes the first or last layers out of low precision"
-)
-# Where values are cut to the format's maximum, because scales from earlier steps lag behind values that grow.
-AGAINST_LATE_SCALES = (
-    "`fp8_config.amax_compute_algo: max` or a larger `fp8_config.margin` leaves more room above the largest value seen; "
-    "`precision=current` scales by the values themselves"
-)
-WIDER_GRADIENTS = "`fp8_config.fp8_format: HYBRID` keeps gradients in E5M2, whose range is 2**13 times as wide"
-
-
-@dataclass(frozen=True)
-class Condition:
-    """Something that may be wrong with some operands: it begins where their records' `share` is above `limit`."""
-
-    share: Literal["underflow", "saturation"]
-    roles: tuple[Role, ...]
-    limit: float
-    what: str  # happens to the values
-    remedy: str
-
-
-def conditions(active: ActivePrecision) -> list[Condition]:
-    """What can go wrong with the operands of a quantized precision, each with its remedy.
-
-    Only scales from earlier steps can cut a tensor's values, and one value in a thousand says that it has outgrown them.
-    """
-    precision, forward, backward = active.precision, ("input", "weight"), ("grad_output",)
-    narrow = active.settings.fp8_format == "E4M3" and precision.takes("fp8_format", "HYBRID")
-    lost = precision.underflow_limit, f"becomes zero in {precision.format_name}"
-    result = [
-        Condition("underflow", forward, *lost, AGAINST_UNDERFLOW),
-        Condition("underflow", backward, *lost, WIDER_GRADIENTS if narrow else AGAINST_UNDERFLOW),
-    ]
-    if precision.keeps_history:
-        result.append(Condition("saturation", forward + backward, 1e-3, "is cut to the format's maximum", AGAINST_LATE_SCALES))
-    return result
-
-
-def against_overflow(active: ActivePrecision) -> str:
-    """What to change in a low precision where the loss or a gradient is not a number, or jumps."""
-    compared = "`precision=bf16` from the same checkpoint, with --accept-changes, tells whether the precision is the cause"
-    return f"{AGAINST_LATE_SCALES}; {compared}" if active.precision.keeps_history else compared

@@ -142,11 +142,6 @@ class QuantizedPrecision(Precision):
         """Whether there is a scale for the whole tensor, by itself or above those of the blocks."""
         return self.scales.kind != "power of two"
 
-    @property
-    def format_name(self) -> str:
-        """For messages."""
-        return "FP8" if self.codes is E4M3 else self.codes.name
-
     def grid(self, settings: OptionValues, role: Role) -> Grid:
         """The number format of an operand's codes. HYBRID gives gradients range in place of precision."""
         return E5M2 if role == "grad_output" and settings.fp8_format == "HYBRID" else self.codes
