@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from foundation.errors import InputError
 from packing.arrow import IGNORE
 from pretrain.model.loss import head as loss
-from pretrain.model.loss.head import LossHead, chunks, softmax_gradient_, token_losses
+from pretrain.model.loss.head import LossHead, softmax_gradient_
 from pretrain.settings.recipe import LossSettings
 
 
@@ -35,21 +35,6 @@ def exact(states: Tensor, linear: nn.Linear, labels: Tensor, scale: float = 1.0)
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     return float((actual.detach().double() - expected).norm() / expected.norm().clamp(min=1e-30))
-
-
-@settings(max_examples=60, deadline=None)
-@given(n=st.integers(1, 20), vocabulary=st.integers(1, 50), scale=st.sampled_from([0.0, 1.0, 30.0]), seed=st.integers(0, 9))
-def test_softmax_and_its_gradient_are_those_of_autograd_in_fp64(n: int, vocabulary: int, scale: float, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(n, vocabulary, generator=generator) * scale
-    labels = torch.randint(vocabulary, (n,), generator=generator)
-    labels[::3] = IGNORE
-    exact = logits.double().requires_grad_()
-    losses = F.cross_entropy(exact, labels, ignore_index=IGNORE, reduction="none")
-    losses.sum().backward()
-    torch.testing.assert_close(token_losses(logits, labels).double(), losses.detach(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(softmax_gradient_(logits, labels).double(), losses.detach(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(logits.double(), exact.grad, rtol=1e-5, atol=1e-6)
 
 
 def test_a_well_predicted_token_keeps_its_small_gradient_in_bf16() -> None:
@@ -100,18 +85,6 @@ def test_bf16_stays_within_the_rounding_of_its_factors(weights: torch.dtype) -> 
     assert linear.weight.grad.dtype == weights and states.grad.dtype == torch.float32
 
 
-def test_a_tied_weight_stays_one_parameter_and_gathers_both_gradients() -> None:
-    embedding, linear = nn.Embedding(30, 8), nn.Linear(8, 30, bias=False)
-    linear.weight = embedding.weight
-    model = nn.ModuleDict({"embedding": embedding, "head": LossHead.replacing(linear, LossSettings(chunk=7))})
-    ids, labels = torch.randint(30, (1, 20)), torch.randint(30, (1, 20))
-    assert [name for name, _ in model.named_parameters()] == ["embedding.weight"]
-    (ours,) = torch.autograd.grad(model["head"](embedding(ids), labels), embedding.weight)
-    logits = F.linear(embedding(ids), embedding.weight)
-    (expected,) = torch.autograd.grad(F.cross_entropy(logits[0], labels[0], reduction="sum"), embedding.weight)
-    torch.testing.assert_close(ours, expected)
-
-
 def test_a_frozen_head_passes_the_gradient_on_and_computes_none_of_its_own() -> None:
     states, linear, labels = problem(20, 8, 30, 0.0)
     _, gradients = exact(states, linear, labels)
@@ -157,15 +130,6 @@ def test_no_operation_ever_makes_more_than_one_chunk_of_logits(grad: bool) -> No
         if grad:
             value.backward()
     assert seen.elements == 32 * 1000
-
-
-@given(tokens=st.integers(1, 10_000), chunk=st.integers(1, 5_000))
-def test_chunks_cover_every_token_once_in_at_most_two_sizes(tokens: int, chunk: int) -> None:
-    rows = [range(tokens)[part] for part in chunks(tokens, chunk)]
-    assert [i for part in rows for i in part] == list(range(tokens))
-    sizes = {len(part) for part in rows}
-    assert len(sizes) <= 2 and max(sizes) <= chunk
-    assert tokens % chunk or sizes == {min(chunk, tokens)}
 
 
 @pytest.mark.parametrize(

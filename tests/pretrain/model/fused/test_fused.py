@@ -22,7 +22,7 @@ from pretrain.precision.product import PlainProduct, PrecisionContext
 from pretrain.precision.scope import decide, is_called
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 from pretrain.settings.recipe import LossSettings, ModelSettings
-from tests.pretrain.model.fused.fused_models import ARCHITECTURES, build, inputs
+from tests.pretrain.model.fused.fused_models import ARCHITECTURES, build, inputs, losses_and_gradients
 
 
 @pytest.fixture(params=ARCHITECTURES)
@@ -39,10 +39,9 @@ def packed(hf: PreTrainedModel, *, fused: bool = True, dtype: torch.dtype = torc
     return whole
 
 
-def loss_and_gradients(whole: PackedLanguageModel) -> tuple[float, dict[str, Tensor]]:
-    loss = whole(**inputs())
-    loss.backward()
-    return loss.item(), {name: parameter.grad for name, parameter in whole.hf.named_parameters()}
+def one_pass(whole: PackedLanguageModel) -> tuple[float, dict[str, Tensor]]:
+    losses, gradients = losses_and_gradients(whole, microbatches=1)
+    return losses[0], gradients
 
 
 # ── Which ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -80,48 +79,36 @@ def test_bf16_on_a_gpu_is_fused_by_kernels_and_all_else_on_demand(
 # ── What they compute ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_loss_and_every_gradient_are_the_unfused_models(config: dict[str, Any]) -> None:
-    (loss, gradients), (plain_loss, plain) = (loss_and_gradients(packed(build(config), fused=f)) for f in (True, False))
-    assert loss == pytest.approx(plain_loss, rel=1e-6)
-    assert gradients.keys() == plain.keys()
-    largest = max(gradient.norm() for gradient in plain.values())
-    for name, gradient in plain.items():
-        assert (gradients[name] - gradient).norm() <= 2e-6 * largest + 1e-6 * gradient.norm(), name
-
-
 @pytest.mark.usefixtures("cudnn_on_a_cpu")
 @pytest.mark.parametrize("name", ["llama", "qwen3"])  # nothing normed; heads normed
 def test_rotation_and_attention_in_one_are_what_they_are_apart(name: str) -> None:
     apart, in_one = (packed(build(ARCHITECTURES[name], backend=b)) for b in ("packed_sdpa", "packed_cudnn"))
-    (loss, gradients), (whole_loss, whole) = loss_and_gradients(apart), loss_and_gradients(in_one)
+    (loss, gradients), (whole_loss, whole) = one_pass(apart), one_pass(in_one)
     assert whole_loss == pytest.approx(loss, rel=1e-6)
     largest = max(gradient.norm() for gradient in gradients.values())
     for parameter, gradient in gradients.items():
         assert (whole[parameter] - gradient).norm() <= 2e-6 * largest + 1e-6 * gradient.norm(), parameter
     with torch.no_grad():
-        assert in_one(**inputs()).item() == pytest.approx(loss, rel=1e-6)
+        assert in_one(**inputs()).item() / 1000 == pytest.approx(loss, rel=1e-6)
     keeping = packed(build(ARCHITECTURES[name], backend="packed_cudnn"))
     keeping.fused.arithmetic.keeps_rotated = True
-    kept_loss, kept = loss_and_gradients(keeping)
+    kept_loss, kept = one_pass(keeping)
     assert kept_loss == whole_loss and all(torch.equal(gradient, whole[parameter]) for parameter, gradient in kept.items())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_products_add_their_weight_gradients_to_the_main_gradients(config: dict[str, Any], dtype: torch.dtype) -> None:
+def test_losses_and_the_main_gradients_of_products_are_the_unfused_models(config: dict[str, Any], dtype: torch.dtype) -> None:
     """Two microbatches, the second on the working copies of the first: the sum of both, in FP32."""
     whole, plain = packed(build(config), dtype=dtype), packed(build(config), fused=False)
     attach_main_gradients(whole, torch.float32, whole.fused.stacks)
     wrap_layers(whole, ModelSettings(config=config), cast_to=dtype, compile_layers=False)
-    for seed in (0, 1):
-        whole.context.first_microbatch = seed == 0
-        plain(**inputs(seed=seed)).backward()
-        whole(**inputs(seed=seed)).backward()
-    assert all(parameter.grad is None for parameter in whole.parameters())
+    (losses, gradients), (plain_losses, plain_gradients) = losses_and_gradients(whole), losses_and_gradients(plain)
     close = 1e-5 if dtype == torch.float32 else 0.06
-    largest = max(parameter.grad.norm() for parameter in plain.parameters())
-    for (name, mine), theirs in zip(whole.named_parameters(), plain.parameters(), strict=True):
-        assert mine.main_grad.dtype == torch.float32
-        assert (mine.main_grad - theirs.grad).norm() <= close * (theirs.grad.norm() + 0.01 * largest), name
+    assert losses == pytest.approx(plain_losses, rel=close)
+    assert all(parameter.grad is None for parameter in whole.parameters())
+    largest = max(gradient.norm() for gradient in plain_gradients.values())
+    for name, gradient in plain_gradients.items():
+        assert (gradients[name] - gradient).norm() <= close * (gradient.norm() + 0.01 * largest), name
 
 
 # ── The model around them ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -136,17 +123,6 @@ def test_without_packed_documents_a_layer_is_transformers_own(config: dict[str, 
         hf.eval().set_attn_implementation("sdpa")
         texts.append(hf.generate(torch.tensor([[3, 5, 7]]), max_new_tokens=6, do_sample=False, pad_token_id=0))
     assert torch.equal(*texts)
-
-
-def test_a_model_that_was_moved_computes_the_same(config: dict[str, Any]) -> None:
-    """Parameters that no longer lie together are put together in each use."""
-    whole = packed(build(config))
-    before = whole(**inputs()).item()
-    rotary = {name: buffer.clone() for name, buffer in whole.hf.named_buffers()}
-    whole.double().float()
-    for name, buffer in whole.hf.named_buffers():
-        buffer.copy_(rotary[name])
-    assert whole(**inputs()).item() == before
 
 
 # ── Products of different precisions ──────────────────────────────────────────────────────────────────────────────────────────
@@ -201,15 +177,6 @@ def assembled(architecture: str, patterns: Sequence[str], *, fused: bool) -> Pac
     return whole
 
 
-def computed(whole: PackedLanguageModel) -> tuple[Tensor, dict[str, Tensor]]:
-    whole.zero_grad()
-    for parameter in whole.parameters():
-        parameter.main_grad.zero_()
-    loss = whole(**inputs()) / 128
-    loss.backward()
-    return loss.detach(), {name: parameter.main_grad.clone() for name, parameter in whole.hf.named_parameters()}
-
-
 @contextmanager
 def in_bf16(whole: PackedLanguageModel) -> Iterator[None]:
     """Another precision's turn, which quantizes nothing."""
@@ -228,14 +195,14 @@ def in_bf16(whole: PackedLanguageModel) -> Iterator[None]:
 )
 def test_it_is_the_unfused_layer_with_the_same_linears_in_low_precision(architecture: str, patterns: list[str]) -> None:
     fused, plain = (assembled(architecture, patterns, fused=each) for each in (True, False))
-    (loss, gradients), (plain_loss, plain_gradients) = computed(fused), computed(plain)
-    torch.testing.assert_close(loss, plain_loss, rtol=1e-4, atol=0)
+    (loss, gradients), (plain_loss, plain_gradients) = one_pass(fused), one_pass(plain)
+    assert loss == pytest.approx(plain_loss, rel=1e-4)
     for name, gradient in gradients.items():  # a value next to the middle of two codes may round to the other
-        assert (gradient - plain_gradients[name]).norm() < 0.02 * plain_gradients[name].norm() + 1e-6, name
+        assert (gradient - plain_gradients[name]).norm() < 0.02 * plain_gradients[name].norm() + 1e-7, name
     with in_bf16(fused), in_bf16(plain):
-        (other_loss, others), (plain_loss, plain_gradients) = computed(fused), computed(plain)
-    torch.testing.assert_close(other_loss, plain_loss, rtol=1e-5, atol=0)
+        (other_loss, others), (plain_loss, plain_gradients) = one_pass(fused), one_pass(plain)
+    assert other_loss == pytest.approx(plain_loss, rel=1e-5)
     for name, gradient in others.items():
-        torch.testing.assert_close(gradient, plain_gradients[name], rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(gradient, plain_gradients[name], rtol=1e-3, atol=1e-6)
     changed = [name for name, gradient in gradients.items() if (gradient - others[name]).norm() > 0.005 * others[name].norm()]
     assert changed, "low precision was in use before"

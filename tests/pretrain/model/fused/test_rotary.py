@@ -12,7 +12,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3Rotary
 
 from pretrain.model.fused.formulas import HeadNorms, Heads, rotate, rotate_backward
 
-FP64, FP32, BF16 = torch.float64, torch.float32, torch.bfloat16
+FP64, FP32 = torch.float64, torch.float32
 TOLERANCE = {FP64: {"rtol": 1e-12, "atol": 1e-12}, FP32: {"rtol": 2e-5, "atol": 2e-5}}
 
 layouts = st.builds(
