@@ -98,7 +98,7 @@ def test_plain_bf16_computes_in_fp32_and_rounds_once_as_torchs_fused_adamw_does(
     torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=0)
 
 
-def test_it_follows_torchs_adamw_where_gradients_come_and_go_and_parameters_are_large_bit_for_bit() -> None:
+def test_it_follows_torchs_adamw_where_gradients_come_and_go_bit_for_bit() -> None:
     large = (2, IN_CACHE + 3)  # updated part by part
     ours, alone, theirs = (parameters(dtype, large) for dtype in (torch.float32, torch.bfloat16, torch.float32))
     hyper = HYPER | {"weight_decay": 0.0}
