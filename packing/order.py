@@ -145,6 +145,12 @@ class MixedPacks(JoinedPacks):
         return Mixture(tuple(self.parts), counts, tuple(self.weights.values()), tokens)
 
 
+def order_of(packs: Packs, packs_per_step: int, seed: int, shift: int = 0) -> Order:
+    """The order in which a run trains on prepared `packs`, its step 0 `shift` packs further on."""
+    mixture = packs.mixture() if isinstance(packs, MixedPacks) else Mixture.alone(len(packs))
+    return Order(mixture, packs_per_step, seed, shift)
+
+
 def _tokens_of(packs: Packs) -> float:
     """Returns how many real tokens a pack has on average; of packs that do not record how many they hold, by 1,000 spread over
     all."""

@@ -32,7 +32,7 @@ import numpy as np
 from foundation.errors import InputError
 from foundation.files import FileLock, free_bytes, replace_file
 from packing.arrow import FIRST, MANIFEST, ArrowPacks, Packs, PacksOfOthers
-from packing.order import MixedPacks, Mixture, Order, permute, splitmix64
+from packing.order import Mixture, Order, permute, splitmix64
 from packing.settings import DataSettings
 
 FAILED = "failed"
@@ -221,6 +221,10 @@ class StreamedPacks(PacksOfOthers):
         tokens = tuple(sample.tokens / len(sample) for sample in self.samples.values())
         return Mixture(tuple(self.sources), (ENDLESS,) * len(tokens), tuple(self.weights.values()), tokens)
 
+    def order(self, packs_per_step: int, seed: int, shift: int = 0) -> Order:
+        """The order in which a run trains on these packs, its step 0 `shift` packs further on."""
+        return StreamOrder(self.mixture, packs_per_step, seed, shift, packs=self)
+
     def __len__(self) -> int:
         return ENDLESS
 
@@ -306,11 +310,3 @@ class StreamOrder(Order):
         """Returns for each source the part with its last pack before `step`, or its first part where there is no such pack."""
         before = zip(self.packs.sources.items(), self.mixture.packs_before(self.places_of_step(step).start), strict=True)
         return {name: source.part_of(max(int(n) - 1, 0)) for (name, source), n in before}
-
-
-def order_of(packs: Packs, packs_per_step: int, seed: int, shift: int = 0) -> Order:
-    """The order in which a run trains on `packs`, its step 0 `shift` packs further on."""
-    if isinstance(packs, StreamedPacks):
-        return StreamOrder(packs.mixture, packs_per_step, seed, shift, packs=packs)
-    mixture = packs.mixture() if isinstance(packs, MixedPacks) else Mixture.alone(len(packs))
-    return Order(mixture, packs_per_step, seed, shift)

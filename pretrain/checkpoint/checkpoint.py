@@ -39,7 +39,7 @@ from foundation.errors import InputError
 from foundation.files import PARTIAL, FileRecord, find_damage, free_bytes, write_file
 from foundation.memory import free_memory
 from foundation.reading import load_object, one_line
-from foundation.units import GIB, duration, memory
+from foundation.units import GIB, memory
 from pretrain.checkpoint import format as on_disk
 from pretrain.checkpoint.format import Manifest, TensorEntry, read_manifest, step_folder, step_folders, step_of, write_tensors
 from pretrain.model.distributed import from_all_ranks, in_a_group
@@ -112,11 +112,11 @@ class Checkpoints:
                 shutil.rmtree(on_disk.partial_folder(final), ignore_errors=True)
             files, index = self._lay_out(model, optimizer)
             copies = self._staging.copy(files) if behind else None
-            stopped = f"; training stopped for {duration(time.perf_counter() - began)}" if copies else ""
+            stopped = f"; training stopped for {time.perf_counter() - began:.2g} s" if copies else ""
 
             def afterwards() -> None:
                 self._prune(final, spared)
-                self._news.append(f"saved {final} in {duration(time.perf_counter() - began)}{stopped}")
+                self._news.append(f"saved {final} in {time.perf_counter() - began:.3g} s{stopped}")
 
             manifest = Manifest(step, self.world_size, [], **index)
             state_json = json.dumps(dict(state), indent=1, allow_nan=False).encode()

@@ -14,9 +14,9 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from foundation.errors import InputError
 from packing.batch import BatchStream
-from packing.order import MixedPacks
+from packing.order import MixedPacks, order_of
 from packing.store import unprepared
-from packing.stream import StreamedPacks, order_of
+from packing.stream import StreamedPacks
 from pretrain.metrics.flops import ModelFlops
 from pretrain.metrics.run_folder import check_ours
 from pretrain.metrics.trackers import resolve
@@ -105,8 +105,8 @@ class Job:
     def batches(self, accelerator: Accelerator, shift: int = 0) -> BatchStream:
         """This rank's training batches, step by step: a pure function of the recipe, the packs, and the packs by which a run is
         further on in them than its steps say."""
-        packs = self.data.train
-        order = order_of(packs, self.plan.packs_per_step, self.recipe.seed, shift)
+        packs, settings = self.data.train, (self.plan.packs_per_step, self.recipe.seed, shift)
+        order = packs.order(*settings) if isinstance(packs, StreamedPacks) else order_of(packs, *settings)
         return BatchStream(packs, order, **self.batching(accelerator))
 
     def batching(self, accelerator: Accelerator) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from foundation.attributes import holding
 from foundation.progress import advance
 from packing.batch import Microbatch
 from pretrain.checkpoint.state import seed_step
@@ -121,11 +120,6 @@ class Assembly:
     def optimizer_tensors(self) -> dict[str, Tensor]:
         return named_state(self.optimizer, self.hf)
 
-    @property
-    def state_tensors(self) -> dict[str, Tensor]:
-        """All that a checkpoint holds beside the model: the optimizer's, and history and scales of delayed scaling."""
-        return self.optimizer_tensors | self.context.saved_state()
-
     def low_precision_products(self, device_name: str) -> LowPrecisionProducts | None:
         """What runs on the device's FP8 or FP4 units; None where nothing does, or where their peak is not known."""
         fastest = peak(device_name, self.active.precision.peak)
@@ -189,8 +183,9 @@ def in_its_precisions(
         precisions[each.precision.name] = AssembledPrecision(each, backends[each.precision.name], decisions, {})
     packed.fused, what_is_fused = _fuse(job, layers, precisions, context, device.type)
     for each in precisions.values():
-        with holding(context, backend=each.backend):
-            convert(hf, each.decisions, context, packed.fused)
+        context.backend = each.backend
+        convert(hf, each.decisions, context, packed.fused)
+    context.backend = backends[job.precision.name]
     return packed, precisions, what_is_fused
 
 

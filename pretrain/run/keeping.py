@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 
 from foundation.errors import InputError
 from foundation.files import fsync
@@ -27,19 +28,25 @@ from pretrain.run.running import Run
 # ── Checkpoints ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def tensors_to_save(assembly: Assembly) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The model's, and all that a checkpoint holds beside it: the optimizer's, and histories and scales of delayed scaling."""
+    histories = assembly.context.saved_state() if assembly.context.backends else {}
+    return assembly.tensors, assembly.optimizer_tensors | histories
+
+
 def check_room(job: Job, assembly: Assembly, checkpoints: Checkpoints, source: ResumePoint | None) -> None:
     """InputError where the disk has no room for the checkpoints to come, of which the kept ones are on it already."""
     at_once = job.plan.checkpoints_at_once
     if source is not None and checkpoints.owns(source.path):
         at_once = int(source.step < job.plan.steps)
-    check_space(job.run_dir, at_once * bytes_needed(assembly.tensors, assembly.state_tensors))
+    check_space(job.run_dir, at_once * bytes_needed(*tensors_to_save(assembly)))
 
 
 def prepare_saves(run: Run) -> None:
     """Reserves the memory for saves that go on behind the training, before the training takes it."""
     every, step = run.job.recipe.checkpoint.every, run.state.step
     if every is not None and step // every * every + every < run.state.steps:
-        run.checkpoints.prepare(run.assembly.tensors, run.assembly.state_tensors)
+        run.checkpoints.prepare(*tensors_to_save(run.assembly))
 
 
 def constants_of(job: Job, source: ResumePoint | None, accelerator: Accelerator) -> dict[str, Any]:
@@ -63,8 +70,7 @@ def save(run: Run, *, behind: bool = False) -> None:
         if run.stream:
             state["stream"] = run.stream.record()
         spared = run.best["step"] if run.best else None
-        tensors, of_state = run.assembly.tensors, run.assembly.state_tensors
-        run.checkpoints.save(run.state.step, tensors, of_state, state, spared=spared, behind=behind)
+        run.checkpoints.save(run.state.step, *tensors_to_save(run.assembly), state, spared=spared, behind=behind)
     tell_saved(run)
 
 

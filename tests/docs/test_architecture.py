@@ -102,13 +102,15 @@ def test_what_is_not_there_is_found(passage: str, missing: int):
 
 
 def entered(files: dict[str, list[str]]) -> str:
-    """The page's list of the files that a step of a small run has entered, as it must stand there."""
-    names = ", ".join(f"`{file}`" for file in files["step"])
-    step = textwrap.fill(f"**A step** enters {len(files['step'])} files: {names}.", 100, break_on_hyphens=False)
-    return f"{step}\n\n**The whole run** enters {len(files['run'])}."
+    """The page's lists of the files that a step and a save of a small run have entered, as they must stand there."""
+    lists = []
+    for act in ("step", "save"):
+        names = ", ".join(f"`{file}`" for file in files[act])
+        lists.append(textwrap.fill(f"**A {act}** enters {len(files[act])} files: {names}.", 100, break_on_hyphens=False))
+    return "\n\n".join([*lists, f"**The whole run** enters {len(files['run'])}."])
 
 
-def test_the_page_lists_the_files_that_a_step_enters(tmp_path: Path):
+def test_the_page_lists_the_files_that_a_step_and_a_save_enter(tmp_path: Path):
     """Where it fails, look whether the new hop is worth it, and put what is printed into the page."""
     command = [sys.executable, "-m", "tests.launcher.entered_files", str(tmp_path)]
     out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout

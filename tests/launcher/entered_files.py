@@ -1,5 +1,5 @@
 """A small training in FP32 on a CPU, watched: `python -m tests.launcher.entered_files FOLDER` prints which files of the project a
-step and the whole run enter, as JSON. In a process of its own, as what an earlier run has cached is not entered again."""
+step, a save and the whole run enter, as JSON. In a process of its own, as what an earlier run has cached is not entered again."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import os
 import sys
 import threading
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 import yaml
 
 import train_accelerate
+from pretrain.run import keeping
 from tests.conftest import PACK_LENGTH, VOCABULARY, write_packs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,26 +23,34 @@ SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "nu
 
 
 def watched_run(folder: Path) -> dict[str, list[str]]:
-    """Files that the run enters, and of these the ones that a step does, from batch to metrics, in its thread."""
-    entered: dict[str, set[str]] = {"step": set(), "run": set()}
-    within: list[bool] = []
-    train_step = train_accelerate.train_step
+    """Files that the run enters, and of these the ones that a step does, from batch to metrics, in the thread that trains, and a
+    save, in what writes behind the training too."""
+    entered: dict[str, set[str]] = {"step": set(), "save": set(), "run": set()}
+    within: list[str] = []
 
     def look(frame: FrameType, event: str, argument: object) -> None:
         file = frame.f_code.co_filename
         if event == "call" and frame.f_code.co_name != "<module>" and file.startswith(PRODUCT):
             entered["run"].add(file)
-            if within and threading.current_thread() is threading.main_thread():
-                entered["step"].add(file)
+            if threading.current_thread().name.startswith("saving"):
+                entered["save"].add(file)
+            elif within and threading.current_thread() is threading.main_thread():
+                entered[within[-1]].add(file)
 
-    def watched_step(*arguments: Any) -> Any:
-        within.append(True)
-        try:
-            return train_step(*arguments)
-        finally:
-            within.pop()
+    def watched(owner: ModuleType, name: str, act: str) -> None:
+        function = getattr(owner, name)
 
-    train_accelerate.train_step = watched_step
+        def watching(*arguments: Any, **options: Any) -> Any:
+            within.append(act)
+            try:
+                return function(*arguments, **options)
+            finally:
+                within.pop()
+
+        setattr(owner, name, watching)
+
+    watched(train_accelerate, "train_step", "step")
+    watched(keeping, "save", "save")
     write_packs(folder / "packs", PACK_LENGTH)
     config = {"model_type": "qwen3", "vocab_size": VOCABULARY, "head_dim": 16, "max_position_embeddings": PACK_LENGTH} | SIZES
     recipe = {

@@ -23,7 +23,7 @@ from packing.batch import BatchStream
 from packing.prepare import PackMaker, pack_ahead, prepare
 from packing.settings import DataSettings
 from packing.store import open_packs, training_parts
-from packing.stream import PackerProcess, PartStart, StreamedPacks, bytes_below, order_of
+from packing.stream import PackerProcess, PartStart, StreamedPacks, bytes_below
 
 LENGTH, STEP = 32, 6  # tokens of a pack, packs of a step
 
@@ -106,7 +106,7 @@ def steps(
     packs: StreamedPacks, first: int, last: int, *, ahead: PackingHere | None = None
 ) -> Iterator[tuple[list[bytes], dict[str, Any]]]:
     """Of each step the packs that it trains on, and what a checkpoint after it says."""
-    order = order_of(packs, STEP, seed=3)
+    order = packs.order(STEP, seed=3)
     for number in range(first, last):
         packs.reads(order.places_of_step(number))
         if ahead:
@@ -160,9 +160,7 @@ def test_every_number_of_ranks_shares_out_the_same_packs_of_a_stream(
         seen = []
         for world in (1, 2, 3):
             ranks = [
-                BatchStream(
-                    packs, order_of(packs, STEP, 7), microbatch=1, rank=rank, world_size=world, mask_boundaries=True
-                ).step(4)
+                BatchStream(packs, packs.order(STEP, 7), microbatch=1, rank=rank, world_size=world, mask_boundaries=True).step(4)
                 for rank in range(world)
             ]
             tokens = [batch.input_ids.numpy().tobytes() for rank in ranks for batch in rank.microbatches]
@@ -179,7 +177,7 @@ def test_what_is_held_out_is_not_trained_on_where_the_text_begins_again(window: 
     of_evaluation = {tuple(document) for index in range(len(held_out)) for document in documents_in(held_out[index])}
     with PackingHere(data) as packing:
         packs = packed_by(packing, data)
-        order, epochs = order_of(packs, 1, seed=1), list[list[bytes]]()
+        order, epochs = packs.order(1, seed=1), list[list[bytes]]()
         trained: set[tuple[int, ...]] = set()
         for step in itertools.count():
             packs.reads(order.places_of_step(step))
@@ -203,7 +201,7 @@ def test_a_disk_too_small_for_a_step_says_what_would_do(values: dict[str, Any], 
     data = streamed(values, tmp_path / "packs", disk_gb=0.0001)
     with PackingHere(data) as packing:
         packs = packed_by(packing, data)
-        order = order_of(packs, 250, seed=1)  # a step of several parts
+        order = packs.order(250, seed=1)  # a step of several parts
         packs.reads(order.places_of_step(0))
         with pytest.raises(InputError, match=r"disk_gb: 0.0001 .* set it to") as refused:
             order.packs_of_step(0)
@@ -233,7 +231,7 @@ def test_packs_come_from_a_process_of_their_own_whose_end_is_told(values: dict[s
         with pytest.raises(InputError, match="another run trains on this stream, process"):
             PackerProcess(data)
         packs = packed_by(packing, data)
-        order = order_of(packs, STEP, 3)
+        order = packs.order(STEP, 3)
         with packs.waiting():
             packs.reads(order.places_of_step(0))
             assert len(order.packs_of_step(30)) == STEP  # of a part that was not there
@@ -250,6 +248,6 @@ def test_packs_come_from_a_process_of_their_own_whose_end_is_told(values: dict[s
     try:
         packs = packed_by(packing, data)
         with pytest.raises(InputError, match=r"bad\.jsonl:\d+: no column `text`"):
-            order_of(packs, STEP, 3).packs_of_step(10**4)
+            packs.order(STEP, 3).packs_of_step(10**4)
     finally:
         packing.close()
