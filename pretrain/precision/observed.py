@@ -1,12 +1,11 @@
 """What the matrix products of a model really multiply, seen from underneath: the operands as they reach the kernel.
 
-A module may carry the right name and multiply in BF16 all the same, so nothing here asks a module anything. Around a call
-`watched` says which product it is; what is multiplied inside is seen where it is multiplied: torch's products underneath
-autograd, Transformer Engine's at the one function of its extension that multiplies, and those that cublasLt computes.
+A module may carry the right name and multiply in BF16 all the same. So `watched` says around a call which product it is, and
+what is multiplied inside is seen where it is multiplied: torch's products underneath autograd, Transformer Engine's at the one
+function of its extension that multiplies, and those that cublasLt computes.
 
 Emulated operands, and FP8 operands of Transformer Engine, are held against their format as well: every value is a code times its
-scale, every scale a fit one. A `sample` of whole blocks is looked at, so that this costs the same however large the operand is;
-statistics take theirs from it too. Nothing waits for the device until somebody reads the findings.
+scale, every scale a fit one. That is asked of a `sample` of whole blocks. Nothing waits for the device until `faults` is read.
 """
 
 from __future__ import annotations
@@ -67,11 +66,8 @@ _TE_BLOCK = 128
 
 def sample(matrix: Tensor, scales: Tensor | None, scaling: Scaling, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Some blocks of `matrix` [rows, k], k the axis of the sum, of any dtype and strides: their values [n, values], and the scale
-    of each, FP32 [n].
-
-    `scales` FP32: [rows or rows / block, k / block], or the scalar of a tensor with one scale. Where there are none, or not as
-    many as blocks, the scale is 0, which fits no value.
-    """
+    of each, FP32 [n]. `scales` FP32: [rows or rows / block, k / block], or the scalar of a tensor with one scale. Where there are
+    none, or not as many as blocks, the scale is 0, which fits no value."""
     size = scaling.block or math.gcd(matrix.shape[1], PIECE)
     high = size if scaling.square else 1
     missing = (0, -matrix.shape[1] % size, 0, -matrix.shape[0] % high)
@@ -83,14 +79,14 @@ def sample(matrix: Tensor, scales: Tensor | None, scaling: Scaling, generator: t
         chosen = torch.randint(down * across, (most,), generator=generator, device=matrix.device)
     else:
         chosen = torch.arange(down * across, device=matrix.device)
-    at, along = chosen // across, chosen % across
+    places = chosen // across, chosen % across
     if scales is not None and scales.dim() == 0 and scaling.block is None:
         scale = scales.float().expand(len(chosen))
     elif scales is not None and scales.shape == (down, across):
-        scale = scales[at, along]
+        scale = scales[places]
     else:
         scale = torch.zeros(len(chosen), device=matrix.device)
-    return blocks[at, along].flatten(1), scale
+    return blocks[places].flatten(1), scale
 
 
 def generators(seed: int) -> Callable[[torch.device], torch.Generator]:
@@ -104,11 +100,9 @@ def generators(seed: int) -> Callable[[torch.device], torch.Generator]:
 def examine(codes: Tensor, scale: Tensor, grid: Grid, scaling: Scaling, largest: Tensor | None = None) -> Tensor:
     """What is wrong with blocks of `codes` FP32 [n, values], which are their values divided by their `scale` FP32 [n].
 
-    Returns an FP64 vector: how many there are, how many hold a value that is no code of `grid`, how many have a scale that is
-    none of the format, how many one that is too large.
-
-    `largest`: the largest code of the whole operand, where one scale serves all of it and the blocks are but a part. Left alone
-    are blocks that hold NaN or infinities, which are the health check's to judge, and those with tiny scales.
+    Returns an FP64 vector: how many blocks there are, how many hold a value that is no code of `grid`, how many have a scale
+    that is none of the format, how many one that is too large. `largest`: the largest code of the whole operand, where one scale
+    serves all of it. Blocks that hold NaN or infinities, and those with tiny scales, are left alone.
     """
     foreign = ((round_to_grid(codes, grid) - codes).abs() > ROUNDING * codes.abs()) & codes.isfinite()
     amax = codes.abs().amax(1)
@@ -138,18 +132,6 @@ def _is_scale(scale: Tensor, scaling: Scaling) -> Tensor:
     return (bits > 0) & ((mantissa == 0) | (bits == 1 << (FP32_MANTISSA_BITS - 1)))  # the last is 2^-127
 
 
-def describe(figures: Sequence[float], grid: Grid, scaling: Scaling) -> str | None:
-    """The figures of `examine` in words; None where nothing is wrong."""
-    blocks, foreign, unfit, loose = figures
-    faults = {
-        f"hold values that are no {grid.name} numbers times their scale": foreign,
-        f"have a scale that is no {scaling.kind if scaling.kind != 'FP32' else 'positive number'}": unfit,
-        f"have a scale too large for their values, whose largest code could be {grid.maximum:g}": loose,
-    }
-    counted = " and ".join(f"{count:.0f} {fault}" for fault, count in faults.items() if count)
-    return f"of {blocks:.0f} blocks {counted}" if counted else None
-
-
 # ── Which products there are ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -174,10 +156,7 @@ class _Call(NamedTuple):
 
 
 class ProductObserver:
-    """Notes the products of each linear in the order they run, in `products` by name; a recomputed forward is noted twice.
-
-    Recomputation nests forwards in the backward of a product, hence a stack.
-    """
+    """Notes the products of each linear in the order they run, in `products` by name; a recomputed forward is noted twice."""
 
     current: ClassVar[ProductObserver | None] = None  # the one that looks on now
 
@@ -187,7 +166,7 @@ class ProductObserver:
         self.products: dict[str, list[ObservedProduct]] = {}
         self._active = active if active and active.precision.quantized else None
         self._examined = examined
-        self._calls: list[_Call] = []
+        self._calls: list[_Call] = []  # a stack, as recomputation nests forwards in the backward of a product
         self._findings: list[tuple[_Call, Role, Grid, Tensor]] = []  # with the figures of `examine`
         self._generator = generators(seed)
 
@@ -206,8 +185,8 @@ class ProductObserver:
 
     @contextmanager
     def during(self, names: Sequence[str], gemm: str, scales: Sequence[Scales] | None = None) -> Iterator[None]:
-        """See `watched`. Products of torch are looked at in here alone: a dispatch mode around a whole step would keep it from
-        being compiled."""
+        """See `watched`; decorates functions too. Products of torch are looked at in here alone: a dispatch mode around a whole
+        step would keep it from being compiled."""
         self._calls.append(_Call(names, gemm, scales))
         try:
             with _TorchProducts(self):
@@ -215,24 +194,20 @@ class ProductObserver:
         finally:
             self._calls.pop()
 
-    def watched(self, function: Callable[..., Any], names: Sequence[str], gemm: str) -> Callable[..., Any]:
-        """`function`, whatever it multiplies being `gemm` of `names`."""
-
-        @functools.wraps(function)
-        def observed(*args: Any, **kwargs: Any) -> Any:
-            with self.during(names, gemm):
-                return function(*args, **kwargs)
-
-        return observed
-
     def faults(self) -> dict[str, list[str]]:
         """What is wrong with operands, by the linear's name; waits for the device, once."""
         faults: dict[str, list[str]] = {}
-        figures_of_all = torch.stack([figures for *_, figures in self._findings]).tolist() if self._findings else []
-        for (call, role, grid, _), figures in zip(self._findings, figures_of_all, strict=True):
-            if fault := describe(figures, grid, self._active.precision.scaling(role)):
-                for name in call.names:
-                    faults.setdefault(name, []).append(f"{call.gemm} {role}: {fault}")
+        all_figures = torch.stack([figures for *_, figures in self._findings]).tolist() if self._findings else []
+        for (call, role, grid, _), (blocks, *counts) in zip(self._findings, all_figures, strict=True):
+            kind = self._active.precision.scaling(role).kind
+            what = (
+                f"hold values that are no {grid.name} numbers times their scale",
+                f"have a scale that is no {'positive number' if kind == 'FP32' else kind}",
+                f"have a scale too large for their values, whose largest code could be {grid.maximum:g}",
+            )
+            wrong = " and ".join(f"{count:.0f} {fault}" for count, fault in zip(counts, what, strict=True) if count)
+            for name in call.names if wrong else ():
+                faults.setdefault(name, []).append(f"{call.gemm} {role}: of {blocks:.0f} blocks {wrong}")
         return faults
 
     @torch.no_grad()
@@ -242,21 +217,19 @@ class ProductObserver:
         if call.scales is None or self._active is None:
             self._note(call, dtype_name(left.dtype), dtype_name(right.dtype))
             return
-        precision, settings = self._active.precision, self._active.settings
-        roles = OPERANDS[call.gemm]
+        precision, settings, roles = self._active.precision, self._active.settings, OPERANDS[call.gemm]
         self._note(call, *(precision.operand_kind(settings, role) for role in roles))
         if not self._examines(call):
             return
         for role, matrix, (of_blocks, of_tensor) in zip(roles, (left, right.mT), call.scales, strict=True):
             scaling, largest = precision.scaling(role), None
-            scales = of_tensor if scaling.block is None else of_blocks
-            values, scale = sample(matrix, scales, scaling, self._generator(matrix.device))
-            codes = values.float()
             if scaling.block is None:  # the scale is not in the values
+                values, scale = sample(matrix, of_tensor, scaling, self._generator(matrix.device))
                 least, most = torch.aminmax(matrix)
-                largest = torch.maximum(-least, most).float()
+                codes, largest = values.float(), torch.maximum(-least, most).float()
             else:
-                codes = torch.where(scale[:, None] == 0, codes, codes / scale[:, None])
+                values, scale = sample(matrix, of_blocks, scaling, self._generator(matrix.device))
+                codes = torch.where(scale[:, None] == 0, values.float(), values.float() / scale[:, None])
             self._examine(call, role, precision.grid(settings, role), codes, scale, largest)
 
     @torch.no_grad()

@@ -155,7 +155,7 @@ def _watching_forwards(modules: Mapping[str, nn.Module], observer: ProductObserv
     somebody put there is seen too."""
     own = {name: vars(module).get("forward") for name, module in modules.items()}
     for name, module in modules.items():
-        module.forward = observer.watched(module.forward, [name], "forward")
+        module.forward = observer.during([name], "forward")(module.forward)
     try:
         yield
     finally:
