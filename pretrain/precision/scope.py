@@ -5,8 +5,7 @@ Every linear is decided on by itself: a rule for a whole container would leave o
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -57,11 +56,10 @@ def check_scope(hf: PreTrainedModel, layers: Sequence[nn.Module], active: Active
     decisions, kind = decide(hf, layers, active), type(hf).__name__
     for pattern in active.settings.keep_bf16:
         if not any(is_called(name, pattern) for name in decisions):
-            ends = dict.fromkeys(end for name in decisions for end in ends_of(name))
-            near = ", ".join(difflib.get_close_matches(pattern, ends, n=3, cutoff=0))
+            ends = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in decisions))
             raise InputError(
-                f"`fp8_config.keep_bf16`: {pattern!r} matches no linear of {kind}; near it are {near}. A pattern is held against "
-                "a linear's whole name, and against each end of it that begins after a dot"
+                f"`fp8_config.keep_bf16`: {pattern!r} matches no linear of {kind}, such as {next(iter(decisions))}; a pattern is "
+                f"held against a linear's whole name, and against each end of it that begins after a dot: {ends}"
             )
     if all(decision.reason for decision in decisions.values()):
         reasons = "; ".join(dict.fromkeys(decision.reason for decision in decisions.values()))
@@ -74,14 +72,7 @@ def check_scope(hf: PreTrainedModel, layers: Sequence[nn.Module], active: Active
 def is_called(name: str, pattern: str) -> bool:
     """Whether the linear `name` is one that `pattern` means: `model.layers.0.mlp.down_proj` is, by `down_proj`, `mlp.*`,
     `layers.0.*` and `*.down_proj`."""
-    return any(fnmatchcase(end, pattern) for end in ends_of(name))
-
-
-def ends_of(name: str) -> Iterator[str]:
-    """A dotted name, and what is left of it after each of its dots."""
-    while name:
-        yield name
-        name = name.partition(".")[2]
+    return fnmatchcase(f".{name}", f"*.{pattern}")
 
 
 def features_of(linear: nn.Module) -> tuple[int, int]:

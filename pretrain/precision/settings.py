@@ -60,14 +60,6 @@ def known_precision(name: str) -> str:
     return name
 
 
-def find(name: str, origin: str) -> Precision:
-    """The precision called `name`; InputError that names `origin` elsewhere."""
-    try:
-        return PRECISIONS[known_precision(name)]
-    except ValueError as error:
-        raise InputError(f"{origin}: {error}") from None
-
-
 PrecisionName = Annotated[str, AfterValidator(known_precision)]
 
 

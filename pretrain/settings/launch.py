@@ -20,7 +20,7 @@ from typing import Any
 from foundation.errors import InputError
 from foundation.settings import Settings, parse
 from pretrain.precision.formats.definition import Precision
-from pretrain.precision.settings import PRECISIONS, LowPrecisionSettings, find, find_by_accelerate_name, phases_of
+from pretrain.precision.settings import PRECISIONS, LowPrecisionSettings, PrecisionName, find_by_accelerate_name, phases_of
 from pretrain.settings.recipe import Recipe
 
 _ORIGIN = "accelerate configuration"
@@ -39,7 +39,7 @@ _OTHER_NAMES = {"amax_history_length": "amax_history_len", "amax_compute_algorit
 
 
 class _Fp8Config(LowPrecisionSettings):
-    recipe: str = ""  # found before this is parsed; a key like the others for messages
+    recipe: PrecisionName = find_by_accelerate_name(_FP8).name
 
 
 class _File(Settings):
@@ -123,18 +123,17 @@ def _read_fp8_config(values: dict[str, Any]) -> tuple[Precision, LowPrecisionSet
                 f"{_ORIGIN}: `fp8_config.{key}: {value}` has no effect; leave it out. `recipe` names a precision, such as mxfp8, "
                 "and `keep_bf16_layers` what stays in BF16"
             )
-    named = values.get("recipe")
-    precision = find_by_accelerate_name(_FP8) if named is None else find(str(named), f"{_ORIGIN}: `fp8_config.recipe`")
+    config = parse(_File, {"fp8_config": values}, _ORIGIN).fp8_config
+    precision = PRECISIONS[config.recipe]
     if not precision.quantized:
         raise InputError(
             f"{_ORIGIN}: `fp8_config.recipe: {precision.name}` is no FP8; set `mixed_precision: bf16`, or 'no' for FP32"
         )
-    for key, value in _FILLED_IN.items():
-        if values.get(key) == value and not precision.takes(key, value):
-            del values[key]
-    settings = parse(_File, {"fp8_config": values}, _ORIGIN).fp8_config
+    filled_in = {key for key, value in _FILLED_IN.items() if values.get(key) == value and not precision.takes(key, value)}
+    chosen = config.model_dump(exclude_unset=True, exclude={"recipe", *filled_in})
+    settings = LowPrecisionSettings.model_validate(chosen)
     _check_options(settings, precision, f"`recipe: {precision.name}`", f"{_ORIGIN}: ")
-    return precision, LowPrecisionSettings.model_validate(settings.model_dump(exclude_unset=True, exclude={"recipe"}))
+    return precision, settings
 
 
 def _in_our_names(variables: dict[str, str]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from pretrain.precision.settings import (
     ActivePrecision,
     LowPrecisionSettings,
     discovered,
-    find,
+    known_precision,
 )
 from pretrain.settings.recipe import Recipe
 
@@ -46,15 +46,14 @@ def test_a_file_beside_the_others_is_a_precision_at_its_place(tmp_path: Path, mo
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("bf61", "here: unknown precision 'bf61'; did you mean 'bf16'"),
-        ("posit", "here: unknown precision 'posit'; known: fp32, bf16, delayed, "),
+        ("bf61", "unknown precision 'bf61'; did you mean 'bf16'"),
+        ("posit", "unknown precision 'posit'; known: fp32, bf16, delayed, "),
         ("fp4", "unknown precision .fp4.; did you mean .nvfp4"),
     ],
 )
 def test_a_name_that_no_precision_has_gets_the_nearest_ones(name: str, says: str) -> None:
-    with pytest.raises(InputError, match=says):
-        find(name, "here")
-    assert find("bf16", "here").compute_dtype == "bfloat16"
+    with pytest.raises(ValueError, match=says):
+        known_precision(name)
 
 
 A100, L40S, H200, B200, RTX_5090 = (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)
