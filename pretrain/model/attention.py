@@ -36,6 +36,7 @@ from pretrain.settings.recipe import Attention
 FASTEST_FIRST = ("fa4", "cudnn", "varlen", "documents", "sdpa")
 MIN_MEASURED_HEAD_DIM = 64  # below, nobody has measured whether fa4 and cudnn are faster
 MAX_FLASH_HEAD_DIM = 256
+GENERATIONS = (9, 10)  # Hopper and data-centre Blackwell: fa4 and cudnn are written for these, and measured on the first
 # torch 2.13 wants to be told that there are fewer KV heads than query heads, 2.11 takes them as they come and has no such flag.
 VARLEN_HAS_GQA_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
@@ -82,9 +83,11 @@ def _obstacle(kind: str, device_type: str, head_dim: int, dtype: torch.dtype) ->
         return f"needs bf16 and the run computes in {str(dtype).removeprefix('torch.')}: set precision: bf16"
     if head_dim > MAX_FLASH_HEAD_DIM or head_dim % 8:
         return f"needs a head dimension divisible by 8 and at most {MAX_FLASH_HEAD_DIM}, the model's is {head_dim}"
-    if kind == "fa4":
-        return gpu_attention.flash_obstacle(head_dim)
-    return gpu_attention.cudnn_obstacle(head_dim) if kind == "cudnn" else None
+    if kind == "varlen":
+        return None
+    if torch.cuda.get_device_capability()[0] not in GENERATIONS:
+        return f"needs an sm_90 or sm_100 GPU, this is {torch.cuda.get_device_name()}"
+    return gpu_attention.flash_obstacle(head_dim) if kind == "fa4" else gpu_attention.cudnn_obstacle(head_dim)
 
 
 def check(model: PreTrainedModel, length: int) -> None:
@@ -100,31 +103,23 @@ def check(model: PreTrainedModel, length: int) -> None:
         raise InputError(f"{name} has layers other than attention, whose state would run on into the next document; name another")
     if not model._supports_sdpa or getattr(config, "kv_lora_rank", None):  # caps, sinks, or value heads narrower than query heads
         raise InputError(f"{name} attends in a way of its own, which no backend here computes; name another")
-    for key, none in (("attn_logit_softcapping", "null"), ("attention_dropout", "0.0"), ("attn_pdrop", "0.0")):
+    for key in ("attn_logit_softcapping", "attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
         if value := getattr(config, key, None):
-            raise InputError(f"{name} has {key} {value}, which is not computed here; set `model.config.{key}: {none}`")
+            raise InputError(f"{name} has {key} {value}, which is not computed here; set `model.config.{key}: 0.0`")
     window = getattr(config, "sliding_window", None)
     slides = window is not None and window < length and (layer_types is None or "sliding_attention" in layer_types)
     if slides and not model._supports_flash_attn:  # others keep their window to the masks that they make
         raise InputError(f"{name} does not tell its attention of its sliding window; set `data.length` to {window} or less")
-    if (changing := rotates_otherwise_beyond(config.get_text_config())) and length > changing[1]:
-        raise InputError(
-            f"{name} rotates by {changing[0]}, whose frequencies depend on whether a document is longer than {changing[1]}, and "
-            f"`data.length` is {length}; set it to {changing[1]} or less"
-        )
+    if (most := longest_rotated(config.get_text_config())) and length > most:
+        raise InputError(f"{name}: longrope or dynamic rotation changes all documents beyond {most}; set `data.length` to {most}")
 
 
-def rotates_otherwise_beyond(config: PretrainedConfig) -> tuple[str, int] | None:
-    """The kind of a rotation that takes other frequencies as soon as one position of a batch is beyond a length, and that length;
-    None where frequencies are fixed. A document's would then depend on those that it is packed with."""
+def longest_rotated(config: PretrainedConfig) -> int | None:
+    """The length beyond which one document of a batch changes the frequencies by which all are rotated; None: they are fixed."""
     parameters = getattr(config, "rope_parameters", None) or {}
-    for each in (parameters, *(part for part in parameters.values() if isinstance(part, dict))):
-        kind, most = each.get("rope_type"), getattr(config, "max_position_embeddings", None)
-        if kind == "longrope":
-            most = each.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
-        if kind in ("longrope", "dynamic") and most:
-            return kind, most
-    return None
+    if parameters.get("rope_type") not in ("longrope", "dynamic"):
+        return None
+    return parameters.get("original_max_position_embeddings") or config.max_position_embeddings
 
 
 # ── As transformers' layers call it ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -154,8 +149,7 @@ def _packed(kernel: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None]]
     """`kernel`, of q, k, v [T, heads, D] to the same, as a layer of transformers calls its attention: [1, heads, T, D]; and known
     to transformers by its name, such as `packed_varlen`.
 
-    All get the values' dtype: under autocast, a norm or a rotation with FP32 factors leaves queries and keys in FP32. InputError
-    where a layer asks for something else than a softmax of scaled products.
+    All get the values' dtype, as a rotation with FP32 factors may leave queries and keys in FP32.
     """
 
     def attention(
@@ -164,9 +158,6 @@ def _packed(kernel: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None]]
         longest, window, scale = (options.get(name) for name in ("max_seqlen", "sliding_window", "scaling"))
         if longest is None:
             raise InputError(f"model: {type(module).__name__} does not tell its attention where documents end; name another")
-        unknown = [name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None]
-        if unknown or options.get("dropout"):
-            raise InputError(f"model: packed attention does not compute {', '.join(unknown) or 'dropout'}; name another model")
         states = (each.squeeze(0).transpose(0, 1).to(value.dtype) for each in (query, key, value))
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         window = None if window is None or window >= longest else window

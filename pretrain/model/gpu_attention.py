@@ -32,7 +32,6 @@ _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "pr
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(_CACHE))
 
-GENERATIONS = (9, 10)  # Hopper and data-centre Blackwell: both are written for these, and measured on the first
 MOST_CUDNN_DIM = 128  # of a head: on an H200 cuDNN's dq was a third off with heads of 256, without an error
 # Tokens of a mean document, times the heads of a group: beyond, products take so long that memory does not count. Empty slots are
 # documents here, since only the device knows how many there are: 4 packs of one document each have 15 slots.
@@ -87,12 +86,9 @@ def flash_backward(
 
 
 def flash_obstacle(dim: int) -> str | None:
-    """Why FlashAttention-4 cannot attend with heads of `dim` on this CUDA device, worded to follow its name; None if it can.
-    Imports the package, which takes seconds, where nothing else stands in the way."""
-    generation = torch.cuda.get_device_capability()[0]
-    if generation not in GENERATIONS:
-        return f"needs an sm_90 or sm_100 GPU, this is {torch.cuda.get_device_name()}"
-    if generation == 10 and 128 < dim < 256:
+    """Why FlashAttention-4 cannot attend with heads of `dim` on this Hopper or Blackwell GPU, worded to follow its name; None if
+    it can. Imports the package, which takes seconds, where nothing else stands in the way."""
+    if torch.cuda.get_device_capability()[0] == 10 and 128 < dim < 256:
         return f"has no kernel for heads of {dim} on Blackwell, where it takes up to 128, and 256"
     try:
         _flash()
@@ -157,13 +153,10 @@ def cudnn_backward(
 
 
 def cudnn_obstacle(dim: int) -> str | None:
-    """Why cuDNN cannot attend with heads of `dim` on this CUDA device, worded to follow its name; None if it can."""
-    generation = torch.cuda.get_device_capability()[0]
-    if generation not in GENERATIONS:  # others have no variable-length kernel, or statistics of the old kind
-        return f"needs an sm_90 or sm_100 GPU, this is {torch.cuda.get_device_name()}"
+    """Why cuDNN cannot attend with heads of `dim` on this Hopper or Blackwell GPU, worded to follow its name; None if it can."""
     if dim > MOST_CUDNN_DIM:
         return f"computes wrong gradients with heads of {dim}; up to {MOST_CUDNN_DIM} are right"
-    if generation == 9 and torch.are_deterministic_algorithms_enabled():
+    if torch.cuda.get_device_capability()[0] == 9 and torch.are_deterministic_algorithms_enabled():
         return "has no deterministic backward on sm_90 whose workspace would fit: set deterministic: false"
     missing = transformer_engine.missing()
     return f"needs {missing}" if missing else None

@@ -142,8 +142,7 @@ def sum_rows_in_fp32(embedding: nn.Embedding) -> None:
     """Let the gradients of a BF16 table's repeated tokens add up in FP32: autograd sums them before the hook sees them, and a
     common token comes a thousand times in a microbatch. A tied head's gradient is made FP32 before autograd adds the two."""
     changed = type(embedding).forward is not nn.Embedding.forward or "forward" in vars(embedding)  # as by `casting_output`
-    special = embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse
-    if embedding.weight.dtype == torch.float32 or not embedding.weight.requires_grad or special or changed:
+    if embedding.weight.dtype == torch.float32 or not embedding.weight.requires_grad or changed:
         return
     embedding.weight.grad_dtype = torch.float32
     embedding.forward = lambda ids: _Lookup.apply(ids, embedding.weight, embedding.padding_idx)

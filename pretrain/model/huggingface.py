@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import os
 import re
 import shutil
@@ -14,13 +13,10 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, init_empty_weights
-from huggingface_hub import split_torch_state_dict_into_shards
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
@@ -34,7 +30,6 @@ from pretrain.model.loss.head import check as check_loss
 from pretrain.settings.config import SOURCE, flatten
 from pretrain.settings.recipe import LossSettings, ModelSettings
 
-EXPORTED_BYTES = 5 * 10**9  # of one file of weights, unless one tensor is larger; the hub's own custom
 # What an export writes beside what every export writes: names that may come and go between two.
 _OF_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|generation_config\.json|chat_template\.jinja")
 # What transformers and torch raise for values that they did not expect, in a config or in a file of weights, read or written: an
@@ -226,16 +221,19 @@ def export(
 ) -> None:
     """Write a folder that AutoModelForCausalLM (and AutoTokenizer, with `tokenizer`) loads; it appears whole or not at all.
 
-    `read` gives the tensors of `named_tensors(hf)` by name, whole and in the dtype that they have there, on any device; `hf` may
-    be on the meta device. They are read as they are written, at most EXPORTED_BYTES at a time. `beside`: further files by name.
+    `read` gives the tensors of `named_tensors(hf)` by name, whole and in the dtype that they have there; `hf` may be on the meta
+    device or sharded. All are in host memory at once. `beside`: further files by name.
     An export that lies in `folder` is replaced; InputError where anything else lies in it.
     """
     writing, previous = (folder.with_name(f".{folder.name}.{state}") for state in ("writing", "previous"))
     shutil.rmtree(writing, ignore_errors=True)  # of an export that was killed
     with _refusing(f"{folder}: the trained model cannot be written; the checkpoints hold it, so run again"):
         writing.mkdir(parents=True)
-        hf.save_pretrained(writing, state_dict={})  # its configurations
-        _write_weights(hf, read, writing)
+        weights = {}
+        for name in named_tensors(hf):
+            weights[name] = read(name).cpu()
+            advance(of="tensors")
+        hf.save_pretrained(writing, state_dict=weights, max_shard_size="5GB")  # its configurations too
         if tokenizer is not None:
             tokenizer.save_pretrained(writing)
         for name, content in beside.items():
@@ -254,22 +252,3 @@ def export(
         os.replace(writing, folder)
         fsync(folder.parent)
     shutil.rmtree(previous, ignore_errors=True)
-
-
-def _write_weights(hf: PreTrainedModel, read: Callable[[str], Tensor], folder: Path) -> None:
-    """The tensors of `hf` in safetensors files in `folder`, with an index where there are several."""
-    left_out = set(hf._keys_to_ignore_on_save or ())
-    tensors = {name: each for name, each in named_tensors(hf).items() if name not in left_out}
-    held = {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in tensors.items()}  # whole, if sharded
-    stored = revert_weight_conversion(hf, dict(held))
-    if {name: each.shape for name, each in stored.items()} != {name: each.shape for name, each in held.items()}:
-        # Some architectures are stored otherwise than they are held, their experts one by one: all is read for that.
-        held = revert_weight_conversion(hf, {name: read(name).cpu() for name in held})
-        read = held.__getitem__
-    split = split_torch_state_dict_into_shards(held, filename_pattern="model{suffix}.safetensors", max_shard_size=EXPORTED_BYTES)
-    for file, names in split.filename_to_tensors.items():
-        save_file({name: read(name).contiguous() for name in names}, folder / file, metadata={"format": "pt"})
-        advance(len(names), of="tensors")
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")

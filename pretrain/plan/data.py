@@ -19,7 +19,7 @@ from packing.prepare import prepare
 from packing.settings import DataSettings
 from packing.store import check_model, open_packs
 from packing.stream import StreamedPacks
-from pretrain.model.attention import rotates_otherwise_beyond
+from pretrain.model.attention import longest_rotated
 
 _SAMPLED_PACKS = 1000
 _SCANNED_PACKS = 2**16  # 1 GiB of token ids at 4,096 a pack: under a second, as opening has just hashed the same files
@@ -106,7 +106,7 @@ def most_positions(config: PretrainedConfig) -> int | None:
     any number."""
     text = config.get_text_config()
     if getattr(text, "rope_parameters", None):  # there is a rotation for each position
-        return (rotates_otherwise_beyond(text) or (None, None))[1]
+        return longest_rotated(text)
     return getattr(text, "max_position_embeddings", None)
 
 

@@ -1,6 +1,6 @@
 """A trained model as a Hugging Face folder with its card: `final/` of a run, and `python -m pretrain export` of any checkpoint.
 
-No GPU, and no more memory than one file of weights. The model's configuration and its tokenizer are those that the run's
+No GPU, and the memory of the weights. The model's configuration and its tokenizer are those that the run's
 config.yaml leads to: the model's source or its config, and the packs or the tokenizer that the data names.
 """
 
@@ -181,9 +181,7 @@ def tokenizer_of(recipe: Recipe, run_dir: Path) -> tuple[PreTrainedTokenizerBase
 
 def export_trained(run: Run, record: RunRecord | None) -> None:
     """Write `final/` of a run whose last step is saved, with the card that its `record` makes and its curves, drawn already.
-    All ranks call it; only the main process has a record.
-
-    From the checkpoint, so that no process holds the model whole.
+    All ranks call it; only the main process has a record, and reads the weights from the checkpoint.
     """
     if not run.accelerator.is_main_process:
         return
