@@ -61,13 +61,11 @@ class Fp8ChunkLoss:
     weight: Any
     context: PrecisionContext
 
-    def __call__(
-        self, hidden: Tensor, labels: Tensor, gradients: tuple[Tensor | None, Tensor | None, None], *, first: bool
-    ) -> Tensor:
+    def __call__(self, hidden: Tensor, labels: Tensor, gradients: tuple[Tensor, Tensor, None], *, first: bool) -> Tensor:
         """See `head.ChunkLoss`. No bias: a head that has one is not fused."""
         product, x, (d_hidden, d_weight, _) = self.product, hidden.to(_BF16), gradients
         self.context.show(product.name, "input", x)
-        x = product.operand("input", x, both=d_weight is not None)
+        x = product.operand("input", x, both=True)
         logits = product.multiply("forward", x, self.weight)
         self._show_result("forward", logits, first)
         quantizer, te = product.quantizer("grad_output", both=True), product.backend.te
@@ -85,14 +83,12 @@ class Fp8ChunkLoss:
             options = {"fp8_scale_inv": scale_inv, "fp8_dtype": quantizer.dtype, "fake_dtype": _BF16}
             return te.Float8TensorStorage(data=rows, data_transpose=columns, **options)
 
-        if d_hidden is not None:
-            by_rows = operand(codes.rows, None, torch.ones_like(codes.scale_inv))
-            product.multiply("dgrad", by_rows, self.weight, d_hidden.dtype, out=d_hidden)
-            d_hidden.mul_(codes.rows_scale_inv[:, None])
-            self._show_result("dgrad", d_hidden, first)
-        if d_weight is not None:
-            product.accumulate(d_weight, operand(None, codes.columns, codes.scale_inv), x, overwrite=first)
-            self._show_result("wgrad", d_weight, first)
+        by_rows = operand(codes.rows, None, torch.ones_like(codes.scale_inv))
+        product.multiply("dgrad", by_rows, self.weight, d_hidden.dtype, out=d_hidden)
+        d_hidden.mul_(codes.rows_scale_inv[:, None])
+        self._show_result("dgrad", d_hidden, first)
+        product.accumulate(d_weight, operand(None, codes.columns, codes.scale_inv), x, overwrite=first)
+        self._show_result("wgrad", d_weight, first)
         return losses
 
     def _show_result(self, gemm: str, result: Tensor, first: bool) -> None:

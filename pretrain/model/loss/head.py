@@ -39,9 +39,9 @@ from pretrain.precision.product import LinearCall, PrecisionContext, Product, Ta
 from pretrain.precision.searched import add_product_, linear
 from pretrain.settings.recipe import LossSettings
 
-# Of the sum of losses, by what the head multiplies: hidden states, in their dtype; weight [vocabulary, hidden] and bias, in FP32,
-# which add up over the chunks. None: not needed.
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+# Of the sum of losses, by what the head multiplies: hidden states, in their dtype; weight [vocabulary, hidden] and bias, where
+# there is one, in FP32, which add up over the chunks.
+Gradients = tuple[Tensor, Tensor, Tensor | None]
 LOSS_SCOPE = "loss"  # what a profile calls the part of the forward that is the head's
 
 # What some architectures do to their logits after the head, and the value that does nothing. Only the head is replaced, so their
@@ -189,19 +189,16 @@ class ChunkedLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         # Allocated for each microbatch: kept from one to the next they would save no time, and stand beside the workspace of the
         # layers' backward at the peak. The weight's is not filled, as the first chunk overwrites it.
-        wanted = ctx.needs_input_grad
-        d_hidden = torch.empty_like(hidden) if wanted[0] else None
-        d_weight = torch.empty_like(weight, dtype=torch.float32) if wanted[1] else None
-        d_bias = torch.zeros_like(bias, dtype=torch.float32) if wanted[2] else None
+        d_hidden, d_weight = torch.empty_like(hidden), torch.empty_like(weight, dtype=torch.float32)
+        d_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
         with _differentiating(head, low, hidden.dtype) as of_chunk:
 
             def losses(rows: slice) -> Tensor:
-                gradients = (None if d_hidden is None else d_hidden[rows], d_weight, d_bias)
-                return of_chunk(hidden[rows], labels[rows], gradients, first=rows.start == 0)
+                return of_chunk(hidden[rows], labels[rows], (d_hidden[rows], d_weight, d_bias), first=rows.start == 0)
 
             trained, parts = head.add_up(losses, labels, low)
         ctx.gradients, ctx.weight = (d_hidden, d_weight, d_bias), weight
-        ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
+        ctx.dtypes = (hidden.dtype, weight.dtype, weight.dtype)
         ctx.mark_non_differentiable(parts)
         return trained, parts
 
@@ -210,7 +207,7 @@ class ChunkedLoss(torch.autograd.Function):
     def backward(ctx: FunctionCtx, scale: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         (d_hidden, d_weight, d_bias), ctx.gradients = ctx.gradients, None
         main = getattr(ctx.weight, "main_grad", None)
-        if main is not None and d_weight is not None:
+        if main is not None:
             main.addcmul_(d_weight, scale.reshape(1))  # reads both once; the scale stays on the device
             d_weight = None
         gradients = zip((d_hidden, d_weight, d_bias), ctx.dtypes, strict=True)
@@ -246,26 +243,21 @@ class ChunkLoss:
         return self.penalty.losses(logits, labels) if self.penalty else token_losses(logits, labels)
 
     def __call__(self, hidden: Tensor, labels: Tensor, gradients: Gradients, *, first: bool) -> Tensor:
-        """The losses, with the gradients written where they are wanted: the `first` chunk of a forward overwrites the weight's
-        sum, which holds nothing yet."""
+        """The losses, with the gradients written: the `first` chunk of a forward overwrites the weight's sum, which holds nothing
+        yet."""
         d_hidden, d_weight, d_bias = gradients
         if self.low:
             refresh = self.low.context.first_microbatch and first
             call = LinearCall(self.low.product, self.low.context, refresh=refresh, differentiable=True)
-            logits = call.forward(hidden.to(self.weight.dtype), self.weight, self.bias, keeps=d_weight is not None)
+            logits = call.forward(hidden.to(self.weight.dtype), self.weight, self.bias, keeps=True)
         else:
             logits = linear(hidden, self.weight, self.bias)
         losses = self.penalty.gradient_(logits, labels) if self.penalty else softmax_gradient_(logits, labels)
         if self.low:
-            needs = (d_hidden is not None, d_weight is not None)
-            dx, _ = call.backward(logits, needs, torch.float32, d_weight, overwrite=first)
-            if dx is not None:
-                d_hidden.copy_(dx)
+            d_hidden.copy_(call.backward(logits, (True, True), torch.float32, d_weight, overwrite=first)[0])
         else:
-            if d_hidden is not None:
-                torch.mm(logits, self.weight, out=d_hidden)
-            if d_weight is not None:
-                add_product_(d_weight, logits.t(), hidden, overwrite=first)
+            torch.mm(logits, self.weight, out=d_hidden)
+            add_product_(d_weight, logits.t(), hidden, overwrite=first)
         if d_bias is not None:
             d_bias += logits.sum(dim=0, dtype=torch.float32)
         return losses
