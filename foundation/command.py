@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from foundation.errors import InputError, shown
-from foundation.files import no_room
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -28,40 +27,29 @@ def number(least: float | None = None, most: float = math.inf, *, whole: bool = 
     bounds = "above 0" if least is None else f"of {least} or more"
     bounds += f" and of at most {most:g}" if math.isfinite(most) else ""
 
-    def read(text: str) -> float:
-        try:
-            value = int(text) if whole and text.isdecimal() else float(text)
-        except ValueError:
-            value = math.nan
+    def numeric(text: str) -> float:
+        value = int(text) if whole and text.isdecimal() else float(text)  # argparse makes a message of a ValueError
         inside = (value > 0 if least is None else value >= least) and value <= most and math.isfinite(value)
         if not inside or (whole and int(value) != value):
             raise argparse.ArgumentTypeError(f"{shown(text)}: a {'whole ' if whole else ''}number {bounds} is wanted")
         return int(value) if whole else value
 
-    return read
+    return numeric
 
 
 def run_command(command: Callable[[], int | None], *, on_ctrl_c: str) -> int:
-    """Run `command` and return its exit status, 0 where it gives none. It is 2 for a mistake in what was given, for a file that
-    this user may not use and a disk that is full, 130 where Ctrl-C broke it off, which `on_ctrl_c` says, and 141 where nobody
-    reads what is printed any more."""
+    """Run `command` and return its exit status, 0 where it gives none. It is 2 for a mistake in what was given and for what a
+    disk refuses, 130 where Ctrl-C broke it off, which `on_ctrl_c` says, and 141 where nobody reads what is printed any more."""
     try:
         status = command() or 0
         print(end="", flush=True)  # to a closed stdout, too
         return status
-    except (InputError, PermissionError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         print(f"\n{on_ctrl_c}", file=sys.stderr)
         return 130  # what a shell reports for a process that SIGINT ended
-    except OSError as error:
-        piped, full = isinstance(error, BrokenPipeError), no_room(error)  # `| head` has seen enough, or `> file` has no room
-        if not (piped or full):
-            raise
-        # What is still to be written to stdout goes nowhere, so that the flush at the process's end does not fail once more.
+    except BrokenPipeError:  # `| head` has seen enough. The rest goes nowhere, or the flush at the process's end would fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if piped:
-            return 141
-        print(f"error: {error.filename or 'what is printed'}: {full}, then run the same command again", file=sys.stderr)
+        return 141
+    except (InputError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2

@@ -10,9 +10,9 @@ import os
 import shutil
 import socket
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,8 +72,7 @@ def save_file(path: Path, data: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, data)
     except OSError as error:
-        remedy = no_room(error) or "what it held before is untouched"
-        raise InputError(f"{path}: cannot be written: {error.strerror}; {remedy}") from None
+        raise InputError(f"{path}: cannot be written: {error.strerror}; what it held before is untouched") from None
 
 
 WRITTEN_BY = "written by python -m pretrain"  # in each picture that a command writes where the user says
@@ -92,16 +91,8 @@ def check_replaceable(path: Path, named: str = "--out") -> None:
 
 def free_bytes(path: Path) -> int:
     """Bytes free on the disk of `path`, or, where it is not there, of the nearest folder above that is."""
-    there = path.absolute()
-    while not there.exists():
-        there = there.parent
-    return shutil.disk_usage(there).free
-
-
-def no_room(error: BaseException | None) -> str | None:
-    """What is wrong and what to do, where `error` says that the disk, or the user's quota on it, is full."""
-    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return "the disk is full; free some space" if full else None
+    path = path.absolute()
+    return shutil.disk_usage(next(each for each in (path, *path.parents) if each.exists())).free
 
 
 # ── Whether files are the ones that were written ──────────────────────────────────────────────────────────────────────────────
@@ -125,12 +116,11 @@ def hash_of(content: Mapping[str, Any]) -> str:
 
 
 def hash_file(path: Path, algorithm: str = "sha256") -> str:
-    """The hex digest of a file by any of hashlib's or xxhash's algorithms; InputError where it cannot be read, or hashed so."""
-    make = getattr(xxhash, algorithm) if algorithm in xxhash.algorithms_available else lambda: hashlib.new(algorithm)
+    """The hex digest of a file by any of hashlib's or xxhash's algorithms; InputError where it cannot be read."""
     try:
         with open(path, "rb") as file:
-            return hashlib.file_digest(file, make).hexdigest()
-    except (OSError, ValueError) as error:
+            return hashlib.file_digest(file, getattr(xxhash, algorithm, algorithm)).hexdigest()
+    except OSError as error:
         raise InputError(f"{path}: cannot be read: {error}") from None
 
 
@@ -140,11 +130,10 @@ def find_damage(folder: Path, records: Iterable[FileRecord], *, hashed: bool = T
     records, wrong = list(records), []
     for record in records:
         path = folder / record.name
-        if not path.is_file():
-            wrong.append(f"{record.name}: missing, though its index lists it")
-        elif (size := path.stat().st_size) != record.size:
-            kind = "truncated" if size < record.size else "overlong"
-            wrong.append(f"{record.name}: {kind}: {size} bytes, {record.size} were written")
+        size = path.stat().st_size if path.is_file() else None
+        if size != record.size:
+            kind = "missing" if size is None else "truncated" if size < record.size else "overlong"
+            wrong.append(f"{record.name}: {kind}: {size or 0} bytes, {record.size} were written")
     if wrong or not hashed:
         return wrong
     written = [(record.name, algorithm, digest) for record in records for algorithm, digest in record.hashes.items()]
@@ -169,44 +158,31 @@ def check_files(folder: Path, records: Iterable[FileRecord], remedy: str, *, has
 # ── One owner a folder ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class FileLock:
-    """Holds the lock file `path`; a context manager that releases it.
+@contextmanager
+def locked(path: Path, when_held: Callable[[str], object]) -> Iterator[None]:
+    """While entered, holds the lock file `path`.
 
     The kernel drops the lock when its holder ends, even by SIGKILL, so nobody ever has to remove a stale file. While another
     process holds it, `when_held` is called with that holder, such as "process 4711 on node3": raise there to refuse, return to
     wait. InputError where the file cannot be made.
     """
-
-    def __init__(self, path: Path, when_held: Callable[[str], object]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, "a+", encoding="utf-8")  # noqa: SIM115
+    except OSError as error:
+        raise InputError(f"{path.parent}: cannot be written: {error.strerror}; name another folder") from None
+    with file:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(path, "a+", encoding="utf-8")  # noqa: SIM115
-        except OSError as error:
-            raise InputError(f"{path.parent}: cannot be written: {error.strerror}; name another folder") from None
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self._file.seek(0)
-            try:
-                when_held(self._file.read() or "another process")
-            except BaseException:
-                self._file.close()
-                raise
-            fcntl.flock(self._file, fcntl.LOCK_EX)
+            file.seek(0)
+            when_held(file.read() or "another process")
+            fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
             if error.errno not in CANNOT:
                 raise
-            warnings.warn(f"{path}: this file system has no locks; start no second process on it", stacklevel=2)
-        self._file.truncate(0)
+            warnings.warn(f"{path}: this file system has no locks; start no second process on it", stacklevel=3)
+        file.truncate(0)
         with suppress(OSError):  # on a full disk it does not say who holds it
-            os.write(self._file.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
-
-    def release(self) -> None:
-        """Let go of the lock; releasing twice is harmless."""
-        self._file.close()
-
-    def __enter__(self) -> FileLock:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.release()
+            os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
+        yield

@@ -21,11 +21,11 @@ def say(text: str, shown: bool = True) -> None:
         tqdm.write(text, file=sys.stderr)
 
 
-def advance(count: int = 1, *, detail: str = "", of: str | None = None) -> None:
-    """Tell the innermost task under way in this process, if there is one, that `count` more of its units are done, and what it is
-    at. `of`: only a task that counts this unit is meant."""
+def advance(count: int = 1, *, of: str | None = None) -> None:
+    """Tell the innermost task under way in this process, if there is one, that `count` more of its units are done. `of`: only a
+    task that counts this unit is meant."""
     if _under_way and of in (None, _under_way[-1].unit):
-        _under_way[-1].update(_under_way[-1].count + count, detail=detail)
+        _under_way[-1].update(_under_way[-1].count + count)
 
 
 class Progress:
@@ -67,11 +67,9 @@ class Progress:
         _under_way.remove(self)
         self._bar.close()
 
-    def update(self, count: int, share: float | None = None, detail: str = "") -> None:
+    def update(self, count: int, share: float | None = None) -> None:
         """Report `count` units done, which are `share` (0 to 1) of all, where that is known."""
         done, self.count = count - self.count, count
         if share:
             self._bar.total = round(count / share)
-        if detail:
-            self._bar.set_postfix_str(detail, refresh=False)
         self._bar.update(done)

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from foundation.errors import InputError, shown
+from foundation.errors import InputError
 
 
 class _Loader(yaml.SafeLoader):
@@ -33,11 +33,9 @@ _Loader.add_implicit_resolver(
 
 
 def parse_yaml(text: str) -> Any:
-    """The value of a YAML text. Raises yaml.YAMLError, also for repeated keys and for tags."""
-    try:
-        return yaml.load(text, Loader=_Loader)
-    except (ValueError, TypeError) as error:  # the 99th of a month, a list for a key
-        raise yaml.YAMLError(f"a value cannot be read: {error}") from None
+    """The value of a YAML text. Raises yaml.YAMLError, also for repeated keys and for tags; ValueError for a
+    date that is none, TypeError for a key that is a list."""
+    return yaml.load(text, Loader=_Loader)
 
 
 def load_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -49,10 +47,8 @@ def load_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=1, cutoff=0.5)
         hint = f"; did you mean {path.parent / near[0]}?" if near else ""
         raise InputError(f"{path}: no such file{hint}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read: {reason_of(error)}") from None
-    except yaml.YAMLError as error:
-        raise InputError(f"{path}: not valid YAML: {one_line(error)}") from None
+    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
+        raise InputError(f"{path}: no YAML that can be read: {one_line(error)}") from None
     if not isinstance(values, dict):
         raise InputError(f"{path}: a mapping of keys to values is wanted, the file holds {type(values).__name__}")
     return values
@@ -70,38 +66,24 @@ def load_with_bases(path: str | os.PathLike[str]) -> list[tuple[Path, dict[str, 
         chain.insert(0, (path, values))
         if base is None:
             return chain
-        if not isinstance(base, str):
-            raise InputError(f"{path}: `base` is {shown(base, repr)}; it should be the path of a recipe, from this file on")
-        before = path.parent / os.path.expanduser(base)
-        if any(before.resolve() == each.resolve() for each, _ in chain):
+        before = path.parent / os.path.expanduser(str(base))
+        if before.resolve() in (each.resolve() for each, _ in chain):
             raise InputError(f"{path}: `base`: {base} builds on this file itself; leave one of the two out")
         path = before
-
-
-def load_json(path: str | os.PathLike[str]) -> Any:
-    """The value in a JSON file. Raises OSError where the file cannot be read, ValueError where it holds no JSON."""
-    return json.loads(Path(path).read_bytes())
 
 
 def load_object(path: Path, remedy: str) -> dict[str, Any]:
     """The object in a JSON file; InputError, with the `remedy`, where it cannot be read or holds something else."""
     try:
-        value = load_json(path)
+        value = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise InputError(f"{path}: cannot be read: {reason_of(error)}; {remedy}") from None
+        raise InputError(f"{path}: cannot be read: {one_line(error)}; {remedy}") from None
     if not isinstance(value, dict):
         raise InputError(f"{path}: a JSON object is wanted, here is {type(value).__name__}; {remedy}")
     return value
 
 
-def one_line(error: BaseException, most: int = 300, *, named: bool = False) -> str:
-    """What an error says in one line, cut to `most` characters; its type where it says nothing, and before it if `named`."""
-    kind, text = type(error).__name__, " ".join(str(error).split())[:most]
+def one_line(error: BaseException, *, named: bool = False) -> str:
+    """What an error says in one line, cut to 300 characters; its type where it says nothing, and before it if `named`."""
+    kind, text = type(error).__name__, " ".join(str(error).split())[:300]
     return f"{kind}: {text}" if named and text else text or kind
-
-
-def reason_of(error: Exception) -> str:
-    """Why a file could not be read, in one line and without its path, which the message around it names."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return one_line(error)

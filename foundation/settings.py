@@ -51,43 +51,33 @@ def parse(cls: type[S], values: dict[str, Any], origin: str) -> S:
     try:
         return cls.model_validate(values)
     except ValidationError as error:
-        mistakes = [(_keys(item["loc"]), item) for item in error.errors(include_url=False)]
-        lines: dict[str, dict[str, None]] = {}
-        for keys, item in mistakes:
-            if any(inside[: len(keys)] == keys and inside != keys for inside, _ in mistakes):  # another member got further
-                continue
-            what, wanted = _describe(cls, keys, item)
-            lines.setdefault(f"{origin}: {what}", {})[wanted] = None
-        raise InputError("\n".join(line + ", or ".join(filter(None, wanted)) for line, wanted in lines.items())) from None
+        lines: dict[str, list[str]] = {}
+        for item in error.errors(include_url=False):
+            key, mistake = _describe(cls, item)
+            lines.setdefault(key, []).append(mistake)
+        # Where another member of the union got further, its keys say more.
+        last = [key for key in lines if not any(inside.startswith(f"{key}.") for inside in lines)]
+        described = [f"{origin}: {f'`{key}`: ' * bool(key)}{', or '.join(dict.fromkeys(lines[key]))}" for key in last]
+        raise InputError("\n".join(described)) from None
 
 
 _MEMBER = re.compile(r"[A-Z]\w*|.*[\[\]-].*|bool|int|float|str|tuple|dict")  # how pydantic's locations name a union's members
 
 
-def _keys(location: tuple[str | int, ...]) -> list[str]:
-    """The user's keys in the location of a pydantic error, without the members of unions that pydantic puts between them. An
-    unknown key is what the user wrote, and comes last."""
-    return [str(part) for part in location if not (isinstance(part, str) and _MEMBER.fullmatch(part))]
-
-
-def _describe(cls: type[BaseModel], keys: list[str], item: dict[str, Any]) -> tuple[str, str]:
-    """What is wrong in one pydantic error, and what would be taken instead, where it says so."""
-    message, _, wanted = item["msg"].removeprefix("Value error, ").partition(" should ")
-    key = ".".join(keys)
-    if item["type"] == "extra_forbidden":
-        *parents, unknown = [*_keys(item["loc"][:-1]), str(item["loc"][-1])]
-        fields = list(_section(cls, parents).model_fields)
-        near = difflib.get_close_matches(unknown, fields, n=1, cutoff=0.5)
-        hint = f"did you mean `{'.'.join([*parents, near[0]])}`?" if near else f"known keys here: {', '.join(sorted(fields))}"
-        return f"unknown key `{'.'.join([*parents, unknown])}`; {hint}", ""
-    if item["type"] == "missing":
-        return f"`{key}` is required and missing", ""
-    if item["type"] == "value_error":
-        return f"`{key}`: {item['ctx']['error']}" if key else str(item["ctx"]["error"]), ""
-    if item["type"] in ("model_type", "dict_type"):
-        wanted = "be a mapping of keys to values"
-    value = "a mapping" if isinstance(item["input"], dict) else "null" if item["input"] is None else shown(item["input"], repr)
-    return f"`{key}` is {value}; it should ", wanted or message
+def _describe(cls: type[BaseModel], item: dict[str, Any]) -> tuple[str, str]:
+    """The dotted key of one pydantic error, without the members of unions that pydantic puts into it, and what is wrong."""
+    *parents, last = item["loc"] or [""]
+    unknown = item["type"] == "extra_forbidden"  # then the last part is what the user wrote
+    parts = parents if unknown else item["loc"]
+    keys = [str(part) for part in parts if not (isinstance(part, str) and _MEMBER.fullmatch(part))]
+    if unknown:
+        known = list(_section(cls, keys).model_fields)
+        near = difflib.get_close_matches(str(last), known, n=1, cutoff=0.5)
+        hint = f"did you mean `{'.'.join([*keys, near[0]])}`?" if near else f"known keys here: {', '.join(sorted(known))}"
+        return ".".join([*keys, str(last)]), f"unknown key; {hint}"
+    message = item["msg"].removeprefix("Value error, ")
+    value = "" if item["type"] in ("missing", "value_error") else f", and is {shown(repr(item['input']))}"
+    return ".".join(keys), message + value
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
@@ -128,27 +118,23 @@ def value_from_text(cls: type[BaseModel], key: str, text: str) -> Any:
     *parents, name = key.split(".")
     field = _section(cls, parents).model_fields.get(name)
     members = set(_members(field.annotation)) if field else set()
-    if not text.strip():
-        raise InputError(f"command line: `{key}=` is empty; write a value, `{key}=null` for none, or leave it out")
     lists = {member for member in members if typing.get_origin(member) in (list, tuple)}
     begins_list = text.lstrip().startswith("[")
-    if members and members == lists and not begins_list:
+    if not text.strip():
+        raise InputError(f"command line: `{key}=` is empty; write a value, `{key}=null` for none, or leave it out")
+    if lists and members == lists and not begins_list:
         return [text]
     if members & {str, Path} and text != "null" and not (lists and begins_list):
-        text = "" if text in ("''", '""') else text
-        return text.replace("\\n", "\n").replace("\\t", "\t") if str in members else text
+        return "" if text in ("''", '""') else text.replace("\\n", "\n").replace("\\t", "\t")
     try:
         return parse_yaml(text)
-    except yaml.YAMLError as error:
+    except (ValueError, TypeError, yaml.YAMLError) as error:
         raise InputError(f"command line: the value of `{key}={shown(text)}` is not valid YAML: {one_line(error)}") from None
 
 
-V = TypeVar("V")
-
-
-def given_once(given: Iterable[tuple[str, V]]) -> dict[str, V]:
+def given_once(given: Iterable[tuple[str, str]]) -> dict[str, str]:
     """Returns by key what a command line sets. Raises InputError for a key that it sets twice."""
-    values: dict[str, V] = {}
+    values: dict[str, str] = {}
     for key, value in given:
         if key in values:
             both = f"{shown(values[key])} and as {shown(value)}"
@@ -157,14 +143,14 @@ def given_once(given: Iterable[tuple[str, V]]) -> dict[str, V]:
     return values
 
 
-def place_of(values: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
-    """Returns where in nested `values` the dotted `key` of a command line is set: its section, made where it is not there, and
-    its name in it. Raises InputError where something else than a section is in the way."""
+def set_value(values: dict[str, Any], key: str, value: Any) -> None:
+    """Sets the dotted `key` of a command line in nested `values`; makes sections that are not there. Raises InputError where
+    something else than a section is in the way."""
     *parents, name = key.split(".")
     for part in parents:
         if values.get(part) is None:  # not there, or said to be none
             values[part] = {}
         values = values[part]
         if not isinstance(values, dict):
-            raise InputError(f"command line: `{key}` cannot be set: `{part}` holds {shown(values, repr)}, not keys of its own")
-    return values, name
+            raise InputError(f"command line: `{key}` cannot be set: `{part}` holds {shown(values)}, not keys of its own")
+    values[name] = value

@@ -31,16 +31,14 @@ class StopRequest:
     """Turns SIGNALS and IF_NOT_IGNORED into a flag for as long as the `with` block lasts. Enter it in the main thread.
 
     The first signal is announced on stderr, but for `announced=False`, and a second Ctrl-C exits at once. With `passed_on`,
-    neither happens: the signals are for processes that this one runs. `take` hands them over, and this process ends when those
-    have ended.
+    neither happens: the signals are for processes that this one runs, and it takes them from `received`.
     """
 
     def __init__(self, *, passed_on: bool = False, announced: bool = True) -> None:
         self.requested: signal.Signals | None = None  # the first signal
+        self.received: list[signal.Signals] = []
         self._passed_on, self._announced = passed_on, announced  # of several ranks one announces it
-        self._pending: list[signal.Signals] = []
         self._interrupted_at: float | None = None
-        self._previous: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> StopRequest:
         wanted = [*SIGNALS, *(number for number in IF_NOT_IGNORED if signal.getsignal(number) != signal.SIG_IGN)]
@@ -51,26 +49,21 @@ class StopRequest:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def take(self) -> list[signal.Signals]:
-        """The signals that have come since the last call."""
-        pending, self._pending = self._pending, []
-        return pending
-
     def _receive(self, number: int, frame: FrameType | None) -> None:
         """Runs between two bytecodes of the main thread, so it must neither lock nor print through buffered streams."""
         received, first = signal.Signals(number), self.requested is None
-        self._pending.append(received)
+        self.received.append(received)
         self.requested = self.requested or received
         if self._passed_on:
             return
-        again = ""
         if received == signal.SIGINT:
-            again, now = "; press Ctrl-C again to exit at once", time.monotonic()
+            now = time.monotonic()
             if self._interrupted_at is not None and now - self._interrupted_at > REPEAT_SECONDS:
                 # Die by the signal itself: a shell, or make, then knows that the user broke off and stops as well.
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
                 os.kill(os.getpid(), signal.SIGINT)
             self._interrupted_at = self._interrupted_at or now
         if first and self._announced:
+            text = f"\n{received.name}: finishing this step, then saving; a second Ctrl-C exits at once\n"
             with suppress(OSError):  # the terminal may be gone, and Ctrl-C also ends the `tee` that reads from us
-                os.write(sys.__stderr__.fileno(), f"\n{received.name}: finishing this step, then saving{again}\n".encode())
+                os.write(sys.__stderr__.fileno(), text.encode())

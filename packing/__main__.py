@@ -23,7 +23,7 @@ from foundation.command import CommandParser, number, run_command
 from foundation.errors import InputError
 from foundation.progress import Progress, say
 from foundation.reading import load_with_bases
-from foundation.settings import Settings, given_once, parse, place_of, value_from_text
+from foundation.settings import Settings, given_once, parse, set_value, value_from_text
 from packing.arrow import FIRST, MANIFEST, ArrowPacks, Packs, Split
 from packing.prepare import prepare, summary
 from packing.records import TextTemplate
@@ -117,8 +117,7 @@ def _data_settings(arguments: Sequence[str]) -> DataSettings:
     for key, value in given.items():
         if not key.startswith("data."):
             raise InputError(f"command line: {key}: prepare takes the keys of data only, as in data.length=1024")
-        place, name = place_of({"data": data}, key)  # which may lie deeper, as data.validation.source
-        place[name] = value_from_text(_Recipe, key, value)
+        set_value({"data": data}, key, value_from_text(_Recipe, key, value))
     return parse(_Recipe, {"data": data}, recipe or "command line").data
 
 

@@ -31,7 +31,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from foundation.errors import InputError
-from foundation.files import FileLock, fsync_tree, no_room, replace_file
+from foundation.files import fsync_tree, locked, replace_file
 from foundation.progress import Progress, say
 from foundation.reading import load_object
 from packing.arrow import FIRST, MANIFEST, PackWriter, read_manifest
@@ -72,12 +72,9 @@ def prepare(settings: DataSettings, progress: bool = True) -> Path:
     return settings.packs
 
 
-def _lock_of(packs: Path, progress: bool) -> FileLock:
+def _lock_of(packs: Path, progress: bool) -> AbstractContextManager[None]:
     path = packs.absolute().parent / f".{packs.name}.lock"
-    try:
-        return FileLock(path, lambda holder: say(f"{packs} is being prepared by {holder}; waiting for it", progress))
-    except OSError as error:
-        raise InputError(f"{path.parent}: cannot be written to: {error.strerror}; set `data.packs` to another place") from None
+    return locked(path, lambda holder: say(f"{packs} is being prepared by {holder}; waiting for it", progress))
 
 
 def content_settings(settings: DataSettings) -> dict[str, Any]:
@@ -125,15 +122,13 @@ def make_packs(settings: DataSettings, progress: bool) -> dict[str, Any]:
                 with Progress("tokenising", "tokens", progress, log.counts.tokens) as line, log:
                     for result in maker.tokenize(maker.source.chunks(log.place)):
                         log.append(result)
-                        line.update(log.counts.tokens, maker.source.share(log.place), f"{log.counts.documents:,} documents")
+                        line.update(log.counts.tokens, maker.source.share(log.place))
                     check_counts(settings, log.counts)
                     log.complete = True
             with Progress("packing", shown=progress):
                 manifest = maker.write(settings.packs, maker.arrange(log.tokens()))
         except OSError as error:
-            if not (full := no_room(error)):
-                raise
-            raise InputError(f"{settings.packs}: {full} and run this again; what is tokenised is kept in {kept}") from None
+            raise InputError(f"{settings.packs}: {error}; then run this again: what is tokenised is kept in {kept}") from None
     shutil.rmtree(kept)
     return manifest
 

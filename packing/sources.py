@@ -25,7 +25,7 @@ import pyarrow as pa
 from tokenizers import Tokenizer
 
 from foundation.errors import InputError
-from foundation.reading import one_line, reason_of
+from foundation.reading import one_line
 from packing.arrow import MANIFEST
 from packing.records import UNTRAINED, Records
 from packing.settings import HUB_NAME, DataSettings
@@ -158,7 +158,7 @@ class FileSource:
                 for chunk in chunks:
                     yield replace(chunk, after={"file": number} | chunk.after)
             except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
-                reason = reason_of(error)
+                reason = one_line(error)
                 raise InputError(f"{path}: cannot be read: {reason}; the file is damaged or not of this format") from None
 
     # Each yields chunks of a file. `at`: the byte or row to begin with.
@@ -236,7 +236,7 @@ class DatasetSource:
                     yield replace(chunk, after={"row": row, "skip": row - first, "state": state})
                 first, state = first + len(table), data.state_dict()
         except (OSError, pa.ArrowException, datasets.exceptions.DatasetsError) as error:
-            raise InputError(f"data.source: {self.name}: cannot be read after row {row}: {reason_of(error)}") from None
+            raise InputError(f"data.source: {self.name}: cannot be read after row {row}: {one_line(error)}") from None
 
     @cached_property
     def _data(self) -> datasets.Dataset | datasets.IterableDataset:

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from foundation.errors import InputError
-from foundation.files import FileLock, free_bytes, replace_file
+from foundation.files import free_bytes, locked, replace_file
 from packing.arrow import FIRST, MANIFEST, ArrowPacks, Packs, PacksOfOthers
 from packing.order import Mixture, Order, permute, splitmix64
 from packing.settings import DataSettings
@@ -149,7 +149,8 @@ class PackerProcess:
                 f"{settings.packs}: another run trains on this stream, {holder}; set another data.packs, or wait for it"
             )
 
-        self._lock = FileLock(settings.packs / ".lock", refuse)
+        self._lock = ExitStack()
+        self._lock.enter_context(locked(settings.packs / ".lock", refuse))
         check_disk(settings)
 
     def begin(self, starts: Mapping[str, Any]) -> None:
@@ -190,7 +191,7 @@ class PackerProcess:
     def close(self) -> None:
         """End it, and let others have the folder; closing twice is harmless."""
         self._end_process()
-        self._lock.release()
+        self._lock.close()
 
 
 class StreamedPacks(PacksOfOthers):

@@ -103,7 +103,8 @@ def run_all(matrix: Matrix, cells: Sequence[Cell], stop: StopRequest) -> list[Ou
                 except InputError as error:
                     outcomes[cell.name].status = "failed"
                     say(f"{cell.name}: failed: {error}")
-            for received in stop.take():
+            while stop.received:
+                received = stop.received.pop(0)
                 say(f"{received.name}: these save and stop: {', '.join(one.cell.name for one in running)}")
                 for one in running:
                     one.signal(signal.SIGTERM if received == signal.SIGUSR1 else received)  # of which torchrun knows nothing

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from foundation.errors import InputError
-from foundation.files import PARTIAL, FileLock, save_file
+from foundation.files import PARTIAL, locked, save_file
 from foundation.reading import load_yaml
 
 MATRIX_FILE = "matrix.json"  # in the folder of a run that is part of a matrix; `pretrain.compare.matrix` writes it
@@ -54,12 +54,9 @@ class RunFolder(ExitStack):
         self.final = path / "final"
         if not owner:
             return
-        try:
-            self.enter_context(FileLock(path / ".lock", self._refuse))
-            for leftover in path.glob(f".*{PARTIAL}"):  # of a killed run: no other process is writing here now
-                leftover.unlink()
-        except OSError as error:
-            raise InputError(f"{path}: cannot be used as the run folder: {error}; set another `run_dir`") from None
+        self.enter_context(locked(path / ".lock", self._refuse))
+        for leftover in path.glob(f".*{PARTIAL}"):  # of a killed run: no other process is writing here now
+            leftover.unlink()
 
     def _refuse(self, holder: str) -> None:
         raise InputError(f"{self.path}: the run folder is in use by {holder}; wait for it or stop it, or set another `run_dir`")

@@ -119,7 +119,7 @@ def explaining_errors(run: Run | None = None) -> Iterator[None]:
             raise
         when = f"after step {run.state.step}" if run and run.state.step else "before the first step was done"
         raise InputError(
-            f"out of memory {when}: {one_line(error, 160)}. What takes less: {TAKES_LESS}; `--plan` says how much. Checkpoints "
+            f"out of memory {when}: {one_line(error)}. What takes less: {TAKES_LESS}; `--plan` says how much. Checkpoints "
             "are untouched: the same command with one of these goes on from the last; where it changes `weights` or `optimizer`, "
             "with --accept-changes too"
         ) from None

@@ -11,7 +11,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from foundation.files import save_file
-from foundation.reading import load_json
+from foundation.reading import load_object
 from packing.batch import StepBatches
 from pretrain.compare.figures import picture_of_run
 from pretrain.metrics.console import Console
@@ -64,7 +64,8 @@ def introduce(run: Run, notes: Iterable[str]) -> None:
     plan, data, assembly, folder = run.job.plan, run.job.data, run.assembly, run.folder
     run.console.notice(render(plan, brief=True))
     if not run.begins and folder.audit.is_file():  # parity was looked at before the run's first step
-        assembly.now.audit.update({key: value for key, value in load_json(folder.audit).items() if key == "parity"})
+        before = load_object(folder.audit, "delete it")
+        assembly.now.audit.update({key: before[key] for key in ("parity",) if key in before})
     run.console.panel(f"what runs in which precision (all of it: {folder.audit})", audit.in_short(assembly.audit))
     for note in notes:
         run.console.notice(note)

@@ -16,7 +16,7 @@ from typing import Any
 
 from foundation.errors import InputError, shown
 from foundation.reading import load_with_bases
-from foundation.settings import given_once, parse, place_of, value_from_text
+from foundation.settings import given_once, parse, set_value, value_from_text
 from pretrain.precision.settings import is_quantized, label
 from pretrain.settings.recipe import Recipe
 
@@ -114,7 +114,7 @@ def filled_in(path: str, fields: Mapping[str, Any], key: str = "run_dir") -> str
             return in_a_name(fields[field[1]])
         near = difflib.get_close_matches(field[1] or "", fields, n=1, cutoff=0.7)
         hint = f"did you mean {{{near[0]}}}?" if near else "any key of the recipe can stand in braces"
-        raise InputError(f"`{key}`: {shown(path, repr)} cannot be filled in; {hint}")
+        raise InputError(f"`{key}`: {shown(repr(path))} cannot be filled in; {hint}")
 
     return re.sub(r"{(.*?)}|[{}]", written, path)
 
@@ -168,5 +168,4 @@ def _set(values: dict[str, Any], key: str, value: Any) -> None:
     for section, _, name in (replaced.rpartition(".") for replaced in _replaced_by(key, value)):
         if isinstance(there := values.get(section), dict):
             there.pop(name, None)
-    place, last = place_of(values, key)
-    place[last] = copy.deepcopy(value)
+    set_value(values, key, copy.deepcopy(value))

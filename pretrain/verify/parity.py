@@ -184,7 +184,7 @@ class _Check:
         is_varied = self.over_ranks(len(different), min) >= DIFFERENT
         mean_over = max(valid_tokens, 1) / tokens  # a loss is a sum over the step's tokens
 
-        advance(detail="plain")
+        advance()
         plain = reference_model(self.hf, self.accelerator.device)
         losses, reference = self._plain_pass(plain, compared, valid_tokens)
         rounded_losses, rounded = self._plain_pass(in_bf16(plain), compared, valid_tokens)
@@ -195,7 +195,7 @@ class _Check:
         del rounded
 
         with training_without_dropout(self.packed), self._loss_in_chunks(step):
-            advance(detail="unquantized")
+            advance()
             with holding(self.context, quantizing=False):
                 if self.packed.fused:
                     self._spoil_copies(step)
@@ -229,7 +229,7 @@ class _Check:
 
     def _quantized(self, parity: Parity, step: StepBatches, mean_over: float) -> list[str]:
         """Compares the quantized path with the unquantized one of `parity`, which gets the figures; returns what is wrong."""
-        advance(detail="quantized")
+        advance()
         for _ in range(TAUGHT if self.context.state() else 0):
             self._pass(step)
         self._spoil_copies(step)

@@ -19,7 +19,7 @@ MDS = Path(__file__).parents[1] / "data" / "mds" / "reference"
 
 # What is given on the command line over a good recipe, and what the message must name.
 SETTINGS = {
-    "optimizer.learnin_rate=1": "`optimizer.learnin_rate`; did you mean `optimizer.learning_rate`",
+    "optimizer.learnin_rate=1": "`optimizer.learnin_rate`: unknown key; did you mean `optimizer.learning_rate`",
     "weigths=bf16": "`weights`",
     "Seed=3": "`seed`",
     "seed=[[[": "seed",

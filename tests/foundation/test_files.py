@@ -16,13 +16,13 @@ import pytest
 from foundation.errors import InputError
 from foundation.files import (
     WRITTEN_BY,
-    FileLock,
     FileRecord,
     check_files,
     check_replaceable,
     find_damage,
     free_bytes,
     hash_file,
+    locked,
     replace_file,
     save_file,
 )
@@ -30,8 +30,8 @@ from foundation.files import (
 HOLD = """
 import sys
 from pathlib import Path
-from foundation.files import FileLock
-with FileLock(Path(sys.argv[1]), print):
+from foundation.files import locked
+with locked(Path(sys.argv[1]), print):
     print("locked", flush=True)
     sys.stdin.readline()
 """
@@ -57,8 +57,11 @@ def refuse(holder: str) -> None:
 
 def test_a_held_lock_names_its_holder_to_whoever_refuses_to_wait(holder, tmp_path: Path) -> None:
     for _ in range(2):  # a refused attempt must not disturb the holder
-        with pytest.raises(InputError, match=f"process {holder.pid} on {socket.gethostname()}"):
-            FileLock(tmp_path / "lock", refuse)
+        with (
+            pytest.raises(InputError, match=f"process {holder.pid} on {socket.gethostname()}"),
+            locked(tmp_path / "lock", refuse),
+        ):
+            pass
 
 
 def test_whoever_waits_gets_the_lock_when_it_is_released_and_holds_it_alone(holder, tmp_path: Path) -> None:
@@ -66,15 +69,15 @@ def test_whoever_waits_gets_the_lock_when_it_is_released_and_holds_it_alone(hold
     assert f"process {holder.pid}" in second.stdout.readline()  # what it was told; now it waits
     holder.communicate("done\n")
     assert second.stdout.readline() == "locked\n"
-    with pytest.raises(InputError, match=f"process {second.pid}"):
-        FileLock(tmp_path / "lock", refuse)
+    with pytest.raises(InputError, match=f"process {second.pid}"), locked(tmp_path / "lock", refuse):
+        pass
     second.communicate("done\n")
 
 
 def test_a_killed_holder_leaves_no_lock_behind(holder, tmp_path: Path) -> None:
     os.kill(holder.pid, signal.SIGKILL)
     holder.wait()
-    with FileLock(tmp_path / "lock", refuse):
+    with locked(tmp_path / "lock", refuse):
         pass
 
 
@@ -87,7 +90,7 @@ def cannot(number: int):
 
 def test_a_file_system_without_locks_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fcntl.flock", cannot(errno.ENOSYS))
-    with pytest.warns(UserWarning, match="no locks"), FileLock(tmp_path / ".lock", refuse):
+    with pytest.warns(UserWarning, match="no locks"), locked(tmp_path / ".lock", refuse):
         pass
 
 
@@ -96,7 +99,7 @@ def test_a_file_that_cannot_be_replaced_keeps_its_content(tmp_path: Path, monkey
     monkeypatch.setattr(os, "fsync", cannot(errno.ENOSPC))
     with pytest.raises(OSError, match="No space"):
         replace_file(tmp_path / "new" / "file", b"new")
-    with pytest.raises(InputError, match=r"new/file: .*the disk is full"):
+    with pytest.raises(InputError, match=r"new/file: .*No space"):
         save_file(tmp_path / "new" / "file", b"new")
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["file"]
     assert (tmp_path / "new" / "file").read_bytes() == b"old"
@@ -133,9 +136,8 @@ def test_a_file_is_hashed_by_algorithms_of_both_libraries(tmp_path: Path) -> Non
     (tmp_path / "x").write_bytes(b"abc")
     assert hash_file(tmp_path / "x") == hashlib.sha256(b"abc").hexdigest()
     assert hash_file(tmp_path / "x", "xxh64") == "44bc2cf5ad770999"
-    for name, algorithm in (("x", "crc999"), ("gone", "sha256")):
-        with pytest.raises(InputError, match=str(tmp_path / name)):
-            hash_file(tmp_path / name, algorithm)
+    with pytest.raises(InputError, match=str(tmp_path / "gone")):
+        hash_file(tmp_path / "gone")
 
 
 def test_the_room_for_a_folder_that_is_not_there_is_that_of_the_nearest_one_above(tmp_path: Path) -> None:
