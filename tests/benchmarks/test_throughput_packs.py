@@ -22,26 +22,15 @@ def test_the_same_packs_are_made_everywhere(tmp_path: Path):
     assert once.fingerprint == again.fingerprint
 
 
-def test_documents_are_about_as_many_and_as_long_as_an_encyclopaedias(tmp_path: Path):
+def test_documents_are_an_encyclopaedias_and_tokens_follow_zipfs_law_below_the_vocabularys_end(tmp_path: Path):
     packs = packs_at(tmp_path / "packs")
     lengths = [packs.lengths(index).astype(np.int64) for index in range(len(packs))]
     assert all(each.sum() == 4096 for each in lengths), "packs are full"
     assert 160 < 8 * np.mean([len(each) for each in lengths]) < 200, "in 32,768 tokens"
     assert 420 < np.mean([np.square(each).sum() / 4096 for each in lengths]) < 620
-
-
-def test_tokens_follow_zipfs_law_below_the_vocabularys_end(tmp_path: Path):
-    packs = packs_at(tmp_path / "packs")
     tokens = np.concatenate([packs[index].input_ids for index in range(len(packs))])
     assert tokens.max() < 150_000
     counts = np.sort(np.bincount(tokens))[::-1]
     cumulative, identity = zipf(151_936, np.random.default_rng(0))
     assert np.array_equal(np.sort(identity), np.arange(150_000))
     assert abs(counts[:100].sum() / counts.sum() - cumulative[99]) < 0.01
-
-
-def test_whole_documents_fill_a_pack_each(tmp_path: Path):
-    write(tmp_path / "packs", 256, 512, 4, whole=True)
-    packs = open_packs(DataSettings(packs=tmp_path / "packs", length=256), "train")
-    assert [packs.lengths(index).tolist() for index in range(len(packs))] == [[256]] * 4
-    assert not np.array_equal(packs[0].input_ids, packs[1].input_ids)
