@@ -32,17 +32,15 @@ def test_the_benchmarks_models_have_their_published_sizes_and_products(name: str
 def test_the_floor_of_a_step_is_the_sum_of_its_products_at_their_own_rates():
     tiny = load_recipe(ROOT / "benchmarks/tiny.yaml").model.config
     products = stacked_products(flops_of(tiny))
+    kinds = ("forward", "dgrad", "wgrad")
     seconds = {
-        precision: {p.name: {"forward": each, "dgrad": each, "wgrad": each} for p in products}
+        precision: {product.name: dict.fromkeys(kinds, each) for product in products}
         for precision, each in (("bf16", 1.0), ("fp8", 0.5))
     }
     layers, linears, accumulation = 2, 4, 3
-    expected = {precision: 3 * accumulation * layers * linears * each for precision, each in (("bf16", 1.0), ("fp8", 0.5))}
-    assert floors(products, seconds, accumulation) == {
-        "bf16": expected["bf16"] + 3 * accumulation * 1.0,
-        "fp8": expected["fp8"] + 3 * accumulation * 1.0,
-        "fp8+head": expected["fp8"] + 3 * accumulation * 0.5,
-    }
+    once, body = 3 * accumulation, 3 * accumulation * layers * linears
+    expected = {"bf16": body + once, "fp8": 0.5 * body + once, "fp8+head": 0.5 * body + 0.5 * once}
+    assert floors(products, seconds, accumulation) == expected
 
 
 @pytest.mark.parametrize("make", [plain_product, fp8_product])
