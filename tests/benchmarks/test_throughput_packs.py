@@ -22,7 +22,7 @@ def test_the_same_packs_are_made_everywhere(tmp_path: Path):
     assert once.fingerprint == again.fingerprint
 
 
-def test_documents_are_an_encyclopaedias_and_tokens_follow_zipfs_law_below_the_vocabularys_end(tmp_path: Path):
+def test_documents_and_tokens_are_like_an_encyclopaedias(tmp_path: Path):
     packs = packs_at(tmp_path / "packs")
     lengths = [packs.lengths(index).astype(np.int64) for index in range(len(packs))]
     assert all(each.sum() == 4096 for each in lengths), "packs are full"
