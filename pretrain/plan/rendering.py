@@ -21,13 +21,11 @@ def render(plan: Plan, *, brief: bool = False) -> str:
         replicas = f"{devices.replicas} replicas of {devices.shards} shards" if devices.replicas > 1 else "shards"
         where += f", {replicas}, gathered {'once a step' if devices.gathered else 'for each use'}"
     title = f"{plan.recipe.name}: {plan.computes} compute{', emulated' * plan.emulated}, {plan.recipe.weights} weights, {where}"
-    per_token = plan.flops_per_token
-    flops = {"a token": per_token, "a step": per_token * plan.tokens_per_step, "in all": per_token * plan.total_tokens}
     subjects = {
         "model": model_lines(plan),
         "step": [_step_line(plan)],
-        "horizon": _horizon_lines(plan),
-        "FLOPs": [", ".join(f"{units.operations(value)} {unit}" for unit, value in flops.items())],
+        "horizon": horizon_lines(plan),
+        "FLOPs": [flops_line(plan)],
         "time": [_time_line(plan)],
         "memory": _memory_lines(plan)[: 1 if brief else None],
         "warning: ": plan.warnings,
@@ -63,7 +61,12 @@ def _step_line(plan: Plan) -> str:
     return f"{total}{plural(microbatches, 'microbatch')} x {plural(plan.microbatch, 'pack')}{share}"
 
 
-def _horizon_lines(plan: Plan) -> list[str]:
+def flops_line(plan: Plan) -> str:
+    tokens = {"a token": 1, "a step": plan.tokens_per_step, "in all": plan.total_tokens}
+    return ", ".join(f"{units.operations(plan.flops_per_token * number)} {unit}" for unit, number in tokens.items())
+
+
+def horizon_lines(plan: Plan) -> list[str]:
     epochs = f" = {plan.epochs:.2f} epochs of {plural(plan.packs, 'pack')}" if plan.packs else ""
     lines = [f"{plural(plan.steps, 'step')} = {units.count(plan.total_tokens)} tokens{epochs}"]
     lines += [f"steps {first:,} to {last:,} in {name}" for first, last, name in plan.phases_in_use if plan.has_several]

@@ -1,7 +1,7 @@
 """What a recipe would take elsewhere: `python -m pretrain plan RECIPE [key=value ...]`.
 
     python -m pretrain plan my.yaml train.tokens=20e9                               hours on H100, H200, B200 and 8 x B200
-    python -m pretrain plan my.yaml --on 8xH200 --mfu 0.42 --price-per-hour 3.50    at the share of the peak that a run reached
+    python -m pretrain plan my.yaml --on 8xH200 --mfu 0.42                          at the share of the peak that a run reached
 
 What a launch on this machine would do is told by `accelerate launch ... train_accelerate.py RECIPE --plan`, which needs packs.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from foundation import units
@@ -19,7 +19,7 @@ from foundation.command import CommandParser, number
 from foundation.units import GIB, TERA, UNKNOWN, markdown, plural
 from pretrain.plan.plan import KEPT_FREE, Plan
 from pretrain.plan.preflight import prepare_job
-from pretrain.plan.rendering import ASSUMED_SHARES, WIDTH, in_subjects, model_lines
+from pretrain.plan.rendering import ASSUMED_SHARES, WIDTH, flops_line, horizon_lines, in_subjects, model_lines
 from pretrain.plan.targets import Target
 from pretrain.run.command_line import as_launched
 from pretrain.settings.config import load_recipe
@@ -27,7 +27,6 @@ from pretrain.settings.launch import with_precision
 
 USUAL = ("H100", "H200", "B200", "8xB200")
 DEFAULT_PRECISION = "bf16"  # where neither recipe nor command line names one, as there is no accelerate configuration here
-LEAST = 50_000_000  # parameters, of a model whose speed a share of the peak can describe: launches decide that of smaller ones
 
 
 def main(arguments: list[str]) -> int:
@@ -38,7 +37,6 @@ def main(arguments: list[str]) -> int:
     add("overrides", nargs="*", metavar="key=value", help="over the recipe's settings: train.tokens=2e9")
     add("--on", metavar="DEVICE", help=f"H200, 8xB200, 'RTX 4090'; may be repeated; default: {', '.join(USUAL)}", **several)
     add("--mfu", type=number(most=1), metavar="SHARE", help="of the peak that is reached, 0.4 say; twice: from, to", **several)
-    add("--price-per-hour", type=number(), metavar="PRICE", help="of one device, for the cost of the run")
     options = parser.parse_intermixed_args(arguments)
     targets = [Target.parse(text) for text in options.on or USUAL]
     recipe, named = load_recipe(options.recipe, options.overrides), ""
@@ -51,21 +49,15 @@ def main(arguments: list[str]) -> int:
     job = prepare_job(recipe, accelerator, purpose="elsewhere")
     plan = job.plan
 
-    shares, where_from = sorted(options.mfu or ASSUMED_SHARES), "stated" if options.mfu else "assumed; --mfu states another"
-    small = not options.mfu and plan.flops.parameters < LEAST
-    tokens, parameters, epochs = plan.total_tokens, plan.flops.parameters, f" = {plan.epochs:.2f} epochs" if plan.epochs else ""
-    horizon = (
-        f"{plural(plan.steps, 'step')} x {plan.tokens_per_step:,} tokens = {tokens:,} tokens{epochs}, {tokens / parameters:.3g} "
-        f"a parameter (a rule of thumb says 20); {units.operations(plan.flops_per_token)} a token"
-    )
     print(f"{plan.recipe.name}: {plan.computes} compute{named}, {plan.recipe.weights} weights\n{'─' * WIDTH}")
-    print(in_subjects({"model": model_lines(plan), "horizon": [horizon]}), end="\n\n")
-    rows = [_row(target, target.plan(job), [] if small else shares, options.price_per_hour) for target in targets]
-    print(markdown(["on", "microbatch", "takes", "of each", "tokens/s", "time", "cost"], rows))
+    print(in_subjects({"model": model_lines(plan), "horizon": horizon_lines(plan), "FLOPs": [flops_line(plan)]}), end="\n\n")
+    shares = sorted(options.mfu or ASSUMED_SHARES)
+    rows = [_row(target, target.plan(job), shares) for target in targets]
+    print(markdown(["on", "microbatch", "takes", "of each", "tokens/s", "time"], rows))
+    where_from = "stated" if options.mfu else "assumed; --mfu states another"
     listed = " to ".join(f"{100 * each:.3g}" for each in shares)
-    speed = f"time is that of training steps at {listed} % of the peak ({where_from}); several devices count as many times one"
     notes = [
-        "how fast so small a model is, no share of a peak says; --mfu states that of a run of yours" if small else speed,
+        f"time is that of training steps at {listed} % of the peak ({where_from}); several devices count as many times one",
         f"the microbatch is the recipe's, or the largest that leaves {units.percent(KEPT_FREE)} of a device's memory free",
         *(() if plan.packs else ["FLOPs count each pack as one document, the most that they can be: no packs are prepared here"]),
         *([plan.flops.left_out] if plan.flops.uncounted else []),
@@ -75,27 +67,20 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _row(target: Target, plan: Plan, shares: Sequence[float], price: float | None) -> list[str]:
+def _row(target: Target, plan: Plan, shares: Sequence[float]) -> list[str]:
     obstacle = target.obstacle(plan)
     if obstacle:
-        return [str(target), obstacle, *[UNKNOWN] * 5]
+        return [str(target), obstacle, *[UNKNOWN] * 4]
     size = min(plan.expected_microbatch, plan.packs_per_rank)
     takes, whole = plan.takes(size), target.memory
     fits = "" if whole is None or takes <= plan.devices.memory else ": barely fits" if takes <= whole else ": does not fit"
     split = f"{-(-plan.packs_per_rank // size)} x {plural(size, 'pack')}{' in shards' * plan.devices.sharded}{fits}"
     speeds = [share * plan.peak_tflops * TERA / plan.flops_per_token for share in shares]
-    hours = [plan.total_tokens / speed / 3600 for speed in speeds]
     return [
         str(target),
         split,
         units.memory(takes / GIB),
         UNKNOWN if whole is None else units.memory(whole / GIB),
-        _span(speeds, "{:,.0f}".format),
-        _span(hours, lambda each: units.duration(3600 * each)),
-        _span([each * price * target.count for each in hours] if price else [], "{:,.2f}".format),
+        " to ".join(f"{speed:,.0f}" for speed in speeds),
+        " to ".join(units.duration(plan.total_tokens / speed) for speed in speeds),
     ]
-
-
-def _span(values: Sequence[float], form: Callable[[float], str]) -> str:
-    """Writes one figure, or the first to the last; a dash for none."""
-    return " to ".join(dict.fromkeys(form(value) for value in values)) or UNKNOWN

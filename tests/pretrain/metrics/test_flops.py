@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from foundation.errors import InputError
 from pretrain.metrics.flops import FORMULAS, LowPrecisionProducts, ModelFlops
-from pretrain.plan.flops_table import main, table
+from pretrain.plan.flops_table import main
 from pretrain.run.doctor import QWEN3_1_7B
 
 
@@ -170,13 +170,6 @@ def test_the_command_prints_every_definition_for_each_length(tmp_path: Path, cap
     (ours,) = [line.split("|")[2:4] for line in lines if line.startswith("| ours ")]
     assert [cell.split()[:2] for cell in ours] == [["10.68", "GFLOP"], ["11.73", "GFLOP"]]
     assert all(sum(line.startswith(f"| {formula.key} ") for line in lines) == 1 for formula in FORMULAS)
-
-
-def test_the_command_shows_utilisations_of_a_device_that_it_knows(counts: dict[str, ModelFlops]) -> None:
-    text = table(counts["Qwen3-1.7B"], [4096], tokens_per_second=50_000, device="NVIDIA H200")
-    assert re.search(r"^\| ours .*: 586\.6 TFLOP/s, 59\.3 %", text, re.MULTILINE)
-    with pytest.raises(InputError, match="no BF16 peak of it is known"):
-        table(counts["Qwen3-1.7B"], [4096], device="Tesla V100-SXM2-16GB")
 
 
 @pytest.mark.parametrize(
