@@ -33,11 +33,6 @@ def test_the_index_has_the_commit_of_a_file(name: str):
     assert FILES[name][3] == commit + (" (dirty)" if git.get("dirty") else "")
 
 
-def test_results_are_few_and_small():
-    sizes = [path.stat().st_size for path in RESULTS.rglob("*") if path.is_file()]
-    assert len(sizes) <= 60 and sum(sizes) <= 3.2e6
-
-
 def test_the_tables_of_the_evidence_are_those_of_its_files(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
     scales = {name: Scale.read(name) for name in SCALES}

@@ -22,7 +22,3 @@ def test_every_key_of_a_recipe_has_a_line_with_a_meaning():
     assert keys <= {line[0] for line in lines}
     assert [key for key, _, _, meaning in lines if not meaning.strip()] == []
     assert [key for key, kind, _, _ in lines if "typing." in kind or "<class" in kind] == []
-
-
-def test_a_comment_with_a_colon_at_its_end_is_a_heading_and_no_keys_meaning():
-    assert "Options of" not in page.page()
