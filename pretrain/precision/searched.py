@@ -1,15 +1,14 @@
 """Matrix products by the fastest of cublasLt's algorithms, found by trying them, where libraries take the first named.
 
-The heuristic of cublasLt names some eight algorithms for a product. Which is the fastest depends on shape, clock and power, and
-it is often not the first: docs/results.md has the figures. So the first product of a kind is computed by each of them, in turns
-and in place. One that gives other bits than the first named is not taken: then times do not choose what is computed.
+The heuristic of cublasLt names some eight algorithms for a product, and the first is often not the fastest (docs/results.md).
+So the first product of a kind is computed by each of them, in turns and in place. One that gives other bits than the first named
+is not taken: then times do not choose what is computed.
 
-A product may also add a residual, d = a b + c with c apart from d, which spares the kernel that would add it, and a rounding.
-Or it adds to an FP32 sum of gradients, c being d: then the algorithms are tried into another place, so that it adds once.
+A product may also add a residual, d = a b + c with c apart from d, or add to an FP32 sum of gradients, c being d: then the
+algorithms are tried into another place, so that it adds once.
 
-Products in BF16, and in FP8 with one scale a tensor, are computed here. Whatever else there is, is left to Transformer Engine or
-torch: `multiply` returns None and has done nothing. So is everything where runs are to repeat their bits (`deterministic: true`):
-that two algorithms give the same is seen and not known.
+Products in BF16, and in FP8 with one scale a tensor, are computed here; `multiply` leaves all others to Transformer Engine or
+torch. Under `deterministic: true` it leaves everything: that two algorithms give the same bits is seen and not known.
 
 cublasLt is called through ctypes, and its names stand here: D = A B + beta C, columns first. In torch's terms, rows first:
 d [n, m] = b [n, k] a [m, k]^T + beta c. In memory `a` is [m, k] if it is called transposed and [k, m] if not, and `b` is [k, n]
@@ -26,7 +25,6 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from ctypes import POINTER, byref, c_float, c_int, c_int8, c_int32, c_int64, c_size_t, c_uint64, c_void_p, sizeof
-from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -56,7 +54,7 @@ class Factor(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """What two products that take one algorithm have in common; the letters are cublasLt's."""
+    """What products that take one algorithm have in common; the letters are cublasLt's."""
 
     m: int
     n: int
@@ -84,20 +82,17 @@ def multiply(
 
     As Transformer Engine's general_gemm: `left` is [m, k] if `layout` begins with T, else [k, m]; `right` is [n, k] if it ends
     with N, else [k, n]. Tensors in BF16, or with TN Transformer Engine's with one scale each. `residual` [n, m] BF16 stays as it
-    was. `fast_accumulation`: of FP8 products, in the tensor cores alone.
-
-    With `total` [n, m] FP32 the product is added to it, or with `overwrite` takes the place of what it held, and it is returned.
+    was. `fast_accumulation`: of FP8 products, in the tensor cores alone. With `total` [n, m] FP32 the product is added to it, or
+    with `overwrite` takes the place of what it held, and it is returned.
     """
-    if torch.are_deterministic_algorithms_enabled():
-        return None
     a, b = _factor(left), _factor(right)
-    if a is None or b is None:
+    if a is None or b is None or torch.are_deterministic_algorithms_enabled():
         return None
     transposed = layout[0] == "T", layout[1] == "T"
     problem = problem_of(a, b, transposed, residual, total, fast_accumulation=fast_accumulation)
-    products = None if problem is None else products_on(a.values.device)
-    added = residual if total is None or overwrite else total
-    d = None if products is None else products.multiply(problem, a, b, added, total)
+    if problem is None or (products := products_on(a.values.device)) is None:
+        return None
+    d = products.multiply(problem, a, b, residual if total is None or overwrite else total, total)
     if d is not None:
         see(left, right, layout)
     return d
@@ -182,11 +177,11 @@ def problem_of(
 
 class Products:
     """The products of one GPU, on the stream on which the first of them is computed: they share a workspace. By the library that
-    torch has loaded: another could differ in version and in choices."""
+    torch has loaded, which the loader finds by its name: another could differ in version and in choices."""
 
     def __init__(self, device: torch.device) -> None:
         """`device` is the current one, which torch has used before."""
-        self.library = ctypes.CDLL(loaded_library())
+        self.library = ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.partition('.')[0]}")
         for name, arguments in _SIGNATURES.items():
             function = getattr(self.library, name)
             function.restype, function.argtypes = c_int, arguments
@@ -217,25 +212,19 @@ class Products:
         d = torch.empty(problem.n, problem.m, dtype=_BF16, device=a.values.device) if total is None else total
         with suppress(CublasLtError, torch.OutOfMemoryError):  # no room to try algorithms for a sum
             chosen = self.chosen.get(problem) or self._choose(problem, a, b, added, d)
-            if chosen is not None and self._run(*chosen, a, b, added, d) == SUCCESS:
+            if chosen is not None and chosen[0].run(chosen[1], a, b, added, d) == SUCCESS:
                 return d
         self.chosen[problem] = None
         return None
-
-    def _run(self, matmul: Matmul, algorithm: Algorithm, a: Factor, b: Factor, added: Tensor | None, d: Tensor) -> int:
-        if a.scale is not None:
-            matmul.set_scales(a.scale, b.scale)
-        return matmul.run(algorithm, a.values, b.values, added, d)
 
     def _choose(self, problem: Problem, a: Factor, b: Factor, added: Tensor | None, d: Tensor) -> tuple[Matmul, Algorithm] | None:
         """The fastest algorithm; None where none runs. d is written over, more than once, unless it is `added`: then it stays as
         it is."""
         matmul = Matmul(self, problem)
-        if a.scale is not None:  # not all algorithms can scale
-            matmul.set_scales(a.scale, b.scale)
+        matmul.set_scales(a, b)  # not all algorithms can scale
         named = matmul.named_by_heuristic()
         d = torch.empty_like(d) if d is added else d
-        launches = [functools.partial(self._run, matmul, algorithm, a, b, added, d) for algorithm in named]
+        launches = [functools.partial(matmul.run, algorithm, a, b, added, d) for algorithm in named]
         same, decisive = same_as_first(launches, d, added)
         if not same:
             return None
@@ -256,8 +245,7 @@ def products_on(device: torch.device) -> Products | None:
 
 def same_as_first(launches: Sequence[Callable[[], int]], d: Tensor, added: Tensor | None) -> tuple[list[int], bool]:
     """The numbers of those that run and write into d the bits of the first of them, by the sum of all that they write; and
-    whether that is decisive. It is not for a product of zeros, which leaves zeros or what it is `added` to, nor where d is not
-    finite: any algorithm would write that."""
+    whether that is decisive. It is not for a product of zeros, nor where d is not finite: any algorithm would write that."""
     ran, sums = [], []
     for number, launch in enumerate(launches):
         if launch() == SUCCESS:
@@ -365,10 +353,9 @@ class Matmul:
     def _set(self, attribute: int, value: Any) -> None:
         self._products.set_value("MatmulDesc", self._operation, attribute, value)
 
-    def set_scales(self, *scales: Tensor) -> None:
-        """Sets, for FP8, the FP32 numbers on the device that the codes of a and of b are multiplied by. They must be where they
-        are until the products of these scales are done."""
-        places = tuple(scale.data_ptr() for scale in scales)
+    def set_scales(self, a: Factor, b: Factor) -> None:
+        """Says where the scales of FP8 codes lie, on the device; they must stay there until the product is done."""
+        places = tuple(factor.scale.data_ptr() for factor in (a, b) if factor.scale is not None)
         if places != self._scales:
             for attribute, place in zip((_DESC_SCALE_A, _DESC_SCALE_B), places, strict=True):
                 self._set(attribute, c_void_p(place))
@@ -386,22 +373,14 @@ class Matmul:
         usable = [result for result in results[: number.value] if result.state == SUCCESS]
         return [Algorithm.from_buffer_copy(result.algorithm) for result in usable]
 
-    def run(self, algorithm: Algorithm, a: Tensor, b: Tensor, added: Tensor | None, d: Tensor) -> int:
+    def run(self, algorithm: Algorithm, a: Factor, b: Factor, added: Tensor | None, d: Tensor) -> int:
         """d = a b (+ `added`), started on the products' stream; a cublasStatus_t, other than 0 where nothing was started."""
+        self.set_scales(a, b)
         (layout_a, layout_b, layout_c, layout_d), products = self._layouts, self._products
         c, beta = (d, 0.0) if added is None else (added, 1.0)
         return products.library.cublasLtMatmul(
             *(products.handle, self._operation),
-            *(_FACTORS[1.0], a.data_ptr(), layout_a, b.data_ptr(), layout_b),
+            *(_FACTORS[1.0], a.values.data_ptr(), layout_a, b.values.data_ptr(), layout_b),
             *(_FACTORS[beta], c.data_ptr(), layout_c, d.data_ptr(), layout_d),
             *(algorithm, products.workspace.data_ptr(), products.workspace.numel(), products.stream),
         )
-
-
-def loaded_library() -> str:
-    """The file of the libcublasLt that this process has mapped; CublasLtError if it has none."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        path = line.split(maxsplit=5)[-1]
-        if Path(path).name.startswith("libcublasLt.so"):
-            return path
-    raise CublasLtError("libcublasLt is not loaded: this torch was built without CUDA, or has run no product yet")
