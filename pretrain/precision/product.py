@@ -6,15 +6,12 @@
 
 Implementations: `PlainProduct` here, in the dtype of the operands; `emulation.EmulatedProduct`;
 `transformer_engine.TransformerEngineProduct`. Callers: `LinearFunction` (a lone linear), the fused nodes of a decoder layer
-(pretrain.model.fused), and each chunk of the LM head (pretrain.model.loss.head). "Quantization off", which parity compares with,
-is `LinearFunction` on a `PlainProduct`: gradients then add up where those of quantized products do.
+(pretrain.model.fused), and each chunk of the LM head (pretrain.model.loss.head).
 
 A model's linears are LowPrecisionLinears: they hold the very Parameters of the modules they stand in for, under the same names,
-so that tying, checkpoints, sharding and export see the model that transformers built. torch.compile steps over them: a graph ends
-before each low-precision product. What they share is a PrecisionContext, whose `backend` makes their products.
+so that tying, checkpoints, sharding and export see the model that transformers built. torch.compile ends a graph before each.
 
-A caller goes through one microbatch in this order (`LinearCall` does). Along which axis an operand is quantized is the product's
-own business: it knows what each of the three sums over.
+A caller goes through one microbatch in this order (`LinearCall` does); the product knows which axis each of the three sums over.
 
     product.begin(x)
     weight = product.weight_operand(matrix, refresh=first_microbatch, differentiable=True)
@@ -52,8 +49,7 @@ Gemm = Literal["forward", "dgrad", "wgrad"]
 
 
 class Product:
-    """The products of one linear, or of several whose weights are stacked into one. Raises RuntimeError where the precision's
-    blocks do not divide a dimension."""
+    """The products of one linear, or of several whose weights are stacked into one."""
 
     name: str  # of its history and its scales in a checkpoint
     members: Sequence[str]  # the linears that it computes, for whoever looks on
@@ -73,8 +69,8 @@ class Product:
         return None
 
     def weight_operand(self, matrix: Callable[[], Tensor], *, refresh: bool, differentiable: bool) -> Operand:
-        """The weight as a factor. `matrix` gives it, [out, in]; it is called where the weight must be quantized: where `refresh`
-        (the first microbatch of a step), and where nothing is kept from one."""
+        """The weight as a factor. `matrix` gives it, [out, in], where it must be quantized: where `refresh` (the first microbatch
+        of a step), and where nothing is kept from one."""
         raise NotImplementedError
 
     def multiply(
@@ -86,8 +82,8 @@ class Product:
         bias: Tensor | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """The result of `gemm` in `dtype`, summed in FP32; `bias` [out] is added before it is rounded, and so may
-        be `residual` [tokens, out] of a fused layer's forward product, which stays as it was."""
+        """The result of `gemm` in `dtype`, summed in FP32; `bias` [out] is added before it is rounded, and so may be `residual`
+        [tokens, out] of a forward product, which stays as it was."""
         raise NotImplementedError
 
     def accumulate(self, total: Tensor, left: Operand, right: Operand, *, overwrite: bool = False) -> None:
@@ -95,8 +91,8 @@ class Product:
         (total.zero_() if overwrite else total).add_(self.multiply("wgrad", left, right, torch.float32))
 
     def save(self, *operands: Operand) -> tuple[Sequence[Tensor | None], Any]:
-        """Inputs, from now on needed for weights' gradients alone, as tensors that autograd can save, and what `restore` needs
-        beside them. Other tensors may be among them."""
+        """Inputs, needed from now on for weights' gradients alone, and other tensors: as autograd can save them, with what
+        `restore` needs beside them."""
         return operands, None
 
     def restore(self, tensors: Sequence[Tensor | None], rest: Any) -> Sequence[Operand]:
@@ -104,8 +100,8 @@ class Product:
 
     @staticmethod
     def is_first_in_forward() -> bool:
-        """Whether no quantized product of the forward under way came before, asked once by each: the first one's backward is the
-        last one's, and calls `finish_backward`."""
+        """Whether no quantized product of this forward came before, asked once by each: its backward is the last, and calls
+        `finish_backward`."""
         return False
 
     @staticmethod
@@ -117,9 +113,8 @@ class Product:
     ) -> Tensor:
         """x [tokens, in], weight [out, in], bias [out], all of one dtype -> [tokens, out], differentiable in each.
 
-        `first_microbatch` quantizes the weight and keeps the result; later microbatches of a step use what was kept. Gradients
-        have their tensors' dtypes; the weight's is added to its `main_grad` where it has one, and none is returned. `context`:
-        the model's, whose observers see operands and results."""
+        `first_microbatch` quantizes the weight; later microbatches of a step use what was kept of it. Gradients have their
+        tensors' dtypes; the weight's is added to its `main_grad` where it has one. `context`: whose observers look on."""
         context = context or PrecisionContext(None, x.dtype)
         call = LinearCall(self, context, refresh=first_microbatch, differentiable=torch.is_grad_enabled())
         return LinearFunction.apply(x, weight, bias, call)
@@ -263,11 +258,7 @@ ResultObserver = Callable[[str, str, Tensor, Tensor | None], None]
 @dataclass
 class PrecisionContext:
     """What all products of one model share: whether a low-precision forward is under way, in which microbatch of its step, and
-    who is watching. Every model has one; `backend` is the one that computes now, None where nothing is quantized.
-
-    A layer that is recomputed in backward enters the context again, or it would be recomputed in another precision, without any
-    sign of it.
-    """
+    who is watching. `backend` is the one that computes now, None where nothing is quantized."""
 
     backend: Backend | None
     compute_dtype: torch.dtype  # of activations
@@ -295,7 +286,7 @@ class PrecisionContext:
             yield
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run `function` now, and again in backward, in this context both times."""
+        """Run `function` now, and again in backward, in this context both times: else it would be in another precision then."""
         if self.backend is None or not self.quantizing:
             return checkpoint(function, *args, use_reentrant=False, **kwargs)
 
@@ -306,10 +297,7 @@ class PrecisionContext:
 
     def multiply(self, product: Product, x: Tensor, weight: Tensor, bias: Tensor | None, *, later_call: bool = False) -> Tensor:
         """x [tokens, in] times weight [out, in], in the low precision; operands in another dtype than BF16 are cast here.
-
-        `later_call`: the module has been called in this forward before (the LM head takes its tokens in chunks), with this
-        weight.
-        """
+        `later_call`: the weight was there in this forward before (the LM head takes its tokens in chunks)."""
         x, weight = x.to(self.compute_dtype), summing_where(weight, weight.to(self.compute_dtype))
         bias = None if bias is None else bias.to(self.compute_dtype)
         refresh = (self.first_microbatch or not torch.is_grad_enabled()) and not later_call
@@ -320,14 +308,14 @@ class PrecisionContext:
     ) -> Tensor | None:
         """The weight's gradient [out, in] in `dtype`; None where it was added to `total`, or with `overwrite` took its place. Who
         looks at results sees this product alone."""
-        if total is not None and not self.result_observers:
+        if total is None or self.result_observers:
+            gradient = product.multiply("wgrad", dy, x, dtype if total is None else torch.float32)
+            self.show_result(product.name, "wgrad", gradient)
+            if total is None:
+                return gradient
+            (total.zero_() if overwrite else total).add_(gradient)
+        else:
             product.accumulate(total, dy, x, overwrite=overwrite)
-            return None
-        gradient = product.multiply("wgrad", dy, x, dtype if total is None else torch.float32)
-        self.show_result(product.name, "wgrad", gradient)
-        if total is None:
-            return gradient
-        (total.zero_() if overwrite else total).add_(gradient)
         return None
 
     def show(self, name: str, role: Role, tensor: Tensor) -> None:
@@ -349,18 +337,14 @@ class PrecisionContext:
         return {name: tensor for backend in self.backends for name, tensor in backend.state().items()}
 
     def keep_state(self) -> None:
-        """Copy histories and scales aside, on their device, for `go_back`; nothing where nothing keeps a history."""
+        """Copy histories and scales aside, on their device, for `go_back`."""
         if live := list(self.saved_state().values()):
             self._kept = self._kept or [torch.empty_like(tensor) for tensor in live]
             torch._foreach_copy_(self._kept, live)
 
     def go_back(self) -> None:
-        """Histories and scales as they were at the last `keep_state`. A step that is left out must leave nothing: an overflow
-        lasts in a history for 1,024 microbatches, and giants that are finite press its scales down for as long.
-
-        Whatever else backends hold is forgotten: a pass that ran out of memory leaves behind scales put aside for recomputing a
-        layer, which the next backward would take for its own.
-        """
+        """Histories and scales as they were at the last `keep_state`: an overflow would last in a history for 1,024 microbatches.
+        Whatever else backends hold is forgotten, such as scales that a broken pass put aside for recomputing a layer."""
         self.forget()
         for tensor, before in zip(self.saved_state().values(), self._kept, strict=True):
             tensor.copy_(before)
