@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
 from pretrain.precision.emulation import EmulationBackend
+from pretrain.precision.product import PrecisionContext, Product
 from pretrain.precision.quantizers import E4M3, E5M2, tensor
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 
@@ -122,6 +124,37 @@ def test_gradient_scales_stay_as_they_are_until_the_backward_has_ended() -> None
         y = product(product(x, torch.eye(SIZE).bfloat16(), None, first_microbatch=True), x[:SIZE], None, first_microbatch=False)
     y.sum().backward()
     assert seen == [1.0] and amax_histories(emulation, "layer")[2][1] == 57344.0
+
+
+def run_out_of_memory(_: Tensor) -> None:
+    raise torch.OutOfMemoryError
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("factor", [1000.0, 1e24, math.inf, math.nan])
+def test_a_pass_that_is_not_trainings_leaves_no_trace_even_if_its_backward_is_broken_off(factor: float, fails: bool) -> None:
+    torch.manual_seed(0)
+    weight, values = torch.randn(SIZE, SIZE).bfloat16(), torch.randn(TOKENS, SIZE).bfloat16()
+
+    def step(context: PrecisionContext, product: Product, factor: float = 1.0, *, fails: bool = False) -> Tensor:
+        x = (values * factor).requires_grad_()
+        with context.forward(training=True):
+            y = context.multiply(product, x, weight.clone().requires_grad_(), None)
+        if fails:
+            x.register_hook(run_out_of_memory)
+        y.sum().backward()
+        return x.grad
+
+    runs = []
+    for passes in (2, 0):
+        context = PrecisionContext(backend(amax_history_len=8), torch.bfloat16)
+        product = context.backend.product("layer", SIZE, SIZE, bias=False)
+        step(context, product)
+        for _ in range(passes):
+            with suppress(torch.OutOfMemoryError), context.preserving_state():
+                step(context, product, factor, fails=fails)
+        runs.append([step(context, product), step(context, product), *context.state().values()])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*runs, strict=True))
 
 
 def _train_on_a_rank(rank: int, folder: Path) -> None:

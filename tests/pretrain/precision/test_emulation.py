@@ -23,11 +23,6 @@ def backend(recipe: str, **options: Any) -> EmulationBackend:
     return EmulationBackend(ActivePrecision(recipe, PRECISIONS[recipe], "emulation", settings), torch.device("cpu"))
 
 
-def switched_off(recipe: str, *options: str) -> dict[str, bool]:
-    """Those of `options` that the precision has, each of which takes something away."""
-    return {key: True for key in options if key in PRECISIONS[recipe].options}
-
-
 def operands(tokens: int = TOKENS, in_features: int = IN, out_features: int = OUT) -> tuple[Tensor, ...]:
     """x, weight, bias, and the gradient of the product, of magnitudes that differ from block to block."""
     torch.manual_seed(0)
@@ -151,25 +146,6 @@ def test_a_weight_is_quantized_in_the_first_microbatch_and_kept(recipe: str) -> 
     assert not torch.equal(y, y_new) and not torch.equal(grad_x, grad_x_new)
 
 
-@pytest.mark.parametrize("recipe", QUANTIZED)
-def test_only_the_gradients_that_are_needed_are_computed(recipe: str) -> None:
-    emulation = backend(recipe, **switched_off(recipe, "disable_stochastic_rounding"))
-    product = emulation.product("layer", IN, OUT, bias=True)
-    x, weight, bias, grad = operands()
-    with emulation.forward():
-        everything = run(product, x, weight, bias, grad)
-    for needed in ((False, True, False), (True, False, False), (False, False, True)):
-        emulation.reset()
-        leaves = [t.detach().requires_grad_(n) for t, n in zip((x, weight, bias), needed, strict=True)]
-        with emulation.forward():
-            y = product(*leaves, first_microbatch=True)
-        y.backward(grad)
-        for leaf, wanted, expected in zip(leaves, needed, everything[1:], strict=True):
-            assert torch.equal(leaf.grad, expected) if wanted else leaf.grad is None
-    with torch.no_grad(), emulation.forward():
-        assert not product(x, weight, bias, first_microbatch=True).requires_grad
-
-
 class TwoLayers(nn.Module):
     """Two emulated linears with a non-linearity between them, as a layer that can be recomputed."""
 
@@ -219,3 +195,21 @@ def test_a_recomputed_layer_leaves_the_bits_of_gradients_and_state_as_they_were(
         results.append(figures)
     assert len(entered) == 5 * 2 * 2  # the caller's own contexts, in forward and in backward
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+ROLES_AND_AXES = [("input", "features"), ("input", "rows"), ("weight", "rows"), ("grad_output", "rows")]
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_a_transposed_view_and_a_compiled_quantizer_have_the_codes_of_the_plain_one(recipe: str) -> None:
+    torch._dynamo.reset()
+    to_nearest = {"disable_stochastic_rounding": True} if "disable_stochastic_rounding" in PRECISIONS[recipe].options else {}
+    active, x = backend(recipe, **to_nearest).active, operands(256, 384)[0]
+    scale = torch.tensor(3.0) if active.precision.keeps_history else None
+    for role, along in ROLES_AND_AXES:
+        quantize = active.precision.quantizer(active.settings, role, along)
+        expected = quantize(x, scale, None)
+        view = quantize(x.t().contiguous().t(), scale, None)
+        assert torch.equal(view.codes, expected.codes) and torch.equal(view.dequantize(), expected.dequantize())
+        compiled = torch.compile(lambda x, quantize=quantize: quantize(x, scale, None).operand, fullgraph=True, backend="eager")
+        assert torch.equal(compiled(x), expected.operand)

@@ -23,7 +23,6 @@ from pretrain.precision.settings import (
     ActivePrecision,
     LowPrecisionSettings,
     discovered,
-    known_precision,
 )
 from pretrain.settings.recipe import Recipe
 
@@ -41,19 +40,6 @@ def test_a_file_beside_the_others_is_a_precision_at_its_place(tmp_path: Path, mo
     )
     monkeypatch.setattr(formats, "__path__", [*formats.__path__, str(tmp_path)])
     assert list(discovered()) == ["fp32", "bf16", "posit", *QUANTIZED]
-
-
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("bf61", "unknown precision 'bf61'; did you mean 'bf16'"),
-        ("posit", "unknown precision 'posit'; known: fp32, bf16, delayed, "),
-        ("fp4", "unknown precision .fp4.; did you mean .nvfp4"),
-    ],
-)
-def test_a_name_that_no_precision_has_gets_the_nearest_ones(name: str, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        known_precision(name)
 
 
 A100, L40S, H200, B200, RTX_5090 = (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)

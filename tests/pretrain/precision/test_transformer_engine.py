@@ -39,6 +39,7 @@ ADVERSE = {
     "NVTE_NVFP4_4OVER6_E4M3_USE_256": "none",
     "NVTE_NVFP4_4OVER6_ERR_MODE": "MSE",
 }
+NVFP4_GRADIENTS = ("fp4_quant_bwd_grad.random_hadamard_transform", "fp4_quant_bwd_grad.stochastic_rounding")
 FP8_QUANTIZATION = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
 
 Install = Callable[..., ModuleType]
@@ -92,34 +93,11 @@ def test_without_options_te_recipes_are_its_defaults_whatever_the_environment_sa
             {"fp8_format": "E4M3", "margin": 2, "amax_history_len": 7, "amax_compute_algo": "most_recent"},
             {"fp8_format.name": "E4M3", "margin": 2, "amax_history_len": 7, "amax_compute_algo": "most_recent"},
         ),
-        ("delayed", {}, {"reduce_amax": True, "scaling_factor_compute_algo": None, "backward_override": None}),
-        ("current", {}, {"fp8_gemm_fprop.use_split_accumulator": False, "fp8_gemm_wgrad.use_split_accumulator": True}),
         ("current", {}, {f"{key}.power_2_scale": False for key in FP8_QUANTIZATION}),
         ("block", {}, {f"{key}.power_2_scale": True for key in FP8_QUANTIZATION} | {"use_f32_scales": False}),
-        ("block", {}, {"x_block_scaling_dim": 1, "w_block_scaling_dim": 2, "grad_block_scaling_dim": 1}),
         ("mxfp8", {"fp8_format": "HYBRID"}, {"fp8_format.name": "HYBRID", "enable_2d_quantization": False}),
-        (
-            "nvfp4",
-            {"disable_rht": True},
-            {
-                "fp4_quant_fwd_inp.random_hadamard_transform": False,
-                "fp4_quant_bwd_grad.random_hadamard_transform": False,
-                "fp4_quant_bwd_grad.stochastic_rounding": True,
-                "fp4_quant_fwd_weight.fp4_2d_quantization": True,
-            },
-        ),
-        (
-            "nvfp4",
-            {"disable_stochastic_rounding": True},
-            {
-                "fp4_quant_bwd_grad.stochastic_rounding": False,
-                "fp4_quant_bwd_grad.random_hadamard_transform": True,
-                "fp4_quant_fwd_inp.stochastic_rounding": False,
-                "fp4_quant_fwd_weight.fp4_2d_quantization": True,
-                "nvfp4_4over6": "none",
-                "row_scaled_activation": False,
-            },
-        ),
+        ("nvfp4", {"disable_rht": True}, dict(zip(NVFP4_GRADIENTS, (False, True), strict=True))),
+        ("nvfp4", {"disable_stochastic_rounding": True}, dict(zip(NVFP4_GRADIENTS, (True, False), strict=True))),
     ],
 )
 def test_an_option_reaches_what_the_quantizers_read(

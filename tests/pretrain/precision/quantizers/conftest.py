@@ -6,15 +6,12 @@ classes are replaced: what computes is TE's code as it stands.
 
 from __future__ import annotations
 
-import ast
-import ctypes
 import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -22,23 +19,6 @@ from torch import Tensor
 
 PACKAGE = "transformer_engine"
 NORMALS = 10_000_000
-
-
-@pytest.fixture(scope="package", autouse=True)
-def memory_is_kept() -> Iterator[None]:
-    """Tensors of ten million values are taken from what earlier ones have left: having the system clear 40 MB anew for each of
-    them took a third of the time. For glibc; elsewhere nothing changes."""
-    library = ctypes.CDLL(None)
-    if not hasattr(library, "mallopt"):
-        yield
-        return
-    trim_threshold, most_maps = -1, -4  # as <malloc.h> numbers them
-    library.mallopt(trim_threshold, 2**31 - 1)
-    library.mallopt(most_maps, 0)
-    yield
-    library.mallopt(trim_threshold, 128 * 1024)  # glibc's own
-    library.mallopt(most_maps, 65_536)
-    library.malloc_trim(0)
 
 
 class _Storage:
@@ -84,24 +64,6 @@ def te_reference(references: Path) -> Callable[[str], ModuleType]:
     def load(name: str) -> ModuleType:
         with _hollow_package(references / PACKAGE):
             return importlib.import_module(f"{PACKAGE}.pytorch.custom_recipes.{name}")
-
-    return load
-
-
-@pytest.fixture(scope="session")
-def te_functions(references: Path) -> Callable[..., dict[str, Any]]:
-    """Single functions out of a file that cannot be imported, such as pytorch/quantization.py; decorators left off."""
-
-    def load(path: str, *names: str) -> dict[str, Any]:
-        tree = ast.parse((references / PACKAGE / path).read_text(encoding="utf-8"))
-        tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in names]
-        assert {node.name for node in tree.body} == set(names), f"{path} no longer defines all of {names}"
-        for node in tree.body:
-            node.decorator_list = []
-        functions: dict[str, Any] = {"torch": torch, "Callable": Callable}
-        # Compiled under this file's own `from __future__ import annotations`: no type of TE's needs to exist.
-        exec(compile(tree, path, "exec"), functions)
-        return functions
 
     return load
 

@@ -37,12 +37,6 @@ def test_ten_million_bf16_values_are_transformed_as_by_transformer_engine(
     assert torch.equal(blocks.hadamard(x.t()).contiguous().view(torch.int16), transposed.view(torch.int16))
 
 
-def test_a_bf16_result_is_the_exact_sum_rounded_once() -> None:
-    x = torch.randint(-128, 129, (4096, 64)).bfloat16()  # sums of 16 such need 12 bits: FP32 holds them, BF16 does not
-    exact = x.double().unflatten(-1, (-1, 16)) @ blocks.hadamard_matrix(torch.float64, x.device)
-    assert torch.equal(blocks.hadamard(x), exact.reshape(x.shape).float().bfloat16())
-
-
 @given(shape=st.lists(st.integers(1, 4), min_size=0, max_size=3), count=st.integers(1, 4), seed=st.integers(0, 99))
 def test_any_shape_is_transformed_block_by_block(shape: list[int], count: int, seed: int) -> None:
     x = torch.randn(*shape, 16 * count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)

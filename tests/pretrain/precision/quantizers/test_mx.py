@@ -1,9 +1,8 @@
-"""MXFP8 and MXFP4 against NumPy with ml_dtypes, bit for bit, and against torchao where it does what Transformer Engine does."""
+"""MXFP8 and MXFP4 against NumPy with ml_dtypes, bit for bit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import ml_dtypes
 import numpy as np
@@ -104,40 +103,3 @@ def test_a_product_can_take_the_operand_in_bf16_without_losing_a_bit(finite_bf16
 )
 def test_any_shape_and_any_values_agree_with_numpy(check: Check, values: np.ndarray, grid: Grid) -> None:
     check(torch.from_numpy(values), grid)
-
-
-@pytest.fixture(scope="module")
-def torchao(references: Path) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(references)
-        yield
-
-
-def in_torchao(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
-    """torchao's codes, FP32, and E8M0 bytes."""
-    mx_tensor = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
-    modes = pytest.importorskip("torchao.prototype.mx_formats.config").ScaleCalculationMode
-    dtypes = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2, "E2M1": torch.float4_e2m1fn_x2}
-    scales, codes = mx_tensor.to_mx(x.contiguous(), dtypes[grid.name], blocks.MX_BLOCK, modes.RCEIL)
-    if grid is E2M1:
-        kernels = pytest.importorskip("torchao.prototype.mx_formats.kernels")
-        codes = kernels.f4_unpacked_to_f32(kernels.unpack_uint4(codes)).view(x.shape)
-    return codes.float(), scales.view(torch.uint8)
-
-
-def blocks_unlike_torchao(x: Tensor, grid: Grid) -> Tensor:
-    """Which blocks, bool [..., blocks], have another scale or another code."""
-    quantized = blocks.quantize_mx(x, grid)
-    codes, scales = in_torchao(x, grid)
-    other_codes = (blocks_of(quantized.codes).view(torch.int32) != blocks_of(codes).view(torch.int32)).any(dim=-1)
-    return other_codes | (e8m0(blocks_of(quantized.block_scale)[..., 0]) != scales)
-
-
-@pytest.mark.usefixtures("torchao")
-@pytest.mark.parametrize("grid", [E4M3, E5M2, E2M1], ids=lambda grid: grid.name)
-def test_torchao_differs_in_ten_million_values_only_where_the_scale_is_the_smallest(finite_bf16: Tensor, grid: Grid) -> None:
-    """Under 2^-127 torchao does not scale, where decoding with 2^-127 wants 2^127."""
-    smallest = blocks_of(blocks.quantize_mx(finite_bf16, grid).block_scale)[..., 0] == 2.0**-127
-    tiny = smallest & (blocks_of(finite_bf16) != 0).any(dim=-1)
-    assert tiny.sum() >= 2 * 128 // blocks.MX_BLOCK  # the subnormals of BF16, positive and negative, and a few octaves above
-    assert torch.equal(blocks_unlike_torchao(finite_bf16, grid), tiny)

@@ -61,14 +61,6 @@ def test_rounding_is_ml_dtypes_cast_of_the_clamped_value(grid: Grid, many_values
 
 
 @by_name
-def test_infinities_and_what_rounds_past_the_maximum_become_the_maximum(grid: Grid):
-    beyond = torch.tensor([1.0001, 1.2, 100.0, torch.inf]) * grid.maximum
-    assert (round_to_grid(beyond, grid) == grid.maximum).all()
-    assert (round_to_grid(-beyond, grid) == -grid.maximum).all()
-    assert (round_stochastically(-beyond, grid, torch.rand(4)) == -grid.maximum).all()
-
-
-@by_name
 def test_nan_stays_and_zeros_keep_their_sign(grid: Grid):
     x = torch.tensor([torch.nan, 0.0, -0.0, 1e-40, -1e-40])
     for rounded in (round_to_grid(x, grid), round_stochastically(x, grid, torch.full((5,), 0.5))):

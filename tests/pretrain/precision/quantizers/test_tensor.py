@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -90,14 +89,6 @@ def test_current_scaling_is_transformer_engines_reference(
     assert_same_bits(ours.tensor_scale.reshape(1), theirs.scale)
 
 
-@pytest.mark.parametrize(
-    ("values", "scale"),
-    [([0.0, -0.0], 1.0), ([1.0, -torch.inf], 1.0), ([1e-40, 0.0], FP32_MAX), ([torch.nan, -2.0], 224.0), ([torch.nan], 1.0)],
-)
-def test_the_scale_of_tensors_out_of_the_ordinary(values: list[float], scale: float):
-    assert tensor.scale_from_amax(tensor.absolute_maximum(torch.tensor([values])), 448.0) == scale
-
-
 # Delayed scaling's history
 
 
@@ -135,29 +126,3 @@ def test_a_step_moves_the_history_and_sets_the_scale_as_the_fused_kernel(
     expected = [one_column(column, old, maximum, margin, algorithm) for column, old in columns]
     torch.testing.assert_close(moved.t(), torch.tensor([column for column, _ in expected]), rtol=0, atol=0, equal_nan=True)
     assert torch.equal(updated, torch.tensor([new for _, new in expected]))
-
-
-PYTHON_UPDATE = ("_amax_and_scale_update", "_compute_amax_and_update_history", "_default_get_amax_and_update_history")
-PYTHON_UPDATE += ("_update_amax_history", "_compute_scaling_factor", "_default_sf_compute")
-
-
-@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
-def test_a_step_is_that_of_transformer_engines_update_in_python(algorithm: str, te_functions: Callable):
-    """On tensors that each step quantized, and but for the scale's last bit: there it differs from the fused update itself."""
-    update = te_functions("pytorch/quantization.py", *PYTHON_UPDATE)["_amax_and_scale_update"]
-    recipe = SimpleNamespace(amax_compute_algo=algorithm, margin=1, scaling_factor_compute_algo=None)
-
-    @settings(deadline=None)
-    @given(histories(st.floats(2.0**-60, 2.0**60, width=32) | st.just(math.inf)))
-    def agree(history: Tensor) -> None:
-        ours = (history, torch.ones(history.shape[1]))
-        theirs = (history.clone(), torch.ones(history.shape[1]))
-        for amax in (3.0, 0.25, 1e20):
-            ours = tensor.update_scale(*ours, 448.0, 1, algorithm)
-            update(*theirs, 448.0, recipe)
-            assert torch.equal(ours[0], theirs[0])
-            torch.testing.assert_close(ours[1], theirs[1], rtol=2**-23, atol=0)
-            for history_after, _ in (ours, theirs):
-                history_after[0] = amax
-
-    agree()
