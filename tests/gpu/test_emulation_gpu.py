@@ -1,4 +1,4 @@
-"""Emulated products on CUDA: compiled quantization against the CPU's, FP32 sums, graphs, memory and what it costs."""
+"""Emulated products on CUDA: compiled quantization against the CPU's, bit for bit, and sums in FP32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The head's losses on CUDA: exactness in bf16, memory, main gradients, and that nothing depends on chance."""
+"""The head's losses on CUDA: exactness in BF16, and memory."""
 
 from __future__ import annotations
 

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from packing.arrow import IGNORE
 from pretrain.model.loss.head import LossHead, LowPrecisionHead
-from pretrain.precision.observed import ProductObserver
 from pretrain.precision.product import LowPrecisionLinear, PrecisionContext
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 from pretrain.precision.transformer_engine import TransformerEngineBackend, unavailable_because
@@ -100,15 +99,3 @@ def test_everything_is_that_of_the_products_one_by_one(recipe: str, options: dic
         }
     if recipe == "delayed":
         assert fused[1][-1]["fp8/head/backward/amax_history"][:, 0].any()
-
-
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
-def test_the_audit_sees_the_products_that_run(recipe: str) -> None:
-    model = Model(recipe, fused=True)
-    observer = ProductObserver(model.active)
-    with observer.looking_on():
-        model.microbatch(0, first=True)
-    assert observer.faults() == {}
-    gradient, e4m3 = "e5m2 tensor-scaled", "e4m3 tensor-scaled"
-    chunk = [("forward", e4m3, e4m3), ("dgrad", gradient, e4m3), ("wgrad", gradient, e4m3)]
-    assert observer.products["head"] == chunk * 3
