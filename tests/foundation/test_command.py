@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from foundation.command import CommandParser, number, run_command
+from foundation.command import number, run_command
 from foundation.errors import InputError
 
 
@@ -43,11 +43,3 @@ def test_a_number_is_read_within_its_bounds(read, good, bad):
     for text in bad:
         with pytest.raises((argparse.ArgumentTypeError, ValueError)):
             read(text)
-
-
-def test_a_mistyped_command_is_one_message_that_names_the_option():
-    parser = CommandParser()
-    parser.add_argument("--gpus", type=number(1, whole=True))
-    assert parser.parse_args(["--gpus", "8"]).gpus == 8
-    with pytest.raises(InputError, match=r"^command line: argument --gpus: 0"):
-        parser.parse_args(["--gpus", "0"])

@@ -20,8 +20,6 @@ from foundation.files import (
     check_files,
     check_replaceable,
     find_damage,
-    free_bytes,
-    hash_file,
     locked,
     replace_file,
     save_file,
@@ -88,12 +86,6 @@ def cannot(number: int):
     return call
 
 
-def test_a_file_system_without_locks_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fcntl.flock", cannot(errno.ENOSYS))
-    with pytest.warns(UserWarning, match="no locks"), locked(tmp_path / ".lock", refuse):
-        pass
-
-
 def test_a_file_that_cannot_be_replaced_keeps_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_file(tmp_path / "new" / "file", b"old")
     monkeypatch.setattr(os, "fsync", cannot(errno.ENOSPC))
@@ -130,16 +122,3 @@ def test_damage_names_the_file_and_its_kind(tmp_path: Path, content: bytes, what
         check_files(tmp_path, records, "fetch it again", hashed=True)
     (tmp_path / "a").unlink()
     assert find_damage(tmp_path, records)[0].startswith("a: missing")
-
-
-def test_a_file_is_hashed_by_algorithms_of_both_libraries(tmp_path: Path) -> None:
-    (tmp_path / "x").write_bytes(b"abc")
-    assert hash_file(tmp_path / "x") == hashlib.sha256(b"abc").hexdigest()
-    assert hash_file(tmp_path / "x", "xxh64") == "44bc2cf5ad770999"
-    with pytest.raises(InputError, match=str(tmp_path / "gone")):
-        hash_file(tmp_path / "gone")
-
-
-def test_the_room_for_a_folder_that_is_not_there_is_that_of_the_nearest_one_above(tmp_path: Path) -> None:
-    assert free_bytes(tmp_path / "not" / "there") > 0
-    assert free_bytes(Path("/proc/not/there")) == 0, "a file system without room, on that of /"

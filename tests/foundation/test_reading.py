@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foundation.errors import InputError
-from foundation.reading import load_object, load_with_bases, load_yaml, one_line, parse_yaml
+from foundation.reading import load_object, load_with_bases, load_yaml, parse_yaml
 
 
 @pytest.mark.parametrize(
@@ -58,17 +57,3 @@ def test_a_file_builds_on_its_bases_wherever_they_lie(tmp_path: Path, monkeypatc
     for load in (load_with_bases, lambda path: load_yaml(path.with_name("thrd.yaml")), lambda path: load_object(path, "mend it")):
         with pytest.raises(InputError, match=str(tmp_path)):
             load(tmp_path / "sub/third.yaml")
-
-
-def test_a_json_file_holds_an_object(tmp_path: Path):
-    (tmp_path / "x.json").write_text(json.dumps({"a": 1}))
-    assert load_object(tmp_path / "x.json", "mend it") == {"a": 1}
-    (tmp_path / "x.json").write_text("[1]")
-    with pytest.raises(InputError, match=r"x\.json: .*; mend it"):
-        load_object(tmp_path / "x.json", "mend it")
-
-
-def test_why_something_failed_is_one_line_which_is_never_empty():
-    assert one_line(ValueError("404 Client Error.\n\n  Not Found\n")) == "404 Client Error. Not Found"
-    assert one_line(AssertionError()) == one_line(AssertionError(), named=True) == "AssertionError"
-    assert one_line(ValueError("one\ntwo three"), named=True) == "ValueError: one two three"

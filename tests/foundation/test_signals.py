@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
-from foundation.signals import IF_NOT_IGNORED, REPEAT_SECONDS, SIGNALS, StopRequest
+from foundation.signals import REPEAT_SECONDS
 
 # Between two signals its clock moves by as many seconds as it is told, and its save ends when stdin does. It asks for that end
 # again and again: Python handles a signal that has come just before a read when the read has ended, which here would be never.
@@ -75,12 +73,3 @@ def test_the_same_ctrl_c_delivered_twice_and_repeated_sigterm_do_not_cut_the_sav
     output, _ = process.communicate()
     assert output == "saved after SIGINT\n"
     assert process.returncode == 0
-
-
-def test_the_handlers_from_before_come_back_after_the_block():
-    before = [signal.getsignal(number) for number in (*SIGNALS, *IF_NOT_IGNORED)]
-    with StopRequest() as stop:
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.01)
-        assert stop.requested == signal.SIGTERM
-    assert [signal.getsignal(number) for number in (*SIGNALS, *IF_NOT_IGNORED)] == before

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foundation.units import count, duration, markdown, memory, operations, or_dash, three_digits
+from foundation.units import count, duration, markdown, memory, operations, three_digits
 
 
 @pytest.mark.parametrize(
@@ -30,16 +30,6 @@ def test_three_digits_are_within_half_a_unit_of_the_last(value):
 
 HEADER = ("on", "speed by", "tokens/s")
 CELLS = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs", "Zl", "Zp"]))
-
-
-def test_names_stand_to_the_left_and_figures_to_the_right():
-    table = markdown(HEADER, [["1 x H100", "assumed", "50,605"], ["8 x B200", or_dash(None), "897,138"]], names=2)
-    assert table.splitlines() == [
-        "| on       | speed by | tokens/s |",
-        "|----------|----------|---------:|",
-        "| 1 x H100 | assumed  |   50,605 |",
-        "| 8 x B200 | –        |  897,138 |",
-    ]
 
 
 @given(st.lists(CELLS, min_size=3, max_size=3))

@@ -233,11 +233,6 @@ def test_a_step_may_be_waited_for_a_moment_at_a_time_and_all_of_it_counts():
         assert steps.ready(0), "there is none to come"
 
 
-def test_fewer_packs_than_processes_are_an_input_error():
-    with pytest.raises(InputError, match="a step of 8 packs does not reach 9 processes"):
-        stream(packs_of_text(), microbatch=1, world_size=9)
-
-
 # ---- evaluation ----
 
 

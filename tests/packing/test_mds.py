@@ -75,13 +75,6 @@ def test_reference_packs_have_the_documents_and_first_positions_that_its_columns
     assert any(packs[index].first_position > 0 for index in range(12))
 
 
-def test_a_folder_of_mds_folders_is_one_after_another(fixture, tmp_path):
-    for part in "01":
-        shutil.copytree(FIXTURES / "reference", tmp_path / "whole" / part)
-    parts = open_mds(tmp_path / "whole")
-    assert len(parts) == 24 and parts[17].input_ids.tolist() == EXPECTED["reference"][5]["input_ids"]["values"]
-
-
 def test_train_and_val_folders_are_the_two_splits_and_val_alone_is_not_trained_on(fixture, tmp_path):
     fixture("zstd").rename(tmp_path / "train")
     fixture("reference").rename(tmp_path / "val")
@@ -140,14 +133,6 @@ def test_compressed_shards_are_unpacked_once_and_then_verified_as_they_lie(fixtu
     assert open_mds(folder).fingerprint == fingerprint
     flip(folder / "shard.00001.mds", 400)
     with pytest.raises(InputError, match=r"shard\.00001\.mds: damaged"):
-        open_mds(folder)
-
-
-@pytest.mark.parametrize(("old", "new"), [('"compression": null', '"compression": "snappy"'), ("}]", "")])
-def test_an_index_that_cannot_be_read_is_named(fixture, old, new):
-    folder = fixture("reference")
-    change_index(folder, old, new)
-    with pytest.raises(InputError, match=r"index\.json: "):
         open_mds(folder)
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packing.order import Mixture, Order, evenly, permute, splitmix64, spread
+from packing.order import Mixture, Order, permute, splitmix64, spread
 
 
 def totals(costs: list[int], dealt: list[list[list[int]]]) -> list[int]:
@@ -114,15 +114,6 @@ def test_steps_of_another_size_go_on_where_the_others_ended(counts, before, now,
     first = steps * before
     assert packs == [one.packs_of_step(place)[0] for place in range(first, first + 3 * now)]
     assert shifted.epoch_of(steps) == Order(mixture, before, seed).epoch_of(steps) == first / sum(counts)
-
-
-@given(count=st.integers(0, 5000), most=st.integers(1, 1000))
-def test_evenly_chosen_packs_are_all_or_as_many_as_asked_for_from_first_to_last(count: int, most: int) -> None:
-    chosen = evenly(count, most)
-    assert len(chosen) == min(count, most) and chosen == sorted(set(chosen))
-    if len(chosen) > 1:
-        assert (chosen[0], chosen[-1]) == (0, count - 1)
-        assert np.ptp(np.diff(chosen)) <= 1
 
 
 @st.composite

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -124,11 +123,6 @@ def test_an_empty_source_and_a_folder_of_something_else_are_refused(settings: Da
     corpus.write_text('{"text": ""}\n')
     with pytest.raises(InputError, match="no document with any text: 1 record"):
         prepare(settings, progress=False)
-
-
-def test_two_processes_prepare_one_after_the_other(settings: DataSettings) -> None:
-    with ThreadPoolExecutor(2) as threads:
-        assert len(set(threads.map(lambda _: prepare(settings, progress=False), range(2)))) == 1
 
 
 def test_workers_import_neither_the_callers_script_nor_the_current_folder(settings: DataSettings, tmp_path: Path) -> None:

@@ -113,25 +113,12 @@ def test_a_malformed_line_is_named_or_skipped_and_counted(line: str, tmp_path: P
     assert texts == ["good", "too"] and counts.skipped == 1 and "x.jsonl:2" in counts.first_skipped
 
 
-@pytest.mark.parametrize("kind", ["parquet", "dataset"])
-def test_an_absent_column_is_named_with_those_there_are(kind: str, documents: list[str], tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no column `body`; the columns are: id, text"):
-        texts_of(written(tmp_path, kind, documents), text="body")
-
-
 @pytest.mark.parametrize("kind", ["jsonl.gz", "jsonl.zst", "parquet"])
 def test_a_truncated_file_is_an_error_and_no_shorter_corpus(kind: str, documents: list[str], tmp_path: Path) -> None:
     path = written(tmp_path, kind, documents)
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(InputError, match=str(path)):
         texts_of(path)
-
-
-def test_a_saved_dataset_has_splits(tmp_path: Path) -> None:
-    datasets.DatasetDict({name: datasets.Dataset.from_dict({"text": [name]}) for name in "ab"}).save_to_disk(tmp_path / "d")
-    assert texts_of(tmp_path / "d", split="b") == ["b"]
-    with pytest.raises(InputError, match=r"data.split: train"):
-        texts_of(tmp_path / "d")
 
 
 @given(st.lists(st.text().filter(bool)), st.integers(1, 60), st.sampled_from([b"\n", b"\r\n", b"\n\n"]))

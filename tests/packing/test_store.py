@@ -123,28 +123,6 @@ def test_an_interrupted_writer_leaves_nothing_at_the_path_and_a_new_one_starts_a
     assert [path.name for path in tmp_path.iterdir()] == ["packs"]
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
-    with (
-        pytest.raises(OSError, match="No space left on device"),
-        PackWriter(tmp_path / "packs", LENGTH) as writer,
-    ):
-        monkeypatch.setattr(arrow, "SHARD_BYTES", 1)
-        writer.add("train", *some_packs(1))
-        (writer.folder / "train" / "data-00001.arrow").symlink_to("/dev/full")  # where the second shard is about to be written
-        writer.add("train", *some_packs(1))
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_packs_are_never_written_over(tmp_path):
-    write(tmp_path / "packs", some_packs(1))
-    with pytest.raises(InputError, match="exists already"):
-        PackWriter(tmp_path / "packs", LENGTH)
-    (tmp_path / "empty").mkdir()
-    write(tmp_path / "empty", some_packs(1))
-    assert len(ArrowPacks(tmp_path / "empty")) == 1
-
-
 def damaged(path: Path, how: str) -> Path:
     shard = sorted((path / "train").glob("*.arrow"))[-1]
     data = bytearray(shard.read_bytes())

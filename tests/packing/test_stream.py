@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -195,17 +194,6 @@ def documents_in(pack: Any) -> list[list[int]]:
     """Pieces of documents that are long enough to be of one only."""
     pieces = np.split(pack.input_ids, np.cumsum(pack.lengths))[: len(pack.lengths)]
     return [piece.tolist() for piece in pieces if len(piece) >= 16]
-
-
-def test_a_disk_too_small_for_a_step_says_what_would_do(values: dict[str, Any], tmp_path: Path) -> None:
-    data = streamed(values, tmp_path / "packs", disk_gb=0.0001)
-    with PackingHere(data) as packing:
-        packs = packed_by(packing, data)
-        order = packs.order(250, seed=1)  # a step of several parts
-        packs.reads(order.places_of_step(0))
-        with pytest.raises(InputError, match=r"disk_gb: 0.0001 .* set it to") as refused:
-            order.packs_of_step(0)
-    assert float(re.search(r"set it to (\S+) or more", str(refused.value))[1]) > 0.0001
 
 
 def test_text_that_has_changed_where_a_run_goes_on_is_refused(values: dict[str, Any], tmp_path: Path) -> None:

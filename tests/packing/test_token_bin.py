@@ -66,13 +66,6 @@ def test_uint32_tokens_without_meta_are_not_read_as_uint16(tmp_path):
     assert TokenBin(path, 10)[3].input_ids.tolist() == tokens[30:40].tolist()
 
 
-@pytest.mark.parametrize("content", [bytes(101), b""])
-def test_a_truncated_file_is_named(tmp_path, content):
-    (tmp_path / "train.bin").write_bytes(content)
-    with pytest.raises(InputError, match=r"train\.bin: truncated"):
-        TokenBin(tmp_path / "train.bin", 4)
-
-
 def test_the_fingerprint_changes_with_everything_that_changes_the_packs(tmp_path):
     path = write(tmp_path / "train.bin", range(64))
     prints = [TokenBin(path, 8).fingerprint, TokenBin(path, 16).fingerprint, TokenBin(path, 8, end_token=3).fingerprint]

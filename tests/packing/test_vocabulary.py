@@ -21,12 +21,6 @@ def tokenizer(documents: list[str]) -> Tokenizer:
     return train_tokenizer(documents[:10], VOCABULARY)
 
 
-def test_the_vocabulary_has_its_size_the_end_token_first_and_every_byte(tokenizer: Tokenizer) -> None:
-    assert tokenizer.get_vocab_size() == VOCABULARY
-    assert tokenizer.token_to_id(END_OF_TEXT) == 0
-    assert sum(len(token) == 1 for token in tokenizer.get_vocab()) == 256
-
-
 @given(st.text())
 def test_any_text_comes_back_exactly(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids, skip_special_tokens=False) == text

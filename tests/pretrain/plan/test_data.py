@@ -53,24 +53,6 @@ def data(settings: DataSettings) -> Data:
     return open_data(settings, is_main_process=False)
 
 
-def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
-    return {
-        str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes())
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
-
-
-def test_packs_are_prepared_when_first_asked_for_and_left_alone_afterwards(settings: DataSettings) -> None:
-    first = open_data(settings, is_main_process=False)
-    before = contents(Path(settings.packs))
-    again = open_data(settings, is_main_process=True)
-    assert contents(Path(settings.packs)) == before
-    assert first.train.fingerprint == again.train.fingerprint
-    assert len(first.train) > 0 and len(first.held_out) > 0
-    assert first.tokenizer["vocab_size"] == len(WORDS)
-
-
 def test_mean_squared_is_what_plain_python_counts(data: Data) -> None:
     sums = [sum(int(n) ** 2 for n in data.train[index].lengths) / 16 for index in range(len(data.train))]
     assert data.mean_squared == pytest.approx(sum(sums) / len(sums), rel=1e-12)

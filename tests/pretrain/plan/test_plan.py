@@ -79,11 +79,6 @@ def test_a_resumed_run_counts_the_tokens_it_took_and_those_to_come(qwen3: PreTra
     assert replace(whole, done=40, done_tokens=40 * 65_536).total_tokens == 40 * 65_536, "beyond the horizon nothing is to come"
 
 
-def test_packs_that_do_not_divide_leave_places_empty_and_the_plan_says_how_many(qwen3: PreTrainedModel) -> None:
-    text = " ".join(render(plan(qwen3, devices=Devices(3))).split())
-    assert "3 devices x 2 microbatches x 8 packs, 16 places of 48 empty" in text
-
-
 def test_a_run_that_decays_keeps_a_checkpoint_from_before_it_and_has_room_for_it(qwen3: PreTrainedModel) -> None:
     def kept(**changes: Any) -> tuple[int | None, int]:
         changed = Recipe.model_validate(recipe().model_dump(exclude_unset=True) | changes)

@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 
 from foundation.errors import InputError
-from packing.settings import DataSettings
-from pretrain.plan.tokenizer import tokens_of, with_tokens
+from pretrain.plan.tokenizer import tokens_of
 from pretrain.settings.config import load_recipe
-from pretrain.settings.recipe import ModelSettings
 
 ROOT = Path(__file__).parents[3]
 DEMO = {"name": "demo", "fingerprint": "f", "vocab_size": 4096, "bos_id": None, "eos_id": 0, "pad_id": 0}
@@ -33,11 +31,6 @@ def test_a_recipe_that_sets_its_tokens_stays_the_same_training() -> None:
     before = load_recipe(ROOT / "recipes/smoke.yaml").model
     after = completed(DEMO, **before.config)
     assert after | {"bos_token_id": None} == before.config | {"bos_token_id": None}
-
-
-def test_where_the_tokenizer_is_not_known_nothing_is_taken_from_it() -> None:
-    model = ModelSettings(config={"model_type": "llama"})
-    assert with_tokens(model, DataSettings(packs=Path("packs")), None) == model
 
 
 def test_special_tokens_may_be_set_to_none_or_among_several_and_not_to_others() -> None:

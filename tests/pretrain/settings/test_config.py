@@ -9,7 +9,7 @@ import yaml
 
 from foundation.errors import InputError
 from packing.store import text_parts
-from pretrain.settings.config import identity_of, layered, load_recipe, resolved, run_dir_of
+from pretrain.settings.config import identity_of, load_recipe, resolved, run_dir_of
 from pretrain.settings.recipe import Recipe
 
 SMALLEST = {"name": "small", "model": {"source": "somewhere"}, "data": {"packs": "packs"}, "train": {"steps": 10}}
@@ -74,23 +74,6 @@ def test_a_runs_config_as_a_recipe_or_as_a_base_is_the_same_training(data: dict,
     assert resolved(onto)["data"] == resolved(recipe)["data"] | {"packs": "elsewhere"}
 
 
-def test_sources_on_the_command_line_take_what_they_leave_open_from_the_file(tmp_path: Path) -> None:
-    path = write(tmp_path, {**SMALLEST, "data": TEXT | {"source": "a"}})
-    recipe = load_recipe(path, ["data.source=null", "data.sources=[{source: b, weight: 0.5}, {source: c, weight: 0.5, text: c}]"])
-    assert [part["text"] for part in parts_of(recipe)] == ["TT {text}", "c"]
-    assert load_recipe(path, ["data.validation.source=v"]).data.validation.text == "TT {text}"
-
-
-def test_a_home_folder_is_written_out_wherever_a_recipe_names_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that config.yaml means the same files to whoever reads it."""
-    monkeypatch.setenv("HOME", "/home/me")
-    data = {"packs": "~/packs", "tokenizer": "~/tok.json", "sources": [{"source": "~/a", "weight": 1}]}
-    train = {"steps": 1, "begin_with": "~/runs/other/checkpoints/step-00000001"}
-    values = SMALLEST | {"data": data | {"validation": {"source": "~/v"}}, "train": train, "run_dir": "~/runs/{name}"}
-    recipe = load_recipe(write(tmp_path, values), ["model.source=~/m"])
-    assert run_dir_of(recipe) == Path("/home/me/runs/small") and "~" not in yaml.safe_dump(resolved(recipe))
-
-
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
@@ -104,11 +87,6 @@ def test_a_home_folder_is_written_out_wherever_a_recipe_names_a_path(tmp_path: P
 def test_a_command_line_that_means_two_things_is_refused(overrides: list[str], named: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=f"^command line: .*{named}"):
         load_recipe(write(tmp_path, SMALLEST), overrides)
-
-
-def test_of_settings_in_layers_those_go_that_later_ones_replace() -> None:
-    layers = layered(["train.steps=5", "seed=5", "weights=bf16", "seed=6", "train.tokens=1e6", "train.steps=null"])
-    assert layers == ("weights=bf16", "seed=6", "train.tokens=1e6", "train.steps=null")
 
 
 @pytest.mark.parametrize(

@@ -94,13 +94,6 @@ def test_every_key_of_a_file_arrives(environment: Any) -> None:
     assert {key: fp8_config[key] for key in delayed} == delayed
 
 
-def test_accelerates_own_options_are_read_as_well(environment: Any) -> None:
-    arguments = ("--fp8_backend", "te", "--fp8_format", "E4M3", "--fp8_use_autocast_during_eval")
-    precision, fp8_config = settled(environment(arguments=arguments))
-    assert precision == "delayed"
-    assert (fp8_config["backend"], fp8_config["fp8_format"], fp8_config["use_autocast_during_eval"]) == ("TE", "E4M3", True)
-
-
 def test_what_accelerate_fills_in_counts_only_where_the_recipe_has_such_a_key(environment: Any) -> None:
     _, delayed = settled(environment(recipe="delayed"))
     assert delayed["amax_compute_algo"] == "most_recent"  # accelerate's word; a file that means `max` says so
@@ -141,10 +134,6 @@ def test_the_recipes_own_keys_go_before_the_files_one_by_one(environment: Any) -
     assert precision == "delayed"
     assert (fp8_config["margin"], fp8_config["amax_history_len"], fp8_config["amax_compute_algo"]) == (3, 16, "max")
     assert (fp8_config["scope"], fp8_config["keep_bf16_layers"]) == ("linear+head", {"first": 0, "last": 2})
-
-
-def test_null_is_the_recipes_default_whatever_the_file_says(environment: Any) -> None:
-    assert settled(environment(margin=2), fp8_config={"margin": None})[1]["margin"] == 0
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "current", "nvfp4"])
