@@ -125,25 +125,21 @@ def hash_file(path: Path, algorithm: str = "sha256") -> str:
 
 
 def find_damage(folder: Path, records: Iterable[FileRecord], *, hashed: bool = True) -> list[str]:
-    """One line for each file that is not what was written; none where all are intact. Reads every byte once all sizes are right,
-    if `hashed`; of a file without recorded hashes the size alone counts."""
-    records, wrong = list(records), []
-    for record in records:
+    """One line for each file that is not what was written; none where all are intact. Reads every byte, if `hashed`; of a file
+    without recorded hashes the size alone counts."""
+
+    def damage(record: FileRecord) -> str | None:
         path = folder / record.name
-        size = path.stat().st_size if path.is_file() else None
-        if size != record.size:
-            kind = "missing" if size is None else "truncated" if size < record.size else "overlong"
-            wrong.append(f"{record.name}: {kind}: {size or 0} bytes, {record.size} were written")
-    if wrong or not hashed:
-        return wrong
-    written = [(record.name, algorithm, digest) for record in records for algorithm, digest in record.hashes.items()]
+        if not path.is_file():
+            return f"{record.name}: missing"
+        if (size := path.stat().st_size) != record.size:
+            kind = "truncated" if size < record.size else "overlong"
+            return f"{record.name}: {kind}: {size} bytes, {record.size} were written"
+        wrong = [algorithm for algorithm, digest in record.hashes.items() if hashed and hash_file(path, algorithm) != digest]
+        return f"{record.name}: damaged: its {wrong[0]} is not that of what was written" if wrong else None
+
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as threads:
-        read = threads.map(lambda each: hash_file(folder / each[0], each[1]), written)
-    return [
-        f"{name}: damaged: its {algorithm} is {now}, {digest} was written"
-        for (name, algorithm, digest), now in zip(written, read, strict=True)
-        if now != digest
-    ]
+        return list(filter(None, threads.map(damage, records)))
 
 
 def check_files(folder: Path, records: Iterable[FileRecord], remedy: str, *, hashed: bool = False) -> None:
