@@ -68,7 +68,7 @@ def launch(arguments: argparse.Namespace) -> int:
         return plan_launch(arguments)
     recipe = with_precision(config.load_recipe(arguments.recipe, arguments.overrides), os.environ)
     if recipe.deterministic:
-        command_line.compute_in_a_fixed_order(os.environ)
+        command_line.compute_in_a_fixed_order()
     launched = with_topology(os.environ, has_gpu=torch.accelerator.is_available())
     with distributed.explaining_accelerate():  # in no precision of its own: the linears are converted below
         accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[distributed.RANKS_WAIT])

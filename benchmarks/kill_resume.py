@@ -194,7 +194,7 @@ def left_behind(run_dir: Path) -> dict[str, Any]:
         "checkpoints": [folder.name for folder in step_folders(checkpoints)],
         "partial_files": sorted(
             path.relative_to(run_dir).as_posix()
-            for pattern in (".*.partial", ".final.*", "checkpoints/.partial-*", "checkpoints/.removed-*")
+            for pattern in (".*.partial", ".final.*", "checkpoints/.partial-*", "checkpoints/abandoned-*")
             for path in run_dir.glob(pattern)
         ),
         "exported": (run_dir / "final").exists(),

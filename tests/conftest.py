@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -67,27 +67,11 @@ def pytest_configure(config: pytest.Config) -> None:
     seconds nearly all. A worker's exit status says nothing; what is registered from here on runs before."""
     if hasattr(config, "workerinput"):
         atexit.register(os._exit, 0)
-        share_what_all_are_forked_from(config.workerinput["forkserver"])
     else:
         atexit.register(gc.unfreeze)  # or Triton's library reports as leaked what it holds
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_configure_node(node: Any) -> None:
-    """Called for each worker, before it starts: what it forks from is this process's, one for all of them."""
-    forkserver.ensure_running()
-    server = vars(forkserver._forkserver)
-    node.workerinput["forkserver"] = {name: server[name] for name in SERVER if name in server}
-
-
-def share_what_all_are_forked_from(server: dict[str, Any]) -> None:
-    """A server of each worker's own would import the launcher once more, for five seconds of a core. It ends with its starter."""
-    ours = forkserver._forkserver
-    vars(ours).update(server, _forkserver_alive_fd=os.pipe()[1], ensure_running=resource_tracker.ensure_running)
-
-
 ROOT = Path(__file__).resolve().parents[1]
-SERVER = ("_forkserver_address", "_forkserver_authkey")  # what connecting to it takes; Python before 3.14 asks for no key
 PACK_LENGTH = 32
 BLOCK_LENGTH = 128
 VOCABULARY = 61
@@ -97,8 +81,7 @@ VOCABULARY = 61
 def forked_tokenizers() -> Iterator[None]:
     """Processes that tokenise are forked, where it is this process that starts them: they spend nine tenths of their time in
     importing. Those of commands and runs in processes of their own are spawned."""
-
-    forkserver._forkserver.ensure_running()
+    forkserver.ensure_running()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prepare, "START", fork_context)
         yield

@@ -191,8 +191,7 @@ class Checkpoints:
         is what was saved last; the first rank's. Damaged checkpoints are neither removed nor counted."""
         steps = [path for path in step_folders(self.folder) if step_of(path) <= step_of(newest) and path not in self.damaged]
         early = next((path for path in steps if self.before is not None and step_of(path) <= self.before), None)
-        old = [path for path in steps[self.keep :] if path != early and step_of(path) != spared]
-        on_disk.remove(self.folder, [*old, *self.folder.glob(f"{on_disk.ABANDONED_STEP}step-*")])
+        on_disk.remove(self.folder, [path for path in steps[self.keep :] if path != early and step_of(path) != spared])
 
     def abandon_newer(self, step: int) -> None:
         """Set every checkpoint after `step` aside, for a run that goes on from `step`: otherwise the next automatic resume would

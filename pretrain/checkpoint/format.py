@@ -7,8 +7,7 @@
         state.json                                step, tokens and what defines the training
         manifest.json                             written last
       .partial-step-00000200/                     while it is written
-      abandoned-step-00000150/                    a run went back to before it, or wrote the step anew; the next save deletes it
-      .removed-step-00000050/                     while it is deleted
+      abandoned-step-00000150/                    set aside: gone back to before it, written anew, too old; a save deletes it
 
     manifest.json:
     {"format": 1, "step": 100, "world_size": 2,
@@ -56,7 +55,7 @@ from pretrain.model.gradients import local_part
 
 FORMAT = 1
 MANIFEST, STATE = "manifest.json", "state.json"
-PARTIAL_STEP, REMOVED_STEP, ABANDONED_STEP = ".partial-", ".removed-", "abandoned-"
+PARTIAL_STEP, ABANDONED_STEP = ".partial-", "abandoned-"
 PART_BYTES = 2 * 2**30  # largest file, unless one block is larger: enough files to keep the hashing threads busy
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "BOOL": torch.bool}
 DTYPES |= {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
@@ -105,12 +104,12 @@ def set_aside(folder: Path) -> Path:
 
 
 def remove(parent: Path, folders: list[Path]) -> None:
-    """Delete `folders`, and what dead writers and deleters left in `parent`. A failure is logged: it costs only space."""
+    """Delete `folders`, what was set aside in `parent`, and what dead writers left there. A failure is logged: it costs only
+    space."""
     try:
         for folder in folders:
-            # Renamed first, so that an interrupted deletion leaves nothing that looks like a checkpoint.
-            os.rename(folder, folder.with_name(f"{REMOVED_STEP}{folder.name}"))
-        for leftover in (*parent.glob(f"{REMOVED_STEP}*"), *parent.glob(f"{PARTIAL_STEP}*")):
+            set_aside(folder)  # an interrupted deletion leaves nothing that looks like a checkpoint
+        for leftover in (*parent.glob(f"{ABANDONED_STEP}step-*"), *parent.glob(f"{PARTIAL_STEP}*")):
             shutil.rmtree(leftover)
     except OSError as error:
         _log.warning("%s: an old checkpoint could not be removed: %s", parent, error)
@@ -187,10 +186,8 @@ def block_of(tensor: Tensor) -> ShardBlock:
     local = local_part(tensor)
     offset: tuple[int, ...] = (0,) * local.dim()
     if isinstance(tensor, DTensor):
-        chunks = tensor.__create_chunk_list__()  # torch's own description, for its checkpoints; refuses Partial placements
-        if len(chunks) != 1 or tuple(chunks[0].sizes) != tuple(local.shape):
-            raise ValueError(f"placements {tensor.placements}: this process's part is not one block of the tensor")
-        offset = tuple(chunks[0].offsets)
+        (chunk,) = tensor.__create_chunk_list__()  # torch's own description, for its checkpoints; refuses Partial placements
+        offset = tuple(chunk.offsets)
     return ShardBlock(DTYPE_NAMES[local.dtype], tuple(tensor.shape), offset, tuple(local.shape), local.nbytes)
 
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
-
 from foundation.errors import InputError
 
 _64_BITS = 2**64 - 1
@@ -46,19 +44,10 @@ class TrainState:
         self.skipped_steps += skipped
 
 
-class Change(BaseModel):
-    """Says that a run went on with other settings after `step`; `was`: what each had been up to there, None where it was not
-    set."""
-
-    step: int
-    was: dict[str, Any]
-
-
-class Past(BaseModel):
-    """What a run has trained otherwise than its recipe says now. It stands in each checkpoint and in environment.json."""
-
-    changed: list[Change] = []  # in order
-    left_out: int = 0  # steps' packs that rollbacks had passed over before this folder's first step
+# What a run has trained otherwise than its recipe says now, as each checkpoint and environment.json have it: in order the steps
+# after which it went on with other settings, each as {"step": 100, "was": {key: its value up to there}}, and of how many steps
+# rollbacks had passed over the packs before the folder's first step.
+NO_PAST: dict[str, Any] = {"changed": [], "left_out": 0}
 
 
 def changed_keys(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:

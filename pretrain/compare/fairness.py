@@ -45,9 +45,9 @@ def _flat(run: RunRecord) -> dict[str, Any]:
 def changed_settings(run: RunRecord) -> dict[str, str]:
     """The settings that a resume has changed, with all of their values."""
     now, before = _flat(run), dict[str, list[str]]()
-    for change in run.past.changed:
-        for key, value in change.was.items():
-            before.setdefault(key, []).append(f"{_in_a_word(key, value)} to step {change.step:,}")
+    for change in run.past["changed"]:
+        for key, value in change["was"].items():
+            before.setdefault(key, []).append(f"{_in_a_word(key, value)} to step {change['step']:,}")
     return {key: ", then ".join([*values, _in_a_word(key, now.get(key))]) for key, values in before.items()}
 
 
@@ -143,7 +143,7 @@ def why_not_paired(first: RunRecord, second: RunRecord) -> str | None:
 def _passed_over(run: RunRecord, first_step: int) -> list[tuple[int, int]]:
     """How many steps' packs had been passed over in rollbacks by `first_step`, and at each later one."""
     rollbacks = [(record["step"], record["left_out"]) for record in run.metrics if is_rollback(record)]
-    before = [run.past.left_out, *(left_out for step, left_out in rollbacks if step <= first_step)]
+    before = [run.past["left_out"], *(left_out for step, left_out in rollbacks if step <= first_step)]
     return [(first_step, before[-1]), *(each for each in rollbacks if each[0] > first_step)]
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from foundation.errors import InputError
 from foundation.reading import load_yaml
 from foundation.units import count, duration, memory, percent, plural
-from pretrain.checkpoint.state import Past
+from pretrain.checkpoint.state import NO_PAST
 from pretrain.metrics.run_folder import MATRIX_FILE, METRICS_FILE, RunFolder
 from pretrain.precision.settings import label
 
@@ -116,9 +116,9 @@ class RunRecord:
         return self.environment.get("source_config", {})
 
     @property
-    def past(self) -> Past:
-        """What it has trained otherwise than its config says."""
-        return Past.model_validate(self.environment.get("past", {}))
+    def past(self) -> dict[str, Any]:
+        """What it has trained otherwise than its config says, as `NO_PAST`."""
+        return NO_PAST | self.environment.get("past", {})
 
     @property
     def devices(self) -> tuple[int, str]:
@@ -183,7 +183,7 @@ class RunRecord:
         """Whether the horizon that its recipe names is still to come. Epochs count without what rollbacks have passed over."""
         train, tokens, steps = self.config.get("train") or {}, self.tokens_per_step, self.summary["steps"]
         if epochs := train.get("epochs"):
-            passed_over = [self.past.left_out, *(each["left_out"] for each in self.metrics if is_rollback(each))][-1]
+            passed_over = [self.past["left_out"], *(each["left_out"] for each in self.metrics if is_rollback(each))][-1]
             # Whole steps: the last one ends there, or just beyond.
             return self.summary["epoch"] * steps / (steps + passed_over) < epochs * (1 - 1e-9)
         horizon = train.get("steps") or (tokens and train.get("tokens") and math.ceil(train["tokens"] / tokens))

@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import re
 import sys
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -68,7 +67,7 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
 def as_launched(recipe: Recipe) -> tuple[Accelerator, tuple[str, ...]]:
     """The Accelerator and the notices of a command that trains nothing."""
     if recipe.deterministic:
-        compute_in_a_fixed_order(os.environ)
+        compute_in_a_fixed_order()
     launch = with_topology(os.environ, has_gpu=torch.accelerator.is_available())
     with explaining_accelerate():
         accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[RANKS_WAIT])
@@ -76,26 +75,17 @@ def as_launched(recipe: Recipe) -> tuple[Accelerator, tuple[str, ...]]:
     return accelerator, launch.notices
 
 
-WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-WORKSPACES = (":4096:8", ":16:8")  # those that torch takes; the first is as large as what it takes by itself on Hopper
-
-
-def compute_in_a_fixed_order(environ: MutableMapping[str, str]) -> None:
+def compute_in_a_fixed_order() -> None:
     """`deterministic: true`: on a GPU too, the same bits from every run of one recipe, stopped and resumed or not. Called before
-    anything is on a GPU, as cuBLAS reads `environ` then.
+    anything is on a GPU, as cuBLAS reads the environment then.
 
     Attention takes a kernel with a fixed order (`attention.choose`), torch its deterministic algorithms, cuBLAS one workspace,
     NCCL no sums in switches; tables' gradients, searched products and compiled reductions ask torch whether that is so. What a
     step draws is seeded by its number, and a checkpoint holds the rest.
 
-    Raises InputError where `environ` says another cuBLAS workspace.
+    torch ends a run that computes what has no deterministic form, and one with another workspace than :4096:8 and :16:8.
     """
-    workspace = environ.setdefault(WORKSPACE, WORKSPACES[0])
-    if workspace not in WORKSPACES:
-        raise InputError(
-            f"environment: {WORKSPACE}={workspace} and `deterministic: true` contradict each other; unset it, or set it to "
-            f"{' or '.join(WORKSPACES)}"
-        )
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as large as what torch takes by itself on Hopper
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # it costs a pass over all new memory, and here all is written
 
@@ -105,16 +95,10 @@ def compute_in_a_fixed_order(environ: MutableMapping[str, str]) -> None:
 
 @contextmanager
 def explaining_errors(run: Run | None = None) -> Iterator[None]:
-    """InputError with the settings that take less where a device, or the host, runs out of memory inside, and for an operation
-    that `deterministic` rules out."""
+    """InputError with the settings that take less where a device, or the host, runs out of memory inside."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if operation := re.search(r"(\S+) does not have a deterministic implementation", str(error)):  # torch's words
-            raise InputError(
-                f"`deterministic: true`: torch's {operation[1]} has no deterministic form on this device, and the run needs it; "
-                "set `deterministic: false`, or what needs it (the model, most likely) to something else"
-            ) from None
         if not is_out_of_memory(error):
             raise
         when = f"after step {run.state.step}" if run and run.state.step else "before the first step was done"

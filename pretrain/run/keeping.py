@@ -16,7 +16,7 @@ from foundation.files import fsync
 from foundation.signals import StopRequest
 from packing.batch import Prefetch, StepBatches
 from pretrain.checkpoint.checkpoint import Checkpoints, bytes_needed, check_space
-from pretrain.checkpoint.state import Past
+from pretrain.checkpoint.state import NO_PAST
 from pretrain.metrics.health import StepDecision, TrainingHalted
 from pretrain.model.distributed import largest_over_ranks
 from pretrain.model.gradients import local_part
@@ -56,7 +56,7 @@ def constants_of(job: Job, source: ResumePoint | None, accelerator: Accelerator)
         "microbatch": job.plan.microbatch,
         "loss_chunk": job.plan.loss.tokens_at_once,
         "world_size": accelerator.num_processes,
-        "past": (source.past if source else Past()).model_dump(),
+        "past": source.past if source else NO_PAST,
         "course": job.plan.course,
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ from foundation.settings import parse
 from foundation.units import plural
 from pretrain.checkpoint.checkpoint import Checkpoints, require_shared
 from pretrain.checkpoint.format import read_manifest
-from pretrain.checkpoint.state import Change, Past, TrainState, changed_keys, check_same_training
+from pretrain.checkpoint.state import NO_PAST, TrainState, changed_keys, check_same_training
 from pretrain.metrics.health import MOST_ROLLBACKS, Health, HealthState
 from pretrain.metrics.run_folder import METRICS_FILE, SUMMARY_FILE
 from pretrain.metrics.run_record import NoStepYet, read_metrics, read_run
@@ -47,7 +48,7 @@ class ResumePoint:
     record: dict[str, Any]  # its state.json
     notes: list[str]  # what differs between its recipe and the present one
     begins: bool = False  # it is that of `train.begin_with`
-    past: Past = field(default_factory=Past)  # of the run that goes on from it
+    past: Mapping[str, Any] = field(default_factory=lambda: NO_PAST)  # of the run that goes on from it
 
     @property
     def step(self) -> int:
@@ -115,14 +116,14 @@ def find_resume_point(checkpoints: Checkpoints, wanted: str, job: Job, accept_ch
     except InputError as error:
         key = "`train.begin_with`" if begins else "--resume"
         raise InputError(f"{key}: {error}; name a step-* folder of a run's `checkpoints`") from None
-    identity, past, own = record["identity"], Past.model_validate(record["past"]), checkpoints.owns(path)
+    identity, past, own = record["identity"], record["past"], checkpoints.owns(path)
     changes = check_same_training(identity, job.identity, path, accept_changes or begins)
     notes = [f"the recipe has changed: {each}" for each in changes if not (begins and each.startswith("train.begin_with:"))]
     was = {} if begins else {key: identity.get(key) for key in changed_keys(identity, job.identity)}
-    past = Past(
-        changed=[] if begins else [*past.changed, *([Change(step=record["progress"]["step"], was=was)] if was else [])],
-        left_out=past.left_out if own else record["progress"]["left_out"],  # the folder's own metrics have its rollbacks
-    )
+    past = {
+        "changed": [] if begins else [*past["changed"], *([{"step": record["progress"]["step"], "was": was}] if was else [])],
+        "left_out": past["left_out"] if own else record["progress"]["left_out"],  # the folder's own metrics have its rollbacks
+    }
     return ResumePoint(path, record, notes, begins, past)
 
 
@@ -195,28 +196,25 @@ def load_weights(source: ResumePoint, checkpoints: Checkpoints, mode: Weights, a
     are not those of this run's layers and precisions are left out.
     """
     saved: Weights = source.record["identity"]["weights"]
+    parameters = dict(assembly.hf.named_parameters())
     index, targets, stored = read_manifest(source.path).optimizer, dict(assembly.optimizer_tensors), {}
     if holds_histories(source, assembly):
         targets |= assembly.context.saved_state()
     if saved != mode:
-        stored = {name: torch.empty_like(p, dtype=getattr(torch, WEIGHT_DTYPES[saved])) for name, p in parameters_of(assembly)}
+        stored = {name: torch.empty_like(p, dtype=getattr(torch, WEIGHT_DTYPES[saved])) for name, p in parameters.items()}
         targets = {name: tensor for name, tensor in targets.items() if not name.startswith("remainder/")}
         # Plain BF16 keeps the stored weight: the master would round to its neighbour where it lies just between two.
         if (saved, mode) == ("bf16_exact", "fp32"):
-            targets |= {f"remainder/{name}": torch.empty_like(p, dtype=torch.int16) for name, p in parameters_of(assembly)}
+            targets |= {f"remainder/{name}": torch.empty_like(p, dtype=torch.int16) for name, p in parameters.items()}
     left_out = {name for name in index.keys() - targets.keys() if name.startswith((PREFIX, "remainder/"))}
     checkpoints.load(source.path, assembly.tensors | stored, targets, left_out=left_out)
     if saved == mode:
         return []
-    for name, parameter in parameters_of(assembly):
+    for name, parameter in parameters.items():
         remainder = targets.pop(f"remainder/{name}", None)
         master, _ = convert_weight(local_part(stored.pop(name)), None if remainder is None else local_part(remainder), "fp32")
         assembly.optimizer.set_master(parameter, master)
     return [describe_conversion(saved, mode)]
-
-
-def parameters_of(assembly: Assembly) -> list[tuple[str, torch.nn.Parameter]]:
-    return list(assembly.hf.named_parameters())
 
 
 def holds_histories(source: ResumePoint, assembly: Assembly) -> bool:

@@ -18,7 +18,6 @@ from transformers.utils import logging as transformers_logging
 from foundation.attributes import holding
 from foundation.command import CommandParser, number
 from foundation.errors import InputError
-from foundation.reading import one_line
 from foundation.settings import MOST
 from pretrain.checkpoint.state import step_seed
 from pretrain.metrics.console import Console
@@ -125,8 +124,5 @@ def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         raise InputError(
             f"{folder}: is no folder of a model with its tokenizer; `python -m pretrain export RUN_OR_CHECKPOINT OUT` makes one"
         )
-    try:
-        hf = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=False)
-        return hf, AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise InputError(f"{folder}: no model can be read from it: {one_line(error)}") from None
+    hf = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=False)
+    return hf, AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

@@ -116,11 +116,28 @@ def random_packs() -> Callable[..., list[Pack]]:
     return make
 
 
-def probabilities(q: Tensor, k: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
-    """Softmax over each query's document up to itself, [heads, T, T]; q and k [T, heads, D]."""
+def attention_of(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Softmax over each query's document up to itself, [heads, T, T], and what it makes of v; q [T, heads, D], and k and v of as
+    many heads or of one for several."""
+    k, v = (states.repeat_interleave(q.shape[1] // states.shape[1], dim=1) for states in (k, v))
     mask = attention.document_mask(cu_seqlens, len(q), len(q))[0]
     scores = scale * torch.einsum("thd,shd->hts", q, k)
-    return scores.masked_fill(~mask, -torch.inf).softmax(-1)
+    p = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+    return p, torch.einsum("hts,shd->thd", p, v).contiguous()
+
+
+def attention_gradients(
+    q: Tensor, k: Tensor, v: Tensor, output: Tensor, d_output: Tensor, cu_seqlens: Tensor, scale: float
+) -> list[Tensor]:
+    """Gradients of q, k and v, after checking that `output` is theirs."""
+    p, expected = attention_of(q, k, v, cu_seqlens, scale)
+    assert torch.equal(output, expected)
+    heads, group = k.shape[1], q.shape[1] // k.shape[1]
+    k, v = (states.repeat_interleave(group, dim=1) for states in (k, v))
+    d_s = scale * p * (torch.einsum("thd,shd->hts", d_output, v) - (d_output * output).sum(-1).T[:, :, None])
+    dk, dv = torch.einsum("hts,thd->shd", d_s, q), torch.einsum("hts,thd->shd", p, d_output)
+    dk, dv = (gradient.unflatten(1, (heads, group)).sum(2) for gradient in (dk, dv))
+    return [gradient.contiguous() for gradient in (torch.einsum("hts,shd->thd", d_s, k), dk, dv)]
 
 
 @pytest.fixture
@@ -128,20 +145,12 @@ def cudnn_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Formulas in place of Transformer Engine's two calls, with what they return; all that is around them is the real one."""
 
     def forward(training, longest, longest_kv, cu_seqlens, ends_kv, q, k, v, *others, attn_scale: float, **options):
-        k, v = (states.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for states in (k, v))
-        output = torch.einsum("hts,shd->thd", probabilities(q, k, cu_seqlens, attn_scale), v).contiguous()
+        _, output = attention_of(q, k, v, cu_seqlens, attn_scale)
         return output, [torch.zeros(*q.shape[:2], 1), torch.zeros(2, dtype=torch.int64)]
 
     def backward(longest, longest_kv, cu_seqlens, ends_kv, q, k, v, output, d_output, dtype, saved, *_, attn_scale, **options):
-        groups = k.shape[1]
-        k, v = (states.repeat_interleave(q.shape[1] // groups, dim=1) for states in (k, v))
-        p = probabilities(q, k, cu_seqlens, attn_scale)
-        assert torch.equal(output, torch.einsum("hts,shd->thd", p, v)) and saved[0].shape == (*q.shape[:2], 1)
-        d_p = torch.einsum("thd,shd->hts", d_output, v)
-        d_s = attn_scale * p * (d_p - (d_output * output).sum(-1).T[:, :, None])
-        dk, dv = torch.einsum("hts,thd->shd", d_s, q), torch.einsum("hts,thd->shd", p, d_output)
-        dk, dv = (gradient.unflatten(1, (groups, -1)).sum(2) for gradient in (dk, dv))
-        return tuple(gradient.contiguous() for gradient in (torch.einsum("hts,shd->thd", d_s, k), dk, dv))
+        assert saved[0].shape == (*q.shape[:2], 1)
+        return tuple(attention_gradients(q, k, v, output, d_output, cu_seqlens, attn_scale))
 
     kernels = SimpleNamespace(fused_attn_fwd=forward, fused_attn_bwd=backward, FusedAttnBackend={"F16_arbitrary_seqlen": None})
     monkeypatch.setattr(gpu_attention, "_cudnn", lambda: kernels)
@@ -152,26 +161,14 @@ def cudnn_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def flash_attention_4_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Formulas in place of the package's two calls, with what they return, and where it goes; to be changed by tests."""
 
-    def probabilities_of(q: Tensor, k: Tensor, ends: Tensor, scale: float, group: int) -> Tensor:
-        return probabilities(q, k.repeat_interleave(group, dim=1), ends, scale)
-
     def forward(q, k, v, *, cu_seqlens_q, softmax_scale: float, causal: bool, return_lse: bool, **options):
-        group = q.shape[1] // k.shape[1]
-        p = probabilities_of(q, k, cu_seqlens_q, softmax_scale, group)
-        output = torch.einsum("hts,shd->thd", p, v.repeat_interleave(group, dim=1)).contiguous()
+        _, output = attention_of(q, k, v, cu_seqlens_q, softmax_scale)
         return output, q.new_zeros(q.shape[1], len(q), dtype=torch.float32)
 
     def backward(q, k, v, out, dout, lse, scale, causal, *, cu_seqlens_q, dq=None, dk=None, dv=None, **options):
-        heads, group = k.shape[1], q.shape[1] // k.shape[1]
-        assert out.shape == dout.shape == q.shape and lse.shape == (q.shape[1], len(q))
-        p, v = probabilities_of(q, k, cu_seqlens_q, scale, group), v.repeat_interleave(group, dim=1)
-        assert torch.equal(out, torch.einsum("hts,shd->thd", p, v))
-        d_s = scale * p * (torch.einsum("thd,shd->hts", dout, v) - (dout * out).sum(-1).T[:, :, None])
-        found = [torch.einsum("hts,shd->thd", d_s, k.repeat_interleave(group, dim=1))]
-        found += (torch.einsum("hts,thd->shd", *each).unflatten(1, (heads, group)).sum(2) for each in ((d_s, q), (p, dout)))
-        return tuple(
-            each.contiguous() if into is None else into.copy_(each) for each, into in zip(found, (dq, dk, dv), strict=True)
-        )
+        assert lse.shape == (q.shape[1], len(q))
+        gradients = attention_gradients(q, k, v, out, dout, cu_seqlens_q, scale)
+        return tuple(each if into is None else into.copy_(each) for each, into in zip(gradients, (dq, dk, dv), strict=True))
 
     kernels = SimpleNamespace(_flash_attn_fwd=forward, _flash_attn_bwd=backward)
     monkeypatch.setattr(gpu_attention, "_flash", lambda: kernels)

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from foundation.errors import InputError
 from pretrain.checkpoint import format
 from pretrain.checkpoint.checkpoint import Checkpoints, bytes_needed, check_space
+from pretrain.checkpoint.state import step_seed
 
 MODEL, OPTIMIZER = (f"{kind}-00000-of-00001-part-000.safetensors" for kind in ("model", "optimizer"))
 
@@ -218,3 +219,16 @@ def test_checkpoints_after_the_step_that_a_run_goes_back_to_stay_until_its_next_
     assert_holds(tmp_path / "abandoned-step-00000003", 3)
     save(checkpoints, 2)
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
+
+
+def test_seeds_are_chained_outputs_of_the_published_splitmix64():
+    # From state 0, Vigna's reference splitmix64.c first returns 0xE220A8397B1DCDAF.
+    def finalizer(state: int) -> int:
+        mask = 2**64 - 1
+        state = (state + 0x9E3779B97F4A7C15) & mask
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
+        return state ^ (state >> 31)
+
+    assert finalizer(0) == 0xE220A8397B1DCDAF
+    assert step_seed(0, 0, 0) == finalizer(finalizer(finalizer(0)))

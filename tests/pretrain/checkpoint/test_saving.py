@@ -77,21 +77,6 @@ def test_whatever_comes_next_waits_for_the_save_under_way(tmp_path: Path, held: 
     assert what not in ("behind", "save") or assert_holds(step_folder(tmp_path, 2), 2) is None
 
 
-def test_a_full_disk_behind_the_training_is_known_and_said_once_with_nothing_lost(small_disk: Path):
-    folder, rows = small_disk / "checkpoints", 25_000  # 2.4 MB each: the third does not fit
-    checkpoints = Checkpoints(folder, keep=2)
-    for step in (1, 2):
-        save(checkpoints, step, rows)
-    checkpoints.save(3, *tensors_of(3, rows), {"step": 3}, behind=True)
-    checkpoints.close()  # no thread writes any more
-    assert checkpoints.failed
-    with pytest.raises(InputError, match=r"step 3 .*No space left.*00000002 is untouched"):
-        checkpoints.save(4, *tensors_of(4), {"step": 4})
-    assert not checkpoints.failed and checkpoints.latest == step_folder(folder, 2)
-    assert names(folder) == ["step-00000001", "step-00000002"]
-    assert_holds(step_folder(folder, 2), 2, rows)
-
-
 def test_without_room_for_copies_the_tensors_are_written_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog):
     monkeypatch.setattr(checkpoint, "SHARE", 0.0)
     checkpoints = Checkpoints(tmp_path, keep=2)
