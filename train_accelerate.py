@@ -33,6 +33,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from foundation.signals import StopRequest
 from packing.batch import Prefetch, StepBatches
+from pretrain.checkpoint.checkpoint import require_shared
 from pretrain.checkpoint.state import TrainState, seed_step
 from pretrain.metrics.console import Console
 from pretrain.metrics.health import Health, StepDecision
@@ -141,6 +142,7 @@ def build(job: Job, accelerator: Accelerator, folder: RunFolder, console: Consol
     """The run before its first step, or its next: nothing but the steps is left to do. None where an earlier start has done
     all of it. Collective; raises TrainingHalted where parity failed."""
     health, log = Health(job.recipe.health, job.precision_remedy), job.recipe.log
+    require_shared(folder.path)
     job, checkpoints, source = resume.where_to_resume(job, arguments.resume, arguments.accept_changes)
     if source and source.step >= job.plan.steps and recording.is_over(job, folder, console):
         return None

@@ -14,7 +14,7 @@ import torch
 from foundation.errors import InputError
 from foundation.settings import parse
 from foundation.units import plural
-from pretrain.checkpoint.checkpoint import Checkpoints, require_shared
+from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.checkpoint.format import read_manifest
 from pretrain.checkpoint.state import NO_PAST, TrainState, changed_keys, check_same_training
 from pretrain.metrics.health import MOST_ROLLBACKS, Health, HealthState
@@ -73,14 +73,10 @@ class ResumePoint:
         return -(-packs * identity["data.length"] // job.recipe.data.length) - steps * job.plan.packs_per_step
 
 
-def where_to_resume(
-    job: Job, wanted: str, accept_changes: bool, *, look_only: bool = False
-) -> tuple[Job, Checkpoints, ResumePoint | None]:
-    """The checkpoint from which the run goes on, among the checkpoints of its folder, and the job as it goes on from there;
-    `look_only`: for a plan, which changes nothing on the disk. Collective. InputError as `find_resume_point`, and where nothing
-    can be trained from there on."""
-    if not look_only:
-        require_shared(job.run_dir)
+def where_to_resume(job: Job, wanted: str, accept_changes: bool) -> tuple[Job, Checkpoints, ResumePoint | None]:
+    """The checkpoint from which the run goes on, among the checkpoints of its folder, and the job as it goes on from there.
+    Nothing on the disk is changed. Collective. InputError as `find_resume_point`, and where nothing can be trained from there
+    on."""
     checkpoints = Checkpoints(job.run_dir / "checkpoints", job.recipe.checkpoint.keep, before=job.plan.before_decay)
     source = find_resume_point(checkpoints, wanted, job, accept_changes)
     own = source is not None and checkpoints.owns(source.path)

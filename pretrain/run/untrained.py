@@ -19,30 +19,35 @@ from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.metrics.console import Console
 from pretrain.metrics.run_folder import check_writable
 from pretrain.model.distributed import end_processes, refused_together
-from pretrain.plan.preflight import Job, prepare_job
+from pretrain.plan.preflight import Job, Purpose, prepare_job
 from pretrain.plan.rendering import render
 from pretrain.run.assembly import Assembly
 from pretrain.run.command_line import LaunchParser, as_launched, exit_status, explaining_errors
 from pretrain.run.evaluate import held_out_figures
 from pretrain.run.recording import introduce_job
 from pretrain.run.resume import begins_histories, find_resume_point, load_weights, where_to_resume
-from pretrain.settings.config import load_recipe, run_dir_of
+from pretrain.settings.config import load_recipe
 from pretrain.settings.launch import with_precision
 
 
 def plan_launch(arguments: argparse.Namespace) -> int:
     """Say what a launch with these arguments would do; InputError where it would be refused."""
-    recipe = with_precision(load_recipe(arguments.recipe, arguments.overrides), os.environ)
-    accelerator, notices = as_launched(recipe)
-    refused_together(lambda: accelerator.is_main_process and check_writable(run_dir_of(recipe)))
-    job = prepare_job(recipe, accelerator, purpose="plan")
-    console = introduce_job(job, accelerator, notices)
+    job, accelerator, console = _launched(arguments, purpose="plan")
+    refused_together(lambda: accelerator.is_main_process and check_writable(job.run_dir))
     resumes = []
     if job.data is not None:  # packs that are not prepared belong to no checkpoint yet
-        job, _, source = where_to_resume(job, arguments.resume, arguments.accept_changes, look_only=True)
+        job, _, source = where_to_resume(job, arguments.resume, arguments.accept_changes)
         resumes = [f"would resume from {source.path}", *source.notes] if source else []
     console.notice("\n".join([render(job.plan), *resumes]))
     return 0
+
+
+def _launched(arguments: argparse.Namespace, purpose: Purpose) -> tuple[Job, Accelerator, Console]:
+    """The job that these arguments name, its Accelerator, and a console that has said what was put right of the launch."""
+    recipe = with_precision(load_recipe(arguments.recipe, arguments.overrides), os.environ)
+    accelerator, notices = as_launched(recipe)
+    job = prepare_job(recipe, accelerator, purpose=purpose)
+    return job, accelerator, introduce_job(job, accelerator, notices)
 
 
 def main(arguments: Sequence[str], assemble: Callable[[Job, Accelerator], Assembly]) -> int:
@@ -52,10 +57,7 @@ def main(arguments: Sequence[str], assemble: Callable[[Job, Accelerator], Assemb
     parsed = parser.read(arguments)
 
     def evaluate() -> int:
-        recipe = with_precision(load_recipe(parsed.recipe, parsed.overrides), os.environ)
-        accelerator, notices = as_launched(recipe)
-        job = prepare_job(recipe, accelerator)
-        console = introduce_job(job, accelerator, notices)
+        job, accelerator, console = _launched(parsed, purpose="run")
         with explaining_errors():
             _evaluate(job, accelerator, console, parsed.resume, assemble)
         end_processes(accelerator)

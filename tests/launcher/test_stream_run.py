@@ -63,20 +63,18 @@ def waiting_for_packs(recipe: dict[str, Any], folder: Path) -> tuple[LauncherPro
     return run, packer
 
 
-def test_a_run_that_waits_for_packs_saves_and_ends_when_it_is_signalled(recipe: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("packer_dies", [False, True])
+def test_a_run_without_packs_saves_its_step_when_signalled_or_its_packer_dies(
+    packer_dies: bool, recipe: dict[str, Any], tmp_path: Path
+) -> None:
     run, packer = waiting_for_packs(recipe, tmp_path)
-    run.send_signal(SIGTERM)
-    assert run.end() == 128 + SIGTERM, (tmp_path / "log").read_text()
-    assert not packer.is_running()
-    assert [each.name for each in (tmp_path / "run/checkpoints").iterdir()] == [f"step-{steps_logged(tmp_path / 'run'):08d}"]
-
-
-def test_a_run_whose_packer_dies_saves_its_last_step_and_ends_with_one_message(recipe: dict[str, Any], tmp_path: Path) -> None:
-    run, packer = waiting_for_packs(recipe, tmp_path)
-    packer.kill()
-    assert run.end() == 2
-    output = (tmp_path / "log").read_text()
-    assert output.count("error: ") == 1 and "signal 9" in output and "Traceback" not in output
+    if packer_dies:
+        packer.kill()
+    else:
+        run.send_signal(SIGTERM)
+    status, output = run.end(), (tmp_path / "log").read_text()
+    assert status == (2 if packer_dies else 128 + SIGTERM) and not packer.is_running(), output
+    assert output.count("error: ") == packer_dies and ("signal 9" in output) == packer_dies and "Traceback" not in output
     assert [each.name for each in (tmp_path / "run/checkpoints").iterdir()] == [f"step-{steps_logged(tmp_path / 'run'):08d}"]
 
 
