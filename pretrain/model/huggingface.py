@@ -32,14 +32,13 @@ from pretrain.settings.recipe import LossSettings, ModelSettings
 
 # What an export writes beside what every export writes: names that may come and go between two.
 _OF_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|generation_config\.json|chat_template\.jinja")
-# What transformers and torch raise for values that they did not expect, in a config or in a file of weights, read or written: an
-# architecture checks its numbers in its own way, or not at all and fails where it first uses them.
+# Kept by the config classes under another name, so that they are no attribute of a fresh config.
+_RENAMED_KEYS = {"rope_theta", "torch_dtype", "dtype"}
+# What transformers and torch raise for values that they did not expect.
 _WRONG_VALUES = (
     *(ValueError, TypeError, RuntimeError, ArithmeticError, LookupError, AttributeError, AssertionError, OSError, ImportError),
     *(StrictDataclassError, SafetensorError),
 )
-# Kept by the config classes under another name, so that they are no attribute of a fresh config.
-_RENAMED_KEYS = {"rope_theta", "torch_dtype", "dtype"}
 # What a config.json may say otherwise without another model: paths and versions, what a run decides by itself, what a caller
 # gets, and what is a classifier's.
 _NOT_OF_THE_MODEL = {
@@ -53,7 +52,8 @@ transformers_logging.disable_progress_bar()  # they are drawn into log files too
 
 @contextmanager
 def _refusing(what: str) -> Iterator[None]:
-    """InputError that begins with `what` where transformers or torch refuses something within."""
+    """InputError that begins with `what` where transformers or torch refuses something within: an architecture checks its values
+    in its own way, or not at all and fails where it first uses them."""
     try:
         yield
     except _WRONG_VALUES as error:
@@ -72,8 +72,7 @@ def load_config(settings: ModelSettings) -> PretrainedConfig:
         kind = str(changes.pop("model_type"))
         if kind not in CONFIG_MAPPING:
             raise InputError(f"`model.config.model_type`: transformers has no {kind!r}{_nearest(kind, CONFIG_MAPPING)}")
-        with _refusing(f"`model.config.model_type`: {kind!r} is made of other models; name one of text"):
-            config = AutoConfig.for_model(kind)
+        config = AutoConfig.for_model(kind)
     else:
         stored = _stored_config(settings)
         if "auto_map" in stored and stored.get("model_type") not in CONFIG_MAPPING:

@@ -15,8 +15,7 @@ parameters have a `main_grad`, which products add to by themselves. For each use
 them is in its backward at a time.
 
 What FSDP2 returns has the parameter's dtype, so the FP32 sum of BF16 weights would be rounded. `kept` says what it is to be: with
-FP32, BF16 shards and their remainder bits (`weights: bf16_exact`) take the very updates that one process makes. FP32 shards,
-gathered in BF16, would take the same memory; but the gathering rounds ties to even, and `bf16_exact` away from zero.
+FP32, BF16 shards and their remainder bits (`weights: bf16_exact`) take the very updates that one process makes.
 
 Private attributes of FSDP2's groups and parameters are used, which torch 2.11 to 2.13 have.
 """
@@ -127,7 +126,6 @@ class Sharding:
         self._reshard()
 
     def _reshard(self) -> None:
-        """Gives gathered weights back; the model's parameters are the shards again."""
         for group in self._groups:
             group.module.reshard()
 

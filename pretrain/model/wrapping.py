@@ -108,9 +108,8 @@ def low_precision_weights(packed: PackedLanguageModel) -> int:
 
 # ── Working copies, compilation, recomputation ──────────────────────────────────────────────────────────────────────────────────
 #
-# torch.autocast would cast product by product, and leave norms, residual stream and rotary tables in FP32 wherever an FP32 weight
-# touches them. Here all parameters of a layer are cast as the layer begins, as FSDP2's `param_dtype=bfloat16` does, so one device
-# and many compute the same thing. The casts cost under 1 % of a step of 32,768 tokens.
+# All parameters of a layer are cast as the layer begins, as FSDP2's `param_dtype=bfloat16` does, so one device and many compute
+# the same thing; torch.autocast would leave norms, residual stream and rotary tables in FP32.
 
 
 def wrap_layers(

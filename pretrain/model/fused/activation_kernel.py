@@ -4,9 +4,8 @@
 reads `hidden` anyway and makes the activated values again on the way: their transpose, which only the weight gradient needs,
 costs no memory from forward to backward. Multiplications and additions are not fused, so both have the same bits.
 
-Codes are Transformer Engine's FP8 tensors with one scale. Its own kernels write the gradient in BF16, read it again to quantize
-and transpose it, and transpose the activated values in a kernel of their own. What is quantized has been rounded to BF16 first,
-as in the unfused model and in the emulation; current scaling's amax is from before that rounding, there and here.
+Codes are Transformer Engine's FP8 tensors with one scale. What is quantized has been rounded to BF16 first, as in the unfused
+model and in the emulation; current scaling's amax is from before that rounding, there and here.
 """
 
 from __future__ import annotations
@@ -57,11 +56,8 @@ def _sigmoid(x):
 
 @triton.jit
 def _through_bf16_by_twos(values):
-    """FP32 values rounded to BF16, as FP32, two at a time.
-
-    Left to the compiler, they are rounded one by one, by an instruction of a quarter of the others' rate, and are transposed in a
-    way that takes twice the registers: the kernel of the gradient then takes 1.5 times as long. Other kernels have lost by this,
-    as the compiler then computed a tile twice (docs/log.md)."""
+    """FP32 values rounded to BF16, as FP32, two at a time: rounded one by one, as the compiler would, the gradient's kernel takes
+    1.5 times as long."""
     if INTERPRETED:
         return values.to(tl.bfloat16).to(tl.float32)
     return tl.inline_asm_elementwise(
@@ -248,15 +244,8 @@ def _allocate(
     elif scale is None:
         amax, used = torch.zeros(1, device=device), torch.empty(1, device=device)
     written = TensorScaled(TE_DType_To_Torch[quantizer.dtype], by_rows, by_columns, scale_inv, scale, amax, used)
-    tensor = Float8TensorStorage(
-        data=by_rows,
-        data_transpose=by_columns,
-        fp8_scale_inv=scale_inv,
-        fp8_dtype=quantizer.dtype,
-        fake_dtype=torch.bfloat16,
-        quantizer=quantizer,
-    )
-    return tensor, written
+    options = {"fp8_scale_inv": scale_inv, "fp8_dtype": quantizer.dtype, "fake_dtype": torch.bfloat16, "quantizer": quantizer}
+    return Float8TensorStorage(data=by_rows, data_transpose=by_columns, **options), written
 
 
 def write_swiglu(hidden: Tensor, activated: TensorScaled) -> None:

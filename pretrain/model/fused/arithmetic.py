@@ -7,8 +7,7 @@ Where they lie apart (FSDP2 gathers them so), the matrix is put together when it
 
 Between the products stand torch's own operations (`pretrain.model.fused.formulas`), Triton kernels for BF16 on a GPU, or
 Transformer Engine, whose norms add the residual's gradient in backward and in low precision write quantized operands, as SwiGLU
-does there. Its LayerNormLinear and LayerNormMLP fuse less: they add the residual's gradient in a kernel of its own, write the
-gradient of SwiGLU in BF16 before they quantize it, and sum gradients of biases that do not exist.
+does there.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@
     dx = rstd * (weight * dy - rstd * x * mean(weight * dy * rstd * x)) + residual        FP32, then BF16
     dweight = sum over tokens of dy * rstd * x                                            FP32
 
-Each value is read once and written once, at the speed of memory. torch's own kernels and a sum of their own for the residual take
-twice the time: 98 ms for 45 of a step of Qwen3-1.7B on an H200, 2 % of it.
+Each value is read once and written once, at the speed of memory: 45 ms of a step of Qwen3-1.7B on an H200, for torch's 98.
 
 A program holds whole rows in registers. In backward each one sums what its rows give to dweight, and these sums are added in
 their order: how rows are shared out follows from the shape alone, so the bits repeat.

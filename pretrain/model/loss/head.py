@@ -144,11 +144,7 @@ class LossHead(nn.Linear):
         """What computes the loss, for the audit."""
         if self.settings.kind == "cce":
             return {"kind": "cce"}
-        softmax = "Triton kernel" if self.weight.is_cuda and not self.penalty else "torch"
-        if self.low_now is not None and self.low_now.supports_fused_loss and not self.penalty:
-            softmax = "Triton kernels that write the gradient as fp8 operands"
-        described = {"chunk": self.chunk, "softmax": f"fp32, {softmax}"}
-        return described | ({"penalty": asdict(self.penalty)} if self.penalty else {})
+        return {"chunk": self.chunk} | ({"penalty": asdict(self.penalty)} if self.penalty else {})
 
 
 def cut_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
