@@ -1,8 +1,7 @@
 """Delayed scaling's memory: the amaxes of recent microbatches and the scales made of them, for every quantized tensor of a model.
 
-The sequence is Transformer Engine's (FP8GlobalStateManager of its pytorch/quantization.py); docs/precision.md tells it.
-Quantizing a tensor notes its amax in row 0 of its history. The histories of a model's hundreds of tensors are columns of one
-matrix, so an update is a handful of kernels and one reduction; what a checkpoint sees are views of its columns.
+The sequence is Transformer Engine's (FP8GlobalStateManager of its pytorch/quantization.py); docs/precision.md tells it. The
+histories of a model's hundreds of tensors are columns of one matrix, so that an update is a handful of kernels and one reduction.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ from pretrain.precision.formats.definition import Role
 from pretrain.precision.quantizers.tensor import update_scale
 from pretrain.precision.settings import ActivePrecision
 
-# Columns of a module, as Transformer Engine lays them out. It quantizes no outputs and no input gradients of a linear, nor do we:
-# their columns stay as they begin, and stay for its checkpoints' sake.
+# Columns of a module, as Transformer Engine lays them out. Outputs and input gradients are not quantized.
 SLOTS = {"forward": ("input", "weight", "output"), "backward": ("grad_output", "grad_input")}
 PLACES: dict[Role, tuple[str, int]] = {  # of each operand: its direction and its slot there
     "input": ("forward", 0),
@@ -37,7 +35,7 @@ def of_operand(state: Mapping[str, Tensor], module: str, role: Role, key: Litera
 
 
 class AmaxHistory:
-    """Histories and scales of the tensors of one direction, forward or backward."""
+    """Histories and scales of the tensors of one direction; row 0 of a history is the amax of the step under way."""
 
     def __init__(self, active: ActivePrecision, role: Role, columns: int, device: torch.device) -> None:
         settings = active.settings
@@ -76,8 +74,7 @@ class DelayedState:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Put this around each forward of the model; nested ones belong to the outermost. Only forwards that train leave a
-        trace."""
+        """Put this around each forward of the model; nested ones belong to the outermost. Only those that train leave a trace."""
         if self._depth == 0:
             self._finish_backward()  # of one that ran inside a forward only, or that was broken off
             self.forward_scales = self._history("forward").scale.clone()
@@ -107,10 +104,8 @@ class DelayedState:
         torch.maximum(newest, amax, out=newest)
 
     def state(self) -> dict[str, Tensor]:
-        """Live views by name: `fp8/<module>/<direction>/amax_history` [length, slots] and `.../scale` [slots], FP32.
-
-        Not contiguous. They change as a training forward ends and as its backward ends, and between the two of them only then.
-        """
+        """Live views by name: `fp8/<module>/<direction>/amax_history` [length, slots] and `.../scale` [slots], FP32. They change
+        as a training forward ends and as its backward ends."""
         tensors = {}
         for direction, slots in SLOTS.items():
             history = self._history(direction)
@@ -121,18 +116,15 @@ class DelayedState:
         return tensors
 
     def reset(self) -> None:
-        """Puts all back to what it was before the first forward: histories zero, scales one."""
+        """As before the first forward: histories zero, scales one."""
         for history in self._histories.values():
             history.amax_history.zero_()
             history.scale.fill_(1.0)
         self.forward_scales, self._backward_ran, self._end_expected = None, False, False
 
     def _expect_end_of_backward(self) -> None:
-        """Update the gradients' scales when the backward under way ends: the engine calls back, as it does for FSDP.
-
-        The LM head runs backwards of its own, a chunk of tokens each, inside of the forward. They belong to the model's backward,
-        which follows.
-        """
+        """Update the gradients' scales when the backward under way ends: the engine calls back, as it does for FSDP. Backwards of
+        the LM head's chunks, inside of the forward, belong to the model's backward, which follows."""
         self._backward_ran = True
         if self._depth == 0 and not self._end_expected:
             torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)

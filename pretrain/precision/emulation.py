@@ -1,8 +1,7 @@
 """Low-precision products on any device: operands rounded as the precision has them, multiplied in BF16 or FP32.
 
 docs/verification.md ("Emulation") says what is equal to the hardware's products and what is not. Inputs are kept for backward as
-they came, in BF16, and quantized there once more for the weight gradient: linears that share an input then share what is kept
-of it, where each would have codes of its own.
+they came, in BF16, which linears share, and quantized there once more for the weight gradient.
 """
 
 from __future__ import annotations

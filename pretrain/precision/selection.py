@@ -1,8 +1,5 @@
-"""Which precision a run gets on this machine, on what it computes it, and why that is not what was asked for.
-
-A precision runs on Transformer Engine where the device has it. Elsewhere `fp8_config.on_unsupported` decides: stop and say which
-device has it, compute the same numbers slowly, or train in the nearest precision that the device does have.
-"""
+"""Which precision a run gets on this machine, and what computes it: Transformer Engine where the device has it, elsewhere as
+`fp8_config.on_unsupported` says."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ Missing = Callable[[QuantizedPrecision], str | None]
 
 def missing_on(device_type: str) -> Missing:
     """What the current device of `device_type` ("cpu", "cuda") would need for a quantized precision; None: nothing more. The
-    compute capability is asked first: it tells most of it, and Transformer Engine takes seconds to import."""
+    compute capability comes first, as Transformer Engine takes seconds to import."""
     capability, device = None, f"this run is on {device_type}"
     if device_type == "cuda":
         capability = torch.cuda.get_device_capability()

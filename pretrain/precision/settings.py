@@ -1,12 +1,10 @@
 """What a recipe may say of precision: the precisions by name, a schedule of them, and `fp8_config`. Nothing here imports torch.
 
-`fp8_config` says how a quantized precision is to run, by the same keys in a recipe and in an accelerate configuration. Some keys
-are for every quantized precision; the others are options, of which each precision takes a few (`Precision.options`). An option
-that is not set is None, and `resolved` fills in the default of the precision that is chosen.
+`fp8_config` says how a quantized precision is to run. Some keys are for every quantized precision; the others are options, of
+which each precision takes a few (`Precision.options`); `resolved` fills in its defaults.
 
-`precision` may be a schedule: `[{until: 0.8, use: nvfp4}, {use: bf16}]`, one precision after the other in one run. `until` is a
-share of the run's steps, or the number of the last step of its phase. When a run switches follows from the settings and the
-horizon alone, so a checkpoint holds nothing of it.
+`precision` may be a schedule: `[{until: 0.8, use: nvfp4}, {use: bf16}]`, one precision after the other in one run. When a run
+switches follows from the settings and the horizon alone, so a checkpoint holds nothing of it.
 """
 
 from __future__ import annotations

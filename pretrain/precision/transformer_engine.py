@@ -64,9 +64,8 @@ def unavailable_because(precision: QuantizedPrecision) -> str | None:
 def build_te_recipe(precision: QuantizedPrecision, settings: OptionValues) -> Any:
     """The `transformer_engine.common.recipe` object of `precision`, with nothing in it but what the settings say.
 
-    Transformer Engine takes defaults from NVTE_* variables when it is imported, drops keyword arguments that it does not know,
-    and with `Float8BlockScaling(use_f32_scales=True)` scales are powers of two all the same. So every attribute is set here, then
-    read back. Raises InputError where the installed version differs.
+    Transformer Engine takes defaults from NVTE_* variables and drops keyword arguments that it does not know. So every attribute
+    is set here, then read back. Raises InputError where the installed version differs.
     """
     te = importlib.import_module("transformer_engine.common.recipe")
     kind, arguments, attributes = precision.te_recipe(te, settings)
@@ -80,9 +79,8 @@ def build_te_recipe(precision: QuantizedPrecision, settings: OptionValues) -> An
     if unknown or lost:
         differences = ", ".join(sorted(unknown | lost))
         raise InputError(
-            f"precision {precision.name!r}: the installed Transformer Engine's {kind.__name__} is not the one this launcher was "
-            f"written for (it differs in {differences}), and might round otherwise than asked; install the version of "
-            "requirements-cuda.txt"
+            f"precision {precision.name!r}: the installed Transformer Engine's {kind.__name__} differs from what this "
+            f"launcher knows (it differs in {differences}); install the version of requirements-cuda.txt"
         )
     return te_recipe
 
@@ -94,8 +92,8 @@ def split_accumulator(te_recipe: Any, product: str) -> bool:
 
 
 class TransformerEngineProduct(Product):
-    """Multiplies by the quantizers of a te.Linear, which has no weight, and Transformer Engine's GEMM; only inside the
-    backend's `forward`, and in backward. One quantization writes an operand for both of its products."""
+    """Multiplies by the quantizers of a te.Linear, which has no weight, and Transformer Engine's GEMM; inside the backend's
+    `forward`, and in backward. One quantization writes an operand for both of its products."""
 
     def __init__(self, name: str, linear: nn.Module, backend: TransformerEngineBackend) -> None:
         self.name, self.members = name, (name,)
@@ -103,8 +101,7 @@ class TransformerEngineProduct(Product):
 
     @property
     def supports_fused_loss(self) -> bool:
-        """Whether the softmax of the LM head can write its gradient as this product's operand: where FP8 products take one scale
-        a tensor and operands along the inner dimension, and without a bias."""
+        """Whether the softmax of the LM head can write its gradient as this product's operand."""
         return not self.linear.use_bias and self.backend.precision.fuses_head_on(torch.cuda.get_device_capability())
 
     def begin(self, x: Tensor) -> None:
@@ -272,8 +269,8 @@ class TransformerEngineBackend:
 
     @contextmanager
     def _recomputation(self, entered: AbstractContextManager[Any]) -> Iterator[None]:
-        """Goes around te.checkpoint's own autocast, which in backward is the outermost one and would end with a reduction over
-        all ranks, once for each layer that is recomputed. Another autocast around it, itself disabled, spares that."""
+        """A disabled autocast around te.checkpoint's own, which in backward would be the outermost one, and end each recomputed
+        layer with a reduction over all ranks."""
         with entered, self._autocast(enabled=False):
             yield
 

@@ -1,8 +1,7 @@
 """What a precision is: everything that the rest of the program asks about one, with the answers that most of them share.
 
-Each precision is one file beside this one, which ends with its object; `settings` finds the files. Nothing here imports torch: a
-format's quantizers are imported when one is asked for. docs/precision.md ("How a linear computes") says which operand is
-quantized along which axis, and why some are quantized twice.
+Each precision is one file beside this one, which ends with its object; `settings` finds the files. Nothing here imports torch
+before a quantizer is needed. docs/precision.md ("How a linear computes") says which operand is quantized along which axis.
 """
 
 from __future__ import annotations
@@ -37,9 +36,8 @@ TeRecipe = tuple[type, dict[str, Any], dict[str, Any]]
 class Scaling:
     """How the values of an operand share scales and what these may be: what the audit holds against operands it meets.
 
-    `least`: of the format's maximum; under a scale that fits, the largest code is no smaller. A scale rounded to a power of two
-    can halve it; an FP32 scale brings it to the maximum, or to the number below it where the amax was taken before a rounding;
-    a scale from the past promises nothing."""
+    `least`: the share of the format's maximum that the largest code reaches under a scale that fits. A scale rounded to a power
+    of two can halve it; a scale from the past promises nothing."""
 
     kind: Literal["FP32", "power of two", "E4M3"]
     least: float
@@ -160,12 +158,8 @@ class QuantizedPrecision(Precision):
         return not self.block_scaled and (capability is None or capability < BLACKWELL)
 
     def layouts_on(self, capability: tuple[int, int] | None) -> int:
-        """One or two; `capability` None: Hopper's.
-
-        Where FP8 products read operands either way, Transformer Engine makes no transpose of an operand with one scale: its
-        nvte_is_non_tn_fp8_gemm_supported() is true there, and Float8Quantizer and Float8CurrentScalingQuantizer allocate rows
-        alone. Scales of blocks lie along the sum, so they need two layouts everywhere.
-        """
+        """One or two; `capability` None: Hopper's. Where FP8 products read operands either way (Transformer Engine's
+        nvte_is_non_tn_fp8_gemm_supported()), an operand with one scale has no transpose. Scales of blocks lie along the sum."""
         both_ways = capability is not None and (BLACKWELL <= capability < (12, 0) or capability >= (13, 0))
         return 1 if both_ways and not self.block_scaled else 2
 
@@ -180,23 +174,17 @@ class QuantizedPrecision(Precision):
         return hadamard if settings.disable_rht is False and role != "weight" else None
 
     def uniform(self, settings: OptionValues, role: Role) -> Uniform:
-        """What draws the random numbers of stochastic rounding, from torch's generator of x's device.
-
-        Only gradients are rounded so: their sum stays right on average, but for a block's largest value where NVFP4 rounds its
-        scale down, which is cut off. To activations and weights it would add noise in every forward.
-        """
+        """What draws the random numbers of stochastic rounding, from torch's generator of x's device. Only gradients are rounded
+        so: their sum stays right on average; to activations and weights it would add noise in every forward."""
         import torch
 
         stochastic = settings.disable_stochastic_rounding is False and role == "grad_output"
         return (lambda x: torch.rand_like(x, dtype=torch.float32)) if stochastic else lambda x: None
 
     def quantizer(self, settings: OptionValues, role: Role, along: Along) -> Quantize:
-        """The quantizer of an operand in a product that sums `along` its features or its rows: a pure function of tensors.
-
-        It takes what `Quantize` says; `amax` saves the search for it, and is not used along rows, where x may be transformed.
-        Codes come with the axis of the sum last: [rows, features], or [features, rows]. Raises RuntimeError where blocks do not
-        divide that axis.
-        """
+        """The quantizer of an operand in a product that sums `along` its features or its rows: a pure function of tensors. `amax`
+        is not used along rows, where x may be transformed. Codes come with the axis of the sum last: [rows, features], or
+        [features, rows]. Raises RuntimeError where blocks do not divide that axis."""
         quantize = self.along_features(settings, role)
         if along == "features":
             return quantize

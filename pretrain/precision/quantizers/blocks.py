@@ -1,8 +1,7 @@
 """Formats with a scale for each block of values: FP8 in blocks of 128, the MX formats, NVFP4; and the transform before FP4.
 
-How a tensor divides into blocks and is put together again is arranged for a compiler to find one loop, from reading a block over
-its amax to writing its operand. Two things would break it in two, and can double the time that a GPU takes: joining the blocks
-before the last step, and splitting the last dimension of a transposed tensor.
+A compiler finds one loop here, from reading a block over its amax to writing its operand. Joining the blocks before the last
+step, or splitting the last dimension of a transposed tensor, would break it in two, and can double the time that a GPU takes.
 """
 
 from __future__ import annotations

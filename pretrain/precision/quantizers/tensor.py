@@ -1,7 +1,6 @@
 """Rounding to the values of a format, and FP8 with one scale for the whole tensor: current and delayed scaling.
 
-Values are kept as FP32, without a torch.float8 cast: those exist for some formats, on some devices, in some versions, and what
-they do beyond the maximum changed from one version to the next.
+Values are kept as FP32, without a torch.float8 cast, whose result beyond the maximum changed from one version to the next.
 
 A format's values between two powers of two lie evenly spaced, one quantum apart, and the quantum is a power of two that the bits
 of x name. Below the smallest normal value the quantum stays what it was there, which is all that subnormals are.
@@ -52,8 +51,7 @@ def round_stochastically(x: Tensor, grid: Grid, uniform: Tensor) -> Tensor:
 def _in_quanta(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
     """Saturated x, the distance of the grid's values around each x, and its reciprocal: powers of two, so both multiply exactly.
 
-    Both are read off the bits of x, whose exponent alone is a power of two; compilers for GPUs turn an FP32 division into an
-    approximate one. For NaN they are infinite.
+    Both are read off the bits of x, as compilers for GPUs make an FP32 division approximate. For NaN they are infinite.
     """
     x = x.float().clamp(-grid.maximum, grid.maximum)
     power = (x.view(torch.int32) & FP32_EXPONENT).view(torch.float32)
