@@ -85,7 +85,7 @@ def test_bf16_stays_within_the_rounding_of_its_factors(weights: torch.dtype) -> 
     assert linear.weight.grad.dtype == weights and states.grad.dtype == torch.float32
 
 
-def test_a_frozen_head_passes_the_gradient_on_and_computes_none_of_its_own() -> None:
+def test_a_frozen_head_passes_the_gradient_on_and_gets_none() -> None:
     states, linear, labels = problem(20, 8, 30, 0.0)
     _, gradients = exact(states, linear, labels)
     linear.requires_grad_(False)
