@@ -141,7 +141,7 @@ def test_a_later_phase_may_need_what_an_earlier_one_sets(phases_file):
 @pytest.mark.parametrize(
     ("phases", "keys", "says"),
     [
-        ([], {}, "`phases` is"),
+        ([], {}, "`phases`: "),
         ([BATCH, {"name": "empty"}], {}, "phase empty: describes no cell"),
         ([BATCH, {"name": "odd", "axes": {"batch.microbtach": [1]}}], {}, "phase odd, cell microbtach=1: "),
         ([BATCH], {"run_dir": "runs/{nam}"}, "`run_dir`: 'runs/{nam}' cannot be filled in; did you mean {name}?"),
