@@ -71,7 +71,7 @@ SETTINGS = {
     "checkpoint.best=true evaluate.every=null": "`checkpoint.best",
     "log.trackers=[wandbb]": "`log.trackers`",
     "health.on_nan=ignore": "`health.on_nan`",
-    "data.length=64": "`data.length` is 64",
+    "data.length=64": "`data.length`",
     "data.held_out=1.5": "`data.held_out`",
     "data.packs=/no/such": "`data.packs`",
     "data.packing=first_fit": "`data.packing`",
