@@ -16,9 +16,9 @@ from accelerate import Accelerator
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from transformers.activations import ACT2FN
 from transformers.integrations import moe
 
+from foundation.attributes import holding
 from packing.arrow import Pack
 from packing.batch import build_microbatch
 from pretrain.metrics.health import TrainingHalted
@@ -26,19 +26,17 @@ from pretrain.model.gradients import attach_main_gradients, was_reached
 from pretrain.precision.emulation import EmulatedProduct
 from pretrain.precision.product import LinearFunction
 from pretrain.settings.recipe import LossSettings
-from pretrain.verify.parity import DOCUMENTS, LONGEST, TOKENS, TOTAL, chosen_of, distances
-from pretrain.verify.probe import ProductParity
+from pretrain.verify.parity import DOCUMENTS, LONGEST, TOKENS, TOTAL, chosen_of
 from pretrain.verify.reference_model import (
     Document,
     differences,
     documents_in,
     documents_of,
-    in_bf16,
     reference_model,
     reference_pass,
 )
 from tests.pretrain.verify.faults import FAULTS, changing_gradients
-from tests.pretrain.verify.small_runs import ARCHITECTURES, CPU, LLAMA, SmallRun, build_run, random_packs, step_of
+from tests.pretrain.verify.small_runs import ARCHITECTURES, CPU, LLAMA, SmallRun, build_run, step_of
 
 LENGTH = 16
 Small = Callable[..., SmallRun]
@@ -106,15 +104,6 @@ def test_the_plain_pass_is_the_mean_over_documents_each_run_by_itself(
         torch.testing.assert_close(gradients[name] / len(losses), parameter.grad, rtol=1e-4, atol=1e-6)
 
 
-def test_gradients_of_plain_bf16_add_up_in_fp32(small: Small) -> None:
-    """Twelve times the same document are twelve times its gradient, to FP32's precision; BF16 sums would be off by 2^-9."""
-    document = documents_of(random_packs(1)[0], mask_boundaries=True)[0]
-    plain = in_bf16(reference_model(small().packed.hf, CPU))
-    once, often = (reference_pass(plain, [document] * times)[1] for times in (1, 12))
-    for name, gradient in once.items():
-        torch.testing.assert_close(often[name], 12 * gradient, rtol=1e-5, atol=1e-6)
-
-
 # A fast path that is right
 
 
@@ -152,23 +141,10 @@ def test_the_check_leaves_no_trace(options: dict, small: Small) -> None:
     assert torch.equal(torch.get_rng_state(), random)
     assert not any(was_reached(parameter) for parameter in run.packed.parameters())
     assert all(torch.equal(tensor, before[name]) for name, tensor in tensors.items())
-    context = run.packed.context
-    assert context.quantizing and not context.observers and not context.result_observers
-    assert not run.packed._forward_pre_hooks
-
-
-def test_a_mixtures_noise_is_off_and_its_router_named_where_it_differs(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ARCHITECTURES, "mixtral", LLAMA | {"num_local_experts": 4, "router_jitter_noise": 0.2})
-    run = small("fp32", "mixtral")
-    assert run.parity().failures == []
-    assert run.layers[0].mlp.jitter_noise == 0.2
-    run.layers[0].mlp.register_forward_hook(lambda module, args, output: output * 1.5)
-    with pytest.raises(TrainingHalted, match="gradients of"):
-        run.parity().require()
 
 
 MIXTURES = {
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "router_jitter_noise": 0.2},  # which parity turns off
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
 }
 
@@ -231,24 +207,6 @@ def test_a_text_of_two_tokens_is_compared_without_products(small: Small) -> None
     assert parity.failures == [] and not parity.products
 
 
-def test_tensors_of_few_values_are_no_mismatch(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How far BF16 takes a scalar's gradient is small by chance every other time."""
-
-    class Gain(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gain = nn.Parameter(torch.ones(1))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return nn.functional.silu(x) * self.gain
-
-    monkeypatch.setitem(ACT2FN, "silu", Gain)
-    for seed in range(2):
-        run = small("bf16", "llama", layers=2, seed=seed)
-        assert any(name.endswith("gain") for name, _ in run.packed.hf.named_parameters())
-        assert run.parity().failures == [], seed
-
-
 def test_a_fault_at_one_end_of_every_product_is_found(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a kernel that forgets its last tile: each product is looked at somewhere, and all of them everywhere."""
     multiply = EmulatedProduct.multiply
@@ -283,7 +241,7 @@ def test_a_product_that_counts_its_gradient_twice_is_found(small: Small, monkeyp
 # What is said of a path that is wrong
 
 
-@pytest.mark.parametrize("factor", [1.5, float("nan"), float("inf")])
+@pytest.mark.parametrize("factor", [1.5, float("nan")])
 def test_a_mismatch_stops_the_run_and_names_the_worst_tensors(factor: float, small: Small) -> None:
     run = small("bf16", layers=2)
     run.layers[1].mlp.register_forward_hook(lambda module, args, output: output * factor)
@@ -301,48 +259,13 @@ def test_a_mismatch_stops_the_run_and_names_the_worst_tensors(factor: float, sma
         assert parity.failures[0].startswith("loss of the packed path"), "not-a-number is never tolerated"
 
 
-# The figures
-
-
-vectors = st.lists(st.floats(-100, 100, width=32), min_size=3, max_size=3)
-
-
-@given(st.lists(st.tuples(vectors, vectors), min_size=1, max_size=4))
-def test_norms_and_distances_are_numpys(pairs: list) -> None:
-    measured, reference = ({str(i): torch.tensor(pair[side]) for i, pair in enumerate(pairs)} for side in (0, 1))
-    apart = distances(measured, reference)
-    a, b = (np.array([gradient.double().numpy() for gradient in side.values()]) for side in (measured, reference))
-    assert apart[TOTAL].reference == pytest.approx(np.linalg.norm(b), rel=1e-6, abs=1e-18)
-    assert apart[TOTAL].apart == pytest.approx(np.linalg.norm(a - b), rel=1e-5, abs=1e-18)
-    assert [apart[str(i)].apart for i in range(len(pairs))] == pytest.approx(np.linalg.norm(a - b, axis=1), rel=1e-5, abs=1e-18)
-
-
-@pytest.mark.parametrize(
-    ("error", "likeness", "is_right"),
-    [
-        *((0.03, 1.0, True), (0.033, 0.9, True), (0.03, None, True)),
-        *((0.045, 1.0, False), (0.02, 1.0, False), (0.0, 1.0, False), (0.03, 0.1, False)),
-        *((float("nan"), 1.0, False), (0.03, float("nan"), False)),
-    ],
-)
-def test_a_products_error_must_be_of_the_formats_size_and_direction(error: float, likeness: float, is_right: bool) -> None:
-    assert (ProductParity("q_proj forward", error, 0.03, 0.03, likeness).excess <= 1) == is_right
-
-
-# A penalty on the head's distributions
-
-
 @pytest.mark.parametrize(("kind", "precision"), [("neg_entropy", "current"), ("top_k_mass", "fp32")])
-def test_what_is_compared_is_the_loss_with_its_penalty(kind: str, precision: str, small: Small) -> None:
+def test_the_loss_is_compared_with_its_penalty_and_another_penalty_is_found(kind: str, precision: str, small: Small) -> None:
     loss = LossSettings(chunk=256, penalty=kind, penalty_weight=2.0, top_k=5 if kind == "top_k_mass" else None)
     run = small(precision, loss=loss, **({"scope": "linear+head"} if precision == "current" else {}))
     parity = run.parity()
     assert parity.failures == [] and parity.reference_loss > 6, "cross-entropy alone is about 5"
-
-
-@pytest.mark.parametrize("wrong", [{"weight": 1.8}, {"kind": "neg_max_prob"}, {"top_k": 4}])
-def test_another_penalty_than_the_recipes_is_found(wrong: dict, small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = small("fp32", loss=LossSettings(chunk=256, penalty="top_k_mass", penalty_weight=2.0, top_k=5))
     head = run.packed.hf.get_output_embeddings()
-    monkeypatch.setattr(head, "penalty", replace(head.penalty, **wrong))
-    assert any("loss" in line for line in run.parity().failures)
+    for wrong in ({"weight": 1.8}, {"kind": "neg_max_prob"}):
+        with holding(head, penalty=replace(head.penalty, **wrong)):
+            assert any("loss" in line for line in run.parity().failures)
