@@ -42,13 +42,6 @@ def test_a_run_that_was_broken_off_has_no_end_and_is_named(tmp_path):
     )
 
 
-def test_held_out_losses_of_other_text_are_not_compared(tmp_path):
-    base, same = trained(tmp_path / "a", noisy(3.0, 1)), trained(tmp_path / "b", noisy(3.1, 2), "precision=delayed")
-    assert RunComparison.over([base, same]).standings[1].held_out_gap == 0.0
-    other = RunComparison.over([base, trained(tmp_path / "other", noisy(2.0, 2), fingerprint="cd34")])
-    assert other.standings[1].held_out_gap is None and any("different text" in each for each in other.notes())
-
-
 def test_held_out_losses_are_subtracted_where_both_were_evaluated_last_in_one_step(tmp_path):
     runs = []
     for name, evaluations in (("done", {2: 3.0, 4: 2.0}), ("also", {4: 2.25}), ("going", {2: 3.25})):

@@ -144,19 +144,6 @@ def test_figures_of_another_training_in_a_cells_folder_are_not_shown_as_the_cell
     assert capsys.readouterr().out == "2 of 2 cells have no step of these trainings yet.\n"
 
 
-def test_a_cell_of_which_a_seed_was_halted_has_no_mean_of_the_others(matrix):
-    found = matrix({"seed": [1, 2, 3, 4], "weights": ["fp32", "bf16"]})
-    for cell in found.cells:
-        lost = cell.values == {"seed": 4, "weights": "bf16"}
-        leave_behind(cell, 2.0, done=not lost)
-        if lost:
-            metrics = cell.run_dir / "metrics.jsonl"
-            *steps, last = metrics.read_text().splitlines()
-            metrics.write_text("\n".join([*steps, json.dumps(json.loads(last) | {"halted": "the loss is nan"})]) + "\n")
-    said = write_report(found)
-    assert "broke off: 1 run of 4: bf16" in said and "are not finished" not in said
-
-
 def test_the_baselines_other_seeds_stand_for_one_that_is_not_finished(matrix):
     found = matrix({"seed": [1, 2, 3, 4], "weights": ["fp32", "bf16"]})
     for cell in found.cells[1:]:
