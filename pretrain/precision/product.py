@@ -175,8 +175,7 @@ class LinearCall:
     def backward(
         self, dy: Tensor, needs: Sequence[bool], dtype: torch.dtype, total: Tensor | None, *, overwrite: bool = False
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients of input and weight, of those that it `needs`: dx in dy's dtype; dw in `dtype`, or None where it was
-        added to `total`."""
+        """The gradients of input and weight that it `needs`: dx in dy's dtype; dw in `dtype`, or None if added to `total`."""
         product, context, dx, dw = self.product, self.context, None, None
         context.show(product.name, "grad_output", dy)
         gradient = product.operand("grad_output", dy.contiguous())
@@ -236,8 +235,8 @@ class Backend(Protocol):
         """Entered around each low-precision forward of the whole model. Leaving it, delayed scaling makes new scales."""
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, context_fn: Callable[[], Any], **kwargs: Any) -> Any:
-        """function(*args, **kwargs) now, and again in backward: in the same precision, with the same scales, on the same random
-        numbers. `context_fn` returns two contexts, for now and for then."""
+        """function(*args, **kwargs) now, and again in backward, with the same scales and random numbers. `context_fn` returns two
+        contexts, for now and for then."""
 
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint must hold, live, as unquantized tensors; empty where every scale comes from the tensor it scales."""
@@ -249,10 +248,10 @@ class Backend(Protocol):
         """Library and version, for the audit."""
 
 
-# (name of the product, role, the operand before it is quantized [tokens or out, features])
-Observer = Callable[[str, Role, Tensor], None]
-# (name of the product, gemm, its result, the bias that the result holds)
-ResultObserver = Callable[[str, str, Tensor, Tensor | None], None]
+Observer = Callable[
+    [str, Role, Tensor], None
+]  # (product's name, role, the operand before it is quantized [tokens or out, features])
+ResultObserver = Callable[[str, str, Tensor, Tensor | None], None]  # (product's name, gemm, its result, the bias that it holds)
 
 
 @dataclass

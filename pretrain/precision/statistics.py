@@ -43,10 +43,8 @@ class OperandStatistics:
 
     @contextmanager
     def watching(self, context: PrecisionContext) -> Iterator[None]:
-        """Measure every operand of the forward and backward inside, afresh. Changes nothing that training can see.
-
-        Of a step's microbatches the first is the one to look at: weights are quantized in no other.
-        """
+        """Measure every operand of the forward and backward inside, afresh: of a step's first microbatch, which alone quantizes
+        weights. Changes nothing that training can see."""
         self._figures, self._generator = defaultdict(list), generators(0)
         # A layer that is recomputed uses the scales of its forward, although by then the backend's state has newer ones.
         self._state = {name: tensor.clone() for name, tensor in self.backend.state().items()}
@@ -55,8 +53,7 @@ class OperandStatistics:
 
     @torch.no_grad()
     def __call__(self, name: str, role: Role, x: Tensor) -> None:
-        """Measure x [rows, features]. A further call for the same operand adds to what is known: the LM head takes its tokens in
-        chunks, gradient checkpointing computes a layer twice."""
+        """Measure x [rows, features]. Further calls for an operand add up: the LM head takes its tokens in chunks."""
         amax = torch.linalg.vector_norm(x, math.inf).float()  # a maximum of magnitudes that makes no copy of x
         scale = of_operand(self._state, name, role, "scale") if self.precision.keeps_history else None
         scaling = self.precision.scaling(role)
@@ -76,9 +73,9 @@ class OperandStatistics:
 
 
 def measure(x: Tensor, quantized: Quantized, amax: Tensor) -> Tensor:
-    """Figures of x [rows, features] FP32, which was quantized to `quantized`, an FP64 vector on its device: `amax`, which is that
-    of the operand that x is a sample of, the sum of log2(scale), and how many values are not zero and have a scale, are not zero,
-    become zero, are finite, are too large for the format."""
+    """Figures of x [rows, features] FP32, which was quantized to `quantized`, an FP64 vector on its device: `amax` of the whole
+    operand, the sum of log2(scale), and how many values are not zero and have a scale, are not zero, become zero, are finite, are
+    too large for the format."""
     magnitude, decode = x.abs(), (quantized.block_scale * quantized.tensor_scale).expand_as(x)
     nonzero, finite = magnitude > 0, magnitude < math.inf  # NaN is neither
     scaled = nonzero & (decode > 0)  # an NVFP4 block's scale can be zero: then its values are lost, whatever their codes
@@ -94,8 +91,7 @@ def measure(x: Tensor, quantized: Quantized, amax: Tensor) -> Tensor:
 
 
 def largest_held(grid: Grid) -> float:
-    """The largest magnitude that rounding would still give the largest code: half a step above it. To count what lies between
-    the two would call the largest value of every second NVFP4 block saturated."""
+    """The largest magnitude that rounding would still give the largest code: half a step above it."""
     step = 2.0 ** (math.floor(math.log2(grid.maximum)) - grid.mantissa_bits)
     return grid.maximum + step / 2
 

@@ -73,11 +73,8 @@ class Blocks:
     def quantized(
         self, scaled: Tensor, scale: Tensor, grid: Grid, uniform: Tensor | None = None, tensor_scale: Tensor | None = None
     ) -> BlockQuantized:
-        """Quantizes split values that are `scaled` to the grid, with the scales of their blocks that undo it; both FP32.
-
-        Rounds to nearest even, or stochastically by `uniform`, FP32 in [0, 1) and of the unsplit shape. Without a tensor scale it
-        is 1.
-        """
+        """Quantizes split values that are `scaled` to the grid, with the scales of their blocks that undo it; both FP32. To
+        nearest even, or stochastically by `uniform`, FP32 in [0, 1) and of the unsplit shape."""
         codes = round_to_grid(scaled, grid) if uniform is None else round_stochastically(scaled, grid, self.split(uniform))
         if tensor_scale is None:
             tensor_scale = torch.ones((), device=codes.device)
@@ -129,17 +126,12 @@ def quantize_mx(x: Tensor, grid: Grid, *, uniform: Tensor | None = None) -> Bloc
 
     x [..., n], any float dtype and strides, in blocks of 32 along the last dimension. Codes are rounded to nearest even, or
     stochastically by `uniform`, FP32 in [0, 1) and of x's shape. Raises RuntimeError where 32 does not divide that dimension.
-    `operand` is exact in FP32 and BF16 except where a block's amax is below 2^-100 or rounds up to 2^128: there a code times its
-    scale leaves the exponents that BF16 has.
+    `operand` is exact in BF16 except where a block's amax is below 2^-100 or rounds up to 2^128.
 
-    A block's scale is an E8M0 byte: a biased exponent and nothing else, from 2^-127 to 2^127. Transformer Engine's rule chooses
-    it: the smallest power of two that brings the block's amax within the grid, so that nothing saturates. What counts is the FP32
-    product of amax with the rounded reciprocal of the grid's maximum, not their quotient. (The exponent of amax less that of the
-    grid's maximum, which the OCP specification suggests, saturates an amax whose mantissa is above the maximum's. That can make
-    training diverge: Mishra et al., arXiv:2506.08027.)
-
-    At the limits too this is Transformer Engine's conversion: zeros get the smallest scale and stay zeros, an infinity gets 2^127
-    and saturates there to an operand that is infinite again; a NaN stays NaN and does not count for its block's scale.
+    A block's scale is an E8M0 byte, a biased exponent from 2^-127 to 2^127: by Transformer Engine's rule the smallest power of
+    two that brings the block's amax within the grid. (The exponent of amax less that of the grid's maximum, which the OCP
+    specification suggests, saturates some, and can make training diverge: Mishra et al., arXiv:2506.08027.) Zeros get the
+    smallest scale, an infinity gets 2^127 and an infinite operand; a NaN stays NaN and does not count for its block's scale.
     """
     blocks = Blocks.of(x, MX_BLOCK, two_dimensional=False)
     split = blocks.split(x)
@@ -174,9 +166,8 @@ def quantize_nvfp4(
     scalar, where it is known already. Raises RuntimeError where a blocked dimension is no multiple of 16.
 
     The tensor scale, amax / 2688, brings the largest block scale to E4M3's maximum; a code is relative to its block scale as that
-    was rounded. The steps and their order are those of Transformer Engine's NVFP4QuantizerRef: algebraically equal formulas pick
-    another code for a visible share of the values. The operand has at most 6 significant bits, exact in BF16. A NaN or an
-    infinity makes the tensor scale, and with it the product, NaN or infinite.
+    was rounded. The order of steps is that of Transformer Engine's NVFP4QuantizerRef: equal formulas in another order pick other
+    codes. The operand has at most 6 significant bits, exact in BF16. A NaN or an infinity shows in the tensor scale.
     """
     amax = (x.abs().amax() if amax is None else amax).float()
     blocks = Blocks.of(x, NVFP4_BLOCK, two_dimensional=two_dimensional)
@@ -198,11 +189,8 @@ def hadamard(x: Tensor) -> Tensor:
     """x [..., n] to the same shape and dtype, each block of 16 along the last dimension multiplied by `hadamard_matrix`.
 
     An outlier is spread over its block and no longer sets the scale for 15 small neighbours. The transform is orthogonal, so with
-    both operands transformed their product is what it was, but for the rounding.
-
-    BF16 is summed in FP32 and rounded once to BF16, as in Transformer Engine's reference and kernels. Devices differ in the order
-    of adding: from a CPU to an H200 about one in 10^7 normally distributed values rounds the other way. Raises RuntimeError where
-    n is no multiple of 16.
+    both operands transformed their product is what it was, but for the rounding. BF16 is summed in FP32 and rounded once, as in
+    Transformer Engine's reference and kernels. Raises RuntimeError where n is no multiple of 16.
     """
     orthogonal = hadamard_matrix(x.dtype, x.device)
     if x.dim() > 1 and x.stride(-1) != 1:  # as x.t() has it: multiplied from the left, x needs no copy in the other order
@@ -212,10 +200,8 @@ def hadamard(x: Tensor) -> Tensor:
 
 def hadamard_matrix(dtype: torch.dtype, device: torch.device) -> Tensor:
     """The transform's matrix [16, 16]: the signs on a diagonal, times Sylvester's Hadamard matrix, times 1/4; exact in any dtype.
-
-    Entry (i, j) of Sylvester's is -1 where i and j share an odd number of bits. Computed on the device, since a constant written
-    out here would be copied there at each call of a compiled function.
-    """
+    Entry (i, j) of Sylvester's is -1 where i and j share an odd number of bits. It is computed on the device: a constant would be
+    copied there at each call of a compiled function."""
     index = torch.arange(HADAMARD_BLOCK, device=device)
     odd = index[:, None] & index
     odd = odd ^ (odd >> 2)

@@ -27,20 +27,16 @@ FP32_MAX = torch.finfo(torch.float32).max
 
 def round_to_grid(x: Tensor, grid: Grid) -> Tensor:
     """FP32 x, any shape, to the nearest value of `grid`, FP32; of two equally near, to the one whose last mantissa bit is zero.
-
     What lies beyond the maximum, infinities too, becomes the maximum, as in the GPU's saturating conversions (PTX cvt.satfinite).
-    NaN stays NaN, even where the format has none, and the sign of zero is kept.
-    """
+    NaN stays NaN, even where the format has none, and the sign of zero is kept."""
     x, quantum, per_quantum = _in_quanta(x, grid)
     return torch.round(x * per_quantum) * quantum
 
 
 def round_stochastically(x: Tensor, grid: Grid, uniform: Tensor) -> Tensor:
-    """FP32 x to one of the two values of `grid` around it, by chance, so that the result's expectation is x; FP32.
-
-    `uniform`, FP32 in [0, 1) and of x's shape, decides: the value farther from zero is taken where `uniform` is below the part of
-    the way that x has come to it. Values of the grid, NaN and all beyond the maximum are as in `round_to_grid`.
-    """
+    """FP32 x to one of the two values of `grid` around it, by chance, so that the result's expectation is x; FP32. `uniform`,
+    FP32 in [0, 1) and of x's shape, decides: the value farther from zero is taken where `uniform` is below the part of the way
+    that x has come to it. Values of the grid, NaN and all beyond the maximum are as in `round_to_grid`."""
     x, quantum, per_quantum = _in_quanta(x, grid)
     magnitude = x.abs() * per_quantum  # of the magnitude, as 1 - tiny would be 1 for a tiny negative x
     lower = magnitude.floor()
@@ -50,9 +46,7 @@ def round_stochastically(x: Tensor, grid: Grid, uniform: Tensor) -> Tensor:
 
 def _in_quanta(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
     """Saturated x, the distance of the grid's values around each x, and its reciprocal: powers of two, so both multiply exactly.
-
-    Both are read off the bits of x, as compilers for GPUs make an FP32 division approximate. For NaN they are infinite.
-    """
+    Both are read off the bits of x, as compilers for GPUs make an FP32 division approximate. For NaN they are infinite."""
     x = x.float().clamp(-grid.maximum, grid.maximum)
     power = (x.view(torch.int32) & FP32_EXPONENT).view(torch.float32)
     quantum = power.clamp(min=2.0**grid.min_exponent) * 2.0**-grid.mantissa_bits
@@ -65,11 +59,9 @@ def absolute_maximum(x: Tensor, dim: int | tuple[int, ...] = (), keepdim: bool =
 
 
 def scale_from_amax(amax: Tensor, maximum: float, *, power_of_two: bool = False, overflow: float = FP32_MAX) -> Tensor:
-    """What to multiply by so that `amax`, FP32 of any shape, lands on the format's `maximum`: FP32, of amax's shape.
-
-    1 for an amax of zero, infinity or NaN; `overflow` where the quotient overflows FP32; then, if `power_of_two`, rounded down to
-    one. The rule is compute_scale_from_amax in TE's common/recipe/recipe_common.cuh.
-    """
+    """What to multiply by so that `amax`, FP32 of any shape, lands on the format's `maximum`: FP32, of amax's shape. 1 for an
+    amax of zero, infinity or NaN; `overflow` where the quotient overflows FP32; then, if `power_of_two`, rounded down to one.
+    The rule is compute_scale_from_amax in TE's common/recipe/recipe_common.cuh."""
     scale = (torch.full_like(amax, maximum, dtype=torch.float64) / amax).float()
     scale = scale.masked_fill(scale.isinf(), overflow)
     if power_of_two:
