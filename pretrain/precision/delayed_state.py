@@ -116,7 +116,7 @@ class DelayedState:
         return tensors
 
     def reset(self) -> None:
-        """As before the first forward: histories zero, scales one."""
+        """Puts back what was before the first forward: histories zero, scales one."""
         for history in self._histories.values():
             history.amax_history.zero_()
             history.scale.fill_(1.0)
