@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from pretrain.compare.matrix_file import Cell
+from pretrain.compare.matrix_run import mark
 from pretrain.metrics.run_record import RunRecord, read_run
 from pretrain.settings.config import layered, load_recipe, resolved
 from tests.conftest import yaml_of
@@ -70,6 +72,20 @@ def note(path: Path, **keys: object) -> None:
     lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     next(line for line in reversed(lines) if "event" not in line).update(keys)
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def leave_behind(cell: Cell, steps: int = 12, *, held_out: float | None = None, done: bool = True, **figures: Any) -> None:
+    """The files of a run of `cell` that has ended after `steps`, or, not `done`, has come that far; `figures` are each step's."""
+    mark("m", cell, side_by_side=False)
+    figures = {"epoch": 0.1, "loss": 2.0, "step_ms": 10.0, "memory_gib": 1.0} | figures
+    lines = [{"step": step, "tokens": 256 * step} | figures for step in range(1, steps + 1)]
+    if held_out is not None:
+        lines.append({"step": steps, "event": "evaluation", "held_out_loss": held_out, "held_out_perplexity": 2.7})
+    (cell.run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (cell.run_dir / "config.yaml").write_text(yaml_of(resolved(cell.recipe)))
+    (cell.run_dir / "environment.json").write_text(json.dumps({"data_fingerprint": "ab12"}))
+    if done:
+        (cell.run_dir / "summary.json").write_text(json.dumps({"steps": steps}))
 
 
 def rows_of(text: str) -> dict[str, list[list[str]]]:

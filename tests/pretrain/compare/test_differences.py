@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pretrain.compare.differences import (
     BETTER,
     CANNOT_TELL,
+    EQUIVALENCE,
     EQUIVALENT,
     FEWEST_SEEDS,
     WORSE,
@@ -113,6 +114,7 @@ def test_mean_interval_and_equivalence_are_those_of_scipy(losses: list[float], s
 def test_a_verdict_takes_three_seeds_that_lie_together():
     for mean, verdict in ((-0.004, EQUIVALENT), (0.0055, WORSE), (-0.0055, BETTER)):  # the margin is 0.006 nats
         assert difference([mean + each for each in (-0.001, 0.0, 0.001)]).verdict(0.003) == verdict
+    assert difference([-0.001, 0.0, 0.001]).half_width(EQUIVALENCE) == pytest.approx(2.920 * 0.001 / math.sqrt(3), abs=1e-5)
     assert difference([0.02, -0.02, 0.001]).verdict() == CANNOT_TELL
     assert difference([0.01, 0.01]).half_width() is None and difference([0.01, 0.01]).verdict() is None
     assert difference([0.001] * 3).verdict() == EQUIVALENT and difference([0.1] * 3).verdict() == WORSE, "no spread at all"

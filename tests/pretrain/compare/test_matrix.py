@@ -9,51 +9,15 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
 from foundation.errors import InputError
 from pretrain.__main__ import main
 from pretrain.compare.matrix import table, write_report
-from pretrain.compare.matrix_file import Cell, Matrix, load_matrix
 from pretrain.compare.matrix_run import StartedCell, command_of, environment_on, mark, next_of
-from pretrain.settings.config import resolved
-
-ROOT = Path(__file__).parents[3]
-
-
-@pytest.fixture
-def matrix(small_recipe: dict[str, Any], tmp_path: Path) -> Callable[..., Matrix]:
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(small_recipe | {"precision": "bf16"}))
-
-    def load(axes: dict[str, list[Any]], **keys: Any) -> Matrix:
-        values = {
-            "name": "m",
-            "recipe": str(tmp_path / "recipe.yaml"),
-            "accelerate": str(ROOT / "accelerate_configs" / "cpu.yaml"),
-        }
-        values |= {"axes": axes, "run_dir": f"{tmp_path}/runs/{{cell}}"} | keys
-        (tmp_path / "m.yaml").write_text(yaml.safe_dump(values))
-        return load_matrix(tmp_path / "m.yaml")
-
-    return load
-
-
-def leave_behind(cell: Cell, loss: float | None, *, held_out: float | None = None, done: bool = True) -> None:
-    """The files of a run of `cell` that has come to its end, or, not `done`, to its fifth step."""
-    mark("m", cell, side_by_side=False)
-    last = 12 if done else 5
-    lines = [{"step": step, "tokens": 256 * step, "epoch": 0.1, "loss": loss, "step_ms": 10.0} for step in range(1, last + 1)]
-    if held_out is not None:
-        evaluated = {"held_out_loss": held_out, "held_out_perplexity": 2.7, "held_out_tokens": 320}
-        lines.append({"step": last, "event": "evaluation"} | evaluated)
-    (cell.run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (cell.run_dir / "config.yaml").write_text(yaml.safe_dump(resolved(cell.recipe)))
-    if done:
-        (cell.run_dir / "summary.json").write_text(json.dumps({"steps": last}))
-    (cell.run_dir / "environment.json").write_text(json.dumps({"data_fingerprint": "ab12"}))
+from tests.conftest import ROOT
+from tests.pretrain.compare.made_runs import leave_behind
 
 
 def names(table: str) -> list[str]:
@@ -69,7 +33,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def test_a_run_that_ever_shared_its_machine_stays_marked(matrix):
-    found = matrix({"weights": ["fp32"]})
+    found = matrix(axes={"weights": ["fp32"]})
     [cell] = found.cells
     for side_by_side, marked in ((False, False), (True, True), (False, True)):
         mark(found.settings.name, cell, side_by_side=side_by_side)
@@ -78,7 +42,7 @@ def test_a_run_that_ever_shared_its_machine_stays_marked(matrix):
 
 def test_a_cell_has_ended_when_nothing_of_its_group_runs_any_more(matrix):
     """As when `accelerate launch` is signalled, and goes while its trainer is still saving."""
-    [cell] = matrix({"weights": ["fp32"]}).cells
+    [cell] = matrix(axes={"weights": ["fp32"]}).cells
     cell.log.parent.mkdir()
     one = StartedCell(cell, ["sh", "-c", "sleep 600 & exit 0"], os.environ, None)
     one.process.wait()
@@ -89,7 +53,7 @@ def test_a_cell_has_ended_when_nothing_of_its_group_runs_any_more(matrix):
 
 
 def test_a_cell_sees_the_gpus_of_its_slot_of_those_that_we_see(matrix, monkeypatch: pytest.MonkeyPatch):
-    found = matrix({"weights": ["fp32"]}, gpus=3)
+    found = matrix(axes={"weights": ["fp32"]}, gpus=3)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     assert [environment_on(found, slot)["CUDA_VISIBLE_DEVICES"] for slot in (None, 0, 1)] == ["3,5", "3", "5"]
     with pytest.raises(InputError, match="CUDA_VISIBLE_DEVICES names 2"):
@@ -98,7 +62,9 @@ def test_a_cell_sees_the_gpus_of_its_slot_of_those_that_we_see(matrix, monkeypat
 
 def test_cells_of_several_processes_get_as_many_gpus_each(matrix, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    found = matrix({"weights": ["fp32", "bf16"]}, accelerate=str(ROOT / "accelerate_configs" / "ddp.yaml"), gpus=8, processes=3)
+    found = matrix(
+        axes={"weights": ["fp32", "bf16"]}, accelerate=str(ROOT / "accelerate_configs" / "ddp.yaml"), gpus=8, processes=3
+    )
     assert (found.slots, found.at_once) == (2, 2), "two GPUs are left over"
     assert [environment_on(found, slot)["CUDA_VISIBLE_DEVICES"] for slot in range(2)] == ["0,1,2", "3,4,5"]
     command = command_of(found, found.cells[0])
@@ -108,7 +74,7 @@ def test_cells_of_several_processes_get_as_many_gpus_each(matrix, monkeypatch: p
 
 
 def test_a_cell_waits_for_the_checkpoint_of_another_with_which_it_begins(matrix):
-    made, begins = matrix({"precision": ["fp32", "bf16"]}).cells
+    made, begins = matrix(axes={"precision": ["fp32", "bf16"]}).cells
     checkpoint = made.run_dir / "checkpoints" / "step-00000004"
     train = begins.recipe.train.model_copy(update={"begin_with": str(checkpoint)})
     begins = replace(begins, recipe=begins.recipe.model_copy(update={"train": train}))
@@ -127,27 +93,27 @@ def test_a_cell_waits_for_the_checkpoint_of_another_with_which_it_begins(matrix)
 
 
 def test_cells_are_best_first_by_held_out_loss_and_those_that_are_not_finished_last(matrix):
-    found = matrix({"optimizer.learning_rate": [0.01, 0.02, 0.03], "weights": ["fp32", "bf16"], "seed": [1]})
+    found = matrix(axes={"optimizer.learning_rate": [0.01, 0.02, 0.03], "weights": ["fp32", "bf16"], "seed": [1]})
     assert table(found.cells) == "6 of 6 cells have no step of these trainings yet."
     for cell, held_out in zip(found.cells[:4], (2.5, 2.25, 2.75, None), strict=True):
-        leave_behind(cell, 2.0, held_out=held_out)
-    leave_behind(found.cells[4], 1.0, held_out=1.0, done=False)
+        leave_behind(cell, held_out=held_out)
+    leave_behind(found.cells[4], 5, held_out=1.0, done=False)
     shown = table(found.cells)
     assert names(shown) == [found.cells[place].name for place in (1, 0, 2, 3, 4)]
     assert "optimizer.learning_rate" in shown.splitlines()[0] and "5, not finished" in shown and "1 of 6 cells" in shown
 
 
 def test_figures_of_another_training_in_a_cells_folder_are_not_shown_as_the_cells(matrix, tmp_path, capsys):
-    for cell in matrix({"seed": [1, 2]}).cells:
-        leave_behind(cell, 2.0, held_out=2.0)
+    for cell in matrix(axes={"seed": [1, 2]}).cells:
+        leave_behind(cell, held_out=2.0)
     assert main(["matrix", str(tmp_path / "m.yaml"), "--table", "optimizer.weight_decay=0.5"]) == 0
     assert capsys.readouterr().out == "2 of 2 cells have no step of these trainings yet.\n"
 
 
 def test_the_baselines_other_seeds_stand_for_one_that_is_not_finished(matrix):
-    found = matrix({"seed": [1, 2, 3, 4], "weights": ["fp32", "bf16"]})
+    found = matrix(axes={"seed": [1, 2, 3, 4], "weights": ["fp32", "bf16"]})
     for cell in found.cells[1:]:
-        leave_behind(cell, 2.0)
+        leave_behind(cell)
     said = write_report(found)
     assert said.startswith("Against fp32 over 3 seeds") and "stands in its place" not in said
     for cell in found.cells[2::2]:
@@ -157,11 +123,11 @@ def test_the_baselines_other_seeds_stand_for_one_that_is_not_finished(matrix):
 
 
 def test_a_matrix_with_seeds_as_an_axis_ends_with_their_comparison(matrix, tmp_path, capsys):
-    compared = matrix({"weights": ["bf16", "fp32"], "seed": [1, 2, 3]}, baseline={"weights": "fp32"})
+    compared = matrix(axes={"weights": ["bf16", "fp32"], "seed": [1, 2, 3]}, baseline={"weights": "fp32"})
     assert compared.baseline.name == "seed=1-fp32" or compared.baseline.name == "fp32-seed=1", "the baseline is all of its seeds"
     for cell in compared.cells:
         loss = 2.0 + cell.recipe.seed / 10 + (0.5 if cell.recipe.weights == "bf16" else 0.0)
-        leave_behind(cell, 3.0, held_out=loss)
+        leave_behind(cell, held_out=loss)
     assert main(["matrix", str(tmp_path / "m.yaml")]) == 0
     printed = capsys.readouterr().out
     assert "Against fp32 over 3 seeds, within 0.3 %: worse: bf16." in printed and "Best first" not in printed

@@ -1,38 +1,18 @@
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from foundation.errors import InputError
-from pretrain.compare.matrix_file import Cell, Matrix, load_matrix
-from pretrain.compare.matrix_run import mark
-from pretrain.settings.config import identity_of, layered, load_recipe, resolved
+from pretrain.compare.matrix_file import Matrix, load_matrix
+from pretrain.settings.config import identity_of, load_recipe, resolved
+from tests.conftest import ROOT
+from tests.pretrain.compare.made_runs import leave_behind
 
-ROOT = Path(__file__).parents[3]
-CPU = str(ROOT / "accelerate_configs" / "cpu.yaml")
-AXES = {"precision": ["bf16", "delayed", "mxfp8"], "weights": ["fp32", "bf16"]}
 MATRICES = sorted(ROOT.glob("recipes/matrices/*.yaml"))
-
-
-@pytest.fixture
-def matrix(small_recipe: dict[str, Any], tmp_path: Path) -> Callable[..., Matrix]:
-    """Load a matrix over the small recipe, with more keys and command-line overrides."""
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(small_recipe))
-
-    def load(*overrides: str, **keys: Any) -> Matrix:
-        values = {"name": "m", "recipe": str(tmp_path / "recipe.yaml"), "accelerate": CPU, "axes": AXES}
-        values |= {"run_dir": f"{tmp_path}/runs/{{cell}}"} | keys
-        path = tmp_path / "m.yaml"
-        path.write_text(yaml.safe_dump({key: value for key, value in values.items() if value is not None}))
-        return load_matrix(path, layered(overrides))
-
-    return load
 
 
 def names(matrix: Matrix) -> list[str]:
@@ -56,10 +36,6 @@ def test_overrides_come_from_the_matrix_then_the_command_line_then_the_cell(matr
     assert cell.overrides == ("optimizer.clip=null", "train.steps=7", "seed=3", f"run_dir={tmp_path}/runs/seed=3")
     assert cell.recipe.optimizer.clip is None and cell.recipe.optimizer.learning_rate == 0.01
     assert cell.recipe.train.steps == 7 and cell.recipe.seed == 3
-    with pytest.raises(
-        InputError, match=r"^command line: `train\.steps` is given twice, as 5 and as 7; leave one of the two out$"
-    ):
-        load_matrix(tmp_path / "m.yaml", ["train.steps=5", "train.steps=7"])
     horizon = matrix(overrides={"train.steps": 5}, axes={"train.tokens": [512]}).cells[0]
     assert horizon.overrides == ("train.tokens=512", f"run_dir={tmp_path}/runs/tokens=512")
 
@@ -146,15 +122,6 @@ def test_the_shipped_matrices_load(path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 # ── When a cell is finished ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def leave_behind(cell: Cell, steps: int = 12, of: int | None = None) -> None:
-    """The files of a run of `cell` with its `steps`, and with the summary of its end after `of` of them, or of all."""
-    mark("m", cell, side_by_side=False)
-    lines = [{"step": step, "tokens": 256 * step, "epoch": 0.1, "loss": 3.0, "step_ms": 10.0} for step in range(1, steps + 1)]
-    (cell.run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (cell.run_dir / "config.yaml").write_text(yaml.safe_dump(resolved(cell.recipe)))
-    (cell.run_dir / "summary.json").write_text(json.dumps({"steps": of or steps}))
 
 
 def test_a_cell_is_finished_where_its_folder_holds_this_very_training_done(matrix):

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.image import imread
 
-from pretrain.compare.figures import colour_of, moving_mean, picture_of_run, window_of
+from pretrain.compare.figures import colour_of, moving_mean, picture_of_run
 from pretrain.compare.page import curves_figure, heat_figure, heat_maps, pictures, what_differs
 from pretrain.compare.report import Report
 from pretrain.metrics.run_record import RunRecord, read_run
@@ -35,12 +35,6 @@ def colours_in(picture: bytes) -> set[str]:
     return {"#" + "".join(f"{part:02X}" for part in pixel) for pixel in np.unique(pixels, axis=0)}
 
 
-@pytest.mark.parametrize("losses", LOSSES.values(), ids=LOSSES)
-def test_any_run_can_be_drawn_in_its_precisions_colour(losses, tmp_path):
-    run = trained(tmp_path / "cost $2^4$ and $x", losses, "precision=nvfp4", held_out=len(losses) > 1)
-    assert colour_of("nvfp4") in colours_in(picture_of_run(run)) or losses[0] is None
-
-
 @given(losses=st.lists(st.floats(-1e3, 1e3) | st.just(float("nan")), max_size=50), half=st.integers(0, 30))
 def test_the_moving_mean_is_the_mean_of_the_finite_values_around(losses, half):
     values = np.array(losses, dtype=np.float64)
@@ -49,11 +43,6 @@ def test_the_moving_mean_is_the_mean_of_the_finite_values_around(losses, half):
         around = values[max(0, i - half) : i + half + 1]
         around = around[np.isfinite(around)]
         assert np.isnan(means[i]) if not len(around) else means[i] == pytest.approx(around.mean(), abs=1e-8)
-
-
-@given(steps=st.integers(1, 5000))
-def test_smoothing_takes_a_fiftieth_of_a_run_and_as_many_steps_before_as_after(steps):
-    assert window_of(steps) % 2 == 1 and abs(window_of(steps) - steps / 50) <= 1.5
 
 
 def page_of(runs: list[RunRecord], folder: Path, *vary: str, **how: object) -> str:
@@ -98,8 +87,9 @@ def test_what_is_drawn_are_the_runs_own_figures_by_step_or_by_tokens_where_steps
 
 
 @pytest.mark.parametrize("losses", LOSSES.values(), ids=LOSSES)
-def test_any_run_has_a_page_alone_beside_another_and_beside_one_over_other_text(losses, tmp_path):
-    run = trained(tmp_path / "run", losses, held_out=len(losses) > 1)
+def test_any_run_has_a_picture_and_a_page_alone_beside_another_and_beside_other_text(losses, tmp_path):
+    run = trained(tmp_path / "cost $2^4$ and $x", losses, "precision=nvfp4", held_out=len(losses) > 1)
+    assert colour_of("nvfp4") in colours_in(picture_of_run(run)) or losses[0] is None
     other, text = trained(tmp_path / "other", (4.0, 3.0, 2.0)), trained(tmp_path / "text", losses, fingerprint="cd34")
     for runs in ([run], [run, other], [other, run, text]):
         assert "</html>" in page_of(runs, tmp_path, "data")

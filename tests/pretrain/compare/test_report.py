@@ -72,9 +72,6 @@ def test_the_command_line_compares_runs_into_files_of_their_own(tmp_path, capsys
     [
         (["--out", "report.pdf"], "--out report.pdf"),
         (["--watch"], "--watch"),
-        (["--out", "x.html", "--watch", "--out", "x.md"], "--watch"),
-        (["--out", "x.html", "--watch", "0"], "--watch"),
-        (["--gate", "-1"], "--gate"),
         (["--gate", "nan"], "--gate"),
         (["--out", "x.md", "--out", "y.md"], "--out x.md"),
         (["--gate", "0.01"], "the only run"),
@@ -98,11 +95,10 @@ def test_importing_the_report_needs_neither_torch_nor_the_drawing_libraries():
 # ── The gate ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("out", ["x.html", "x.md"])
-def test_the_gate_fails_with_1_where_a_loss_ends_higher_and_passes_where_it_ends_lower(out, tmp_path, capsys):
+def test_the_gate_fails_with_1_where_a_loss_ends_higher_and_passes_where_it_ends_lower(tmp_path, capsys):
     base, same = make_run(tmp_path / "base", noisy(3.0, 1)), make_run(tmp_path / "same", noisy(3.002, 2), "precision=delayed")
     worse, better = make_run(tmp_path / "worse", noisy(3.05, 3)), make_run(tmp_path / "better", noisy(2.9, 4))
-    command = ["report", "--gate", "0.01", "--out", str(tmp_path / out)]
+    command = ["report", "--gate", "0.01", "--out", str(tmp_path / "x.md")]
     assert main([*command, str(base), str(same), str(better)]) == 0
     assert capsys.readouterr().out.endswith("gate of 0.01 nats: passed\n")
     assert main([*command, str(base), str(same), str(worse)]) == 1

@@ -54,11 +54,6 @@ def test_runs_that_differ_in_seed_and_names_alone_are_a_group_and_a_repeat_is_an
     assert groups == {"bf16": three, "delayed": three, "nvfp4": three, "bf16_again": [2]}
 
 
-def test_the_same_folder_names_elsewhere_are_told_apart(tmp_path: Path):
-    runs = [trained(tmp_path / place / f"a-seed{seed}", (3.0,) * 4, f"seed={seed}") for place in "xy" for seed in (1, 2)]
-    assert len(grouped(runs)) == 2
-
-
 def test_what_computed_the_products_and_options_of_a_precision_make_other_groups(tmp_path: Path):
     delayed = [("a", ()), ("b", ("fp8_config.margin=1",))]
     runs = [trained(tmp_path / f"{n}-seed1", (3.0,) * 4, "seed=1", "precision=delayed", *more) for n, more in delayed]
