@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from foundation.command import CommandParser, number
-from foundation.units import count, markdown, operations, percent
+from foundation.units import TERA, count, markdown, operations, percent
 from pretrain.metrics.flops import FORMULAS, ModelFlops, attention_to_ffn_ratio, ours
+from pretrain.metrics.peaks import peak
 from pretrain.model import huggingface as model
+from pretrain.plan.targets import Target
 from pretrain.plan.tokenizer import with_tokens
 from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import ModelSettings
@@ -27,7 +29,11 @@ def main(arguments: Sequence[str]) -> int:
     add = parser.add_argument
     add("model", metavar="MODEL", help="a recipe (.yaml), or what `model.source` takes")
     add("--length", type=number(1, whole=True), nargs="+", metavar="T", help="of a sequence, in tokens; default: the recipe's")
+    add("--tokens-per-second", type=number(1), metavar="N", help="of all devices: also MFU")
+    add("--on", metavar="DEVICE", default="H200", help="default: H200; 8xB200: its dense BF16 peak is 100 %%")
     options = parser.parse_intermixed_args(arguments)
+    speed, target = options.tokens_per_second, Target.parse(options.on)
+    most = target.count * peak(target.name, "bf16") * TERA  # FLOPs a second
     name, lengths = options.model, LENGTHS
     settings = ModelSettings(source=name)
     if name.endswith((".yaml", ".yml")):
@@ -45,10 +51,16 @@ def main(arguments: Sequence[str]) -> int:
     for formula in FORMULAS:
         counts = {length: formula.per_token(flops, length) for length in lengths}
         cells = [f"{operations(value)} ({percent(value / ours(flops, length))})" for length, value in counts.items()]
+        if speed:
+            cells = [f"{cell}: MFU {percent(n * speed / most)}" for cell, n in zip(cells, counts.values(), strict=True)]
         rows.append((formula.key, *cells, formula.says))
     print(markdown(("a token", *(f"T = {length:,}" for length in lengths), "definition"), rows))
     ratios = ", ".join(f"{attention_to_ffn_ratio(flops, length):.2f}" for length in lengths)
     print(f"\nattention_to_ffn_ratio (llm_TII v3): {ratios}")
+    if speed and ours(flops, min(lengths)) * speed > most:
+        print(
+            f"\nwarning: {speed:,.0f} tokens/s are more than {target} can compute: a speed of more devices, or of another model?"
+        )
     if flops.uncounted:
         print(f"\nwarning: {flops.left_out}")
     return 0
