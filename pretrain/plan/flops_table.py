@@ -58,9 +58,7 @@ def main(arguments: Sequence[str]) -> int:
     ratios = ", ".join(f"{attention_to_ffn_ratio(flops, length):.2f}" for length in lengths)
     print(f"\nattention_to_ffn_ratio (llm_TII v3): {ratios}")
     if speed and ours(flops, min(lengths)) * speed > most:
-        print(
-            f"\nwarning: {speed:,.0f} tokens/s are more than {target} can compute: a speed of more devices, or of another model?"
-        )
+        print(f"\nwarning: {speed:,.0f} tokens/s are more than {target} can compute")
     if flops.uncounted:
         print(f"\nwarning: {flops.left_out}")
     return 0

@@ -171,6 +171,13 @@ def test_the_command_prints_every_definition_for_each_length(tmp_path: Path, cap
     assert [cell.split()[:2] for cell in ours] == [["10.68", "GFLOP"], ["11.73", "GFLOP"]]
     assert all(sum(line.startswith(f"| {formula.key} ") for line in lines) == 1 for formula in FORMULAS)
 
+    # 11.73 GFLOP x 100,000 of the 8 x 2,250 TFLOP/s of eight B200s; of one H200 with 989.5 too much.
+    assert main([str(folder), "--length", "4096", "--tokens-per-second", "100000", "--on", "8xB200"]) == 0
+    assert "MFU 6.5 %" in capsys.readouterr().out
+    assert main([str(folder), "--length", "4096", "--tokens-per-second", "100000"]) == 0
+    text = capsys.readouterr().out
+    assert "MFU 118.6 %" in text and "more than 1 x H200 can compute" in text
+
 
 @pytest.mark.parametrize(
     ("model_type", "said"),
