@@ -158,7 +158,7 @@ def _decoded(packs: Packs, index: int, tokenizer_name: str | None) -> Iterator[s
         raise InputError(f"--index {index}: {packs.path} has packs 0 to {len(packs) - 1}")
     stored = [file for folder in (packs.path, packs.path.parent / FIRST) if (file := folder / "tokenizer.json").is_file()]
     tokenizer = load_tokenizer(tokenizer_name or str(stored[0])).tokenizer if tokenizer_name or stored else None
-    pack, ends = packs[index], np.cumsum(packs.lengths(index)).tolist()
+    pack, ends = packs[index], np.cumsum(packs[index].lengths).tolist()
     for begin, end in zip([0, *ends], ends, strict=False):
         yield f"──── document at {begin:,} · {end - begin:,} tokens ".ljust(100, "─")
         shown = {"": pack.input_ids[begin:end]}

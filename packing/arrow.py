@@ -61,33 +61,14 @@ class Packs:
         raise NotImplementedError
 
     def __getitem__(self, index: int) -> Pack:
-        """Pack `index` of 0 .. len - 1; IndexError outside."""
+        """Pack `index` of 0 .. len - 1; IndexError outside. Formats give views of files, so what is not looked at is not read."""
         raise NotImplementedError
-
-    def lengths(self, index: int) -> np.ndarray:
-        """[documents] int32 of one pack, whose tokens need not be read for it: formats give views of files."""
-        return self[index].lengths
-
-    def trained(self, index: int) -> np.ndarray | None:
-        """`Pack.trained` of one pack."""
-        return self[index].trained
 
     def verify(self) -> None:
         """Hash every file, also those checked before; InputError names the first that is not what its writer recorded."""
 
 
-class PacksOfOthers(Packs):
-    """Packs that lie in other packs: `locate` says in which, and which of them."""
-
-    def locate(self, index: int) -> tuple[Packs, int]:
-        raise NotImplementedError
-
-    def __getitem__(self, index: int) -> Pack:
-        packs, own = self.locate(index)
-        return packs[own]
-
-
-class JoinedPacks(PacksOfOthers):
+class JoinedPacks(Packs):
     """The packs of several others, one after another."""
 
     def __init__(self, path: Path, joined: Sequence[Packs]) -> None:
@@ -97,9 +78,9 @@ class JoinedPacks(PacksOfOthers):
     def __len__(self) -> int:
         return self._starts[-1]
 
-    def locate(self, index: int) -> tuple[Packs, int]:
+    def __getitem__(self, index: int) -> Pack:
         number = bisect_right(self._starts, checked_index(index, len(self))) - 1
-        return self.joined[number], index - self._starts[number]
+        return self.joined[number][index - self._starts[number]]
 
 
 def checked_index(index: int, count: int) -> int:

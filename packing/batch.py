@@ -236,8 +236,8 @@ class BatchStream(Batching):
     def step(self, number: int) -> StepBatches:
         """The batches of step `number`, counted from 0."""
         indices = self.order.packs_of_step(number).tolist()
-        lengths = [self.packs.lengths(index) for index in indices]
-        squares = [sum_of_squares(each) for each in lengths]
+        packs = [self.packs[index] for index in indices]
+        squares = [sum_of_squares(pack.lengths) for pack in packs]
         microbatches = -(-len(indices) // (self.world_size * self.microbatch))
         blanks = self.world_size * microbatches * self.microbatch - len(indices)
         # Free of cost, they come last: to the lightest microbatches, and one that holds nothing else to the end of its rank's.
@@ -246,8 +246,7 @@ class BatchStream(Batching):
             microbatches=[self.build(self.packs, [indices[i] for i in places if i < len(indices)]) for places in mine],
             tokens=len(indices) * self.packs.length,
             valid_tokens=sum(
-                count_valid_tokens(each, self.packs.trained(index), mask_boundaries=self.mask_boundaries)
-                for index, each in zip(indices, lengths, strict=True)
+                count_valid_tokens(pack.lengths, pack.trained, mask_boundaries=self.mask_boundaries) for pack in packs
             ),
             sum_squared_lengths=sum(squares),
             epoch=self.order.epoch_of(number + 1),

@@ -53,15 +53,11 @@ class Mixture:
         packs = [weight / tokens for weight, tokens in zip(self.weights, self.tokens_per_pack, strict=True)]
         return [each / sum(packs) for each in packs]
 
-    def _rates(self) -> list[int]:
-        """Returns how many packs each source takes, out of `_PARTS` that no source before it has taken; the last takes all."""
-        shares = self.share_of_packs
-        return [round(_PARTS * each / sum(shares[number:])) for number, each in enumerate(shares)]
-
     def packs_before(self, places: np.ndarray | int) -> list[np.ndarray]:
         """Returns for each source how many of the packs before each of `places` are of it; int64, the shape of `places`."""
-        left, packs = np.asarray(places, np.int64), []
-        for rate in self._rates():
+        left, packs, shares = np.asarray(places, np.int64), [], self.share_of_packs
+        for number, share in enumerate(shares):
+            rate = round(_PARTS * share / sum(shares[number:]))  # out of `_PARTS` that no source before takes; the last takes all
             packs.append(left * rate // _PARTS)
             left = left - packs[-1]
         return packs
@@ -156,7 +152,7 @@ def _tokens_of(packs: Packs) -> float:
     all."""
     if isinstance(packs, ArrowPacks):
         return packs.tokens / len(packs)
-    return float(np.mean([int(packs.lengths(index).sum()) for index in evenly(len(packs), _SAMPLED_PACKS)]))
+    return float(np.mean([int(packs[index].lengths.sum()) for index in evenly(len(packs), _SAMPLED_PACKS)]))
 
 
 def spread(costs: Sequence[int] | np.ndarray, ranks: int, microbatches: int) -> list[list[list[int]]]:

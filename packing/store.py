@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from foundation.errors import InputError
-from packing.arrow import FIRST, MANIFEST, ArrowPacks, Packs, PacksOfOthers, Split, checked_index, read_manifest
+from packing.arrow import FIRST, MANIFEST, ArrowPacks, Pack, Packs, Split, checked_index, read_manifest
 from packing.order import MixedPacks, splitmix64
 from packing.other_formats import INDEX, MDSPacks, TokenBin
 from packing.settings import SOURCE_NAME, DataSettings, SourceSettings
@@ -142,7 +142,7 @@ def carve(packs: Packs, share: float, split: Split) -> Packs:
     return PartOfPacks(packs, np.flatnonzero(chosen if split == "held_out" else ~chosen))
 
 
-class PartOfPacks(PacksOfOthers):
+class PartOfPacks(Packs):
     """Some packs of a larger store, in its order."""
 
     def __init__(self, packs: Packs, indices: np.ndarray) -> None:
@@ -153,8 +153,8 @@ class PartOfPacks(PacksOfOthers):
     def __len__(self) -> int:
         return len(self._indices)
 
-    def locate(self, index: int) -> tuple[Packs, int]:
-        return self._packs, int(self._indices[checked_index(index, len(self))])
+    def __getitem__(self, index: int) -> Pack:
+        return self._packs[int(self._indices[checked_index(index, len(self))])]
 
 
 def find_splits(path: Path, length: int | None, end_token: int | None = None) -> dict[Split, partial[Packs]]:

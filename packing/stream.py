@@ -31,7 +31,7 @@ import numpy as np
 
 from foundation.errors import InputError
 from foundation.files import free_bytes, locked, replace_file
-from packing.arrow import FIRST, MANIFEST, ArrowPacks, Packs, PacksOfOthers
+from packing.arrow import FIRST, MANIFEST, ArrowPacks, Pack, Packs
 from packing.order import Mixture, Order, permute, splitmix64
 from packing.settings import DataSettings
 
@@ -194,7 +194,7 @@ class PackerProcess:
         self._lock.close()
 
 
-class StreamedPacks(PacksOfOthers):
+class StreamedPacks(Packs):
     """The packs of one source or several in shares of the tokens, as they come: index n * sources + s is pack n of source s.
 
     `begin` says where to read, and `packing` who makes what is not there; without, parts are waited for that another process
@@ -229,10 +229,10 @@ class StreamedPacks(PacksOfOthers):
     def __len__(self) -> int:
         return ENDLESS
 
-    def locate(self, index: int) -> tuple[Packs, int]:
+    def __getitem__(self, index: int) -> Pack:
         place, number = divmod(index, len(self.sources))
         part = list(self.sources.values())[number].part_of(place)
-        return part.packs, place - part.start.first
+        return part.packs[place - part.start.first]
 
     def _wait(self) -> None:
         """Give a part a moment to come; InputError where none comes any more."""

@@ -46,7 +46,7 @@ class Data:
         """Mean over packs, sampled evenly from each source, of the sum of squared document lengths divided by the pack's length:
         what a token's attention costs."""
         means = [
-            np.mean([sum_of_squares(packs.lengths(index)) for index in evenly(len(packs), _SAMPLED_PACKS)])
+            np.mean([sum_of_squares(packs[index].lengths) for index in evenly(len(packs), _SAMPLED_PACKS)])
             for packs in parts_of(self.train)
         ]
         weights = self._readable.mixture().share_of_packs if isinstance(self._readable, MixedPacks) else None
@@ -55,7 +55,7 @@ class Data:
     @property
     def has_masks(self) -> bool:
         """Whether packs say which of their tokens are labels."""
-        return any(packs.trained(0) is not None for packs in parts_of(self.train))
+        return any(packs[0].trained is not None for packs in parts_of(self.train))
 
     @property
     def stream(self) -> StreamedPacks | None:
@@ -79,7 +79,7 @@ class Data:
         """A microbatch with the documents of the first `packs` packs (in turns where there are fewer), to try the model on. All
         of its tokens are 0: which ones there are changes neither dtypes nor memory."""
         tokens, known = np.zeros(self.train.length, dtype=np.uint32), self._readable
-        chosen = [Pack(tokens, known.lengths(index % len(known))) for index in range(packs)]
+        chosen = [Pack(tokens, known[index % len(known)].lengths) for index in range(packs)]
         return build_microbatch(chosen, mask_boundaries=True)
 
 
@@ -140,7 +140,7 @@ def check_labels(data: Data, settings: DataSettings, evaluated: int | None = Non
         for packs in filter(len, parts_of(split)):
             count = packs_evaluated(len(packs), len(split), limit)
             labels = partial(count_valid_tokens, mask_boundaries=settings.mask_boundaries)
-            if not any(labels(packs.lengths(index), packs.trained(index)) for index in range(count)):
+            if not any(labels(pack.lengths, pack.trained) for pack in map(packs.__getitem__, range(count))):
                 raise InputError(
                     f"{packs.path}: no token that is {what} in the first {plural(count, 'pack')} has a loss: each is masked, or "
                     "the first of its document or pack, which nothing predicts; prepare longer packs (`data.length`), of longer "

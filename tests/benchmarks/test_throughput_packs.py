@@ -24,7 +24,7 @@ def test_the_same_packs_are_made_everywhere(tmp_path: Path):
 
 def test_documents_and_tokens_are_like_an_encyclopaedias(tmp_path: Path):
     packs = packs_at(tmp_path / "packs")
-    lengths = [packs.lengths(index).astype(np.int64) for index in range(len(packs))]
+    lengths = [packs[index].lengths.astype(np.int64) for index in range(len(packs))]
     assert all(each.sum() == 4096 for each in lengths), "packs are full"
     assert 160 < 8 * np.mean([len(each) for each in lengths]) < 200, "in 32,768 tokens"
     assert 420 < np.mean([np.square(each).sum() / 4096 for each in lengths]) < 620

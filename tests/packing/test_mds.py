@@ -68,7 +68,7 @@ def test_reference_packs_have_the_documents_and_first_positions_that_its_columns
         pack, row = packs[index], rows[index]
         assert pack.input_ids.dtype == np.uint32 and pack.input_ids.tolist() == row["input_ids"]["values"]
         assert pack.lengths.dtype == np.int32 and pack.lengths.tolist() == row["attention_mask"]["values"]
-        assert packs.lengths(index).tolist() == row["attention_mask"]["values"] and packs.trained(index) is None
+        assert pack.trained is None
         positions = np.concatenate([np.arange(n) for n in pack.lengths])
         positions[: pack.lengths[0]] += pack.first_position
         assert positions.tolist() == row["position_ids"]["values"]
@@ -195,5 +195,5 @@ def test_labels_are_the_mask_of_packs(tmp_path: Path):
     for name, columns in (("train", (labels, mask)), ("val", (None, None))):
         write_labelled(tmp_path / "mds" / name, *columns)
     settings = DataSettings(packs=tmp_path / "mds", length=8)
-    assert open_packs(settings, "train").trained(0).tolist() == [False, False, True, True, False, True, False, False]
-    assert open_packs(settings, "held_out").trained(0) is None
+    assert open_packs(settings, "train")[0].trained.tolist() == [False, False, True, True, False, True, False, False]
+    assert open_packs(settings, "held_out")[0].trained is None

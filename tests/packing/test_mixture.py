@@ -62,7 +62,7 @@ def test_sources_are_prepared_each_by_itself_and_trained_on_in_their_shares(data
     steps = 3 * len(packs) // 10
     tokens = {name: 0 for name in packs.parts}
     for index in np.concatenate([order.packs_of_step(step) for step in range(steps)]).tolist():
-        tokens["web" if index < len(packs.parts["web"]) else "short"] += int(packs.lengths(index).sum())
+        tokens["web" if index < len(packs.parts["web"]) else "short"] += int(packs[index].lengths.sum())
     assert tokens["web"] / sum(tokens.values()) == pytest.approx(0.7, abs=0.01)
     figures = order.figures(steps)
     assert figures["share/web"] == pytest.approx(0.7, abs=0.005) and figures["epoch/short"] > 1 > 0.4 * figures["epoch/web"]
@@ -114,6 +114,6 @@ def test_a_single_text_file_holds_out_its_tail(tmp_path: Path, documents: list[s
     whole = data.model_copy(update={"packs": tmp_path / "whole", "held_out": 0.0})
     prepare(whole, progress=False)
     packs = open_packs(whole, "train")
-    everything = np.concatenate([packs[index].input_ids[: packs.lengths(index).sum()] for index in range(len(packs))]).tolist()
+    everything = np.concatenate([packs[index].input_ids[: packs[index].lengths.sum()] for index in range(len(packs))]).tolist()
     assert tokens["train"] + tokens["held_out"] == everything
     assert len(tokens["held_out"]) == round(0.1 * len(everything))

