@@ -93,7 +93,7 @@ class RunComparison:
     def over(cls, runs: Sequence[RunRecord], tolerance: float = TOLERANCE) -> RunComparison:
         """`runs`: comparable, the baseline first."""
         standings = []
-        for place, (run, label) in enumerate(zip(runs, unique_names(runs), strict=True)):
+        for place, (run, label) in enumerate(zip(runs, unique_names([run.name for run in runs], runs), strict=True)):
             dash = DASHES[place // len(COLOURS) % len(DASHES)]
             standings.append(Standing(run, runs[0], label, COLOURS[place % len(COLOURS)], dash, tolerance))
         return cls(standings, tolerance)
@@ -130,9 +130,8 @@ class RunComparison:
         return notes
 
 
-def unique_names(runs: Sequence[RunRecord]) -> list[str]:
-    """Each run's folder, or its whole path where two folders are called the same."""
-    names = [run.name for run in runs]
+def unique_names(names: Sequence[str], runs: Sequence[RunRecord]) -> list[str]:
+    """What each of `runs` is called, or its whole path where two are called the same."""
     return [name if names.count(name) == 1 else str(run.path) for name, run in zip(names, runs, strict=True)]
 
 

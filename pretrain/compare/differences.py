@@ -59,7 +59,7 @@ def at_the_end(differences: np.ndarray) -> np.ndarray:
 
 
 def batch_means_error(values: np.ndarray) -> float:
-    """Standard error of the mean of correlated `values`, by non-overlapping batch means; NaN below FEWEST_STEPS values.
+    """Standard error of the mean of correlated `values`, by non-overlapping batch means.
 
     Neighbouring steps share their past, so sd / sqrt(n) would be too small. The n values are cut into batches of
     b = floor(sqrt(n)) consecutive ones, the first n mod b left out: SE² = Var(batch means) · b / n (Flegal and Jones 2010, Annals
@@ -67,8 +67,6 @@ def batch_means_error(values: np.ndarray) -> float:
     matter of luck.
     """
     n = len(values)
-    if n < FEWEST_STEPS:
-        return math.nan
     size = math.isqrt(n)
     batches = values[n % size :].reshape(-1, size).mean(axis=1)
     return float(math.sqrt(batches.var(ddof=1) * size / n))
@@ -76,32 +74,24 @@ def batch_means_error(values: np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class Gap:
-    """Step-by-step differences of two losses, in nats a token. A figure is NaN where there are too few steps for it."""
+    """Step-by-step differences of two losses, in nats a token."""
 
     mean: float
-    standard_error: float  # of the mean
+    half_width: float | None  # of its interval at CONFIDENCE, by Student's t over the means of batches; None below FEWEST_STEPS
     steps: int
 
     @classmethod
     def over(cls, differences: np.ndarray) -> Gap:
-        mean = float(differences.mean()) if len(differences) else math.nan
-        return cls(mean, batch_means_error(differences), len(differences))
-
-    @property
-    def half_width(self) -> float:
-        """Half of the mean's interval at CONFIDENCE, by Student's t over the means of batches; NaN below FEWEST_STEPS."""
-        if not self.has_interval:
-            return math.nan
-        return t_quantile(self.steps // math.isqrt(self.steps) - 1, CONFIDENCE) * self.standard_error
-
-    @property
-    def has_interval(self) -> bool:
-        return math.isfinite(self.standard_error)
+        """Returns what `differences` of one step or more come to."""
+        steps, half_width = len(differences), None
+        if steps >= FEWEST_STEPS:
+            half_width = t_quantile(steps // math.isqrt(steps) - 1, CONFIDENCE) * batch_means_error(differences)
+        return cls(float(differences.mean()), half_width, steps)
 
     @property
     def ends(self) -> tuple[float, float]:
         """The two ends of its interval; both are the mean where it has none."""
-        half = self.half_width if self.has_interval else 0.0
+        half = self.half_width or 0.0
         return self.mean - half, self.mean + half
 
     def place(self, tolerance: float) -> str:

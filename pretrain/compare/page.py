@@ -130,16 +130,12 @@ def heat_maps(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
     maps: dict[tuple[str, str], dict[str, Any]] = {}
     for step, each in records:
         for measure in MEASURES:
-            empty = {
-                "layers": layers,
-                "steps": steps,
-                "values": np.full((len(layers), len(steps)), np.nan),
-            }
+            empty = {"layers": layers, "steps": steps, "values": np.full((len(layers), len(steps)), np.nan)}
             values = maps.setdefault((measure, each["operand"]), empty)["values"]
             value = np.nan if each[measure] is None else each[measure]
-            in_bits = measure in ("scale", "amax")
-            place = layers.index(each["layer"]), steps.index(step)
-            values[place] = (np.log2(value) if value else np.nan) if in_bits else value
+            if measure in ("scale", "amax"):
+                value = np.log2(value) if value else np.nan
+            values[layers.index(each["layer"]), steps.index(step)] = value
     return maps
 
 

@@ -93,7 +93,7 @@ class Report:
             elif each.run.is_unfinished:
                 failures.append(f"{each.label} is not finished: it has {plural(each.run.summary['steps'], 'step')}")
             elif not each.gap.ends[1] <= self.comparison.tolerance:  # without an interval the mean is judged
-                half = f" ± {each.gap.half_width:.5f}" if each.gap.has_interval else ""
+                half = f" ± {each.gap.half_width:.5f}" if each.gap.half_width is not None else ""
                 end = f"{signed(each.gap.mean, 5)}{half} nats from {base.label}, over the last {each.gap.steps} steps"
                 failures.append(f"{each.label} ends {end}; {self.comparison.tolerance:g} are allowed")
         return failures
@@ -170,10 +170,8 @@ def watch(options: argparse.Namespace) -> Report | None:
                 if missing := [path for path in options.runs if not (path / METRICS_FILE).exists()]:
                     raise NoStepYet(missing[0])
                 runs = read_runs(options.runs, options.baseline)
-                now, going = (
-                    ", ".join(f"{run.name} step {run.summary['steps']:,}" for run in runs),
-                    not all(map(_has_ended, runs)),
-                )
+                now = ", ".join(f"{run.name} step {run.summary['steps']:,}" for run in runs)
+                going = not all(_has_ended(run) for run in runs)
             except NoStepYet as none:
                 now = f"waiting for the first step of {none.run_dir}"
             if now != before or not going:
@@ -202,10 +200,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = CommandParser(prog="python -m pretrain report", description="Run folders side by side, or one alone.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder; several are compared")
     parser.add_argument("--baseline", type=Path, metavar="RUN", help="what the others are compared to (default: the first)")
-    out = (
-        "a page with everything (.html), the curves (.png) or tables and curves (.md); repeatable (default: loss.png in the run "
-    )
-    parser.add_argument("--out", action="append", default=[], type=Path, help=f"{out}folder, or comparison.png beside several)")
+    out = "a page with everything (.html) or the tables (.md); repeatable (default: the tables on the screen alone)"
+    parser.add_argument("--out", action="append", default=[], type=Path, help=out)
     vary = "a key, or section, that may differ: what is compared; repeatable"
     parser.add_argument("--vary", action="append", default=[], metavar="KEY", help=vary)
     gate = "exit with 1 if a run's loss ends further than this above the baseline's"

@@ -11,7 +11,7 @@ from typing import Any
 
 from foundation.units import UNKNOWN, plural
 from pretrain.compare.columns import Column, as_text, signed
-from pretrain.compare.comparison import by_verdict, on_one_kind_of_machine, own_speed
+from pretrain.compare.comparison import by_verdict, on_one_kind_of_machine, own_speed, unique_names
 from pretrain.compare.differences import CONFIDENCE, EQUIVALENCE, FEWEST_SEEDS, MARGIN, SeedDifference
 from pretrain.compare.fairness import changed_settings, recipe_of, same_held_out
 from pretrain.metrics.run_record import LAST_STEPS, LOSS_KEY, RunRecord
@@ -37,8 +37,7 @@ def grouped(runs: Sequence[RunRecord]) -> dict[str, dict[int, RunRecord]]:
         groups.setdefault((training, folder), {})[seed] = run
     firsts = [next(iter(group.values())) for group in groups.values()]
     names = [_without_seed(first) or first.name for first in firsts]
-    names = [name if names.count(name) == 1 else str(first.path) for name, first in zip(names, firsts, strict=True)]
-    return dict(zip(names, groups.values(), strict=True))
+    return dict(zip(unique_names(names, firsts), groups.values(), strict=True))
 
 
 def _without_seed(run: RunRecord) -> str:
