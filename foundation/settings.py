@@ -137,8 +137,7 @@ def given_once(given: Iterable[tuple[str, str]]) -> dict[str, str]:
     values: dict[str, str] = {}
     for key, value in given:
         if key in values:
-            both = f"{shown(values[key])} and as {shown(value)}"
-            raise InputError(f"command line: `{key}` is given twice, as {both}; leave one of the two out")
+            raise InputError(f"command line: `{key}` is given twice, as {shown(values[key])} and {shown(value)}; leave one out")
         values[key] = value
     return values
 

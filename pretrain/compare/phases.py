@@ -62,13 +62,13 @@ class Measured:
     @classmethod
     def of(cls, phase: str, outcome: Outcome) -> Measured:
         run = outcome.cell.record()
-        if run is None or (run.broke_off or not outcome.is_finished):
-            why = run.broke_off if run and run.broke_off else f"{outcome.status}: see {outcome.cell.log}"
+        why = ""
+        if run is None or run.broke_off or not outcome.is_finished:
+            why = (run and run.broke_off) or f"{outcome.status}: see {outcome.cell.log}"
         elif run.side_by_side:
             why = "it shared its devices with another run"
-        else:
-            changed = run.summary["skipped_steps"] or run.summary.get("rollbacks")
-            why = "a step was left out or taken back" if changed else ""
+        elif run.summary["skipped_steps"] or run.summary.get("rollbacks"):
+            why = "a step was left out or taken back"
         return cls(phase, outcome.cell, run.summary if run else {}, why)
 
     @property
