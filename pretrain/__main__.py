@@ -14,12 +14,12 @@ from foundation.command import run_command
 
 # By name: the module whose `main(arguments)` runs the command and returns its exit status, and what it does.
 RUNS = {
-    "plan": ("pretrain.run.planner", "time, cost and microbatch of a recipe on devices that are not here"),
+    "plan": ("pretrain.run.planner", "time, memory and microbatch of a recipe on devices that are not here"),
     "evaluate": ("pretrain.run.untrained", "the held-out loss of a checkpoint; behind `accelerate launch ... -m pretrain`"),
     "report": ("pretrain.compare.report", "curves and tables of run folders, and how one run differs from another"),
     "doctor": ("pretrain.run.doctor", "which precision works on this machine, on what, and how fast"),
     "export": ("pretrain.run.export", "any checkpoint as a Hugging Face folder, on a machine without a GPU"),
-    "sample": ("pretrain.run.sampling", "how a run, a checkpoint or an exported model continues a text"),
+    "sample": ("pretrain.run.sampling", "how a finished run or an exported model continues a text"),
     "flops": ("pretrain.plan.flops_table", "what a token costs, by every definition in use"),
     "matrix": ("pretrain.compare.matrix", "run every cell of a comparison, and report on it"),
     "phases": ("pretrain.compare.phases", "find a fast configuration in phases, each on the best before it"),

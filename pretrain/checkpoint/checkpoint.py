@@ -72,6 +72,7 @@ class Checkpoints:
         self.world_size = torch.distributed.get_world_size() if in_a_group() else 1
         self.damaged: set[Path] = set()  # seen by newest()
         self._complete: Path | None = None  # what the tensors in memory were last saved to, wholly, or loaded from
+        self.latest: Path | None = None  # the same, or what is being written
         self._intact: Path | None = None  # whose bytes were compared with their hashes: load() need not hash it again
         self._staging = Staging()
         self._pending: PendingSave | None = None
@@ -120,6 +121,7 @@ class Checkpoints:
             manifest = Manifest(step, self.world_size, [], **index)
             state_json = json.dumps(dict(state), indent=1, allow_nan=False).encode()
             self._pending = PendingSave(final, copies or files, manifest, state_json, self.rank, afterwards)
+            self.latest = final
             if behind and copies is None:
                 _log.warning("rank %d: host memory has no room for copies, so training stops while it writes", self.rank)
                 self._pending.written.exception()
@@ -144,11 +146,6 @@ class Checkpoints:
         return files, index
 
     @property
-    def latest(self) -> Path | None:
-        """What is being written, or the tensors in memory were last saved to or loaded from; not collective."""
-        return self._pending.final if self._pending else self._complete
-
-    @property
     def failed(self) -> bool:
         """Whether this process knows that the save under way has failed, which `wait` then says; not collective."""
         return self._pending is not None and self._pending.failed
@@ -165,6 +162,7 @@ class Checkpoints:
             return
         if reasons := self._failures(pending.written) or self._failures(pending.completed):
             pending.give_up()
+            self.latest = self._complete
             if self.rank == 0:
                 shutil.rmtree(pending.partial, ignore_errors=True)
             before = f"{self._complete} is untouched" if self._complete else "no earlier checkpoint was touched"
@@ -247,7 +245,7 @@ class Checkpoints:
             raise InputError(f"{path}: does not fit this run: {'; '.join(problems[:5])}. {remedy}")
         on_disk.load_tensors(path, manifest.model, model)
         on_disk.load_tensors(path, of_optimizer, optimizer)
-        self._complete = path
+        self._complete = self.latest = path
 
     def _require_intact(self, path: Path) -> None:
         """InputError unless every byte of the checkpoint at `path` is as it was written; hashes it once."""
@@ -348,11 +346,6 @@ class PendingSave:
         complete = (self._complete, manifest, state, afterwards) if rank == 0 else (self.written.result,)
         self.completed: Future[object] = thread.submit(*complete)
         thread.shutdown(wait=False)  # takes no more work, and ends with what it has
-
-    @property
-    def latest(self) -> Path | None:
-        """What is being written, or the tensors in memory were last saved to or loaded from; not collective."""
-        return self._pending.final if self._pending else self._complete
 
     @property
     def failed(self) -> bool:

@@ -3,6 +3,7 @@ step, a save and the whole run enter, as JSON. In a process of its own, as what 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -25,7 +26,7 @@ SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "nu
 def watched_run(folder: Path) -> dict[str, list[str]]:
     """Files that the run enters, and of these the ones that a step does, from batch to metrics, in the thread that trains, and a
     save, in what writes behind the training too."""
-    entered: dict[str, set[str]] = {"step": set(), "save": set(), "run": set()}
+    entered: dict[str, set[str]] = {"step": set(), "save": set(), "run": set(), "looked at": set()}
     within: list[str] = []
 
     def look(frame: FrameType, event: str, argument: object) -> None:
@@ -37,11 +38,11 @@ def watched_run(folder: Path) -> dict[str, list[str]]:
             elif within and threading.current_thread() is threading.main_thread():
                 entered[within[-1]].add(file)
 
-    def watched(owner: ModuleType, name: str, act: str) -> None:
-        function = getattr(owner, name)
+    def watched(owner: ModuleType, name: str, act: str, from_call: int = 0) -> None:
+        function, calls = getattr(owner, name), itertools.count()
 
         def watching(*arguments: Any, **options: Any) -> Any:
-            within.append(act)
+            within.append(act if next(calls) >= from_call else "looked at")
             try:
                 return function(*arguments, **options)
             finally:
@@ -49,7 +50,7 @@ def watched_run(folder: Path) -> dict[str, list[str]]:
 
         setattr(owner, name, watching)
 
-    watched(train_accelerate, "train_step", "step")
+    watched(train_accelerate, "train_step", "step", from_call=2)  # the updates of the first two are held to torch's
     watched(keeping, "save", "save")
     write_packs(folder / "packs", PACK_LENGTH)
     config = {"model_type": "qwen3", "vocab_size": VOCABULARY, "head_dim": 16, "max_position_embeddings": PACK_LENGTH} | SIZES
