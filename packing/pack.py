@@ -190,7 +190,7 @@ class Arranged:
 
     def bytes(self) -> int:
         """Returns what the packs take on disk, but for less than a thousandth."""
-        length, masks = self.settings.length, self.settings.is_chat
+        length, masks = self.settings.length, self.settings.masks
         return sum(
             4 * (len(layout) * (length + 2) + len(layout.document)) + masks * len(layout) * -(-length // 8)
             for layout in self.layouts.values()
@@ -198,7 +198,7 @@ class Arranged:
 
     def write(self, writer: PackWriter, split: Split, padding: int) -> None:
         """Write the packs of `split`."""
-        layout, tokens, masked = self.layouts[split], self.tokens.tokens, self.settings.is_chat
+        layout, tokens, masked = self.layouts[split], self.tokens.tokens, self.settings.masks
         starts, step = self.begins[self.places[split]], max(1, _PACKS_TOKENS // self.settings.length)
         for first in range(0, len(layout), step):
             last = min(first + step, len(layout))
@@ -220,7 +220,7 @@ class Arranged:
             "empty_documents": counts.empty,
             "median_document": int(np.median(self.tokens.lengths)),
             "longest_document": int(self.tokens.lengths.max()),
-            **({"trained_tokens": counts.trained} if self.settings.is_chat else {}),
+            **({"trained_tokens": counts.trained} if self.settings.masks else {}),
         }
 
 

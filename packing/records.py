@@ -1,6 +1,6 @@
-"""What a record becomes by the `data` settings, and its ids: a text, or a chat.
+"""What a record becomes by the `data` settings, and its ids: a text, a chat, or the tokens that it holds already.
 
-Each of the two classes has the `columns` that it reads, `fill`, which makes a document of a record with all of them (something
+Each of the three classes has the `columns` that it reads, `fill`, which makes a document of a record with all of them (something
 false where there is none; ValueError for a malformed record), and `encode`, which gives the ids of documents, [tokens] uint32,
 those that are not to be learnt with `UNTRAINED`, and leaves out documents without any to learn.
 
@@ -24,6 +24,7 @@ from tokenizers import Tokenizer
 
 from foundation.errors import InputError
 from foundation.reading import load_object, one_line
+from packing.arrow import IGNORE
 from packing.settings import DataSettings
 from packing.tokenizer import REMEDY, TextTokenizer, file_of
 
@@ -155,12 +156,45 @@ def _messages(record: dict[str, Any], column: str) -> list[dict[str, Any]]:
     return [{key: item for key, item in message.items() if item is not None} for message in value]
 
 
-Records = TextTemplate | ChatColumns
+@dataclass(frozen=True)
+class TokenColumns:
+    """Takes a record that is tokenized: its tokens as they are, with nothing put before or after them."""
+
+    input_ids: str
+    labels: str | None  # the tokens themselves, with `IGNORE` where there is no loss
+    vocabulary: int  # ids of the tokenizer
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(filter(None, (self.input_ids, self.labels))))
+
+    def fill(self, record: dict[str, Any]) -> list[np.ndarray]:
+        try:
+            tokens = np.array(record[self.input_ids] or [], np.int64)
+            labels = np.array(record[self.labels] or [], np.int64) if self.labels else tokens
+        except (TypeError, ValueError, OverflowError):
+            raise ValueError(f"{' and '.join(f'`{name}`' for name in self.columns)}: not a list of ids") from None
+        if len(wrong := tokens[(tokens < 0) | (tokens >= self.vocabulary)]):
+            raise ValueError(f"column `{self.input_ids}` holds the id {wrong[0]}, and the tokenizer has {self.vocabulary:,} ids")
+        if len(labels) != len(tokens) or ((labels != tokens) & (labels != IGNORE)).any():
+            raise ValueError(
+                f"column `{self.labels}` is neither `{self.input_ids}` itself nor {IGNORE}; write it as the tokens themselves, "
+                "not shifted (the loss shifts them), or leave data.labels out"
+            )
+        return [np.where(labels == IGNORE, tokens.astype(np.uint32) | UNTRAINED, tokens.astype(np.uint32))] if len(tokens) else []
+
+    def encode(self, tokenizer: Tokenizer, documents: list[list[np.ndarray]]) -> Iterator[np.ndarray]:
+        yield from (ids for document in documents for ids in document)
+
+
+Records = TextTemplate | ChatColumns | TokenColumns
 
 
 def records_of(settings: DataSettings, tokenizer: TextTokenizer) -> Records:
     """Returns what makes documents of the records of `settings.source`, for chats with the template that writes them. InputError
     where there is none, or where it writes an EOS token that the tokenizer does not have."""
+    if settings.input_ids is not None:
+        return TokenColumns(settings.input_ids, settings.labels, tokenizer.vocab_size)
     if not settings.is_chat:
         return TextTemplate.parse(settings.text, end=(tokenizer.end_of_text,))
     template = chat_template(settings.chat_template, tokenizer.name)

@@ -13,7 +13,7 @@ from foundation.settings import FilePath, PathText, PositiveCount, Settings, Sha
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")  # what can be a repository on the Hugging Face hub; else it is a path
 SOURCE_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*$")
 _CHAT = ("messages", "prompt", "response")
-_RECORD = (*_CHAT, "text")  # the keys that say what a record holds
+_RECORD = (*_CHAT, "input_ids", "labels", "text")  # the keys that say what a record holds
 
 
 class SourceSettings(Settings):
@@ -31,10 +31,18 @@ class SourceSettings(Settings):
     response: str | None = None  # what answers `prompt`
     chat_template: PathText | None = None  # of a chat: a Jinja file, or the template itself; null: the tokenizer's own
 
+    # Tokens instead of `text`, as they are, of a source that is tokenized already:
+    input_ids: str | None = None  # tokens instead of `text`: column with a record's ids, of the tokenizer that `tokenizer` names
+    labels: str | None = None  # column with the same ids and -100 where there is no loss; null: every token is trained on
+
     @property
     def is_chat(self) -> bool:
-        """Whether only what the assistant says is to be learnt."""
         return self.messages is not None or self.prompt is not None
+
+    @property
+    def masks(self) -> bool:
+        """Whether some tokens have no loss because of what the source says of them."""
+        return self.is_chat or self.labels is not None
 
     def changed(self, names: tuple[str, ...]) -> list[str]:
         """Returns which of the settings `names` are not at their defaults."""
@@ -42,10 +50,12 @@ class SourceSettings(Settings):
 
     @model_validator(mode="after")
     def _one_kind_of_record(self) -> SourceSettings:
-        if len(kinds := self.changed(("prompt", "messages", "text"))) > 1:
+        if len(kinds := self.changed(("input_ids", "prompt", "messages", "text"))) > 1:
             raise ValueError(f"`{kinds[0]}` and `{kinds[1]}` are both set; a record is one thing: leave one of them out")
         if (self.prompt is None) != (self.response is None):
             raise ValueError("`prompt` and `response`: one is set and the other is not; a chat of two messages needs both")
+        if self.labels is not None and self.input_ids is None:
+            raise ValueError("`labels`: for sources that are tokenized; set `input_ids`, or leave it out")
         return self
 
 
@@ -79,12 +89,12 @@ class DataSettings(SourceSettings):
     # token .bin only: the id that ends a document; null: a pack is one document
     end_token: int | None = Field(None, ge=0, lt=2**32)
 
-    # Several sources in place of `source`, each with keys from `source` to `chat_template` of its own. What it leaves open is as
-    # for all, but for keys of another kind of record than its own. Its packs are prepared into `packs`/name.
+    # Several sources in place of `source`, each with keys from `source` to `labels` of its own. What it leaves open is as for
+    # all, but for keys of another kind of record than its own. Its packs are prepared into `packs`/name.
     sources: Annotated[tuple[WeightedSource, ...], Field(min_length=1)] | None = None
     # What to evaluate on in place of `held_out`: a `source` of its own, or another `split` of the same, with the keys up to
-    # `chat_template`. What it leaves open is as in `data`, but for `subset` and `split` of another source. Its packs are prepared
-    # into a folder beside `packs`, with `-validation` behind its name.
+    # `labels`. What it leaves open is as in `data`, but for `subset` and `split` of another source. Its packs are prepared into a
+    # folder beside `packs`, with `-validation` behind its name.
     validation: SourceSettings | None = None
     # true: a Hugging Face dataset is read without a download first, and all packs are made before the run. A mapping, of any
     # source: packs are made while the run trains, on a bounded disk.

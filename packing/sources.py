@@ -74,7 +74,7 @@ def open_source(settings: DataSettings, records: Records) -> FileSource | Datase
     kind, paths = _files_of(path) if path.is_dir() else (_kind_of(path), [path])
     if kind is None:
         raise InputError(f"data.source: {path}: its suffix does not tell its format; {_KNOWN}")
-    columns = ("text", "messages", "prompt") if kind == "text" else ()
+    columns = ("text", "messages", "prompt", "input_ids") if kind == "text" else ()
     if unused := settings.changed(("subset", "split", *columns)) or ["streaming"] * (settings.streaming is True):
         raise InputError(f"data.{unused[0]}: {name} is read as {kind}, which has no such thing; leave it out")
     return FileSource(paths, kind, records, path if path.is_dir() else None)

@@ -31,7 +31,7 @@ _NOT_IDENTITY = (
     # How the packs came to be: what they hold has a fingerprint of its own.
     *("data.packs", "data.source", "data.subset", "data.split", "data.streaming", "data.text", "data.tokenizer"),
     *("data.validation", "data.messages", "data.prompt", "data.response", "data.chat_template"),
-    *("data.packing", "data.held_out", "data.on_bad_line"),
+    *("data.input_ids", "data.labels", "data.packing", "data.held_out", "data.on_bad_line"),
 )
 
 SOURCE = "model.source."  # with which an identity's keys of what the config.json of `model.source` says begin

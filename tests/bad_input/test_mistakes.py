@@ -143,6 +143,7 @@ TEXTS = [
     (DOCUMENT, "data.held_out=0 data.validation.source={here}/text.jsonl", "`validation`"),
     (DOCUMENT, "model.config.vocab_size=3", "vocab"),
     (CHAT, "data.prompt=p", "`response`"),
+    (CHAT, "data.input_ids=p", "`p`"),
     (CHAT, "data.prompt=p data.response=r", "data.chat_template"),
     (CHAT, "data.prompt=p data.response=r data.chat_template={here}/no.jinja", "chat_template"),
     (CHAT, "data.prompt=p data.response=q data.chat_template='{{ messages }}'", "`q`"),

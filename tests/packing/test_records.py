@@ -76,6 +76,15 @@ def test_prompt_and_response_are_a_chat_of_two(tmp_path: Path, tokenizer_file: P
     assert decode(ids[trained]) == "so<|im_end|>\n"
 
 
+def test_tokens_and_labels_are_taken_as_they_are(tmp_path: Path, tokenizer_file: Path) -> None:
+    records = [{"ids": [5, 6, 7], "labels": [-100, 6, 7]}, {"ids": [8], "labels": [-100]}]
+    documents = packed(tmp_path, tokenizer_file, records, input_ids="ids", labels="labels")
+    assert sorted((ids.tolist(), trained.tolist()) for ids, trained in documents) == [
+        ([5, 6, 7], [False, True, True]),
+        ([8], [False]),
+    ]
+
+
 ODD = "{% for m in messages %}{{ loop.length }}{{ m.content }}{% endfor %}"
 IN_PYTHON = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
 LISTS = [{"role": "user", "content": [{"type": "text"}]}, {"role": "assistant", "content": "x"}]
@@ -94,6 +103,8 @@ LISTS = [{"role": "user", "content": [{"type": "text"}]}, {"role": "assistant", 
             {"messages": "m", "chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"},
             "content is no text",
         ),
+        ({"i": [1, 2], "l": [2, -100]}, {"input_ids": "i", "labels": "l"}, "`l` is neither"),
+        ({"i": [1, -2]}, {"input_ids": "i"}, "`i` holds the id -2"),
     ],
 )
 def test_a_record_that_cannot_be_used_is_one_message(
@@ -106,7 +117,8 @@ def test_a_record_that_cannot_be_used_is_one_message(
 @pytest.mark.parametrize(
     "values",
     [
-        {"messages": "m", "prompt": "p", "response": "r"},
+        {"messages": "m", "input_ids": "i"},
+        {"labels": "l"},
         {"tokenizer": None},
         {"held_out": 0.1, "validation": {"split": "test"}},
         {"sources": [{"source": "x", "weight": 1}]},
