@@ -270,11 +270,11 @@ def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDeci
 
     # Forward and backward over all microbatches.
     watching = run.precision_watch.watching(state.step + 1) if run.precision_watch else None
-    audited = context.backend is not None and is_confirming(run, state.step)
-    looked_at = is_confirming(run, state.step) or due(state.step + 1, recipe.log.fp8_statistics)
+    confirms = is_confirming(run, state.step)
+    audit = run.assembly.confirming_audit(state.step + 1) if confirms and context.backend is not None else nullcontext()
+    looked_at = confirms or due(state.step + 1, recipe.log.fp8_statistics)
     check = StepCheck(model, optimizer, recipe, accelerator) if looked_at else None
-    confirming = run.assembly.confirming_audit(state.step + 1) if audited else nullcontext()
-    with confirming, check.passes(batches) if check else nullcontext():
+    with audit, check.passes(batches) if check else nullcontext():
         mean_loss = forward_backward(model, batches, accelerator, watching)
     norm = adamw.gradient_norm(model.parameters())
     parts = model.mean_parts(accelerator, batches.valid_tokens)

@@ -28,7 +28,7 @@ import pyarrow as pa
 from foundation.errors import InputError
 from foundation.files import FileRecord, check_files, hash_file
 from foundation.reading import load_object
-from packing.arrow import IGNORE, JoinedPacks, Pack, Packs, checked_index
+from packing.arrow import IGNORE, JoinedPacks, Pack, Packs, checked_index, same_or_ignored
 
 INDEX = "index.json"
 _REMEDY = "fetch the folder again, or write it again"
@@ -136,7 +136,7 @@ class Shard(Packs):
         mask, positions, labels = (_row(sample, name, where) for name in ("attention_mask", "position_ids", "labels"))
         (lengths, first_position), trained = documents(len(ids), mask, positions, where), None
         if labels is not None:
-            if len(labels) != len(ids) or ((labels != ids) & (labels != IGNORE)).any():
+            if not same_or_ignored(labels, ids):
                 raise InputError(
                     f"{where}: its labels are neither its tokens nor {IGNORE}; write them not shifted, or not at all"
                 )

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer
 
 from foundation.errors import InputError
 from foundation.reading import load_object, one_line
-from packing.arrow import IGNORE
+from packing.arrow import IGNORE, same_or_ignored
 from packing.settings import DataSettings
 from packing.tokenizer import REMEDY, TextTokenizer, file_of
 
@@ -176,7 +176,7 @@ class TokenColumns:
             raise ValueError(f"{' and '.join(f'`{name}`' for name in self.columns)}: not a list of ids") from None
         if len(wrong := tokens[(tokens < 0) | (tokens >= self.vocabulary)]):
             raise ValueError(f"column `{self.input_ids}` holds the id {wrong[0]}, and the tokenizer has {self.vocabulary:,} ids")
-        if len(labels) != len(tokens) or ((labels != tokens) & (labels != IGNORE)).any():
+        if not same_or_ignored(labels, tokens):
             raise ValueError(
                 f"column `{self.labels}` is neither `{self.input_ids}` itself nor {IGNORE}; write it as the tokens themselves, "
                 "not shifted (the loss shifts them), or leave data.labels out"

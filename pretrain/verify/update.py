@@ -27,10 +27,12 @@ from torch.distributed.tensor import DTensor
 from packing.arrow import IGNORE
 from packing.batch import StepBatches
 from pretrain.metrics.health import TrainingHalted, some_of
+from pretrain.model.distributed import largest_over_ranks
 from pretrain.model.gradients import gradient_of, local_part
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.optimizer.adamw import MOMENTS, ExactAdamW
 from pretrain.optimizer.exact_weights import join
+from pretrain.precision.observed import dtype_name
 from pretrain.precision.settings import WEIGHT_DTYPES
 from pretrain.settings.recipe import Recipe
 
@@ -65,8 +67,8 @@ class StepCheck:
         self._microbatches = len(step.microbatches)
         if len(seen) != self._microbatches:
             self._wrong.append(f"{len(seen)} of {self._microbatches} microbatches were trained on")
-        nothing = torch.zeros(1, 2, dtype=torch.float64, device=self._accelerator.device)
-        labels, factors = torch.stack(seen).unbind(1) if seen else (nothing[:, 0], nothing[:0, 1])
+        nothing = torch.zeros(0, 2, dtype=torch.float64, device=self._accelerator.device)
+        labels, factors = (torch.stack(seen) if seen else nothing).unbind(1)
         total, counted = int(self._accelerator.reduce(labels.sum(), reduction="sum")), step.valid_tokens
         if total != counted:
             self._wrong.append(f"{total:,} labels were trained on, and the step counts {counted:,}")
@@ -77,14 +79,16 @@ class StepCheck:
     def update(self, step: int, learning_rate: float, updates: int) -> Iterator[None]:
         """Sees the update of `step`, which comes after so many `updates`, at the schedule's `learning_rate`. Raises
         TrainingHalted, on all processes, where one of them has seen anything wrong. Collective."""
-        hf, microbatches = self._packed.hf, self._microbatches
-        torchs = TorchUpdate(hf, self._optimizer, self._recipe, learning_rate, updates, microbatches)
+        by_torch = TorchUpdate(self._packed.hf, self._optimizer, self._recipe, learning_rate, updates, self._microbatches)
         yield
-        wrong, accelerator = [*self._wrong, *torchs.differences()], self._accelerator
-        total = int(accelerator.reduce(torch.tensor(len(wrong), device=accelerator.device), reduction="sum"))
-        if total:
+        wrong = [*self._wrong, *by_torch.differences()]
+        if largest_over_ranks(self._accelerator, len(wrong)):
             lines = "\n".join(f"  {line}" for line in (wrong or ["what another process says"]))
-            raise TrainingHalted(step, f"not the update that torch.optim.AdamW makes of the whole step:\n{lines}")
+            raise TrainingHalted(
+                step,
+                f"the update is not the one that torch.optim.AdamW makes of the whole step:\n{lines}\nThe step is not saved. The "
+                "fault lies in the code or in the device, not in the recipe",
+            )
 
 
 class TorchUpdate:
@@ -97,20 +101,19 @@ class TorchUpdate:
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad and gradient_of(p) is not None}
         self._names, self._parameters = list(trained), list(trained.values())
         self._device = self._parameters[0].device
-        decays = [parameter.dim() >= 2 for parameter in self._parameters]
-        self._claims = [*self._wrong_numbers(learning_rate, decays), *self._wrong_dtypes()]
+        self._claims = [*self._wrong_numbers(learning_rate), *self._wrong_dtypes()]
 
         gradients = [gradient_of(parameter) for parameter in self._parameters]
         limit, norm = recipe.optimizer.clip, norm_of(gradients)
         coefficient = 1.0 if limit is None else torch.clamp(limit / (norm + 1e-6), max=1.0)
         picked = [self._picked(gradient) for gradient in gradients]
-        sizes = torch.tensor([len(each) for each in picked], device=self._device)
-        self._tensor_of = torch.arange(len(picked), device=self._device).repeat_interleave(sizes)  # of each value
+        self._sizes = torch.tensor([len(each) for each in picked], device=self._device)
+        self._tensor_of = torch.arange(len(picked), device=self._device).repeat_interleave(self._sizes)  # of each value
         gradient = torch.cat(picked).float()
         if recipe.gradients_kept_in == "fp32" and microbatches > 1 and _held_by_bf16(gradient) > BF16_VALUED:
             self._claims.append("gradients add up in BF16, not in FP32: their sums have no more bits")
         self._before = self._values()
-        self._expected = self._updated_by_torch(gradient * coefficient, learning_rate, torch.tensor(decays, device=self._device))
+        self._expected = self._updated_by_torch(gradient * coefficient, learning_rate)
 
     def differences(self) -> list[str]:
         """What the optimizer's step, done meanwhile, has made otherwise: a line for each thing, with the parameters."""
@@ -118,7 +121,7 @@ class TorchUpdate:
         kept = {"weights": stored.weights == "bf16", **dict.fromkeys(MOMENTS, stored.moments_kept_in == "bf16")}
         for what, expected in self._expected.items():
             off = self._off(after[what], expected, self._before[what], in_bf16=kept[what])
-            counts = torch.zeros(len(self._names), device=self._device).index_add_(0, self._tensor_of, off.float()).tolist()
+            counts = self._by_tensor(off.float()).tolist()
             if names := [name for name, count in zip(self._names, counts, strict=True) if count]:
                 lines.append(f"{what} of {len(names)} of {len(self._names)} parameters: {some_of(names)}")
         done = {int(self._optimizer.state[parameter]["step"]) for parameter in self._parameters}
@@ -126,13 +129,12 @@ class TorchUpdate:
             lines.append(f"updates are counted as {', '.join(map(str, sorted(done)))}, and this was number {self._updates + 1}")
         return lines
 
-    def _wrong_numbers(self, learning_rate: float, decays: Sequence[bool]) -> list[str]:
+    def _wrong_numbers(self, learning_rate: float) -> list[str]:
         """Where the optimizer's numbers are not the recipe's."""
-        settings, decayed = self._recipe.optimizer, {id(p): d for p, d in zip(self._parameters, decays, strict=True)}
-        wrong = set()
+        settings, wrong = self._recipe.optimizer, set()
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
-                decay = settings.weight_decay if decayed.get(id(parameter), parameter.dim() >= 2) else 0.0
+                decay = settings.weight_decay if parameter.dim() >= 2 else 0.0
                 said = {"lr": learning_rate, "betas": tuple(settings.betas), "eps": settings.eps, "weight_decay": decay}
                 wrong |= {f"{key} is {group[key]}, not {value}" for key, value in said.items() if group[key] != value}
         return sorted(wrong)
@@ -149,7 +151,7 @@ class TorchUpdate:
             state = self._optimizer.state[parameter]
             stored = {"weights": parameter, "gradients": gradient_of(parameter)} | {name: state[name] for name in MOMENTS}
             for what, tensor in stored.items():
-                if (dtype := str(tensor.dtype).removeprefix("torch.")) != said[what]:
+                if (dtype := dtype_name(tensor.dtype)) != said[what]:
                     wrong.add(f"{what} are {dtype}, not {said[what]}")
             if (recipe.weights == "bf16_exact") != ("remainder" in state):
                 wrong.add("remainders of BF16 weights are kept where they should not be, or missing")
@@ -170,9 +172,10 @@ class TorchUpdate:
         moments = {name: torch.cat([self._picked(state[name]) for state in states]).float() for name in MOMENTS}
         return {"weights": weights.float()} | moments
 
-    def _updated_by_torch(self, gradient: Tensor, learning_rate: float, decays: Tensor) -> dict[str, Tensor]:
+    def _updated_by_torch(self, gradient: Tensor, learning_rate: float) -> dict[str, Tensor]:
         """What `_values` should be after the update."""
-        settings, decays = self._recipe.optimizer, decays[self._tensor_of]
+        settings = self._recipe.optimizer
+        decays = torch.tensor([parameter.dim() >= 2 for parameter in self._parameters], device=self._device)[self._tensor_of]
         expected = {name: torch.empty_like(value) for name, value in self._before.items()}
         for mask, decay in ((decays, settings.weight_decay), (~decays, 0.0)):
             weight = nn.Parameter(self._before["weights"][mask].clone())
@@ -188,17 +191,19 @@ class TorchUpdate:
     def _off(self, actual: Tensor, expected: Tensor, before: Tensor, *, in_bf16: bool) -> Tensor:
         """Which values are not what is expected, as FP32 or BF16 holds it; what is no number is one of them."""
         change = (expected - before).abs()
-        squares, counts = (torch.zeros(len(self._names), device=self._device) for _ in range(2))
-        squares.index_add_(0, self._tensor_of, change.square())
-        counts.index_add_(0, self._tensor_of, torch.ones_like(change))
-        usual = (squares / counts.clamp(min=1)).sqrt()[self._tensor_of]
+        usual = (self._by_tensor(change.square()) / self._sizes.clamp(min=1)).sqrt()[self._tensor_of]
         tolerated = RELATIVE * torch.maximum(change, usual) + ROUNDING * expected.abs()
         held: Callable[[Tensor], Tensor] = (lambda values: values.bfloat16().float()) if in_bf16 else (lambda values: values)
         return ~((held(expected - tolerated) <= actual) & (actual <= held(expected + tolerated)))
 
+    def _by_tensor(self, values: Tensor) -> Tensor:
+        """The sum over the picked values of each parameter."""
+        return torch.zeros(len(self._names), device=self._device).index_add_(0, self._tensor_of, values)
+
 
 def norm_of(gradients: Sequence[Tensor]) -> Tensor:
-    """The L2 norm of all, FP32. Collective where they are sharded."""
+    """The L2 norm of all, FP32, not by the function that training clips by, which is held to it. Collective where they are
+    sharded."""
     norms = [torch.linalg.vector_norm(each.detach(), dtype=torch.float32) for each in gradients]
     return torch.stack([each.full_tensor() if isinstance(each, DTensor) else each for each in norms]).square().sum().sqrt()
 
