@@ -10,13 +10,20 @@ attention registry, with q, k, v and the keyword arguments that its own forward 
 * `document_mask`: only packed_sdpa reads it; `document_mask()` makes it, once a batch and not once a layer.
 
 No attention mask is registered beside them: for a name that transformers' mask registry does not know, the model builds none.
+
+Below these stand kernels without a graph, of FlashAttention-4 and torch, and the operators that are made of them. q and the
+output are [T, H, D], k and v [T, KV, D]; attention is causal in each document, and `scale` is what q k^T is multiplied by.
 """
 
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -27,16 +34,23 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from foundation.errors import InputError
-from pretrain.model import gpu_attention
+from pretrain.precision import transformer_engine
 from pretrain.settings.recipe import Attention
 
+_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "pretrain" / "flash_attn_4"
+# Both are read when FlashAttention-4 is imported, and Transformer Engine imports it too: so they are set before either can be.
+os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(_CACHE))
+
 # `fa4` is `flash_attn` to a user: for names with "flash" transformers loads kernels of its own. Version 2 is torch's `varlen`.
-# On an H200, steps of Qwen3-1.7B are 1.5 % shorter with fa4 than with cudnn, which takes 0.71 of varlen's time
-# (benchmarks/results/h200_attention_in_steps.json).
-FASTEST_FIRST = ("fa4", "cudnn", "varlen", "documents", "sdpa")
-MIN_MEASURED_HEAD_DIM = 64  # below, nobody has measured whether fa4 and cudnn are faster
+FASTEST_FIRST = ("fa4", "varlen", "documents", "sdpa")
 MAX_FLASH_HEAD_DIM = 256
-GENERATIONS = (9, 10)  # Hopper and data-centre Blackwell: fa4 and cudnn are written for these, and measured on the first
+FA4_HEAD_DIMS = range(64, MAX_FLASH_HEAD_DIM + 1)  # below, nobody has measured whether it is faster
+FA4_GENERATIONS = (9, 10)  # Hopper and data-centre Blackwell: it is written for these, and measured on the first
+# Tokens of a mean document, times the heads of a group: beyond, FlashAttention-4's products take so long that memory does not
+# count. Empty slots are documents here, since only the device knows how many there are: 4 packs of one document have 15 slots.
+LONG = 8192
+WIDE = 4  # query heads of a group: each is a call of its own, and wider groups have not been measured
 # torch 2.13 wants to be told that there are fewer KV heads than query heads, 2.11 takes them as they come and has no such flag.
 VARLEN_HAS_GQA_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
@@ -54,30 +68,30 @@ class Choice(NamedTuple):
 def choose(requested: Attention, device_type: str, head_dim: int, dtype: torch.dtype) -> Choice:
     """The backend for a device, the size of the model's heads and the dtype that attention computes in.
 
-    `auto` takes the first of FASTEST_FIRST that runs here; fa4 and cudnn from MIN_MEASURED_HEAD_DIM on. Raises InputError where
-    the requested one does not. Whether a kernel computes what it should here is for parity to say.
+    `auto` takes the first of FASTEST_FIRST that runs here. Raises InputError where the requested one does not. Whether a kernel
+    computes what it should here is for parity to say.
     """
-    auto = requested == "auto"
     passed_over = []
-    for kind in FASTEST_FIRST if auto else ("fa4" if requested == "flash_attn" else requested,):
+    for kind in FASTEST_FIRST if requested == "auto" else ("fa4" if requested == "flash_attn" else requested,):
         obstacle = _obstacle(kind, device_type, head_dim, dtype)
-        if auto and not obstacle and kind in ("fa4", "cudnn") and head_dim < MIN_MEASURED_HEAD_DIM:
-            obstacle = f"is not measured with heads of {head_dim}"
         if not obstacle:
-            return Choice(f"packed_{kind}", "; ".join(["fastest that runs here", *passed_over]) if auto else "requested")
+            return Choice(
+                f"packed_{kind}", "requested" if requested != "auto" else "; ".join(["fastest that runs here", *passed_over])
+            )
         passed_over.append(f"{kind} {obstacle}")
     raise InputError(f"model.attention: {requested} cannot be used here: {'; '.join(passed_over)}; set model.attention: auto")
 
 
 def _obstacle(kind: str, device_type: str, head_dim: int, dtype: torch.dtype) -> str | None:
-    """Why a backend cannot run here and what would help; None if it can."""
+    """Why a backend cannot run here and what would help, worded to follow its name; None if it can."""
     if kind == "sdpa":
         return None
     if kind == "documents":
         return None if device_type == "cpu" else f"is for CPUs, this is {device_type}"
     if device_type != "cuda":
         return f"needs a CUDA device, this is {device_type}"
-    if torch.cuda.get_device_capability() < (8, 0):
+    generation = torch.cuda.get_device_capability()[0]
+    if generation < 8:
         return f"needs an Ampere GPU or newer, this is {torch.cuda.get_device_name()}"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"needs bf16 and the run computes in {str(dtype).removeprefix('torch.')}: set precision: bf16"
@@ -85,9 +99,15 @@ def _obstacle(kind: str, device_type: str, head_dim: int, dtype: torch.dtype) ->
         return f"needs a head dimension divisible by 8 and at most {MAX_FLASH_HEAD_DIM}, the model's is {head_dim}"
     if kind == "varlen":
         return None
-    if torch.cuda.get_device_capability()[0] not in GENERATIONS:
+    if generation not in FA4_GENERATIONS:
         return f"needs an sm_90 or sm_100 GPU, this is {torch.cuda.get_device_name()}"
-    return gpu_attention.flash_obstacle(head_dim) if kind == "fa4" else gpu_attention.cudnn_obstacle(head_dim)
+    if head_dim not in FA4_HEAD_DIMS or (generation == 10 and 128 < head_dim < 256):
+        return f"has no kernel, or none that was measured, for heads of {head_dim} here"
+    try:
+        _flash()  # imported, which takes seconds, where nothing else stands in the way
+    except (ImportError, OSError, AttributeError) as error:
+        return f"needs the package flash-attn-4 (pip install -r requirements-cuda.txt): {error}"
+    return None
 
 
 def check(model: PreTrainedModel, length: int) -> None:
@@ -215,39 +235,90 @@ def packed_varlen(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> 
 @_packed
 def packed_fa4(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Tensor:
     """Attends by FlashAttention-4, within a window by torch's kernel; bf16 or fp16."""
-    return _by_operator(flash_attention, query, key, value, packed)
-
-
-@_packed
-def packed_cudnn(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Tensor:
-    """Attends by cuDNN's variable-length kernels, within a window by torch's; bf16 or fp16."""
-    return _by_operator(cudnn_attention, query, key, value, packed)
-
-
-def _by_operator(attend: CustomOpDef, query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Tensor:
     if packed.window is not None:
         return packed_varlen.kernel(query, key, value, packed)
-    return attend(query, key, value, packed.cu_seqlens, packed.max_seqlen, packed.scale)[0]
+    return flash_attention(query, key, value, packed.cu_seqlens, packed.max_seqlen, packed.scale)[0]
+
+
+# ── FlashAttention-4 (package `flash-attn-4`) ───────────────────────────────────────────────────────────────────────────────────
+#
+# It compiles a head shape once, for some ten seconds, whatever the numbers of tokens and documents, and keeps that in
+# `$XDG_CACHE_HOME/pretrain/flash_attn_4` unless FLASH_ATTENTION_CUTE_DSL_CACHE_DIR names another folder. In its backward, blocks
+# of keys add to dQ as they finish, so its last bits may differ from run to run; all else repeats bit for bit. For
+# `deterministic: true` they have a fixed order, which takes a tenth longer.
+
+
+def flash_forward(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float) -> tuple[Tensor, Tensor]:
+    """The output, and for backward the logarithms of the softmax's sums [H, T], FP32."""
+    options = _documents(ends, longest) | {"softmax_scale": scale, "causal": True, "return_lse": True}
+    output, log_sums, *_ = _flash()._flash_attn_fwd(q, k, v, **options)
+    return output, log_sums
+
+
+def flash_backward_in_parts(
+    d_output: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, log_sums: Tensor, ends: Tensor, longest: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv, contiguous; dk and dv may be [T, KV, H / KV, D], one part for each query head, which the caller adds up.
+
+    The kernel would have the query heads of a group add to FP32 sums in memory, which must be cleared before and rounded
+    afterwards. So it is given heads that share nothing: the first of each group, then the second, and each writes its gradient
+    once. On an H200 that takes 911 us for 1,299 with 16 heads in groups of two and documents of 180 tokens, and longer than the
+    kernel's own way with groups of four and documents of 4,096 (benchmarks/results/h200_kernels_in_parts.json).
+    """
+    options = _documents(ends, longest) | {"deterministic": torch.are_deterministic_algorithms_enabled()}
+    backward, heads, group = _flash()._flash_attn_bwd, k.shape[1], q.shape[1] // k.shape[1]
+    apart = 1 < group <= WIDE and group * len(q) <= LONG * (len(ends) - 1)
+    if not apart:
+        dq, dk, dv, *_ = backward(q, k, v, output, d_output, log_sums, scale, True, **options)
+        return dq, dk, dv
+    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+    dk, dv = (each.new_empty(len(each), heads, group, each.shape[2]) for each in (k, v))
+    grouped = [each.unflatten(1, (heads, group)) for each in (q, output, d_output, dq)]
+    for member in range(group):
+        of_q, of_output, of_d_output, of_dq = (each[:, :, member] for each in grouped)
+        of_sums = log_sums.unflatten(0, (heads, group))[:, member]
+        into = {"dq": of_dq, "dk": dk[:, :, member], "dv": dv[:, :, member]}
+        backward(of_q, k, v, of_output, of_d_output, of_sums, scale, True, **into, **options)
+    return dq, dk, dv
+
+
+def flash_backward(
+    d_output: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, log_sums: Tensor, ends: Tensor, longest: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`flash_backward_in_parts`, its parts added up in FP32 and rounded once."""
+    dq, *parts = flash_backward_in_parts(d_output, q, k, v, output, log_sums, ends, longest, scale)
+    dk, dv = (part.sum(2) if part.dim() == 4 else part for part in parts)
+    return dq, dk, dv
+
+
+@cache
+def _flash() -> ModuleType:
+    # Transformer Engine goes first: once FlashAttention-4's libraries are loaded, it takes parts of another cuDNN and cannot be.
+    transformer_engine.missing()
+    from flash_attn.cute import interface
+
+    return interface
+
+
+def _documents(ends: Tensor, longest: int) -> dict[str, Tensor | int]:
+    return {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": longest, "max_seqlen_k": longest}
 
 
 # ── Kernels as operators: differentiable in q, k and v, and left whole by torch.compile, whatever the number of slots ───────────
 
 
-def _operator(
-    name: str, forward: Callable[..., Any], backward: Callable[..., Any], statistics: Callable[[Tensor], tuple[Tensor, ...]]
-) -> CustomOpDef:
-    """`pretrain::name`: `forward`(q, k, v, cu_seqlens, *numbers), with q [T, H, D] and k, v [T, KV, D], gives an output shaped as
-    q and the statistics that backward needs.
+def _operator(name: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> CustomOpDef:
+    """`pretrain::name`: `forward`(q, k, v, cu_seqlens, *numbers) gives an output shaped as q and, for backward, the logarithms of
+    the softmax's sums [H, T], FP32.
 
-    `backward`(d_output, q, k, v, *forward's results, cu_seqlens, *numbers) gives dq, dk and dv. `statistics`: of q, empty tensors
-    of the statistics' shapes and dtypes, for torch.compile.
+    `backward`(d_output, q, k, v, output, log_sums, cu_seqlens, *numbers) gives dq, dk and dv.
     """
     attend = torch.library.custom_op(f"pretrain::{name}", forward, mutates_args=())
     attend_backward = torch.library.custom_op(f"pretrain::{name}_backward", backward, mutates_args=())
 
     @attend.register_fake
     def _(q: Tensor, *others: Any) -> tuple[Tensor, ...]:
-        return q.new_empty(q.shape), *statistics(q)
+        return q.new_empty(q.shape), _log_sums(q)
 
     @attend_backward.register_fake
     def _(d_output: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -268,13 +339,9 @@ def _operator(
     return attend
 
 
-def _log_sums(q: Tensor) -> tuple[Tensor]:
+def _log_sums(q: Tensor) -> Tensor:
     """Memory for the logarithms of the softmax's sums of q [T, H, D]: [H, T] FP32."""
-    return (q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32),)
-
-
-def _of_cudnn(q: Tensor) -> tuple[Tensor, Tensor]:
-    return q.new_empty((*q.shape[:2], 1), dtype=torch.float32), q.new_empty(2, dtype=torch.int64)
+    return q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
 
 
 def _forward_by_document(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -285,7 +352,7 @@ def _forward_by_document(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, sc
     it takes work that grows with the squares of their lengths. All is computed in one order, so bits repeat with the same number
     of threads.
     """
-    output, (log_sums,) = torch.empty_like(q, memory_format=torch.contiguous_format), _log_sums(q)
+    output, log_sums = torch.empty_like(q, memory_format=torch.contiguous_format), _log_sums(q)
     for *states, into, sums in _by_document(cu_seqlens, q, k, v, output, log_sums=log_sums):
         result = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*states, 0.0, True, scale=scale)
         into.copy_(result[0])
@@ -313,6 +380,5 @@ def _by_document(cu_seqlens: Tensor, *states: Tensor, log_sums: Tensor) -> Itera
     return zip(*batches, log_sums[None].split_with_sizes(lengths, 2), strict=True)
 
 
-attend_by_document = _operator("attend_by_document", _forward_by_document, _backward_by_document, _log_sums)
-flash_attention = _operator("flash_attention", gpu_attention.flash_forward, gpu_attention.flash_backward, _log_sums)
-cudnn_attention = _operator("cudnn_attention", gpu_attention.cudnn_forward, gpu_attention.cudnn_backward, _of_cudnn)
+attend_by_document = _operator("attend_by_document", _forward_by_document, _backward_by_document)
+flash_attention = _operator("flash_attention", flash_forward, flash_backward)

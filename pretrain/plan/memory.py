@@ -212,7 +212,7 @@ def fused_layer(parts: Parts, of_stacks: Sequence[Precision], attention: str, la
 
     kept = 2 * number * hidden + sum(operand * hidden + 4 for operand in (operands[0], operands[2]))
     kept += number * (heads.width + query) + 4 * heads.query + operands[1] * query * of_stacks[1].quantized
-    if attention not in ROTATED_ATTENTION and parts.head_norms:  # a norm keeps what came in and attention what came out
+    if attention != ROTATED_ATTENTION and parts.head_norms:  # a norm keeps what came in and attention what came out
         kept += number * heads.width
     kept += number * inside
     if of_stacks[3].quantized and (of_stacks[3].block_scaled or not of_stacks[2].quantized):
@@ -227,7 +227,7 @@ def fused_layer(parts: Parts, of_stacks: Sequence[Precision], attention: str, la
         quantized_weights=round(sum(of_weights)),
         unquantized_weights=number * sum(unquantized),
         fused=True,
-        rotated=number * heads.width if parts.head_norms and attention in ROTATED_ATTENTION else 0,
+        rotated=number * heads.width if parts.head_norms and attention == ROTATED_ATTENTION else 0,
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from foundation.errors import InputError
 from foundation.units import GIB, plural
 from pretrain.metrics.peaks import known_as, peak
-from pretrain.model.attention import MIN_MEASURED_HEAD_DIM
+from pretrain.model.attention import FA4_HEAD_DIMS
 from pretrain.plan.memory import Devices, LayerMemory, layers_of
 from pretrain.plan.plan import KEPT_FREE, Plan, fits_gathered, spend_spare_memory
 from pretrain.plan.preflight import Job
@@ -17,7 +17,6 @@ from pretrain.precision.settings import PRECISIONS, ActivePrecision
 # GiB of one device, as CUDA reports them; the GB of data sheets (80, 141, 180) are 6 % fewer bytes. H200: as seen here. H100 SXM
 # of 80 GB and B200: the "total capacity" in torch's messages, as others have reported it.
 MEMORY = {"H100": 79.1, "H200": 139.8, "B200": 178.4}
-IN_ONE_HEADS = range(MIN_MEASURED_HEAD_DIM, 129)  # head sizes for which attention is one node with the rotation there
 CAPABILITY = {"H100": (9, 0), "H200": (9, 0), "B200": (10, 0)}  # of their architecture, which precisions ask for
 
 
@@ -66,14 +65,14 @@ class Target:
         return spend_spare_memory(replace(shards, devices=replace(shards.devices, gathered=gathered)))
 
     def _layers(self, job: Job, active: ActivePrecision) -> list[LayerMemory]:
-        """Returns what each layer takes of memory: on Hopper and Blackwell as with Transformer Engine and cuDNN's attention or
-        FlashAttention-4, which keep the same; elsewhere as this machine's libraries have it."""
+        """Returns what each layer takes of memory: on Hopper and Blackwell as with Transformer Engine and
+        FlashAttention-4; elsewhere as this machine's libraries have it."""
         recipe, settings, flops = job.recipe, job.recipe.model, job.plan.flops
         if self.capability is None or active.precision.compute_dtype != "bfloat16":
             return layers_of(job.shapes, flops, recipe, active, "cuda", "packed_varlen")
         if settings.fused == "auto":
             recipe = recipe.model_copy(update={"model": settings.model_copy(update={"fused": "on"})})
-        in_one = settings.attention in ("auto", "cudnn", "flash_attn") and flops.shape.head_dim in IN_ONE_HEADS
+        in_one = settings.attention in ("auto", "flash_attn") and flops.shape.head_dim in FA4_HEAD_DIMS
         attention = "packed_fa4" if in_one else "packed_varlen"
         return layers_of(job.shapes, flops, recipe, active, "cuda", attention, self.capability)
 

@@ -18,7 +18,7 @@ from pretrain.precision.settings import LowPrecisionSettings, PrecisionSetting, 
 MOST_FP32 = 1e38  # the optimizer computes in FP32, where 3.4e38 is the last number before infinity
 USUAL_CHUNK = 4096  # tokens of the loss at once
 Switch = Literal["auto", "on", "off"]
-Attention = Literal["auto", "cudnn", "varlen", "flash_attn", "documents", "sdpa"]
+Attention = Literal["auto", "varlen", "flash_attn", "documents", "sdpa"]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
@@ -32,8 +32,8 @@ class ModelSettings(Settings):
     from_scratch: bool = False  # of `source` take the architecture and the tokenizer, and draw the weights from `seed`
     # From scratch, vocab_size and the ids of eos, bos and pad that are not set come from the tokenizer.
     config: dict[str, Any] | None = None  # without source: from scratch, {model_type: qwen3, ...}; with: changes to its config.
-    # auto: on Hopper and Blackwell FlashAttention-4 where its package is, else cudnn with Transformer Engine; otherwise varlen on
-    # a GPU, documents on a CPU, sdpa elsewhere. flash_attn: FlashAttention-4; version 2 is varlen, torch's own.
+    # auto: on Hopper and Blackwell FlashAttention-4 where its package is; otherwise varlen on a GPU, documents on a CPU, sdpa
+    # elsewhere. flash_attn: FlashAttention-4; version 2 is varlen, torch's own.
     attention: Attention = "auto"
     # Layers that keep no activations and are computed again in backward: no layer, every layer, or with a number n each n-th.
     gradient_checkpointing: Literal["none", "full"] | PositiveCount = "none"

@@ -19,7 +19,7 @@ DOCUMENTS = {
     "a pack each": [LENGTH] * PACKS,
     "tokens alone": [1] * 300 + [212] + [1] * 512 + [511, 1],
 }
-KERNELS = ["cudnn", "fa4", "varlen"]
+KERNELS = ["fa4", "varlen"]
 SHAPES = [Heads(16, 8, 128), Heads(8, 8, 64), Heads(12, 2, 64), Heads(4, 2, 96), Heads(4, 1, 256)]
 
 
@@ -64,7 +64,6 @@ def errors_of(ours: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> dict[str, 
 @pytest.mark.parametrize("documents", DOCUMENTS)
 @pytest.mark.parametrize("spare", [0, 9])
 def test_a_kernel_agrees_with_fp32_attention_whatever_the_documents(kind: str, heads: Heads, documents: str, spare: int) -> None:
-    """Heads that a kernel computes wrongly, as cuDNN those of 256 on an H200, are refused, and skipped here."""
     kernel, sizes = kernel_of(kind, heads), DOCUMENTS[documents]
     states = random_states(heads)
     exact = attend(attention.packed_sdpa, [s.float() for s in states], sizes, spare)
@@ -102,7 +101,7 @@ def tiny_qwen3(implementation: str, dtype: torch.dtype) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config, attn_implementation=implementation).to("cuda", dtype)
 
 
-@pytest.mark.parametrize("kind", ["cudnn", "varlen", "sdpa"])
+@pytest.mark.parametrize("kind", ["fa4", "varlen", "sdpa"])
 def test_compiled_layers_give_the_documents_own_logits_and_gradients_and_compile_once(kind: str) -> None:
     kernel_of(kind, Heads(4, 2, 64))
     torch._dynamo.reset()

@@ -16,7 +16,7 @@ import yaml
 from safetensors.torch import load_file
 
 from benchmarks.machine import LAUNCH, finish, start
-from pretrain.model import gpu_attention
+from pretrain.model import attention as packed_attention
 from pretrain.precision import transformer_engine
 from pretrain.precision.selection import missing_on
 from pretrain.precision.settings import PRECISIONS
@@ -105,7 +105,7 @@ def test_fused_layers_repeat_their_bits_and_resume_with_them(
 ) -> None:
     if missing := transformer_engine.missing():
         pytest.skip(f"fused layers need {missing}")
-    if attention == "flash_attn" and (obstacle := gpu_attention.flash_obstacle(64)):
+    if attention == "flash_attn" and (obstacle := packed_attention._obstacle("fa4", "cuda", 64, torch.bfloat16)):
         pytest.skip(f"flash_attn {obstacle}")
     quantized = PRECISIONS[precision.removesuffix("_head")]
     if quantized.quantized and (missing := missing_on("cuda")(quantized)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ from accelerate.state import AcceleratorState
 from packing.arrow import Pack
 from packing.batch import Microbatch, build_microbatch
 from pretrain.metrics import recorder
-from pretrain.model import gpu_attention
+from pretrain.model import attention
 from pretrain.model import huggingface as model
 from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.model.wrapping import wrap_layers
@@ -103,9 +102,7 @@ def test_the_launcher_trains_on_a_gpu_in_bf16_without_recompiling(train: Callabl
         assert all(record["joules"] >= 0 for record in finished.records() if "loss" in record)
     assert summary["held_out_loss"] < finished.losses()[0]
     audit = json.loads((finished.run_dir / "audit.json").read_text())
-    library = importlib.util.find_spec("transformer_engine") is not None
-    alone = "packed_cudnn" if library else "packed_varlen"
-    kind = alone if gpu_attention.flash_obstacle(64) else "packed_fa4"
+    kind = attention.choose("auto", "cuda", 64, torch.bfloat16).name
     assert (audit["precision"], audit["attention"]["kind"], audit["compiled"]) == ("bf16", kind, "nothing")
     assert audit["fused"].startswith("2 of 2 layers")
     assert {(each["stored"], each["effective"]) for each in audit["products"]} == {("float32", "bf16")}

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from packing.arrow import Pack
-from pretrain.model import attention, gpu_attention
+from pretrain.model import attention
 from pretrain.model import huggingface as model
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.model.wrapping import wrap_layers
@@ -141,23 +141,6 @@ def attention_gradients(
 
 
 @pytest.fixture
-def cudnn_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Formulas in place of Transformer Engine's two calls, with what they return; all that is around them is the real one."""
-
-    def forward(training, longest, longest_kv, cu_seqlens, ends_kv, q, k, v, *others, attn_scale: float, **options):
-        _, output = attention_of(q, k, v, cu_seqlens, attn_scale)
-        return output, [torch.zeros(*q.shape[:2], 1), torch.zeros(2, dtype=torch.int64)]
-
-    def backward(longest, longest_kv, cu_seqlens, ends_kv, q, k, v, output, d_output, dtype, saved, *_, attn_scale, **options):
-        assert saved[0].shape == (*q.shape[:2], 1)
-        return tuple(attention_gradients(q, k, v, output, d_output, cu_seqlens, attn_scale))
-
-    kernels = SimpleNamespace(fused_attn_fwd=forward, fused_attn_bwd=backward, FusedAttnBackend={"F16_arbitrary_seqlen": None})
-    monkeypatch.setattr(gpu_attention, "_cudnn", lambda: kernels)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-
-
-@pytest.fixture
 def flash_attention_4_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Formulas in place of the package's two calls, with what they return, and where it goes; to be changed by tests."""
 
@@ -171,5 +154,5 @@ def flash_attention_4_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespa
         return tuple(each if into is None else into.copy_(each) for each, into in zip(gradients, (dq, dk, dv), strict=True))
 
     kernels = SimpleNamespace(_flash_attn_fwd=forward, _flash_attn_bwd=backward)
-    monkeypatch.setattr(gpu_attention, "_flash", lambda: kernels)
+    monkeypatch.setattr(attention, "_flash", lambda: kernels)
     return kernels

@@ -11,7 +11,7 @@ gradients go straight to where a step's gradients add up.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,20 +20,15 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 from transformers import AttentionInterface
 
+from pretrain.model.attention import flash_backward_in_parts, flash_forward
 from pretrain.model.fused.arithmetic import Arithmetic, StackedProduct
 from pretrain.model.fused.formulas import HeadNorms, Heads
-from pretrain.model.gpu_attention import cudnn_backward, cudnn_forward, flash_backward_in_parts, flash_forward
 from pretrain.precision.product import Backend
 from pretrain.precision.scope import LINEARS, Decision
 from pretrain.precision.transformer_engine import TransformerEngineProduct
 
 Gradients = tuple[Tensor | None, ...]
-# Attention that is one with the rotation before it: forward and backward, by the name that transformers knows it by. Backward may
-# give dk and dv in parts, which the rotation's sums.
-ROTATED_ATTENTION: dict[str, tuple[Callable[..., tuple[Tensor, ...]], Callable[..., tuple[Tensor, Tensor, Tensor]]]] = {
-    "packed_cudnn": (cudnn_forward, cudnn_backward),
-    "packed_fa4": (flash_forward, flash_backward_in_parts),
-}
+ROTATED_ATTENTION = "packed_fa4"  # is one with the rotation before it, whose backward adds up the parts of dk and dv
 # The classes of layers with a fused form, by full name: the classes themselves would bring four architectures into every start.
 _FUSED = {
     "transformers.models.llama.modeling_llama.LlamaDecoderLayer",
@@ -179,9 +174,9 @@ class FusedLayer:
         inputs = (x, *angles, self.norms[0].weight, *head_norms, *self.qkv.weights, *self.qkv.biases)
         name = attention.config._attn_implementation
         window = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))  # of this layer, or all
-        if name in ROTATED_ATTENTION and (window is None or window >= max_seqlen):
-            return NormedAttention.apply(self, name, (cu_seqlens, max_seqlen, attention.scaling), *inputs)
-        *states, x = NormedAttention.apply(self, None, None, *inputs)
+        if name == ROTATED_ATTENTION and (window is None or window >= max_seqlen):
+            return NormedAttention.apply(self, (cu_seqlens, max_seqlen, attention.scaling), *inputs)
+        *states, x = NormedAttention.apply(self, None, *inputs)
         function = AttentionInterface().get_interface(name, None)
         options = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "document_mask": document_mask, "sliding_window": window}
         q, k, v = (each.transpose(0, 1)[None] for each in states)
@@ -202,8 +197,8 @@ class FusedLayer:
 
 class NormedAttention(torch.autograd.Function):
     """x [tokens, hidden] -> queries [tokens, query, dim], keys and values [tokens, kv, dim], normed and rotated, and x itself,
-    for the residual. With the `name` of a ROTATED_ATTENTION, its output [tokens, query x dim] stands in place of the three;
-    `documents`: cu_seqlens, the pack length, and the scale of q k^T.
+    for the residual. With `documents`, cu_seqlens, the pack length and the scale of q k^T, FlashAttention-4's output
+    [tokens, query x dim] stands in place of the three.
 
     In one node, so that backward has both gradients of x at once and adds them in the norm's own kernel, and the rotation writes
     the gradient between it and the product as the product reads it. Where heads are normed, what the product gave is kept, and
@@ -211,20 +206,20 @@ class NormedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, layer: FusedLayer, name: str | None, documents: Any, x: Tensor, cos: Tensor, sin: Tensor, *_: Tensor
+        ctx: FunctionCtx, layer: FusedLayer, documents: Any | None, x: Tensor, cos: Tensor, sin: Tensor, *_: Tensor
     ) -> tuple[Tensor, ...]:
         arithmetic, product = layer.arithmetic, layer.qkv
         product.begin(x)
-        ctx.layer, ctx.name, ctx.documents = layer, name, documents
+        ctx.layer, ctx.documents = layer, documents
         ctx.is_first_in_forward = arithmetic.is_first_in_forward()
         normed, rstd = arithmetic.norm(x, layer.norms[0], product)
         qkv = product.forward(normed)
         results = arithmetic.rotation(qkv, layer.heads).rotate(qkv, cos, sin, layer.heads, layer.head_norms_in(qkv.dtype))
         saved = [x, normed, rstd, qkv if layer.head_norms else None, cos, sin]
-        if name is not None:
-            output, *statistics = ROTATED_ATTENTION[name][0](*results, *documents)
+        if documents is not None:
+            output, log_sums = flash_forward(*results, *documents)
             kept = results if arithmetic.keeps_rotated or not layer.head_norms else [None] * 3
-            saved += [*kept, output, *statistics]
+            saved += [*kept, output, log_sums]
             results = (output.view(len(x), -1),)
         arithmetic.save(ctx, *saved)
         return *results, x
@@ -236,13 +231,13 @@ class NormedAttention(torch.autograd.Function):
         *gradients, residual = gradients
         x, normed, rstd, qkv, cos, sin, *attended = arithmetic.saved(ctx)
         rotation, head_norms = arithmetic.rotation(x, heads), layer.head_norms_in(x.dtype)
-        if ctx.name is not None:
-            q, k, v, output, *statistics = attended
+        if ctx.documents is not None:
+            q, k, v, output, log_sums = attended
             if q is None:
                 q, k, v = rotation.rotate(qkv, cos, sin, heads, head_norms)
-            differentiate, d_output = ROTATED_ATTENTION[ctx.name][1], gradients.pop().view(output.shape)
-            gradients += differentiate(d_output, q, k, v, output, *statistics, *ctx.documents)
-            del attended, q, k, v, output, statistics, d_output
+            d_output = gradients.pop().view(output.shape)
+            gradients += flash_backward_in_parts(d_output, q, k, v, output, log_sums, *ctx.documents)
+            del attended, q, k, v, output, log_sums, d_output
         dqkv, *of_head_norms = rotation.rotate_backward(*gradients, qkv, cos, sin, heads, head_norms)
         gradients.clear()
         of_biases = product.bias_gradients(dqkv)
@@ -253,7 +248,7 @@ class NormedAttention(torch.autograd.Function):
         if ctx.is_first_in_forward:
             TransformerEngineProduct.finish_backward()
         of_head_norms = of_head_norms[: len(layer.head_norms)]
-        return None, None, None, dx, None, None, of_norm, *of_head_norms, *of_weights, *of_biases
+        return None, None, dx, None, None, of_norm, *of_head_norms, *of_weights, *of_biases
 
 
 class OutputProduct(torch.autograd.Function):

@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 from transformers.utils.generic import is_flash_attention_requested
 
 from foundation.errors import InputError
-from pretrain.model import attention, gpu_attention
+from pretrain.model import attention
 from pretrain.precision import transformer_engine
 
 VOCABULARY, LENGTH = 97, 24
@@ -50,8 +50,10 @@ def packed(lengths: list[list[int]], spare: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", ["packed_sdpa", "packed_documents", "packed_cudnn"])
-def test_layers_compile_whole_and_never_again_when_the_number_of_documents_changes(name: str, cudnn_on_a_cpu: None) -> None:
+@pytest.mark.parametrize("name", ["packed_sdpa", "packed_documents", "packed_fa4"])
+def test_layers_compile_whole_and_never_again_when_the_number_of_documents_changes(
+    name: str, flash_attention_4_on_a_cpu: SimpleNamespace
+) -> None:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     model, plain = build(name), build("packed_sdpa")
@@ -74,8 +76,8 @@ def test_layers_compile_whole_and_never_again_when_the_number_of_documents_chang
     assert compiled == [compiled[0]] * 4
 
 
-@pytest.mark.parametrize("attend", ["cudnn_attention", "attend_by_document"])
-def test_an_operator_keeps_what_operators_promise(attend: str, cudnn_on_a_cpu: None) -> None:
+@pytest.mark.parametrize("attend", ["flash_attention", "attend_by_document"])
+def test_an_operator_keeps_what_operators_promise(attend: str, flash_attention_4_on_a_cpu: SimpleNamespace) -> None:
     q, k, v = (torch.randn(7, heads, 8, requires_grad=True) for heads in (4, 4 if attend == "attend_by_document" else 2, 4))
     v = v if attend == "attend_by_document" else v[:, :2].detach().requires_grad_()
     numbers = (0.3,) if attend == "attend_by_document" else (7, 0.3)
@@ -128,7 +130,7 @@ def test_auto_takes_a_document_at_a_time_on_a_cpu() -> None:
     assert attention.choose("auto", "cpu", 128, torch.bfloat16).name == "packed_documents"
 
 
-@pytest.mark.parametrize("kind", ["varlen", "cudnn", "flash_attn"])
+@pytest.mark.parametrize("kind", ["varlen", "flash_attn"])
 def test_a_backend_asked_for_by_name_that_cannot_run_is_an_error_with_the_remedy(kind: str) -> None:
     with pytest.raises(InputError, match=rf"model.attention: {kind} .*set model.attention: auto"):
         attention.choose(kind, "cpu", 128, torch.bfloat16)
@@ -140,7 +142,7 @@ def on_an_h200(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(transformer_engine, "missing", lambda: None)
-    monkeypatch.setattr(gpu_attention, "_flash", lambda: None)
+    monkeypatch.setattr(attention, "_flash", lambda: None)
     return monkeypatch
 
 
@@ -155,19 +157,15 @@ def fails_to_import() -> None:
 def test_auto_takes_the_fastest_that_is_right_on_an_h200(on_an_h200: pytest.MonkeyPatch) -> None:
     assert {chosen(dim=dim) for dim in (64, 128, 136, 192, 248, 256)} == {"fa4"}
     assert chosen(dtype=torch.float32) == "sdpa"
-    on_an_h200.setattr(gpu_attention, "_flash", fails_to_import)
-    assert chosen() == "cudnn" and chosen(dim=256) == "varlen", "cuDNN's dq is wrong with heads of 256"
-    assert chosen(dim=32) == "varlen" and chosen("cudnn", 32) == "cudnn", "not measured"
-    on_an_h200.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert chosen() == "varlen"
-    for dim in (128, 256):
-        with pytest.raises(InputError, match=r"model.attention: cudnn"):
-            chosen("cudnn", dim)
+    on_an_h200.setattr(attention, "_flash", fails_to_import)
+    assert chosen() == chosen(dim=32) == "varlen"
+    with pytest.raises(InputError, match=r"model.attention: flash_attn"):
+        chosen("flash_attn")
 
 
 def test_transformers_does_not_take_our_names_for_kernels_of_its_own() -> None:
     ours = [name for name in AttentionInterface().valid_keys() if name.startswith("packed_")]
-    assert len(ours) == 5 and not any(is_flash_attention_requested(requested_attention_implementation=name) for name in ours)
+    assert len(ours) == 4 and not any(is_flash_attention_requested(requested_attention_implementation=name) for name in ours)
 
 
 # ── FlashAttention-4 ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -187,11 +185,11 @@ def test_the_backward_of_heads_apart_is_that_of_all_in_one_call(
         "transposed": torch.randn(query, 16, tokens, generator=generator, dtype=torch.float64).permute(2, 0, 1),
         "expanded": torch.randn(1, 1, 1, generator=generator, dtype=torch.float64).expand(tokens, query, 16),
     }[kind]
-    output, log_sums = gpu_attention.flash_forward(q, k, v, ends, tokens, 0.25)
+    output, log_sums = attention.flash_forward(q, k, v, ends, tokens, 0.25)
     states = (d_output, q, k, v, output, log_sums, ends, tokens, 0.25)
-    apart, summed = gpu_attention.flash_backward_in_parts(*states), gpu_attention.flash_backward(*states)
-    monkeypatch.setattr(gpu_attention, "LONG", tokens * query // kv // 5 - 1)
-    expected = gpu_attention.flash_backward_in_parts(*states)
+    apart, summed = attention.flash_backward_in_parts(*states), attention.flash_backward(*states)
+    monkeypatch.setattr(attention, "LONG", tokens * query // kv // 5 - 1)
+    expected = attention.flash_backward_in_parts(*states)
     group = query // kv
     assert [part.shape for part in apart[1:]] == [(tokens, kv, group, 16) if group > 1 else k.shape] * 2
     for found in (summed, [part.sum(2) if part.dim() == 4 else part for part in apart]):

@@ -35,7 +35,7 @@ def layers(model: PreTrainedModel, precision: str, devices: Devices, **changes: 
     active = ActivePrecision(
         precision, chosen, "transformer_engine" if chosen.quantized else "torch", asked.fp8_config.resolved(precision)
     )
-    return layers_of(model, flops_of(model), asked, active, "cuda", "packed_cudnn", devices.capability)
+    return layers_of(model, flops_of(model), asked, active, "cuda", "packed_fa4", devices.capability)
 
 
 def fused(of: PreTrainedModel, packs: int, precision: str, devices: Devices, **changes: Any) -> dict[str, int]:

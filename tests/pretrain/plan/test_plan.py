@@ -131,7 +131,7 @@ def in_fp8(qwen3: PreTrainedModel) -> Plan:
     wanted = recipe(precision="delayed", weights="bf16_exact", fp8_config={"scope": "linear+head"}, train={"steps": 10})
     settings = wanted.fp8_config.resolved("delayed")
     active = ActivePrecision("delayed", PRECISIONS["delayed"], "transformer_engine", settings)
-    layers = layers_of(qwen3, flops_of(qwen3), wanted, active, "cuda", "packed_cudnn")
+    layers = layers_of(qwen3, flops_of(qwen3), wanted, active, "cuda", "packed_fa4")
     devices = Devices(name="NVIDIA H200", memory=H200)
     return Plan(wanted, active, devices, flops_of(qwen3), 745.0, {"delayed": layers})
 

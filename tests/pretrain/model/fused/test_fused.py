@@ -79,10 +79,10 @@ def test_bf16_on_a_gpu_is_fused_by_kernels_and_all_else_on_demand(
 # ── What they compute ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.usefixtures("cudnn_on_a_cpu")
+@pytest.mark.usefixtures("flash_attention_4_on_a_cpu")
 @pytest.mark.parametrize("name", ["llama", "qwen3"])  # nothing normed; heads normed
 def test_rotation_and_attention_in_one_are_what_they_are_apart(name: str) -> None:
-    apart, in_one = (packed(build(ARCHITECTURES[name], backend=b)) for b in ("packed_sdpa", "packed_cudnn"))
+    apart, in_one = (packed(build(ARCHITECTURES[name], backend=b)) for b in ("packed_sdpa", "packed_fa4"))
     (loss, gradients), (whole_loss, whole) = one_pass(apart), one_pass(in_one)
     assert whole_loss == pytest.approx(loss, rel=1e-6)
     largest = max(gradient.norm() for gradient in gradients.values())
@@ -90,7 +90,7 @@ def test_rotation_and_attention_in_one_are_what_they_are_apart(name: str) -> Non
         assert (whole[parameter] - gradient).norm() <= 2e-6 * largest + 1e-6 * gradient.norm(), parameter
     with torch.no_grad():
         assert in_one(**inputs()).item() / 1000 == pytest.approx(loss, rel=1e-6)
-    keeping = packed(build(ARCHITECTURES[name], backend="packed_cudnn"))
+    keeping = packed(build(ARCHITECTURES[name], backend="packed_fa4"))
     keeping.fused.arithmetic.keeps_rotated = True
     kept_loss, kept = one_pass(keeping)
     assert kept_loss == whole_loss and all(torch.equal(gradient, whole[parameter]) for parameter, gradient in kept.items())
