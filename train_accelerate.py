@@ -39,7 +39,7 @@ from pretrain.metrics.console import Console
 from pretrain.metrics.health import Health, StepDecision
 from pretrain.metrics.profile import StepProfile
 from pretrain.metrics.run_folder import RunFolder, check_free
-from pretrain.metrics.trackers import resolve
+from pretrain.metrics.trackers import Trackers
 from pretrain.model import distributed
 from pretrain.model.packed import forward_backward, same_on_all_ranks
 from pretrain.model.wrapping import wrap_layers
@@ -175,7 +175,7 @@ def build(job: Job, accelerator: Accelerator, folder: RunFolder, console: Consol
         has_masks=job.data.has_masks,
         health=health,
         recorder=recording.recorder_of(job, assembly, accelerator),
-        trackers=resolve(log, run_dir=path, resumed_step=state.step, main_process=main_process),
+        trackers=Trackers(log, path, state.step, main_process=main_process),
         precision_watch=assembly.precision_watch(log.fp8_statistics, path, state.step, main_process),
         profile=StepProfile.of(path, accelerator, state) if arguments.profile else None,
         console=console,

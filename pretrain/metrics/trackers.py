@@ -1,20 +1,20 @@
 """Where a step's figures go: `metrics.jsonl`, one JSON object a line, and any of accelerate's trackers by name.
 
-`metrics.jsonl` holds every step exactly once, however often the training is stopped and started. A hosted service goes on with
-the run that `trackers.json` in the run folder names; what it shows after a resume or a kill is its own business. A service that
-fails while the run trains gets nothing more, and costs the training nothing.
+`metrics.jsonl` holds every step exactly once, however often the training is stopped and started. W&B and trackio go on with the
+run that `trackers.json` in the run folder names; what a service shows after a resume or a kill is its own business. A service
+that fails while the run trains gets nothing more, and costs the training nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import logging
 import os
+import pkgutil
+import re
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -28,6 +28,9 @@ from pretrain.settings.recipe import LogSettings
 
 # How the field calls what has another name in `metrics.jsonl`. Trackers get both.
 OTHER_NAMES = {"mfu": "mfu_bf16_peak", "throughput_per_sec": "tokens_per_second", "grad_norm": "gradient_norm"}
+OWN_ERRORS = {"wandb": "wandb:Error", "mlflow": "mlflow.exceptions:MlflowException"}
+# MLflow's own default is a database, which `mlflow-skinny` cannot open: a folder, unless the user names a place.
+MLFLOW_IN_A_FOLDER = {"MLFLOW_TRACKING_URI": "mlruns", "MLFLOW_ALLOW_FILE_STORE": "true"}
 
 
 class JsonlTracker:
@@ -64,10 +67,6 @@ class JsonlTracker:
                 "the same command again to resume."
             ) from None
 
-    def sync(self) -> None:
-        """Flush to the disk before a checkpoint is saved: a power cut must not lose the steps before it."""
-        os.fsync(self._file.fileno())
-
     def finish(self) -> None:
         self._file.close()
 
@@ -78,122 +77,106 @@ class JsonlTracker:
         self.start()
 
 
-@dataclass
-class Service:
-    """One of accelerate's trackers, of the run that the service knows by `id`."""
-
-    name: str
-    id: str
-    tracker: GeneralTracker | None = None  # None before the start, and once it has failed
-
-    @property
-    def _errors(self) -> tuple[type[Exception], ...]:
-        """What a service raises that refuses or is away; most of it is OSError, as that of `requests` is."""
-        own = [importlib.import_module("wandb").Error] if self.name == "wandb" else []
-        return OSError, ValueError, RuntimeError, *own
-
-    def start(self, log: LogSettings, run_dir: Path, resumed_step: int, config: Mapping[str, Any]) -> None:
-        """Open it, going on with the run where the service can, and hand over the run's configuration as flat `section.key`
-        pairs; InputError where the service refuses."""
-        make, title = LOGGER_TYPE_TO_CLASS[self.name], run_dir.name
-        named = os.environ.get("WANDB_SWEEP_ID") or os.environ.get("WANDB_RUN_ID")  # a sweep's agent names the run itself
-        options = {
-            "tensorboard": {"purge_step": resumed_step + 1 if resumed_step else None},  # logged beyond the checkpoint
-            "wandb": {"dir": str(run_dir), "name": title} | ({} if named else {"id": self.id, "resume": "allow"}),
-            "mlflow": {"run_name": title},
-            "trackio": {"name": f"{title}-{self.id}", "resume": "allow"},  # it finds a run by its name alone
-        }.get(self.name, {})
-        project = "tensorboard" if self.name == "tensorboard" else log.project  # a folder in the run's
-        try:
-            self.tracker = make(project, *([run_dir] if make.requires_logging_directory else []), **options)
-            self.tracker.start()
-            flat = flatten(config).items()
-            scalars = {key: v if isinstance(v, int | float | str) else json.dumps(v, default=str) for key, v in flat}
-            self.tracker.store_init_configuration(scalars)
-        except self._errors as error:
-            raise InputError(f"`log.trackers`: {self.name} does not start: {error}; mend that, or take it out") from None
-
-    def tell(self, method: str, *arguments: Any, **options: Any) -> None:
-        """Call a method of the tracker; where the service fails, say so once, and leave it alone from then on."""
-        if self.tracker is None:
-            return
-        try:
-            getattr(self.tracker, method)(*arguments, **options)
-        except self._errors as error:
-            self.tracker = None
-            logging.getLogger(__name__).warning(
-                "`log.trackers`: %s has failed and gets nothing more until the next start: %s", self.name, error
-            )
-
-    def log(self, record: Mapping[str, Any]) -> None:
-        """What the service can show of a line of `metrics.jsonl`: the numbers of a step or an evaluation; W&B and TensorBoard get
-        samples as text, prompts and what the model wrote."""
-        samples = record.get("samples", ()) if self.name in ("wandb", "tensorboard") else ()
-        values = {f"samples/{n}": f"{each['prompt']}{each['text']}" for n, each in enumerate(samples)}
-        if record.get("event", "evaluation") == "evaluation":
-            values = {key: value for key, value in record.items() if type(value) in (int, float) and key != "step"}
-            values |= {name: values[ours] for name, ours in OTHER_NAMES.items() if ours in values}
-        if values:
-            self.tell("log", values, step=record["step"])
-
-
-@dataclass(frozen=True)
 class Trackers:
-    """What is told of one run: its `metrics.jsonl`, and services. Processes other than the main one have neither, and there every
-    call does nothing."""
+    """The `metrics.jsonl` of one run, and the services that `log` names. Processes other than the main one have neither, and
+    there every call does nothing."""
 
-    file: JsonlTracker | None = None
-    services: Sequence[Service] = ()
-    settings: LogSettings = field(default_factory=LogSettings)
+    def __init__(self, log: LogSettings, run_dir: Path, resumed_step: int = 0, *, main_process: bool = True) -> None:
+        self.file = JsonlTracker(run_dir / METRICS_FILE, resumed_step) if main_process else None
+        self.services: dict[str, GeneralTracker] = {}  # by name, those that have started and have not failed
+        self._log, self._run_dir = log, run_dir
 
     def start(self, config: Mapping[str, Any]) -> None:
-        """Open all of them. Accelerate's trackers want its state to exist: make the Accelerator first."""
+        """Open all of them, and hand `config` over to services as flat `section.key` pairs. InputError where one refuses.
+        Accelerate's trackers want its state to exist: make the Accelerator first."""
         if self.file is None:
             return
         self.file.start()
-        run_dir = self.file.path.parent
-        if self.services:
-            ids = known_ids(run_dir) | {service.name: service.id for service in self.services}
-            replace_file(run_dir / TRACKERS_FILE, json.dumps(ids, indent=2).encode() + b"\n")
-        for service in self.services:
-            service.start(self.settings, run_dir, self.file.resumed_step, config)
+        flat = flatten(config).items()
+        scalars = {key: each if isinstance(each, int | float | str) else json.dumps(each, default=str) for key, each in flat}
+        run_id = self._run_id() if services_of(self._log) else ""
+        for name in services_of(self._log):
+            try:
+                self.services[name] = service = self._make(name, run_id)
+                service.start()
+                service.store_init_configuration(scalars)
+            except errors_of(name) as error:
+                raise InputError(f"`log.trackers`: {name} does not start: {_said(error)}; mend that, or take it out") from None
+
+    def _run_id(self) -> str:
+        """What services know the run by: a new name, or, where it resumes, the one that it had."""
+        path = self._run_dir / TRACKERS_FILE
+        if not (self.file.resumed_step and path.exists()):
+            replace_file(path, json.dumps({"run": secrets.token_hex(4)}).encode())
+        return json.loads(path.read_bytes())["run"]
+
+    def _make(self, name: str, run_id: str) -> GeneralTracker:
+        """The tracker `name`, which goes on with the run of an earlier start where the service can."""
+        make, title, resumed_step, options = LOGGER_TYPE_TO_CLASS[name], self._run_dir.name, self.file.resumed_step, {}
+        named = os.environ.get("WANDB_SWEEP_ID") or os.environ.get("WANDB_RUN_ID")  # a sweep's agent names the run itself
+        if name == "tensorboard":  # in a folder in the run's; what was logged beyond the checkpoint goes
+            return make("tensorboard", self._run_dir, purge_step=resumed_step + 1 if resumed_step else None)
+        if name == "wandb":
+            resumes = {} if named else {"id": run_id, "resume": "allow"}
+            options = {"dir": str(self._run_dir), "name": title} | resumes
+        elif name == "trackio":  # it finds a run by its name alone
+            options = {"name": f"{title}-{run_id}", "resume": "allow"}
+        elif name == "mlflow":
+            options = {"run_name": title}
+            os.environ.update({} if "MLFLOW_TRACKING_URI" in os.environ else MLFLOW_IN_A_FOLDER)
+        return make(self._log.project, *([self._run_dir] if make.requires_logging_directory else []), **options)
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Give `record`, a line of `metrics.jsonl`, to the file whole, and to the services what they can show of it."""
-        if self.file is not None:
-            self.file.log(record)
-        for service in self.services:
-            service.log(record)
+        """Give `record`, a line of `metrics.jsonl`, to the file whole, and to the services what they can show of it: the numbers
+        of a step or an evaluation; W&B and TensorBoard get samples as text, prompts and what the model wrote."""
+        if self.file is None:
+            return
+        self.file.log(record)
+        texts = {f"samples/{n}": f"{each['prompt']}{each['text']}" for n, each in enumerate(record.get("samples", ()))}
+        numbers = {key: value for key, value in record.items() if type(value) in (int, float) and key != "step"}
+        numbers |= {name: numbers[ours] for name, ours in OTHER_NAMES.items() if ours in numbers}
+        for name in list(self.services):
+            if record.get("event", "evaluation") == "evaluation":
+                self._tell(name, "log", numbers, step=record["step"])
+            elif texts and name in ("wandb", "tensorboard"):
+                self._tell(name, "log", texts, step=record["step"])
 
-    def sync(self) -> None:
-        """Call this before saving a checkpoint: after a resume from it, nothing repeats the steps before it."""
-        if self.file:
-            self.file.sync()
+    def _tell(self, name: str, method: str, *arguments: Any, **options: Any) -> None:
+        """Call a method of a service; where it fails, say so once, and leave it alone from then on."""
+        try:
+            getattr(self.services[name], method)(*arguments, **options)
+        except errors_of(name) as error:
+            del self.services[name]
+            logging.getLogger(__name__).warning(
+                "`log.trackers`: %s has failed and gets nothing more until the next start: %s", name, _said(error)
+            )
 
     def finish(self) -> None:
         if self.file:
             self.file.finish()
-        for service in self.services:
-            service.tell("finish")
+        for name in list(self.services):
+            self._tell(name, "finish")
 
 
-def resolve(log: LogSettings, *, run_dir: Path, resumed_step: int = 0, main_process: bool = True) -> Trackers:
-    """The trackers that `log` names, not yet started. On every process InputError for an unknown name, or a missing package."""
-    names = [name for name in log.trackers if name != "jsonl"]
-    for name in names:
+def check_trackers(log: LogSettings) -> None:
+    """InputError for a name that accelerate does not know, or whose package is missing."""
+    for name in services_of(log):
         if name not in LOGGER_TYPE_TO_CLASS:
             raise InputError(f"`log.trackers`: there is no tracker {name!r}; there are {', '.join(sorted(LOGGER_TYPE_TO_CLASS))}")
         if name not in map(str, get_available_trackers()):
             package = name.replace("_", "-")
             raise InputError(f"`log.trackers`: {name!r} is not installed; `pip install {package}`, or take it out")
-    if not main_process:
-        return Trackers()
-    ids = known_ids(run_dir) if resumed_step else {}
-    services = tuple(Service(name, ids.get(name) or secrets.token_hex(4)) for name in names)
-    return Trackers(JsonlTracker(run_dir / METRICS_FILE, resumed_step), services, log)
 
 
-def known_ids(run_dir: Path) -> dict[str, str]:
-    """Return the ids by which services know the run in `run_dir`."""
-    path = run_dir / TRACKERS_FILE
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+def services_of(log: LogSettings) -> list[str]:
+    return [name for name in log.trackers if name != "jsonl"]
+
+
+def errors_of(name: str) -> tuple[type[Exception], ...]:
+    """What a service raises that refuses or is away; most of it is OSError, as that of `requests` is."""
+    return OSError, ValueError, RuntimeError, *([pkgutil.resolve_name(OWN_ERRORS[name])] if name in OWN_ERRORS else [])
+
+
+def _said(error: Exception) -> str:
+    """What a service says, without the password of an address in it."""
+    return re.sub(r"//[^/\s]*@", "//", str(error))

@@ -19,7 +19,7 @@ from packing.store import unprepared
 from packing.stream import StreamedPacks
 from pretrain.metrics.flops import ModelFlops
 from pretrain.metrics.run_folder import check_ours
-from pretrain.metrics.trackers import resolve
+from pretrain.metrics.trackers import check_trackers
 from pretrain.model import attention
 from pretrain.model import huggingface as model
 from pretrain.model.distributed import device_of, gathers_once_a_step, replicas_of
@@ -133,7 +133,7 @@ def prepare_job(
     run_dir, device_type, elsewhere = config.run_dir_of(recipe), accelerator.device.type, purpose == "elsewhere"
     config.begin_of(recipe)
     check_ours(run_dir)
-    resolve(recipe.log, run_dir=run_dir, main_process=accelerator.is_main_process)
+    check_trackers(recipe.log)
     phases = _choose_precisions(recipe, device_type)
     actives = list({active.precision.name: active for _, active in phases}.values())
     check_settings(recipe, actives[0].precision.name, None if elsewhere else accelerator.num_processes)

@@ -20,7 +20,7 @@ from pretrain.checkpoint.state import NO_PAST, TrainState, changed_keys, check_s
 from pretrain.metrics.health import MOST_ROLLBACKS, Health, HealthState
 from pretrain.metrics.run_folder import METRICS_FILE, SUMMARY_FILE
 from pretrain.metrics.run_record import NoStepYet, read_metrics, read_run
-from pretrain.metrics.trackers import resolve
+from pretrain.metrics.trackers import Trackers
 from pretrain.model.gradients import local_part
 from pretrain.optimizer.adamw import set_updates_done
 from pretrain.optimizer.exact_weights import convert_weight, describe_conversion
@@ -294,7 +294,7 @@ def roll_back(run: Run, reason: str) -> None:
         }
         # To a tracker this is what a resume is: the file is cut back, and a hosted service keeps the abandoned steps.
         run.trackers.finish()
-        run.trackers = resolve(run.job.recipe.log, run_dir=run.folder.path, resumed_step=step)
+        run.trackers = Trackers(run.job.recipe.log, run.folder.path, step)
         run.trackers.start(resolved(run.job.recipe))
         run.trackers.log(event)
     run.best = best_so_far(run)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from pathlib import Path
 
 import pytest
 from accelerate import PartialState
@@ -13,15 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foundation.errors import InputError
-from pretrain.metrics.trackers import JsonlTracker, Trackers
-from pretrain.metrics.trackers import resolve as resolve_settings
+from pretrain.metrics.trackers import JsonlTracker, Trackers, check_trackers
 from pretrain.settings.recipe import LogSettings
 
 CONFIG = {"name": "demo", "seed": 42, "optimizer": {"betas": [0.9, 0.95], "clip": None}, "data": {"mask_boundaries": True}}
 
 
-def resolve(names: list[str], *, project: str = "p", **options) -> Trackers:
-    return resolve_settings(LogSettings(trackers=names, project=project), **options)
+def trackers_of(names: list[str], run_dir: Path, resumed_step: int = 0) -> Trackers:
+    return Trackers(LogSettings(trackers=names, project="p"), run_dir, resumed_step)
 
 
 def record(step: int, loss: float = 2.0) -> dict:
@@ -79,10 +79,9 @@ def test_a_killed_run_that_resumes_ends_with_every_step_exactly_once(steps, resu
     assert lines(path) == whole
 
 
-def test_a_tracker_whose_package_is_missing_is_refused_on_every_process_and_the_package_named(tmp_path):
-    for main_process in (True, False):
-        with pytest.raises(InputError, match=r"'comet_ml'.*pip install comet-ml"):
-            resolve(["comet_ml"], run_dir=tmp_path, main_process=main_process)
+def test_a_tracker_whose_package_is_missing_is_refused_and_the_package_named():
+    with pytest.raises(InputError, match=r"'comet_ml'.*pip install comet-ml"):
+        check_trackers(LogSettings(trackers=["comet_ml"]))
 
 
 @pytest.fixture
@@ -93,7 +92,7 @@ def state() -> None:
 def test_tensorboard_gets_the_numbers_by_our_names_and_by_the_fields(tmp_path, state):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    trackers = resolve(["tensorboard"], run_dir=tmp_path)
+    trackers = trackers_of(["tensorboard"], tmp_path)
     trackers.start(CONFIG)
     for step in (1, 2):
         trackers.log(record(step, 3.0 - step))
@@ -114,16 +113,29 @@ def test_wandb_goes_on_with_the_run_that_it_began(tmp_path, state, monkeypatch):
 
     ids = []
     for resumed_step in (0, 2):
-        trackers = resolve(["wandb"], run_dir=tmp_path, resumed_step=resumed_step)
+        trackers = trackers_of(["wandb"], tmp_path, resumed_step)
         trackers.start(CONFIG)
-        ids.append(trackers.services[0].tracker.tracker.id)
+        ids.append(trackers.services["wandb"].tracker.id)
         for step in (1, 2):
             trackers.log(record(resumed_step + step))
         trackers.finish()
     wandb.teardown()  # or the next run in this process has this one's environment
-    assert ids[0] == ids[1] == json.loads((tmp_path / "trackers.json").read_text())["wandb"]
+    assert ids[0] == ids[1] == json.loads((tmp_path / "trackers.json").read_text())["run"]
     assert len(list((tmp_path / "wandb").glob(f"offline-run-*/run-{ids[0]}.wandb"))) == 2
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+def test_mlflow_without_a_server_writes_below_the_current_folder(tmp_path, state, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for variable in ("MLFLOW_TRACKING_URI", "MLFLOW_ALLOW_FILE_STORE"):
+        monkeypatch.setenv(variable, "")
+        monkeypatch.delenv(variable)
+    trackers = trackers_of(["mlflow"], tmp_path)
+    trackers.start(CONFIG)
+    trackers.log(record(1))
+    trackers.finish()
+    (losses,) = tmp_path.glob("mlruns/*/*/metrics/loss")
+    assert losses.read_text().split()[1:] == ["2.0", "1"]
 
 
 class Failing(GeneralTracker):
@@ -143,17 +155,16 @@ class Failing(GeneralTracker):
 
     def log(self, values: dict, step: int) -> None:
         if step > 1:
-            raise ConnectionError("no route to host")
+            raise ConnectionError("no route to http://us:secret@host/")
 
 
 def test_a_service_that_fails_costs_one_warning_and_no_step(tmp_path, state, monkeypatch, caplog):
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "failing", Failing)
-    monkeypatch.setattr("pretrain.metrics.trackers.get_available_trackers", lambda: ["failing"])
-    trackers = resolve(["failing"], run_dir=tmp_path)
+    trackers = trackers_of(["failing"], tmp_path)
     trackers.start(CONFIG)
     with caplog.at_level(logging.WARNING):
         for step in (1, 2, 3):
             trackers.log(record(step))
         trackers.finish()
-    assert caplog.text.count("no route to host") == 1 and "failing" in caplog.text
+    assert caplog.text.count("no route to http://host/") == 1 and "failing" in caplog.text and "secret" not in caplog.text
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2, 3]
