@@ -80,17 +80,17 @@ def measure(recipe: Recipe) -> dict[str, Any]:
 
 
 def stacked_products(flops: ModelFlops) -> list[Product]:
-    """The products of a decoder with gated MLPs, as Llama, Qwen and Mistral have. InputError for a model of another build."""
+    """The products of a decoder of dense layers, as Llama, Qwen and GPT-2 have. InputError for a model of another build."""
     shape = flops.shape
     products = [
         Product("qkv", shape.hidden, shape.query_width + 2 * shape.kv_heads * shape.head_dim, shape.layers),
         Product("o", shape.query_width, shape.hidden, shape.layers),
-        Product("gate+up", shape.hidden, 2 * shape.feed_forward, shape.layers),
+        Product("gate+up" if flops.gated else "up", shape.hidden, (1 + flops.gated) * shape.feed_forward, shape.layers),
         Product("down", shape.feed_forward, shape.hidden, shape.layers),
         Product("head", shape.hidden, shape.vocabulary, 1),
     ]
     if sum(6 * p.inputs * p.outputs * p.count for p in products) != flops.per_token_matrix:
-        raise InputError("`model`: limits are known for decoders with gated MLPs (Llama, Qwen, Mistral), and this is none")
+        raise InputError("`model`: limits are known for decoders of dense layers (Llama, Qwen, Mistral, GPT-2), and this is none")
     return products
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -14,12 +17,13 @@ from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 from pretrain.precision.settings import PRECISIONS, LowPrecisionSettings
 from pretrain.settings.config import load_recipe
 from pretrain.settings.launch import with_precision
+from tests.conftest import Finished
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted(ROOT.glob("accelerate_configs/*.yaml"))
 
 RECIPE = {"name": "small", "model": {"source": "m"}, "data": {"packs": "p"}, "train": {"steps": 1}}
-TOPOLOGIES = {"ddp", "fsdp2", "hsdp", "zero"}
+TOPOLOGIES = ("ddp", "fsdp2", "hsdp", "zero", "machines")  # with which a file's name begins
 
 
 def by_name(name: str) -> Path:
@@ -32,11 +36,12 @@ def precision_of(path: Path) -> str:
     return unquantized.get(str(written["mixed_precision"])) or written["fp8_config"]["recipe"]
 
 
-ONE_DEVICE = {path.stem: precision_of(path) for path in CONFIGS if path.stem not in TOPOLOGIES}
+ONE_DEVICE = {path.stem: precision_of(path) for path in CONFIGS if not path.stem.startswith(TOPOLOGIES)}
+SEVERAL_IN_FP8 = {path.stem: precision_of(path) for path in CONFIGS if path.stem.startswith(TOPOLOGIES) and "fp8" in path.stem}
 
 
 def test_every_precision_and_every_topology_is_shipped():
-    assert {path.stem for path in CONFIGS} >= TOPOLOGIES
+    assert {path.stem for path in CONFIGS} >= {"ddp", "fsdp2", "hsdp", "zero"}
     assert sorted(ONE_DEVICE.values()) == sorted(PRECISIONS)
     assert all(name.endswith(precision) for name, precision in ONE_DEVICE.items() if PRECISIONS[precision].quantized)
 
@@ -59,7 +64,8 @@ def test_every_nested_key_is_one_that_accelerate_reads(path: Path):
 
 @pytest.mark.parametrize(
     ("name", "precision"),
-    [("cpu", "no"), ("bf16", "bf16"), ("ddp", "bf16"), ("fsdp2", "bf16"), ("hsdp", "bf16"), ("zero", "bf16")],
+    [("cpu", "no"), ("bf16", "bf16"), ("ddp", "bf16"), ("fsdp2", "bf16"), ("hsdp", "bf16"), ("zero", "bf16")]
+    + [(name, "fp8") for name in SEVERAL_IN_FP8],
 )
 def test_the_file_states_its_precision(name: str, precision: str):
     assert load_config_from_file(str(by_name(name))).mixed_precision == precision
@@ -91,3 +97,27 @@ def test_a_file_for_one_device_settles_its_precision_and_leaves_accelerate_nothi
     assert [key for key in environment if key.startswith("ACCELERATE_FP8") or key == "ACCELERATE_MIXED_PRECISION"] == []
     backend = yaml.safe_load(by_name(name).read_text()).get("fp8_config", {}).get("backend", "TE")
     assert recipe.fp8_config.model_dump() == LowPrecisionSettings(backend=backend).resolved(ONE_DEVICE[name]).model_dump()
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("name", SEVERAL_IN_FP8)
+def test_a_file_of_topology_and_precision_trains_what_its_name_says(
+    name: str,
+    low_precision_recipe: dict[str, Any],
+    start_as_ranks: Callable[..., Finished],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """On two processes of this CPU (four are two replicas of two shards), emulated."""
+    monkeypatch.setattr("accelerate.utils.launch.is_fp8_available", lambda: True)  # without a library it stops
+    config = low_precision_recipe["model"]["config"] | {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64}
+    recipe = low_precision_recipe | {"model": {"config": config}, "batch": {"tokens": 4 * 128, "microbatch": 1}}
+    recipe |= {"train": {"steps": 2}, "checkpoint": {"at_end": False}}
+    del recipe["precision"], recipe["evaluate"]
+    processes = 4 if name.startswith("hsdp") else 2
+    launch = ["--config_file", str(by_name(name)), "--num_machines", "1", "--num_processes", str(processes)]
+    finished = start_as_ranks(recipe, tmp_path, launch=launch, processes=processes)
+    assert finished.status == 0, finished
+    audit = json.loads((finished.run_dir / "audit.json").read_text())
+    assert audit["precision"] == SEVERAL_IN_FP8[name] and audit["confirmed_in_step"] == 2
+    assert {each["effective"] for each in audit["products"] if each["name"] != "lm_head"} == {SEVERAL_IN_FP8[name]}
