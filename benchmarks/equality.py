@@ -7,7 +7,6 @@ microbatches. Each process adds up its own, and then all are added up. So figure
 what the following steps make of that. How much that is by itself shows one process that takes the microbatches of each step in
 backward order. `key=value` arguments go to the launcher of every run. A topology is the name of a file in accelerate_configs/;
 figures of other topologies stay in the result file, and share with this one what `--folder` keeps of runs in one process.
-`--picture FILE` draws all that is in it, and trains nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ from packing.batch import BatchStream, StepBatches
 from pretrain.metrics.run_folder import describe_environment
 from pretrain.metrics.run_record import read_metrics
 
-RESULTS = ROOT / "benchmarks" / "results" / "equality_cpu.json"
+RESULTS = ROOT / "benchmarks" / "results" / "resume" / "equality_cpu.json"
 PACKS_PER_STEP = 16
 FIGURES = ("loss", "gradient_norm")
 BACKWARDS = "--launch-backwards"  # as the first argument: be the launcher that takes microbatches in backward order
@@ -119,44 +118,6 @@ def compare(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return results
 
 
-def draw(report: Mapping[str, Any], path: Path) -> None:
-    """The losses of every number of processes, and how far they are from those of one; a column for each case that is there."""
-    found = {
-        case: {
-            number if number in ("1", ORDER) else f"{topology}, {number}": curves
-            for topology, number, curves in fused_curves(report, case)
-        }
-        for case in CASES
-    }
-    cases, grey = [case for case, curves in found.items() if curves], "#666666"
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5.4 * len(cases), 6.4), dpi=150, layout="constrained")
-    rows = figure.subplots(2, len(cases), sharex=True, squeeze=False)
-    for case, (losses, differences) in zip(cases, rows.T, strict=True):
-        one, others = found[case].pop("1")["loss"], found[case]
-        steps = range(1, len(one) + 1)
-        losses.plot(steps, one, color=grey, linewidth=5, alpha=0.4)
-        for name, curves in others.items():
-            topology, _, number = name.partition(", ")
-            colour = grey if name == ORDER else f"C{list(report).index(topology)}"
-            style = {"color": colour, "linewidth": 1, "linestyle": "-" if number == "2" else "--"}
-            losses.plot(steps, curves["loss"], **style)
-            apart = [max(abs(b / a - 1), 1e-9) for a, b in zip(one, curves["loss"], strict=True)]
-            differences.plot(steps, apart, label=name if case == cases[0] else None, **style)
-        losses.set(title=case, ylabel="loss, nats; one process wide and grey")
-        differences.set(yscale="log", ylim=(1e-9, 1e-3), xlabel="step", ylabel="relative difference from one process")
-    figure.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
-    figure.savefig(path)
-
-
-def fused_curves(report: Mapping[str, Any], case: str) -> Iterator[tuple[str, str, Mapping[str, Sequence[float]]]]:
-    """Topology, number of processes and curves of a case with fused layers."""
-    for topology, each in report.items():
-        for number, curves in each["results"].get(f"{case}, fused on", {}).get("curves", {}).items():
-            yield topology, number, curves
-
-
 def launch_backwards() -> int:
     """The launcher, its microbatches in backward order."""
     import train_accelerate
@@ -181,12 +142,8 @@ def main() -> None:
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--folder", type=Path, help="keep the runs there; those that are finished there are not repeated")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--picture", type=Path, help="draw what the result file holds, there")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_args()
-    if arguments.picture:
-        draw(json.loads(arguments.out.read_text()), arguments.picture)
-        return
     with tempfile.TemporaryDirectory(prefix="equality-") as passing:
         results = compare(arguments, (arguments.folder or Path(passing)).resolve())
     report = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}

@@ -2,16 +2,19 @@
 
     python -m benchmarks.evidence.tables
 
-writes `benchmarks/evidence/results.md`, and the table of the answer in docs/evidence.md, from
+writes `benchmarks/evidence/results.md`, and the table and the picture of the answer in docs/evidence.md, from
 `benchmarks/results/loss/h200_evidence_*.jsonl`. A file is a scale: a model of one size on one text. Its lines are sessions (a
 command on a machine, with the settings that its runs share) and runs (a cell, that is a precision with its options, under one
 seed). A run is held against the baseline of its seed in its own session, as another machine's baseline ends elsewhere by chance.
-A seed that several sessions have counts once, by the mean of its differences.
+A seed that several sessions have counts once, by the mean of its differences. Verdicts are those after Holm's correction over all
+tests of an endpoint.
 """
 
 from __future__ import annotations
 
+import io
 import json
+import math
 import statistics
 import textwrap
 from collections import defaultdict
@@ -22,10 +25,20 @@ from typing import Any
 
 from foundation.files import replace_file
 from foundation.units import UNKNOWN, markdown, or_dash
-from pretrain.compare.differences import MARGIN, SeedDifference
+from pretrain.compare.differences import (
+    BETTER,
+    CANNOT_TELL,
+    CONFIDENCE,
+    EQUIVALENT,
+    FEWEST_SEEDS,
+    MARGIN,
+    WORSE,
+    SeedDifference,
+    within,
+)
 
 RESULTS = Path("benchmarks/results/loss")
-PAGE, ANSWER = Path("benchmarks/evidence/results.md"), Path("docs/evidence.md")
+PAGE, ANSWER, PICTURE = Path("benchmarks/evidence/results.md"), Path("docs/evidence.md"), Path("docs/evidence.png")
 BEGIN, END = "<!-- evidence -->", "<!-- /evidence -->"
 SCALES = ("14m", "14m_lr2", "35m", "35m_once", "111m", "111m_five_times", "continued")
 BASELINE = "bf16"
@@ -135,15 +148,53 @@ def share(difference: SeedDifference | None) -> str:
     return f"{mean:+.2f}{interval} %".replace("-", "−")
 
 
-def verdict(cell: str, difference: SeedDifference | None) -> str:
-    """The test's outcome for what was to be tested; all else is an estimate."""
-    if difference is None:
-        return "broke off"
-    word = difference.verdict()
-    return f"{len(difference.by_seed)} seeds: no interval" if word is None else word if cell in TESTED else "estimate"
+def p_values(difference: SeedDifference) -> tuple[float, float]:
+    """Returns p of two one-sided t tests against MARGIN, and of a two-sided one against zero. Over three seeds or more."""
+    freedom = len(difference.by_seed) - 1
+    error = statistics.stdev(difference.by_seed.values()) / math.sqrt(freedom + 1)
+    room = (MARGIN * difference.baseline - abs(difference.mean)) / error
+    inside = within(abs(room), freedom)
+    return (1 - math.copysign(inside, room)) / 2, 1 - within(abs(difference.mean) / error, freedom)
 
 
-def cells_table(scale: Scale) -> str:
+def holm(p_values: Mapping[tuple[str, str], float]) -> dict[tuple[str, str], float]:
+    """Each p value after Holm's correction over all of them (Holm 1979): the smallest counts n times, the next n - 1 times."""
+    adjusted, largest = {}, 0.0
+    for place, key in enumerate(sorted(p_values, key=p_values.__getitem__)):
+        largest = adjusted[key] = max(largest, min(1.0, (len(p_values) - place) * p_values[key]))
+    return adjusted
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A figure of all scales: the differences of every cell, and what may be said of those that were to be tested."""
+
+    differences: Mapping[tuple[str, str], SeedDifference | None]  # by scale and cell
+    words: Mapping[tuple[str, str], str]
+
+    @classmethod
+    def of(cls, scales: Mapping[str, Scale], measure: Measure) -> Endpoint:
+        differences = {(name, cell): scale.difference(cell, measure) for name, scale in scales.items() for cell in scale.cells}
+        tested = {
+            key: each for key, each in differences.items() if key[1] in TESTED and each and len(each.by_seed) >= FEWEST_SEEDS
+        }
+        p = {key: p_values(each) for key, each in tested.items()}
+        equivalence, zero = (holm({key: values[test] for key, values in p.items()}) for test in (0, 1))
+        words = {key: WORSE if each.mean > 0 else BETTER for key, each in tested.items()}
+        words |= {key: CANNOT_TELL for key in tested if zero[key] >= 1 - CONFIDENCE}
+        words |= {key: EQUIVALENT for key in tested if equivalence[key] < 1 - CONFIDENCE}
+        return cls(differences, words)
+
+    def verdict(self, scale: str, cell: str) -> str:
+        """The corrected tests' outcome for what was to be tested; all else is an estimate."""
+        difference = self.differences[scale, cell]
+        if difference is None:
+            return "broke off"
+        seeds = len(difference.by_seed)
+        return self.words.get((scale, cell), "estimate" if seeds >= FEWEST_SEEDS else f"{seeds} seeds: no interval")
+
+
+def cells_table(scale: Scale, served: Endpoint, training: Endpoint) -> str:
     """Every cell of a scale beside the baseline, whose own losses stand in the first row."""
     header = ["cell", "seeds", "served in BF16", "verdict", "as trained", "training loss", "its verdict", "KL", "last word"]
     levels = [f"{scale.level(measure):.4f}" for measure in (served_loss, trained_loss, training_loss)]
@@ -155,17 +206,16 @@ def cells_table(scale: Scale) -> str:
     for cell in scale.cells:
         if cell == BASELINE:
             continue
-        served, training = scale.difference(cell), scale.difference(cell, training_loss)
         distance = mean([divergence(run) for run in scale.of(cell)])
         rows.append(
             [
                 cell,
                 str(len({run["seed"] for run in scale.of(cell)})),
-                share(served),
-                verdict(cell, served),
+                share(served.differences[scale.name, cell]),
+                served.verdict(scale.name, cell),
                 share(scale.difference(cell, trained_loss)),
-                share(training),
-                verdict(cell, training),
+                share(training.differences[scale.name, cell]),
+                training.verdict(scale.name, cell),
                 f"{distance / between:.2f}" if distance is not None and between else UNKNOWN,
                 or_dash(mean([run["final"].get("last_word_accuracy") for run in scale.of(cell)]), "{:.1%}".format),
             ]
@@ -180,26 +230,55 @@ def mean(values: list[float | None]) -> float | None:
 
 def answer_table(scales: Mapping[str, Scale]) -> str:
     """The rows of docs/evidence.md."""
+    served, training = Endpoint.of(scales, served_loss), Endpoint.of(scales, training_loss)
     header = ["above BF16", "seeds", "served in BF16", "verdict", "as trained", "training loss", "its verdict"]
     rows = []
     for name, cell, label in ROWS:
-        scale = scales[name]
-        served, training = scale.difference(cell), scale.difference(cell, training_loss)
-        seeds = str(len(served.by_seed))
-        as_trained = share(scale.difference(cell, trained_loss))
-        rows.append([label, seeds, share(served), verdict(cell, served), as_trained, share(training), verdict(cell, training)])
+        ours, theirs = served.differences[name, cell], training.differences[name, cell]
+        as_trained = share(scales[name].difference(cell, trained_loss))
+        words = served.verdict(name, cell), training.verdict(name, cell)
+        rows.append([label, str(len(ours.by_seed)), share(ours), words[0], as_trained, share(theirs), words[1]])
     return markdown(header, rows)
+
+
+def draw(scales: Mapping[str, Scale]) -> bytes:
+    """PNG of the column "served in BF16" of the answer: each mean at its value, with its 95 % interval, beside the margin."""
+    from matplotlib.figure import Figure  # half a second, which only drawing should cost
+
+    served, styles = Endpoint.of(scales, served_loss), {EQUIVALENT: ("#0072B2", "#0072B2"), CANNOT_TELL: ("#D55E00", "#D55E00")}
+    figure = Figure(figsize=(10, 5.2), dpi=110, layout="constrained")
+    axes = figure.subplots()
+    axes.axvspan(-100 * MARGIN, 100 * MARGIN, color="#E8EEF2")
+    axes.axvline(0, color="#888888", linewidth=0.8)
+    for place, (name, cell, _) in enumerate(ROWS):
+        difference, word = served.differences[name, cell], served.verdict(name, cell)
+        percent, (colour, face) = 100 / difference.baseline, styles.get(word, ("#555555", "white"))
+        mean, half = percent * difference.mean, percent * difference.half_width()
+        axes.errorbar(mean, place, xerr=half, fmt="o", color=colour, markerfacecolor=face, capsize=3)
+        text = f"{share(difference)}, {len(difference.by_seed)} seeds: {word}"
+        axes.annotate(text, (1, place), (6, 0), ("axes fraction", "data"), textcoords="offset points", va="center", color=colour)
+    axes.set_yticks(range(len(ROWS)), [label if scale != "14m" else f"14 million: {label}" for scale, _, label in ROWS])
+    axes.invert_yaxis()
+    axes.set_xlabel(
+        f"held-out loss above BF16, %, weights served in BF16; bars: 95 % interval; shaded: margin of {100 * MARGIN:g} %"
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    return picture.getvalue()
 
 
 def page(scales: Mapping[str, Scale]) -> str:
     """All tables, with the machines and commits behind each."""
+    served, training = Endpoint.of(scales, served_loss), Endpoint.of(scales, training_loss)
     parts = [
         "# Evidence: the tables",
         textwrap.fill(
             "`python -m benchmarks.evidence.tables` makes this page from `benchmarks/results/loss/`. What the cells are is in "
             "[design.md](design.md), what they mean in [docs/evidence.md](../../docs/evidence.md). Losses are shares of the "
             "baseline's, means over seeds with the 95 % interval by Student's t. The verdict is that of two one-sided t tests "
-            f"at 5 % against a margin of {100 * MARGIN:g} %. KL is over that between baselines of two seeds.",
+            f"at 5 % against a margin of {100 * MARGIN:g} %, after Holm's correction over the {len(served.words)} tests of an "
+            "endpoint. KL is over that between baselines of two seeds.",
             100,
         ),
     ]
@@ -208,7 +287,11 @@ def page(scales: Mapping[str, Scale]) -> str:
         commits = sorted({run["commit"][:8] for run in scale.runs if run.get("commit")})
         head = f"{session['parameters']:,} parameters, {session['tokens']:,} tokens; {len(scale.runs)} runs in "
         head += f"{len(scale.sessions)} sessions on {session['gpus'][0]}s, torch {session['packages']['torch']}. "
-        parts += [f"## {scale.name}", textwrap.fill(f"{head}Code: {', '.join(commits)}.", 100), cells_table(scale)]
+        parts += [
+            f"## {scale.name}",
+            textwrap.fill(f"{head}Code: {', '.join(commits)}.", 100),
+            cells_table(scale, served, training),
+        ]
     return "\n\n".join(parts) + "\n"
 
 
@@ -222,6 +305,7 @@ def main() -> None:
     scales = {name: Scale.read(name) for name in SCALES}
     replace_file(PAGE, page(scales).encode())
     replace_file(ANSWER, with_table(ANSWER.read_text(), answer_table(scales)).encode())
+    replace_file(PICTURE, draw(scales))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.evidence.tables import ANSWER, PAGE, SCALES, Scale, answer_table, page, with_table
+from benchmarks.evidence.tables import (
+    ANSWER,
+    PAGE,
+    SCALES,
+    Endpoint,
+    Scale,
+    answer_table,
+    holm,
+    page,
+    served_loss,
+    share,
+    with_table,
+)
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results"
@@ -45,13 +57,22 @@ def test_the_tables_of_the_evidence_are_those_of_its_files(monkeypatch: pytest.M
 def test_readmes_losses_are_those_of_the_evidence(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
     readme = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Which precision")[2].partition("\n## ")[0]
-    cells = {"`fp8_delayed.yaml` | `weights=bf16_exact` |": "delayed", "linear+head": "delayed_head", "fp8_current": "current"}
-    for row, cell in (cells | {"mxfp8.yaml": "mxfp8", "nvfp4": "nvfp4"}).items():
+    served = Endpoint.of({name: Scale.read(name) for name in ("14m", "35m", "35m_once", "111m", "14m_lr2")}, served_loss)
+    for row, cell in {
+        "`weights=bf16_exact` | 78": "delayed",
+        "+head": "delayed_head",
+        "mxfp8": "mxfp8",
+        "nvfp4": "nvfp4",
+    }.items():
         (line,) = [line for line in readme.splitlines() if line.startswith("|") and row in line]
-        shown = [float(figure.replace("−", "-")) for figure in re.findall(r"([+−]\d\.\d\d) %", line)]
-        scales = ("14m", "35m")[: len(shown)]
-        differences = [Scale.read(scale).difference(f"{cell}_branch") for scale in scales]
-        assert shown == pytest.approx([100 * each.mean / each.baseline for each in differences], abs=0.0051), line
+        for scale in ("14m", "35m", "111m"):
+            if difference := served.differences.get((scale, f"{cell}_branch")):
+                assert f"{share(difference)}, {served.verdict(scale, f'{cell}_branch')}" in line
+
+
+def test_holms_correction_counts_the_smallest_most_often():
+    p_values = {("14m", "a"): 0.01, ("14m", "b"): 0.04, ("14m", "c"): 0.03, ("14m", "d"): 0.6}
+    assert list(holm(p_values).items()) == [(("14m", "a"), 0.04), (("14m", "c"), 0.09), (("14m", "b"), 0.09), (("14m", "d"), 0.6)]
 
 
 def test_readmes_speeds_are_those_of_the_result_files():
