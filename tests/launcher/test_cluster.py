@@ -92,3 +92,12 @@ def test_a_job_of_two_nodes_saves_when_told_that_time_is_up_and_is_queued_again(
     checkpoints = Path(small_recipe["run_dir"]) / "checkpoints"
     newest, *_, older = (int(path.name.removeprefix("step-")) for path in step_folders(checkpoints))
     assert 4 <= older < newest < 12  # training goes on while step 4 is written, so the signal comes in one of the next steps
+
+
+def test_a_job_of_a_sweep_is_an_agent_of_the_sweep_that_is_named(tmp_path: Path) -> None:
+    (tmp_path / "shims").mkdir()
+    (agent := tmp_path / "shims" / "wandb").write_text('#!/usr/bin/env bash\necho "wandb $*"\n')
+    agent.chmod(0o755)
+    job = Job(tmp_path, "sweep.sbatch", "--count", "4", SWEEP_ID="team/pretrain/abc123")
+    assert job.process.wait() == 0 and job.log.read_text() == "wandb agent team/pretrain/abc123 --count 4\n"
+    assert Job(tmp_path, "sweep.sbatch").process.wait() != 0 and "SWEEP_ID: is not set" in job.log.read_text()
