@@ -122,7 +122,7 @@ class TrainSettings(Settings):
         return self
 
 
-PenaltyKind = Literal["non_max_sum", "neg_entropy", "neg_max_prob", "top_k_mass"]
+PenaltyKind = Literal["non_max_sum", "neg_entropy"]
 
 
 class LossSettings(Settings):
@@ -131,11 +131,10 @@ class LossSettings(Settings):
     # Tokens whose logits exist at once; auto: 4096; on a GPU more where the vocabulary is small,
     # and fewer where the memory is.
     chunk: Literal["auto"] | PositiveCount = "auto"
-    # Added to each token's cross-entropy, for sharper distributions: 1 - max p, the entropy, -max p, 1 - the sum of the `top_k`
-    # largest p. Held-out loss is cross-entropy alone.
+    # Added to each token's cross-entropy, for sharper distributions: 1 - max p, or the entropy. Held-out loss is cross-entropy
+    # alone.
     penalty: PenaltyKind | None = None
     penalty_weight: float | None = Field(None, ge=0, le=MOST_FP32)  # lambda, by which the penalty is multiplied
-    top_k: PositiveCount | None = None  # penalty top_k_mass: how many probabilities, fewer than the vocabulary has words
 
     @property
     def tokens_at_once(self) -> int:
@@ -149,10 +148,6 @@ class LossSettings(Settings):
             raise ValueError(f"`penalty_weight` is set and `penalty` is not; set it to one of {kinds}, or leave the weight out")
         if self.penalty is not None and self.penalty_weight is None:
             raise ValueError(f"`penalty: {self.penalty}` needs `penalty_weight`; 0.01 is usual, and 0 only measures the penalty")
-        if self.penalty == "top_k_mass" and self.top_k is None:
-            raise ValueError("`penalty: top_k_mass` needs `top_k`, how many of the largest probabilities; 5 is usual")
-        if self.penalty != "top_k_mass" and self.top_k is not None:
-            raise ValueError("`top_k` is for `penalty: top_k_mass`; leave it out, or set that penalty")
         return self
 
 

@@ -158,10 +158,7 @@ def _penalties(logits: Tensor, loss: LossSettings) -> Tensor:
     p = torch.softmax(logits, dim=-1)
     if loss.penalty == "neg_entropy":
         return torch.distributions.Categorical(logits=logits).entropy()
-    if loss.penalty == "top_k_mass":
-        return 1 - p.sort(dim=-1, descending=True).values[:, : loss.top_k].sum(dim=-1)
-    largest = p.max(dim=-1).values
-    return -largest if loss.penalty == "neg_max_prob" else 1 - largest
+    return 1 - p.max(dim=-1).values
 
 
 def whole(tensor: Tensor) -> Tensor:

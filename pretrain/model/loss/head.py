@@ -64,10 +64,6 @@ def check(config: PretrainedConfig, settings: LossSettings) -> None:
         raise InputError(
             "`model.config.output_router_logits: true` adds a loss that balances experts, which no loss here has; set it to false"
         )
-    if settings.top_k is not None and settings.top_k >= (vocabulary := config.get_text_config().vocab_size):
-        raise InputError(
-            f"`loss.top_k: {settings.top_k}`: all {vocabulary} probabilities sum to 1; set it to {vocabulary - 1} at most"
-        )
 
 
 class LossHead(nn.Linear):
@@ -88,7 +84,7 @@ class LossHead(nn.Linear):
         head = cls(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
         head.weight, head.bias = linear.weight, linear.bias
         head.settings, head.chunk = settings, settings.tokens_at_once
-        head.penalty = Penalty(settings.penalty, settings.penalty_weight, settings.top_k or 1) if settings.penalty else None
+        head.penalty = Penalty(settings.penalty, settings.penalty_weight) if settings.penalty else None
         return head.train(linear.training)
 
     def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:

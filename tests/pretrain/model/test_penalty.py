@@ -10,11 +10,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import AutoConfig
 
-from foundation.errors import InputError
 from packing.arrow import IGNORE
-from pretrain.model.loss import head as loss
 from pretrain.model.loss.head import LossHead
 from pretrain.settings.recipe import LossSettings, PenaltyKind
 from tests.pretrain.model.test_loss import problem
@@ -22,24 +19,15 @@ from tests.pretrain.model.test_loss import problem
 KINDS = get_args(PenaltyKind)
 
 
-def settings_of(penalty: str, weight: float, top_k: int = 3, **others: object) -> LossSettings:
-    return LossSettings(penalty=penalty, penalty_weight=weight, top_k=top_k if penalty == "top_k_mass" else None, **others)
-
-
-def defined(kind: str, top_k: int, logits: Tensor) -> Tensor:
+def defined(kind: str, logits: Tensor) -> Tensor:
     """The penalty of each token [n], of FP64 logits [n, vocabulary]."""
     p = logits.exp() / logits.exp().sum(dim=-1, keepdim=True)
     if kind == "neg_entropy":
         return -(p * p.log()).sum(dim=-1)
-    largest = p.sort(dim=-1, descending=True).values
-    return {
-        "non_max_sum": largest[:, 1:].sum(dim=-1),
-        "neg_max_prob": -largest[:, 0],
-        "top_k_mass": largest[:, top_k:].sum(dim=-1),
-    }[kind]
+    return p.sort(dim=-1, descending=True).values[:, 1:].sum(dim=-1)
 
 
-def exact(kind: str, weight: float, top_k: int, *operands: Tensor) -> tuple[Tensor, list[Tensor]]:
+def exact(kind: str, weight: float, *operands: Tensor) -> tuple[Tensor, list[Tensor]]:
     """(cross-entropy, penalty) and the gradients of cross-entropy + weight x penalty with respect to states, weight and bias."""
     states, *head, labels = operands
     inputs = [t.detach().double().requires_grad_() for t in (states, *head)]
@@ -48,7 +36,7 @@ def exact(kind: str, weight: float, top_k: int, *operands: Tensor) -> tuple[Tens
     parts = torch.stack(
         [
             F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum"),
-            defined(kind, top_k, logits[valid]).sum(),
+            defined(kind, logits[valid]).sum(),
         ]
     )
     return parts.detach(), list(torch.autograd.grad(parts[0] + weight * parts[1], inputs))
@@ -58,7 +46,6 @@ def exact(kind: str, weight: float, top_k: int, *operands: Tensor) -> tuple[Tens
 @given(
     kind=st.sampled_from(KINDS),
     weight=st.sampled_from([0.0, 0.01, 1.0, 30.0]),
-    top_k=st.integers(1, 6),
     tokens=st.integers(1, 70),
     vocabulary=st.integers(7, 60),
     ignored=st.sampled_from([0.0, 0.3, 1.0]),
@@ -69,14 +56,14 @@ def exact(kind: str, weight: float, top_k: int, *operands: Tensor) -> tuple[Tens
     seed=st.integers(0, 9),
 )
 def test_losses_and_gradients_are_exact_to_fp32_rounding(
-    kind, weight, top_k, tokens, vocabulary, ignored, chunk, at_once, sharpness, bias, seed
+    kind, weight, tokens, vocabulary, ignored, chunk, at_once, sharpness, bias, seed
 ) -> None:
     torch.manual_seed(seed)
     states, linear, labels = problem(tokens, 16, vocabulary, ignored, bias=bias)
     with torch.no_grad():
         linear.weight *= sharpness
-    parts, gradients = exact(kind, weight, top_k, states, *linear.parameters(), labels)
-    head = LossHead.replacing(linear, settings_of(kind, weight, top_k, chunk=chunk))
+    parts, gradients = exact(kind, weight, states, *linear.parameters(), labels)
+    head = LossHead.replacing(linear, LossSettings(penalty=kind, penalty_weight=weight, chunk=chunk))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pretrain.model.loss.penalty.LOGITS_AT_ONCE", at_once)
         trained = head(states, labels)
@@ -94,10 +81,3 @@ def test_losses_and_gradients_are_exact_to_fp32_rounding(
     for tensor, gradient in zip((states, *linear.parameters()), gradients, strict=True):
         size = max(gradient.abs().max().item(), 1.0)
         torch.testing.assert_close(tensor.grad.double(), gradient, rtol=1e-5, atol=rounding * size)
-
-
-def test_as_many_as_the_vocabulary_has_words_are_refused() -> None:
-    config = AutoConfig.for_model("qwen3", vocab_size=61)
-    loss.check(config, settings_of("top_k_mass", 0.1, 60))
-    with pytest.raises(InputError, match=r"`loss\.top_k: 61`"):
-        loss.check(config, settings_of("top_k_mass", 0.1, 61))
