@@ -75,8 +75,7 @@ def save_file(path: Path, data: bytes) -> None:
         raise InputError(f"{path}: cannot be written: {error.strerror}; what it held before is untouched") from None
 
 
-WRITTEN_BY = "written by python -m pretrain"  # in each picture that a command writes where the user says
-MARKDOWN_MARK = f"<!-- {WRITTEN_BY} -->"  # in each Markdown file, which does not show it
+WRITTEN_BY = "written by python -m pretrain"  # in each picture and page that a command writes where the user says
 
 
 def check_replaceable(path: Path, named: str = "--out") -> None:

@@ -20,7 +20,7 @@ def test_a_mistyped_option_is_one_line_and_exit_status_2(command: str, capsys: p
         ["flops", "recipes/smoke.yaml", "--length", "33.7"],
         ["matrix", "recipes/matrices/demo.yaml", "--cell", "-1"],
         ["matrix", "recipes/matrices/demo.yaml", "--at-once", "0"],
-        ["matrix", "recipes/matrices/demo.yaml", "--max-hours", "nan"],
+        ["matrix", "recipes/matrices/demo.yaml", "--at-once", "nan"],
         ["phases", "phases.yaml", "--gpus", "1.5"],
         ["tokenizer", "text", "--out", "x", "--vocabulary", "many"],
     ],

@@ -4,8 +4,7 @@ Each is a run of the launcher in processes of its own: one that fails is reporte
 finished is left alone and one that was interrupted is resumed. Ctrl-C and SIGTERM are passed on: what is running saves and stops,
 and nothing else is started. A second Ctrl-C makes it exit at once.
 
-Exit status: 0 all finished, 1 some run failed, 2 something given cannot be used (one message says what), 130 or 143 stopped, 138
-hours are over.
+Exit status: 0 all finished, 1 some run failed, 2 something given cannot be used (one message says what), 130, 138 or 143 stopped.
 """
 
 from __future__ import annotations
@@ -22,10 +21,8 @@ from foundation.errors import InputError
 from foundation.files import check_replaceable
 from foundation.signals import StopRequest
 from foundation.units import duration, markdown, or_dash
-from pretrain.compare.columns import figures_of, table_of
-from pretrain.compare.comparison import RunComparison
 from pretrain.compare.matrix_file import Cell, Matrix, load_matrix
-from pretrain.compare.matrix_run import at_most, command_of, run_all, say
+from pretrain.compare.matrix_run import command_of, run_all, say
 from pretrain.compare.report import Report
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.run_record import LOSS_KEY, RunRecord
@@ -42,17 +39,6 @@ def ranked(cells: Sequence[Cell]) -> list[RunRecord]:
     return [run for _, run in sorted(runs, key=lambda entry: entry[0])]
 
 
-def table(cells: Sequence[Cell]) -> str:
-    """What `cells` have trained so far, best first, in Markdown."""
-    runs, parts = ranked(cells), []
-    if runs:
-        comparison = RunComparison.over(runs)
-        parts.append(table_of(figures_of(comparison), comparison.standings))
-    if missing := len(cells) - len(runs):
-        parts.append(f"{missing} of {len(cells)} cells have no step of these trainings yet.")
-    return "\n\n".join(parts)
-
-
 def write_report(matrix: Matrix) -> str:
     """Write the report over all cells that have come to an end, best first; returns what to print. One that was halted is named
     in it: without it, the mean of its other seeds would flatter its cell."""
@@ -66,8 +52,8 @@ def write_report(matrix: Matrix) -> str:
     runs = [run for run in ranked(matrix.cells) if run.path in folders or "halted" in run.summary]
     vary = dict.fromkeys(text.partition("=")[0] for cell in matrix.cells for text in cell.overrides)
     report = Report.over(sorted(runs, key=lambda run: run.path != baseline.run_dir), [*vary, "data.fingerprint"])
-    report.write(**report_files(matrix))
-    parts = [*report.tables(), f"Written: {', '.join(map(str, report_files(matrix).values()))}"]
+    report.write(page := page_of(matrix))
+    parts = [*report.tables(), f"Written: {page}"]
     if not own:
         parts.append(f"The baseline {matrix.baseline.name} is not finished: {baseline.name} stands in its place.")
     if missing := len(matrix.cells) - len(runs):
@@ -75,16 +61,14 @@ def write_report(matrix: Matrix) -> str:
     return "\n\n".join(parts)
 
 
-def report_files(matrix: Matrix) -> dict[str, Path]:
-    """Where the report goes, by what `Report.write` calls it."""
-    endings = {"tables_file": "md", "page": "html"}
-    return {what: matrix.folder / f"{matrix.settings.name}.{ending}" for what, ending in endings.items()}
+def page_of(matrix: Matrix) -> Path:
+    return matrix.folder / f"{matrix.settings.name}.html"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns its exit status. Raises InputError for a mistake in what it was given."""
     options = parse_arguments(arguments)
-    changes = {key: getattr(options, key) for key in ("at_once", "gpus", "processes", "max_hours")}
+    changes = {key: getattr(options, key) for key in ("at_once", "gpus", "processes")}
     matrix = load_matrix(options.matrix, options.overrides, **{key: value for key, value in changes.items() if value is not None})
     cells = matrix.only(options.only)
     if options.cell is not None:
@@ -96,8 +80,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     elif options.dry_run:
         for cell in cells:
             print(f"# {cell.name}{' (finished)' if cell.is_finished() else ''}\n{shlex.join(command_of(matrix, cell))}")
-    elif options.table:
-        print(table(cells))
     else:
         return carry_out(matrix, cells, single=options.cell is not None)
     return 0
@@ -108,9 +90,9 @@ def carry_out(matrix: Matrix, cells: Sequence[Cell], *, single: bool) -> int:
     whose matrix others may be running."""
     # Its lock: two of these would start the same runs. Single cells run beside each other, each under its own run's lock.
     lock = contextlib.nullcontext() if single else RunFolder(matrix.folder)
-    with lock, StopRequest(passed_on=True) as stop, at_most(matrix.settings.max_hours):
-        for file in () if single else report_files(matrix).values():
-            check_replaceable(file, f"{matrix.path}, its report")
+    with lock, StopRequest(passed_on=True) as stop:
+        if not single:
+            check_replaceable(page_of(matrix), f"{matrix.path}, its report")
         outcomes = run_all(matrix, cells, stop)
         rows = [[each.cell.name, each.status, or_dash(each.seconds, duration), str(each.cell.run_dir)] for each in outcomes]
         say(f"\n{markdown(['cell', 'status', 'took', 'run folder'], rows, names=4)}\n")
@@ -133,8 +115,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--at-once", type=count, metavar="N", help="cells side by side")
     parser.add_argument("--gpus", type=count, metavar="N", help="GPUs of this machine to spread the cells over")
     parser.add_argument("--processes", type=count, metavar="N", help="processes of each cell")
-    parser.add_argument("--max-hours", type=number(), metavar="H", help="after these, what is running saves and all stops")
     parser.add_argument("--count", action="store_true", help="print the number of cells, and stop")
     parser.add_argument("--dry-run", action="store_true", help="print the command of each cell, and stop")
-    parser.add_argument("--table", action="store_true", help="print the cells best first, as far as they are, and stop")
     return parser.parse_intermixed_args(arguments)

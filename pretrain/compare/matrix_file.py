@@ -53,8 +53,6 @@ class LaunchSettings(Settings):
     overrides: Values = Field(default_factory=dict)  # over the recipe, in every cell that does not set the key itself
     gpus: PositiveCount | None = None  # GPUs of this machine to spread the runs over, one for each process; none: each sees all
     processes: PositiveCount | None = None  # of each run; none: as many as the accelerate file says
-    # Hours after which what is running saves and stops, and nothing else is started; the same command goes on. None: no limit.
-    max_hours: float | None = Field(None, gt=0)
 
 
 class CellSettings(Settings):

@@ -12,9 +12,8 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,7 +94,7 @@ def run_all(matrix: Matrix, cells: Sequence[Cell], stop: StopRequest) -> list[Ou
     say(f"{len(cells) - len(waiting)} of {len(cells)} cells are finished already")
     try:
         while running or (waiting and not stop.requested):
-            while len(running) < at_once and not stop.requested and (cell := next_of(waiting, [one.cell for one in running])):
+            while len(running) < at_once and not stop.requested and (cell := next_of(waiting, alone=not running)):
                 waiting.remove(cell)
                 try:
                     running.append(start(matrix, cell, running, side_by_side=at_once > (matrix.slots or 1)))
@@ -123,29 +122,15 @@ def run_all(matrix: Matrix, cells: Sequence[Cell], stop: StopRequest) -> list[Ou
     return list(outcomes.values())
 
 
-@contextlib.contextmanager
-def at_most(hours: float | None) -> Iterator[None]:
-    """When the `hours` are over, send this process what a scheduler sends then, so that a StopRequest takes it; None: never."""
-    timer = threading.Timer((hours or 0.0) * 3600, os.kill, (os.getpid(), signal.SIGUSR1))
-    timer.daemon = True
-    if hours:
-        timer.start()
-    yield
-    timer.cancel()
-
-
 def say(text: str) -> None:
     print(text, flush=True)
 
 
-def next_of(waiting: Sequence[Cell], running: Sequence[Cell]) -> Cell | None:
-    """The first that may start: all but those that begin with a checkpoint of another cell here, which that has still to make."""
-    to_come = {cell.run_dir.resolve() for cell in (*waiting, *running)}
-    for cell in waiting:
-        begin = begin_of(cell.recipe)
-        if begin is None or begin.exists() or begin.resolve().parent.parent not in to_come - {cell.run_dir.resolve()}:
-            return cell
-    return waiting[0] if waiting and not running else None  # which says what it lacks
+def next_of(waiting: Sequence[Cell], *, alone: bool) -> Cell | None:
+    """The first that may start: one that begins with a checkpoint which is not there yet waits for the cells that are running,
+    of which one may make it. Where none is (`alone`), it says what it lacks."""
+    ready = (cell for cell in waiting if (begin := begin_of(cell.recipe)) is None or begin.exists())
+    return next(ready, waiting[0] if waiting and alone else None)
 
 
 def start(matrix: Matrix, cell: Cell, running: Sequence[StartedCell], *, side_by_side: bool) -> StartedCell:

@@ -5,8 +5,8 @@ phases of four cells take twelve runs and not 64. It ends at the first phase tha
 fastest cell so far is the answer, as the command that trains with it. A cell is stable that has finished with every loss finite,
 no step left out and none taken back. What is finished is left alone: the same command goes on.
 
-Exit status: 0 an answer, 1 no cell of the first phase is stable, 2 something given cannot be used (one message says what), 130 or
-143 stopped, 138 the hours are over.
+Exit status: 0 an answer, 1 no cell of the first phase is stable, 2 something given cannot be used (one message says what), 130,
+138 or 143 stopped.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from foundation.settings import PathText, Share, parse
 from foundation.signals import StopRequest
 from foundation.units import markdown, memory, or_dash, percent, plural
 from pretrain.compare.matrix_file import Cell, CellSettings, LaunchSettings, Matrix, MatrixSettings, Values, make_matrix
-from pretrain.compare.matrix_run import Outcome, at_most, command_of, run_all, say
+from pretrain.compare.matrix_run import Outcome, command_of, run_all, say
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.run_record import WARM_UP_STEPS
 from pretrain.settings.config import filled_in, flatten, parse_overrides
@@ -43,7 +43,7 @@ class PhaseSettings(CellSettings):
 
 
 class PhasesSettings(LaunchSettings):
-    """What a phases file can hold. `overrides` are of every phase: few steps, no checkpoints; `max_hours` of the whole search."""
+    """What a phases file can hold. `overrides` are of every phase: few steps, no checkpoints."""
 
     phases: Annotated[list[PhaseSettings], Field(min_length=1)]
     least_gain: Share = 0.01  # in tokens/s over the phases before: with less, what is there stays and the search ends
@@ -166,10 +166,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("phases", type=Path, help="what is tried, and in which order: a YAML file, see recipes/phases/")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="over the recipe's settings, in every cell")
     parser.add_argument("--gpus", type=number(1, whole=True), metavar="N", help="GPUs of this machine for a phase's cells")
-    parser.add_argument("--max-hours", type=number(), metavar="H", help="after these, what is running saves and all stops")
     parser.add_argument("--dry-run", action="store_true", help="print the commands of all phases, on first cells, and stop")
     options = parser.parse_intermixed_args(arguments)
-    changes = {key: value for key in ("gpus", "max_hours") if (value := getattr(options, key)) is not None}
+    changes = {} if options.gpus is None else {"gpus": options.gpus}
     search = load_phases(options.phases, options.overrides, **changes)
     matrices = search.check()
     if options.dry_run:
@@ -177,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"# {phase.name}" + ("" if matrix is matrices[0] else ", on first cells; in the search, on the best before"))
             print("\n".join(shlex.join(command_of(matrix, cell)) for cell in matrix.cells))
         return 0
-    with RunFolder(search.folder), StopRequest(passed_on=True) as stop, at_most(search.settings.max_hours):
+    with RunFolder(search.folder), StopRequest(passed_on=True) as stop:
         return measure(search, stop)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from foundation.command import CommandParser, number
 from foundation.errors import InputError
-from foundation.files import MARKDOWN_MARK, check_replaceable, save_file
+from foundation.files import check_replaceable, save_file
 from foundation.units import plural
 from pretrain.compare.columns import differences_of, figures_of, meanings, signed, table_of
 from pretrain.compare.comparison import TOLERANCE, RunComparison
@@ -67,12 +67,9 @@ class Report:
         parts.append(_bullets([*meanings(columns), *comparison.notes(over_seeds=bool(seeds))]))
         return [part for part in parts if part]
 
-    def write(self, tables_file: Path | None, page: Path | None, *, every: float | None = None) -> None:
-        """Write what has a place: the Markdown file, and the page, which is read again `every` so many seconds."""
-        if tables_file:
-            save_file(tables_file, "\n\n".join([*self.tables(), MARKDOWN_MARK, ""]).encode())
-        if page:
-            save_file(page, render(self.comparison, self.seeds, self.answer, every))
+    def write(self, page: Path, *, every: float | None = None) -> None:
+        """Write the page, which is read again `every` so many seconds."""
+        save_file(page, render(self.comparison, self.seeds, self.answer, every))
 
     def judge(self) -> list[str]:
         """Why the gate is not passed, a line for each run or group of seeds; InputError where there is nothing to hold it
@@ -81,9 +78,9 @@ class Report:
             return list(_failed_groups(self.seeds, self.comparison.tolerance))
         base, others = self.comparison.baseline, self.comparison.standings[1:]
         if not others:
-            raise InputError(f"--gate: {base.label} is the only run; name a baseline and at least one other")
+            raise InputError(f"--gate: {base.label} is the only run; name at least one other")
         if base.run.broke_off or base.run.is_unfinished:
-            raise InputError(f"--gate: the baseline {base.label} came to no end; name a finished run with --baseline")
+            raise InputError(f"--gate: the baseline {base.label} came to no end; name a finished run first")
         failures = []
         for each in others:
             if each.run.broke_off:
@@ -122,14 +119,9 @@ def _bullets(notes: Iterable[str]) -> str:
 # ── Reading ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def read_runs(paths: Sequence[Path], baseline: Path | None = None) -> list[RunRecord]:
-    """The runs of these folders, each once; first the `baseline`, one of the folders or the name of a run among these, by default
-    the first."""
-    runs = {path.resolve(): read_run(path) for path in paths}
-    first = next((run for run in runs.values() if baseline and baseline in (run.path, Path(run.name))), None)
-    if baseline and first is None:
-        first = runs.setdefault(baseline.resolve(), read_run(baseline))
-    return sorted(runs.values(), key=lambda run: first is not None and run is not first)
+def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
+    """The runs of these folders, each once, in their order."""
+    return list({path.resolve(): read_run(path) for path in paths}.values())
 
 
 # ── The command ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -141,10 +133,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.watch is not None:
         report = watch(options)
     else:
-        runs = read_runs(options.runs, options.baseline)
-        report = _report_on(options, runs)
-        report.write(options.out.get(".md"), options.out.get(".html"))
-        print("\n\n".join([*report.tables(), *(f"Written: {path}" for path in options.out.values())]))
+        report = _report_on(options, read_runs(options.runs))
+        if options.out:
+            report.write(options.out)
+        print("\n\n".join([*report.tables(), *([f"Written: {options.out}"] if options.out else [])]))
     if options.gate is None:
         return 0
     failures = report.judge() if report else ["no run has a step yet"]
@@ -161,7 +153,7 @@ def _report_on(options: argparse.Namespace, runs: Sequence[RunRecord]) -> Report
 
 def watch(options: argparse.Namespace) -> Report | None:
     """Write the page whenever a run has come further, until all have ended or Ctrl-C comes; returns what stands in it."""
-    report, before, going, page = None, "", True, options.out[".html"]
+    report, before, going, page = None, "", True, options.out
     print(f"following {', '.join(map(str, options.runs))} in {page}; Ctrl-C ends it", flush=True)
     try:
         while going:
@@ -169,7 +161,7 @@ def watch(options: argparse.Namespace) -> Report | None:
             try:
                 if missing := [path for path in options.runs if not (path / METRICS_FILE).exists()]:
                     raise NoStepYet(missing[0])
-                runs = read_runs(options.runs, options.baseline)
+                runs = read_runs(options.runs)
                 now = ", ".join(f"{run.name} step {run.summary['steps']:,}" for run in runs)
                 going = not all(_has_ended(run) for run in runs)
             except NoStepYet as none:
@@ -178,13 +170,13 @@ def watch(options: argparse.Namespace) -> Report | None:
                 print(f"{time.strftime('%H:%M:%S')}  {now}", flush=True)
                 if runs:
                     report = _report_on(options, runs)
-                    report.write(None, page, every=options.watch if going else None)
+                    report.write(page, every=options.watch if going else None)
             before = now
             if going:
                 time.sleep(options.watch)
     except KeyboardInterrupt:
         if report:
-            report.write(None, page)
+            report.write(page)
     if report:
         print(f"{report.answer}\n\nPage: {page}")
     return report
@@ -196,12 +188,9 @@ def _has_ended(run: RunRecord) -> bool:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options, checked, with `out` as files by their endings."""
     parser = CommandParser(prog="python -m pretrain report", description="Run folders side by side, or one alone.")
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder; several are compared")
-    parser.add_argument("--baseline", type=Path, metavar="RUN", help="what the others are compared to (default: the first)")
-    out = "a page with everything (.html) or the tables (.md); repeatable (default: the tables on the screen alone)"
-    parser.add_argument("--out", action="append", default=[], type=Path, help=out)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder; others are held against the first")
+    parser.add_argument("--out", type=Path, metavar="PAGE.html", help="write everything as a page, too")
     vary = "a key, or section, that may differ: what is compared; repeatable"
     parser.add_argument("--vary", action="append", default=[], metavar="KEY", help=vary)
     gate = "exit with 1 if a run's loss ends further than this above the baseline's"
@@ -211,12 +200,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     margin = f"over seeds: of the baseline's loss, within which a difference counts as none (default: {100 * MARGIN:g})"
     parser.add_argument("--margin", type=number(most=100), default=100 * MARGIN, metavar="PERCENT", help=margin)
     options = parser.parse_intermixed_args(arguments)
-    files = {path.suffix: path for path in options.out}
-    for path in options.out:
-        if path.suffix not in (".html", ".md") or files[path.suffix] != path:
-            raise InputError(f"--out {path}: one file may end in .html and one in .md, which say what to write")
-        check_replaceable(path)
-    if options.watch is not None and list(files) != [".html"]:
-        raise InputError("--watch writes a page again and again, and nothing else: give --out report.html alone")
-    options.out = files
+    if options.out:
+        if options.out.suffix != ".html":
+            raise InputError(f"--out {options.out}: a page is written, whose name ends in .html; `> tables.md` keeps the tables")
+        check_replaceable(options.out)
+    elif options.watch is not None:
+        raise InputError("--watch writes a page again and again: give --out report.html")
     return options

@@ -47,7 +47,7 @@ def test_the_moving_mean_is_the_mean_of_the_finite_values_around(losses, half):
 
 def page_of(runs: list[RunRecord], folder: Path, *vary: str, **how: object) -> str:
     """The page without script and style."""
-    Report.over(runs, vary).write(None, folder / "page.html", **how)
+    Report.over(runs, vary).write(folder / "page.html", **how)
     return re.sub(r"<(script|style)\b.*?</\1>", "", (folder / "page.html").read_text(), flags=re.S)
 
 
@@ -68,7 +68,7 @@ def test_the_page_asks_the_network_for_nothing_and_has_all_as_text(tmp_path):
 def test_names_from_a_run_are_text_in_the_page_and_no_markup(tmp_path):
     name = "<img onerror=alert(1)>&amp;"
     runs = [trained(tmp_path / name), trained(tmp_path / "c", (4.0, 3.0), audit={"effective": "</script><script>alert(1)"})]
-    Report.over(runs).write(None, tmp_path / "page.html")
+    Report.over(runs).write(tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     assert "<script>alert" not in page and "<img onerror" not in page and "&lt;img onerror=alert(1)&gt;&amp;amp;" in page
     drawn = [trace.name for trace in curves_figure(Report.over(runs).comparison).data]
