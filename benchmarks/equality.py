@@ -104,17 +104,17 @@ def compare(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     for case in arguments.cases:
         overrides = CASES[case]
         for fused in ("on", "off"):
-            name, found = f"{case}, fused {fused}", {}
+            name, by_processes = f"{case}, fused {fused}", {}
             wanted = [*overrides, f"model.fused={fused}", f"train.steps={arguments.steps}", *arguments.overrides]
             for number, (processes, backward_order) in runs.items():
                 launch = {"topology": arguments.topology, "processes": processes, "gpu": arguments.gpu}
                 launch["backward_order"] = backward_order
                 run_dir = folder / name_of(f"{case}-{fused}", wanted, **launch)
-                found[number] = curves([str(recipe), *wanted, f"run_dir={run_dir}"], run_dir, **launch)
-            differences = {number: apart(found["1"], found[number]) for number in list(runs)[1:]}
+                by_processes[number] = curves([str(recipe), *wanted, f"run_dir={run_dir}"], run_dir, **launch)
+            differences = {number: apart(by_processes["1"], by_processes[number]) for number in list(runs)[1:]}
             for number, each in differences.items():
                 print(f"{arguments.topology}, {name}, processes {number}: {each}", flush=True)
-            results[name] = {"apart": differences, "curves": found}
+            results[name] = {"apart": differences, "curves": by_processes}
     return results
 
 

@@ -46,7 +46,7 @@ def main() -> None:
         torch.distributed.broadcast_object_list(shared)
         folder = Path(shared[0])
     try:
-        found = measure(Checkpoints(folder / "checkpoints", keep=1), model, optimizer, device, arguments.saves)
+        measured = measure(Checkpoints(folder / "checkpoints", keep=1), model, optimizer, device, arguments.saves)
     finally:
         if rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
@@ -60,10 +60,10 @@ def main() -> None:
         "processes": world_size,
         "load_average": os.getloadavg()[0],  # of the machine: above its cores, others were at work
         "gb": bytes_needed(model, optimizer) / 1e9,
-        **found,
+        **measured,
     }
     write(arguments.out, report)
-    print(json.dumps({key: report[key] for key in ("gb", *found)}, indent=1))
+    print(json.dumps({key: report[key] for key in ("gb", *measured)}, indent=1))
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -85,9 +85,9 @@ class Bench:
         self.out = out
         self.result: dict[str, Any] = {"command": command, "settings": settings.record(), "tolerances": TOLERANCES, "ways": {}}
         if go_on and out.exists():
-            self._take_up(json.loads(out.read_text()))
+            self._continue(json.loads(out.read_text()))
 
-    def _take_up(self, before: dict[str, Any]) -> None:
+    def _continue(self, before: dict[str, Any]) -> None:
         changed = [key for key, value in self.result["settings"].items() if before["settings"].get(key) != value]
         if changed:
             raise InputError(f"{self.out}: was measured with other settings ({', '.join(changed)}); name another --out")

@@ -111,7 +111,7 @@ class Search:
         return make_matrix(f"{self.path}, phase {phase.name}", matrix, self.overrides)
 
     def check(self) -> list[Matrix]:
-        """Every phase as a matrix, before the first is begun: each on the first cells of those before it, which may set what it
+        """Every phase as a matrix, before the first begins: each on the first cells of those before it, which may set what it
         needs. InputError for a mistake in any."""
         matrices, values = [], {}
         for phase in self.settings.phases:

@@ -48,7 +48,7 @@ def recorder_of(job: Job, assembly: Assembly, accelerator: Accelerator) -> Recor
 
 
 def introduce_job(job: Job, accelerator: Accelerator, notices: Iterable[str]) -> Console:
-    """Say on a console for `job` what was put right of the launch, and what is done in place of a precision that the device
+    """Say on a console for `job` what was corrected in the launch, and what is done in place of a precision that the device
     lacks."""
     console = Console(job.plan.steps, enabled=accelerator.is_main_process)
     for text in notices:

@@ -43,7 +43,7 @@ def plan_launch(arguments: argparse.Namespace) -> int:
 
 
 def _launched(arguments: argparse.Namespace, purpose: Purpose) -> tuple[Job, Accelerator, Console]:
-    """The job that these arguments name, its Accelerator, and a console that has said what was put right of the launch."""
+    """The job that these arguments name, its Accelerator, and a console that has said what was corrected in the launch."""
     recipe = with_precision(load_recipe(arguments.recipe, arguments.overrides), os.environ)
     accelerator, notices = as_launched(recipe)
     job = prepare_job(recipe, accelerator, purpose=purpose)

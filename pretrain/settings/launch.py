@@ -7,7 +7,7 @@ passes unknown keys of `fp8_config` on unread, and fills in its own defaults for
 may be what somebody wrote. It counts where the precision has such a key, and for nothing elsewhere.
 
 `accelerate config` asks many questions about topology, and some of its answers would train another model here, or do a second
-time what the launcher does. What can be put right safely is, each with a notice; the rest is refused.
+time what the launcher does. What can safely be corrected is corrected, each time with a notice. The rest is refused.
 """
 
 from __future__ import annotations
@@ -176,16 +176,16 @@ _LEFT_OUT = {
 
 @dataclass(frozen=True)
 class Launch:
-    """What remains to be known of a launch once its variables are put right."""
+    """What remains to be known of a launch once its variables are corrected."""
 
     replicas: int  # of the shards, under FSDP2 (HSDP); 1: parameters are sharded over all processes, or not at all
-    notices: tuple[str, ...]  # what was put right, for the user
+    notices: tuple[str, ...]  # what was corrected, for the user
     gathers_as_fits: bool  # shards: once a step where memory allows, else for each use
 
 
 def with_topology(environ: MutableMapping[str, str], *, has_gpu: bool) -> Launch:
     """Change `environ`, before an Accelerator is made, to what trains rightly. `has_gpu`: whether this process sees one.
-    InputError for a launch that cannot be put right."""
+    InputError for a launch that cannot be corrected."""
     for variable, kind in (("ACCELERATE_USE_DEEPSPEED", "DEEPSPEED"), ("ACCELERATE_USE_MEGATRON_LM", "MEGATRON_LM")):
         if _is_true(environ, variable):
             raise InputError(f"{_ORIGIN}: `distributed_type: {kind}` is not supported; use MULTI_GPU or FSDP")

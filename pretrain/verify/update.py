@@ -9,7 +9,7 @@ process makes and in every statistics step:
   the weight to its last bit but one.
 
 AdamW treats each value by itself, so copies of some values see what copies of all would: up to 1,024 of every parameter, evenly
-spaced over this process's part of it, and others in each step. Only the gradients' norm is of all values, and is made anew.
+spaced over this process's part of it, and others in each step. Only the gradients' norm is of all values, and is computed again.
 """
 
 from __future__ import annotations
@@ -118,9 +118,9 @@ class TorchUpdate:
     def differences(self) -> list[str]:
         """What the optimizer's step, done meanwhile, has made otherwise: a line for each thing, with the parameters."""
         lines, after, stored = list(self._claims), self._values(), self._recipe
-        kept = {"weights": stored.weights == "bf16", **dict.fromkeys(MOMENTS, stored.moments_kept_in == "bf16")}
+        in_bf16 = {"weights": stored.weights == "bf16", **dict.fromkeys(MOMENTS, stored.moments_kept_in == "bf16")}
         for what, expected in self._expected.items():
-            off = self._off(after[what], expected, self._before[what], in_bf16=kept[what])
+            off = self._off(after[what], expected, self._before[what], in_bf16=in_bf16[what])
             counts = self._by_tensor(off.float()).tolist()
             if names := [name for name, count in zip(self._names, counts, strict=True) if count]:
                 lines.append(f"{what} of {len(names)} of {len(self._names)} parameters: {some_of(names)}")
@@ -135,14 +135,14 @@ class TorchUpdate:
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 decay = settings.weight_decay if parameter.dim() >= 2 else 0.0
-                said = {"lr": learning_rate, "betas": tuple(settings.betas), "eps": settings.eps, "weight_decay": decay}
-                wrong |= {f"{key} is {group[key]}, not {value}" for key, value in said.items() if group[key] != value}
+                expected = {"lr": learning_rate, "betas": tuple(settings.betas), "eps": settings.eps, "weight_decay": decay}
+                wrong |= {f"{key} is {group[key]}, not {value}" for key, value in expected.items() if group[key] != value}
         return sorted(wrong)
 
     def _wrong_dtypes(self) -> list[str]:
         """Where something is not stored as the recipe says."""
         recipe, wrong = self._recipe, set()
-        said = {
+        expected = {
             "weights": WEIGHT_DTYPES[recipe.weights],
             "gradients": WEIGHT_DTYPES[recipe.gradients_kept_in],
             **dict.fromkeys(MOMENTS, WEIGHT_DTYPES[recipe.moments_kept_in]),
@@ -151,8 +151,8 @@ class TorchUpdate:
             state = self._optimizer.state[parameter]
             stored = {"weights": parameter, "gradients": gradient_of(parameter)} | {name: state[name] for name in MOMENTS}
             for what, tensor in stored.items():
-                if (dtype := dtype_name(tensor.dtype)) != said[what]:
-                    wrong.add(f"{what} are {dtype}, not {said[what]}")
+                if (dtype := dtype_name(tensor.dtype)) != expected[what]:
+                    wrong.add(f"{what} are {dtype}, not {expected[what]}")
             if (recipe.weights == "bf16_exact") != ("remainder" in state):
                 wrong.add("remainders of BF16 weights are kept where they should not be, or missing")
         return sorted(wrong)
