@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from foundation.units import UNKNOWN, count, markdown, memory, percent, three_digits
+from foundation.units import UNKNOWN, count, markdown, memory, percent
 from pretrain.compare.comparison import RunComparison, Standing, own_speed
-from pretrain.compare.differences import CONFIDENCE, FEWEST_STEPS, Gap
+from pretrain.compare.differences import CONFIDENCE, Gap
 from pretrain.compare.fairness import keys_told_apart_by, option
-from pretrain.metrics.run_record import LAST_STEPS, LOSS_KEY
+from pretrain.metrics.run_record import FEWEST_STEPS, LOSS_KEY
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,7 @@ def _emulated(each: Standing) -> str:
     return " (emulated)" if each.run.emulated else ""
 
 
+AT_END = f"the mean of the last fifth of the steps, or of the last {FEWEST_STEPS} where that is more"
 RUN = Column("run", "", lambda each: each.label, words=True)
 
 
@@ -100,7 +101,7 @@ def figures_of(comparison: RunComparison) -> list[Column]:
         Column("backend", "what computed the products", lambda each: each.run.backend, words=True),
         _key("steps", "", "steps", "{:,}".format, mark=_ended),
         _key("tokens", "", "tokens", count),
-        _key(f"loss, last {LAST_STEPS}", "training loss, mean of these steps, nats a token", LOSS_KEY, "{:.4f}".format),
+        _key("loss at the end", f"training loss, nats a token, {AT_END}", LOSS_KEY, "{:.4f}".format),
         _key("held-out", "loss of packs that are not trained on", "held_out_loss", "{:.4f}".format, mark=_evaluated),
         Column("held-out − baseline", "where both were evaluated last in one step", lambda each: each.held_out_gap, signed),
         _key("perplexity", "e to the held-out loss", "held_out_perplexity", "{:.4g}".format),
@@ -112,7 +113,6 @@ def figures_of(comparison: RunComparison) -> list[Column]:
         _key("memory", "the most that was allocated on a GPU; on a CPU what the process held", "memory_gib", memory),
         _key("frozen", "share of parameters whose update rounding has lost", "frozen_updates", percent),
         _of_hardware("data wait", "share of the steps' time", "data_wait_share", percent),
-        _of_hardware("tok/J", "tokens a joule, by the GPUs' own counters", "tokens_per_joule", three_digits),
     ]
     return [column for column in columns if any(column.known(each) is not None for each in comparison.standings)]
 
@@ -124,7 +124,6 @@ def differences_of(comparison: RunComparison) -> list[Column]:
         return Column(title, meaning, lambda each: value(each.gap) if each.gap else None, form)
 
     base, share = comparison.baseline.label, f"{100 * CONFIDENCE:.0f} %"
-    end = f"paired by step: the mean of the last fifth of the steps, or of the last {FEWEST_STEPS} where that is more"
     interval = (
         f"half of the mean's {share} interval. Neighbouring steps resemble each other, so it is by Student's t over the means of "
         f"batches of floor(sqrt(n)) consecutive steps; none below {FEWEST_STEPS} steps"
@@ -132,7 +131,7 @@ def differences_of(comparison: RunComparison) -> list[Column]:
     verdict = f"where the whole interval lies, within ± {comparison.tolerance:g} nats around the baseline or beyond"
     return [
         RUN,
-        of_gap(f"minus {base}, at the end", end, lambda gap: gap.mean, partial(signed, digits=5)),
+        of_gap(f"minus {base}, at the end", f"paired by step: {AT_END}", lambda gap: gap.mean, partial(signed, digits=5)),
         of_gap(f"± {share}", interval, lambda gap: gap.half_width, "{:.5f}".format),
         of_gap("steps", "", lambda gap: gap.steps),
         Column("verdict", verdict, lambda each: each.verdict),

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from pretrain.compare.differences import Gap, at_the_end
+from pretrain.compare.differences import Gap
 from pretrain.compare.fairness import (
     changes_in_words,
     loss_differences,
@@ -16,7 +16,7 @@ from pretrain.compare.fairness import (
     same_held_out,
     why_not_paired,
 )
-from pretrain.metrics.run_record import RunRecord
+from pretrain.metrics.run_record import RunRecord, at_the_end
 
 # Of runs in their order: ten colours that are told apart (Tableau's, and plotly's own), then the same with another line.
 COLOURS = ("#1F77B4", "#FF7F0E", "#2CA02C", "#D62728", "#9467BD", "#8C564B", "#E377C2", "#7F7F7F", "#BCBD22", "#17BECF")

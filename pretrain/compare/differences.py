@@ -1,8 +1,7 @@
 """What a difference between two losses comes to, in nats a token: how large it is, how sure, and whether it matters.
 
 Along one run the sample are the differences of its steps, which resemble their neighbours. Over seeds it are those of pairs: a
-seed changes a run's initialization and the order of its text, and drops out of the difference of two runs of one seed. Nothing
-here knows of runs.
+seed changes a run's initialization and the order of its text, and drops out of the difference of two runs of one seed.
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pretrain.metrics.run_record import FEWEST_STEPS
+
 CONFIDENCE = 0.95  # of every interval that is shown
-LAST_SHARE = 0.2  # of the common steps: where runs have grown apart, and a difference predicts the end
-FEWEST_STEPS = 64  # for a standard error: eight batches of eight
 FEWEST_SEEDS = 3  # for an interval: that of two is nearly four times as wide as that of three
 MARGIN = 0.003  # of the baseline's loss, within which a difference counts as none
 EQUIVALENCE = 0.90  # the interval of two one-sided tests at 5 % each
@@ -47,15 +46,6 @@ def t_quantile(freedom: int, confidence: float) -> float:
 
 
 # ── Along one run ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def at_the_end(differences: np.ndarray) -> np.ndarray:
-    """Those of the end: the last fifth, or the last FEWEST_STEPS where these are more, as fewer have no interval.
-
-    This is the one definition of where runs end. Tables, pictures, the page and the gate take the same steps.
-    """
-    steps = max(math.ceil(len(differences) * LAST_SHARE), FEWEST_STEPS)
-    return differences[-steps:]
 
 
 def batch_means_error(values: np.ndarray) -> float:

@@ -14,7 +14,7 @@ from pretrain.compare.columns import Column, as_text, signed
 from pretrain.compare.comparison import by_verdict, on_one_kind_of_machine, own_speed, unique_names
 from pretrain.compare.differences import CONFIDENCE, EQUIVALENCE, FEWEST_SEEDS, MARGIN, SeedDifference
 from pretrain.compare.fairness import changed_settings, recipe_of, same_held_out
-from pretrain.metrics.run_record import LAST_STEPS, LOSS_KEY, RunRecord
+from pretrain.metrics.run_record import LOSS_KEY, RunRecord
 from pretrain.precision.settings import is_quantized
 from pretrain.settings.config import flatten, resolved
 
@@ -133,7 +133,7 @@ class SeedComparison:
         columns = [
             Column("runs", "", lambda each: each.name, words=True),
             Column("seeds", "", lambda each: len(each.difference.by_seed if each.difference else each.losses)),
-            Column("held-out loss" if self.held_out else f"loss, last {LAST_STEPS}", "", lambda each: each.level),
+            Column("held-out loss" if self.held_out else "loss at the end", "", lambda each: each.level),
             of(f"minus {base}", paired, lambda difference: difference.mean, signed),
             of(f"± {interval}", over_seeds, lambda difference: difference.half_width(), "{:.4f}".format),
             of("in %", "", lambda difference: difference.mean / difference.baseline, "{:+.2%}".format),

@@ -9,7 +9,6 @@ out.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,14 +24,18 @@ class Peak:
     fp8: float | None = None
     fp4: float | None = None
     fp32: float | None = None
+    # GiB of one, as CUDA reports them; the GB of data sheets (80, 141, 180) are 6 % fewer bytes. H200: as seen here. H100 SXM of
+    # 80 GB and B200: the "total capacity" in torch's messages, as others have reported it.
+    memory: float | None = None
+    capability: tuple[int, int] | None = None  # of the architecture, which precisions ask for
 
 
-MEMORY = r"(?: \d+gb?)?(?: hbm\d\w*)?"  # as in "H100 80GB HBM3", "GH200 144G HBM3e"
+NUMBERS = r"(?: \d+gb?)?(?: hbm\d\w*)?"  # as in "H100 80GB HBM3", "GH200 144G HBM3e"
 
 # Names are matched whole, because a laptop's 4090, an "RTX 4090 D" and a MIG slice of an A100 have peaks of their own.
 PEAKS = (
     # NVIDIA A100 data sheet (2188504): BF16 312 | 624 sparse; SXM and PCIe alike.
-    Peak(rf"a100(?: sxm4| pcie| pg509)*{MEMORY}(?: pcie)?", bf16=312.0, fp32=19.5),
+    Peak(rf"a100(?: sxm4| pcie| pg509)*{NUMBERS}(?: pcie)?", bf16=312.0, fp32=19.5),
     # NVIDIA A30 and A40 data sheets: BF16 165 | 330 and 149.7 | 299.4 sparse. A10: 125 | 250.
     Peak("a30", bf16=165.0, fp32=10.3),
     Peak("a40", bf16=149.7, fp32=37.4),
@@ -40,18 +43,18 @@ PEAKS = (
     # NVIDIA H100 data sheet, sparse: SXM 1,979 BF16, 3,958 FP8; PCIe 1,513 and 3,026; NVL 1,671 and 3,341.
     Peak(r"h100 pcie", bf16=756.5, fp8=1513.0, fp32=51.0),
     Peak(r"h100 nvl", bf16=835.5, fp8=1670.5, fp32=60.0),
-    Peak(rf"h100(?: sxm5?)?{MEMORY}", bf16=989.5, fp8=1979.0, fp32=67.0),
+    Peak(rf"h100(?: sxm5?)?{NUMBERS}", bf16=989.5, fp8=1979.0, fp32=67.0, memory=79.1, capability=(9, 0)),
     # NVIDIA H200 data sheet, sparse: SXM 1,979 BF16, 3,958 FP8; NVL 1,671 and 3,341. GH200: the SXM figures.
     Peak(r"h200 nvl", bf16=835.5, fp8=1670.5, fp32=60.0),
-    Peak(rf"h200(?: sxm5?)?{MEMORY}", bf16=989.5, fp8=1979.0, fp32=67.0),
-    Peak(rf"gh200{MEMORY}", bf16=989.5, fp8=1979.0, fp32=67.0),
+    Peak(rf"h200(?: sxm5?)?{NUMBERS}", bf16=989.5, fp8=1979.0, fp32=67.0, memory=139.8, capability=(9, 0)),
+    Peak(rf"gh200{NUMBERS}", bf16=989.5, fp8=1979.0, fp32=67.0),
     # NVIDIA HGX B200 and GB200 NVL72 data sheets, sparse and by GPU: BF16 4.5 and 5 PFLOP/s, FP8 9 and 10, FP4 18 and 20.
-    Peak(rf"b200{MEMORY}", bf16=2250.0, fp8=4500.0, fp4=9000.0),
-    Peak(rf"gb200{MEMORY}", bf16=2500.0, fp8=5000.0, fp4=10000.0),
+    Peak(rf"b200{NUMBERS}", bf16=2250.0, fp8=4500.0, fp4=9000.0, memory=178.4, capability=(10, 0)),
+    Peak(rf"gb200{NUMBERS}", bf16=2500.0, fp8=5000.0, fp4=10000.0),
     # NVIDIA HGX B300 and GB300 NVL72 data sheets, likewise: BF16 4.5 and 5, FP8 9 and 10; FP4 dense 15 of a GB300, and of a B300
     # 13.1 or 13.5, by which of them one reads.
-    Peak(rf"b300(?: sxm6)?(?: ac)?{MEMORY}", bf16=2250.0, fp8=4500.0),
-    Peak(rf"gb300{MEMORY}", bf16=2500.0, fp8=5000.0, fp4=15000.0),
+    Peak(rf"b300(?: sxm6)?(?: ac)?{NUMBERS}", bf16=2250.0, fp8=4500.0),
+    Peak(rf"gb300{NUMBERS}", bf16=2500.0, fp8=5000.0, fp4=15000.0),
     # NVIDIA L4 data sheet, sparse: BF16 242, FP8 485. L40S data sheet: BF16 362.05 | 733 sparse, FP8 733 | 1,466.
     Peak("l4", bf16=121.0, fp8=242.5, fp32=30.3),
     Peak("l40s", bf16=362.05, fp8=733.0, fp32=91.6),
@@ -75,23 +78,12 @@ def peak(device_name: str | None, dtype: PeakDtype) -> float | None:
 
     The name is what `torch.cuda.get_device_name` returns, such as "NVIDIA H100 80GB HBM3" or "NVIDIA A100-SXM4-80GB".
     """
-    entry = _entry(device_name)
+    entry = entry_of(device_name)
     return getattr(entry, dtype) if entry else None
 
 
-def known_as(device_name: str | None, names: Iterable[str]) -> str | None:
-    """Which of a table's `names` is the device's: "NVIDIA H100 80GB HBM3" is an "H100", "NVIDIA H100 PCIe" is another; None where
-    it is not in the table."""
-    words, bf16 = set(_words(device_name)), peak(device_name, "bf16")
-    return next((name for name in names if words.issuperset(_words(name)) and peak(name, "bf16") == bf16), None)
-
-
-def _entry(device_name: str | None) -> Peak | None:
-    name = " ".join(_words(device_name))
-    return next((entry for entry in PEAKS if re.fullmatch(entry.pattern, name)), None)
-
-
-def _words(device_name: str | None) -> list[str]:
-    # "NVIDIA A100-SXM4-80GB" -> "a100", "sxm4", "80gb"
+def entry_of(device_name: str | None) -> Peak | None:
+    # "NVIDIA A100-SXM4-80GB" -> "a100 sxm4 80gb"
     words = re.split(r"[\s\-_]+", (device_name or "").strip().lower())
-    return [word for word in words if word not in {"nvidia", "geforce", "tesla"}]
+    name = " ".join(word for word in words if word not in {"nvidia", "geforce", "tesla"})
+    return next((entry for entry in PEAKS if re.fullmatch(entry.pattern, name)), None)

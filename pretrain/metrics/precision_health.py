@@ -44,7 +44,7 @@ class PrecisionHealth:
         self._limits = {"underflow": active.precision.underflow_limit}
         if self._keeps_history:
             self._limits["saturation"] = LOST_TO_LATE_SCALES
-        self._warned: set[str] = set()  # of these shares, and of zeros
+        self._warned: set[str] = set()  # of these shares
 
     def check(self, step: int, records: Sequence[Record]) -> str | None:
         """What is wrong at `step` and was not told before, for the user to read; None where nothing is."""
@@ -59,13 +59,6 @@ class PrecisionHealth:
                     f"{percent(worst[share])} of {worst['layer']}'s {worst['operand']} {what} ({len(above)} of {len(scaled)} "
                     f"operands are above {percent(limit)}); {remedy} loses less"
                 )
-        dead = [f"{record['layer']} {record['operand']}" for record in records if record["amax"] == 0]
-        if dead and "zeros" not in self._warned:  # no scale helps them, and their layer is idle
-            self._warned.add("zeros")
-            warnings.append(
-                f"{dead[0]} is all zeros, of {len(dead)} such operands. Its products are zero in any precision: see whether the "
-                "weights it began with are whole; a lower `optimizer.learning_rate` keeps layers from dying"
-            )
         return f"step {step}: {'; '.join(warnings)}" if warnings else None
 
 

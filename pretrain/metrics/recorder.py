@@ -5,7 +5,6 @@ A step reads its last figure from the device after the optimizer's update, so it
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import sys
 import time
@@ -37,22 +36,17 @@ class Recorder:
     pack_length: int  # tokens of a pack
     world_size: int = 1  # devices that share each step
     low_precision: LowPrecisionProducts | None = None  # None where none are, or of unknown peak: then no `mfu_recipe_peak`
-    energy: Callable[[], float] | None = None  # joules of this device so far; None leaves `joules` out
     clock: Callable[[], float] = time.perf_counter
     _steps_here: int = field(default=0, init=False)  # of this process, which compiles again after every resume
     _seconds: float = field(default=0.0, init=False)
     _recompiles: int = field(default=0, init=False)
-    _joules: float | None = field(default=None, init=False)
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Time the block, a whole step from asking for its data to its optimizer update, and count the graphs compiled in it and
-        the energy that it takes."""
-        joules = self.energy() if self.energy else 0.0
+        """Time the block, a whole step from asking for its data to its optimizer update, and count the graphs compiled in it."""
         graphs, begin = compiled_graphs(), self.clock()
         yield
         self._seconds = self.clock() - begin
-        self._joules = (self.energy() - joules) * self.world_size if self.energy else None
         self._steps_here += 1
         self._recompiles = compiled_graphs() - graphs if self._steps_here > WARM_UP_STEPS else 0
 
@@ -64,17 +58,14 @@ class Recorder:
         flops_per_token is the step's mean; tflops and peak_tflops (BF16) are of one device, mfu_bf16_peak their ratio (0 to 1),
         mfu_nanogpt the same with nanoGPT's count of FLOPs in place of ours, mfu_recipe_peak the share of the step that its
         products would have taken, each at the peak of the precision it ran in. All of them count padding, which is multiplied
-        like any token, and so do tokens_per_second. recompiles does not count the process's first two steps. joules are what
-        all devices took, as if each took what this one did.
+        like any token, and so do tokens_per_second. recompiles does not count the process's first two steps.
         """
         record = figures | {
             "step_ms": self._seconds * 1e3,
             "data_wait_ms": data_wait_ms,
             "tokens_per_second": step_tokens / self._seconds,
+            "samples_per_second": step_tokens / self._seconds / self.pack_length,
         }
-        if self._joules is not None:
-            record["joules"] = self._joules
-        record["samples_per_second"] = record["tokens_per_second"] / self.pack_length
         if self.flops is not None:
             work = step_tokens, sum_squared_lengths
             flops = self.flops.step(*work)
@@ -111,27 +102,6 @@ def compiled_graphs() -> int:
     """Graphs that torch.compile has made in this process. Importing dynamo costs a second, and without it there are none."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
-
-
-def joules_of(device: torch.device) -> Callable[[], float] | None:
-    """A reading of the counter of `device`, in joules since its driver was loaded; None where there is none, as on a CPU and a
-    part of a GPU (MIG), or no `nvidia-ml-py` to ask it.
-
-    NVIDIA counts millijoules of the whole board from Volta on (nvmlDeviceGetTotalEnergyConsumption). The counter moves every 20
-    to 100 ms, so a short step's figure is coarse, and the sum over many steps is not.
-    """
-    if device.type != "cuda" or importlib.util.find_spec("pynvml") is None:
-        return None
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-        # By its identity: NVML's numbers know nothing of CUDA_VISIBLE_DEVICES.
-        gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-        pynvml.nvmlDeviceGetTotalEnergyConsumption(gpu)
-    except pynvml.NVMLError:
-        return None
-    return lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1e3
 
 
 @torch.no_grad()

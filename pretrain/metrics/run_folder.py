@@ -76,26 +76,18 @@ def check_free(path: Path) -> None:
     check_ours(path)
     if path.exists():
         RunFolder(path).close()
-    check_writable(path)
-
-
-def check_writable(path: Path) -> None:
-    """InputError where no run could write its folder at `path`, whoever has it now."""
-    there = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise InputError(f"{path}: cannot be used as the run folder: no permission to write there; set another `run_dir`")
 
 
 def check_ours(path: Path) -> None:
-    """InputError where `path` is a folder that no run has made, so that nothing of somebody else's is written over.
+    """InputError where `path` cannot be written, or is a folder that no run has made: nothing of somebody else's is written over.
 
     A run's is empty, or holds the run's config.yaml. The mark of a matrix is there before the run.
     """
-    if not path.exists():
-        return
-    if not path.is_dir():
-        raise InputError(f"{path}: cannot be used as the run folder: it is no folder; set another `run_dir`")
-    strange = sorted(name for name in os.listdir(path) if not name.startswith(".") and name not in _BEFORE_CONFIG)
+    there = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        raise InputError(f"{path}: cannot be used as the run folder: {there} cannot be written to; set another `run_dir`")
+    listed = os.listdir(path) if path.exists() else []
+    strange = sorted(name for name in listed if not name.startswith(".") and name not in _BEFORE_CONFIG)
     config = path / "config.yaml"
     if strange and not (config.is_file() and load_yaml(config).keys() >= _OF_EVERY_RECIPE):
         raise InputError(

@@ -18,12 +18,13 @@ from foundation.errors import InputError
 from foundation.reading import load_yaml
 from foundation.units import count, duration, memory, percent, plural
 from pretrain.checkpoint.state import NO_PAST
-from pretrain.metrics.run_folder import MATRIX_FILE, METRICS_FILE, RunFolder
+from pretrain.metrics.run_folder import MATRIX_FILE, METRICS_FILE, SUMMARY_FILE, RunFolder
 from pretrain.precision.settings import label
 
 WARM_UP_STEPS = 2  # compile, allocate, autotune: kept out of every median
-LAST_STEPS = 50  # one step's loss is mostly noise (sd 0.13 in the reference's runs); their mean is what runs differ in
-LOSS_KEY = f"loss_last_{LAST_STEPS}"  # of that mean in a summary
+LAST_SHARE = 0.2  # of all steps: where runs have grown apart. One step's loss is mostly noise (sd 0.13 in the reference's runs)
+FEWEST_STEPS = 64  # for a standard error: eight batches of eight
+LOSS_KEY, END_KEY = "loss_at_end", "steps_at_end"  # in a summary: the mean loss of a run's end, and of how many steps it is
 MEDIANS = (
     *("tokens_per_second", "samples_per_second", "step_ms", "tflops"),
     *("mfu_bf16_peak", "mfu_nanogpt", "mfu_recipe_peak", "frozen_updates"),
@@ -49,9 +50,12 @@ def is_rollback(record: Record) -> bool:
     return record.get("event") == "rollback"
 
 
-def is_unlabelled(step: Record) -> bool:
-    """Whether no token of a step had a label, which is why its loss is null: one that was not a number is null, too."""
-    return bool(step.get("unlabelled"))
+def at_the_end(steps: Sequence[Any]) -> Sequence[Any]:
+    """Those of a run's end: the last fifth of its steps, or the last FEWEST_STEPS where these are more.
+
+    This is the one definition of where runs end: a run's summary and every table, picture and gate take the same steps.
+    """
+    return steps[-max(math.ceil(len(steps) * LAST_SHARE), FEWEST_STEPS) :]
 
 
 def same_measure(first: Record, second: Record, keys: Sequence[str] = MEASURE) -> bool:
@@ -108,7 +112,7 @@ class RunRecord:
     @property
     def data_fingerprint(self) -> str | None:
         """Identity of the packs trained on."""
-        return self.environment.get("data_fingerprint", self.summary.get("data_fingerprint"))
+        return self.environment.get("data_fingerprint")
 
     @property
     def source_config(self) -> dict[str, Any]:
@@ -129,8 +133,8 @@ class RunRecord:
         return launch.get("processes") or len(gpus) or 1, name
 
     @property
-    def tokens_per_step(self) -> int | None:
-        return self.config.get("batch", {}).get("tokens", self.summary.get("tokens_per_step"))
+    def tokens_per_step(self) -> int:
+        return self.config["batch"]["tokens"]
 
     @property
     def precision(self) -> str | None:
@@ -154,7 +158,7 @@ class RunRecord:
     @property
     def backend(self) -> str | None:
         """What computed the products: "torch", "transformer_engine" or "emulation"; of a schedule, its low-precision ones."""
-        backends = [each.get("backend") for each in self.audited.values()] or [self.audit.get("backend")]
+        backends = [each.get("backend") for each in self.audited.values() or [self.audit]]
         return next((backend for backend in backends if backend != "torch"), backends[-1])
 
     @property
@@ -173,21 +177,14 @@ class RunRecord:
         loss from step 7 on"; empty where it did not. A step without labels has no loss, and says nothing of it."""
         if "halted" in self.summary:
             return f"was halted at step {self.summary['steps']:,}"
-        steps, losses = _curve([step for step in self.steps if not is_unlabelled(step)], "loss")
-        finite = np.flatnonzero(np.isfinite(losses))
-        after = finite[-1] + 1 if len(finite) else 0
-        return f"has no finite loss from step {steps[after]:,} on" if after < len(steps) else ""
+        labelled = [step for step in self.steps if not step.get("unlabelled")]
+        lost = list(itertools.takewhile(lambda step: step["loss"] is None, reversed(labelled)))
+        return f"has no finite loss from step {lost[-1]['step']:,} on" if lost else ""
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether the horizon that its recipe names is still to come. Epochs count without what rollbacks have passed over."""
-        train, tokens, steps = self.config.get("train") or {}, self.tokens_per_step, self.summary["steps"]
-        if epochs := train.get("epochs"):
-            passed_over = [self.past["left_out"], *(each["left_out"] for each in self.metrics if is_rollback(each))][-1]
-            # Whole steps: the last one ends there, or just beyond.
-            return self.summary["epoch"] * steps / (steps + passed_over) < epochs * (1 - 1e-9)
-        horizon = train.get("steps") or (tokens and train.get("tokens") and math.ceil(train["tokens"] / tokens))
-        return bool(horizon) and steps < horizon
+        """Whether steps are to come to the horizon of its last start."""
+        return self.summary["steps"] < self.environment.get("horizon", 0)
 
 
 def _curve(records: Sequence[Record], key: str) -> tuple[np.ndarray, np.ndarray]:
@@ -206,13 +203,13 @@ class NoStepYet(InputError):
         self.run_dir = run_dir
 
 
-def read_run(run_dir: Path, metrics: list[dict[str, Any]] | None = None) -> RunRecord:
-    """Read a whole run folder, but for its `metrics` where they are read already. All figures come from the metrics;
-    `summary.json`, written at the end, adds the run's identity. InputError where it is no run folder, or has no step yet."""
+def read_run(run_dir: Path, last_step: float = math.inf) -> RunRecord:
+    """Read a run folder as the run was after `last_step`; all figures come from its metrics. InputError where it is no run
+    folder, or has no step yet."""
     if not run_dir.is_dir():
         raise InputError(f"{run_dir}: there is no such run folder")
     folder = RunFolder(run_dir, owner=False)
-    metrics = read_metrics(run_dir) if metrics is None else metrics
+    metrics = [record for record in read_metrics(run_dir) if record["step"] <= last_step]
     if not any(map(is_step, metrics)):  # an evaluation may come before
         raise NoStepYet(run_dir)
     return RunRecord(
@@ -220,18 +217,17 @@ def read_run(run_dir: Path, metrics: list[dict[str, Any]] | None = None) -> RunR
         config=load_yaml(folder.config),
         environment=_read_object(folder.environment),
         metrics=metrics,
-        summary=_read_object(folder.summary) | summary(metrics),  # the metrics are newer, if the run was prolonged
+        summary=summary(metrics),
         audit=_read_object(folder.audit),
         matrix=_read_object(run_dir / MATRIX_FILE),
     )
 
 
 def read_finished(run_dir: Path) -> RunRecord | None:
-    """The run in `run_dir`, where it has reached its end: its horizon, and the summary of that step. None where it has not, or
-    where its metrics are damaged. A summary of another step than the metrics' last is of an end that the run has come to before
-    it was prolonged, or sent back."""
+    """The run in `run_dir`, where it has come to its end and has written its summary, the last of all; else None. A summary of
+    another step than the metrics' last is older than what was trained since."""
     try:
-        run, at_its_end = read_run(run_dir), _read_object(RunFolder(run_dir, owner=False).summary)
+        run, at_its_end = read_run(run_dir), _read_object(run_dir / SUMMARY_FILE)
     except InputError:
         return None
     return run if at_its_end.get("steps") == run.summary["steps"] and not run.is_unfinished else None
@@ -263,45 +259,35 @@ def _read_object(path: Path) -> dict[str, Any]:
 def summary(records: Iterable[Record]) -> dict[str, Any]:
     """What `summary.json` holds: final losses, medians, peaks and totals over every step of the run, resumed or not.
 
-    Losses are nats per token. Medians, `tokens_per_joule` and `data_wait_share` leave out the run's first two steps. `hours` is
-    the time inside steps, without evaluation, saving and starting. The held-out loss is that of the last evaluation, but not of
-    the model as it was before the run. A key whose figure is not known (no evaluation, no known peak) is absent.
+    Losses are nats per token. Medians and `data_wait_share` leave out the run's first two steps. `hours` is the time inside
+    steps, without evaluation, saving and starting. The held-out loss is that of the last evaluation, but not of the model as it
+    was before the run. A key whose figure is not known (no evaluation, no known peak) is absent.
     """
     records = list(records)
     steps = [record for record in records if is_step(record)]
     if not steps:
         return {"steps": 0}
     evaluations = [*own_evaluations(records)]
-    first, last, steady = steps[0], steps[-1], steps[WARM_UP_STEPS:] or steps
-    milliseconds, losses = sum(_known(steady, "step_ms")), _known(steps[-LAST_STEPS:], "loss")
-    metered = [record for record in steady if record.get("joules") is not None]
-    joules = sum(record["joules"] for record in metered)
+    last, steady, end = steps[-1], steps[WARM_UP_STEPS:] or steps, at_the_end(steps)
+    milliseconds, losses = sum(_known(steady, "step_ms")), _known(end, "loss")
     figures = {
-        "first_step": first["step"] if first["step"] > 1 else None,  # where another run's checkpoint was the beginning
         "steps": last["step"],
         "tokens": last["tokens"],
         "epoch": last.get("epoch"),
         "hours": sum(_known(steps, "step_ms")) / 3.6e6,
         "loss": last["loss"],
         LOSS_KEY: statistics.fmean(losses) if losses else None,
+        END_KEY: len(end),
         **({key: evaluations[-1].get(key) for key in ("held_out_loss", "held_out_perplexity")} if evaluations else {}),
         **{key: statistics.median(known) for key in MEDIANS if (known := _known(steady, key))},
-        # Over all steps: a counter is too coarse for a short one alone.
-        "tokens_per_joule": sum(r["tokens_per_second"] * r["step_ms"] / 1e3 for r in metered) / joules if joules else None,
         "data_wait_share": sum(_known(steady, "data_wait_ms")) / milliseconds if milliseconds else 0.0,
         "memory_gib": max(_known(steps, "memory_gib"), default=None),
-        "first_step_seconds": first["step_ms"] / 1e3,
         "recompiles": sum(_known(steps, "recompiles")),
         "skipped_steps": sum(bool(record.get("skipped")) for record in steps),
         "rollbacks": max((record["rollbacks"] for record in records if is_rollback(record)), default=None),
         "halted": next((record["reason"] for record in records if record.get("event") == "halted"), last.get("halted")),
     }
     return {key: value for key, value in figures.items() if value is not None}
-
-
-def averaged_steps(summary: Mapping[str, Any]) -> int:
-    """Returns the number of steps whose mean is the loss in a `summary`."""
-    return min(LAST_STEPS, summary["steps"] - summary.get("first_step", 1) + 1)
 
 
 def _known(records: Iterable[Record], key: str) -> list[float]:
@@ -311,11 +297,10 @@ def _known(records: Iterable[Record], key: str) -> list[float]:
 
 def last_screen(run: RunRecord, folder: RunFolder) -> tuple[str, dict[str, str]]:
     """What a finished run prints last, for `Console.panel`: a title and rows. Unknown figures have no row."""
-    figures = run.summary
-    steps = f"{plural(figures['steps'], 'step')}, {count(figures['tokens'])} tokens"
-    rows = {"trained": f"{steps} in {duration(figures['hours'] * 3600)}"}
+    figures, steps = run.summary, plural(run.summary["steps"], "step")
+    rows = {"trained": f"{steps}, {count(figures['tokens'])} tokens in {duration(figures['hours'] * 3600)}"}
     if LOSS_KEY in figures:
-        rows["loss"] = f"{figures[LOSS_KEY]:.4f} (mean of the last {plural(averaged_steps(figures), 'step')})"
+        rows["loss"] = f"{figures[LOSS_KEY]:.4f} (mean of the last {plural(figures[END_KEY], 'step')})"
     if "held_out_loss" in figures:
         rows["held-out loss"] = f"{figures['held_out_loss']:.4f} (perplexity {figures['held_out_perplexity']:.4g})"
     mfu = f", {percent(figures['mfu_bf16_peak'])} MFU" if "mfu_bf16_peak" in figures else ""
@@ -324,6 +309,6 @@ def last_screen(run: RunRecord, folder: RunFolder) -> tuple[str, dict[str, str]]
     rows["memory"] = memory(figures["memory_gib"])
     if folder.final.exists():
         rows["model"] = f"{folder.final} (AutoModelForCausalLM.from_pretrained loads it)"
-    rows |= {"curves": str(folder.loss_plot), "every step": str(folder.metrics), "settings": str(folder.config)}
+    rows |= {"curves": str(folder.loss_plot), "every step": str(folder.metrics)}
     rows["compare it"] = f"python -m pretrain report {shlex.quote(str(folder.path))} OTHER_RUN"
     return f"{run.name}: done", rows

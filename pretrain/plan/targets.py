@@ -7,17 +7,12 @@ from dataclasses import dataclass, replace
 
 from foundation.errors import InputError
 from foundation.units import GIB, plural
-from pretrain.metrics.peaks import known_as, peak
+from pretrain.metrics.peaks import entry_of, peak
 from pretrain.model.attention import FA4_HEAD_DIMS
 from pretrain.plan.memory import Devices, LayerMemory, layers_of
 from pretrain.plan.plan import KEPT_FREE, Plan, fits_gathered, spend_spare_memory
 from pretrain.plan.preflight import Job
 from pretrain.precision.settings import PRECISIONS, ActivePrecision
-
-# GiB of one device, as CUDA reports them; the GB of data sheets (80, 141, 180) are 6 % fewer bytes. H200: as seen here. H100 SXM
-# of 80 GB and B200: the "total capacity" in torch's messages, as others have reported it.
-MEMORY = {"H100": 79.1, "H200": 139.8, "B200": 178.4}
-CAPABILITY = {"H100": (9, 0), "H200": (9, 0), "B200": (10, 0)}  # of their architecture, which precisions ask for
 
 
 @dataclass(frozen=True)
@@ -43,12 +38,12 @@ class Target:
     @property
     def memory(self) -> int | None:
         """Bytes of one; None where it is not in the table."""
-        known = known_as(self.name, MEMORY)
-        return None if known is None else int(MEMORY[known] * GIB)
+        known = entry_of(self.name).memory
+        return None if known is None else int(known * GIB)
 
     @property
     def capability(self) -> tuple[int, int] | None:
-        return CAPABILITY.get(known_as(self.name, CAPABILITY))
+        return entry_of(self.name).capability
 
     def plan(self, job: Job) -> Plan:
         """The plan of `job` as it would be here: on hardware, and in shards where the model as a whole does not fit."""

@@ -39,7 +39,7 @@ from pretrain.checkpoint.format import (
     step_of,
 )
 from pretrain.compare.figures import picture_of_run
-from pretrain.metrics.run_record import LOSS_KEY, RunRecord, averaged_steps, own_evaluations, read_metrics, read_run
+from pretrain.metrics.run_record import END_KEY, LOSS_KEY, RunRecord, own_evaluations, read_metrics, read_run
 from pretrain.model import huggingface as model
 from pretrain.optimizer.exact_weights import convert_weight
 from pretrain.plan.data import Data
@@ -74,8 +74,7 @@ def main(arguments: Sequence[str]) -> int:
     tokenizer, why_not = tokenizer_of(saved.recipe, saved.run_dir)
     beside = {}
     with suppress(InputError, ValueError):  # the run's records are gone, or the folder was renamed and has no step
-        metrics = [record for record in read_metrics(saved.run_dir) if record["step"] <= step_of(saved.folder)]
-        run = read_run(saved.run_dir, metrics)
+        run = read_run(saved.run_dir, step_of(saved.folder))
         beside = {CARD: model_card(run, saved.hf, tokenizer=tokenizer is not None), PICTURE: picture_of_run(run)}
     model.export(saved.hf, saved.read, tokenizer, out, beside)
     without = f"; without a tokenizer: {why_not}" if tokenizer is None else ""
@@ -246,7 +245,7 @@ def _rows(run: RunRecord) -> dict[str, str]:
         "computed on": f"{devices} x {device}, {duration(figures['hours'] * 3600)} inside of steps",
     }
     if LOSS_KEY in figures:
-        rows["loss"] = f"{figures[LOSS_KEY]:.4f}, mean of the last {averaged_steps(figures)} steps"
+        rows["loss"] = f"{figures[LOSS_KEY]:.4f}, mean of the last {figures[END_KEY]} steps"
     if "held_out_loss" in figures:
         rows["held-out loss"] = f"{figures['held_out_loss']:.4f} nats a token{run.when_evaluated}"
     return rows

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 from accelerate import Accelerator
@@ -18,9 +17,9 @@ from pretrain.metrics.console import Console
 from pretrain.metrics.health import StepDecision
 from pretrain.metrics.peaks import peak
 from pretrain.metrics.profile import TABLE_FILE
-from pretrain.metrics.recorder import Recorder, gradient_statistics, joules_of
+from pretrain.metrics.recorder import Recorder, gradient_statistics
 from pretrain.metrics.run_folder import RunFolder, describe_environment
-from pretrain.metrics.run_record import RunRecord, last_screen, read_finished, read_metrics, read_run, summary
+from pretrain.metrics.run_record import RunRecord, last_screen, read_finished, read_run
 from pretrain.model.distributed import describe_topology
 from pretrain.model.huggingface import decoder_layers
 from pretrain.optimizer import adamw
@@ -43,7 +42,6 @@ def recorder_of(job: Job, assembly: Assembly, accelerator: Accelerator) -> Recor
         world_size=accelerator.num_processes,
         pack_length=job.recipe.data.length,
         low_precision=assembly.low_precision_products(job.plan.devices.name),
-        energy=joules_of(accelerator.device),
     )
 
 
@@ -73,14 +71,15 @@ def introduce(run: Run, notes: Iterable[str]) -> None:
     if run.accelerator.is_main_process:
         folder.summary.unlink(missing_ok=True)  # first: it does not describe the other records
         folder.write_yaml(folder.config, settings)
-        fingerprints = {
+        known = {
+            "horizon": plan.steps,
             "data_fingerprint": data.train.fingerprint,
             "source_config": dict(run.job.source_config),
             "held_out_fingerprint": data.held_out.fingerprint if data.held_out is not None else None,
             "tokenizer_fingerprint": fingerprint_in_use(run.job.recipe.data, run.job.recipe.model, data),
         }
         environment = describe_environment(describe_topology(run.accelerator))
-        folder.write_json(folder.environment, fingerprints | environment | {"past": run.constants["past"]})
+        folder.write_json(folder.environment, known | environment | {"past": run.constants["past"]})
         folder.write_json(folder.audit, assembly.audit)
     run.trackers.start(settings)
 
@@ -162,10 +161,7 @@ def sum_up(run: Run) -> RunRecord | None:
     process."""
     if not run.accelerator.is_main_process:
         return None
-    metrics = read_metrics(run.folder.path)
-    recipe, text = run.job.recipe, run.job.data.train.fingerprint
-    fairness = {"seed": recipe.seed, "tokens_per_step": recipe.batch.tokens, "data_fingerprint": text}  # what may be compared
-    finished = replace(read_run(run.folder.path, metrics), summary=fairness | summary(metrics))
+    finished = read_run(run.folder.path)
     save_file(run.folder.loss_plot, picture_of_run(finished))
     return finished
 

@@ -17,8 +17,7 @@ from foundation.attributes import holding
 from foundation.errors import InputError
 from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.metrics.console import Console
-from pretrain.metrics.run_folder import check_writable
-from pretrain.model.distributed import end_processes, refused_together
+from pretrain.model.distributed import end_processes
 from pretrain.plan.preflight import Job, Purpose, prepare_job
 from pretrain.plan.rendering import render
 from pretrain.run.assembly import Assembly
@@ -32,8 +31,7 @@ from pretrain.settings.launch import with_precision
 
 def plan_launch(arguments: argparse.Namespace) -> int:
     """Say what a launch with these arguments would do; InputError where it would be refused."""
-    job, accelerator, console = _launched(arguments, purpose="plan")
-    refused_together(lambda: accelerator.is_main_process and check_writable(job.run_dir))
+    job, _, console = _launched(arguments, purpose="plan")
     resumes = []
     if job.data is not None:  # packs that are not prepared belong to no checkpoint yet
         job, _, source = where_to_resume(job, arguments.resume, arguments.accept_changes)

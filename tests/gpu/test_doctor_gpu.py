@@ -1,4 +1,4 @@
-"""What the GPU at hand has: precisions, Transformer Engine's operands bit for bit as ours, the doctor's table, an energy counter.
+"""What the GPU at hand has: precisions, Transformer Engine's operands bit for bit as ours, and the doctor's table.
 
 Transformer Engine's tensors are read as its kernels wrote them: which byte is which value's, and where its scale stands.
 docs/verification.md says which operand is quantized along which axis. Training has scales written in the order in which
@@ -8,8 +8,6 @@ are compared in the plain one, and codes, which lie alike, in both.
 
 from __future__ import annotations
 
-import statistics
-import time
 from itertools import product
 from typing import Any, get_args
 
@@ -18,7 +16,6 @@ import torch
 from torch import Tensor
 
 from pretrain import __main__ as commands
-from pretrain.metrics.recorder import joules_of
 from pretrain.precision.delayed_state import PLACES
 from pretrain.precision.formats.definition import Along, Role
 from pretrain.precision.searched import fp8_dtype
@@ -142,19 +139,3 @@ def test_the_doctor_makes_its_table_on_this_gpu(capsys: pytest.CaptureFixture[st
     table = capsys.readouterr().out
     assert all(f"| {name} " in table for name in precisions) and "Traceback" not in table
     assert "| emulation " in table, "mxfp4 is tried, not timed"
-
-
-def test_the_counter_of_energy_grows_by_the_power_that_the_device_draws() -> None:
-    pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
-    if (read_joules := joules_of(DEVICE)) is None:
-        pytest.skip("this device has no counter of energy (a part of a GPU, or one before Volta)")
-    numbers = torch.randn(4096, 4096, device=DEVICE, dtype=torch.bfloat16)
-    torch.cuda.synchronize()
-    started, joules, powers = time.perf_counter(), read_joules(), []
-    while time.perf_counter() - started < 2:
-        for _ in range(50):
-            numbers @ numbers
-        torch.cuda.synchronize()
-        powers.append(torch.cuda.power_draw(DEVICE) / 1e3)
-    watts = (read_joules() - joules) / (time.perf_counter() - started)
-    assert 0.5 * statistics.median(powers) < watts < 2 * statistics.median(powers), (watts, powers)

@@ -15,7 +15,6 @@ from accelerate.state import AcceleratorState
 
 from packing.arrow import Pack
 from packing.batch import Microbatch, build_microbatch
-from pretrain.metrics import recorder
 from pretrain.model import attention
 from pretrain.model import huggingface as model
 from pretrain.model.packed import PackedLanguageModel, inputs_of
@@ -98,8 +97,6 @@ def test_the_launcher_trains_on_a_gpu_in_bf16_without_recompiling(train: Callabl
     assert finished.status == 0, finished.output
     summary = json.loads((finished.run_dir / "summary.json").read_text())
     assert summary["steps"] == 12 and summary["recompiles"] == 0
-    if recorder.joules_of(torch.device("cuda", 0)):
-        assert all(record["joules"] >= 0 for record in finished.records() if "loss" in record)
     assert summary["held_out_loss"] < finished.losses()[0]
     audit = json.loads((finished.run_dir / "audit.json").read_text())
     kind = attention.choose("auto", "cuda", 64, torch.bfloat16).name

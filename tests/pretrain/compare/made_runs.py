@@ -49,8 +49,10 @@ def make_run(
     (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     recipe = path.parent / "recipe.yaml"
     recipe.write_text(yaml_of(RECIPE))
-    (path / "config.yaml").write_text(yaml_of(resolved(load_recipe(recipe, layered(settings)))))
-    (path / "environment.json").write_text(json.dumps({"data_fingerprint": fingerprint} if fingerprint else {}))
+    loaded = load_recipe(recipe, layered(settings))
+    (path / "config.yaml").write_text(yaml_of(resolved(loaded)))
+    environment = {"horizon": loaded.train.steps, "data_fingerprint": fingerprint}
+    (path / "environment.json").write_text(json.dumps(environment))
     (path / "audit.json").write_text(json.dumps(audit or {"backend": "torch"}))
     if side_by_side:
         (path / "matrix.json").write_text(json.dumps({"side_by_side": True}))
@@ -83,7 +85,8 @@ def leave_behind(cell: Cell, steps: int = 12, *, held_out: float | None = None, 
         lines.append({"step": steps, "event": "evaluation", "held_out_loss": held_out, "held_out_perplexity": 2.7})
     (cell.run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (cell.run_dir / "config.yaml").write_text(yaml_of(resolved(cell.recipe)))
-    (cell.run_dir / "environment.json").write_text(json.dumps({"data_fingerprint": "ab12"}))
+    environment = {"horizon": cell.recipe.train.steps or steps, "data_fingerprint": "ab12"}
+    (cell.run_dir / "environment.json").write_text(json.dumps(environment))
     if done:
         (cell.run_dir / "summary.json").write_text(json.dumps({"steps": steps}))
 

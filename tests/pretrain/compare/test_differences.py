@@ -20,11 +20,11 @@ from pretrain.compare.differences import (
     WORSE,
     Gap,
     SeedDifference,
-    at_the_end,
     batch_means_error,
     t_quantile,
     within,
 )
+from pretrain.metrics.run_record import at_the_end
 
 LOSSES = st.lists(st.floats(1.0, 12.0), min_size=FEWEST_SEEDS, max_size=12)
 

@@ -11,10 +11,10 @@ import time
 import pytest
 
 from pretrain.__main__ import main
-from pretrain.compare.differences import Gap, at_the_end
+from pretrain.compare.differences import Gap
 from pretrain.compare.fairness import loss_differences
 from pretrain.compare.report import Report
-from pretrain.metrics.run_record import read_run
+from pretrain.metrics.run_record import at_the_end, read_run
 from tests.pretrain.compare.made_runs import make_run, noisy, note, rows_of, trained
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pretrain.metrics.peaks import known_as, peak
+from pretrain.metrics.peaks import entry_of, peak
 
 
 @pytest.mark.parametrize(
@@ -43,18 +43,6 @@ def test_a_format_that_the_hardware_lacks_has_no_peak() -> None:
     assert peak("NVIDIA B200", "fp4") == 9000.0
 
 
-@pytest.mark.parametrize(
-    ("name", "known"),
-    {
-        "h200": "H200",
-        "NVIDIA H200": "H200",
-        "NVIDIA H100 80GB HBM3": "H100",
-        "NVIDIA B200": "B200",
-        "NVIDIA H100 PCIe": None,
-        "NVIDIA H200 MIG 1g.18gb": None,
-        "CPU": None,
-        None: None,
-    }.items(),
-)
-def test_a_table_by_short_names_is_found_by_those_that_drivers_report(name: str | None, known: str | None) -> None:
-    assert known_as(name, ("H100", "H200", "B200")) == known
+@pytest.mark.parametrize(("name", "gib"), {"h200": 139.8, "NVIDIA H100 80GB HBM3": 79.1, "NVIDIA H100 PCIe": None}.items())
+def test_the_memory_of_a_device_is_known_by_the_name_that_its_driver_reports(name: str, gib: float | None) -> None:
+    assert entry_of(name).memory == gib

@@ -47,13 +47,6 @@ def test_delayed_scales_are_not_judged_before_a_step_has_made_them():
     assert watched("current").check(1, first) is not None
 
 
-def test_an_operand_of_zeros_is_said_once_with_how_many_others_there_are():
-    health = watched("mxfp8")
-    dead = [operand("grad_output", layer=f"layers.{n}", amax=0.0, scale=None) for n in range(3)]
-    assert "layers.0 grad_output is all zeros, of 3 such operands" in health.check(5, [*dead, operand()])
-    assert health.check(10, dead) is None
-
-
 @pytest.mark.parametrize("recipe", QUANTIZED)
 @given(shares=st.lists(st.floats(0, 1), min_size=1, max_size=12))
 def test_of_any_course_of_shares_there_is_one_warning_when_it_first_crosses_the_limit(recipe, shares):
