@@ -90,12 +90,14 @@ class Product:
         """Adds the weight's gradient to `total` [out, in], FP32 or BF16; `overwrite`: takes its place."""
         (total.zero_() if overwrite else total).add_(self.multiply("wgrad", left, right, torch.float32))
 
-    def save(self, *operands: Operand) -> tuple[Sequence[Tensor | None], Any]:
+    @staticmethod
+    def save(*operands: Operand) -> tuple[Sequence[Tensor | None], Any]:
         """Inputs, needed from now on for weights' gradients alone, and other tensors: as autograd can save them, with what
         `restore` needs beside them."""
         return operands, None
 
-    def restore(self, tensors: Sequence[Tensor | None], rest: Any) -> Sequence[Operand]:
+    @staticmethod
+    def restore(tensors: Sequence[Tensor | None], rest: Any) -> Sequence[Operand]:
         return tensors
 
     @staticmethod

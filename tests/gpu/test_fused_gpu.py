@@ -125,7 +125,7 @@ def test_in_fp8_with_any_linears_in_bf16_it_is_as_near_to_bf16_as_the_unfused_mo
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize(
     ("name", "recipe"),
-    [*(("qwen3", recipe) for recipe in ("bf16", "delayed", "current", "block")), ("llama with biases", "bf16")],
+    [*(("qwen3", recipe) for recipe in ("bf16", "delayed", "current", "block")), ("qwen2", "bf16")],
 )
 def test_the_bits_repeat_and_recomputed_layers_have_them_too(name: str, recipe: str) -> None:
     one, other = (train(assemble(larger(name), recipe, fused=True, recompute=r), steps=3) for r in (False, True))

@@ -26,7 +26,7 @@ from tests.pretrain.model.fused.fused_models import ARCHITECTURES, build, inputs
 pytestmark = pytest.mark.usefixtures("conversions_that_round")
 LENGTH = 32 if INTERPRETED else 256
 LAYERS = 1 if INTERPRETED else 2
-NAMES = ["qwen3", "llama with biases"] if INTERPRETED else [*ARCHITECTURES]
+NAMES = ["qwen3", "qwen2"] if INTERPRETED else [*ARCHITECTURES]
 train = partial(losses_and_gradients, device=DEVICE, length=LENGTH)
 
 

@@ -15,8 +15,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 from itertools import pairwise
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -54,8 +55,10 @@ class StackedProduct:
         self.low = {backend: backend.product(name, *sizes, bias=False) for backend in low_precision}
         for product in self.low.values():
             product.members = self.members
-        self._plain = PlainProduct(name)
-        self.product: Product = self._plain  # of the forward under way, and of its backward
+        self._plain, self._unseen = PlainProduct(name), PrecisionContext(None, arithmetic.context.compute_dtype)
+        # Of the forward under way, and of its backward: what multiplies, and whose observers look on, which are at low precision.
+        self.product: Product = self._plain
+        self.seen_by: PrecisionContext = self._unseen
 
     # ── Parameters ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -116,6 +119,7 @@ class StackedProduct:
         """Call this before the first use in a forward over `x` [tokens, ...]; `forward` is the last use."""
         context = self._arithmetic.context
         self.product = self.low.get(context.backend, self._plain) if context.low_precision else self._plain
+        self.seen_by = context if self.low_precision else self._unseen
         self.product.begin(x)
 
     def operand(self, x: Tensor) -> Operand:
@@ -125,12 +129,12 @@ class StackedProduct:
 
     def forward(self, x: Operand, residual: Tensor | None = None) -> Tensor:
         """-> [tokens, out], with `residual` added, which stays as it was: in the product itself where that can."""
-        context, alone = self._arithmetic.context, self._results_watched
-        if self.watched:  # the weights as they are now, whatever copy of them multiplies
+        context, alone = self._arithmetic.context, bool(self.seen_by.result_observers)  # who looks on sees this product alone
+        if self.seen_by.observers:  # the weights as they are now, whatever copy of them multiplies
             self.show("weight", self.matrix(context.compute_dtype))
         weight = self._weight_operand(refresh=context.first_microbatch)
         bias = _stacked(self.biases).to(context.compute_dtype) if self.biases else None
-        y = self._multiply("forward", x, weight, context.compute_dtype, bias, None if alone else residual)
+        y = self._multiply("forward", x, weight, bias, None if alone else residual)
         self.product.end()
         return y.add_(residual) if alone and residual is not None else y
 
@@ -141,28 +145,27 @@ class StackedProduct:
 
     def input_gradient(self, dy: Operand) -> Tensor:
         """-> [tokens, in]."""
-        return self._multiply("dgrad", dy, self._weight_operand(refresh=False), self._arithmetic.context.compute_dtype)
+        return self._multiply("dgrad", dy, self._weight_operand(refresh=False))
 
     def weight_gradients(self, dy: Operand, x: Operand) -> list[Tensor | None]:
         """Returns one for each weight; None where it has been added to the main gradient."""
-        total = self.main_gradient
-        if total is None:
-            gradient = self._multiply("wgrad", dy, x, self._arithmetic.context.compute_dtype)
-            return list(gradient.split([len(weight) for weight in self.weights]))
-        if self._results_watched:
-            total.add_(self._multiply("wgrad", dy, x, torch.float32))
-        else:
-            with watched(self.members, "wgrad"):
-                self.product.accumulate(total, dy, x)
-        return [None] * len(self.linears)
+        with watched(self.members, "wgrad"):
+            dtype = self._arithmetic.context.compute_dtype
+            gradient = self.seen_by.weight_gradient(self.product, dy, x, dtype, self.main_gradient)
+        if gradient is None:
+            return [None] * len(self.linears)
+        return list(gradient.split([len(weight) for weight in self.weights]))
 
-    def _multiply(self, gemm: Gemm, left: Operand, right: Operand, dtype: torch.dtype, *added: Tensor | None) -> Tensor:
+    def _multiply(self, gemm: Gemm, left: Operand, right: Operand, *added: Tensor | None) -> Tensor:
         """`added`: bias and residual. Shows the result to whoever looks on."""
         with watched(self.members, gemm):
-            result = self.product.multiply(gemm, left, right, dtype, *added)
-        if self._results_watched:
-            self._arithmetic.context.show_result(self.name, gemm, result, *added[:1])
+            result = self.product.multiply(gemm, left, right, self._arithmetic.context.compute_dtype, *added)
+        self.seen_by.show_result(self.name, gemm, result, *added[:1])
         return result
+
+    def show(self, role: Role, tensor: Tensor) -> None:
+        """Shows an operand to whoever looks at operands: the statistics of a step."""
+        self.seen_by.show(self.name, role, tensor)
 
     def quantizer(self, role: Role) -> Any | None:
         """What a kernel that writes this operand quantizes with; None where `operand` or `gradient_operand` makes it."""
@@ -178,22 +181,6 @@ class StackedProduct:
             return self.matrix(dtype)  # an evaluation's casts are not kept, nor is what is quantized
 
         return self.product.weight_operand(matrix, refresh=refresh, differentiable=differentiable)
-
-    # ── Whoever looks on ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def show(self, role: Role, tensor: Tensor) -> None:
-        """Shows an operand to whoever looks at operands: the statistics of a step."""
-        if self.low_precision:
-            self._arithmetic.context.show(self.name, role, tensor)
-
-    @property
-    def watched(self) -> bool:
-        return self.low_precision and bool(self._arithmetic.context.observers)
-
-    @property
-    def _results_watched(self) -> bool:
-        """Whether somebody looks at results, who is to see this product alone."""
-        return self.low_precision and bool(self._arithmetic.context.result_observers)
 
 
 def _stacked(parameters: Sequence[Tensor]) -> Tensor:
@@ -232,11 +219,11 @@ class Arithmetic:
             import transformer_engine_torch as tex
 
             options = (tex.DType.kBFloat16, 0, False)
-            if product.watched:
+            if product.seen_by.observers:
                 product.show("input", tex.rmsnorm_fwd(x, weight, eps, None, None, *options)[0])
             y, _, rstd = tex.rmsnorm_fwd(x, weight, eps, None, product.quantizer("input"), *options)
             return y, rstd
-        y, rstd = self._norms(x).rms_norm(x, weight, eps)
+        y, rstd = self.kernels.norm.rms_norm(x, weight, eps)
         return product.operand(y), rstd
 
     def norm_backward(self, dy: Tensor, x: Tensor, rstd: Tensor, norm: nn.Module, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -246,26 +233,24 @@ class Arithmetic:
             import transformer_engine_torch as tex
 
             return tex.rmsnorm_bwd_add(dy, x, residual, rstd, weight, 0, False)
-        return self._norms(x).rms_norm_backward(dy, x, rstd, weight, residual)
+        return self.kernels.norm.rms_norm_backward(dy, x, rstd, weight, residual)
 
     def _weight_of(self, norm: nn.Module) -> Tensor:
         """Rounded to the activations' dtype, as working copies are."""
         return norm.weight.detach().to(self.context.compute_dtype)
 
-    def _norms(self, x: Tensor) -> ModuleType:
-        if self.by == By.FORMULAS or not x.is_cuda:
-            return formulas
-        from pretrain.model.fused import norm_kernel
+    @cached_property
+    def kernels(self) -> SimpleNamespace:
+        """The modules with norms, rotations and activations: the formulas, or kernels for BF16 on a GPU."""
+        if self.by == By.FORMULAS:
+            return SimpleNamespace(norm=formulas, rotary=formulas, activation=formulas)
+        from pretrain.model.fused import activation_kernel, norm_kernel, rotary_kernel
 
-        return norm_kernel
+        return SimpleNamespace(norm=norm_kernel, rotary=rotary_kernel, activation=activation_kernel)
 
-    def rotation(self, rows: Tensor, heads: formulas.Heads) -> ModuleType:
-        """What has `rotate` and `rotate_backward` for rows like these."""
-        if not (rows.is_cuda and rows.dtype == torch.bfloat16 and heads.dim in ROTARY_KERNEL_DIMS):
-            return formulas
-        from pretrain.model.fused import rotary_kernel
-
-        return rotary_kernel
+    def rotation(self, heads: formulas.Heads) -> ModuleType:
+        """What has `rotate` and `rotate_backward` for heads like these."""
+        return self.kernels.rotary if heads.dim in ROTARY_KERNEL_DIMS else formulas
 
     def activate(self, hidden: Tensor, gate_up: StackedProduct, down: StackedProduct) -> tuple[Operand, Operand | None]:
         """hidden [tokens, 2 x width: gate, then up], the output of `gate_up` -> silu(gate) * up as the input of `down`, and what
@@ -273,56 +258,44 @@ class Arithmetic:
         if (quantizer := down.quantizer("input")) is not None:
             import transformer_engine_torch as tex
 
-            if down.watched:
+            if down.seen_by.observers:
                 down.show("input", tex.swiglu(hidden, None))
-            if gate_up.low_precision and self._activation().takes(hidden, quantizer):
-                return self._activation().quantized_swiglu(hidden, quantizer)
+            if gate_up.low_precision and self.kernels.activation.takes(hidden, quantizer):
+                return self.kernels.activation.quantized_swiglu(hidden, quantizer)
             activated = tex.swiglu(hidden, quantizer)
             return activated, activated
-        return down.operand(self._activation().swiglu(hidden)), None
+        return down.operand(self.kernels.activation.swiglu(hidden)), None
 
     def activate_backward(
         self, d_activated: Tensor, hidden: Tensor, kept: Operand, gate_up: StackedProduct, down: StackedProduct
-    ) -> tuple[Operand, Operand, list[Tensor]]:
-        """The gradient of `hidden` as the output gradient of `gate_up`, the activated values as the weight gradient of `down`
-        takes them, and the gradients of the biases of `gate_up`."""
+    ) -> tuple[Operand, Operand]:
+        """The gradient of `hidden` as the output gradient of `gate_up`, and the activated values as the weight gradient of `down`
+        takes them."""
         if (of_down := down.quantizer("input")) is None:
-            d_hidden, activated = self._activation().swiglu_backward(d_activated, hidden)
-            biases = gate_up.bias_gradients(d_hidden)
-            return gate_up.gradient_operand(d_hidden), down.product.operand("input", activated), biases
+            d_hidden, activated = self.kernels.activation.swiglu_backward(d_activated, hidden)
+            return gate_up.gradient_operand(d_hidden), down.product.operand("input", activated)
         import transformer_engine_torch as tex
 
-        biases, of_gate_up = [], gate_up.quantizer("grad_output")
-        if gate_up.watched or gate_up.biases:  # who looks at the gradient, or sums it, wants it unquantized
-            in_bf16 = tex.dswiglu(d_activated, hidden, None)
-            gate_up.show("grad_output", in_bf16)
-            biases = gate_up.bias_gradients(in_bf16)
-        if gate_up.low_precision and self._activation().takes(hidden, of_down):
-            codes = self._activation().quantized_swiglu_backward(d_activated, hidden, of_gate_up, of_down, kept)
-            return *codes, biases
-        return tex.dswiglu(d_activated.contiguous(), hidden, of_gate_up), kept, biases
+        of_gate_up = gate_up.quantizer("grad_output")
+        if gate_up.seen_by.observers:  # who looks at the gradient wants it unquantized
+            gate_up.show("grad_output", tex.dswiglu(d_activated, hidden, None))
+        if gate_up.low_precision and self.kernels.activation.takes(hidden, of_down):
+            return self.kernels.activation.quantized_swiglu_backward(d_activated, hidden, of_gate_up, of_down, kept)
+        return tex.dswiglu(d_activated.contiguous(), hidden, of_gate_up), kept
 
-    def _activation(self) -> ModuleType:
-        if self.by == By.FORMULAS:
-            return formulas
-        from pretrain.model.fused import activation_kernel
-
-        return activation_kernel
-
-    def is_first_in_forward(self) -> bool:
-        """Whether the node that asks is the first of a low-precision forward, whose backward is therefore the last."""
-        return self.by == By.TRANSFORMER_ENGINE and TransformerEngineProduct.is_first_in_forward()
+    @property
+    def library(self) -> type[Product]:
+        """What takes operands apart for autograd, and knows when a backward ends."""
+        return TransformerEngineProduct if self.by == By.TRANSFORMER_ENGINE else PlainProduct
 
     def save(self, ctx: FunctionCtx, *operands: Operand | None) -> None:
         """ctx.save_for_backward for operands of any kind; of a quantized one, what the weight's gradient takes. Nothing where
         there is no backward."""
         if self.differentiable:
-            tensors, ctx.rest = TransformerEngineProduct.save(*operands) if self.by == By.TRANSFORMER_ENGINE else (operands, None)
+            tensors, ctx.rest = self.library.save(*operands)
             ctx.save_for_backward(*tensors)
 
-    def saved(self, ctx: FunctionCtx) -> list[Operand | None]:
+    def saved(self, ctx: FunctionCtx) -> Sequence[Operand | None]:
         """Returns what `save` was given, in order."""
-        if self.by != By.TRANSFORMER_ENGINE:
-            return list(ctx.saved_tensors)
         rest, ctx.rest = ctx.rest, None
-        return TransformerEngineProduct.restore(ctx.saved_tensors, rest)
+        return self.library.restore(ctx.saved_tensors, rest)

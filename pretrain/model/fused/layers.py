@@ -25,7 +25,6 @@ from pretrain.model.fused.arithmetic import Arithmetic, StackedProduct
 from pretrain.model.fused.formulas import HeadNorms, Heads
 from pretrain.precision.product import Backend
 from pretrain.precision.scope import LINEARS, Decision
-from pretrain.precision.transformer_engine import TransformerEngineProduct
 
 Gradients = tuple[Tensor | None, ...]
 ROTATED_ATTENTION = "packed_fa4"  # is one with the rotation before it, whose backward adds up the parts of dk and dv
@@ -83,6 +82,8 @@ def assess_layer(name: str, layer: nn.Module, decisions: Mapping[str, Decision])
         if len({f"{name}.{member}" in low for member in stack}) > 1:
             members = ", ".join(member.rpartition(".")[2] for member in stack)
             return f"{members} are one product when fused, and would compute in different precisions", low
+    if any(linear.bias is not None for stack in Parts.of(layer).stacks[1:] for linear in stack.values()):
+        return "has a bias elsewhere than in queries, keys and values", low
     return None, low
 
 
@@ -154,9 +155,8 @@ class FusedLayer:
         x = hidden_states.squeeze(0)
         self.arithmetic.differentiable = torch.is_grad_enabled()  # inside of an autograd.Function nobody could tell
         attended, x = self._attend(x, **kwargs)
-        x = OutputProduct.apply(self, attended, x, *self.output.weights, *self.output.biases)
-        of_mlp = [*self.gate_up.weights, *self.gate_up.biases, *self.down.weights, *self.down.biases]
-        return NormMLPAdd.apply(self, x, self.norms[1].weight, *of_mlp)[None]
+        weights = [*self.output.weights, self.norms[1].weight, *self.gate_up.weights, *self.down.weights]
+        return OutputAndMLP.apply(self, attended, x, *weights)[None]
 
     def _attend(
         self,
@@ -211,10 +211,10 @@ class NormedAttention(torch.autograd.Function):
         arithmetic, product = layer.arithmetic, layer.qkv
         product.begin(x)
         ctx.layer, ctx.documents = layer, documents
-        ctx.is_first_in_forward = arithmetic.is_first_in_forward()
+        ctx.is_first_in_forward = arithmetic.library.is_first_in_forward()
         normed, rstd = arithmetic.norm(x, layer.norms[0], product)
         qkv = product.forward(normed)
-        results = arithmetic.rotation(qkv, layer.heads).rotate(qkv, cos, sin, layer.heads, layer.head_norms_in(qkv.dtype))
+        results = arithmetic.rotation(layer.heads).rotate(qkv, cos, sin, layer.heads, layer.head_norms_in(qkv.dtype))
         saved = [x, normed, rstd, qkv if layer.head_norms else None, cos, sin]
         if documents is not None:
             output, log_sums = flash_forward(*results, *documents)
@@ -230,7 +230,7 @@ class NormedAttention(torch.autograd.Function):
         layer, arithmetic, product, heads = ctx.layer, ctx.layer.arithmetic, ctx.layer.qkv, ctx.layer.heads
         *gradients, residual = gradients
         x, normed, rstd, qkv, cos, sin, *attended = arithmetic.saved(ctx)
-        rotation, head_norms = arithmetic.rotation(x, heads), layer.head_norms_in(x.dtype)
+        rotation, head_norms = arithmetic.rotation(heads), layer.head_norms_in(x.dtype)
         if ctx.documents is not None:
             q, k, v, output, log_sums = attended
             if q is None:
@@ -246,63 +246,48 @@ class NormedAttention(torch.autograd.Function):
         of_weights = product.weight_gradients(dqkv, normed)
         dx, of_norm = arithmetic.norm_backward(d_normed, x, rstd, layer.norms[0], residual)
         if ctx.is_first_in_forward:
-            TransformerEngineProduct.finish_backward()
+            arithmetic.library.finish_backward()
         of_head_norms = of_head_norms[: len(layer.head_norms)]
         return None, None, dx, None, None, of_norm, *of_head_norms, *of_weights, *of_biases
 
 
-class OutputProduct(torch.autograd.Function):
-    """x [tokens, in], residual [tokens, out] -> x w^T + b + residual."""
+class OutputAndMLP(torch.autograd.Function):
+    """attended [tokens, in], residual [tokens, hidden] -> x = attended w^T + residual -> x + swiglu(norm(x) gate_up^T) down^T."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, layer: FusedLayer, x: Tensor, residual: Tensor, *_: Tensor) -> Tensor:
-        product, ctx.layer = layer.output, layer
-        product.begin(x)
-        operand = product.operand(x)
-        y = product.forward(operand, residual)
-        layer.arithmetic.save(ctx, operand)  # after the product: it takes the operand apart
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, d_sum: Tensor) -> Gradients:
-        product = ctx.layer.output
-        (operand,) = ctx.layer.arithmetic.saved(ctx)
-        of_biases = product.bias_gradients(d_sum)
-        dy = product.gradient_operand(d_sum)
-        dx = product.input_gradient(dy)
-        return None, dx, d_sum, *product.weight_gradients(dy, operand), *of_biases
-
-
-class NormMLPAdd(torch.autograd.Function):
-    """x [tokens, hidden] -> x + swiglu(norm(x) gate_up^T + b) down^T + c."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, layer: FusedLayer, x: Tensor, *_: Tensor) -> Tensor:
-        arithmetic, gate_up, down = layer.arithmetic, layer.gate_up, layer.down
+    def forward(ctx: FunctionCtx, layer: FusedLayer, attended: Tensor, residual: Tensor, *_: Tensor) -> Tensor:
+        arithmetic, output, gate_up, down = layer.arithmetic, layer.output, layer.gate_up, layer.down
         ctx.layer = layer
+        output.begin(attended)
+        operand = output.operand(attended)
+        x = output.forward(operand, residual)
         gate_up.begin(x)
         normed, rstd = arithmetic.norm(x, layer.norms[1], gate_up)
         hidden = gate_up.forward(normed)
         down.begin(hidden)
         activated, kept = arithmetic.activate(hidden, gate_up, down)
         y = down.forward(activated, x)
-        arithmetic.save(ctx, x, normed, hidden, kept, rstd)
+        arithmetic.save(ctx, operand, x, normed, hidden, kept, rstd)  # after the products: it takes operands apart
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, dy: Tensor) -> Gradients:
-        layer, arithmetic, gate_up, down = ctx.layer, ctx.layer.arithmetic, ctx.layer.gate_up, ctx.layer.down
-        x, normed, hidden, kept, rstd = arithmetic.saved(ctx)
-        down_biases = down.bias_gradients(dy)
+        layer, arithmetic = ctx.layer, ctx.layer.arithmetic
+        output, gate_up, down = layer.output, layer.gate_up, layer.down
+        operand, x, normed, hidden, kept, rstd = arithmetic.saved(ctx)
         quantized = down.gradient_operand(dy)
         d_activated = down.input_gradient(quantized)
-        d_hidden, activated, gate_up_biases = arithmetic.activate_backward(d_activated, hidden, kept, gate_up, down)
+        d_hidden, activated = arithmetic.activate_backward(d_activated, hidden, kept, gate_up, down)
         del d_activated, hidden, kept
         down_weights = down.weight_gradients(quantized, activated)
         del quantized, activated
         d_normed = gate_up.input_gradient(d_hidden)
         gate_up_weights = gate_up.weight_gradients(d_hidden, normed)
+        del d_hidden, normed
         dx, of_norm = arithmetic.norm_backward(d_normed, x, rstd, layer.norms[1], residual=dy)
-        return None, dx, of_norm, *gate_up_weights, *gate_up_biases, *down_weights, *down_biases
+        del d_normed, x
+        quantized = output.gradient_operand(dx)
+        d_attended = output.input_gradient(quantized)
+        output_weights = output.weight_gradients(quantized, operand)
+        return None, d_attended, dx, *output_weights, of_norm, *gate_up_weights, *down_weights

@@ -31,7 +31,6 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **SIZES, **HEADS},
-    "llama with biases": {"model_type": "llama", **SIZES, **HEADS, "attention_bias": True, "mlp_bias": True},
     "llama 3's angles": {"model_type": "llama", **SIZES, **HEADS, "rope_parameters": LLAMA3},
     "mistral": {"model_type": "mistral", **SIZES, **HEADS, "head_dim": 32, "sliding_window": None},
     "qwen2": {"model_type": "qwen2", **SIZES, **HEADS, "use_sliding_window": False},

@@ -47,7 +47,10 @@ def one_pass(whole: PackedLanguageModel) -> tuple[float, dict[str, Tensor]]:
 # ── Which ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize(("changes", "reason"), [({"hidden_act": "gelu"}, "activation"), ({"model_type": "olmo2"}, "Olmo2")])
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [({"hidden_act": "gelu"}, "activation"), ({"mlp_bias": True}, "bias"), ({"model_type": "olmo2"}, "Olmo2")],
+)
 def test_a_layer_that_cannot_be_fused_is_left_as_it_is_and_says_why(changes: dict[str, Any], reason: str) -> None:
     hf = build(ARCHITECTURES["llama"] | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0) | changes)
     before = [layer.forward for layer in decoder_layers(hf).values()]
