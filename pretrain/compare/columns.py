@@ -104,7 +104,6 @@ def figures_of(comparison: RunComparison) -> list[Column]:
         _key("loss at the end", f"training loss, nats a token, {AT_END}", LOSS_KEY, "{:.4f}".format),
         _key("held-out", "loss of packs that are not trained on", "held_out_loss", "{:.4f}".format, mark=_evaluated),
         Column("held-out − baseline", "where both were evaluated last in one step", lambda each: each.held_out_gap, signed),
-        _key("perplexity", "e to the held-out loss", "held_out_perplexity", "{:.4g}".format),
         Column("tok/s", "median of all steps but the first two, padding included", _speed, "{:,.0f}".format, mark=_emulated),
         Column("× baseline", "on one kind of machine", lambda each: each.speedup, "{:.2f}".format),
         _of_hardware("MFU", "the model's FLOPs over the device's BF16 peak", "mfu_bf16_peak", percent),

@@ -44,16 +44,11 @@ def _flat(run: RunRecord) -> dict[str, Any]:
 
 def changed_settings(run: RunRecord) -> dict[str, str]:
     """The settings that a resume has changed, with all of their values."""
-    now, before = _flat(run), dict[str, list[str]]()
+    now, before = _flat(run), dict[str, str]()
     for change in run.past["changed"]:
         for key, value in change["was"].items():
-            before.setdefault(key, []).append(f"{_in_a_word(key, value)} to step {change['step']:,}")
-    return {key: ", then ".join([*values, _in_a_word(key, now.get(key))]) for key, values in before.items()}
-
-
-def changes_in_words(run: RunRecord) -> str:
-    """The settings that a resume has changed, with their values; empty where there are none."""
-    return "; ".join(f"`{key}` was {values}" for key, values in changed_settings(run).items())
+            before[key] = f"{before.get(key, '')}{_in_a_word(key, value)} to step {change['step']:,}, then "
+    return {key: values + _in_a_word(key, now.get(key)) for key, values in before.items()}
 
 
 def _in_a_word(key: str, value: Any) -> str:

@@ -1,7 +1,4 @@
-"""What a run looks like: its loss as a PNG, which its training draws, and what the report's page draws curves by.
-
-A run's colour is its precision's, as in every picture.
-"""
+"""What a run looks like: its loss as a PNG, which its training draws, and what the report's page draws curves by."""
 
 from __future__ import annotations
 
@@ -14,16 +11,10 @@ import numpy as np
 from foundation.files import WRITTEN_BY
 from foundation.units import count
 from pretrain.metrics.run_record import RunRecord
-from pretrain.precision.formats.definition import Precision
-from pretrain.precision.settings import PRECISIONS
 
 SMOOTHED_SHARE = 1 / 50  # of a run's steps in each mean of a smoothed curve
+COLOUR = "#1F77B4"
 FALL_SHARE = 1 / 30  # of a run's steps, the first, whose steep fall does not set the scale
-
-
-def colour_of(precision: str | None) -> str:
-    """The colour of a precision by its name, of "nvfp4 (ran bf16)" too: what was asked for. Another for what is not known."""
-    return PRECISIONS.get((precision or "").split(" ")[0], Precision).colour
 
 
 def window_of(steps: int) -> int:
@@ -56,13 +47,13 @@ def picture_of_run(run: RunRecord) -> bytes:
     """PNG of a run: its loss, held-out loss, gradient norm and learning rate by step."""
     from matplotlib.figure import Figure  # half a second, which only drawing should cost; and no pyplot: no display, no state
 
-    figure, colour = Figure(figsize=(9, 6.5), dpi=150, layout="constrained"), colour_of(run.precision)
+    figure = Figure(figsize=(9, 6.5), dpi=150, layout="constrained")
     losses, norms, rates = figure.subplots(3, 1, sharex=True, height_ratios=[4, 1.1, 0.8])
     (steps, values), (evaluated, held_out), window = run.curve("loss"), run.held_out_curve(), window_of(len(run.steps))
-    losses.plot(steps, values, color=colour, alpha=0.22, linewidth=0.6)
-    losses.plot(steps, moving_mean(values, window), color=colour, label=f"training loss, mean of {window} steps")
+    losses.plot(steps, values, color=COLOUR, alpha=0.22, linewidth=0.6)
+    losses.plot(steps, moving_mean(values, window), color=COLOUR, label=f"training loss, mean of {window} steps")
     if len(held_out):
-        losses.plot(evaluated, held_out, "o", color=colour, label=f"held-out loss {held_out[-1]:.4f}{run.when_evaluated}")
+        losses.plot(evaluated, held_out, "o", color=COLOUR, label=f"held-out loss {held_out[-1]:.4f}{run.when_evaluated}")
     losses.set_ylim(range_after_the_fall([values], [held_out]))
     losses.legend(frameon=False, loc="upper right")
     precision = f"{run.precision}, weights {run.config.get('weights')}" + (" (emulated)" if run.emulated else "")
@@ -71,9 +62,9 @@ def picture_of_run(run: RunRecord) -> bytes:
     losses.set_title(f"{run.name} {run.broke_off}".strip() + f"\n{about}", loc="left", parse_math=False)
     norm_steps, gradient_norms = run.curve("gradient_norm")
     if np.any(gradient_norms > 0):
-        norms.plot(norm_steps, moving_mean(gradient_norms, window), color=colour)
+        norms.plot(norm_steps, moving_mean(gradient_norms, window), color=COLOUR)
         norms.set_yscale("log")
-    rates.plot(*run.curve("learning_rate"), color=colour)
+    rates.plot(*run.curve("learning_rate"), color=COLOUR)
     for panel, name in ((losses, "loss, nats per token"), (norms, "gradient\nnorm"), (rates, "learning\nrate")):
         panel.set_ylabel(name)
         panel.grid(axis="y", color="#DDDDDD", linewidth=0.6)

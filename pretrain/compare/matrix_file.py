@@ -233,14 +233,12 @@ def _crossed(axes: Axes) -> list[Values]:
 
 
 def _check_distinct(path: str, cells: Sequence[Cell]) -> None:
-    """InputError where two cells are one run, in all that changes what is computed but its folder, or share a folder."""
-    first: dict[Any, Cell] = {}
+    """InputError where two cells share a folder."""
+    first: dict[Path, Cell] = {}
     for cell in cells:
-        unused = {"run_dir"} if is_quantized(cell.recipe.precision) else {"run_dir", "fp8_config"}
-        computed = {key: value for key, value in resolved(cell.recipe).items() if key not in unused}
-        for what, shared in ((json.dumps(computed), "are the same run"), (cell.run_dir, "would share a run folder")):
-            if (other := first.setdefault(what, cell)) is not cell:
-                raise InputError(f"{path}: cells {other.name} and {cell.name} {shared}; take one out, or give it another name")
+        if (other := first.setdefault(cell.run_dir, cell)) is not cell:
+            shared = "would share a run folder; take one out, or give it another name"
+            raise InputError(f"{path}: cells {other.name} and {cell.name} {shared}")
 
 
 def _find_baseline(path: str, wanted: Values | None, cells: Sequence[Cell]) -> Cell:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -116,15 +117,12 @@ def _bullets(notes: Iterable[str]) -> str:
     return "\n".join(f"* {note}" for note in notes)
 
 
-# ── Reading ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── The command ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
     """The runs of these folders, each once, in their order."""
     return list({path.resolve(): read_run(path) for path in paths}.values())
-
-
-# ── The command ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -152,33 +150,22 @@ def _report_on(options: argparse.Namespace, runs: Sequence[RunRecord]) -> Report
 
 
 def watch(options: argparse.Namespace) -> Report | None:
-    """Write the page whenever a run has come further, until all have ended or Ctrl-C comes; returns what stands in it."""
-    report, before, going, page = None, "", True, options.out
-    print(f"following {', '.join(map(str, options.runs))} in {page}; Ctrl-C ends it", flush=True)
-    try:
+    """Write the page every so many seconds, until all runs have ended or Ctrl-C comes; returns what stands in it. A run that has
+    not begun is waited for."""
+    report, going = None, True
+    print(f"following {', '.join(map(str, options.runs))} in {options.out}; Ctrl-C ends it", flush=True)
+    with suppress(KeyboardInterrupt):
         while going:
-            runs: list[RunRecord] = []
-            try:
-                if missing := [path for path in options.runs if not (path / METRICS_FILE).exists()]:
-                    raise NoStepYet(missing[0])
-                runs = read_runs(options.runs)
-                now = ", ".join(f"{run.name} step {run.summary['steps']:,}" for run in runs)
-                going = not all(_has_ended(run) for run in runs)
-            except NoStepYet as none:
-                now = f"waiting for the first step of {none.run_dir}"
-            if now != before or not going:
-                print(f"{time.strftime('%H:%M:%S')}  {now}", flush=True)
+            with suppress(NoStepYet):
+                runs = read_runs(options.runs) if all((path / METRICS_FILE).exists() for path in options.runs) else []
                 if runs:
-                    report = _report_on(options, runs)
-                    report.write(page, every=options.watch if going else None)
-            before = now
+                    report, going = _report_on(options, runs), not all(_has_ended(run) for run in runs)
+                    report.write(options.out, every=options.watch)
             if going:
                 time.sleep(options.watch)
-    except KeyboardInterrupt:
-        if report:
-            report.write(page)
     if report:
-        print(f"{report.answer}\n\nPage: {page}")
+        report.write(options.out)
+        print(f"{report.answer}\n\nPage: {options.out}")
     return report
 
 

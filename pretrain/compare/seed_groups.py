@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from foundation.units import UNKNOWN, plural
 from pretrain.compare.columns import Column, as_text, signed
-from pretrain.compare.comparison import by_verdict, on_one_kind_of_machine, own_speed, unique_names
+from pretrain.compare.comparison import by_verdict, unique_names
 from pretrain.compare.differences import CONFIDENCE, EQUIVALENCE, FEWEST_SEEDS, MARGIN, SeedDifference
 from pretrain.compare.fairness import changed_settings, recipe_of, same_held_out
 from pretrain.metrics.run_record import LOSS_KEY, RunRecord
@@ -61,7 +61,6 @@ class GroupResult:
     runs: dict[int, RunRecord]  # by seed
     losses: dict[int, float]  # at the end, by seed
     difference: SeedDifference | None  # None of the baseline, where no seed is common, and where a run broke off
-    speedup: float | None
     verdict: str
 
     @property
@@ -105,8 +104,7 @@ class SeedComparison:
                 verdict = f"broke off: {plural(broken_off, 'run')} of {len(group)}"
             elif difference:
                 verdict = difference.verdict(margin) or f"{plural(len(difference.by_seed), 'seed')}: no interval"
-            speedup = _speedup(group.values(), base.values()) if results else None
-            results.append(GroupResult(name, group, losses, difference, speedup, verdict))
+            results.append(GroupResult(name, group, losses, difference, verdict))
         return cls(results, held_out, margin, left_out)
 
     @property
@@ -130,7 +128,7 @@ class SeedComparison:
             f"equivalent: the {narrow} interval lies within ± {100 * self.margin:g} % of {base}'s loss (two one-sided t tests at "
             f"5 %). Worse, better: it does not, and the {interval} interval lies on one side of zero. Each row by itself"
         )
-        columns = [
+        return [
             Column("runs", "", lambda each: each.name, words=True),
             Column("seeds", "", lambda each: len(each.difference.by_seed if each.difference else each.losses)),
             Column("held-out loss" if self.held_out else "loss at the end", "", lambda each: each.level),
@@ -139,9 +137,6 @@ class SeedComparison:
             of("in %", "", lambda difference: difference.mean / difference.baseline, "{:+.2%}".format),
             Column("verdict", verdict, lambda each: each.verdict),
         ]
-        if any(each.speedup for each in self.results):
-            columns.append(Column("speed", "", lambda each: each.speedup, "{:.2f} ×".format))
-        return columns
 
     def columns_by_seed(self) -> list[Column]:
         """Each group's difference to the baseline, a column a seed."""
@@ -167,11 +162,3 @@ def _why_left_out(run: RunRecord, loss: float | None, twin: RunRecord | None, *,
     if twin is not None and not (same_held_out(twin, run) if held_out else twin.data_fingerprint == run.data_fingerprint):
         return f"as they were {'evaluated' if held_out else 'trained'} on other text than the baseline's run of the seed"
     return None
-
-
-def _speedup(runs: Collection[RunRecord], base: Collection[RunRecord]) -> float | None:
-    """The ratio of the runs' median tokens/s, where each had its machine for itself and computed in hardware, all on one kind of
-    machine; else None."""
-    ours, theirs = ([own_speed(run) for run in each] for each in (runs, base))
-    known = all(ours) and all(theirs) and on_one_kind_of_machine([*runs, *base])
-    return statistics.median(ours) / statistics.median(theirs) if known else None

@@ -24,7 +24,6 @@ def te_recipe(te: Any, settings: OptionValues) -> TeRecipe:
 PRECISION = QuantizedPrecision(
     name="current",
     order=30,
-    colour="#C99700",
     description="FP8 products; a scale a tensor, from its own largest value",
     peak="fp8",
     multiple_of=16,

@@ -82,8 +82,6 @@ class Precision:
 
     name: str
     order: int  # where it stands among the others, in tables and messages
-    # In every picture of the project: told apart by all kinds of sight (after Okabe and Ito), and read on white and near black.
-    colour: str = "#5B7083"
     description: str
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of activations and, where nothing is quantized, of products
     peak: str  # the column of the device's peak table (pretrain.metrics.peaks) for its products

@@ -29,7 +29,6 @@ def te_recipe(te: Any, settings: OptionValues) -> TeRecipe:
 PRECISION = QuantizedPrecision(
     name="delayed",
     order=20,
-    colour="#D55E00",
     description="FP8 products; a scale a tensor, from the largest values of past microbatches",
     peak="fp8",
     accelerate_name="fp8",

@@ -23,7 +23,6 @@ def quantize(grid: Grid, square: bool, uniform: Uniform) -> Quantize:
 PRECISION = QuantizedPrecision(
     name="mxfp4",
     order=70,
-    colour="#7D4BD8",
     description="FP4 products; a power-of-two scale for every 32 values (OCP Microscaling); emulated only",
     peak="fp4",
     multiple_of=32,

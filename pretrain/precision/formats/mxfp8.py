@@ -22,7 +22,6 @@ def te_recipe(te: Any, settings: OptionValues) -> TeRecipe:
 PRECISION = QuantizedPrecision(
     name="mxfp8",
     order=50,
-    colour="#4AA8DE",
     description="FP8 products; a power-of-two scale for every 32 values (OCP Microscaling)",
     peak="fp8",
     multiple_of=32,

@@ -8,7 +8,6 @@ from pretrain.precision.formats.definition import Precision
 FP32 = Precision(
     name="fp32",
     order=0,
-    colour="#7A7A7A",
     description="FP32 products; the reference that every other precision is compared with",
     compute_dtype="float32",
     peak="fp32",
@@ -17,7 +16,6 @@ FP32 = Precision(
 BF16 = Precision(
     name="bf16",
     order=10,
-    colour="#1F77B4",
     description="BF16 products with FP32 accumulation",
     peak="bf16",
     accelerate_name="bf16",

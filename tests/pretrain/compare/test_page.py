@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.image import imread
 
-from pretrain.compare.figures import colour_of, moving_mean, picture_of_run
+from pretrain.compare.figures import COLOUR, moving_mean, picture_of_run
 from pretrain.compare.page import curves_figure, heat_figure, heat_maps, pictures, what_differs
 from pretrain.compare.report import Report
 from pretrain.metrics.run_record import RunRecord, read_run
@@ -89,7 +89,7 @@ def test_what_is_drawn_are_the_runs_own_figures_by_step_or_by_tokens_where_steps
 @pytest.mark.parametrize("losses", LOSSES.values(), ids=LOSSES)
 def test_any_run_has_a_picture_and_a_page_alone_beside_another_and_beside_other_text(losses, tmp_path):
     run = trained(tmp_path / "cost $2^4$ and $x", losses, "precision=nvfp4", held_out=len(losses) > 1)
-    assert colour_of("nvfp4") in colours_in(picture_of_run(run)) or losses[0] is None
+    assert COLOUR in colours_in(picture_of_run(run)) or losses[0] is None
     other, text = trained(tmp_path / "other", (4.0, 3.0, 2.0)), trained(tmp_path / "text", losses, fingerprint="cd34")
     for runs in ([run], [run, other], [other, run, text]):
         assert "</html>" in page_of(runs, tmp_path, "data")

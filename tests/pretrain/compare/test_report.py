@@ -25,9 +25,9 @@ def tables(runs: list, *vary: str) -> str:
 def test_the_tables_have_each_runs_figures_and_a_dash_for_what_is_not_known(tmp_path):
     runs = [trained(tmp_path / "a"), trained(tmp_path / "b", [4.0, 3.5, 2.5, 2.0], "precision=delayed", held_out=False)]
     a, b = (rows_of(tables(runs))[name][0] for name in "ab")
-    assert a[:9] == ["bf16", "fp32", "torch", "4", "16.4k", "2.9375", "2.4000", "11.02", "10,240"]
-    assert b[:9] == ["delayed", "fp32", "torch", "4", "16.4k", "3.0000", "–", "–", "10,240"]
-    assert a[9:14] == ["–", "50.0 %", "512 MiB", "1.2 %", "1.0 %"] and b[9] == "1.00"
+    assert a[:8] == ["bf16", "fp32", "torch", "4", "16.4k", "2.9375", "2.4000", "10,240"]
+    assert b[:8] == ["delayed", "fp32", "torch", "4", "16.4k", "3.0000", "–", "10,240"]
+    assert a[8:13] == ["–", "50.0 %", "512 MiB", "1.2 %", "1.0 %"] and b[8] == "1.00"
 
 
 def test_the_paired_difference_is_that_of_the_end_with_its_interval_and_verdict(tmp_path):
@@ -152,4 +152,4 @@ def test_the_page_is_written_as_runs_go_on_and_once_more_at_their_end(tmp_path, 
     monkeypatch.setattr(time, "sleep", lambda seconds: next(moments)())
     assert main(["report", str(one), str(two), "--out", str(page), "--watch", "7"]) == 0
     assert 'http-equiv="refresh" content="7"' in pages[0] and "http-equiv" not in page.read_text()
-    assert "first step of" in (out := capsys.readouterr().out) and "two step 2" in out and "two step 4" in out
+    assert capsys.readouterr().out.startswith("following")
