@@ -104,7 +104,7 @@ def carry_out(job: Job, *surroundings: Any) -> int:
                 finish(run)
             run.trackers.finish()
             if run.precision_watch:
-                run.precision_watch.finish()
+                run.precision_watch.file.finish()
             return stopped_by
     finally:
         run.checkpoints.close()
@@ -141,7 +141,7 @@ def assemble(job: Job, accelerator: Accelerator, console: Console | None = None)
 def build(job: Job, accelerator: Accelerator, folder: RunFolder, console: Console, arguments: argparse.Namespace) -> Run | None:
     """The run before its first step, or its next: nothing but the steps is left to do. None where an earlier start has done
     all of it. Collective; raises TrainingHalted where parity failed."""
-    health, log = Health(job.recipe.health, job.precision_remedy), job.recipe.log
+    health, log = Health(job.recipe.health), job.recipe.log
     require_shared(folder.path)
     job, checkpoints, source = resume.where_to_resume(job, arguments.resume, arguments.accept_changes)
     if source and source.step >= job.plan.steps and recording.is_over(job, folder, console):
@@ -177,7 +177,7 @@ def build(job: Job, accelerator: Accelerator, folder: RunFolder, console: Consol
         recorder=recording.recorder_of(job, assembly, accelerator),
         trackers=Trackers(log, path, state.step, main_process=main_process),
         precision_watch=assembly.precision_watch(log.fp8_statistics, path, state.step, main_process),
-        profile=StepProfile.of(path, accelerator, state) if arguments.profile else None,
+        profile=StepProfile(path, accelerator, state) if arguments.profile else None,
         console=console,
         stream=job.data.stream,
     )

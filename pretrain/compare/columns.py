@@ -108,7 +108,6 @@ def figures_of(comparison: RunComparison) -> list[Column]:
         Column("× baseline", "on one kind of machine", lambda each: each.speedup, "{:.2f}".format),
         _of_hardware("MFU", "the model's FLOPs over the device's BF16 peak", "mfu_bf16_peak", percent),
         _of_hardware("MFU, nanoGPT's", "the same by nanoGPT's count of operations", "mfu_nanogpt", percent),
-        _of_hardware("MFU, recipe's peak", "each product's FLOPs over its precision's peak", "mfu_recipe_peak", percent),
         _key("memory", "the most that was allocated on a GPU; on a CPU what the process held", "memory_gib", memory),
         _key("frozen", "share of parameters whose update rounding has lost", "frozen_updates", percent),
         _of_hardware("data wait", "share of the steps' time", "data_wait_share", percent),

@@ -10,7 +10,6 @@ import math
 import os
 import statistics
 import sys
-import textwrap
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
@@ -21,7 +20,6 @@ from foundation.progress import Progress
 from foundation.units import count, duration, memory, or_dash, percent
 
 INDENT = "  "
-SAMPLE_WIDTH = 96
 BOLD, DIM, YELLOW, PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[33m", "\x1b[0m"
 
 
@@ -72,8 +70,7 @@ class Console:
         """How the model continued `prompt`, behind a margin. Control characters in either are shown as escapes."""
         self._write(f"{INDENT}{self._shade(DIM, 'sample after')} {_visible(prompt)}")
         for line in _visible(text).split("\n"):
-            for piece in textwrap.wrap(line, SAMPLE_WIDTH) or [""]:
-                self._write(f"{INDENT}{self._shade(DIM, '│')} {piece}")
+            self._write(f"{INDENT}{self._shade(DIM, '│')} {line}")
 
     def progress(self, task: str, unit: str = "", **options: Any) -> Progress:
         """A context manager that shows on a terminal how far `task` is, of whose `unit`s `total` are to be done."""

@@ -21,17 +21,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from foundation.errors import InputError
-from foundation.units import TERA
 
 TRAINED = 6  # FLOPs a weight and token: two forward, and as many for each of the gradients of input and weight
-
-
-@dataclass(frozen=True)
-class LowPrecisionProducts:
-    """The part of a model whose products run on a device's FP8 or FP4 units, and how fast those are."""
-
-    weights: int  # of all linears whose products do, a tied head's too if its product does; each costs 3 multiply-adds a token
-    peak_tflops: float  # dense peak of one device for that precision
 
 
 @dataclass(frozen=True)
@@ -49,30 +40,29 @@ class Shape:
     @classmethod
     def of(cls, model: PreTrainedModel) -> Shape:
         """InputError where the configuration lacks one of the sizes, or has one for each layer."""
-        try:
-            config: PretrainedConfig = model.config.get_text_config()
-            heads, hidden = config.num_attention_heads, config.hidden_size
+        config: PretrainedConfig = model.config.get_text_config()
 
-            def first_of(*names: str, otherwise: int) -> int:  # architectures call one width by several names
+        def first_of(*names: str, otherwise: int | None = None) -> int | None:  # architectures call one width by several names
+            try:
                 return next((value for name in names if (value := getattr(config, name, None))), otherwise)
+            except RuntimeError:  # it differs by layer
+                return None
 
-            one_head = getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False)
-            shape = cls(
-                layers=config.num_hidden_layers,
-                hidden=hidden,
-                heads=heads,
-                kv_heads=1 if one_head else first_of("num_key_value_heads", "num_kv_heads", otherwise=heads),
-                head_dim=first_of("head_dim", otherwise=hidden // heads),
-                feed_forward=first_of("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", otherwise=4 * hidden),
-                vocabulary=config.vocab_size,
-            )
-        except (AttributeError, ValueError, RuntimeError) as error:
-            reason = str(error).partition(". ")[0]
-        else:
-            reason = next((f"`{key}` is said for each layer" for key, size in vars(shape).items() if type(size) is not int), "")
-        if reason:
-            raise InputError(f"model: {type(model).__name__} is not of equal layers with attention: {reason}; name another")
-        return shape
+        hidden, heads = first_of("hidden_size", otherwise=0), first_of("num_attention_heads")
+        one_head = getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False)
+        sizes = {
+            "layers": first_of("num_hidden_layers"),
+            "hidden": hidden,
+            "heads": heads,
+            "kv_heads": 1 if one_head else first_of("num_key_value_heads", "num_kv_heads", otherwise=heads),
+            "head_dim": first_of("head_dim", otherwise=heads and hidden // heads),
+            "feed_forward": first_of("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", otherwise=4 * hidden),
+            "vocabulary": first_of("vocab_size"),
+        }
+        if unknown := [name for name, size in sizes.items() if type(size) is not int]:
+            what = f"{type(model).__name__} is not of equal layers with attention: it has no one size for {', '.join(unknown)}"
+            raise InputError(f"model: {what}; name another")
+        return cls(**sizes)
 
     @property
     def query_width(self) -> int:
@@ -147,29 +137,8 @@ class ModelFlops:
         """FLOPs of a step over `tokens` tokens (padding included: it is computed) whose documents have these squared lengths."""
         return self.per_token_matrix * tokens + self.per_squared_length * sum_squared_lengths
 
-    def seconds_at_peak(
-        self, tokens: int, sum_squared_lengths: float, peak_tflops: float, low: LowPrecisionProducts | None = None
-    ) -> float:
-        """Seconds that one device would take for the FLOPs of `step` with every product at its own peak, one after another.
-
-        `peak_tflops` is BF16's, in which all products but those of `low` run. Divided by the measured time this is the
-        utilisation of a mixed run, at most 1.
-        """
-        in_low = float(TRAINED * low.weights * tokens) if low else 0.0
-        seconds = (self.step(tokens, sum_squared_lengths) - in_low) / (peak_tflops * TERA)
-        return seconds + (in_low / (low.peak_tflops * TERA) if in_low else 0.0)
-
 
 # ── Every definition in use ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@dataclass(frozen=True)
-class Formula:
-    """`per_token(model, length)`: FLOPs a token, forward and backward, of sequences of `length` tokens."""
-
-    key: str
-    says: str
-    per_token: Callable[[ModelFlops, int], float]
 
 
 def ours(model: ModelFlops, length: int) -> float:
@@ -196,7 +165,7 @@ def combined_formula(model: ModelFlops, length: int) -> float:
     return _components(model, attention + _feed_forward(model) + rotation)
 
 
-def component_summation(model: ModelFlops, length: int) -> float:
+def component_summation_v2025(model: ModelFlops, length: int) -> float:
     """llm_TII's third version, `component_summation_v2025`: the same without the rotation, product by product."""
     return _components(model, _attention(model, length) + _feed_forward(model))
 
@@ -209,14 +178,10 @@ def megatron(model: ModelFlops, length: int) -> float:
     return 12.0 * s.layers * h**2 * (attention + mlp + s.vocabulary / (2 * s.layers * h))
 
 
-FORMULAS = (
-    Formula("ours", "products by their shapes, attention causal and within documents", ours),
-    Formula("palm", "PaLM: 6N + 12LHQT, N without embeddings", palm),
-    Formula("nanogpt", "nanoGPT: 6N + 12LHQT, N with token embeddings", nanogpt),
-    Formula("combined_formula", "llm_TII v2: components, and the rotation", combined_formula),
-    Formula("component_summation_v2025", "llm_TII v3: components", component_summation),
-    Formula("megatron", "Megatron-LM: products by their shapes, the whole square of attention", megatron),
-)
+# By name: FLOPs a token, forward and backward, of sequences of so many tokens.
+FORMULAS: dict[str, Callable[[ModelFlops, int], float]] = {
+    formula.__name__: formula for formula in (ours, palm, nanogpt, combined_formula, component_summation_v2025, megatron)
+}
 
 
 def attention_to_ffn_ratio(model: ModelFlops, length: int) -> float:

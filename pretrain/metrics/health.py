@@ -71,10 +71,8 @@ class HealthState:
 class Health:
     """Checks the steps of one run; call `check` once a step, before the optimizer."""
 
-    def __init__(self, settings: HealthSettings, precision_remedy: str | None = None) -> None:
-        """`precision_remedy`: what to change in the run's precision where values overflow."""
+    def __init__(self, settings: HealthSettings) -> None:
         self.settings = settings
-        self.precision_remedy = precision_remedy
         self.state = HealthState()
         self._warned: set[str] = set()  # by this process
 
@@ -107,11 +105,10 @@ class Health:
     def judge_overflow(self, names: Sequence[str], *, can_go_back: bool) -> StepDecision:
         """What to do where the last update has left infinity or NaN in weights, called `names`, though its loss and gradient were
         finite: go back where `on_nan` wants that, and else stop, since there is no step to skip any more."""
-        reason, obstacle = f"the update has overflowed, in {some_of(names)}", ""
-        if self.settings.on_nan == "rollback":
-            obstacle = self._no_way_back(can_go_back)
-            if not obstacle:
-                return StepDecision("rollback", reason)
+        reason = f"the update has overflowed, in {some_of(names)}"
+        obstacle = self._no_way_back(can_go_back) if self.settings.on_nan == "rollback" else ""
+        if self.settings.on_nan == "rollback" and not obstacle:
+            return StepDecision("rollback", reason)
         remedy = "Lower `optimizer.learning_rate`, and go on from an earlier checkpoint, or begin anew"
         return StepDecision("stop", f"{reason}{obstacle}, and this step is not saved: its weights hold infinity or NaN", remedy)
 
@@ -145,9 +142,8 @@ class Health:
         if key == "on_nan":
             again = "resume from an earlier checkpoint" if can_go_back else "start again"
             remedy = f"Lower `optimizer.learning_rate` or lengthen `schedule.warmup`, and {again}"
-        own = f". In this precision also: {self.precision_remedy}" if self.precision_remedy else ""
         other = f"`health.{key}`: `skip` leaves such steps out, `rollback` goes back to the last checkpoint"
-        return StepDecision("stop", f"{reason}{obstacle}. {untouched}", f"{remedy}{own}. {other}")
+        return StepDecision("stop", f"{reason}{obstacle}. {untouched}", f"{remedy}. {other}")
 
     def _no_way_back(self, can_go_back: bool) -> str:
         """The end of a sentence that says why not; empty where there is one."""

@@ -84,9 +84,8 @@ class PrecisionWatch:
         self._confirming = confirming
         self._context = context
         self.go_over_to(active, first_step=1)
-        self._file = JsonlTracker(folder / STATISTICS_FILE, resumed_step) if main_process else None
-        if self._file:
-            self._file.start()
+        self.file = JsonlTracker(folder / STATISTICS_FILE, resumed_step, main_process=main_process)
+        self.file.start()
 
     def go_over_to(self, active: ActivePrecision, first_step: int) -> None:
         """Measure the operands of `active`, in which the context computes from `first_step` on; nothing where it has none."""
@@ -113,14 +112,5 @@ class PrecisionWatch:
         if not self.due(step):
             return {}, None
         records = self._statistics.records()
-        if self._file:
-            self._file.log({"step": step, "operands": records})
+        self.file.log({"step": step, "operands": records})
         return summary(records), self._health.check(step, records)
-
-    def go_back(self, step: int) -> None:
-        if self._file:
-            self._file.go_back(step)
-
-    def finish(self) -> None:
-        if self._file:
-            self._file.finish()

@@ -22,26 +22,20 @@ TRACE_FILE, TABLE_FILE = "profile.json.gz", "profile.md"
 class StepProfile:
     """Records one step of this process into `folder`; only the main process does."""
 
-    def __init__(self, folder: Path, device: torch.device, steps_done: int) -> None:
-        self.step = steps_done + PROFILED
-        self._folder, self._device = folder, device
-
-    @classmethod
-    def of(cls, folder: Path, accelerator: Accelerator, state: TrainState) -> StepProfile | None:
-        """Returns the profile of a run about to begin; None except on the main process. InputError where the run ends before that
-        step."""
-        profile = cls(folder, accelerator.device, state.step)
-        if profile.step > state.steps:
+    def __init__(self, folder: Path, accelerator: Accelerator, state: TrainState) -> None:
+        """InputError where the run, which is about to begin, ends before that step."""
+        self.step = state.step + PROFILED
+        self._folder, self._device, self._records = folder, accelerator.device, accelerator.is_main_process
+        if self.step > state.steps:
             raise InputError(
-                f"`--profile` records step {profile.step}, by when everything is compiled, and the run ends with step "
+                f"`--profile` records step {self.step}, by when everything is compiled, and the run ends with step "
                 f"{state.steps}; train longer (`train`), or leave it out"
             )
-        return profile if accelerator.is_main_process else None
 
     @contextmanager
     def recording(self, step: int) -> Iterator[None]:
         """Put this around every `step`, which ends when the device has; it does nothing but for the one to record."""
-        if step != self.step:
+        if step != self.step or not self._records:
             yield
             return
         on_gpu = self._device.type == "cuda"

@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from foundation.units import GIB, TERA
-from pretrain.metrics.flops import LowPrecisionProducts, ModelFlops, nanogpt
+from pretrain.metrics.flops import ModelFlops, nanogpt
 from pretrain.metrics.run_record import WARM_UP_STEPS
 from pretrain.model.gradients import gradient_of, local_part
 
@@ -35,7 +35,6 @@ class Recorder:
     device: torch.device
     pack_length: int  # tokens of a pack
     world_size: int = 1  # devices that share each step
-    low_precision: LowPrecisionProducts | None = None  # None where none are, or of unknown peak: then no `mfu_recipe_peak`
     clock: Callable[[], float] = time.perf_counter
     _steps_here: int = field(default=0, init=False)  # of this process, which compiles again after every resume
     _seconds: float = field(default=0.0, init=False)
@@ -56,9 +55,8 @@ class Recorder:
 
         step_ms, tokens_per_second and samples_per_second (packs, of all devices) are of the whole step, with data.
         flops_per_token is the step's mean; tflops and peak_tflops (BF16) are of one device, mfu_bf16_peak their ratio (0 to 1),
-        mfu_nanogpt the same with nanoGPT's count of FLOPs in place of ours, mfu_recipe_peak the share of the step that its
-        products would have taken, each at the peak of the precision it ran in. All of them count padding, which is multiplied
-        like any token, and so do tokens_per_second. recompiles does not count the process's first two steps.
+        mfu_nanogpt the same with nanoGPT's count of FLOPs in place of ours. All of them count padding, which is multiplied like
+        any token, and so do tokens_per_second. recompiles does not count the process's first two steps.
         """
         record = figures | {
             "step_ms": self._seconds * 1e3,
@@ -67,8 +65,7 @@ class Recorder:
             "samples_per_second": step_tokens / self._seconds / self.pack_length,
         }
         if self.flops is not None:
-            work = step_tokens, sum_squared_lengths
-            flops = self.flops.step(*work)
+            flops = self.flops.step(step_tokens, sum_squared_lengths)
             record["flops_per_token"] = flops / step_tokens
             record["tflops"] = flops / self._seconds / self.world_size / TERA
             if self.peak_tflops is not None:
@@ -76,9 +73,6 @@ class Recorder:
                 record["mfu_bf16_peak"] = record["tflops"] / self.peak_tflops
                 by_nanogpt = nanogpt(self.flops, self.pack_length) * record["tokens_per_second"] / self.world_size / TERA
                 record["mfu_nanogpt"] = by_nanogpt / self.peak_tflops
-                if self.low_precision is not None:
-                    at_peak = self.flops.seconds_at_peak(*work, self.peak_tflops, self.low_precision) / self.world_size
-                    record["mfu_recipe_peak"] = at_peak / self._seconds
         return record | memory_figures(self.device) | {"recompiles": self._recompiles}
 
 

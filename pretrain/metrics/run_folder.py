@@ -126,9 +126,9 @@ def _git(root: Path) -> dict[str, Any] | None:
     def git(*arguments: str) -> str:
         return subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True).stdout.strip()
 
+    if not (root / ".git").exists():  # installed, it may lie somewhere below another project's checkout
+        return None
     try:
-        top, commit = git("rev-parse", "--show-toplevel", "HEAD").splitlines()
-        # Installed, it may lie somewhere below another project's checkout.
-        return {"commit": commit, "dirty": bool(git("status", "--porcelain"))} if Path(top) == root else None
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
     except (OSError, subprocess.CalledProcessError):
         return None

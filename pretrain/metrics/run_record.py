@@ -25,10 +25,7 @@ WARM_UP_STEPS = 2  # compile, allocate, autotune: kept out of every median
 LAST_SHARE = 0.2  # of all steps: where runs have grown apart. One step's loss is mostly noise (sd 0.13 in the reference's runs)
 FEWEST_STEPS = 64  # for a standard error: eight batches of eight
 LOSS_KEY, END_KEY = "loss_at_end", "steps_at_end"  # in a summary: the mean loss of a run's end, and of how many steps it is
-MEDIANS = (
-    *("tokens_per_second", "samples_per_second", "step_ms", "tflops"),
-    *("mfu_bf16_peak", "mfu_nanogpt", "mfu_recipe_peak", "frozen_updates"),
-)
+MEDIANS = ("tokens_per_second", "samples_per_second", "step_ms", "tflops", "mfu_bf16_peak", "mfu_nanogpt", "frozen_updates")
 
 HELD_OUT_PACKS = ("held_out_fingerprint", "held_out_packs")  # in an evaluation's line: which packs it is of, and how many
 MEASURE = (*HELD_OUT_PACKS, "held_out_tokens", "held_out_precision")  # evaluations that differ in one say nothing of each other
@@ -144,16 +141,9 @@ class RunRecord:
         return requested if effective == requested else f"{requested} (ran {effective})"
 
     @property
-    def phases(self) -> dict[int, str]:
-        """The precisions of its steps so far, by the first step of each; empty for a run that has only had one."""
-        phases = {int(first): name for first, name in (self.audit.get("phases") or {}).items()}
-        return {first: name for first, name in phases.items() if first <= self.summary["steps"]}
-
-    @property
     def audited(self) -> dict[str, dict[str, Any]]:
-        """What the audit says of each precision that steps were in so far, for a run of several precisions."""
-        used = self.phases.values()
-        return {name: each for name, each in (self.audit.get("precisions") or {}).items() if not used or name in used}
+        """What the audit says of each precision, of a run that has several."""
+        return self.audit.get("precisions", {})
 
     @property
     def backend(self) -> str | None:
@@ -309,6 +299,6 @@ def last_screen(run: RunRecord, folder: RunFolder) -> tuple[str, dict[str, str]]
     rows["memory"] = memory(figures["memory_gib"])
     if folder.final.exists():
         rows["model"] = f"{folder.final} (AutoModelForCausalLM.from_pretrained loads it)"
-    rows |= {"curves": str(folder.loss_plot), "every step": str(folder.metrics)}
+    rows["curve"] = str(folder.loss_plot)
     rows["compare it"] = f"python -m pretrain report {shlex.quote(str(folder.path))} OTHER_RUN"
     return f"{run.name}: done", rows

@@ -34,15 +34,19 @@ MLFLOW_IN_A_FOLDER = {"MLFLOW_TRACKING_URI": "mlruns", "MLFLOW_ALLOW_FILE_STORE"
 
 
 class JsonlTracker:
-    """The file at `path`, flushed at each line: a killed run loses at most the line it was writing, which `start` removes."""
+    """The file at `path`, flushed at each line: a killed run loses at most the line it was writing, which `start` removes. On
+    processes other than the main one every call does nothing."""
 
-    def __init__(self, path: Path, resumed_step: int = 0) -> None:
+    def __init__(self, path: Path, resumed_step: int = 0, *, main_process: bool = True) -> None:
         self.path = path
         self.resumed_step = resumed_step
+        self.main_process = main_process
         self._file: TextIO | None = None
 
     def start(self) -> None:
         """Remove the steps after the resumed checkpoint's from the file, and a last line that is not whole; open it to append."""
+        if not self.main_process:
+            return
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
@@ -55,6 +59,8 @@ class JsonlTracker:
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Write `values`, which hold their own `step`; JSON has no infinity and no not-a-number, so these become null."""
+        if self._file is None:
+            return
         finite = json.loads(json.dumps(values), parse_constant=lambda _: None)
         try:
             self._file.write(json.dumps(finite) + "\n")
@@ -68,7 +74,8 @@ class JsonlTracker:
             ) from None
 
     def finish(self) -> None:
-        self._file.close()
+        if self._file:
+            self._file.close()
 
     def go_back(self, step: int) -> None:
         """Take the steps after `step` out of the file, and go on after it."""
@@ -78,24 +85,22 @@ class JsonlTracker:
 
 
 class Trackers:
-    """The `metrics.jsonl` of one run, and the services that `log` names. Processes other than the main one have neither, and
-    there every call does nothing."""
+    """The `metrics.jsonl` of one run, and the services that `log` names. Only the main process has any."""
 
     def __init__(self, log: LogSettings, run_dir: Path, resumed_step: int = 0, *, main_process: bool = True) -> None:
-        self.file = JsonlTracker(run_dir / METRICS_FILE, resumed_step) if main_process else None
+        self.file = JsonlTracker(run_dir / METRICS_FILE, resumed_step, main_process=main_process)
         self.services: dict[str, GeneralTracker] = {}  # by name, those that have started and have not failed
         self._log, self._run_dir = log, run_dir
 
     def start(self, config: Mapping[str, Any]) -> None:
         """Open all of them, and hand `config` over to services as flat `section.key` pairs. InputError where one refuses.
         Accelerate's trackers want its state to exist: make the Accelerator first."""
-        if self.file is None:
-            return
         self.file.start()
+        names = services_of(self._log) if self.file.main_process else []
+        run_id = self._run_id() if names else ""
         flat = flatten(config).items()
         scalars = {key: each if isinstance(each, int | float | str) else json.dumps(each, default=str) for key, each in flat}
-        run_id = self._run_id() if services_of(self._log) else ""
-        for name in services_of(self._log):
+        for name in names:
             try:
                 self.services[name] = service = self._make(name, run_id)
                 service.start()
@@ -129,8 +134,6 @@ class Trackers:
     def log(self, record: Mapping[str, Any]) -> None:
         """Give `record`, a line of `metrics.jsonl`, to the file whole, and to the services what they can show of it: the numbers
         of a step or an evaluation; W&B and TensorBoard get samples as text, prompts and what the model wrote."""
-        if self.file is None:
-            return
         self.file.log(record)
         texts = {f"samples/{n}": f"{each['prompt']}{each['text']}" for n, each in enumerate(record.get("samples", ()))}
         numbers = {key: value for key, value in record.items() if type(value) in (int, float) and key != "step"}
@@ -152,8 +155,7 @@ class Trackers:
             )
 
     def finish(self) -> None:
-        if self.file:
-            self.file.finish()
+        self.file.finish()
         for name in list(self.services):
             self._tell(name, "finish")
 

@@ -96,16 +96,6 @@ def convert(
                 hf.set_submodule(name, LowPrecisionLinear(module, name, product, context))
 
 
-def low_precision_weights(packed: PackedLanguageModel) -> int:
-    """Weights that are multiplied in low precision now, each with 6 FLOPs a token in forward and backward."""
-    count = packed.fused.low_precision_weights(packed.context.backend) if packed.fused else 0
-    for module in packed.hf.modules():
-        products = module.low_precision if isinstance(module, LossHead) else module
-        if isinstance(products, LowPrecisionHead | LowPrecisionLinear) and products.is_low:
-            count += module.weight.numel()
-    return count
-
-
 # ── Working copies, compilation, recomputation ──────────────────────────────────────────────────────────────────────────────────
 #
 # All parameters of a layer are cast as the layer begins, as FSDP2's `param_dtype=bfloat16` does, so one device and many compute

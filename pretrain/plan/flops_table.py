@@ -34,10 +34,9 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_intermixed_args(arguments)
     speed, target = options.tokens_per_second, Target.parse(options.on)
     most = target.count * peak(target.name, "bf16") * TERA  # FLOPs a second
-    name, lengths = options.model, LENGTHS
-    settings = ModelSettings(source=name)
-    if name.endswith((".yaml", ".yml")):
-        recipe = load_recipe(Path(name))
+    lengths, settings = LENGTHS, ModelSettings(source=options.model)
+    if options.model.endswith((".yaml", ".yml")):
+        recipe = load_recipe(Path(options.model))
         settings, lengths = with_tokens(recipe.model, recipe.data, None), [recipe.data.length]
     flops = ModelFlops.of(model.build_on_meta(model.load_config(settings)))
     shape, lengths = flops.shape, options.length or lengths
@@ -48,13 +47,13 @@ def main(arguments: Sequence[str]) -> int:
         f"{shape.feed_forward:,}{' gated' if flops.gated else ''}, vocabulary {shape.vocabulary:,}\n"
     )
     rows = []
-    for formula in FORMULAS:
-        counts = {length: formula.per_token(flops, length) for length in lengths}
+    for name, per_token in FORMULAS.items():
+        counts = {length: per_token(flops, length) for length in lengths}
         cells = [f"{operations(value)} ({percent(value / ours(flops, length))})" for length, value in counts.items()]
         if speed:
             cells = [f"{cell}: MFU {percent(n * speed / most)}" for cell, n in zip(cells, counts.values(), strict=True)]
-        rows.append((formula.key, *cells, formula.says))
-    print(markdown(("a token", *(f"T = {length:,}" for length in lengths), "definition"), rows))
+        rows.append((name, *cells))
+    print(markdown(("a token", *(f"T = {length:,}" for length in lengths)), rows))
     ratios = ", ".join(f"{attention_to_ffn_ratio(flops, length):.2f}" for length in lengths)
     print(f"\nattention_to_ffn_ratio (llm_TII v3): {ratios}")
     if speed and ours(flops, min(lengths)) * speed > most:

@@ -75,12 +75,6 @@ class Job:
     def weight_dtype(self) -> torch.dtype:
         return getattr(torch, WEIGHT_DTYPES[self.recipe.weights])
 
-    @property
-    def precision_remedy(self) -> str | None:
-        """What to change in the precision where values overflow; None where nothing is quantized."""
-        cause = "`precision=bf16` from the same checkpoint, with --accept-changes, tells whether the precision is the cause"
-        return cause if self.precision.quantized else None
-
     def with_plan(self, **values: Any) -> Job:
         """The job with other values of its plan: `active`, the precision that it computes in for now, or what was `done`."""
         return replace(self, plan=replace(self.plan, **values))

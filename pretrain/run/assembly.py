@@ -22,8 +22,6 @@ from foundation.progress import advance
 from packing.batch import Microbatch
 from pretrain.checkpoint.state import seed_step
 from pretrain.metrics.console import Console
-from pretrain.metrics.flops import LowPrecisionProducts
-from pretrain.metrics.peaks import peak
 from pretrain.metrics.precision_health import PrecisionWatch
 from pretrain.model import huggingface as model
 from pretrain.model.distributed import take_from_first_rank
@@ -31,7 +29,7 @@ from pretrain.model.fused.layers import FusedLayers
 from pretrain.model.gradients import RankSums, attach_main_gradients, local_part
 from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.model.sharding import Sharding, part_from_first
-from pretrain.model.wrapping import choose_arithmetic, convert, fuse, low_precision_weights
+from pretrain.model.wrapping import choose_arithmetic, convert, fuse
 from pretrain.optimizer.adamw import ExactAdamW, clear_gradients, named_state
 from pretrain.plan.plan import Plan
 from pretrain.plan.preflight import Job
@@ -119,14 +117,6 @@ class Assembly:
     @cached_property
     def optimizer_tensors(self) -> dict[str, Tensor]:
         return named_state(self.optimizer, self.hf)
-
-    def low_precision_products(self, device_name: str) -> LowPrecisionProducts | None:
-        """What runs on the device's FP8 or FP4 units; None where nothing does, or where their peak is not known."""
-        fastest = peak(device_name, self.active.precision.peak)
-        if self.active.backend != "transformer_engine" or fastest is None:
-            return None
-        weights = low_precision_weights(self.model)
-        return LowPrecisionProducts(weights, fastest)
 
     def precision_watch(self, every: int | None, folder: Path, step: int, main_process: bool) -> PrecisionWatch | None:
         """Statistics of the low-precision operands every so many steps, None where there are none or none are wanted."""

@@ -41,7 +41,6 @@ def recorder_of(job: Job, assembly: Assembly, accelerator: Accelerator) -> Recor
         device=accelerator.device,
         world_size=accelerator.num_processes,
         pack_length=job.recipe.data.length,
-        low_precision=assembly.low_precision_products(job.plan.devices.name),
     )
 
 

@@ -280,7 +280,7 @@ def roll_back(run: Run, reason: str) -> None:
     run.assembly.around |= audit_of_course(run.job.plan)
     resume_precision(run, source)
     if run.precision_watch:
-        run.precision_watch.go_back(step)
+        run.precision_watch.file.go_back(step)
     if run.accelerator.is_main_process:
         run.folder.write_json(run.folder.audit, run.assembly.audit)
         event = {

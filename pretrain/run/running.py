@@ -70,8 +70,6 @@ class Run:
         """Let all that knows the precision of a step know that it is `active` now; `first_step`: the one whose operands are
         measured in any case."""
         self.job = self.job.with_plan(active=active)
-        self.health.precision_remedy = self.job.precision_remedy
-        self.recorder.low_precision = self.assembly.low_precision_products(self.job.plan.devices.name)
         if self.precision_watch:
             self.precision_watch.go_over_to(active, first_step)
 

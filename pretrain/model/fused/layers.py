@@ -112,11 +112,6 @@ class FusedLayers:
         """Parameters that are the rows of one matrix, whose gradients must be those of another."""
         return [product.weights for product in self.products]
 
-    def low_precision_weights(self, backend: Backend | None) -> int:
-        """How many weights are multiplied in low precision where `backend` computes."""
-        low = [product for product in self.products if backend in product.low]
-        return sum(weight.numel() for product in low for weight in product.weights)
-
     def describe(self) -> str:
         """Says for the audit: "28 of 28 layers, queries and keys kept for backward"."""
         reasons = Counter(self.left_out.values())

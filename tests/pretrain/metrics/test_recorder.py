@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pretrain.metrics.flops import LowPrecisionProducts, ModelFlops
+from pretrain.metrics.flops import ModelFlops
 from pretrain.metrics.recorder import Recorder, gradient_statistics
 from pretrain.metrics.run_record import summary
 
@@ -69,23 +69,6 @@ def test_the_object_has_the_keys_that_metrics_jsonl_promises_and_no_others(flops
     assert keys(flops=flops, peak_tflops=None) == [*always, *counted, *end]
     with_peak = [*counted, "peak_tflops", "mfu_bf16_peak", "mfu_nanogpt"]
     assert keys(flops=flops, peak_tflops=989.0) == [*always, *with_peak, *end]
-    low = LowPrecisionProducts(weights=1, peak_tflops=1979.0)
-    given = {"flops": flops, "low_precision": low}
-    assert keys(peak_tflops=989.0, **given) == [*always, *with_peak, "mfu_recipe_peak", *end]
-    assert keys(peak_tflops=None, **given) == [*always, *counted, *end]
-
-
-def test_a_mixed_run_is_held_against_the_peak_of_each_products_precision(flops):
-    clock = Clock()
-    low = LowPrecisionProducts(weights=2 * 3 * 64 * 128, peak_tflops=4.0)  # the two layers' MLPs
-    recorder = Recorder(pack_length=512, flops=flops, peak_tflops=2.0, device=CPU, world_size=4, low_precision=low, clock=clock)
-    with recorder.step():
-        clock.now += 0.5
-    record = recorder.finish(**figures())
-    mlps = 6 * 2 * 3 * 64 * 128 * 4096
-    rest = 6 * (2 * (64 * 64 * 2 + 64 * 32 * 2) + 64 * 512) * 4096 + 6 * 2 * 64 * 1_000_000
-    assert record["mfu_recipe_peak"] == pytest.approx((mlps / 4.0e12 + rest / 2.0e12) / 4 / 0.5)
-    assert record["mfu_bf16_peak"] == pytest.approx((mlps + rest) / 2.0e12 / 4 / 0.5)
 
 
 def records(count: int) -> list[dict]:

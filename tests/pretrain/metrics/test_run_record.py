@@ -41,8 +41,7 @@ def test_the_last_screen_names_what_came_out_how_fast_and_where_it_lies(tmp_path
         "speed": ["47.5k tokens/s", "49.6 % MFU", "0.2 % of the time waiting for data"],
         "memory": ["80.9 GiB"],
         "model": [f"{folder}/final"],
-        "curves": [f"{folder}/loss.png"],
-        "every step": [f"{folder}/metrics.jsonl"],
+        "curve": [f"{folder}/loss.png"],
     }.items():
         assert not [fact for fact in facts if fact not in rows[label]], rows[label]
     assert f"python -m pretrain report {folder}" in rows["compare it"]
