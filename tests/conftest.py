@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from hypothesis import settings
 
 from packing import prepare
 from packing.arrow import Pack, PackWriter
-from tests.moments import fork_context
+from tests.moments import fork_context, start_server
 
 # Two cores shared by several workers: how long one example takes says nothing.
 # A suite that passed passes again: what is drawn is the same each time. `pytest --hypothesis-profile explore` draws anew.
@@ -62,6 +61,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    if session.items:  # none where workers run them
+        start_server()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """At the end neither pytest, which looks for garbage, nor Python takes apart all that was imported: of a worker's last three
     seconds nearly all. A worker's exit status says nothing; what is registered from here on runs before."""
@@ -81,7 +86,6 @@ VOCABULARY = 61
 def forked_tokenizers() -> Iterator[None]:
     """Processes that tokenise are forked, where it is this process that starts them: they spend nine tenths of their time in
     importing. Those of commands and runs in processes of their own are spawned."""
-    forkserver.ensure_running()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prepare, "START", fork_context)
         yield

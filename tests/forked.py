@@ -1,4 +1,4 @@
-"""What the processes of tests/moments.py and tests/ranks.py have in common: imported once, by the one that they are forked from.
+"""What the processes of tests/moments.py and tests/ranks.py have in common: done once, by the one that they are forked from.
 
 Runs import some of it late, and each process would do so anew. Nothing of it is garbage, nor will be: a collection in a forked
 process neither looks through it nor copies its pages.
@@ -6,7 +6,6 @@ process neither looks through it nor copies its pages.
 
 from __future__ import annotations
 
-import atexit
 import gc
 import importlib
 import sys
@@ -25,4 +24,3 @@ for package in folders.PACKAGES:
     folders.version_of(package)
 gc.freeze()
 gc.enable()
-atexit.register(gc.unfreeze)  # or Triton's library reports as leaked what it holds; forked processes end without

@@ -7,6 +7,8 @@ import.
 
 from __future__ import annotations
 
+import itertools
+import logging
 import multiprocessing
 import os
 import re
@@ -15,9 +17,11 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 # `sitecustomize.py`, found by every Python that has its folder in PYTHONPATH: who is about to name step 4's checkpoint waits.
 WAIT_IN_SAVING = """
@@ -34,6 +38,29 @@ sys.addaudithook(watch)
 
 fork_context = multiprocessing.get_context("forkserver")
 fork_context.set_forkserver_preload(["tests.forked"])
+
+
+def start_server() -> None:
+    """Start the process that `fork_context` forks others from as a fork of this one, which has collected tests and computed nothing
+    yet. multiprocessing would start a new Python: six seconds of a core, for each worker, to import the same once more."""
+    resource_tracker.ensure_running()
+    with patch.object(util, "spawnv_passfds", _fork_server):
+        forkserver.ensure_running()
+
+
+def _fork_server(python: bytes, arguments: Sequence[str], passed: Sequence[int]) -> int:
+    """In place of `spawnv_passfds`: a process that runs the command's code, and has no files but its output and those `passed`."""
+    if pid := os.fork():
+        return pid
+    try:
+        kept = [0, 1, 2, *sorted(passed), os.sysconf("SC_OPEN_MAX")]
+        for below, above in itertools.pairwise(kept):
+            os.closerange(below + 1, above)
+        logging.getLogger().handlers.clear()  # pytest's; a launcher that finds some adds none of its own
+        sys.stdin, sys.stdout, sys.stderr = (open(fd, mode, closefd=False) for fd, mode in enumerate("rww"))  # noqa: SIM115
+        exec(arguments[-1])
+    finally:
+        os._exit(0)
 
 
 @dataclass(frozen=True)
