@@ -4,9 +4,9 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip install --disable-pip-version-check
-# Test workers: two more than there are cores, as many a test waits for a process that it has started; but no more than 8: each
-# imports torch, and 64 of them would only fight over memory.
-WORKERS ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 2)")
+# Test workers: one more than there are cores, as many a test waits for a process that it has started; but no more than 8: each
+# imports torch, six seconds of a core, and 64 of them would only fight over memory.
+WORKERS ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
 
 .PHONY: help install demo test lint docs clean
 .DEFAULT_GOAL := help

@@ -65,9 +65,9 @@ def introduction(cls: type[BaseModel]) -> str:
 def rows(cls: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
     """(key, type, default, meaning) of every field of `cls` and of its sections. A section that is a source, as `data` itself is,
     has just the keys that a source has not, and a row of its own."""
-    meanings = comments(cls)
+    meanings, schemas = comments(cls), cls.model_json_schema()["properties"]
     for name, field in cls.model_fields.items():
-        key, schema = f"{prefix}{name}", cls.model_json_schema()["properties"][name]
+        key, schema = f"{prefix}{name}", schemas[name]
         listed = "items" in json.dumps(schema)
         sections = sections_in(field.annotation)
         known = {known for section in sections for base in section.__mro__ if issubclass(cls, base) for known in keys_of(base)}

@@ -29,7 +29,7 @@ from tests.moments import fork_context, start_server
 # Two cores shared by several workers: how long one example takes says nothing.
 # A suite that passed passes again: what is drawn is the same each time. `pytest --hypothesis-profile explore` draws anew.
 settings.register_profile("explore", deadline=None)
-settings.register_profile("shared machine", deadline=None, derandomize=True, max_examples=50)
+settings.register_profile("shared machine", deadline=None, derandomize=True, max_examples=25)
 settings.load_profile("shared machine")
 
 # Whoever starts the tests in the background, or under nohup, lets them ignore signals, and what they start would inherit that.

@@ -41,18 +41,19 @@ fork_context.set_forkserver_preload(["tests.forked"])
 
 
 def start_server() -> None:
-    """Start the process that `fork_context` forks others from as a fork of this one, which has collected tests and computed nothing
-    yet. multiprocessing would start a new Python: six seconds of a core, for each worker, to import the same once more."""
+    """Start the process that `fork_context` forks others from, as a fork of this one, which has collected tests and computed
+    nothing. multiprocessing would start a new Python, which takes six seconds of a core, in each worker, to import the same."""
     resource_tracker.ensure_running()
     with patch.object(util, "spawnv_passfds", _fork_server):
         forkserver.ensure_running()
 
 
 def _fork_server(python: bytes, arguments: Sequence[str], passed: Sequence[int]) -> int:
-    """In place of `spawnv_passfds`: a process that runs the command's code, and has no files but its output and those `passed`."""
+    """In place of `spawnv_passfds`: a process that runs the command's code, with no files but stderr and those `passed`."""
     if pid := os.fork():
         return pid
     try:
+        os.dup2(os.open(os.devnull, os.O_RDWR), 1)
         kept = [0, 1, 2, *sorted(passed), os.sysconf("SC_OPEN_MAX")]
         for below, above in itertools.pairwise(kept):
             os.closerange(below + 1, above)

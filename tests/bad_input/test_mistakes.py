@@ -271,9 +271,3 @@ def test_a_token_beyond_the_vocabulary_is_named_with_its_packs(refusal: Callable
         np.full(320, 61, "<u2").tofile(tmp_path / "train.bin")
         message = refusal(f"data.packs={packs}", "evaluate.every=null")
         assert str(packs) in message and "token id" in message
-
-
-def test_the_command_itself_says_one_line_without_a_traceback(train: Callable) -> None:
-    finished = train("optimizer.learnin_rate=1")
-    assert finished.status == 2 and not finished.run_dir.exists()
-    assert finished.output.startswith("error: ") and finished.output.count("\n") == 1

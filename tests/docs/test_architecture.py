@@ -8,13 +8,13 @@ it. Elsewhere a class, or `Class.method`, must be defined somewhere, and any oth
 from __future__ import annotations
 
 import ast
-import json
 import re
-import subprocess
-import sys
 import textwrap
 from functools import cache
 from pathlib import Path
+
+from tests.launcher.entered_files import watched_run
+from tests.moments import fork_context
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "architecture.md"
@@ -91,7 +91,6 @@ def entered(files: dict[str, list[str]]) -> str:
 
 def test_the_page_lists_the_files_that_a_step_and_a_save_enter(tmp_path: Path):
     """Where it fails, look whether the new hop is worth it, and put what is printed into the page."""
-    command = [sys.executable, "-m", "tests.launcher.entered_files", str(tmp_path)]
-    out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    text = entered(json.loads(out.splitlines()[-1]))
+    with fork_context.Pool(1) as pool:  # which has run nothing yet
+        text = entered(pool.apply(watched_run, (tmp_path,)))
     assert text in PAGE.read_text(encoding="utf-8"), text

@@ -17,7 +17,7 @@ from torch import Tensor
 from pretrain.model.fused import activation_kernel as kernel
 from pretrain.model.fused.fp8_tile import TensorScaled
 from pretrain.precision.quantizers import E4M3, E5M2, Grid, tensor
-from tests.gpu.conftest import DEVICE, cuda_only
+from tests.gpu.conftest import DEVICE, INTERPRETED, cuda_only
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, of infinities and NaN
@@ -82,7 +82,7 @@ def check_tensor_scaled(written: TensorScaled, exact: Tensor, grid: Grid) -> Non
     assert close(written.rows, tensor.quantize(values, scale, grid).codes.to(TORCH[grid.name]).view(torch.uint8))
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5 if INTERPRETED else 10, deadline=None)
 @given(
     rows=st.integers(1, 3),
     columns=st.integers(1, 3),
