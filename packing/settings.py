@@ -71,7 +71,7 @@ class StreamingSettings(Settings):
     """Packs that are made while the run trains, of more text than the disk holds. At the end of the text it begins again."""
 
     disk_gb: float = Field(20.0, gt=0)  # GB (10^9 bytes) that packs take on the disk of each machine, at most
-    # Tokens that are packed, and their packs shuffled, together: a part. Each of several sources has its share of them.
+    # Tokens of a part, which is packed and shuffled by itself. Several sources share them by weight.
     window: PositiveCount = 2**26
 
 
@@ -89,11 +89,11 @@ class DataSettings(SourceSettings):
     # token .bin only: the id that ends a document; null: a pack is one document
     end_token: int | None = Field(None, ge=0, lt=2**32)
 
-    # Several sources in place of `source`, each with keys from `source` to `labels` of its own. What it leaves open is as for
-    # all, but for keys of another kind of record than its own. Its packs are prepared into `packs`/name.
+    # Several sources in place of `source`, each with its own keys from `source` to `labels`. Keys that it leaves out are those of
+    # `data`, unless they are of another kind of record. Its packs are prepared into `packs`/name.
     sources: Annotated[tuple[WeightedSource, ...], Field(min_length=1)] | None = None
     # What to evaluate on in place of `held_out`: a `source` of its own, or another `split` of the same, with the keys up to
-    # `labels`. What it leaves open is as in `data`, but for `subset` and `split` of another source. Its packs are prepared into a
+    # `labels`. Keys that it leaves out are those of `data`; `subset` and `split` are not, for another source. Its packs are in a
     # folder beside `packs`, with `-validation` behind its name.
     validation: SourceSettings | None = None
     # true: a Hugging Face dataset is read without a download first, and all packs are made before the run. A mapping, of any

@@ -75,7 +75,7 @@ def _share_or_step(number: float) -> float | int:
 class PrecisionPhase(Settings):
     """A part of a run in one precision."""
 
-    # A share of all steps, or the number of a step, with which the phase ends; the last one goes on to the end.
+    # where the phase ends: a share of all steps, or a step's number; the last phase has none
     until: Annotated[float, AfterValidator(_share_or_step)] | None = None
     use: PrecisionName  # what its products compute in
 
@@ -171,8 +171,8 @@ class KeepBf16Layers(Settings):
 
 class LowPrecisionSettings(Settings):
     backend: Literal["TE", "emulation"] = "TE"  # TE: Transformer Engine; emulation: in software, also where the hardware could
-    scope: Literal["linear", "linear+head"] = "linear"  # all linears but the LM head; with it
-    on_unsupported: Literal["error", "emulate", "fallback"] = "error"  # where the device lacks it; fallback: delayed, else bf16
+    scope: Literal["linear", "linear+head"] = "linear"  # linear: all but the LM head; linear+head: the head too
+    on_unsupported: Literal["error", "emulate", "fallback"] = "error"  # without hardware for it; fallback: delayed, else bf16
     keep_bf16_layers: KeepBf16Layers = KeepBf16Layers()
     keep_bf16: tuple[str, ...] = ()  # linears that stay in BF16, by patterns of names: ["layers.0.*", "down_proj"]
     use_autocast_during_eval: bool = False  # evaluate in the low precision too, not in BF16; accelerate's name for it

@@ -159,7 +159,7 @@ class EvaluateSettings(Settings):
 
 class CheckpointSettings(Settings):
     every: PositiveCount | None = 500  # steps; null: at the end and on a signal only
-    keep: PositiveCount = 3  # the newest so many, and the last one before wsd's decay; older ones are deleted
+    keep: PositiveCount = 3  # how many of the newest, beside the last one before wsd's decay; others are deleted
     best: bool = False  # save at each evaluation with the lowest held-out loss so far, and keep that one, however old it becomes
     at_end: bool = True  # false, for speed tests: no last checkpoint and no exported model
 
@@ -169,7 +169,7 @@ class LogSettings(Settings):
     trackers: tuple[str, ...] = ("jsonl",)  # of accelerate's, by name: tensorboard, wandb, trackio, ...; jsonl is always written
     project: str = "pretrain"  # the project that a hosted tracker files the run under; MLflow calls it experiment
     gradient_statistics: PositiveCount | None = None  # steps between mean and deviation of each layer's gradient; null: never
-    fp8_statistics: PositiveCount | None = 100  # steps between looks at what quantization loses; null: never
+    fp8_statistics: PositiveCount | None = 100  # steps between measurements of what quantization loses; null: never
 
     @field_validator("trackers")
     @classmethod
@@ -188,15 +188,15 @@ class HealthSettings(Settings):
 class Recipe(Settings):
     """A whole training recipe: what is trained, on what, how long, and what is recorded."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")  # the run's, and a part of its folder's name
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")  # of the run; also a part of its folder's name
     seed: Seed = 42  # of the weights, the order of packs, dropout and stochastic rounding
-    # On a GPU too, two runs have the same bits, and so has one that was stopped and resumed. What cannot is refused.
+    # Two runs have the same bits on a GPU too, stopped and resumed or not. Settings that cannot repeat bits are refused.
     deterministic: bool = False
     precision: PrecisionSetting | None = None  # what products compute in; a list: one after the other; null: as accelerate's file
     fp8_config: LowPrecisionSettings = LowPrecisionSettings()  # over the accelerate configuration's, key by key
     # Before a fresh run's first step, compare it with plain transformers and stop if it is not the same training.
     parity: bool = True
-    # What parameters are stored in. bf16_exact: BF16 and the 16 bits that make each an FP32 master, so that no update is lost.
+    # What parameters are stored in. bf16_exact: BF16, and 16 more bits for each that make it FP32, so that no update is lost.
     weights: Weights = "fp32"
     model: ModelSettings
     data: DataSettings
