@@ -105,7 +105,7 @@ class SourceStream:
         if asdict(start) == self.record["start"] and part.packs.fingerprint != self.record["fingerprint"]:
             raise InputError(
                 f"{part.packs.path}: is not the part that was trained on, so its text has changed. Put the text back as it was, "
-                "of a hub's dataset by `name@revision`, and remove this folder; or begin anew with another data.packs and run_dir"
+                "of a hub's dataset by `name@revision`, and remove this folder; or set another data.packs and run_dir"
             )
         with self._lock:
             self._parts.append(part)

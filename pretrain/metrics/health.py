@@ -109,7 +109,7 @@ class Health:
         obstacle = self._no_way_back(can_go_back) if self.settings.on_nan == "rollback" else ""
         if self.settings.on_nan == "rollback" and not obstacle:
             return StepDecision("rollback", reason)
-        remedy = "Lower `optimizer.learning_rate`, and go on from an earlier checkpoint, or begin anew"
+        remedy = "Lower `optimizer.learning_rate`, and go on from an earlier checkpoint, or start a new run"
         return StepDecision("stop", f"{reason}{obstacle}, and this step is not saved: its weights hold infinity or NaN", remedy)
 
     def warnings_of(self, step: int, frozen: float, valid_tokens: int) -> Iterator[str]:

@@ -49,13 +49,13 @@ def not_fused_because(setting: Switch, active: ActivePrecision, device_type: str
             raise InputError("`model.fused: on`: emulated products are computed one by one; set `model.fused: auto`")
         return "nothing: emulated products are computed one by one"
     slow = None if setting == "on" or active.backend == "transformer_engine" else _no_faster(device_type, dtype)
-    return f"nothing: {slow}; model.fused: on does it all the same" if slow else None
+    return f"nothing, as {slow}; model.fused=on fuses anyway" if slow else None
 
 
 def _no_faster(device_type: str, dtype: torch.dtype) -> str | None:
     """Why fused layers gain nothing where nothing is quantized."""
     if device_type != "cuda":
-        return "it gains nothing on a CPU"  # 5 to 6 % slower with the demo's model: benchmarks/results/cpu_fused.json
+        return "it gains nothing on a CPU"  # 5 to 6 % slower with the demo's model: benchmarks/results/cpu/cpu_fused.json
     return None if dtype == torch.bfloat16 else "on a GPU it gains in BF16 and below"
 
 

@@ -84,7 +84,7 @@ def horizon_lines(plan: Plan) -> list[str]:
 def _time_line(plan: Plan) -> str:
     """Says how long the run takes at two utilisations between which runs of dense models usually lie."""
     if not (peak := plan.peak_tflops):
-        return "not known: no peak says anything of this device or of emulation"
+        return "not known: no peak is known for this device, or for emulation"
     work, (low, high) = plan.flops_per_token * plan.total_tokens / (peak * units.TERA), ASSUMED_SHARES
     shares = f"{100 * high:g} to {100 * low:g} % of the {plan.computes} peak, {peak:,.4g} TFLOP/s"
     return f"{units.duration(work / high)} to {units.duration(work / low)} at {shares}: assumed, not measured"

@@ -59,7 +59,7 @@ def check_scope(hf: PreTrainedModel, layers: Sequence[nn.Module], active: Active
             ends = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in decisions))
             raise InputError(
                 f"`fp8_config.keep_bf16`: {pattern!r} matches no linear of {kind}, such as {next(iter(decisions))}; a pattern is "
-                f"held against a linear's whole name, and against each end of it that begins after a dot: {ends}"
+                f"compared with a linear's whole name, and with every part of it from a dot to the end: {ends}"
             )
     if all(decision.reason for decision in decisions.values()):
         reasons = "; ".join(dict.fromkeys(decision.reason for decision in decisions.values()))

@@ -85,7 +85,7 @@ def _in_order(phases: tuple[PrecisionPhase, ...]) -> tuple[PrecisionPhase, ...]:
         raise ValueError("a schedule has two phases or more; of one precision write the name")
     *before, last = phases
     if last.until is not None or any(phase.until is None for phase in before):
-        raise ValueError("every phase but the last ends with an `until`, and the last one goes on to the end: leave its out")
+        raise ValueError("every phase but the last needs an `until`; leave the last one's out")
     if len({PRECISIONS[phase.use].compute_dtype for phase in phases}) > 1:
         raise ValueError(
             f"{' and '.join(phase.use for phase in phases)} cannot be phases of one run: activations and copies of weights keep "

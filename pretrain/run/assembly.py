@@ -99,8 +99,8 @@ class Assembly:
             self.use(before)
 
     def begin(self, active: ActivePrecision, job: Job, accelerator: Accelerator) -> None:
-        """Go over to `active` between two steps, or begin it anew: from here on as if the model had been assembled in it. What
-        was kept before is forgotten, histories begin with the weights as they are, and what runs is audited anew. Collective;
+        """Go over to `active` between two steps, or begin it again: from here on as if the model had been assembled in it. What
+        was stored before is dropped, histories begin with the present weights, and the model is audited again. Collective;
         InputError where a product does not run as it should."""
         self.context.forget()
         self.use(active)

@@ -86,7 +86,7 @@ def best_checkpoint(run_dir: Path) -> Path:
     """The run's checkpoint with the lowest held-out loss. InputError where there is none, or where it was not kept."""
     best = best_evaluation(own_evaluations(read_metrics(run_dir)))
     if not best or not (folder := step_folder(run_dir / "checkpoints", best["step"])).is_dir():
-        raise InputError(f"{run_dir}: no checkpoint of its best evaluation is there; the next run keeps it by `checkpoint.best`")
+        raise InputError(f"{run_dir}: it has no checkpoint of its best evaluation; set `checkpoint.best` for the next run")
     return folder
 
 

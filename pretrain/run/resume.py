@@ -241,7 +241,7 @@ def resume_precision(run: Run, source: ResumePoint) -> None:
         run.compute_in(last, first_step=1)
     if begins_histories(source, run.assembly, run.job):
         run.assembly.begin(run.assembly.active, run.job, run.accelerator)
-        run.console.notice(f"delayed scaling begins its histories anew, with {REHEARSALS} packs under the checkpoint's weights")
+        run.console.notice(f"delayed scaling fills its histories again, from {REHEARSALS} packs under the checkpoint's weights")
 
 
 # ── After a bad step ──────────────────────────────────────────────────────────────────────────────────────────────────────────

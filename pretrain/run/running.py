@@ -84,4 +84,4 @@ def follow_the_schedule(run: Run) -> None:
         run.assembly.begin(active, run.job, run.accelerator)
     run.compute_in(active, first_step=step + 1)
     change = f"{before.precision.name}, then {active.precision.name}"
-    run.console.notice(f"precision after step {step}: {change}, audited anew: {in_short(run.assembly.audit)['products']}")
+    run.console.notice(f"precision after step {step}: {change}, audited again: {in_short(run.assembly.audit)['products']}")

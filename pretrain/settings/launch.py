@@ -250,7 +250,7 @@ def _mesh(environ: Mapping[str, str], world: int) -> tuple[int, int]:
     if replicas * shards != world:
         raise InputError(
             f"{_ORIGIN}: {replicas} replicas x {shards} shards are {replicas * shards} processes, and there are {world}; set "
-            "--parallelism_config_dp_replicate_size and --parallelism_config_dp_shard_size to numbers whose product that is"
+            "--parallelism_config_dp_replicate_size and --parallelism_config_dp_shard_size to numbers with that product"
         )
     return replicas, shards
 

@@ -105,7 +105,7 @@ class Parity:
     def summary(self) -> str:
         """In one line how far apart the sides are."""
         loss, worst = self.loss - self.reference_loss, self.tensors[0].excess
-        text = f"parity with plain transformers: loss {loss:+.1e}, gradients at {worst:.0%} of what is tolerated at worst"
+        text = f"parity with plain transformers: loss {loss:+.1e}, gradients differ by at most {worst:.0%} of the tolerance"
         if self.products:
             text += f"; quantized: {len(self.products)} products at {self.products[0].excess:.0%}"
         return text
@@ -123,7 +123,7 @@ class Parity:
         lines = ["parity: this run would not train what plain transformers trains:", *(f"  {line}" for line in self.failures)]
         lines.append(
             "Nothing has been trained; audit.json has all figures. `precision=bf16`, `model.compile=none`, `model.fused=off` and "
-            "`model.attention=sdpa`, one by one, tell what is at fault; `parity=off` trains all the same."
+            "`model.attention=sdpa`, one by one, show what is at fault; `parity=off` trains without this check."
         )
         raise TrainingHalted(0, "\n".join(lines))
 

@@ -73,7 +73,7 @@ class StepCheck:
         if total != counted:
             self._wrong.append(f"{total:,} labels were trained on, and the step counts {counted:,}")
         if any(not math.isclose(factor * max(counted, 1), 1, rel_tol=1e-5) for factor in factors.tolist()):
-            self._wrong.append(f"the loss of a token counts as something else than one of {counted:,}")
+            self._wrong.append(f"the loss of a token is not divided by the step's {counted:,} labels")
 
     @contextmanager
     def update(self, step: int, learning_rate: float, updates: int) -> Iterator[None]:
