@@ -67,9 +67,7 @@ class Progress:
         _under_way.remove(self)
         self._bar.close()
 
-    def update(self, count: int, share: float | None = None) -> None:
-        """Report `count` units done, which are `share` (0 to 1) of all, where that is known."""
+    def update(self, count: int) -> None:
+        """Report that `count` units are done."""
         done, self.count = count - self.count, count
-        if share:
-            self._bar.total = round(count / share)
         self._bar.update(done)

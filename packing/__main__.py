@@ -58,7 +58,7 @@ def _parser() -> CommandParser:
     tokenizer = commands.add_parser("tokenizer", help="learn a byte-level BPE; its end-of-text token, id 0, closes documents")
     tokenizer.add_argument("source", metavar="SOURCE", help="file, folder or Hugging Face dataset")
     tokenizer.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="keys of data, as data.text=body")
-    tokenizer.add_argument("--vocabulary", type=number(1, whole=True), required=True, metavar="N", help="tokens, bytes included")
+    tokenizer.add_argument("--vocabulary", type=number(258, whole=True), required=True, metavar="N", help="bytes included")
     tokenizer.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     tokenizer.add_argument("--special", action="append", default=[], metavar="TOKEN", help="as <|im_start|>; repeatable")
     tokenizer.set_defaults(run=_learn_tokenizer)
@@ -78,11 +78,9 @@ def _parser() -> CommandParser:
 
 def _learn_tokenizer(options: argparse.Namespace) -> None:
     named = [f"data.source={options.source}", f"data.packs={options.out}", f"data.tokenizer={options.out}"]
-    settings, out, vocabulary = _data_settings([*named, *options.settings]), options.out, options.vocabulary
+    settings, out = _data_settings([*named, *options.settings]), options.out
     if out.exists():
         raise InputError(f"--out {out}: exists already and is never written over; name another folder or move it away")
-    if vocabulary <= (least := 256 + 1 + len(options.special)):
-        raise InputError(f"--vocabulary {vocabulary}: {least} ids are bytes and special tokens; ask for more, 8192 say")
     template = TextTemplate.parse(settings.text)
     source = open_source(settings, template)
     say(f"reading {source.description}")
@@ -92,11 +90,11 @@ def _learn_tokenizer(options: argparse.Namespace) -> None:
             for chunk in source.chunks():
                 texts = read_chunk(chunk, template, settings.on_bad_line == "skip")[0]
                 yield from texts
-                line.update(line.count + sum(map(len, texts)), source.share(chunk.after))
+                line.update(line.count + sum(map(len, texts)))
                 if line.count >= _MOST_TEXT:
                     return
 
-    tokenizer = train_tokenizer(texts(), vocabulary, options.special)
+    tokenizer = train_tokenizer(texts(), options.vocabulary, options.special)
     save_tokenizer(tokenizer, out)
     print(f"{out}: byte-level BPE, {tokenizer.get_vocab_size():,} tokens")
 

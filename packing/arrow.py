@@ -60,7 +60,7 @@ class Packs:
     path: Path
     length: int
     fingerprint: str  # sha256 hex of what a model would see, in order: equal fingerprints mean equal training data
-    tokenizer: dict[str, Any] | None  # name, fingerprint, vocab_size, bos_id, eos_id, pad_id, where the format knows them
+    tokenizer: dict[str, Any] | None = None  # name, fingerprint, vocab_size, bos_id, eos_id, pad_id, where the format knows them
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -184,8 +184,8 @@ class _SplitWriter:
         self.tokens += int(lengths.sum(dtype=np.int64))
         columns = {
             "input_ids": _rows(ids),
-            "lengths": pa.ListArray.from_arrays(_column(offsets), _column(lengths)),
-            "first_position": _column(firsts),
+            "lengths": pa.ListArray.from_arrays(pa.array(offsets), pa.array(lengths)),
+            "first_position": pa.array(firsts),
             **({"trained": _rows(masks[0])} if masks else {}),  # a bit a token
         }
         batch = pa.record_batch(columns)
@@ -266,19 +266,11 @@ def _records(files: list[dict[str, Any]], folder: str = "") -> list[FileRecord]:
     return [FileRecord(os.path.join(folder, file["name"]), file["bytes"], {"sha256": file["sha256"]}) for file in files]
 
 
-# (`pa.array` and `to_numpy` give the same as the next three, and import pandas where it is installed.)
-
-
-def _column(values: np.ndarray) -> pa.Array:
-    """Returns an array over the memory of `values`, which are 1-dimensional."""
-    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
-
-
 def _rows(values: np.ndarray) -> pa.Array:
     """Returns an array of lists over the memory of `values`, which are 2-dimensional."""
-    return pa.FixedSizeListArray.from_arrays(_column(values.reshape(-1)), values.shape[1])
+    return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
 
 
 def _view(array: pa.Array, dtype: type) -> np.ndarray:
-    """Returns the array's own memory as numpy sees it."""
+    """Returns the array's own memory as numpy sees it. (`to_numpy` does, and imports pandas where it is installed.)"""
     return np.frombuffer(array.buffers()[1], dtype, len(array), array.offset * array.type.bit_width // 8)

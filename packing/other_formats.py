@@ -1,5 +1,5 @@
-"""Packs that other programs wrote: MosaicML streaming's MDS shards (version 2, raw or zstd, every encoding that packs can use),
-and flat token files as nanoGPT writes them.
+"""Packs that other programs wrote: MosaicML streaming's MDS shards (version 2, not compressed, every encoding that packs can
+use), and flat token files as nanoGPT writes them.
 
 MDS (github.com/mosaicml/streaming, streaming/base/format/mds): `index.json` lists the shards and the columns of each. A shard is
 a count `n` (uint32), `n + 1` byte offsets (uint32), a copy of its configuration, and the samples. A sample is the sizes of its
@@ -7,16 +7,14 @@ variable-size columns (uint32 each) and then the values of all columns, in the o
 every other scalar's) is ambiguous: one number in the format, the raw bytes of an array in the reference launcher. The declared
 size decides: 4 bytes is the number, no fixed size the array.
 
-A token file (.bin) is token ids one after another, without any sign of where documents or packs begin. A folder holds `train.bin`
-and perhaps `val.bin`; a `meta.json` beside them may name the `dtype` and the `vocab_size`.
+A token file (.bin) is token ids one after another, uint16 or uint32, without any sign of where documents or packs begin. A folder
+holds `train.bin` and perhaps `val.bin`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import secrets
-import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -37,7 +35,6 @@ _VALUE_DTYPES = {
     8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32",
     64: "uint64", 65: "int64", 66: "float64",
 }  # fmt: skip
-_FILES = ("raw_data", "zip_data")
 
 
 def decoder(encoding: str, size: int | None) -> Callable[[memoryview], Any]:
@@ -69,48 +66,27 @@ class Shard(Packs):
 
     def __init__(self, folder: Path, entry: dict[str, Any]) -> None:
         """entry: what index.json says of the shard."""
-        compression = (entry["compression"] or "").partition(":")[0]
-        if (entry["format"], entry["version"]) != ("mds", 2) or compression not in ("", "zstd"):
-            what = f"{entry['format']} version {entry['version']}, compressed with {compression or 'nothing'}"
-            raise InputError(f"{folder / INDEX}: a shard of {what}; MDS version 2 is read, raw or zstd")
-        self.folder, self.samples = folder, entry["samples"]
-        files = (entry[key] and (entry[key]["basename"], entry[key]["bytes"], entry[key]["hashes"]) for key in _FILES)
-        self.raw, self.packed = (file and FileRecord(*file) for file in files)
-        self.path = folder / self.raw.name
+        if (entry["format"], entry["version"]) != ("mds", 2):
+            raise InputError(f"{folder / INDEX}: a shard of {entry['format']} version {entry['version']}; MDS version 2 is read")
+        raw, self.folder, self.samples = entry["raw_data"], folder, entry["samples"]
+        self.record = FileRecord(raw["basename"], raw["bytes"], raw["hashes"])
+        self.path = folder / self.record.name
+        if entry["zip_data"] and not self.path.exists():
+            packed = folder / entry["zip_data"]["basename"]
+            raise InputError(f"{packed}: is compressed; write what is in it beside it, as `zstd -d {folder}/*.zstd` does")
         self.layout = [entry[key] for key in ("column_names", "column_encodings", "column_sizes")]
         # A column without a size (bytes of every value) has one that each sample states.
         self._columns = [(name, size, decoder(encoding, size)) for name, encoding, size in zip(*self.layout, strict=True)]
         self._tokens = "input_ids" if "input_ids" in self.layout[0] else "tokens"
 
-    @property
-    def record(self) -> FileRecord:
-        """The file to check: the decompressed one, once it exists."""
-        return self.packed if self.packed is not None and not self.path.exists() else self.raw
-
     def open(self) -> None:
-        """Map the file, decompressed first; InputError unless its own table agrees with the index."""
-        if self.packed is not None and not self.path.exists():
-            self._unpack()
+        """Map the file; InputError unless its own table agrees with the index."""
         # Arrow's map keeps no file open, Python's does: a terabyte is 16,000 shards, and a process often may open only 1,024.
         self._data = memoryview(pa.memory_map(str(self.path)).read_buffer())
         fits = self._data[:4] == self.samples.to_bytes(4, "little") and 8 + 4 * self.samples <= len(self._data)
         self._offsets = np.frombuffer(self._data, "<u4", self.samples + 1 if fits else 0, offset=4)
         if not fits or self._offsets[-1] != len(self._data) or (self._offsets[1:] < self._offsets[:-1]).any():
             raise InputError(f"{self.path}: damaged: its table of samples does not fit the file and its index; {_REMEDY}")
-
-    def _unpack(self) -> None:
-        """Decompress beside the packed file, as the format's own library does."""
-        partial = self.path.with_name(f"{self.path.name}.{secrets.token_hex(4)}")  # other ranks do the same
-        try:
-            packed = pa.OSFile(str(self.folder / self.packed.name))
-            with pa.CompressedInputStream(packed, "zstd") as source, open(partial, "wb") as target:
-                shutil.copyfileobj(source, target)
-            check_files(partial.parent, [FileRecord(partial.name, self.raw.size, self.raw.hashes)], _REMEDY, hashed=True)
-            partial.replace(self.path)
-        except OSError as error:
-            raise InputError(f"{self.path}: cannot be decompressed: {error}; {_REMEDY}") from None
-        finally:
-            partial.unlink(missing_ok=True)
 
     def sample(self, index: int) -> dict[str, Any]:
         """The columns of sample `index`, decoded. Arrays are views into the file."""
@@ -145,7 +121,7 @@ class Shard(Packs):
 
 
 def read_index(folder: Path) -> list[Shard]:
-    """The shards of `folder`, checked and decompressed. InputError for what is missing, damaged, or not read here."""
+    """The shards of `folder`, checked. InputError for what is missing, damaged, or not read here."""
     shards = [Shard(folder, entry) for entry in load_object(folder / INDEX, _REMEDY)["shards"]]
     check_files(folder, [shard.record for shard in shards], _REMEDY)
     for shard in shards:
@@ -156,13 +132,11 @@ def read_index(folder: Path) -> list[Shard]:
 class MDSPacks(JoinedPacks):
     """Packs in MDS folders, one after another. length: None for what the first sample has."""
 
-    tokenizer = None  # the format has no place for it
-
     def __init__(self, folders: list[Path], path: Path, length: int | None) -> None:
         shards = [shard for folder in folders for shard in read_index(folder)]
         super().__init__(path, shards)
         # Of columns and content: the hashes of the index, or else the files' own. The same samples in other shards have another.
-        hashes = [each.raw.hashes or {"sha256": hash_file(each.path)} for each in shards]
+        hashes = [each.record.hashes or {"sha256": hash_file(each.path)} for each in shards]
         content = [[each.samples, each.layout, its] for each, its in zip(shards, hashes, strict=True)]
         self.fingerprint = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
         self.length = length or len(shards[0].sample(0).get(shards[0]._tokens, ()))
@@ -211,7 +185,7 @@ def documents(width: int, mask: np.ndarray | None, positions: np.ndarray | None,
 
 # ── Token files ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-_SAMPLED_TOKENS = 2**20
+_SAMPLED_TOKENS, _FEWEST_TOKENS = 2**20, 64  # in fewer, chance may make them small
 _HIGH_WORD_LIMIT = 16  # a uint32 file of a vocabulary below 2^20 has only such values in every other uint16
 
 
@@ -219,23 +193,17 @@ class TokenBin(Packs):
     """Consecutive windows of `length` tokens of one .bin file; the last one is padded.
 
     With `end_token`, each document ends with that id, and the positions of a cut one restart in each pack; without, a pack is one
-    document. Raises InputError for signs of another dtype.
+    document. In a file of uint32 every other uint16 is small, which tells the dtype.
     """
 
     def __init__(self, path: Path, length: int, end_token: int | None = None) -> None:
         self.path, self.length, self.end_token = Path(path), length, end_token
-        meta_file = self.path.parent / "meta.json"
-        meta = load_object(meta_file, 'write {"dtype": "uint16", "vocab_size": 50257}') if meta_file.exists() else {}
-        vocab_size = meta.get("vocab_size")
-        self.tokenizer = {"vocab_size": vocab_size} if vocab_size else None
-        dtype = meta.get("dtype") or ("uint32" if (vocab_size or 0) > 2**16 else "uint16")
-        size, width = self.path.stat().st_size, np.dtype(dtype).itemsize
-        if size == 0 or size % width:
+        sample = np.fromfile(self.path, "<u2", _SAMPLED_TOKENS)
+        wide = len(sample) >= _FEWEST_TOKENS and sample[1::2].max() < _HIGH_WORD_LIMIT <= sample[0::2].max()
+        dtype, size = "uint32" if wide else "uint16", self.path.stat().st_size
+        if size == 0 or size % np.dtype(dtype).itemsize:
             raise InputError(f"{self.path}: truncated: {size} bytes are no whole number of {dtype} tokens; write it again")
         self._tokens = np.memmap(self.path, np.dtype(dtype).newbyteorder("<"), mode="r")
-        sample = self._tokens[:_SAMPLED_TOKENS]
-        if not meta and len(sample) >= 64 and sample[1::2].max() < _HIGH_WORD_LIMIT <= sample[0::2].max():
-            raise InputError(f'{self.path}: looks like uint32 tokens; write {meta_file}: {{"dtype": "uint32"}}, or "uint16"')
         digest = hash_file(self.path, "xxh3_128")
         self.fingerprint = hashlib.sha256(json.dumps([digest, dtype, length, end_token]).encode()).hexdigest()
 

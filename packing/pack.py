@@ -213,8 +213,6 @@ class Arranged:
             "packs": packs,
             "fill": round(counts.tokens / (packs * self.settings.length), 4),
             "cut_documents": sum(layout.cut_documents for layout in self.layouts.values()),
-            "held_out_documents": len(self.places.get("held_out", ())),
-            "held_out_packs": len(self.layouts.get("held_out", ())),
             "skipped_lines": counts.skipped,
             "first_skipped": counts.first_skipped,
             "empty_documents": counts.empty,

@@ -7,7 +7,6 @@ starts over after a kill. The packs depend on neither interruptions nor the numb
 
 from __future__ import annotations
 
-import itertools
 import json
 import multiprocessing
 import os
@@ -49,7 +48,6 @@ _LAYOUT_KEYS = ("length", "packing", "held_out")
 _COMMIT_SECONDS = 5.0
 _PROGRESS = "progress.json"
 _LEAST_CHUNK = 2**12  # bytes
-_AT_ONCE = 8  # chunks a process that are read before the next ones
 _BESIDE = 2**16  # bytes of a part beside its packs
 
 
@@ -64,17 +62,14 @@ def prepare(settings: DataSettings, progress: bool = True) -> Path:
         raise InputError("data.source and data.tokenizer are not set, so there is nothing to prepare packs from")
     for part in text_parts(settings):
         if not holds_packs_of(part):  # before any file is touched: packs may be on a read-only disk
-            with _lock_of(part.packs, progress):
+            packs = part.packs.absolute()
+            lock = packs.with_name(f".{packs.name}.lock")
+            with locked(lock, lambda holder: say(f"waiting for {holder}, which prepares the same packs", progress)):
                 if not holds_packs_of(part):
                     say(summary(_make_first(part, settings, progress) if part.stream else make_packs(part, progress)), progress)
                     continue
         say(f"{part.packs}: already prepared with these settings", progress)
     return settings.packs
-
-
-def _lock_of(packs: Path, progress: bool) -> AbstractContextManager[None]:
-    path = packs.absolute().parent / f".{packs.name}.lock"
-    return locked(path, lambda holder: say(f"{packs} is being prepared by {holder}; waiting for it", progress))
 
 
 def content_settings(settings: DataSettings) -> dict[str, Any]:
@@ -122,7 +117,7 @@ def make_packs(settings: DataSettings, progress: bool) -> dict[str, Any]:
                 with Progress("tokenising", "tokens", progress, log.counts.tokens) as line, log:
                     for result in maker.tokenize(maker.source.chunks(log.place)):
                         log.append(result)
-                        line.update(log.counts.tokens, maker.source.share(log.place))
+                        line.update(log.counts.tokens)
                     check_counts(settings, log.counts)
                     log.complete = True
             with Progress("packing", shown=progress):
@@ -145,7 +140,7 @@ class PackMaker(AbstractContextManager):
         self.records = records_of(settings, self.tokenizer)
         self.source = open_source(settings, self.records)
         how = self.tokenizer.tokenizer, self.records, settings
-        self._pool = ProcessPoolExecutor(processes, mp_context=START, initializer=_begin, initargs=how)
+        self._pool = ProcessPoolExecutor(processes, START, _begin, how)
 
     def __exit__(self, *exception: object) -> None:
         self._pool.shutdown(cancel_futures=True)
@@ -186,7 +181,7 @@ class PackMaker(AbstractContextManager):
             for split in arranged.layouts if whole else ("train",):
                 arranged.write(writer, split, self.tokenizer.padding)
             if whole:
-                self.tokenizer.save(writer.folder / "tokenizer.json")
+                (writer.folder / "tokenizer.json").write_text(self.tokenizer.tokenizer.to_str(pretty=True), encoding="utf-8")
             if whole and isinstance(self.records, ChatColumns):
                 (writer.folder / CHAT_TEMPLATE).write_text(self.records.template, encoding="utf-8")
             statistics = arranged.statistics() | ({"stream": stream} if stream else {})
@@ -293,9 +288,9 @@ def summary(manifest: dict[str, Any]) -> str:
     return "\n".join(f"  {name.replace('_', ' '):<20} {value}" for name, value in written.items())
 
 
-def usable_cores() -> int:
-    """Cores this process may use; in a container they can be fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def usable_cores(among: int = 1) -> int:
+    """Each one's cores of those that this process may use; in a container they can be fewer than the machine has."""
+    return max(1, len(os.sched_getaffinity(0)) // among)
 
 
 # ── Parts of a stream ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -314,21 +309,18 @@ def make_part(maker: PackMaker, start: PartStart) -> tuple[Arranged, PartStart]:
     check_counts(maker.settings, tokens.counts)
     # What is held out of the text's beginning is so each time that the text is gone through.
     arranged = maker.arrange(tokens, held_out=start.number == 0 or epoch > start.epoch)
-    first, tokens_before = start.first + len(arranged.layouts["train"]), start.tokens + tokens.counts.tokens
-    return arranged, PartStart(start.number + 1, epoch, tokens.after, first, tokens_before)
+    return arranged, PartStart(start.number + 1, epoch, tokens.after, start.first + len(arranged.layouts["train"]))
 
 
 def _fill(maker: PackMaker, place: Place) -> Tokens:
     """Tokenise from `place` on until a part is full or the source is over."""
     results = [Tokens(np.zeros(0, np.uint32), np.zeros(0, np.int64), Counts(), place)]
-    done, window, wanted = 0, maker.settings.stream.window, maker.processes
-    chunks = maker.source.chunks(place, min(CHUNK_BYTES, max(_LEAST_CHUNK, window)))
-    while done < window and (batch := list(itertools.islice(chunks, wanted))):
-        for result in maker.tokenize(batch):
-            if done < window:
-                results.append(result)
-                done += result.counts.tokens
-        wanted = min(_AT_ONCE * maker.processes, max(1, (window - done) * len(results) // max(done, 1)))
+    done, window = 0, maker.settings.stream.window
+    for result in maker.tokenize(maker.source.chunks(place, min(CHUNK_BYTES, max(_LEAST_CHUNK, window)))):
+        results.append(result)
+        done += result.counts.tokens
+        if done >= window:
+            break
     return joined(results)
 
 
@@ -340,14 +332,9 @@ def write_part(maker: PackMaker, start: PartStart, arranged: Arranged, after: Pa
 
 def _make_first(part: DataSettings, settings: DataSettings, progress: bool) -> dict[str, Any]:
     check_disk(settings)
-    with PackMaker(part, processes_of(settings)) as maker, Progress("packing the first part", shown=progress):
+    with PackMaker(part, usable_cores(2 * len(settings.shares))) as maker, Progress("packing the first part", shown=progress):
         say(f"{part.packs}: packing {maker.source.description} as the run goes on", progress)
         return write_part(maker, PartStart(), *make_part(maker, PartStart()))
-
-
-def processes_of(settings: DataSettings) -> int:
-    """Returns how many processes tokenise each source while the run trains: by default half of the cores, shared out."""
-    return max(1, (usable_cores() // 2) // len(settings.shares))
 
 
 def _remove(part: Path) -> None:
@@ -417,7 +404,8 @@ def serve() -> None:
     try:
         with ExitStack() as stack:
             parts = training_parts(settings)
-            makers = {name: stack.enter_context(PackMaker(part, processes_of(settings))) for name, part in parts.items()}
+            processes = usable_cores(2 * len(parts))  # half of the cores: the run needs some, too
+            makers = {name: stack.enter_context(PackMaker(part, processes)) for name, part in parts.items()}
             for made in pack_ahead(settings, makers, {name: PartStart(**each) for name, each in starts.items()}, reading):
                 time.sleep(0 if made else LOOK)
     except (InputError, OSError) as error:

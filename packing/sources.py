@@ -128,9 +128,8 @@ class FileSource:
 
     def __init__(self, paths: list[Path], kind: str, records: Records, folder: Path | None = None) -> None:
         self.paths, self.kind, self.records = paths, kind, records
-        self._bytes_before = [0, *accumulate(path.stat().st_size for path in paths)]
         many = f"{len(paths):,} {kind} files in {folder}" if folder else f"{paths[0]} ({kind})"
-        self.description = f"{many}, {self._bytes_before[-1] / 1e6:,.1f} MB"
+        self.description = f"{many}, {sum(path.stat().st_size for path in paths) / 1e6:,.1f} MB"
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -138,11 +137,6 @@ class FileSource:
         stats = [path.stat() for path in self.paths]
         listing = [[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in zip(self.paths, stats, strict=True)]
         return {"kind": self.kind, "files": hashlib.sha256(json.dumps(listing).encode()).hexdigest()}
-
-    def share(self, place: Place) -> float | None:
-        """Which share of the bytes lies before `place`, by whole files and by lines."""
-        before, after = self._bytes_before[place["file"]], self._bytes_before[min(place["file"] + 1, len(self.paths))]
-        return min(before + place.get("at", 0) * (self.kind == "jsonl"), after) / max(self._bytes_before[-1], 1)
 
     def chunks(self, begin: Place | None = None, size: int | None = None) -> Iterator[Chunk]:
         """`size`: about how many bytes a chunk has. Of text, a chunk is a file: it is read where it is tokenised."""
@@ -209,9 +203,6 @@ class DatasetSource:
         settings = self.settings
         place = {"kind": "dataset", "name": self.name, "subset": settings.subset, "split": settings.split}
         return place | {"fingerprint": None if settings.streaming and not self.is_saved else self._data._fingerprint}
-
-    def share(self, place: Place) -> float | None:
-        """How many rows there are is not known."""
 
     def chunks(self, begin: Place | None = None, size: int | None = None) -> Iterator[Chunk]:
         """`begin`: the next row, the dataset's own state before the batch that the row lies in, and how many rows of that batch
@@ -321,10 +312,11 @@ def read_chunk(chunk: Chunk, records: Records, skip_bad: bool) -> tuple[list[Any
     for place, record in _records(chunk, records):
         try:
             if isinstance(record, Path):
-                documents.append(_read_text(record))
+                with open_stream(record) as stream:
+                    documents.append(str(stream.read(), "utf-8-sig"))
             else:
                 documents.append(records.fill(_parsed(record, records) if isinstance(record, bytes) else record))
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             if not skip_bad:
                 raise InputError(f"{place}: {error}; or set data.on_bad_line: skip to leave such records out") from None
             skipped.append(f"{place}: {error}")
@@ -355,11 +347,3 @@ def _parsed(line: bytes, records: Records) -> dict[str, Any]:
     if absent := [column for column in records.columns if column not in columns]:
         raise ValueError(f"no column `{absent[0]}`; the columns are: {', '.join(columns)}. Name one of them in `data`")
     return value
-
-
-def _read_text(path: Path) -> str:
-    try:
-        with open_stream(path) as stream:
-            return str(stream.read(), "utf-8-sig")
-    except OSError as error:
-        raise ValueError(f"cannot be read: {error}") from None

@@ -48,7 +48,6 @@ class PartStart:
     epoch: int = 0  # how often the source has come to its end
     place: dict[str, Any] = field(default_factory=dict)  # in the source: `begin` of its `chunks`
     first: int = 0  # packs of all parts before it, so the place of its first one in the stream
-    tokens: int = 0  # of all parts before it, held-out ones included
 
 
 @dataclass(frozen=True)
@@ -298,12 +297,11 @@ class StreamOrder(Order):
         return float(min(part.after.epoch for part in self._reached(step).values()))
 
     def figures(self, step: int) -> dict[str, float]:
-        """Once `step` steps are done, for metrics: in which part of the text each source is, and what is packed up to its end."""
+        """Once `step` steps are done, for metrics: in which part of the text each source is."""
         figures: dict[str, float] = {}
         for name, part in self._reached(step).items():
-            of, after = f"/{name}" if name else "", part.after
-            figures |= {f"part{of}": part.start.number, f"packed_tokens{of}": after.tokens}
-            figures |= {f"epoch{of}": float(after.epoch)} if name else {}
+            of = f"/{name}" if name else ""
+            figures |= {f"part{of}": part.start.number} | ({f"epoch{of}": float(part.after.epoch)} if name else {})
         shares = self.mixture.shares(self.places_of_step(step).start) if len(self.packs.sources) > 1 else {}
         return figures | {f"share/{name}": share for name, share in shares.items()}
 

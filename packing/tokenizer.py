@@ -62,10 +62,6 @@ class TextTokenizer:
             )
         return self.special["eos"]
 
-    def save(self, path: Path) -> None:
-        """Write a tokenizer.json. (The library's own `save` turns every OSError, also a full disk, into a bare Exception.)"""
-        path.write_text(self.tokenizer.to_str(pretty=True), encoding="utf-8")
-
     def describe(self) -> dict[str, Any]:
         """Returns what packs record of their tokenizer."""
         ids = {f"{role}_id": self.special.get(role) for role in _USUAL_NAMES}
@@ -80,9 +76,7 @@ def load_tokenizer(name: str, revision: str | None = None) -> TextTokenizer:
     config = file_of(name, "tokenizer_config.json", revision, needed=False)
     try:
         tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8", errors="replace"))
-    except Exception as error:
-        if type(error) is not Exception:  # the library knows no narrower class for a file that it cannot use
-            raise
+    except Exception as error:  # the library knows no narrower class for a file that it cannot use
         raise InputError(f"data.tokenizer: {file}: no tokenizer that can be read: {one_line(error)}; {REMEDY}") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()

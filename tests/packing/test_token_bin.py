@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foundation.errors import InputError
 from packing.other_formats import TokenBin
 from packing.settings import DataSettings
 from packing.store import open_packs
@@ -21,11 +19,10 @@ def write(path: Path, tokens: object, dtype: str = "uint16") -> Path:
     return path
 
 
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=60), st.integers(1, 9), st.sampled_from(["uint16", "uint32"]))
-def test_packs_are_the_files_tokens_in_order_cut_into_documents_at_the_end_token(tmp_path_factory, tokens, length, dtype):
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=60), st.integers(1, 9))
+def test_packs_are_the_files_tokens_in_order_cut_into_documents_at_the_end_token(tmp_path_factory, tokens, length):
     folder = tmp_path_factory.mktemp("bin")
-    (folder / "meta.json").write_text(json.dumps({"dtype": dtype}))
-    packs = TokenBin(write(folder / "train.bin", tokens, dtype), length, end_token=5)
+    packs = TokenBin(write(folder / "train.bin", tokens), length, end_token=5)
     read, documents = [], []
     for index in np.random.default_rng(0).permutation(len(packs)).tolist():
         pack = packs[index]
@@ -49,21 +46,11 @@ def test_a_folder_gives_train_and_val_and_a_file_gives_itself(tmp_path):
     assert (len(open_packs(settings, "train")), open_packs(settings, "held_out")) == (2, None)
 
 
-@pytest.mark.parametrize("vocab_size", [50_257, 2**16, 2**16 + 1])
-def test_the_vocabulary_of_meta_tells_the_dtype(tmp_path, vocab_size):
-    (tmp_path / "meta.json").write_text(json.dumps({"vocab_size": vocab_size}))
-    dtype, tokens = "uint16" if vocab_size <= 2**16 else "uint32", [0, vocab_size - 1, 1]
-    packs = TokenBin(write(tmp_path / "train.bin", tokens, dtype), 3)
-    assert packs[0].input_ids.tolist() == tokens and packs.tokenizer == {"vocab_size": vocab_size}
-
-
-def test_uint32_tokens_without_meta_are_not_read_as_uint16(tmp_path):
-    tokens = np.random.default_rng(0).integers(0, 151_936, 1000)
-    path = write(tmp_path / "train.bin", tokens, "uint32")
-    with pytest.raises(InputError, match=r"looks like uint32 .*meta\.json"):
-        TokenBin(path, 10)
-    (tmp_path / "meta.json").write_text('{"dtype": "uint32"}')
-    assert TokenBin(path, 10)[3].input_ids.tolist() == tokens[30:40].tolist()
+@pytest.mark.parametrize(("dtype", "vocab_size"), [("uint16", 60), ("uint16", 50_257), ("uint32", 151_936)])
+def test_a_file_itself_tells_its_dtype(tmp_path, dtype, vocab_size):
+    tokens = np.random.default_rng(0).integers(0, vocab_size, 1000)
+    packs = TokenBin(write(tmp_path / "train.bin", tokens, dtype), 10)
+    assert packs[3].input_ids.tolist() == tokens[30:40].tolist() and len(packs) == 100
 
 
 def test_the_fingerprint_changes_with_everything_that_changes_the_packs(tmp_path):
