@@ -123,10 +123,13 @@ def differences_of(comparison: RunComparison) -> list[Column]:
 
     base, share = comparison.baseline.label, f"{100 * CONFIDENCE:.0f} %"
     interval = (
-        f"half of the mean's {share} interval. Neighbouring steps resemble each other, so it is by Student's t over the means of "
-        f"batches of floor(sqrt(n)) consecutive steps; none below {FEWEST_STEPS} steps"
+        f"half of the mean's {share} interval along this run, not over seeds. Neighbouring steps resemble each other, which it "
+        f"allows for; none below {FEWEST_STEPS} steps"
     )
-    verdict = f"where the whole interval lies, within ± {comparison.tolerance:g} nats around the baseline or beyond"
+    verdict = (
+        f"where the whole interval lies, within ± {comparison.tolerance:g} nats around the baseline or beyond. Beyond: one that "
+        f"holds its {share} for all rows together (Bonferroni)"
+    )
     return [
         RUN,
         of_gap(f"minus {base}, at the end", f"paired by step: {AT_END}", lambda gap: gap.mean, partial(signed, digits=5)),

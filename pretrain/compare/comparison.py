@@ -28,6 +28,7 @@ class Standing:
     colour: str
     dash: str  # of its line, by plotly's names
     tolerance: float
+    comparisons: int  # that are made with the baseline, this one among them
 
     @property
     def is_baseline(self) -> bool:
@@ -53,7 +54,7 @@ class Standing:
     @cached_property
     def gap(self) -> Gap | None:
         """The difference of the ends of the losses, paired by step; None of the baseline, and where `not_paired` says why."""
-        return None if self.is_baseline or self.not_paired else Gap.over(at_the_end(self.differences[1]))
+        return None if self.is_baseline or self.not_paired else Gap.over(at_the_end(self.differences[1]), self.comparisons)
 
     @property
     def verdict(self) -> str:
@@ -89,7 +90,7 @@ class RunComparison:
         standings = []
         for place, (run, label) in enumerate(zip(runs, unique_names([run.name for run in runs], runs), strict=True)):
             dash = DASHES[place // len(COLOURS) % len(DASHES)]
-            standings.append(Standing(run, runs[0], label, COLOURS[place % len(COLOURS)], dash, tolerance))
+            standings.append(Standing(run, runs[0], label, COLOURS[place % len(COLOURS)], dash, tolerance, len(runs) - 1))
         return cls(standings, tolerance)
 
     @property

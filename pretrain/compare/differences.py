@@ -48,18 +48,25 @@ def t_quantile(freedom: int, confidence: float) -> float:
 # ── Along one run ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def batch_means_error(values: np.ndarray) -> float:
-    """Standard error of the mean of correlated `values`, by non-overlapping batch means.
+def half_width(values: np.ndarray, confidence: float = CONFIDENCE) -> float:
+    """Half of the interval of the mean of correlated `values`, FEWEST_STEPS or more. A trend makes it wide, as it should.
 
-    Neighbouring steps share their past, so sd / sqrt(n) would be too small. The n values are cut into batches of
-    b = floor(sqrt(n)) consecutive ones, the first n mod b left out: SE² = Var(batch means) · b / n (Flegal and Jones 2010, Annals
-    of Statistics 38(2)). A trend makes it too large, a correlation longer than a batch too small, and of a few batches it is a
-    matter of luck.
+    Neighbouring steps share their past, so n values say less than n independent ones. They are cut into batches of the cube root
+    of n consecutive ones, whose N means are taken for an autoregression of first order. The correlation r of neighbours is
+    estimated too low, by (1 + 3r) / N (Kendall 1954). It is raised by that and by its standard error, as too low a one makes an
+    interval too narrow. The mean's variance is then that of N / k independent values, k = (1 + r) / (1 - r) - 2r (1 - r^N) /
+    (N (1 - r)^2), and Student's t has N / k - 1 degrees of freedom. Tests simulate how often it holds the true mean.
     """
-    n = len(values)
-    size = math.isqrt(n)
-    batches = values[n % size :].reshape(-1, size).mean(axis=1)
-    return float(math.sqrt(batches.var(ddof=1) * size / n))
+    size = round(len(values) ** (1 / 3))
+    means = values[len(values) % size :].reshape(-1, size).mean(axis=1)
+    number, away = len(means), means - means.mean()
+    squares = float(away @ away) or math.inf
+    r = float(away[1:] @ away[:-1]) / squares
+    r += (1 + 3 * r) / number
+    r = min(max(r + math.sqrt(max(1 - r * r, 1 / number) / number), 0.0), 1 - 1 / number)
+    k = (1 + r) / (1 - r) - 2 * r * (1 - r**number) / (number * (1 - r) ** 2)
+    error = math.sqrt(float(away @ away) * k / (number * (number - k)))
+    return t_quantile(max(int(number / k) - 1, 1), confidence) * error
 
 
 @dataclass(frozen=True)
@@ -67,29 +74,30 @@ class Gap:
     """Step-by-step differences of two losses, in nats a token."""
 
     mean: float
-    half_width: float | None  # of its interval at CONFIDENCE, by Student's t over the means of batches; None below FEWEST_STEPS
+    half_width: float | None  # of its interval at CONFIDENCE; None below FEWEST_STEPS
+    cautious: float  # the same, wider by how many comparisons are made, of which chance would make one differ; 0 where None
     steps: int
 
     @classmethod
-    def over(cls, differences: np.ndarray) -> Gap:
-        """Returns what `differences` of one step or more come to."""
-        steps, half_width = len(differences), None
+    def over(cls, differences: np.ndarray, comparisons: int = 1) -> Gap:
+        """What `differences` of one step or more come to, in one of so many `comparisons`."""
+        steps, half, cautious = len(differences), None, 0.0
         if steps >= FEWEST_STEPS:
-            half_width = t_quantile(steps // math.isqrt(steps) - 1, CONFIDENCE) * batch_means_error(differences)
-        return cls(float(differences.mean()), half_width, steps)
+            half, cautious = (half_width(differences, 1 - (1 - CONFIDENCE) / each) for each in (1, comparisons))
+        return cls(float(differences.mean()), half, cautious, steps)
 
     @property
-    def ends(self) -> tuple[float, float]:
-        """The two ends of its interval; both are the mean where it has none."""
-        half = self.half_width or 0.0
-        return self.mean - half, self.mean + half
+    def upper(self) -> float:
+        """The upper end of its interval; the mean where it has none."""
+        return self.mean + (self.half_width or 0.0)
 
     def place(self, tolerance: float) -> str:
-        """Where the whole interval lies: within ± `tolerance`, above or below that; "cannot tell" where it lies across an end."""
-        low, high = self.ends
-        if -tolerance <= low and high <= tolerance:
+        """ "within": the whole interval lies in ± `tolerance`; "above", "below": all of it beyond, even one at CONFIDENCE over
+        all comparisons that are made together (Bonferroni); else "cannot tell"."""
+        if abs(self.mean) + (self.half_width or 0.0) <= tolerance:
             return "within"
-        return "above" if low > tolerance else "below" if high < -tolerance else "cannot tell"
+        beyond = abs(self.mean) - self.cautious > tolerance
+        return "cannot tell" if not beyond else "above" if self.mean > 0 else "below"
 
 
 # ── Over seeds ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -123,10 +131,12 @@ class SeedDifference:
         variance = math.fsum((value - self.mean) ** 2 for value in self.by_seed.values()) / (number - 1)
         return t_quantile(number - 1, confidence) * math.sqrt(variance / number)
 
-    def verdict(self, margin: float = MARGIN) -> str | None:
+    def verdict(self, margin: float = MARGIN, comparisons: int = 1) -> str | None:
         """ "equivalent" where the interval at EQUIVALENCE lies within ± `margin` of the baseline's loss; else "worse" or "better"
-        where that at CONFIDENCE, which is shown, lies on one side of zero, or "cannot tell". None for fewer than FEWEST_SEEDS."""
-        half, whole, within = self.half_width(EQUIVALENCE), self.half_width(), margin * abs(self.baseline)
+        where that at CONFIDENCE over all `comparisons` made together (Bonferroni) lies on one side of zero, or "cannot tell".
+        None for fewer than FEWEST_SEEDS."""
+        half, within = self.half_width(EQUIVALENCE), margin * abs(self.baseline)
+        whole = self.half_width(1 - (1 - CONFIDENCE) / comparisons)
         if half is None or whole is None:
             return None
         if abs(self.mean) + half < within:

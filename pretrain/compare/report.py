@@ -90,7 +90,7 @@ class Report:
                 raise InputError(f"--gate: {each.label} cannot be held against {base.label}: {each.not_paired}")
             elif each.run.is_unfinished:
                 failures.append(f"{each.label} is not finished: it has {plural(each.run.summary['steps'], 'step')}")
-            elif not each.gap.ends[1] <= self.comparison.tolerance:  # without an interval the mean is judged
+            elif not each.gap.upper <= self.comparison.tolerance:  # without an interval the mean is judged
                 half = f" ± {each.gap.half_width:.5f}" if each.gap.half_width is not None else ""
                 end = f"{signed(each.gap.mean, 5)}{half} nats from {base.label}, over the last {each.gap.steps} steps"
                 failures.append(f"{each.label} ends {end}; {self.comparison.tolerance:g} are allowed")

@@ -103,7 +103,7 @@ class SeedComparison:
             if broken_off:
                 verdict = f"broke off: {plural(broken_off, 'run')} of {len(group)}"
             elif difference:
-                verdict = difference.verdict(margin) or f"{plural(len(difference.by_seed), 'seed')}: no interval"
+                verdict = difference.verdict(margin, len(groups) - 1) or f"{plural(len(difference.by_seed), 'seed')}: no interval"
             results.append(GroupResult(name, group, losses, difference, verdict))
         return cls(results, held_out, margin, left_out)
 
@@ -126,7 +126,8 @@ class SeedComparison:
         over_seeds = f"half of its {interval} interval over seeds, by Student's t; fewer than {FEWEST_SEEDS} seeds have none"
         verdict = (
             f"equivalent: the {narrow} interval lies within ± {100 * self.margin:g} % of {base}'s loss (two one-sided t tests at "
-            f"5 %). Worse, better: it does not, and the {interval} interval lies on one side of zero. Each row by itself"
+            f"5 %, each row by itself). Worse, better: it does not, and a {interval} interval for all rows together (Bonferroni) "
+            f"lies on one side of zero"
         )
         return [
             Column("runs", "", lambda each: each.name, words=True),
