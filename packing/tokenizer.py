@@ -76,7 +76,9 @@ def load_tokenizer(name: str, revision: str | None = None) -> TextTokenizer:
     config = file_of(name, "tokenizer_config.json", revision, needed=False)
     try:
         tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8", errors="replace"))
-    except Exception as error:  # the library knows no narrower class for a file that it cannot use
+    except Exception as error:
+        if type(error) is not Exception:  # the library knows no narrower class for a file that it cannot use
+            raise
         raise InputError(f"data.tokenizer: {file}: no tokenizer that can be read: {one_line(error)}; {REMEDY}") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
