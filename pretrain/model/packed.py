@@ -36,7 +36,7 @@ class PackedLanguageModel(nn.Module):
         self.fused: FusedLayers | None = None
         self.rank_sums: RankSums | None = None  # where several processes hold the whole model each
         self.sharding: Sharding | None = None  # under FSDP2
-        hf.set_output_embeddings(LossHead.replacing(hf.get_output_embeddings(), loss))
+        hf.set_output_embeddings(LossHead.replacing(hf.get_output_embeddings(), loss, self.context))
         # GPT-2 looks in each forward for padding that no mask hides, waits for the device to do so, and warns of a pack's EOS.
         hf.base_model.warn_if_padding_and_no_attention_mask = _no_padding
 

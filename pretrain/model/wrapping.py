@@ -20,7 +20,7 @@ from foundation.errors import InputError
 from pretrain.model.fused.arithmetic import Arithmetic, By
 from pretrain.model.fused.layers import FusedLayer, FusedLayers, assess_layer
 from pretrain.model.huggingface import decoder_layers
-from pretrain.model.loss.head import LossHead, LowPrecisionHead
+from pretrain.model.loss.head import LossHead
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.precision.product import Backend, LowPrecisionLinear, PrecisionContext, summing_where
 from pretrain.precision.scope import LINEARS, Decision, features_of
@@ -36,8 +36,9 @@ def choose_arithmetic(
     """The arithmetic for the model of `context`, or None and the reason, worded for the audit; raises as `not_fused_because`."""
     if reason := not_fused_because(setting, active, device_type, context.compute_dtype):
         return None, reason
-    by = By.FORMULAS if _no_faster(device_type, context.compute_dtype) else By.KERNELS
-    return Arithmetic(context, by if active.backend == "torch" else By.TRANSFORMER_ENGINE), ""
+    if active.backend != "torch":
+        return Arithmetic(context, By.TRANSFORMER_ENGINE), ""
+    return Arithmetic(context, By.KERNELS if _gains(device_type, context.compute_dtype) else By.FORMULAS), ""
 
 
 def not_fused_because(setting: Switch, active: ActivePrecision, device_type: str, dtype: torch.dtype) -> str | None:
@@ -48,15 +49,15 @@ def not_fused_because(setting: Switch, active: ActivePrecision, device_type: str
         if setting == "on":
             raise InputError("`model.fused: on`: emulated products are computed one by one; set `model.fused: auto`")
         return "nothing: emulated products are computed one by one"
-    slow = None if setting == "on" or active.backend == "transformer_engine" else _no_faster(device_type, dtype)
-    return f"nothing, as {slow}; model.fused=on fuses anyway" if slow else None
+    if setting == "on" or active.backend == "transformer_engine" or _gains(device_type, dtype):
+        return None
+    return "nothing, as it gains in BF16 and below, on a GPU alone; model.fused=on fuses anyway"
 
 
-def _no_faster(device_type: str, dtype: torch.dtype) -> str | None:
-    """Why fused layers gain nothing where nothing is quantized."""
-    if device_type != "cuda":
-        return "it gains nothing on a CPU"  # 5 to 6 % slower with the demo's model: benchmarks/results/cpu/cpu_fused.json
-    return None if dtype == torch.bfloat16 else "on a GPU it gains in BF16 and below"
+def _gains(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether fused layers are faster where nothing is quantized: on a CPU, the demo's model was 5 to 6 % slower
+    (benchmarks/results/cpu/cpu_fused.json)."""
+    return device_type == "cuda" and dtype == torch.bfloat16
 
 
 def fuse(
@@ -87,11 +88,8 @@ def convert(
             continue
         if isinstance(module, (*LINEARS, LowPrecisionLinear)):
             product = backend.product(name, *features_of(module), bias=module.bias is not None)
-            known = module.low_precision if isinstance(module, LossHead) else module
-            if isinstance(known, LowPrecisionHead | LowPrecisionLinear):  # by another backend, whose turn was before
-                known.products[backend] = product
-            elif isinstance(module, LossHead):
-                module.low_precision = LowPrecisionHead(name, product, context)
+            if isinstance(module, LossHead | LowPrecisionLinear):  # which another backend may compute too, in its turn
+                module.products[backend] = product
             else:
                 hf.set_submodule(name, LowPrecisionLinear(module, name, product, context))
 

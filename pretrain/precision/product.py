@@ -53,6 +53,7 @@ class Product:
 
     name: str  # of its history and its scales in a checkpoint
     members: Sequence[str]  # the linears that it computes, for whoever looks on
+    supports_fused_loss: bool = False  # as the LM head: its output gradient may come quantized from the softmax
 
     def begin(self, x: Tensor) -> None:
         """Called before the first operand of a forward over `x` [tokens, in]."""

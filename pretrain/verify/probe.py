@@ -99,8 +99,8 @@ def watching_products(packed: PackedLanguageModel, active: ActivePrecision) -> I
     Collective."""
     context, precision, settings = packed.context, active.precision, active.settings
     before = {name: tensor.clone() for name, tensor in context.state().items()}
-    head = packed.hf.get_output_embeddings().low_now
-    head_name = head.name if head else None  # its product is called for a chunk of tokens at a time
+    head = packed.hf.get_output_embeddings()
+    head_name = head.product.name if head.is_low else None  # its product is called for a chunk of tokens at a time
     # What is laid out with the axis of the sum last is quantized alike for every product.
     quantize = {role: precision.along_features(settings, role) for role in get_args(Role)}
     samples: dict[tuple[str, Role, Along], _Sample] = {}

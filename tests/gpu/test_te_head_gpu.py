@@ -9,19 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from packing.arrow import IGNORE
-from pretrain.model.loss.head import LossHead, LowPrecisionHead
+from pretrain.model.loss.head import LossHead
 from pretrain.precision.product import LowPrecisionLinear, PrecisionContext
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 from pretrain.precision.transformer_engine import TransformerEngineBackend, unavailable_because
 from pretrain.settings.recipe import LossSettings
 
 TOKENS, HIDDEN, VOCABULARY, CHUNK = 1024, 256, 4112, 384  # chunks of 384, 384 and 256; a vocabulary of no more than 16 x 257
-
-
-class DifferentiatedHead(LowPrecisionHead):
-    """Takes the path of every other product."""
-
-    supports_fused_loss = False
 
 
 class Model:
@@ -40,11 +34,13 @@ class Model:
         self.below = LowPrecisionLinear(below, "below", self.backend.product("below", HIDDEN, HIDDEN, bias=False), self.context)
         linear = nn.Linear(HIDDEN, VOCABULARY, bias=False, device="cuda", dtype=weights)
         nn.init.normal_(linear.weight, std=0.2)
-        self.head = LossHead.replacing(linear, LossSettings(chunk=CHUNK))
-        product = LowPrecisionHead("head", self.backend.product("head", HIDDEN, VOCABULARY, bias=False), self.context)
+        self.head = LossHead.replacing(linear, LossSettings(chunk=CHUNK), self.context)
+        product = self.backend.product("head", HIDDEN, VOCABULARY, bias=False)
         if fused and not product.supports_fused_loss:
             pytest.skip("products of this GPU read operands as they lie")
-        self.head.low_precision = product if fused else DifferentiatedHead(product.name, product.product, product.context)
+        if not fused:  # the path of every other product
+            product.__class__ = type("DifferentiatedProduct", (type(product),), {"supports_fused_loss": False})
+        self.head.products[self.backend] = product
 
     def microbatch(self, number: int, *, first: bool) -> dict[str, Tensor]:
         generator = torch.Generator("cuda").manual_seed(number)

@@ -66,24 +66,25 @@ def check(config: PretrainedConfig, settings: LossSettings) -> None:
         )
 
 
-class LossHead(nn.Linear):
+class LossHead(TakesTurns, nn.Linear):
     """A model's LM head that turns hidden states and labels into the loss; called without labels it is the head it replaced. It
-    computes in the hidden states' dtype; the weight may have another."""
+    computes in the hidden states' dtype, or in the low precision whose turn it is; the weight may have another."""
 
     settings: LossSettings
     chunk: int  # tokens whose logits exist at once
     penalty: Penalty | None
-    low_precision: LowPrecisionHead | None = None  # set where the precision's scope has the head
     _parts: Tensor | None = None  # FP32 [2], see `take_parts`
 
     @classmethod
-    def replacing(cls, linear: nn.Linear, settings: LossSettings) -> LossHead:
-        """A head on the very same Parameters, so a weight tied to the embedding stays tied."""
+    def replacing(cls, linear: nn.Linear, settings: LossSettings, context: PrecisionContext | None = None) -> LossHead:
+        """A head on the very same Parameters, so a weight tied to the embedding stays tied. Of the `context`'s backends none
+        computes it yet."""
         if settings.kind == "cce" and linear.bias is not None:
             raise InputError("`loss.kind: cce` takes no bias, and this model's head has one; set it to chunked")
         head = cls(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
         head.weight, head.bias = linear.weight, linear.bias
         head.settings, head.chunk = settings, settings.tokens_at_once
+        head.context, head.products = context or PrecisionContext(None, linear.weight.dtype), {}
         head.penalty = Penalty(settings.penalty, settings.penalty_weight) if settings.penalty else None
         return head.train(linear.training)
 
@@ -95,7 +96,7 @@ class LossHead(nn.Linear):
         if labels is None:
             return F.linear(hidden, *in_dtype(hidden.dtype, self.weight, self.bias))
         # Evaluation, outside of a low-precision forward, multiplies as every other head does.
-        low = self.low_now if self.low_now and self.low_now.context.low_precision else None
+        low = self.product if self.is_low and self.context.low_precision else None
         hidden, labels, operands = hidden.flatten(0, -2), labels.flatten(), (self.weight, self.bias)
         if self.settings.kind == "cce":
             return cut_cross_entropy(hidden, self.weight.to(hidden.dtype), labels)
@@ -113,7 +114,7 @@ class LossHead(nn.Linear):
         self._parts = parts if self._parts is None else self._parts + parts
         return trained if self.training else parts[0]
 
-    def add_up(self, losses: Callable[[slice], Tensor], labels: Tensor, low: LowPrecisionHead | None) -> tuple[Tensor, Tensor]:
+    def add_up(self, losses: Callable[[slice], Tensor], labels: Tensor, low: Product | None) -> tuple[Tensor, Tensor]:
         """The sum that is trained, FP32, and what it is made of, FP32 [1 or 2]: the sum of cross-entropies and, where there are
         any, of penalties without their weight. `losses`: FP32 [n] of the tokens of a chunk, or [2, n] with penalties under them.
         """
@@ -124,11 +125,6 @@ class LossHead(nn.Linear):
         parts = all_losses.sum(dim=1, dtype=torch.float64)
         trained = parts[0] + self.penalty.weight * parts[1] if self.penalty else parts[0]
         return trained.float(), parts.float()
-
-    @property
-    def low_now(self) -> LowPrecisionHead | None:
-        """The head's products in the precision whose turn it is; None where that leaves the head in BF16."""
-        return self.low_precision if self.low_precision is not None and self.low_precision.is_low else None
 
     def take_parts(self) -> Tensor | None:
         """The sums of cross-entropies and of penalties (not multiplied by their weight) since this was last called, FP32 [2].
@@ -152,20 +148,6 @@ def cut_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return linear_cross_entropy(hidden, weight, labels, ignore_index=IGNORE, reduction="sum").float()
 
 
-class LowPrecisionHead(TakesTurns):
-    """The head's product in low precision: the head stays where it is, and tied, and only its products change."""
-
-    def __init__(self, name: str, product: Product, context: PrecisionContext) -> None:
-        """`product`: of the context's present backend."""
-        self.name, self.context = name, context
-        self.products = {context.backend: product}
-
-    @property
-    def supports_fused_loss(self) -> bool:
-        """Whether the softmax can write its gradient as this product's operand."""
-        return getattr(self.product, "supports_fused_loss", False)
-
-
 class ChunkedLoss(torch.autograd.Function):
     """The loss and, with it, its gradients; backward only scales them."""
 
@@ -177,7 +159,7 @@ class ChunkedLoss(torch.autograd.Function):
         bias: Tensor | None,
         labels: Tensor,
         head: LossHead,
-        low: LowPrecisionHead | None,
+        low: Product | None,
     ) -> tuple[Tensor, Tensor]:
         # Allocated for each microbatch: kept from one to the next they would save no time, and stand beside the workspace of the
         # layers' backward at the peak. The weight's is not filled, as the first chunk overwrites it.
@@ -206,30 +188,27 @@ class ChunkedLoss(torch.autograd.Function):
         return *(None if each is None else _scale(each, scale, dtype) for each, dtype in gradients), None, None, None
 
 
-def _differentiating(
-    head: LossHead, low: LowPrecisionHead | None, dtype: torch.dtype
-) -> AbstractContextManager[Callable[..., Tensor]]:
+def _differentiating(head: LossHead, low: Product | None, dtype: torch.dtype) -> AbstractContextManager[Callable[..., Tensor]]:
     """What computes the chunks of one training forward, called as `ChunkLoss`."""
     if low and low.supports_fused_loss and not head.penalty:
         from pretrain.model.loss.fp8_head import fused_head  # brings Triton, which takes a while
 
-        return fused_head(low.product, head.weight, low.context)
+        return fused_head(low, head.weight, head.context)
     return nullcontext(ChunkLoss(head, low, dtype))
 
 
 class ChunkLoss:
     """The losses of a chunk of tokens, and its part of the gradients."""
 
-    def __init__(self, head: LossHead, low: LowPrecisionHead | None, dtype: torch.dtype) -> None:
+    def __init__(self, head: LossHead, low: Product | None, dtype: torch.dtype) -> None:
         """`dtype`: of the hidden states."""
-        self.low, self.penalty = low, head.penalty
-        self.weight, self.bias = in_dtype(low.context.compute_dtype if low else dtype, head.weight, head.bias)
+        self.low, self.context, self.penalty = low, head.context, head.penalty
+        self.weight, self.bias = in_dtype(self.context.compute_dtype if low else dtype, head.weight, head.bias)
 
     def losses(self, hidden: Tensor, labels: Tensor, *, first: bool) -> Tensor:
         """For evaluation. `first`: of the chunks of a forward."""
         if self.low:
-            operands = (self.low.product, hidden, self.weight, self.bias)
-            logits = self.low.context.multiply(*operands, later_call=not first)
+            logits = self.context.multiply(self.low, hidden, self.weight, self.bias, later_call=not first)
         else:
             logits = F.linear(hidden, self.weight, self.bias)
         return self.penalty.losses(logits, labels) if self.penalty else token_losses(logits, labels)
@@ -239,8 +218,8 @@ class ChunkLoss:
         yet."""
         d_hidden, d_weight, d_bias = gradients
         if self.low:
-            refresh = self.low.context.first_microbatch and first
-            call = LinearCall(self.low.product, self.low.context, refresh=refresh, differentiable=True)
+            refresh = self.context.first_microbatch and first
+            call = LinearCall(self.low, self.context, refresh=refresh, differentiable=True)
             logits = call.forward(hidden.to(self.weight.dtype), self.weight, self.bias, keeps=True)
         else:
             logits = linear(hidden, self.weight, self.bias)
