@@ -17,9 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from math import inf
 
 import torch
 import torch.distributed as dist
@@ -173,13 +171,6 @@ class _Lookup(torch.autograd.Function):
 # ── Over ranks ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass
-class _Bucket:
-    sums: Tensor  # a piece of the main gradients' memory
-    parameters: int
-    missing: float = inf  # parameters that the step's last backward has not finished
-
-
 class RankSums:
     """The main gradients of one model, which become their sums over all ranks: in FP32, once a step, while the backward of the
     step's last microbatch still runs. A sum and not a mean, as the loss is divided by the tokens of all ranks.
@@ -197,14 +188,16 @@ class RankSums:
         in_order = sorted(attached.values(), key=lambda each: each.main_grad.storage_offset())
         memory = in_order[0].main_grad._base
         self._group = dist.new_group()
-        self._buckets: list[_Bucket] = []
+        self._buckets: list[Tensor] = []  # pieces of the main gradients' memory
+        self._parameters: list[int] = []  # of each bucket
+        self._missing: list[int] = []  # of these, those that the step's last backward has not finished; empty in any other
         self._started = 0  # buckets
         self._under_way: deque[tuple[dist.Work, Tensor, Tensor]] = deque()  # the exchange, its FP32 values, and the sums
         self._ends: list[Node] = []  # of the graph; autograd itself keeps them, and their hooks, no longer than a graph
-        for members in _cut(in_order):
+        for bucket, members in enumerate(_cut(in_order)):
             begin, last = members[0].main_grad.storage_offset(), members[-1].main_grad
-            bucket = _Bucket(memory[begin : last.storage_offset() + last.numel()], len(members))
-            self._buckets.append(bucket)
+            self._buckets.append(memory[begin : last.storage_offset() + last.numel()])
+            self._parameters.append(len(members))
             for parameter in members:
                 # Called after the last use of the parameter in a backward has delivered, also where all have returned none, as
                 # products do that add to the main gradient; and after what was delivered has been added there.
@@ -216,15 +209,12 @@ class RankSums:
     def starting_early(self) -> Iterator[None]:
         """Put this around the backward after which nothing more is added: each bucket starts once it and all before it are
         whole."""
-        self._started = 0
+        self._started, self._missing = 0, list(self._parameters)
         self._under_way.clear()  # of a step that was broken off
-        for bucket in self._buckets:
-            bucket.missing = bucket.parameters
         try:
             yield
         finally:
-            for bucket in self._buckets:
-                bucket.missing = inf
+            self._missing = []
 
     def finish(self) -> None:
         """Exchange what has not been yet, and wait: the main gradients are now their sums over ranks, the same bits on each.
@@ -235,13 +225,14 @@ class RankSums:
             self._end()
         self._started = 0
 
-    def _count(self, bucket: _Bucket, *_: object) -> None:
-        bucket.missing -= 1
-        while self._started < len(self._buckets) and self._buckets[self._started].missing == 0:
-            self._start()
+    def _count(self, bucket: int, *_: object) -> None:
+        if self._missing:
+            self._missing[bucket] -= 1
+            while self._started < len(self._buckets) and self._missing[self._started] == 0:
+                self._start()
 
     def _start(self) -> None:
-        sums = self._buckets[self._started].sums
+        sums = self._buckets[self._started]
         self._started += 1
         if sums.dtype != torch.float32 and len(self._under_way) == COPIES:
             self._end()

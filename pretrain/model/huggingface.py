@@ -224,7 +224,7 @@ def export(
     device or sharded. All are in host memory at once. `beside`: further files by name.
     An export that lies in `folder` is replaced; InputError where anything else lies in it.
     """
-    writing, previous = (folder.with_name(f".{folder.name}.{state}") for state in ("writing", "previous"))
+    writing = folder.with_name(f".{folder.name}.writing")
     shutil.rmtree(writing, ignore_errors=True)  # of an export that was killed
     with _refusing(f"{folder}: the trained model cannot be written; the checkpoints hold it, so run again"):
         writing.mkdir(parents=True)
@@ -245,9 +245,6 @@ def export(
         for name in os.listdir(folder) if folder.exists() else ():
             if name not in written and not _OF_WEIGHTS.fullmatch(name):
                 raise ValueError(f"no export has written {name}, which lies there; move it away")
-        shutil.rmtree(previous, ignore_errors=True)
-        if folder.exists():
-            os.replace(folder, previous)
+        shutil.rmtree(folder, ignore_errors=True)
         os.replace(writing, folder)
         fsync(folder.parent)
-    shutil.rmtree(previous, ignore_errors=True)

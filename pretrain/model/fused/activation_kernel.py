@@ -192,15 +192,12 @@ def _along_rows(hidden: Tensor) -> Tile:
 
 
 def takes(hidden: Tensor, quantizer: Any) -> bool:
-    """Whether the kernels write what Transformer Engine's `quantizer` would, of `hidden` [T, 2 F]: FP8 with one scale a tensor,
-    of contiguous BF16 in whole tiles."""
+    """Whether the kernels write what Transformer Engine's `quantizer` would, of `hidden` [T, 2 F] BF16, contiguous: FP8 with one
+    scale a tensor, in whole tiles."""
     from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
 
-    if isinstance(quantizer, Float8CurrentScalingQuantizer) and quantizer.with_amax_reduction:
-        return False
     whole = hidden.shape[0] % FORWARD.rows == 0 and hidden.shape[1] % (2 * FORWARD.columns) == 0
-    tensor_scaled = isinstance(quantizer, Float8CurrentScalingQuantizer | Float8Quantizer)
-    return tensor_scaled and whole and hidden.dtype == torch.bfloat16 and hidden.is_contiguous()
+    return whole and isinstance(quantizer, Float8CurrentScalingQuantizer | Float8Quantizer)
 
 
 def quantized_swiglu(hidden: Tensor, quantizer: Any) -> tuple[Any, Tensor]:

@@ -24,11 +24,6 @@ class Heads:
     dim: int
 
     @property
-    def rotated(self) -> int:
-        """Heads that carry a position: the queries' and the keys'."""
-        return self.query + self.kv
-
-    @property
     def count(self) -> int:
         return self.query + 2 * self.kv
 

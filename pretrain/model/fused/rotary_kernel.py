@@ -244,7 +244,7 @@ def rotate_backward(
     query_norm, key_norm, eps = (None, None, 0.0) if norms is None else (norms.query, norms.key, norms.eps)
     if norms is not None:
         programs = min(programs, max(1, _PROGRAMS // heads.count))
-        sums = torch.empty(programs, heads.rotated, heads.dim, dtype=torch.float32, device=dq.device)
+        sums = torch.empty(programs, heads.query + heads.kv, heads.dim, dtype=torch.float32, device=dq.device)
     with torch.cuda.device_of(dq):
         _rotate_backward[(heads.count * programs,)](
             *(dq, dk, dv, *strides, None if norms is None else qkv, cos.contiguous(), sin.contiguous()),

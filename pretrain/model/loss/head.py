@@ -2,7 +2,7 @@
 
 The loss is a SUM over the tokens whose label is not -100, an FP32 scalar; the caller divides by the step's valid tokens over all
 microbatches and ranks. Labels are already shifted: `labels[i]` is what token i is to predict. A penalty on distributions that are
-not sharp (pretrain.model.loss.penalty) is added in training, where one is set.
+not sharp is added in training, where one is set.
 
 The logits of one microbatch (32,768 tokens x 151,936 words in bf16) are 9 GiB, so tokens are taken a chunk at a time. Gradients
 are computed on the way forward, while a chunk's logits exist: three products a chunk, where recomputing the logits in backward
@@ -23,7 +23,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -34,14 +34,14 @@ from transformers import PretrainedConfig
 
 from foundation.errors import InputError
 from packing.arrow import IGNORE
-from pretrain.model.loss.penalty import Penalty
 from pretrain.precision.product import LinearCall, PrecisionContext, Product, TakesTurns, summing_where
 from pretrain.precision.searched import add_product_, linear
-from pretrain.settings.recipe import LossSettings
+from pretrain.settings.recipe import LossSettings, PenaltyKind
 
 # Of the sum of losses, by what the head multiplies: hidden states, in their dtype; weight [vocabulary, hidden] and bias, where
 # there is one, in FP32, which add up over the chunks.
 Gradients = tuple[Tensor, Tensor, Tensor | None]
+LOGITS_AT_ONCE = 2**22  # of the loss in plain torch, in FP32: 16 MiB, some three times over, whatever the chunk
 LOSS_SCOPE = "loss"  # what a profile calls the part of the forward that is the head's
 
 # What some architectures do to their logits after the head, and the value that does nothing. Only the head is replaced, so their
@@ -237,25 +237,13 @@ class ChunkLoss:
 def softmax_gradient_(logits: Tensor, labels: Tensor) -> Tensor:
     """Overwrite logits [n, vocabulary] with softmax - one_hot(label), the losses' gradient; return the losses [n], FP32.
 
-    labels [n] int64. Both are zero where the label is ignored and the logits are finite. Softmax and sums are FP32 whatever the
-    logits are, and the gradient is rounded once, to their dtype. A GPU has a kernel for it.
+    A GPU has a kernel for what `Penalty.gradient_` says.
     """
     if logits.is_cuda:
         from pretrain.model.loss import softmax_kernel
 
         return softmax_kernel.softmax_loss(logits, labels, IGNORE, with_gradient=True)
-    ignored = labels == IGNORE
-    targets = labels.masked_fill(ignored, 0)[:, None]
-    scores = logits.float()  # FP32 logits themselves: then nothing of their size is made
-    target_scores, maximum = scores.gather(1, targets), scores.amax(dim=-1, keepdim=True)
-    total = scores.sub_(maximum).exp_().sum(dim=-1, keepdim=True)
-    losses = (total.log() + maximum - target_scores)[:, 0].masked_fill_(ignored, 0)
-    gradient = scores.mul_(total.reciprocal_().masked_fill_(ignored[:, None], 0))
-    # Before anything is rounded: 1 taken from a BF16 probability would lose what a well-predicted token still has to learn.
-    gradient.scatter_add_(1, targets, -(~ignored)[:, None].float())
-    if gradient is not logits:
-        logits.copy_(gradient)
-    return losses
+    return Penalty().gradient_(logits, labels)[0]
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
@@ -287,3 +275,79 @@ def _scale(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     none would first be rounded to the gradient's BF16."""
     out = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
     return torch.mul(gradient, scale.reshape(1), out=out)
+
+
+# ── The loss in plain torch, and penalties on distributions that are not sharp ──────────────────────────────────────────────────
+#
+# Of the probabilities p that the head gives each token's successor:
+#
+#     non_max_sum    1 - max p          what all but the likeliest word have
+#     neg_entropy    -sum p log p       nats; the entropy itself, which is to become small, whatever the name says
+#
+# What is trained is cross-entropy + weight x penalty, both over the tokens that have a label. A gradient with respect to the
+# logits is p (1 + weight max p) - weight p [the likeliest] - [label]; or p (1 - weight (log p + H)) - [label], H the entropy.
+
+
+@dataclass(frozen=True)
+class Penalty:
+    """What is added to each token's cross-entropy, and by which factor; without a kind nothing."""
+
+    kind: PenaltyKind | None = None
+    weight: float = 0.0
+
+    def gradient_(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Overwrite logits [n, vocabulary] with the gradient of cross-entropy + weight x penalty; return both, [2, n] FP32.
+
+        labels [n] int64. All are zero where the label is ignored and the logits are finite. Softmax and sums are FP32 whatever
+        the logits are, and the gradient is rounded once, to their dtype.
+        """
+        both = torch.empty(2, len(logits), dtype=torch.float32, device=logits.device)
+        for rows in _rows(logits):
+            scores = logits[rows].float()  # FP32 logits themselves
+            both[:, rows] = self._overwrite(scores, labels[rows])
+            if scores.dtype != logits.dtype:
+                logits[rows] = scores
+        return both
+
+    def losses(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Cross-entropies and penalties, [2, n] FP32, of logits that stay as they are; zero where a label is ignored."""
+        both = torch.empty(2, len(logits), dtype=torch.float32, device=logits.device)
+        for rows in _rows(logits):
+            scores = logits[rows].float()
+            both[0, rows] = F.cross_entropy(scores, labels[rows], ignore_index=IGNORE, reduction="none")
+            log_p = scores.log_softmax(dim=-1)
+            p = log_p.exp()
+            penalties = torch.special.entr(p).sum(dim=-1) if self.kind == "neg_entropy" else 1 - p.amax(dim=-1)
+            both[1, rows] = penalties.masked_fill_(labels[rows] == IGNORE, 0)
+        return both
+
+    def _overwrite(self, scores: Tensor, labels: Tensor) -> Tensor:
+        ignored = labels == IGNORE
+        counted, targets = (~ignored)[:, None].float(), labels.masked_fill(ignored, 0)[:, None]
+        target_scores, maximum = scores.gather(1, targets), scores.amax(dim=-1, keepdim=True)
+        likeliest = scores.argmax(dim=-1, keepdim=True) if self.kind == "non_max_sum" else None
+        shifted = scores.sub_(maximum)
+        p = shifted.exp() if self.kind == "neg_entropy" else shifted.exp_()
+        total = p.sum(dim=-1, keepdim=True)
+        log_total = total.log()
+        p.mul_(total.reciprocal_().mul_(counted))
+        penalty = torch.zeros_like(total)
+        if self.kind == "neg_entropy":
+            # log p + H is a score minus their mean: where all p are alike, no digits are lost.
+            mean = (p * shifted).sum(dim=-1, keepdim=True)
+            penalty = log_total - mean
+            shifted.sub_(mean).mul_(p).mul_(-self.weight).add_(p)
+        elif self.kind == "non_max_sum":
+            largest = p.gather(1, likeliest)
+            penalty = 1 - largest
+            p.mul_(1 + self.weight * largest).scatter_add_(1, likeliest, largest.mul(-self.weight))
+        # Before anything is rounded: 1 taken from a BF16 probability would lose what a well-predicted token still has to learn.
+        scores.scatter_add_(1, targets, -counted)
+        cross_entropy = log_total + maximum - target_scores
+        return torch.cat([cross_entropy, penalty], dim=1).masked_fill_(ignored[:, None], 0).t()
+
+
+def _rows(logits: Tensor) -> Iterator[slice]:
+    """Splits the rows of `logits` into parts of LOGITS_AT_ONCE logits at most, one row at least."""
+    size = max(1, LOGITS_AT_ONCE // logits.shape[1])
+    return (slice(start, start + size) for start in range(0, len(logits), size))

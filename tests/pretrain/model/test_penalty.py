@@ -65,7 +65,7 @@ def test_losses_and_gradients_are_exact_to_fp32_rounding(
     parts, gradients = exact(kind, weight, states, *linear.parameters(), labels)
     head = LossHead.replacing(linear, LossSettings(penalty=kind, penalty_weight=weight, chunk=chunk))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pretrain.model.loss.penalty.LOGITS_AT_ONCE", at_once)
+        patch.setattr("pretrain.model.loss.head.LOGITS_AT_ONCE", at_once)
         trained = head(states, labels)
         trained.backward()
         ours = head.take_parts()
