@@ -211,7 +211,7 @@ class ChunkLoss:
             logits = self.context.multiply(self.low, hidden, self.weight, self.bias, later_call=not first)
         else:
             logits = F.linear(hidden, self.weight, self.bias)
-        return self.penalty.losses(logits, labels) if self.penalty else token_losses(logits, labels)
+        return self.penalty.gradient_(logits, labels) if self.penalty else token_losses(logits, labels)
 
     def __call__(self, hidden: Tensor, labels: Tensor, gradients: Gradients, *, first: bool) -> Tensor:
         """The losses, with the gradients written: the `first` chunk of a forward overwrites the weight's sum, which holds nothing
@@ -307,18 +307,6 @@ class Penalty:
             both[:, rows] = self._overwrite(scores, labels[rows])
             if scores.dtype != logits.dtype:
                 logits[rows] = scores
-        return both
-
-    def losses(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Cross-entropies and penalties, [2, n] FP32, of logits that stay as they are; zero where a label is ignored."""
-        both = torch.empty(2, len(logits), dtype=torch.float32, device=logits.device)
-        for rows in _rows(logits):
-            scores = logits[rows].float()
-            both[0, rows] = F.cross_entropy(scores, labels[rows], ignore_index=IGNORE, reduction="none")
-            log_p = scores.log_softmax(dim=-1)
-            p = log_p.exp()
-            penalties = torch.special.entr(p).sum(dim=-1) if self.kind == "neg_entropy" else 1 - p.amax(dim=-1)
-            both[1, rows] = penalties.masked_fill_(labels[rows] == IGNORE, 0)
         return both
 
     def _overwrite(self, scores: Tensor, labels: Tensor) -> Tensor:
