@@ -83,14 +83,6 @@ def check_settings(recipe: Recipe, precision: str, world_size: int | None) -> No
             f"`batch.tokens: {batch.tokens}` are {packs} packs of `data.length: {data.length}`, too few for {world_size} "
             f"processes; set it to {data.length * world_size} at least, or start {packs} processes at most",
         )
-        sizes, most = microbatch_sizes(packs, world_size), -(-packs // world_size)
-        # Where the devices do not divide the packs, places stay empty whatever the microbatch, and the plan says how many.
-        _require(
-            batch.microbatch in ("auto", *sizes) or (packs % world_size and batch.microbatch <= most),
-            f"`batch.microbatch: {batch.microbatch}` does not divide the {most} packs that a device takes in a step "
-            f"(`batch.tokens` over `data.length` and {world_size} devices); set it to one of {', '.join(map(str, sizes))}, or to "
-            "`auto`",
-        )
     _require(
         batch.microbatch != "auto" or not recipe.deterministic,
         "`batch.microbatch: auto` takes what fits into the memory that is free, and `deterministic: true` needs one cut for all "

@@ -31,7 +31,7 @@ from pretrain.metrics.peaks import peak
 from pretrain.optimizer import schedule
 from pretrain.plan.checks import microbatch_sizes, steps_of
 from pretrain.plan.memory import TAKES_LESS, Devices, LayerMemory, memory_of
-from pretrain.precision.settings import PRECISIONS, ActivePrecision, in_phases, label, label_of_course, last_steps
+from pretrain.precision.settings import ActivePrecision, label, last_steps
 from pretrain.settings.recipe import USUAL_CHUNK, LossSettings, Recipe
 
 
@@ -53,8 +53,6 @@ class Plan:
     # Where the precision changes on the way, in order: until when, as the recipe says it, and in what.
     phases: Sequence[tuple[float | int | None, ActivePrecision]] = ()
     done: int = 0  # steps behind the checkpoint that the run goes on from; those of another run count as well
-    done_tokens: int | None = None  # that they took; None: as many as such steps take now
-    ran: Mapping[int, str] = field(default_factory=dict)  # the run folder's own of them: by first step, what they computed in
 
     @property
     def loss(self) -> LossSettings:
@@ -94,47 +92,23 @@ class Plan:
         """Every precision that the run is put together for, once."""
         return list({active.precision.name: active for *_, active in self.spans}.values())
 
-    @cached_property
-    def course(self) -> dict[int, str]:
-        """The precisions that the steps of this run folder compute in, by the first step of each: those done as they ran, and
-        those to come as the schedule has them. A phase that was over before the folder's first step is not among them."""
-        done = self.done if self.ran else min(self.done, self.steps - 1)
-        to_come = {max(first, done + 1): active.precision.name for first, end, active in self.spans if end > done}
-        return in_phases(dict(self.ran) | to_come)
-
-    @property
-    def phases_in_use(self) -> list[tuple[int, int, str]]:
-        """What `course` says, as first step, last step and precision."""
-        ends = [first - 1 for first in self.course][1:]
-        return list(zip(self.course, [*ends, max(self.steps, self.done)], self.course.values(), strict=True))
-
-    @property
-    def has_several(self) -> bool:
-        """Whether the recipe names more than one precision, or a resume has changed the one."""
-        return bool(self.phases) or set(self.course.values()) != {self.active.precision.name}
-
-    @property
-    def in_use(self) -> list[ActivePrecision]:
-        """Those of `actives` that a step of this run folder computes in."""
-        return [active for active in self.actives if active.precision.name in self.course.values()]
-
     @property
     def emulated(self) -> bool:
-        return any(active.backend == "emulation" for active in self.in_use)
+        return any(active.backend == "emulation" for active in self.actives)
 
     @property
     def computes(self) -> str:
         """What products are computed in, for people: "delayed", or "delayed to 80 %, then bf16"."""
-        if self.course == in_phases({first: active.precision.name for first, _, active in self.spans}) and self.phases:
-            return label([{"until": until, "use": active.precision.name} for until, active in self.phases])
-        return label_of_course(self.course)  # the schedule or its horizon was another for some steps
+        return label([{"until": until, "use": active.precision.name} for until, active in self.phases or [(None, self.active)]])
 
     # ── A step's packs ──
 
     @property
     def microbatch(self) -> int | None:
-        """Packs that a device takes at once; None: found by trying when the run begins."""
-        return None if self.recipe.batch.microbatch == "auto" else self.recipe.batch.microbatch
+        """Packs that a device takes at once: at most the recipe's, in equal parts of what it takes in a step. None: found by
+        trying when the run begins."""
+        most, each = self.recipe.batch.microbatch, self.packs_per_rank
+        return None if most == "auto" else -(-each // -(-each // most))
 
     @property
     def tokens_per_step(self) -> int:
@@ -164,9 +138,8 @@ class Plan:
 
     @property
     def total_tokens(self) -> int:
-        """The tokens of the run from its first step to the horizon: what its steps took so far, and what those to come will."""
-        done = self.done * self.tokens_per_step if self.done_tokens is None else self.done_tokens
-        return done + max(self.steps - self.done, 0) * self.tokens_per_step
+        """The tokens of the run from its first step to the horizon."""
+        return self.steps * self.tokens_per_step
 
     @property
     def total_packs(self) -> int:
@@ -184,7 +157,7 @@ class Plan:
     def peak_tflops(self) -> float | None:
         """Dense peak of all devices together, in the precision of the run; None on an unknown device, and in emulation. Of
         several precisions it is that of the whole run: its FLOPs over the time that each phase takes at its own."""
-        peaks = [(last - first + 1, peak(self.devices.name, PRECISIONS[name].peak)) for first, last, name in self.phases_in_use]
+        peaks = [(last - first + 1, peak(self.devices.name, active.precision.peak)) for first, last, active in self.spans]
         if self.emulated or not all(each for _, each in peaks):
             return None
         return self.devices.count * sum(steps for steps, _ in peaks) / sum(steps / each for steps, each in peaks)
@@ -228,7 +201,7 @@ class Plan:
             warnings.append(f"{room}; what takes less: {TAKES_LESS}")
         if self.recipe.weights == "bf16":
             warnings.append("`weights: bf16` loses the smallest updates; `weights: bf16_exact` keeps every one")
-        for active in self.in_use:
+        for active in self.actives:
             if active.backend == "emulation":
                 warnings.append(f"`{active.precision.name}` is emulated here: the losses of the format, and no time saved")
         return [*warnings, self.flops.left_out] if self.flops.uncounted else warnings
@@ -240,7 +213,6 @@ KEPT_FREE = 0.08  # of a device's memory, beside what the plan counts: CUDA, NCC
 WELL_FILLED = 8192  # tokens at once, with which an H200 computes at full speed
 FULL_SPEED = 32_768  # tokens of a microbatch, beyond which a larger one gains less than what is decided here
 LOGITS = 2**29  # of a chunk, 1 GiB in BF16: the usual 4,096 tokens with 131,072 words
-SHORT_CHUNKS = (2048, 1024)  # where the usual one would not fit at all
 
 
 def fits_gathered(plan: Plan) -> bool:
@@ -271,15 +243,10 @@ def spend_spare_memory(plan: Plan) -> Plan:
 
 
 def _chunk(plan: Plan, packs: int) -> int | None:
-    """Returns the chunk of the loss for which there is room; None for the usual one."""
+    """Returns a chunk of the loss that is longer than the usual one, where there is room; None for the usual one."""
     tokens = min(LOGITS // plan.flops.shape.vocabulary, packs * plan.recipe.data.length)
     longer = 2 ** int(math.log2(max(tokens, 1)))
-    if longer > USUAL_CHUNK and _has_room(replace(plan, chunk=longer), packs):
-        return longer
-    for chunk in (None, *SHORT_CHUNKS):
-        if replace(plan, chunk=chunk).takes(packs) <= plan.devices.memory:
-            return chunk
-    return SHORT_CHUNKS[-1]
+    return longer if longer > USUAL_CHUNK and _has_room(replace(plan, chunk=longer), packs) else None
 
 
 def _has_room(plan: Plan, packs: int) -> bool:

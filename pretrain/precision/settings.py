@@ -125,18 +125,6 @@ def label(setting: Any, *, in_a_path: bool = False) -> str | None:
     return ", then ".join([*(f"{name} to {end}" for (_, name), end in zip(before, ends, strict=True)), last])
 
 
-def in_phases(precisions: Mapping[int, str]) -> dict[int, str]:
-    """Precisions by the first step of each phase, from precisions by step in order: of equal neighbours only the first."""
-    before = [None, *precisions.values()]
-    return {step: name for (step, name), last in zip(precisions.items(), before, strict=False) if name != last}
-
-
-def label_of_course(course: Mapping[int, str]) -> str:
-    """`label` of what steps ran in, by first step: "nvfp4 to step 10, then bf16"."""
-    ends = [first - 1 for first in course][1:]
-    return label([{"until": end, "use": name} for end, name in zip([*ends, None], course.values(), strict=True)])
-
-
 def is_quantized(setting: Any) -> bool:
     """Whether any phase computes in low precision; names that no precision has do not."""
     return any(name in PRECISIONS and PRECISIONS[name].quantized for _, name in phases_of(setting))

@@ -31,7 +31,6 @@ from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.model.sharding import Sharding, part_from_first
 from pretrain.model.wrapping import choose_arithmetic, convert, fuse
 from pretrain.optimizer.adamw import ExactAdamW, clear_gradients, named_state
-from pretrain.plan.plan import Plan
 from pretrain.plan.preflight import Job
 from pretrain.precision.product import Backend, PrecisionContext
 from pretrain.precision.scope import Decision, decide
@@ -249,12 +248,9 @@ def observe(job: Job, accelerator: Accelerator, assembly: Assembly, console: Con
         "gradients": job.recipe.gradients_kept_in,
         "deterministic": "yes" if torch.are_deterministic_algorithms_enabled() else "no",
     }
-    assembly.around |= audit_of_course(job.plan)
-
-
-def audit_of_course(plan: Plan) -> dict[str, Any]:
-    """What the audit says of the order of several precisions: those that ran, and as planned those to come. Empty for one."""
-    return {"schedule": plan.computes, "phases": plan.course} if plan.has_several else {}
+    if job.plan.phases:
+        phases = {first: active.precision.name for first, _, active in job.plan.spans}
+        assembly.around |= {"schedule": job.plan.computes, "phases": phases}
 
 
 def rehearse(job: Job, accelerator: Accelerator, assembly: Assembly) -> list[audit.Entry]:

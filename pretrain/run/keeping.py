@@ -57,7 +57,6 @@ def constants_of(job: Job, source: ResumePoint | None, accelerator: Accelerator)
         "loss_chunk": job.plan.loss.tokens_at_once,
         "world_size": accelerator.num_processes,
         "past": source.past if source else NO_PAST,
-        "course": job.plan.course,
     }
 
 
@@ -67,6 +66,7 @@ def save(run: Run, *, behind: bool = False) -> None:
         if run.accelerator.is_main_process:
             fsync(run.folder.metrics)  # first: after a resume from this checkpoint nothing repeats the steps before it
         state = {"progress": asdict(run.state), "health": asdict(run.health.state), **run.constants}
+        state["precision"] = run.assembly.active.precision.name  # of this step, whose histories are saved
         if run.stream:
             state["stream"] = run.stream.record()
         spared = run.best["step"] if run.best else None

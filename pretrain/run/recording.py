@@ -50,7 +50,7 @@ def introduce_job(job: Job, accelerator: Accelerator, notices: Iterable[str]) ->
     console = Console(job.plan.steps, enabled=accelerator.is_main_process)
     for text in notices:
         console.notice(text)
-    for active in job.plan.in_use:
+    for active in job.plan.actives:
         if active.notice:
             console.warning(active.notice)
     return console

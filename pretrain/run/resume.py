@@ -27,7 +27,7 @@ from pretrain.optimizer.exact_weights import convert_weight, describe_conversion
 from pretrain.plan.preflight import Job
 from pretrain.precision.product import PREFIX
 from pretrain.precision.settings import WEIGHT_DTYPES, Weights
-from pretrain.run.assembly import REHEARSALS, Assembly, audit_of_course
+from pretrain.run.assembly import REHEARSALS, Assembly
 from pretrain.run.evaluate import best_so_far
 from pretrain.run.running import Run
 from pretrain.settings.config import begin_of, identity_of, resolved
@@ -53,11 +53,6 @@ class ResumePoint:
     @property
     def step(self) -> int:
         return self.record["progress"]["step"]
-
-    @property
-    def last_precision(self) -> str:
-        """The precision of its last step, whose histories can be used further; of a run without a step, its first."""
-        return [name for first, name in self.record["course"].items() if int(first) <= max(self.step, 1)][-1]
 
     def is_of_another_stream(self, job: Job) -> bool:
         """Whether this run's packs are streamed, and the checkpoint has no place in that text: it begins at its first pack."""
@@ -85,9 +80,7 @@ def where_to_resume(job: Job, wanted: str, accept_changes: bool) -> tuple[Job, C
     chunk = job.plan.loss.tokens_at_once
     if source is not None:
         _require_steps_to_come(source, job, own=own)
-        course = {} if source.begins else {int(first): name for first, name in source.record["course"].items()}
-        ran = {first: name for first, name in course.items() if first <= source.step}
-        job = job.with_plan(done=source.step, ran=ran, done_tokens=source.record["progress"]["tokens"])
+        job = job.with_plan(done=source.step)
         if job.recipe.loss.chunk == "auto":  # what the run began with, so that sums keep their order
             chunk = source.record["loss_chunk"]
     return job.with_settings("loss", chunk=chunk), checkpoints, source
@@ -226,7 +219,7 @@ def begins_histories(source: ResumePoint, assembly: Assembly, job: Job) -> bool:
     if not assembly.context.state():
         return False
     follow = any(key.startswith(SCALES_FOLLOW) for key in changed_keys(source.record["identity"], job.identity))
-    return follow or source.last_precision != assembly.active.precision.name or not holds_histories(source, assembly)
+    return follow or source.record["precision"] != assembly.active.precision.name or not holds_histories(source, assembly)
 
 
 def resume_precision(run: Run, source: ResumePoint) -> None:
@@ -235,7 +228,7 @@ def resume_precision(run: Run, source: ResumePoint) -> None:
     of its next one. Histories that the checkpoint lacks begin here. Collective."""
     plan = run.job.plan
     if plan.phases:
-        ran = None if source.begins else source.last_precision
+        ran = None if source.begins else source.record["precision"]
         last = next((each for each in plan.actives if each.precision.name == ran), plan.active_after(run.state.step))
         run.assembly.use(last)
         run.compute_in(last, first_step=1)
@@ -273,11 +266,7 @@ def roll_back(run: Run, reason: str) -> None:
     run.state.left_out = judged.left_out + judged.step - step
     run.state.shift = judged.shift  # the text goes on after the judged step's packs, whatever shift the checkpoint had
 
-    # What is trained anew is in the precisions of the present schedule, whatever those steps were in before a resume.
-    ran = {first: name for first, name in run.job.plan.course.items() if first <= step}
-    run.job = run.job.with_plan(done=step, ran=ran, done_tokens=run.state.tokens)
-    run.constants = run.constants | {"course": run.job.plan.course}
-    run.assembly.around |= audit_of_course(run.job.plan)
+    run.job = run.job.with_plan(done=step)
     resume_precision(run, source)
     if run.precision_watch:
         run.precision_watch.file.go_back(step)

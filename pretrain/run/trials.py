@@ -167,9 +167,8 @@ def find_parity(run: Run) -> list[Parity | str]:
 def require_parity(run: Run, parity: Sequence[Parity | str]) -> None:
     """Says what the comparisons have found; raises TrainingHalted where one failed."""
     for active, result in zip(run.job.plan.actives, parity, strict=False):
-        if active in run.job.plan.in_use:
-            name = f"{active.precision.name}: " if run.job.plan.phases else ""
-            run.console.notice(name + (f"parity left out: {result}" if isinstance(result, str) else result.summary()))
+        name = f"{active.precision.name}: " if run.job.plan.phases else ""
+        run.console.notice(name + (f"parity left out: {result}" if isinstance(result, str) else result.summary()))
         if isinstance(result, Parity):
             result.require()
 

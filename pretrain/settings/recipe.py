@@ -82,7 +82,7 @@ class ModelSettings(Settings):
 
 class BatchSettings(Settings):
     tokens: Annotated[PositiveCount, Field(le=2**40)] = 131_072  # tokens of one optimizer step, over all devices
-    microbatch: Literal["auto"] | PositiveCount = "auto"  # packs a device takes at once
+    microbatch: Literal["auto"] | PositiveCount = "auto"  # the most packs that a device takes at once
 
 
 class OptimizerSettings(Settings):
@@ -128,8 +128,7 @@ PenaltyKind = Literal["non_max_sum", "neg_entropy"]
 class LossSettings(Settings):
     # chunked: a part of the logits at a time; cce: cut-cross-entropy's Triton kernel, in BF16
     kind: Literal["chunked", "cce"] = "chunked"
-    # Tokens whose logits exist at once; auto: 4096; on a GPU more where the vocabulary is small,
-    # and fewer where the memory is.
+    # Tokens whose logits exist at once; auto: 4096; on a GPU more where the vocabulary is small.
     chunk: Literal["auto"] | PositiveCount = "auto"
     # Added to each token's cross-entropy, for sharper distributions: 1 - max p, or the entropy. Held-out loss is cross-entropy
     # alone.

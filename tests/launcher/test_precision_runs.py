@@ -60,7 +60,7 @@ def test_a_run_goes_on_in_another_precision_and_other_weights_if_that_is_accepte
     first = started("run", "precision=bf16", "train.steps=3").losses()
     then = started("run", "precision=delayed", "weights=fp32", "train.steps=5", "--accept-changes")
     assert then.losses()[:3] == first and len(then.losses()) == 5
-    assert audit_of(then)["phases"] == {"1": "bf16", "4": "delayed"}
+    assert audit_of(then)["effective"] == "delayed"
 
 
 # ── Branches: a run that begins with another run's checkpoint ─────────────────────────────────────────────────────────────────

@@ -93,7 +93,7 @@ def test_named_cells_are_trained_under_every_combination_of_their_groups_axes_in
         ({"axes": {"wieghts": ["fp32"]}}, r"m\.yaml, cell wieghts=fp32: .*`wieghts`: unknown key"),
         ({"overrides": {"trian.steps": 3}}, r"m\.yaml, cell bf16-fp32: .*`trian`: unknown key"),
         ({"axes": None}, r"m\.yaml: describes no cell"),
-        ({"axes": {"batch.microbatch": [2, 3]}}, r"m\.yaml, cell microbatch=3: .*`batch\.microbatch: 3` does not divide"),
+        ({"axes": {"batch.tokens": [100]}}, r"m\.yaml, cell tokens=100: .*`batch\.tokens: 100` is not a multiple"),
         ({"groups": [{"cells": {"a b": {"seed": 1}, "a_b": {"seed": 2}}}]}, r"cells a_b and a_b would share a run folder"),
         ({"recipe": "nowhere.yaml"}, r"m\.yaml, cell bf16-fp32: nowhere\.yaml: no such file"),
         (

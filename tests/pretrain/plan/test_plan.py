@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from foundation import units
 from foundation.units import GIB
 from pretrain.plan.memory import Devices, layers_of
 from pretrain.plan.plan import Plan, fits_gathered, spend_spare_memory
@@ -45,38 +44,23 @@ def test_the_reference_run_is_2776_steps_which_are_four_epochs(qwen3: PreTrained
     assert not made.warnings
 
 
-def test_the_course_of_a_plan_is_what_ran_and_what_is_to_come(qwen3: PreTrainedModel) -> None:
+def test_a_schedule_has_its_steps_in_each_precision(qwen3: PreTrainedModel) -> None:
     low, high = (
         select_precision(name, LowPrecisionSettings(on_unsupported="emulate"), missing_on("cpu")) for name in ("nvfp4", "bf16")
     )
     phases = [(0.5, low), (None, high)]
     whole = plan(qwen3, recipe(train={"steps": 100}, schedule={"warmup": 0}), phases=phases)
-    assert whole.course == {1: "nvfp4", 51: "bf16"} and whole.computes == "nvfp4 to 50 %, then bf16" and whole.emulated
-    for done, ran, course, computes in (
-        (30, {1: "nvfp4"}, {1: "nvfp4", 51: "bf16"}, "nvfp4 to 50 %, then bf16"),
-        (30, {}, {31: "nvfp4", 51: "bf16"}, "nvfp4 to step 50, then bf16"),
-        (50, {}, {51: "bf16"}, "bf16"),
-        (100, {}, {100: "bf16"}, "bf16"),
-        (80, {1: "bf16"}, {1: "bf16"}, "bf16"),
-        (20, {1: "bf16"}, {1: "bf16", 21: "nvfp4", 51: "bf16"}, "bf16 to step 20, then nvfp4 to step 50, then bf16"),
-        (40, {1: "nvfp4", 11: "bf16"}, {1: "nvfp4", 11: "bf16", 41: "nvfp4", 51: "bf16"}, None),
-    ):
-        going_on = replace(whole, done=done, ran=ran)
-        assert going_on.course == course and (computes is None or going_on.computes == computes)
-        assert going_on.emulated == ("nvfp4" in course.values())
-    alone = plan(qwen3, recipe(train={"steps": 100}, schedule={"warmup": 0}), done=20, ran={1: "nvfp4"})
-    assert alone.computes == "nvfp4 to step 20, then bf16" and alone.has_several and "steps 21 to 100 in bf16" in render(alone)
+    assert [(first, last) for first, last, _ in whole.spans] == [(1, 50), (51, 100)]
+    assert whole.computes == "nvfp4 to 50 %, then bf16" and whole.emulated
+    assert "steps 51 to 100 in bf16" in render(whole)
 
 
-def test_a_resumed_run_counts_the_tokens_it_took_and_those_to_come(qwen3: PreTrainedModel) -> None:
-    """24 steps of half the tokens, then 6 of these; and as many steps of twice the tokens, then 6."""
-    whole = plan(qwen3, recipe(train={"steps": 30}))
-    for took, tokens in ((24 * 65_536, 18 * 131_072), (24 * 262_144, 54 * 131_072)):
-        resumed = replace(whole, done=24, done_tokens=took)
-        assert resumed.total_tokens == tokens and resumed.epochs == pytest.approx(tokens / 4096 / 22_206)
-        assert f"30 steps = {units.count(tokens)} tokens = " in render(resumed)
-    assert replace(whole, done=24).total_tokens == whole.total_tokens
-    assert replace(whole, done=40, done_tokens=40 * 65_536).total_tokens == 40 * 65_536, "beyond the horizon nothing is to come"
+@given(most=st.integers(1, 40), devices=st.integers(1, 32))
+def test_a_microbatch_is_at_most_what_is_set_and_takes_no_more_turns(qwen3: PreTrainedModel, most: int, devices: int) -> None:
+    made = plan(qwen3, recipe(batch={"tokens": 131_072, "microbatch": most}), Devices(devices))
+    turns = -(-made.packs_per_rank // most)
+    assert 1 <= made.microbatch <= min(most, made.packs_per_rank)
+    assert -(-made.packs_per_rank // made.microbatch) == turns and made.microbatch * turns - made.packs_per_rank < turns
 
 
 def test_a_run_that_decays_keeps_a_checkpoint_from_before_it_and_has_room_for_it(qwen3: PreTrainedModel) -> None:
@@ -146,14 +130,6 @@ def test_an_h200_has_room_for_queries_and_keys_and_takes_the_usual_chunks(in_fp8
     assert (made.chunk, made.loss.tokens_at_once, made.keeps_rotated) == (None, 4096, True)
     assert made.takes(8) - in_fp8.takes(8) == 28 * 2 * 4096 * 32_768
     assert "queries, keys and values kept" in render(made)
-
-
-def test_chunks_shorten_only_where_nothing_else_helps(in_fp8: Plan) -> None:
-    needed = {chunk: replace(in_fp8, chunk=chunk).takes(8) for chunk in (4096, 2048, 1024)}
-    for memory, chunk in ((needed[4096], None), (needed[4096] - 1, 2048), (needed[1024], 1024), (needed[1024] - 1, 1024)):
-        made = on(in_fp8, memory)
-        assert (made.chunk, made.loss.tokens_at_once, made.keeps_rotated) == (chunk, chunk or 4096, False)
-    assert "loss in chunks of 1,024 tokens" in render(made)
 
 
 @given(words=st.sampled_from([65, 8192, 32_000, 50_257, 65_537, 128_256]), packs=st.sampled_from([1, 2, 8]))

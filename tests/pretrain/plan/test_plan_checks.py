@@ -38,11 +38,6 @@ def test_a_horizon_in_tokens_is_reached_in_its_last_step(tokens: int, packs_per_
     assert epochs == math.ceil(2 * packs / packs_per_step)
 
 
-def test_a_microbatch_that_does_not_divide_is_refused_with_those_that_do() -> None:
-    with pytest.raises(InputError, match=r"batch\.microbatch: 6.*16 packs.*one of 1, 2, 4, 8, 16"):
-        check_settings(recipe(batch={"tokens": 131_072, "microbatch": 6}), "bf16", 2)
-
-
 def test_a_stream_needs_a_horizon_that_does_not_count_packs_and_a_disk_for_four_parts() -> None:
     data = {"packs": "packs", "length": 4096, "source": "a.jsonl", "tokenizer": "t", "streaming": {"disk_gb": 2, "window": 64e6}}
     check_settings(recipe(data=data, train={"tokens": 1e12}), "bf16", 1)

@@ -16,11 +16,6 @@ def point(step: int, **record: Any) -> ResumePoint:
     return ResumePoint(Path("step-00000005"), {"progress": progress, **record}, [])
 
 
-@pytest.mark.parametrize(("step", "before"), [(0, "nvfp4"), (8, "nvfp4"), (9, "mxfp8"), (15, "mxfp8"), (25, "bf16")])
-def test_the_precision_before_a_checkpoint_is_that_of_its_last_step(step: int, before: str) -> None:
-    assert point(step, course={"1": "nvfp4", "9": "mxfp8", "16": "bf16"}).last_precision == before
-
-
 @pytest.mark.parametrize(
     ("tokens", "length", "packs_per_step", "shift"),
     [(1024, 256, 4, 0), (1024, 256, 8, -24), (2048, 256, 4, 24), (1024, 512, 4, -12)],
