@@ -167,7 +167,7 @@ def heat_figure(heat: Mapping[str, Mapping[tuple[str, str], Mapping[str, Any]]])
 def audit_of(run: RunRecord) -> list[str]:
     """What linears computed in, as the audit observed it: a line for each precision that steps were in."""
     lines = []
-    for name, own in (run.audited or {run.audit.get("effective", run.precision): run.audit}).items():
+    for name, own in run.audit.get("precisions", {run.audit.get("effective", run.precision): run.audit}).items():
         kinds = Counter(
             f"{each['effective']} ({each['reason']})" if each.get("reason") else each["effective"]
             for each in own.get("products", [])

@@ -20,7 +20,6 @@ from foundation.progress import Progress
 from foundation.units import count, duration, memory, or_dash, percent
 
 INDENT = "  "
-BOLD, DIM, YELLOW, PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[33m", "\x1b[0m"
 
 
 class Console:
@@ -32,15 +31,13 @@ class Console:
         self.stream = stream or sys.stdout
         self._first_end: tuple[int, float] | None = None  # the first step of this process, which compiles, and when it ended
         self._since_line: list[Mapping[str, Any]] = []  # steps that no line has told of yet
-        self._shades = self.stream.isatty() and not os.environ.get("NO_COLOR")
 
     def panel(self, title: str, rows: Mapping[str, str]) -> None:
         """The first and the last screen: a title, and aligned `label  text` rows."""
-        self._write("", self._shade(BOLD, title))
+        self._write("", title)
         width = max(map(len, rows), default=0) + 2
         for label, text in rows.items():
-            indented = text.replace("\n", "\n" + INDENT + " " * width)
-            self._write(f"{INDENT}{self._shade(DIM, label.ljust(width))}{indented}")
+            self._write(INDENT + label.ljust(width) + text.replace("\n", "\n" + INDENT + " " * width))
         self._write("")
 
     def step(self, record: Mapping[str, Any], *, show: bool = True) -> None:
@@ -57,20 +54,20 @@ class Console:
 
     def evaluation(self, record: Mapping[str, Any], seconds: float) -> None:
         """Held-out loss and perplexity, from the evaluation's metrics object, and the seconds it took."""
-        what = f"{self._shade(BOLD, 'eval')} {self._position(record['step'])}"
-        loss = f"held-out loss {self._shade(BOLD, format(record['held_out_loss'], '.4f'))}"
         prefix = "held_out_loss/"
         sources = [f"{key.removeprefix(prefix)} {record[key]:.4f}" for key in record if key.startswith(prefix)]
         by_source = f" ({', '.join(sources)})" if sources else ""
         penalty = f"   penalty {record['held_out_penalty']:.4f}" if "held_out_penalty" in record else ""
-        perplexity = f"perplexity {record['held_out_perplexity']:.4g}{penalty}"
-        self._write(f"{what}   {loss}{by_source}   {perplexity}   in {duration(seconds)}")
+        self._write(
+            f"eval {self._position(record['step'])}   held-out loss {record['held_out_loss']:.4f}{by_source}   "
+            f"perplexity {record['held_out_perplexity']:.4g}{penalty}   in {duration(seconds)}"
+        )
 
     def sample(self, prompt: str, text: str) -> None:
         """How the model continued `prompt`, behind a margin. Control characters in either are shown as escapes."""
-        self._write(f"{INDENT}{self._shade(DIM, 'sample after')} {_visible(prompt)}")
+        self._write(f"{INDENT}sample after {_visible(prompt)}")
         for line in _visible(text).split("\n"):
-            self._write(f"{INDENT}{self._shade(DIM, '│')} {line}")
+            self._write(f"{INDENT}│ {line}")
 
     def progress(self, task: str, unit: str = "", **options: Any) -> Progress:
         """A context manager that shows on a terminal how far `task` is, of whose `unit`s `total` are to be done."""
@@ -82,25 +79,25 @@ class Console:
 
     def warning(self, text: str) -> None:
         """Something the user should look at; the run goes on."""
-        self._write(self._shade(YELLOW, f"WARNING  {text}"))
+        self._write(f"WARNING  {text}")
 
     def _figures(self, record: Mapping[str, Any]) -> Iterator[str]:
         """Yields every figure of a step's line, in order and of constant width."""
         loss, penalty = (or_dash(self._mean(key), "{:.4f}".format).rjust(7) for key in ("loss", "penalty"))
         milliseconds = math.fsum(each["step_ms"] for each in self._since_line)
-        yield f"{self._shade(DIM, 'step')} {self._position(record['step'])}"
-        yield f"{self._shade(DIM, 'loss')} {self._shade(BOLD, loss)}"
+        yield f"step {self._position(record['step'])}"
+        yield f"loss {loss}"
         if "penalty" in record:
-            yield f"{self._shade(DIM, 'penalty')} {penalty}"
-        yield f"{self._shade(DIM, 'lr')} {record['learning_rate']:.2e}"
-        yield f"{self._shade(DIM, 'grad')} {record['gradient_norm']:>8.3g}"
-        yield f"{count(self._rate('tokens_per_second', milliseconds)):>6} {self._shade(DIM, 'tok/s')}"
+            yield f"penalty {penalty}"
+        yield f"lr {record['learning_rate']:.2e}"
+        yield f"grad {record['gradient_norm']:>8.3g}"
+        yield f"{count(self._rate('tokens_per_second', milliseconds)):>6} tok/s"
         if "mfu_bf16_peak" in record:
-            yield f"{self._shade(DIM, 'MFU')} {percent(self._rate('mfu_bf16_peak', milliseconds)):>6}"
+            yield f"MFU {percent(self._rate('mfu_bf16_peak', milliseconds)):>6}"
         yield f"{memory(record['memory_gib']):>9}"
         waited = math.fsum(each["data_wait_ms"] for each in self._since_line)
-        yield f"{self._shade(DIM, 'data')} {percent(waited / milliseconds):>6}"
-        yield f"{self._time_left(record['step']):>9} {self._shade(DIM, 'left')}"
+        yield f"data {percent(waited / milliseconds):>6}"
+        yield f"{self._time_left(record['step']):>9} left"
 
     def _mean(self, key: str) -> float | None:
         """Over the finite values since the line before; NaN where none is finite, None where no step has a label."""
@@ -119,9 +116,6 @@ class Console:
 
     def _position(self, step: int) -> str:
         return f"{step:>{len(str(self.total_steps))}}/{self.total_steps}"
-
-    def _shade(self, shade: str, text: str) -> str:
-        return f"{shade}{text}{PLAIN}" if self._shades and text else text
 
     def _write(self, *lines: str) -> None:
         if not self.enabled:

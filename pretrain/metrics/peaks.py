@@ -36,10 +36,6 @@ NUMBERS = r"(?: \d+gb?)?(?: hbm\d\w*)?"  # as in "H100 80GB HBM3", "GH200 144G H
 PEAKS = (
     # NVIDIA A100 data sheet (2188504): BF16 312 | 624 sparse; SXM and PCIe alike.
     Peak(rf"a100(?: sxm4| pcie| pg509)*{NUMBERS}(?: pcie)?", bf16=312.0, fp32=19.5),
-    # NVIDIA A30 and A40 data sheets: BF16 165 | 330 and 149.7 | 299.4 sparse. A10: 125 | 250.
-    Peak("a30", bf16=165.0, fp32=10.3),
-    Peak("a40", bf16=149.7, fp32=37.4),
-    Peak("a10", bf16=125.0, fp32=31.2),
     # NVIDIA H100 data sheet, sparse: SXM 1,979 BF16, 3,958 FP8; PCIe 1,513 and 3,026; NVL 1,671 and 3,341.
     Peak(r"h100 pcie", bf16=756.5, fp8=1513.0, fp32=51.0),
     Peak(r"h100 nvl", bf16=835.5, fp8=1670.5, fp32=60.0),
@@ -55,8 +51,7 @@ PEAKS = (
     # 13.1 or 13.5, by which of them one reads.
     Peak(rf"b300(?: sxm6)?(?: ac)?{NUMBERS}", bf16=2250.0, fp8=4500.0),
     Peak(rf"gb300{NUMBERS}", bf16=2500.0, fp8=5000.0, fp4=15000.0),
-    # NVIDIA L4 data sheet, sparse: BF16 242, FP8 485. L40S data sheet: BF16 362.05 | 733 sparse, FP8 733 | 1,466.
-    Peak("l4", bf16=121.0, fp8=242.5, fp32=30.3),
+    # NVIDIA L40S data sheet: BF16 362.05 | 733 sparse, FP8 733 | 1,466.
     Peak("l40s", bf16=362.05, fp8=733.0, fp32=91.6),
     # NVIDIA RTX A6000 data sheet, sparse: 309.7, as the GA102 white paper's 154.8 dense. RTX 6000 Ada: FP8 1,457 sparse.
     Peak("rtx a6000", bf16=154.8, fp32=38.7),

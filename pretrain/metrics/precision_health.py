@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from foundation.units import percent
-from pretrain.metrics.run_folder import STATISTICS_FILE
 from pretrain.metrics.trackers import JsonlTracker
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.settings import ActivePrecision
@@ -62,34 +61,20 @@ class PrecisionHealth:
         return f"step {step}: {'; '.join(warnings)}" if warnings else None
 
 
+@dataclass
 class PrecisionWatch:
     """`fp8_statistics.jsonl` of a run, one line a step that is due, with an object for each operand of each product; the summary
-    for `metrics.jsonl`; and what has begun to go wrong. Only the main process writes; every rank measures, as all of them must
-    take the same time.
+    for `metrics.jsonl`; and what has begun to go wrong. Every rank measures, as all of them must take the same time.
     """
 
-    def __init__(
-        self,
-        context: PrecisionContext,
-        active: ActivePrecision,
-        every: int,
-        folder: Path,
-        *,
-        resumed_step: int,
-        main_process: bool,
-        confirming: Callable[[int], AbstractContextManager[None]],
-    ) -> None:
-        """`confirming`: entered around what is measured of a step, to audit it once more."""
-        self.every = every
-        self._confirming = confirming
-        self._context = context
-        self.go_over_to(active, first_step=1)
-        self.file = JsonlTracker(folder / STATISTICS_FILE, resumed_step, main_process=main_process)
-        self.file.start()
+    context: PrecisionContext
+    every: int  # steps between those that are due
+    file: JsonlTracker
+    confirming: Callable[[int], AbstractContextManager[None]]  # entered around what is measured of a step, to audit it once more
 
     def go_over_to(self, active: ActivePrecision, first_step: int) -> None:
         """Measure the operands of `active`, in which the context computes from `first_step` on; nothing where it has none."""
-        backend = self._context.backend
+        backend = self.context.backend
         self._first = first_step
         self._statistics = None if backend is None else OperandStatistics(active, backend)
         self._health = None if backend is None else PrecisionHealth(active)
@@ -104,7 +89,7 @@ class PrecisionWatch:
         if not self.due(step):
             yield
             return
-        with self._confirming(step), self._statistics.watching(self._context):
+        with self.confirming(step), self._statistics.watching(self.context):
             yield
 
     def report(self, step: int) -> tuple[dict[str, float], str | None]:

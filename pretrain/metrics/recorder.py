@@ -122,7 +122,6 @@ def gradient_statistics(model: nn.Module, layers: Iterable[str], accelerator: Ac
     for layer, sums in totals.items():
         total, squares, number = sums.tolist()
         mean = total / number
-        variance = squares / number - mean**2
-        deviation = math.sqrt(max(variance, 0.0)) if math.isfinite(variance) else math.nan
+        deviation = math.sqrt(max(squares / number - mean**2, 0.0))
         figures |= {f"grad_mean/{layer}": mean, f"grad_std/{layer}": deviation}
     return figures

@@ -75,7 +75,7 @@ class RunRecord:
     metrics: list[dict[str, Any]]
     summary: dict[str, Any]
     audit: dict[str, Any] = field(default_factory=dict)
-    matrix: dict[str, Any] = field(default_factory=dict)  # empty for a run that is not part of one
+    side_by_side: bool = False  # some of it shared the machine with other runs of a matrix, so that its speed is not its own
 
     @property
     def name(self) -> str:
@@ -141,25 +141,15 @@ class RunRecord:
         return requested if effective == requested else f"{requested} (ran {effective})"
 
     @property
-    def audited(self) -> dict[str, dict[str, Any]]:
-        """What the audit says of each precision, of a run that has several."""
-        return self.audit.get("precisions", {})
-
-    @property
     def backend(self) -> str | None:
         """What computed the products: "torch", "transformer_engine" or "emulation"; of a schedule, its low-precision ones."""
-        backends = [each.get("backend") for each in self.audited.values() or [self.audit]]
+        backends = [each.get("backend") for each in self.audit.get("precisions", {"": self.audit}).values()]
         return next((backend for backend in backends if backend != "torch"), backends[-1])
 
     @property
     def emulated(self) -> bool:
         """Whether the precision was computed in software: its losses are the format's, its speed is not the hardware's."""
         return self.backend == "emulation"
-
-    @property
-    def side_by_side(self) -> bool:
-        """Whether any part of it shared the machine with other runs of a matrix, so that its speed is not its own."""
-        return bool(self.matrix.get("side_by_side", False))
 
     @property
     def broke_off(self) -> str:
@@ -186,11 +176,7 @@ def _curve(records: Sequence[Record], key: str) -> tuple[np.ndarray, np.ndarray]
 
 
 class NoStepYet(InputError):
-    """The run in `run_dir` has begun, and there is nothing to read of it so far."""
-
-    def __init__(self, run_dir: Path) -> None:
-        super().__init__(f"{run_dir / METRICS_FILE}: holds no step yet; wait for the run's first")
-        self.run_dir = run_dir
+    """A run has begun, and there is nothing to read of it so far."""
 
 
 def read_run(run_dir: Path, last_step: float = math.inf) -> RunRecord:
@@ -201,7 +187,7 @@ def read_run(run_dir: Path, last_step: float = math.inf) -> RunRecord:
     folder = RunFolder(run_dir, owner=False)
     metrics = [record for record in read_metrics(run_dir) if record["step"] <= last_step]
     if not any(map(is_step, metrics)):  # an evaluation may come before
-        raise NoStepYet(run_dir)
+        raise NoStepYet(f"{run_dir / METRICS_FILE}: holds no step yet; wait for the run's first")
     return RunRecord(
         path=run_dir,
         config=load_yaml(folder.config),
@@ -209,7 +195,7 @@ def read_run(run_dir: Path, last_step: float = math.inf) -> RunRecord:
         metrics=metrics,
         summary=summary(metrics),
         audit=_read_object(folder.audit),
-        matrix=_read_object(run_dir / MATRIX_FILE),
+        side_by_side=_read_object(run_dir / MATRIX_FILE).get("side_by_side", False),
     )
 
 
@@ -255,8 +241,6 @@ def summary(records: Iterable[Record]) -> dict[str, Any]:
     """
     records = list(records)
     steps = [record for record in records if is_step(record)]
-    if not steps:
-        return {"steps": 0}
     evaluations = [*own_evaluations(records)]
     last, steady, end = steps[-1], steps[WARM_UP_STEPS:] or steps, at_the_end(steps)
     milliseconds, losses = sum(_known(steady, "step_ms")), _known(end, "loss")

@@ -96,7 +96,7 @@ class Trackers:
         """Open all of them, and hand `config` over to services as flat `section.key` pairs. InputError where one refuses.
         Accelerate's trackers want its state to exist: make the Accelerator first."""
         self.file.start()
-        names = services_of(self._log) if self.file.main_process else []
+        names = [name for name in self._log.trackers if name != "jsonl" and self.file.main_process]
         run_id = self._run_id() if names else ""
         flat = flatten(config).items()
         scalars = {key: each if isinstance(each, int | float | str) else json.dumps(each, default=str) for key, each in flat}
@@ -162,16 +162,12 @@ class Trackers:
 
 def check_trackers(log: LogSettings) -> None:
     """InputError for a name that accelerate does not know, or whose package is missing."""
-    for name in services_of(log):
+    for name in sorted({*log.trackers} - {"jsonl"}):
         if name not in LOGGER_TYPE_TO_CLASS:
             raise InputError(f"`log.trackers`: there is no tracker {name!r}; there are {', '.join(sorted(LOGGER_TYPE_TO_CLASS))}")
         if name not in map(str, get_available_trackers()):
             package = name.replace("_", "-")
             raise InputError(f"`log.trackers`: {name!r} is not installed; `pip install {package}`, or take it out")
-
-
-def services_of(log: LogSettings) -> list[str]:
-    return [name for name in log.trackers if name != "jsonl"]
 
 
 def errors_of(name: str) -> tuple[type[Exception], ...]:

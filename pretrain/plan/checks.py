@@ -32,18 +32,6 @@ def steps_of(train: TrainSettings, tokens_per_step: int, packs: int, length: int
     return math.ceil(Fraction(tokens) / tokens_per_step)
 
 
-def microbatch_sizes(packs: int, devices: int) -> list[int]:
-    """Microbatches, in packs, that suit a step of so many packs on so many devices; ascending, from 1.
-
-    They divide what a device takes. Where not all devices can take equally many, some places stay empty whatever the size; then
-    it is the least size of every number of microbatches.
-    """
-    most = -(-packs // devices)
-    if packs % devices == 0:
-        return [size for size in range(1, most + 1) if most % size == 0]
-    return sorted({-(-most // count) for count in range(1, most + 1)})
-
-
 def _require(condition: object, message: str) -> None:
     if not condition:
         raise InputError(message)

@@ -4,7 +4,7 @@ From settings, shapes and counts to figures; `preflight` has checked them, and `
 
 At the end: what the memory of devices decides, beside the microbatch. Whether shards are gathered once a step or for each use;
 whether queries, keys and values are kept that backward else makes again; and the chunks of the loss: longer than usual for a
-small vocabulary, shorter where they do not fit. On one H200 with Qwen3-1.7B in FP8, keeping them made steps 1.5 % shorter,
+small vocabulary. On one H200 with Qwen3-1.7B in FP8, keeping them made steps 1.5 % shorter,
 together with chunks of 8,192 tokens in place of 4,096 (benchmarks/results/speed/h200_fused_steps.json). Such chunks
 alone gained nothing (benchmarks/results/kernels/h200_attention_in_steps.json) and take memory: with its 151,936 words 4,096
 tokens keep a GPU busy. With 8,192 words they do not, and launching them takes longer than computing them, so a chunk has as many
@@ -29,7 +29,7 @@ from packing.order import Mixture
 from pretrain.metrics.flops import ModelFlops
 from pretrain.metrics.peaks import peak
 from pretrain.optimizer import schedule
-from pretrain.plan.checks import microbatch_sizes, steps_of
+from pretrain.plan.checks import steps_of
 from pretrain.plan.memory import TAKES_LESS, Devices, LayerMemory, memory_of
 from pretrain.precision.settings import ActivePrecision, label, last_steps
 from pretrain.settings.recipe import USUAL_CHUNK, LossSettings, Recipe
@@ -125,8 +125,10 @@ class Plan:
 
     @property
     def microbatch_sizes(self) -> list[int]:
-        """Microbatches that suit the step's packs and the number of devices, ascending."""
-        return microbatch_sizes(self.packs_per_step, self.devices.count)
+        """Microbatches that suit a step, ascending from 1: of every number of them the least size. It divides what a device
+        takes, unless not all devices can take equally many: then some places stay empty whatever the size."""
+        uneven, most = self.packs_per_step % self.devices.count, self.packs_per_rank
+        return sorted({-(-most // turns) for turns in range(1, most + 1) if uneven or most % turns == 0})
 
     @cached_property
     def expected_microbatch(self) -> int:

@@ -128,7 +128,8 @@ def prepare_job(
     config.begin_of(recipe)
     check_ours(run_dir)
     check_trackers(recipe.log)
-    phases = _choose_precisions(recipe, device_type)
+    missing_here = missing_on(device_type)
+    phases = [(until, select_precision(use, recipe.fp8_config, missing_here)) for until, use in phases_of(recipe.precision)]
     actives = list({active.precision.name: active for _, active in phases}.values())
     check_settings(recipe, actives[0].precision.name, None if elsewhere else accelerator.num_processes)
 
@@ -153,7 +154,9 @@ def prepare_job(
             check_scope(shapes, decoder, active)
     compute_dtype = getattr(torch, actives[0].precision.compute_dtype)
     chosen = attention.choose(recipe.model.attention, device_type, flops.shape.head_dim, compute_dtype)
-    tokenizer = None if elsewhere else _usable_tokenizer(recipe, data, model_config)
+    tokenizer = None if elsewhere else load_tokenizer(recipe.data, recipe.model, data, needed=bool(recipe.evaluate.samples))
+    for prompt in recipe.evaluate.samples if tokenizer else ():  # now, and not at the first evaluation
+        encoded_prompt(tokenizer, prompt, model_config)
     if last:
         data = opening()
     if data is not None:
@@ -192,28 +195,3 @@ def prepare_job(
         schedule.check(recipe.schedule, plan.steps)
         last_steps([until for until, _ in phases], plan.steps)
     return Job(plan, run_dir, model_config, shapes, data, tokenizer, chosen, model.source_config(recipe.model))
-
-
-def _choose_precisions(recipe: Recipe, device_type: str) -> list[tuple[float | int | None, ActivePrecision]]:
-    """Returns what the run computes in, phase by phase, each with its `until`. Neighbouring phases that fall back to the same
-    precision are one."""
-    missing, phases = missing_on(device_type), []
-    for until, use in phases_of(recipe.precision):
-        active = select_precision(use, recipe.fp8_config, missing)
-        if phases and phases[-1][1].precision is active.precision:
-            phases[-1] = (until, phases[-1][1])
-        else:
-            phases.append((until, active))
-    return phases
-
-
-def _usable_tokenizer(recipe: Recipe, data: Data | None, model_config: PretrainedConfig) -> PreTrainedTokenizerBase | None:
-    """The tokenizer that samples and the exported folder take, held against the model. InputError now where it cannot read a
-    prompt, and not at the first evaluation."""
-    tokenizer = load_tokenizer(recipe.data, recipe.model, data, needed=bool(recipe.evaluate.samples))
-    for prompt in recipe.evaluate.samples:
-        try:
-            encoded_prompt(tokenizer, prompt, model_config)
-        except InputError as error:
-            raise InputError(f"`evaluate.samples`: {error}") from None
-    return tokenizer

@@ -98,7 +98,5 @@ def _memory_lines(plan: Plan) -> list[str]:
     width = max(map(len, parts))
     return [
         f"about {units.memory(sum(parts.values()) / GIB)}{limit} a device, {plural(size, 'pack')} a microbatch{chosen}",
-        *([f"loss in chunks of {plan.chunk:,} tokens, as the memory allows"] if plan.chunk else []),
-        *(["queries, keys and values kept for backward, as the memory allows"] if plan.keeps_rotated else []),
         *(f"  {name:<{width}}  {units.memory(part / GIB):>9}" for name, part in parts.items()),
     ]

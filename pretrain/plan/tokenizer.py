@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import AutoTokenizer, BatchEncoding, PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from foundation.errors import InputError
@@ -117,9 +116,9 @@ def load_tokenizer(
         tokenizer = _from_file(named, {}) if Path(named).is_file() else _from_folder(named, settings, model, needed=needed)
     if tokenizer is None and with_packs is not None:
         tokenizer = _from_file(with_packs, data.tokenizer)
-    if tokenizer is None and needed:
-        raise InputError("`evaluate.samples`: no tokenizer is known to read the prompts with; set `data.tokenizer`")
     if tokenizer is None:
+        if needed:
+            raise InputError("`evaluate.samples`: no tokenizer is known to read the prompts with; set `data.tokenizer`")
         return None
     if given := next(filter(None, (part.chat_template for part in training_parts(settings).values())), None):
         tokenizer.chat_template = chat_template(given, str(settings.tokenizer))
@@ -138,10 +137,7 @@ def _places(settings: DataSettings, model: ModelSettings, data: Data | None) -> 
 
 
 def _from_folder(place: str, settings: DataSettings, model: ModelSettings, *, needed: bool) -> PreTrainedTokenizerBase | None:
-    """The tokenizer in a folder or on the hub; None where it cannot be read, is not `needed` and not the one that `settings`
-    name."""
-    if settings.tokenizer is not None:
-        load_text_tokenizer(place)  # names what is wrong with it better than the library below
+    """The tokenizer in a folder or on the hub. None where it cannot be read and need not be."""
     try:
         revision = model.revision if place == model.repository else None
         return AutoTokenizer.from_pretrained(place, revision=revision, trust_remote_code=False)
@@ -169,14 +165,11 @@ def positions_of(config: PretrainedConfig) -> int | None:
 def encoded_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, model: PretrainedConfig) -> BatchEncoding:
     """`prompt` as [1, tokens] int64; an empty one as the token that a document begins with, or that ends the one before.
     InputError where it leaves `model` no position for another token."""
-    encoded = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    text = prompt or tokenizer.bos_token or tokenizer.eos_token
+    if not text:
+        raise InputError("prompt '': the tokenizer has no BOS or EOS token to begin with; write a few words")
+    encoded = tokenizer(text, return_tensors="pt", return_token_type_ids=False, add_special_tokens=bool(prompt))
     tokens, positions = encoded["input_ids"].shape[1], positions_of(model)
     if positions and tokens >= positions:
-        raise InputError(f"a prompt has {tokens} tokens and the model {positions} positions; shorten {prompt[:40]!r}")
-    if tokens:
-        return encoded
-    start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-    if start is None:
-        raise InputError("an empty prompt needs a tokenizer with a BOS or EOS token; write a few words")
-    ids = torch.tensor([[start]])
-    return BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+        raise InputError(f"prompt {prompt[:40]!r}: {tokens} tokens, and the model has {positions} positions; shorten it")
+    return encoded

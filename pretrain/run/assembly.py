@@ -23,6 +23,8 @@ from packing.batch import Microbatch
 from pretrain.checkpoint.state import seed_step
 from pretrain.metrics.console import Console
 from pretrain.metrics.precision_health import PrecisionWatch
+from pretrain.metrics.run_folder import STATISTICS_FILE
+from pretrain.metrics.trackers import JsonlTracker
 from pretrain.model import huggingface as model
 from pretrain.model.distributed import take_from_first_rank
 from pretrain.model.fused.layers import FusedLayers
@@ -121,8 +123,11 @@ class Assembly:
         """Statistics of the low-precision operands every so many steps, None where there are none or none are wanted."""
         if not self.context.backends or every is None:
             return None
-        options = {"resumed_step": step, "main_process": main_process, "confirming": self.confirming_again}
-        return PrecisionWatch(self.context, self.active, every, folder, **options)
+        file = JsonlTracker(folder / STATISTICS_FILE, step, main_process=main_process)
+        watch = PrecisionWatch(self.context, every, file, self.confirming_again)
+        watch.go_over_to(self.active, first_step=1)
+        file.start()
+        return watch
 
     @contextmanager
     def confirming_audit(self, step: int) -> Iterator[None]:

@@ -7,12 +7,9 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from foundation.units import GIB
-from pretrain.plan.checks import microbatch_sizes
 from pretrain.plan.memory import Devices, LayerMemory, layers_of, memory_of
 from pretrain.precision.settings import PRECISIONS, ActivePrecision
 from tests.pretrain.plan.plan_recipe import QWEN3, flops_of, on_meta, recipe
@@ -161,13 +158,3 @@ def test_a_blackwell_holds_one_layout_of_what_has_one_scale(precision: str, layo
         for capability in ((9, 0), (10, 0))
     )
     assert blackwell == layouts * hopper // 2
-
-
-@given(st.integers(1, 300), st.integers(1, 40))
-def test_microbatch_sizes_waste_no_place_that_another_size_would_not(packs: int, devices: int) -> None:
-    """Of each number of microbatches there is one size; where the devices divide the packs, it leaves no place empty."""
-    sizes = microbatch_sizes(packs, devices)
-    most = -(-packs // devices)
-    assert sizes[0] == 1 and sizes[-1] == most
-    assert len({-(-most // size) for size in sizes}) == len(sizes)
-    assert packs % devices or all(most % size == 0 for size in sizes)
