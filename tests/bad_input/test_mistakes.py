@@ -54,7 +54,6 @@ SETTINGS = {
     "weights=fp16": "`weights`",
     "parity=maybe": "`parity`",
     "batch.tokens=250": "`batch.tokens: 250`",
-    "batch.microbatch=3": "`batch.microbatch: 3`",
     "batch.microbatch=0": "`batch.microbatch",
     "schedule.warmup=100": "`schedule.warmup: 100`",
     "schedule.kind=cosin": "`schedule.kind`",
