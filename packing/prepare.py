@@ -38,7 +38,7 @@ from packing.pack import Arranged
 from packing.records import CHAT_TEMPLATE, ChatColumns, Records, records_of
 from packing.settings import DataSettings, SourceSettings
 from packing.sources import CHUNK_BYTES, Chunk, Counts, Place, Tokens, joined, open_source, tokenize
-from packing.store import folder_of, is_there, text_parts, training_parts
+from packing.store import find_splits, folder_of, is_there, text_parts, training_parts, validation_part
 from packing.stream import FAILED, LOOK, PartStart, bytes_below, check_disk, part_folder, read_part
 from packing.tokenizer import load_tokenizer
 
@@ -88,15 +88,26 @@ def holds_packs_of(settings: DataSettings) -> bool:
         raise InputError(f"{packs}: exists and holds no packs that were prepared; set data.packs to another folder")
     manifest = read_manifest(packs)
     before, now = dict(manifest["settings"]), content_settings(settings)
-    if Path(str(settings.tokenizer)).exists():  # packs travel without it; where it is here, its content may have changed
-        before["tokenizer fingerprint"] = (manifest["tokenizer"] or {}).get("fingerprint")
-        now["tokenizer fingerprint"] = load_tokenizer(str(settings.tokenizer)).fingerprint
+    if os.path.realpath(before["source"]) == os.path.realpath(now["source"]):  # one file or dataset, however it is spelled
+        now["source"] = before["source"]
+    # Packs travel without their tokenizer. Where it is here, its content counts, and no name.
+    if before["tokenizer"] != now["tokenizer"] or Path(str(settings.tokenizer)).exists():
+        before["tokenizer"], now["tokenizer"] = manifest["tokenizer"]["fingerprint"], load_tokenizer(now["tokenizer"]).fingerprint
     if different := differences(before, now):
         raise InputError(
             f"{packs}: holds packs prepared with other settings ({different}); set data.packs to another folder, or remove this "
             "one to prepare it anew"
         )
     return True
+
+
+def check_sources(settings: DataSettings) -> None:
+    """InputError where packs are not there, nor what they are to be made from, or where others are; as far as names tell."""
+    for part in (*training_parts(settings).values(), validation_part(settings)):
+        if part and part.source is None:
+            find_splits(part.packs, part.length)
+        elif part and not holds_packs_of(part):
+            open_source(part, records_of(part, load_tokenizer(str(part.tokenizer))))
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -149,7 +160,7 @@ class PackMaker(AbstractContextManager):
         """What tokens follow from. `on_bad_line` is not part of it: after a bad line hours into the work, setting it to `skip`
         goes on from there."""
         content = content_settings(self.settings)
-        key = {name: content[name] for name in _TOKEN_KEYS if name != "on_bad_line"}
+        key = {name: content[name] for name in _TOKEN_KEYS if name not in ("on_bad_line", "source", "tokenizer")}
         key |= {"source files": self.source.identity, "tokenizer fingerprint": self.tokenizer.fingerprint}
         return key | {"records": sha256(repr(self.records).encode()).hexdigest()}  # with the content of a chat template's file
 

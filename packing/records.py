@@ -31,6 +31,11 @@ from packing.tokenizer import REMEDY, TextTokenizer, file_of
 UNTRAINED = np.uint32(1 << 31)  # a bit in the id of a token that is not to be learnt, until it is in a pack
 CHAT_TEMPLATE = "chat_template.jinja"  # its file, beside a tokenizer.json
 _NO_CLOCK = "{% set strftime_now = there_is_no_clock +%}"  # an undefined name; `+` leaves a line break behind it
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+_ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # What a template can end with: its own refusal, or a chat of another shape.
 _REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)
@@ -64,7 +69,8 @@ class TextTemplate:
         values = {column: "" if record[column] is None else record[column] for column in self.columns}
         for column, value in values.items():
             if not isinstance(value, (str, int, float)):
-                raise ValueError(f"column `{column}` holds {type(value).__name__}, not text; name a column of text in `data`")
+                holds = f"column `{column}` holds {type(value).__name__}, not text"
+                raise ValueError(f"{holds}; data.messages reads a chat, data.input_ids ids")
         if all(value == "" for value in values.values()):
             return ""
         text = "".join(literal + str(values.get(name, "")) for literal, name in self.pieces)
@@ -149,6 +155,8 @@ class ChatColumns:
 def _messages(record: dict[str, Any], column: str) -> list[dict[str, Any]]:
     """The messages of a record, without keys that are null: tables give every message the keys of all."""
     value = record[column]
+    if isinstance(value, list) and all(isinstance(message, dict) and message.get("from") for message in value):  # ShareGPT's
+        value = [{"role": _ROLES.get(each["from"], each["from"]), "content": each.get("value")} for each in value]
     if not isinstance(value, list) or not all(isinstance(message, dict) and message.get("role") for message in value):
         raise ValueError(f"column `{column}` holds no list of messages, each with a `role` and a `content`")
     if not all(isinstance(message.get("content") or "", str) for message in value):
@@ -213,6 +221,8 @@ def records_of(settings: DataSettings, tokenizer: TextTokenizer) -> Records:
 
 def chat_template(given: str | None, tokenizer: str) -> str:
     """The text of `data.chat_template`, or of the tokenizer's own where that is None. InputError where there is none."""
+    if given == "chatml":
+        return CHATML
     if given is not None and ("{" in given or "\n" in given):
         return given
     if given is not None and not Path(given).is_file():
@@ -224,6 +234,6 @@ def chat_template(given: str | None, tokenizer: str) -> str:
     if template is None:
         raise InputError(
             f"data.chat_template: the tokenizer {tokenizer} has no chat template to write chats with; set data.chat_template to "
-            "a Jinja file, or name a tokenizer that has one, as those of instruct models do"
+            "chatml or a Jinja file, or name a tokenizer that has one, as those of instruct models do"
         )
     return template

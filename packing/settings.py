@@ -29,7 +29,7 @@ class SourceSettings(Settings):
     messages: str | None = None  # a chat instead of `text`: column with a list of {role, content}
     prompt: str | None = None  # with `response`, a chat of two messages: a column, or a template over columns, for each
     response: str | None = None  # what answers `prompt`
-    chat_template: PathText | None = None  # of a chat: a Jinja file, or the template itself; null: the tokenizer's own
+    chat_template: PathText | None = None  # of a chat: chatml, a Jinja file, or the template itself; null: the tokenizer's own
 
     # Tokens instead of `text`, as they are, of a source that is tokenized already:
     input_ids: str | None = None  # tokens instead of `text`: column with a record's ids, of the tokenizer that `tokenizer` names

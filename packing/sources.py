@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -117,10 +117,28 @@ def open_stream(path: Path) -> pa.NativeFile:
     return pa.CompressedInputStream(raw, compression) if compression else raw
 
 
-def check_columns(where: str, records: Records, names: list[str]) -> None:
-    """InputError where a table of the columns `names` lacks one of those that `records` reads."""
+# Columns that data sets usually have, and the keys of `data` that read them.
+_USUAL_COLUMNS = {
+    "messages": "data.messages=messages",
+    "conversations": "data.messages=conversations",
+    "instruction": "data.prompt=instruction data.response=output",
+    "prompt": "data.prompt=prompt data.response=response",
+    "input_ids": "data.input_ids=input_ids",
+}
+
+
+def lacking(records: Records, names: Collection[str]) -> str | None:
+    """What is wrong where the columns `names` lack one that `records` reads, with the keys that would fit them; else None."""
     if absent := [column for column in records.columns if column not in names]:
-        raise InputError(f"{where}: no column `{absent[0]}`; the columns are: {', '.join(names)}. Name one of them in `data`")
+        keys = " or ".join(keys for column, keys in _USUAL_COLUMNS.items() if column in names)
+        return f"no column `{absent[0]}`; the columns are: {', '.join(names)}. Set {keys or 'data.text to one, or to a template'}"
+    return None
+
+
+def check_columns(where: str, records: Records, names: Collection[str]) -> None:
+    """InputError where a table of the columns `names` lacks one of those that `records` reads."""
+    if wrong := lacking(records, names):
+        raise InputError(f"{where}: {wrong}")
 
 
 class FileSource:
@@ -135,7 +153,7 @@ class FileSource:
     def identity(self) -> dict[str, Any]:
         """Paths, sizes and dates of the files, as they are now."""
         stats = [path.stat() for path in self.paths]
-        listing = [[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in zip(self.paths, stats, strict=True)]
+        listing = [[str(path.resolve()), stat.st_size, stat.st_mtime_ns] for path, stat in zip(self.paths, stats, strict=True)]
         return {"kind": self.kind, "files": hashlib.sha256(json.dumps(listing).encode()).hexdigest()}
 
     def chunks(self, begin: Place | None = None, size: int | None = None) -> Iterator[Chunk]:
@@ -343,7 +361,6 @@ def _parsed(line: bytes, records: Records) -> dict[str, Any]:
         value = json.loads(str(line, "utf-8-sig"))
     except ValueError as error:
         raise ValueError(f"the line is not valid JSON: {error}; each is one whole record, as `jq -c .[]` writes a list") from None
-    columns = list(value) if isinstance(value, dict) else []
-    if absent := [column for column in records.columns if column not in columns]:
-        raise ValueError(f"no column `{absent[0]}`; the columns are: {', '.join(columns)}. Name one of them in `data`")
+    if wrong := lacking(records, value if isinstance(value, dict) else ()):
+        raise ValueError(wrong)
     return value

@@ -114,6 +114,23 @@ def test_the_same_settings_find_their_packs_and_others_are_refused(settings: Dat
         prepare(settings.model_copy(update={"packing": "best_fit"}), progress=False)
 
 
+def test_another_spelling_of_a_source_and_a_copy_of_its_tokenizer_are_the_same_settings(
+    settings: DataSettings, tokenizer_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare(settings, progress=False)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    shutil.copytree(tokenizer_file.parent, tmp_path / "copy")
+    for update in ({"source": "../corpus.jsonl"}, {"tokenizer": "../copy"}):
+        prepare(settings.model_copy(update=update), progress=False)
+    vocabulary = json.loads((tmp_path / "copy" / "tokenizer.json").read_text())
+    vocabulary["model"]["merges"].pop()
+    (tmp_path / "copy" / "tokenizer.json").write_text(json.dumps(vocabulary))
+    load_tokenizer.cache_clear()
+    with pytest.raises(InputError, match="other settings"):
+        prepare(settings.model_copy(update={"tokenizer": "../copy"}), progress=False)
+
+
 def test_an_empty_source_and_a_folder_of_something_else_are_refused(settings: DataSettings, corpus: Path) -> None:
     settings.packs.mkdir()
     (settings.packs / "mine.txt").write_text("x")

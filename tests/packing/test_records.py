@@ -14,13 +14,10 @@ from transformers import PreTrainedTokenizerFast
 
 from foundation.errors import InputError
 from packing.prepare import prepare
+from packing.records import CHATML
 from packing.settings import DataSettings
 from packing.store import open_packs
 
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 MARKED = (
     "\n{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}{% generation %}"
     "{{ m.content + '<|im_end|>\n' }}{% endgeneration %}{% else %}{{ m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
@@ -74,6 +71,17 @@ def test_prompt_and_response_are_a_chat_of_two(tmp_path: Path, tokenizer_file: P
     decode = Tokenizer.from_file(str(tokenizer_file)).decode
     assert decode(ids) == "<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\nso<|im_end|>\n"
     assert decode(ids[trained]) == "so<|im_end|>\n"
+
+
+def test_sharegpts_names_are_read_as_those_of_messages_and_chatml_is_a_template_by_name(tmp_path: Path, tokenizer_file: Path):
+    chat = [{"from": "system", "value": "Be kind."}, {"from": "human", "value": "why?"}, {"from": "gpt", "value": "so"}]
+    keys = {"messages": "conversations", "chat_template": "chatml"}
+    ((ids, trained),) = packed(tmp_path, tokenizer_file, [{"conversations": chat}], **keys)
+    decode = Tokenizer.from_file(str(tokenizer_file)).decode
+    turns = ["system\nBe kind.", "user\nwhy?", "assistant\nso"]
+    assert (
+        decode(ids) == "".join(f"<|im_start|>{turn}<|im_end|>\n" for turn in turns) and decode(ids[trained]) == "so<|im_end|>\n"
+    )
 
 
 def test_tokens_and_labels_are_taken_as_they_are(tmp_path: Path, tokenizer_file: Path) -> None:
