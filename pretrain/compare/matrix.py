@@ -21,6 +21,7 @@ from foundation.errors import InputError
 from foundation.files import check_replaceable
 from foundation.signals import StopRequest
 from foundation.units import duration, markdown, or_dash
+from pretrain.compare.comparison import TOLERANCE
 from pretrain.compare.matrix_file import Cell, Matrix, load_matrix
 from pretrain.compare.matrix_run import command_of, run_all, say
 from pretrain.compare.report import Report
@@ -30,13 +31,18 @@ from pretrain.metrics.run_record import LOSS_KEY, RunRecord
 
 def ranked(cells: Sequence[Cell]) -> list[RunRecord]:
     """The runs of cells that have begun, the best first: finished ones from the lowest held-out loss to the highest, then those
-    without one by the mean of their last training losses, then those that are not finished."""
-    runs = []
-    for cell in cells:
+    without one by their training losses, then those that are not finished. Such as lie within TOLERANCE of the best among them
+    are equals, and stand in the order of `cells`."""
+    entries = []
+    for place, cell in enumerate(cells):
         if run := cell.record():
-            losses = [run.summary.get(key, math.inf) for key in ("held_out_loss", LOSS_KEY)]
-            runs.append(([not cell.is_finished(), *losses], run))
-    return [run for _, run in sorted(runs, key=lambda entry: entry[0])]
+            kind = not cell.is_finished(), "held_out_loss" not in run.summary
+            entries.append((kind, run.summary.get("held_out_loss", run.summary.get(LOSS_KEY, math.inf)), place, run))
+    ranks, best = [], (None, 0.0)
+    for kind, loss, place, run in sorted(entries, key=lambda entry: entry[:2]):
+        best = best if kind == best[0] and loss - best[1] <= TOLERANCE else (kind, loss)
+        ranks.append((*best, place, run))
+    return [run for *_, run in sorted(ranks, key=lambda rank: rank[:3])]
 
 
 def write_report(matrix: Matrix) -> str:

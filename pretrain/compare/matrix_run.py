@@ -23,6 +23,7 @@ from foundation.errors import InputError
 from foundation.files import replace_file
 from foundation.signals import StopRequest
 from foundation.units import duration
+from packing.prepare import check_sources
 from pretrain.compare.matrix_file import Cell, Matrix
 from pretrain.metrics.run_folder import check_ours
 from pretrain.settings.config import begin_of
@@ -91,6 +92,8 @@ def run_all(matrix: Matrix, cells: Sequence[Cell], stop: StopRequest) -> list[Ou
     outcomes = {cell.name: Outcome(cell, "finished before" if cell.is_finished() else "not started") for cell in cells}
     waiting, running = [cell for cell in cells if not outcomes[cell.name].is_finished], list[StartedCell]()
     at_once = min(matrix.at_once, len(waiting))
+    for cell in waiting:  # what lacks its data fails here, and not one after another
+        check_sources(cell.recipe.data)
     say(f"{len(cells) - len(waiting)} of {len(cells)} cells are finished already")
     try:
         while running or (waiting and not stop.requested):

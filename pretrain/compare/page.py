@@ -144,13 +144,15 @@ def heat_figure(heat: Mapping[str, Mapping[tuple[str, str], Mapping[str, Any]]])
     from plotly.subplots import make_subplots
 
     operands = list(dict.fromkeys(operand for maps in heat.values() for _, operand in maps))
-    figure, choices = make_subplots(rows=1, cols=len(operands), shared_yaxes=True, subplot_titles=operands), []
+    figure, choices = make_subplots(rows=1, cols=len(operands), shared_yaxes=True, subplot_titles=list(map(escape, operands))), []
     for label, maps in heat.items():
         for (measure, operand), one in maps.items():
             choices.append(f"{escape(label)}: {MEASURES[measure]}")
             scale = {"coloraxis": "coloraxis", "visible": choices[-1] == choices[0]}
             column = operands.index(operand) + 1
-            figure.add_heatmap(x=list(map(str, one["steps"])), y=one["layers"], z=one["values"], **scale, row=1, col=column)
+            figure.add_heatmap(
+                x=list(map(str, one["steps"])), y=list(map(escape, one["layers"])), z=one["values"], **scale, row=1, col=column
+            )
     buttons = [
         {"label": choice, "method": "restyle", "args": [{"visible": [each == choice for each in choices]}]}
         for choice in dict.fromkeys(choices)

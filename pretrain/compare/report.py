@@ -121,8 +121,9 @@ def _bullets(notes: Iterable[str]) -> str:
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
-    """The runs of these folders, each once, in their order."""
-    return list({path.resolve(): read_run(path) for path in paths}.values())
+    """The runs of these folders, each once, in their order. Files among them, as `runs/*` has, are passed over."""
+    folders = [path for path in paths if not path.is_file()] or paths
+    return list({path.resolve(): read_run(path) for path in folders}.values())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -72,6 +72,9 @@ def test_names_from_a_run_are_text_in_the_page_and_no_markup(tmp_path):
     page = (tmp_path / "page.html").read_text()
     assert "<script>alert" not in page and "<img onerror" not in page and "&lt;img onerror=alert(1)&gt;&amp;amp;" in page
     drawn = [trace.name for trace in curves_figure(Report.over(runs).comparison).data]
+    one = {"layers": [name], "steps": [1], "values": np.zeros((1, 1))}
+    heat = heat_figure({name: {("underflow", name): one}})
+    drawn += [*heat.data[0].y, heat.layout.annotations[0].text, heat.layout.updatemenus[0].buttons[0].label]
     assert not any("<" in each for each in drawn), "plotly reads some HTML in names"
 
 

@@ -58,7 +58,8 @@ def test_the_command_line_compares_runs_into_files_of_their_own(tmp_path, capsys
     assert main(["report", *runs]) == 0
     assert "+0.10000" in capsys.readouterr().out and sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "recipe.yaml"]
     out = tmp_path / "out"
-    assert main(["report", runs[1], *runs, "--out", str(out / "mine.html")]) == 0
+    (tmp_path / "a.log").touch()
+    assert main(["report", runs[1], *runs, str(tmp_path / "a.log"), "--out", str(out / "mine.html")]) == 0
     assert "minus b" in (out / "mine.html").read_text() and "minus b" in capsys.readouterr().out
     (out / "theirs.html").write_text("my notes")
     assert main(["report", *runs, "--out", str(out / "theirs.html")]) == 2
