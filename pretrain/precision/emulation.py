@@ -161,6 +161,10 @@ class EmulatedProduct(Product):
             self.weight = self.operand("weight", matrix())
         return self.weight
 
+    @staticmethod
+    def codes(operand: BothWays) -> Tensor:
+        return operand.features.values
+
     def factors(self, gemm: Gemm, left: BothWays, right: BothWays) -> list[Operand]:
         """What `gemm` multiplies, both with the axis of its sum last."""
         return [getattr(operand, along) for operand, along in zip((left, right), ALONG[gemm], strict=True)]

@@ -26,7 +26,6 @@ A caller goes through one microbatch in this order (`LinearCall` does); the prod
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -90,6 +89,11 @@ class Product:
     def accumulate(self, total: Tensor, left: Operand, right: Operand, *, overwrite: bool = False) -> None:
         """Adds the weight's gradient to `total` [out, in], FP32 or BF16; `overwrite`: takes its place."""
         (total.zero_() if overwrite else total).add_(self.multiply("wgrad", left, right, torch.float32))
+
+    @staticmethod
+    def codes(operand: Operand) -> Tensor:
+        """The values that the forward product takes, in whatever holds them: for whoever compares two operands."""
+        return operand
 
     @staticmethod
     def save(*operands: Operand) -> tuple[Sequence[Tensor | None], Any]:
@@ -168,6 +172,7 @@ class LinearCall:
         product.begin(x)
         self._ends_backward = self._differentiable and product.is_first_in_forward()
         self._weight = product.weight_operand(lambda: weight, refresh=self._refresh, differentiable=self._differentiable)
+        context.show_weight(product, self._weight, lambda: weight)
         operand = product.operand("input", x, both=keeps)
         y = product.multiply("forward", operand, self._weight, x.dtype, bias)
         product.end()
@@ -254,6 +259,8 @@ class Backend(Protocol):
 Observer = Callable[
     [str, Role, Tensor], None
 ]  # (product's name, role, the operand before it is quantized [tokens or out, features])
+# (the product, its weight as it multiplies, that weight as it is [out, in])
+WeightObserver = Callable[[Product, Operand, Tensor], None]
 ResultObserver = Callable[[str, str, Tensor, Tensor | None], None]  # (product's name, gemm, its result, the bias that it holds)
 
 
@@ -268,10 +275,9 @@ class PrecisionContext:
     low_precision: bool = False  # a low-precision forward is under way
     first_microbatch: bool = True
     observers: list[Observer] = field(default_factory=list)
+    weight_observers: list[WeightObserver] = field(default_factory=list)
     result_observers: list[ResultObserver] = field(default_factory=list)
     quantizing: bool = True  # false while parity runs the same model with its quantization off
-    # Calls of low-precision linears outside of a low-precision forward, by name: in evaluation all of them, in training none.
-    calls_outside: Counter[str] = field(default_factory=Counter)
     backends: Sequence[Backend] = ()  # of all precisions that the run computes in, one after the other; none: `backend` alone
     _kept: list[Tensor] = field(default_factory=list)  # by `keep_state`
 
@@ -324,6 +330,11 @@ class PrecisionContext:
         """An operand of the product `name`, before it is quantized, to all observers."""
         for observer in self.observers:
             observer(name, role, tensor.detach())
+
+    def show_weight(self, product: Product, operand: Operand, matrix: Callable[[], Tensor]) -> None:
+        """A weight as a forward product is about to take it, and as it is, to all who look on."""
+        for observer in self.weight_observers:
+            observer(product, operand, matrix().detach())
 
     def show_result(self, name: str, gemm: str, result: Tensor, bias: Tensor | None = None) -> None:
         """What a low-precision product gave, to all who look on; `bias` is what has been added to it."""
@@ -402,7 +413,6 @@ class LowPrecisionLinear(TakesTurns, nn.Module):
         rows = x.reshape(-1, x.shape[-1])
         if self.context.low_precision and self.is_low:
             return self.context.multiply(self.product, rows, weight, self.bias).view(*x.shape[:-1], -1)
-        self.context.calls_outside[self.name] += 1
         weight, bias = summing_where(weight, weight.to(x.dtype)), None if self.bias is None else self.bias.to(x.dtype)
         if self.context.quantizing:
             return F.linear(x, weight, bias)

@@ -138,6 +138,11 @@ class TransformerEngineProduct(Product):
         cache[_WEIGHT] = quantizer(weight)
         return cache[_WEIGHT]
 
+    @staticmethod
+    def codes(operand: Any) -> Tensor:
+        one_scale = isinstance(operand, library().Float8TensorStorage)
+        return operand._data if one_scale else operand._rowwise_data
+
     def multiply(
         self,
         gemm: Gemm,

@@ -139,8 +139,9 @@ class Assembly:
 
     def confirming_again(self, step: int) -> AbstractContextManager[None]:
         """Watches the first microbatch of a later `step`; raises InputError, before the step's update, where its low-precision
-        products are not the audit's any more."""
-        return audit.confirming(self.model, self.active, self.now.audit["products"], step, most=EXAMINED_AGAIN)
+        products are not the audit's any more, or histories do not move on."""
+        products = self.now.audit["products"]
+        return audit.confirming_first_microbatch(self.model, self.active, products, step, most=EXAMINED_AGAIN)
 
 
 def build_model(job: Job, accelerator: Accelerator, attention: str) -> tuple[PreTrainedModel, dict[str, Tensor]]:
@@ -265,7 +266,6 @@ def rehearse(job: Job, accelerator: Accelerator, assembly: Assembly) -> list[aud
     gradients round to zero: the first backward teaches it those of a layer's last products only, the second the others.
     """
     packed = assembly.model
-    audit.check_trained(packed.hf, assembly.optimizer)
     packed.train()
 
     def loss_of(pack: int) -> Tensor:
@@ -274,7 +274,7 @@ def rehearse(job: Job, accelerator: Accelerator, assembly: Assembly) -> list[aud
             batch = beginning_of(batch, SEEN_ON_CPU if accelerator.device.type == "cpu" else SEEN_UNQUANTIZED)
         return packed(**inputs_of(batch, accelerator.device)) * (1 / job.plan.tokens_per_step)
 
-    entries = audit.observe(packed, lambda: loss_of(0), job.active, assembly.now.decisions)
+    entries = audit.observe(packed, lambda: loss_of(0), job.active, assembly.now.decisions, assembly.optimizer)
     advance()
     if packed.context.state():
         with torch.compiler.set_stance("force_eager"):

@@ -11,8 +11,8 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,9 +24,10 @@ from pretrain.model.gradients import was_reached
 from pretrain.model.loss.head import LossHead
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.precision.observed import OPERANDS, ObservedProduct, ProductObserver, dtype_name
-from pretrain.precision.product import Backend, LowPrecisionLinear, PrecisionContext
+from pretrain.precision.product import Backend, LowPrecisionLinear
 from pretrain.precision.scope import LINEARS, Decision
 from pretrain.precision.settings import UNQUANTIZED, ActivePrecision
+from pretrain.verify.probe import watching_histories
 
 Entry = dict[str, Any]  # of audit.json's `products`: what was asked of a module, and what it did
 
@@ -36,12 +37,13 @@ def observe(
     run: Callable[[], Tensor],
     active: ActivePrecision,
     decisions: Mapping[str, Decision],
+    optimizer: torch.optim.Optimizer,
 ) -> list[Entry]:
     """One entry for each linear and other module with matrices.
 
     `run` computes a loss of one small batch; it is run once, uncompiled, and differentiated. Gradients are left for the caller to
     clear. `decisions`: what `convert` was to do; empty where nothing is quantized. InputError if a product computed in another
-    precision than was decided, or not at all, and if a trained parameter was not reached.
+    precision than was decided, or not at all, and if a parameter would not be trained.
     """
     hf, precision, linear = packed.hf, active.precision.name, (*LINEARS, LowPrecisionLinear)
     members = packed.fused.members if packed.fused else {}
@@ -50,25 +52,23 @@ def observe(
     low = {name for name, each in decisions.items() if each.requested == precision and active.precision.quantized}
     # A linear must multiply nothing beside its product; a head's forward transforms operands of its backward, too.
     watched = {name: each for name, each in modules.items() if not (name in low and isinstance(each, LossHead))}
-    with (
-        torch.compiler.set_stance("force_eager"),
-        observing(packed, active) as observer,
-        _watching_forwards(watched, observer),
-    ):
+    observer = ProductObserver(active)
+    with torch.compiler.set_stance("force_eager"), observer.looking_on(), _watching_forwards(watched, observer):
         run().backward()
-    _check_tied(hf)
-
-    ran_low, entries = _effective_in(packed.context, active, observer, low), []
+    ran_low, entries = _effective_in(active, observer, low), []
     for name, module in modules.items():
         products, decision = observer.products.get(name, ()), decisions.get(name, Decision(name, precision))
         effective = ran_low.get(name) or _multiplied(products, all_three=name in members)
-        entry = {"name": name, "module": type(module).__name__, "requested": decision.requested, "effective": effective}
-        entry |= {"products": {}, "backend": "torch", "stored": dtype_name(matrices[name].dtype), "reason": decision.reason}
-        if name in low:
-            entry["products"] = {product.gemm: f"{product.left} x {product.right}" for product in products}
-            entry["backend"] = active.backend
-        if name in members:
-            entry["module"] = f"fused {type(module).__name__}"
+        entry = {
+            "name": name,
+            "module": f"{'fused ' if name in members else ''}{type(module).__name__}",
+            "requested": decision.requested,
+            "effective": effective,
+            "products": {each.gemm: f"{each.left} x {each.right}" for each in products} if name in low else {},
+            "backend": active.backend if name in low else "torch",
+            "stored": dtype_name(matrices[name].dtype),
+            "reason": decision.reason,
+        }
         if not isinstance(module, linear):
             # Such as the stacked experts of a mixture and their router. Nothing was asked of them, so nothing is refused: they
             # compute as transformers wrote them, and a router may do so in FP32.
@@ -76,20 +76,8 @@ def observe(
             entry["reason"] = "no linear, which is what low precision takes" if active.precision.quantized else None
         entries.append(entry)
     _refuse(entries, active)
-    _check_reached(hf)
+    _check_trained(hf, optimizer)
     return entries
-
-
-@contextmanager
-def observing(
-    packed: PackedLanguageModel, active: ActivePrecision, seed: int = 0, examined: Set[str] | None = None
-) -> Iterator[ProductObserver]:
-    """While entered, every product of ours is seen, in forward and backward. `seed` picks the blocks that are looked at, of the
-    operands of the linears `examined`, or of all."""
-    observer = ProductObserver(active, seed, examined)
-    packed.context.calls_outside.clear()
-    with observer.looking_on():
-        yield observer
 
 
 @contextmanager
@@ -98,25 +86,28 @@ def confirming(
 ) -> Iterator[None]:
     """Watches training, compiled and recomputed as it is; raises InputError unless the low-precision products multiply there what
     they did under `observe`, which returned `products`. `step` draws the blocks of operands that are looked at, and
-    which linears' they are, where those of `most` linears are enough. Inside of another one it leaves all to that."""
-    if ProductObserver.current is not None:
-        yield
-        return
+    which linears' they are, where those of `most` linears are enough."""
     low = {entry["name"]: entry for entry in products if entry["products"]}
-    examined = set(random.Random(step).sample(list(low), min(len(low), most or len(low))))
-    with observing(packed, active, step, examined) as observer:
+    observer = ProductObserver(active, step, set(random.Random(step).sample(list(low), min(len(low), most or len(low)))))
+    with observer.looking_on():
         yield
-    ran_low = _effective_in(packed.context, active, observer, low)
+    ran_low = _effective_in(active, observer, low)
     _refuse([entry | {"effective": ran_low[name]} for name, entry in low.items()], active, f" in step {step}")
 
 
-def check_trained(hf: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """InputError for a parameter that no group of the optimizer has: one that was made after the optimizer, and stands still."""
-    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    lost = [name for name, parameter in hf.named_parameters() if parameter.requires_grad and id(parameter) not in trained]
-    if lost:
+@contextmanager
+def confirming_first_microbatch(
+    packed: PackedLanguageModel, active: ActivePrecision, products: Sequence[Entry], step: int, *, most: int
+) -> Iterator[None]:
+    """The same around one microbatch, by which the histories of delayed scaling must move on. Inside of `confirming` products are
+    left to that."""
+    looked_at = nullcontext() if ProductObserver.current else confirming(packed, active, products, step, most=most)
+    with watching_histories(packed.context, active) as wrong, looked_at:
+        yield
+    if wrong:
         raise InputError(
-            f"model: the optimizer does not know {len(lost)} parameters, {lost[0]} among them; they would not be trained"
+            f"precision {active.precision.name!r}: {len(wrong)} histories or scales do not follow from the operands "
+            f"in step {step}: {', '.join(wrong[:5])}"
         )
 
 
@@ -153,17 +144,15 @@ def in_short(audited: Mapping[str, Any]) -> dict[str, str]:
 def _watching_forwards(modules: Mapping[str, nn.Module], observer: ProductObserver) -> Iterator[None]:
     """While entered, `observer` sees what torch multiplies in the forward of each of `modules`, under its name: a cast that
     somebody put there is seen too."""
-    own = {name: vars(module).get("forward") for name, module in modules.items()}
+    own = {name: {"forward": vars(module)["forward"]} if "forward" in vars(module) else {} for name, module in modules.items()}
     for name, module in modules.items():
         module.forward = observer.during([name], "forward")(module.forward)
     try:
         yield
     finally:
         for name, module in modules.items():
-            if own[name] is None:
-                del module.forward
-            else:
-                module.forward = own[name]
+            del module.forward
+            vars(module).update(own[name])
 
 
 def _multiplied(observed: Sequence[ObservedProduct], *, all_three: bool) -> str:
@@ -176,19 +165,14 @@ def _multiplied(observed: Sequence[ObservedProduct], *, all_three: bool) -> str:
     return ", ".join([name, *(_not_run(observed) if all_three else ())])
 
 
-def _effective_in(
-    context: PrecisionContext, active: ActivePrecision, observer: ProductObserver, names: Iterable[str]
-) -> dict[str, str]:
-    """For each of the low-precision linears `names` the precision's name, if all three products ran on operands of its formats,
-    within the context, and the operands are sound; else what ran, or what is wrong."""
+def _effective_in(active: ActivePrecision, observer: ProductObserver, names: Iterable[str]) -> dict[str, str]:
+    """For each of the low-precision linears `names` the precision's name, if all three products ran on operands of its formats
+    that are sound; else what ran, or what is wrong."""
     effective, faults = {}, observer.faults()
     for name in names:
-        observed, outside = observer.products.get(name, ()), context.calls_outside[name]
+        observed = observer.products.get(name, ())
         wrong = sorted({f"{p.gemm} {p.left} x {p.right}" for p in observed if not _is_expected(p, active)})
-        wrong += [*_not_run(observed), *faults.get(name, ())]
-        if outside:  # as of a layer that is recomputed after the context was left
-            wrong = [f"{outside} calls outside the low-precision context"]
-        effective[name] = ", ".join(wrong) or active.precision.name
+        effective[name] = ", ".join([*wrong, *_not_run(observed), *faults.get(name, ())]) or active.precision.name
     return effective
 
 
@@ -216,28 +200,21 @@ def _refuse(entries: Sequence[Entry], active: ActivePrecision, where: str = "") 
         )
 
 
-def _check_reached(hf: nn.Module) -> None:
-    """InputError for a trained parameter without a gradient: one that was copied, or untied, and is no longer what computes, or
-    one that packed attention has no use for. An expert of its own may be what no token of a pack has chosen."""
+def _check_trained(hf: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """InputError for a trained parameter that the optimizer does not know, as one that was made after it, and for one without a
+    gradient: one that was copied, or untied, and is no longer what computes, or one that packed attention has no use for. An
+    expert of its own may be what no token of a pack has chosen."""
+    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    trained = {name: parameter for name, parameter in hf.named_parameters() if parameter.requires_grad}
     lost = [
         name
-        for name, parameter in hf.named_parameters()
-        if parameter.requires_grad and not was_reached(parameter) and not re.search(r"\.experts\.\d+\.", name)
+        for name, parameter in trained.items()
+        if id(parameter) not in known or not (was_reached(parameter) or re.search(r"\.experts\.\d+\.", name))
     ]
     if lost:
         raise InputError(
-            f"model: {len(lost)} parameters get no gradient, {lost[0]} among them; they would never be trained. If "
-            f"{type(hf).__name__} attends with them in a way of its own, name another model"
-        )
-
-
-def _check_tied(hf: nn.Module) -> None:
-    head, embedding = hf.get_output_embeddings(), hf.get_input_embeddings()
-    tied = getattr(hf.config.get_text_config(), "tie_word_embeddings", False)
-    if tied and isinstance(head, LossHead) and head.weight is not embedding.weight:
-        raise InputError(
-            "`model.config.tie_word_embeddings` ties the LM head to the embedding, and the weights hold two; set it to false, "
-            "which trains both, or name weights without a head of their own"
+            f"model: {len(lost)} parameters get no gradient, or are unknown to the optimizer, {lost[0]} among them; they would "
+            f"never be trained. If {type(hf).__name__} attends with them in a way of its own, name another model"
         )
 
 

@@ -1,24 +1,22 @@
-"""Does the fast path train what plain transformers trains? Packs of the run's own step 0, three times over.
+"""Does the fast path train what plain transformers trains? Tokens of the run's own step 0, three times over.
 
-Two comparisons, since they can bear two tolerances.
+Every label, position and offset of the step is held to its packs. Then there are two comparisons, since they can bear two
+tolerances.
 
 * The whole packed path with its quantization off, as it is assembled, wrapped and fused, against plain transformers: eager, in
-  FP32, one document at a time. Documents that leak, wrong targets, lost microbatches, wrong factors show here in every precision,
-  because here only the compute dtype rounds. How much that may be is measured: plain transformers in BF16 against itself in FP32,
-  on the same documents, tensor by tensor. Gradients add up where quantized products add theirs.
+  FP32, one document at a time. Documents that leak, lost microbatches, wrong factors show here in every precision, because here
+  only the compute dtype rounds. How much that may be is measured: plain transformers in BF16 against itself in FP32, on the same
+  documents, tensor by tensor. Gradients add up where quantized products add theirs.
 * The quantized path against the unquantized one. Each product by itself (pretrain.verify.probe): its error must be what the
   format's quantizer makes. And the gradient's norm must stay within a factor of the unquantized one's.
 
-A few whole documents (or beginnings of long ones) are compared, and the labels of all others are masked in the fast path, which
-computes whole microbatches of the run's own packs. Every label, position and offset of the step is compared as well.
+The tokens of the first microbatches are cut into packs of several documents each, since a run's own packs may hold one each,
+between which nothing could leak. Labels stand in a few of these documents; the fast path computes whole microbatches.
 
 Both sides have to predict other tokens than the text's. Where weights predict it, its loss and gradients are the exponentials of
 distances between logits: they vanish, and what rounds a logit by a tenth changes them by a tenth of themselves, most of it in a
 few tokens. Of a token that is not foreseen the loss is such a distance itself, and its gradient is about 1. So an error of a
-logit counts as it is, whatever the weights were trained to.
-
-Before each pass a microbatch is run with all parameters negated, and they are negated back: a cast or quantized copy of a weight
-that is not made again in the pass is then one of the negated weight. Dropout is off on both sides.
+logit counts as it is, whatever the weights were trained to. Dropout is off on both sides.
 """
 
 from __future__ import annotations
@@ -26,12 +24,12 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
-from itertools import zip_longest
+from itertools import pairwise
 from statistics import mean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -44,46 +42,22 @@ from foundation.progress import advance
 from packing.arrow import IGNORE, Pack
 from packing.batch import Microbatch, StepBatches, build_microbatch
 from pretrain.metrics.health import TrainingHalted
-from pretrain.model.gradients import gradient_of, local_part
+from pretrain.model.gradients import gradient_of
 from pretrain.model.packed import PackedLanguageModel, forward_backward
 from pretrain.optimizer.adamw import clear_gradients, gradient_norm
 from pretrain.precision.settings import ActivePrecision
-from pretrain.verify.probe import ProductParity, watching_products
-from pretrain.verify.reference_model import (
-    Document,
-    differences,
-    documents_in,
-    documents_of,
-    in_bf16,
-    reference_model,
-    reference_pass,
-    whole,
-)
+from pretrain.verify.probe import Compared, watching_products
+from pretrain.verify.reference_model import Document, reference_model, reference_pass, whole, wrong_batches
 
 MICROBATCHES = 2  # of each rank: the first quantizes the weights, and the second takes its copies
-TOKENS, DOCUMENTS = 2048, 6  # of each rank, at most, that the plain side computes
+SEVENTHS = (0, 1, 3, 5, 7)  # of a pack, where its documents begin and end: no block of a kernel ends there
+TOKENS, DOCUMENTS = 1024, 3  # of a microbatch, at most, that the plain side computes
 PLAIN_BYTES = 16  # a parameter: plain weights, their gradient, one to compare with, and sums of products, in FP32
-LONGEST = TOKENS // 2  # of one document
 DIFFERENT = 16  # tokens, at least, that a text has whose equal rows do not err alike by chance, as a nucleotide's do
 TAUGHT = 2  # passes in which delayed scaling sees the gradients of other labels: in each, what scales cut reaches less far
 NORM_RATIO = 2.0  # by which the quantized gradient's norm may be off the unquantized one's; healthy FP4 stays within 1.3
 FP32_OF_BF16 = 2.0**-8  # FP32 rounds 2^16 times finer than the BF16 that is measured; the rest is for another order of sums
 SHOWN = 10  # the worst of a table
-
-
-@dataclass(frozen=True)
-class TensorParity:
-    """One tensor's gradient: its error and what is tolerated, both relative to the reference's norm."""
-
-    name: str
-    error: float
-    tolerated: float
-
-    @property
-    def excess(self) -> float:
-        """How many times over what is tolerated it is; above 1 is a mismatch. Not-a-number is the worst."""
-        excess = self.error / self.tolerated if self.error else 0.0
-        return excess if math.isfinite(excess) else math.inf
 
 
 @dataclass
@@ -97,8 +71,8 @@ class Parity:
     reference_loss: float  # of plain transformers
     loss_tolerated: float  # how far the two may be apart
     gradient_norm: float
-    tensors: Sequence[TensorParity]  # the worst first
-    products: Sequence[ProductParity] = ()  # the worst first
+    tensors: Sequence[Compared]  # the worst first
+    products: Sequence[Compared] = ()  # the worst first
     quantized_loss: float | None = None
     quantized_gradient_norm: float | None = None
 
@@ -146,62 +120,61 @@ def check_parity(
     """
     device, check = accelerator.device, _Check(model, optimizer, active, accelerator)
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), check.context.preserving_state():
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), model.context.preserving_state():
             parity = check.run(step, packs, mask_boundaries)
         if check.over_ranks(len(parity.failures)) and not parity.failures:
             parity.failures.append("of another process")
         return parity
     finally:
         clear_gradients(optimizer, model)
-        check.forget_copies()  # of the unquantized path, which training may never take
+        for product in model.fused.products if model.fused else ():
+            product.forget_copy()  # of the unquantized path, which training may never take
         if device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)  # the peak that a run reports is training's
 
 
+@dataclass(frozen=True)
 class _Check:
     """One check of one model."""
 
-    def __init__(
-        self, model: PackedLanguageModel, optimizer: torch.optim.Optimizer, active: ActivePrecision, accelerator: Accelerator
-    ) -> None:
-        self.packed, self.optimizer, self.active, self.accelerator = model, optimizer, active, accelerator
-        self.hf, self.context = model.hf, model.context
+    model: PackedLanguageModel
+    optimizer: torch.optim.Optimizer
+    active: ActivePrecision
+    accelerator: Accelerator
 
     def run(self, step: StepBatches, packs: Sequence[Pack], mask_boundaries: bool) -> Parity:
-        valid_tokens = sum(each.valid_tokens for pack in packs for each in documents_of(pack, mask_boundaries=mask_boundaries))
-        documents = documents_in(step.microbatches, packs, mask_boundaries=mask_boundaries)
-        failures = list(wrong_in(step, documents, packs, valid_tokens))
-        microbatches, documents = list(step.microbatches[:MICROBATCHES]), documents[:MICROBATCHES]
-        length = microbatches[0].max_seqlen
-        if not any(each.begin % length and each.valid_tokens for of_batch in documents for each in of_batch):
-            microbatches[0], documents[0] = cut_into_quarters(microbatches[0], mask_boundaries=mask_boundaries)
-        chosen, vocabulary = chosen_of(documents, length), self.hf.config.get_text_config().vocab_size
-        step = replace(step, microbatches=[labelled(*each, vocabulary) for each in zip(microbatches, chosen, strict=True)])
-        compared = [replace(each, targets=other_labels(each.targets, vocabulary)) for of_batch in chosen for each in of_batch]
-        tokens = max(self.over_ranks(sum(each.valid_tokens for each in compared)), 1)
-        different = {token for each in compared for token in each.tokens.tolist()}
+        failures = list(wrong_batches(step.microbatches, packs, mask_boundaries=mask_boundaries))
+        vocabulary = self.model.hf.config.get_text_config().vocab_size
+        recut = [cut(batch, vocabulary, at_end=n % 2 == 0) for n, batch in enumerate(step.microbatches[:MICROBATCHES])]
+        step = replace(step, microbatches=[batch for batch, _ in recut])
+        documents = [document for _, of_batch in recut for document in of_batch]
+        tokens = max(self.over_ranks(sum(int((each.labels != IGNORE).sum()) for each in documents)), 1)
+        different = {token for each in documents for token in each.tokens.tolist()}
         is_varied = self.over_ranks(len(different), min) >= DIFFERENT
-        mean_over = max(valid_tokens, 1) / tokens  # a loss is a sum over the step's tokens
+        valid_tokens = max(step.valid_tokens, 1)  # all of the step's, over which a loss is a mean
+        mean_over = valid_tokens / tokens
 
         advance()
-        plain = reference_model(self.hf, self.accelerator.device)
-        losses, reference = self._plain_pass(plain, compared, valid_tokens)
-        rounded_losses, rounded = self._plain_pass(in_bf16(plain), compared, valid_tokens)
+        plain = reference_model(self.model.hf, self.accelerator.device)
+        losses, reference = self._plain_pass(plain, documents, valid_tokens)
+        for parameter in plain.parameters():  # rotary frequencies are buffers and stay in FP32
+            parameter.data = parameter.data.to(torch.bfloat16)
+        rounded_losses, rounded = self._plain_pass(plain, documents, valid_tokens)
         for parameter in plain.parameters():  # modules whose forward was replaced are cycles, which wait for the collector
             parameter.data = parameter.data.new_empty(0)
         loss_noise = math.sqrt(self.over_ranks((rounded_losses - losses).double().square().sum().item()) / tokens)
         noise = distances(rounded, reference)
         del rounded
 
-        with training_without_dropout(self.packed), self._loss_in_chunks(step):
+        # The loss of a microbatch in two chunks at least, as of training's microbatches, which may be larger.
+        head, half = self.model.hf.get_output_embeddings(), -(-step.microbatches[0].input_ids.shape[1] // 2)
+        with training_without_dropout(self.model), holding(head, chunk=min(head.chunk, half)):
             advance()
-            with holding(self.context, quantizing=False):
-                if self.packed.fused:
-                    self._spoil_copies(step)
+            with holding(self.model.context, quantizing=False):
                 loss = self._pass(step) * mean_over
-            gradients = {name: gradient_of(parameter) for name, parameter in self.hf.named_parameters()}
-            dtypes = {self.context.compute_dtype, *(each.dtype for each in gradients.values() if each is not None)}
+            gradients = {name: gradient_of(parameter) for name, parameter in self.model.hf.named_parameters()}
+            dtypes = {self.model.context.compute_dtype, *(each.dtype for each in gradients.values() if each is not None)}
             resolution = FP32_OF_BF16 if dtypes == {torch.float32} else 1.0  # gradients may add up in BF16
             parity = Parity(
                 failures=failures,
@@ -209,10 +182,13 @@ class _Check:
                 loss=loss,
                 reference_loss=self.over_ranks(losses.double().sum().item()) / tokens,
                 loss_tolerated=loss_noise * resolution * (1.0 if is_varied else LEEWAY),
-                gradient_norm=gradient_norm(self.packed.parameters()).item(),
+                gradient_norm=gradient_norm(self.model.parameters()).item(),
                 tensors=judge(distances(gradients, reference), noise, resolution, tokens),
             )
-            failures += wrong_in_plain(parity)
+            if not abs(loss - parity.reference_loss) <= parity.loss_tolerated:  # not-a-number is never tolerated
+                losses_of_both = f"{loss:.6f}, of plain transformers {parity.reference_loss:.6f}"
+                failures.append(f"loss of the packed path {losses_of_both}; tolerated is {parity.loss_tolerated:.2g} apart")
+            failures += worst_of(parity.tensors, "gradients", "the packed path is not plain transformers")
             if self.active.precision.quantized and is_varied:
                 del reference
                 failures += self._quantized(parity, step, mean_over)
@@ -222,26 +198,21 @@ class _Check:
         self, plain: PreTrainedModel, documents: Sequence[Document], valid_tokens: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The losses of this rank's tokens, and the gradient of all ranks' losses, divided by the step's tokens."""
-        losses, gradients = reference_pass(plain, documents, self.hf.get_output_embeddings().settings)
+        losses, gradients = reference_pass(plain, documents, self.model.hf.get_output_embeddings().settings)
         for name in gradients:  # one by one, as a sum over ranks is a copy; the fast path's backward has made its own
-            gradients[name] = self.accelerator.reduce(gradients[name].div_(max(valid_tokens, 1)), reduction="sum")
+            gradients[name] = self.accelerator.reduce(gradients[name].div_(valid_tokens), reduction="sum")
         return losses, gradients
 
     def _quantized(self, parity: Parity, step: StepBatches, mean_over: float) -> list[str]:
         """Compares the quantized path with the unquantized one of `parity`, which gets the figures; returns what is wrong."""
         advance()
-        for _ in range(TAUGHT if self.context.state() else 0):
+        for _ in range(TAUGHT if self.model.context.state() else 0):
             self._pass(step)
-        self._spoil_copies(step)
         with ExitStack() as watching:
-            parity.products, histories = watching.enter_context(watching_products(self.packed, self.active))
+            parity.products, histories = watching.enter_context(watching_products(self.model, self.active))
             parity.quantized_loss = self._pass(step, watching) * mean_over
-        parity.quantized_gradient_norm = gradient_norm(self.packed.parameters()).item()
-        lines = []
-        if wrong := [each for each in parity.products if each.excess > 1]:
-            lines.append(
-                f"{len(wrong)} of {len(parity.products)} low-precision products are not what the format makes; {_worst(wrong)}"
-            )
+        parity.quantized_gradient_norm = gradient_norm(self.model.parameters()).item()
+        lines = worst_of(parity.products, "low-precision products", "they are not what the format makes")
         if histories:
             lines.append(f"delayed scaling: scale or history of {len(histories)} operands, {histories[0]} among them")
         loss, norm = parity.quantized_loss, parity.quantized_gradient_norm
@@ -253,69 +224,38 @@ class _Check:
     def _pass(self, step: StepBatches, around_first: AbstractContextManager[Any] | None = None) -> float:
         """Forward and backward as a training step does them; returns the loss. The gradients stay where they add up until the
         next pass."""
-        clear_gradients(self.optimizer, self.packed)
-        return forward_backward(self.packed, step, self.accelerator, around_first).item()
-
-    def _spoil_copies(self, step: StepBatches) -> None:
-        """Let whatever is kept of a weight for a step's later microbatches be that of the negated weight. Histories and scales
-        are as before: the negated model's values are others."""
-        self.forget_copies()
-        state = {name: tensor.clone() for name, tensor in self.context.state().items()}
-        parameters = [local_part(parameter).detach() for parameter in self.hf.parameters()]
-        torch._foreach_neg_(parameters)
-        try:
-            self._pass(replace(step, microbatches=step.microbatches[:1]))
-        finally:
-            torch._foreach_neg_(parameters)
-        for name, tensor in self.context.state().items():
-            tensor.copy_(state[name])
-
-    def forget_copies(self) -> None:
-        with self.context.preserving_state():  # quantized ones are forgotten as this is left
-            pass
-        for product in self.packed.fused.products if self.packed.fused else ():
-            product.forget_copy()
+        clear_gradients(self.optimizer, self.model)
+        return forward_backward(self.model, step, self.accelerator, around_first).item()
 
     def over_ranks(self, value: float, of: Callable[[list[float]], float] = sum) -> float:
         """The sum of the ranks' values, or another function `of` them."""
         return of(self.accelerator.gather(torch.tensor([value], dtype=torch.float64, device=self.accelerator.device)).tolist())
 
-    def _loss_in_chunks(self, step: StepBatches) -> AbstractContextManager[None]:
-        """The loss of a microbatch in two chunks at least, as of training's microbatches, which may be larger."""
-        head = self.hf.get_output_embeddings()
-        half = -(-step.microbatches[0].input_ids.shape[1] // 2)
-        return holding(head, chunk=min(head.chunk, half))
+
+def worst_of(compared: Sequence[Compared], what: str, meaning: str) -> list[str]:
+    """A line with the worst mismatches of `compared`, if there are any."""
+    wrong = [f"{each.name} ({each.excess:.3g})" for each in compared if each.excess > 1]
+    listed = f"{', '.join(wrong[:SHOWN])} times what is tolerated"
+    return [f"{what}, {len(wrong)} of {len(compared)}: {meaning}; {listed}"] if wrong else []
 
 
-def wrong_in(
-    step: StepBatches, documents: Sequence[Sequence[Document]], packs: Sequence[Pack], valid_tokens: int
-) -> Iterator[str]:
-    """Yields what a step's batches hold otherwise than its packs and their `documents` say."""
-    for number, (batch, of_batch) in enumerate(zip(step.microbatches, documents, strict=True)):
-        if wrong := differences(batch, of_batch):
-            yield f"batch: {', '.join(wrong)} of microbatch {number} are not those of the packs of step 0"
-    if step.valid_tokens != valid_tokens:
-        yield f"batch: {step.valid_tokens} tokens of step 0 have a label, and its packs have {valid_tokens}"
-    if step.tokens != (held := sum(len(pack.input_ids) for pack in packs)):
-        yield f"batch: step 0 counts {step.tokens} tokens, and its packs hold {held}"
-
-
-def wrong_in_plain(parity: Parity) -> Iterator[str]:
-    """Yields what rounding does not explain between the packed path and plain transformers; not-a-number is never tolerated."""
-    if not abs(parity.loss - parity.reference_loss) <= parity.loss_tolerated:
-        yield (
-            f"loss of the packed path {parity.loss:.6f}, of plain transformers {parity.reference_loss:.6f}; tolerated is "
-            f"{parity.loss_tolerated:.2g} apart"
-        )
-    if wrong := [tensor for tensor in parity.tensors if tensor.excess > 1]:
-        yield (
-            f"gradients of {len(wrong)} of {len(parity.tensors)} tensors: the packed path is not plain transformers; "
-            f"{_worst(wrong)}"
-        )
-
-
-def _worst(wrong: Sequence[TensorParity | ProductParity]) -> str:
-    return f"how many times over what is tolerated: {', '.join(f'{each.name} ({each.excess:.3g})' for each in wrong[:SHOWN])}"
+def cut(batch: Microbatch, vocabulary: int, *, at_end: bool) -> tuple[Microbatch, list[Document]]:
+    """The tokens of `batch` in packs of four documents each, with labels in some of these, which are returned too: the first
+    ones of the microbatch, or the last, as what is lost is mostly lost at an end. Each is to predict another token than the
+    text's, half of the vocabulary of `vocabulary` tokens away."""
+    length = batch.max_seqlen
+    lengths = np.diff(np.unique([length * part // 7 for part in SEVENTHS])).astype(np.int32)
+    rows = batch.input_ids[0].view(-1, length).numpy().astype(np.uint32)
+    batch = build_microbatch([Pack(row, lengths) for row in rows], mask_boundaries=True)
+    spans = [slice(*ends) for ends in pairwise(batch.cu_seqlens.unique().tolist())]
+    labels, documents, room = torch.full_like(batch.labels, IGNORE), [], TOKENS
+    for span in (spans[::-1] if at_end else spans)[:DOCUMENTS]:
+        part = slice(span.start, min(span.stop, span.start + room))
+        of_text = batch.labels[0, part]
+        labels[0, part] = torch.where(of_text == IGNORE, IGNORE, (of_text + vocabulary // 2) % vocabulary)
+        documents.append(Document(batch.input_ids[0, part], labels[0, part]))
+        room -= part.stop - part.start
+    return replace(batch, labels=labels), documents
 
 
 # ── How far apart gradients are, and may be ────────────────────────────────────────────────────────────────────────────────────
@@ -334,8 +274,7 @@ FEW_VALUES = 9.0  # a scalar's draw may be this many times smaller than usual, o
 ROUTED_ELSEWHERE, CHANGED_BESIDE = 6, 1 / 3
 
 
-@dataclass(frozen=True)
-class Distance:
+class Distance(NamedTuple):
     """Norms of a tensor's gradient on the reference's side, and of its difference to the measured one; the number of values."""
 
     reference: float
@@ -367,9 +306,7 @@ def distances(measured: Mapping[str, Tensor | None], reference: Mapping[str, Ten
     return {name: Distance(*row, size) for (name, size), row in zip(sizes.items(), of_all, strict=True)}
 
 
-def judge(
-    apart: Mapping[str, Distance], noise: Mapping[str, Distance], resolution: float, tokens: float
-) -> tuple[TensorParity, ...]:
+def judge(apart: Mapping[str, Distance], noise: Mapping[str, Distance], resolution: float, tokens: float) -> list[Compared]:
     """Each tensor, and all as one, with what it may be off; the worst first.
 
     `noise`: of plain transformers in BF16 to itself in FP32. A tensor may be as far off as BF16 took itself, those of its kind in
@@ -380,82 +317,24 @@ def judge(
     negligible = NEGLIGIBLE * total
     known = {name: each for name, each in noise.items() if each.reference > negligible}
     typical = median([each.error for name, each in known.items() if name != TOTAL] or [0.0])
+    kinds = {name: re.sub(r"\.\d+\.", ".", name) for name in {*noise, *apart}}  # what tensors of one name in all layers share
     squares: dict[str, list[float]] = defaultdict(list)
     for name, each in known.items():
-        squares[_kind(name)].append(each.error**2)
+        squares[kinds[name]].append(each.error**2)
     # A token that goes elsewhere takes its whole part from one gradient and adds as much to another. FP32 hardly sends any.
     routed = math.sqrt(2 * ROUTED_ELSEWHERE / max(tokens, 1)) if resolution == 1.0 else 0.0
-    mixtures = mixtures_in(noise)
+    # Of each mixture of experts, what the names of its router's and its experts' parameters begin with.
+    mixtures = tuple({f"{name.partition(part)[0]}." for name in noise for part in (".experts.", ".router.") if part in name})
     judged = []
     for name, each in apart.items():
         own = noise[name].apart if name in noise else 0.0
-        usual = max(typical, math.sqrt(mean(squares.get(_kind(name), [0.0]))))
+        usual = max(typical, math.sqrt(mean(squares.get(kinds[name], [0.0]))))
         few = 1 + FEW_VALUES / each.values  # large for a scalar only
-        allowed = few * LEEWAY * resolution * max(own, usual * each.reference)
-        if mixtures:
-            changed = 1.0 if name.startswith(mixtures) else CHANGED_BESIDE
-            allowed = math.hypot(allowed, changed * routed * each.reference)
+        changed = (1.0 if name.startswith(mixtures) else CHANGED_BESIDE) if mixtures else 0.0
+        allowed = math.hypot(few * LEEWAY * resolution * max(own, usual * each.reference), changed * routed * each.reference)
         norm = max(each.reference, negligible) or 1.0
-        judged.append(TensorParity(name, each.apart / norm, (allowed + negligible) / norm))
-    return tuple(sorted(judged, key=lambda tensor: tensor.excess, reverse=True))
-
-
-def mixtures_in(names: Iterable[str]) -> tuple[str, ...]:
-    """What the names of parameters begin with that belong to a mixture of experts: each one's router and experts."""
-    mixtures = {name.partition(part)[0] for name in names for part in (".experts.", ".router.") if part in name}
-    return tuple(f"{module}." for module in sorted(mixtures))
-
-
-def _kind(name: str) -> str:
-    """What tensors of one name in all layers share."""
-    return re.sub(r"\.\d+\.", ".", name)
-
-
-# ── What is compared ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def cut_into_quarters(batch: Microbatch, *, mask_boundaries: bool) -> tuple[Microbatch, list[Document]]:
-    """The same tokens in packs of four documents each, between which they could leak. Blank packs stay blank."""
-    length = batch.max_seqlen
-    quarters = np.diff(np.unique(np.arange(5) * length // 4)).astype(np.int32)
-    rows = batch.input_ids[0].view(-1, length).numpy()
-    packs = [Pack(row.astype(np.uint32), quarters if row.any() else quarters[:0]) for row in rows]
-    cut = build_microbatch(packs, mask_boundaries=mask_boundaries)
-    return cut, documents_in([cut], packs, mask_boundaries=mask_boundaries)[0]
-
-
-def chosen_of(documents: Sequence[Sequence[Document]], length: int) -> list[list[Document]]:
-    """Chooses the documents of each microbatch that are compared, in turns: the last ones of one, the first ones of the next, as
-    what is lost is mostly lost at an end, and what leaks may leak over every second boundary. Whole, or beginnings of long ones.
-
-    One that begins inside of a pack of `length` tokens comes before all, as long ones may leave no room for more."""
-    in_turn = []
-    for number, of_batch in enumerate(documents):
-        trained = [document for document in of_batch if document.valid_tokens][:: 1 if number % 2 else -1]
-        first = next((document for document in trained if document.begin % length), None)
-        in_turn.append(sorted(trained, key=lambda document: document is not first))
-    chosen: list[list[Document]] = [[] for _ in documents]
-    room = TOKENS
-    for turn in zip_longest(*in_turn):
-        for of_batch, document in zip(chosen, turn, strict=True):
-            if document and room and sum(map(len, chosen)) < DOCUMENTS:
-                size = min(len(document.tokens), room, LONGEST)
-                of_batch.append(replace(document, tokens=document.tokens[:size], targets=document.targets[:size]))
-                room -= size
-    return chosen
-
-
-def labelled(batch: Microbatch, documents: Sequence[Document], vocabulary: int) -> Microbatch:
-    """`batch` with labels in these documents alone, each of another token than its own."""
-    labels = torch.full_like(batch.labels, IGNORE)
-    for document in documents:
-        labels[:, document.span] = other_labels(batch.labels[:, document.span], vocabulary)
-    return replace(batch, labels=labels)
-
-
-def other_labels(labels: Tensor, vocabulary: int) -> Tensor:
-    """Returns labels of other tokens, each half of the vocabulary of `vocabulary` tokens away; what is ignored stays so."""
-    return torch.where(labels == IGNORE, IGNORE, (labels + vocabulary // 2) % vocabulary)
+        judged.append(Compared.of(name, each.apart / norm, each.apart / (allowed + negligible) if each.apart else 0.0))
+    return sorted(judged, key=lambda tensor: tensor.excess, reverse=True)
 
 
 @contextmanager

@@ -17,15 +17,18 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 from statistics import mean
 from typing import NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from foundation.attributes import holding
@@ -33,6 +36,7 @@ from pretrain.model.packed import PackedLanguageModel
 from pretrain.precision.delayed_state import of_operand
 from pretrain.precision.formats.definition import Along, Role
 from pretrain.precision.observed import ALONG, OPERANDS
+from pretrain.precision.product import PrecisionContext
 from pretrain.precision.quantizers.tensor import update_scale
 from pretrain.precision.settings import ActivePrecision
 
@@ -47,41 +51,35 @@ OF_THE_RULE = 2.0**-20  # relative: a scale divides by what the library may mult
 
 
 @dataclass(frozen=True)
-class ProductParity:
-    """One result; errors are norms relative to that of the unquantized product."""
+class Compared:
+    """One tensor's gradient, or one product's result."""
 
-    name: str  # of the linear, and forward, dgrad or wgrad
-    error: float
-    least: float  # of the plain quantizer's errors
-    most: float
-    likeness: float | None  # cosine of the run's error and the plain one, over that of two plain ones; None: too small to tell
+    name: str
+    error: float  # its norm, relative to that of the reference
+    excess: float  # how many times over what is tolerated; above 1 is a mismatch, and so is not-a-number, the worst
 
     @classmethod
-    def of(cls, name: str, exact: Tensor, error: Tensor, plain: Sequence[Tensor]) -> ProductParity | None:
-        """Measures a sample of the unquantized product, of the run's error and of some of the plain quantizer's; None where the
-        product is nothing but zeros."""
-        norm = exact.norm(dtype=torch.float64)
-        if norm == 0 and not error.any():
-            return None
-        error, *plain = (each.double().flatten() / norm for each in (error, *plain))
-        alike = mean(_cosine(error, each) for each in plain)
-        known = mean([_cosine(*pair) for pair in combinations(plain, 2)] or [1.0])
-        sizes = [each.norm().item() for each in plain]
-        likeness = alike / known if known > KNOWN_LIKENESS else None
-        return cls(name, error.norm().item(), min(sizes), max(sizes), likeness)
+    def of(cls, name: str, error: float, excess: float) -> Compared:
+        return cls(name, error, excess if math.isfinite(excess) else math.inf)
 
-    @property
-    def excess(self) -> float:
-        """How many times over what is tolerated it is; above 1 is a mismatch. Not-a-number is the worst."""
-        if self.most == 0:
-            return self.error / ORDER_OF_SUMS
-        excess = self.error / (LEEWAY * self.most + ORDER_OF_SUMS)
-        # Where the sums' order is not small beside the quantization, it hides how alike the two are.
-        if self.least > 8 * ORDER_OF_SUMS:
-            excess = max(excess, (self.least - ORDER_OF_SUMS) / LEEWAY / self.error if self.error else math.inf)
-            if self.likeness is not None:
-                excess = max(excess, LEAST_LIKENESS / self.likeness if self.likeness > 0 else math.inf)
-        return excess if math.isfinite(excess) else math.inf
+
+def judge_product(name: str, exact: Tensor, error: Tensor, plain: Sequence[Tensor]) -> Compared | None:
+    """A sample of the unquantized product, the run's error and some of the plain quantizer's; None where all is zero."""
+    norm = exact.norm(dtype=torch.float64)
+    if norm == 0 and not error.any():
+        return None
+    error, *plain = (each.double().flatten() / norm for each in (error, *plain))
+    size, sizes = error.norm().item(), [each.norm().item() for each in plain]
+    excess = size / (LEEWAY * max(sizes) + ORDER_OF_SUMS)
+    # Where the sums' order is not small beside the quantization, it hides how alike the two are.
+    if min(sizes) > 8 * ORDER_OF_SUMS:
+        excess = max(excess, (min(sizes) - ORDER_OF_SUMS) / LEEWAY / size if size else math.inf)
+        cosine = partial(F.cosine_similarity, dim=0, eps=1e-100)
+        known = mean([cosine(*pair).item() for pair in combinations(plain, 2)] or [1.0])  # of draws among themselves
+        if known > KNOWN_LIKENESS:
+            likeness = mean(cosine(error, each).item() for each in plain) / known
+            excess = max(excess, LEAST_LIKENESS / likeness if likeness > 0 else math.inf)
+    return Compared.of(name, size, excess)
 
 
 class _Sample(NamedTuple):
@@ -93,10 +91,9 @@ class _Sample(NamedTuple):
 
 
 @contextmanager
-def watching_products(packed: PackedLanguageModel, active: ActivePrecision) -> Iterator[tuple[list[ProductParity], list[str]]]:
+def watching_products(packed: PackedLanguageModel, active: ActivePrecision) -> Iterator[tuple[list[Compared], list[str]]]:
     """Looks at the products of one microbatch, and fills the lists that it yields as it is left: with every product that was
-    seen, the worst first, and with the operands whose delayed scale or history is not what the microbatch makes of it.
-    Collective."""
+    seen, the worst first, and as `watching_histories` does. Collective."""
     context, precision, settings = packed.context, active.precision, active.settings
     before = {name: tensor.clone() for name, tensor in context.state().items()}
     head = packed.hf.get_output_embeddings()
@@ -105,17 +102,14 @@ def watching_products(packed: PackedLanguageModel, active: ActivePrecision) -> I
     quantize = {role: precision.along_features(settings, role) for role in get_args(Role)}
     samples: dict[tuple[str, Role, Along], _Sample] = {}
     rows_of: dict[tuple[str, Role], Tensor] = {}
-    products: dict[tuple[str, str], ProductParity | None] = {}
-    amaxes: dict[Role, dict[str, Tensor]] = {role: {} for role in get_args(Role)}
-    worst_first: list[ProductParity] = []
-    wrong_histories: list[str] = []
+    products: dict[tuple[str, str], Compared | None] = {}
+    worst_first: list[Compared] = []
 
     @torch.no_grad()
     def see_operand(name: str, role: Role, tensor: Tensor) -> None:
         if name != head_name and (name, role, "features") in samples:
             return  # a layer that is recomputed; of the head the last tokens stay, since the documents at an end are compared
         amax = tensor.abs().amax().float()
-        amaxes[role][name] = torch.maximum(amax, amaxes[role].get(name, amax))
         rows, columns = (_sampled(name, size) for size in tensor.shape)
         if role != "weight":
             rows = rows_of[name, role] = _tokens(tensor)
@@ -151,24 +145,13 @@ def watching_products(packed: PackedLanguageModel, active: ActivePrecision) -> I
                 left, right = (quantized(name, *each) for each in zip(roles, operands, strict=True))
                 plain.append((left @ right.t() + added).to(result.dtype).float() - added - exact)
         error = result[rows][:, columns].float() - added - exact
-        products[name, gemm] = ProductParity.of(f"{name} {gemm}", exact, error, plain)
+        products[name, gemm] = judge_product(f"{name} {gemm}", exact, error, plain)
 
-    with holding(
-        context,
-        observers=[*context.observers, see_operand],
-        result_observers=[*context.result_observers, see_result],
-    ):
-        yield worst_first, wrong_histories
+    with watching_histories(context, active) as wrong_histories:
+        observers = {"observers": [*context.observers, see_operand], "result_observers": [see_result]}
+        with holding(context, **observers):
+            yield worst_first, wrong_histories
     worst_first += sorted(filter(None, products.values()), key=lambda each: each.excess, reverse=True)
-    for role, of_role in amaxes.items():
-        if not (precision.keeps_history and of_role):
-            continue
-        are_wrong = _wrong_histories(sorted(of_role), role, of_role, before, context.state(), active).tolist()
-        wrong_histories += [f"{name} ({role})" for name, is_wrong in zip(sorted(of_role), are_wrong, strict=True) if is_wrong]
-
-
-def _cosine(a: Tensor, b: Tensor) -> float:
-    return ((a @ b) / (a.norm() * b.norm()).clamp(min=1e-300)).item()
 
 
 def _tokens(tensor: Tensor) -> Tensor:
@@ -186,28 +169,38 @@ def _sampled(name: str, size: int) -> slice:
     return slice(begin, min(begin + ROWS, size))
 
 
-def _wrong_histories(
-    names: list[str],
-    role: Role,
-    amaxes: Mapping[str, Tensor],
-    before: Mapping[str, Tensor],
-    after: Mapping[str, Tensor],
-    active: ActivePrecision,
-) -> Tensor:
-    """A bool for each of `names`: its history must have moved on by one entry, the largest value of the operand in `role` on all
-    ranks, and its scale must be what the rule makes of it. Zeros move nothing."""
-    amax = torch.stack([amaxes[name] for name in names])
-    if dist.is_initialized():
-        dist.all_reduce(amax, op=dist.ReduceOp.MAX)
-    (old_history, old_scale), (history, scale) = (
-        [torch.stack([of_operand(state, name, role, key) for name in names], -1) for key in ("amax_history", "scale")]
-        for state in (before, after)
-    )
-    settings = active.settings
-    rule = (active.precision.grid(settings, role).maximum, settings.margin, settings.amax_compute_algo)
-    right_history, right_scale = update_scale(torch.cat([history[-1:], old_history[1:]]), old_scale, *rule)
-    moved = (history == right_history).all(0) & torch.isclose(history[-1], amax, rtol=NOTED, atol=0)
-    moved &= torch.isclose(scale, right_scale, rtol=OF_THE_RULE, atol=0)
-    # An overflow is left to the health check (a NaN is no amax). Of a history of one microbatch nothing is left to look at.
-    judged = history.isfinite().all(0) & amax.isfinite() & (amax > 0) & (len(history) > 1)
-    return judged & ~moved
+@contextmanager
+def watching_histories(context: PrecisionContext, active: ActivePrecision) -> Iterator[list[str]]:
+    """Looks at the operands of one microbatch, and fills the list that it yields as it is left: with those whose delayed scale or
+    history is not what the microbatch makes of it. Collective; does nothing in precisions that keep no history.
+
+    A history must have moved on by one entry, the largest value of the operand on all ranks, and its scale must be what the rule
+    makes of it. Zeros move nothing."""
+    wrong: list[str] = []
+    if not active.precision.keeps_history:
+        yield wrong
+        return
+    before, settings = {name: tensor.clone() for name, tensor in context.state().items()}, active.settings
+    amaxes: dict[Role, dict[str, Tensor]] = defaultdict(dict)
+
+    def see_operand(name: str, role: Role, tensor: Tensor) -> None:
+        amax = torch.linalg.vector_norm(tensor, math.inf).float()  # a maximum of magnitudes that makes no copy
+        amaxes[role][name] = torch.maximum(amax, amaxes[role].get(name, amax))
+
+    with holding(context, observers=[*context.observers, see_operand]):
+        yield wrong
+    for role, of_role in sorted(amaxes.items()):  # in one order on all ranks
+        names, amax = sorted(of_role), torch.stack([of_role[name] for name in sorted(of_role)])
+        if dist.is_initialized():
+            dist.all_reduce(amax, op=dist.ReduceOp.MAX)
+        (old_history, old_scale), (history, scale) = (
+            [torch.stack([of_operand(state, name, role, key) for name in names], -1) for key in ("amax_history", "scale")]
+            for state in (before, context.state())
+        )
+        rule = (active.precision.grid(settings, role).maximum, settings.margin, settings.amax_compute_algo)
+        right_history, right_scale = update_scale(torch.cat([history[-1:], old_history[1:]]), old_scale, *rule)
+        moved = (history == right_history).all(0) & torch.isclose(history[-1], amax, rtol=NOTED, atol=0)
+        moved &= torch.isclose(scale, right_scale, rtol=OF_THE_RULE, atol=0)
+        # An overflow is left to the health check (a NaN is no amax). Of a history of one microbatch nothing is left to look at.
+        judged = history.isfinite().all(0) & amax.isfinite() & (amax > 0) & (len(history) > 1)
+        wrong += [f"{name} ({role})" for name, is_wrong in zip(names, (judged & ~moved).tolist(), strict=True) if is_wrong]

@@ -1,9 +1,10 @@
 """A step's update beside torch's own, and what the step says of itself beside what was seen of it.
 
-Parity holds forward and backward, the audit products. What becomes of the gradients is held here, in the first two steps that a
+Parity holds forward and backward, the audit products. How steps follow from one another is held here, in the first two that a
 process makes and in every statistics step:
 
 * Every microbatch that the step counts went through forward and backward, with all its labels and the weight that a token has.
+* What multiplies as a weight, a quantized copy or a cast one, is made of the weight as the last update has left it.
 * Sums of gradients, moments, weights and remainders have the dtypes that the recipe says, and FP32 sums hold more than BF16 does.
 * `torch.optim.AdamW` makes the same update of FP32 copies: norm and clipping, rate, decay, bias correction, both moments, and
   the weight to its last bit but one.
@@ -15,7 +16,7 @@ spaced over this process's part of it, and others in each step. Only the gradien
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +25,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from foundation.attributes import holding
 from packing.arrow import IGNORE
 from packing.batch import StepBatches
 from pretrain.metrics.health import TrainingHalted, some_of
@@ -33,6 +35,7 @@ from pretrain.model.packed import PackedLanguageModel
 from pretrain.optimizer.adamw import MOMENTS, ExactAdamW
 from pretrain.optimizer.exact_weights import join
 from pretrain.precision.observed import dtype_name
+from pretrain.precision.product import Operand, Product
 from pretrain.precision.settings import WEIGHT_DTYPES
 from pretrain.settings.recipe import Recipe
 
@@ -49,6 +52,7 @@ class StepCheck:
         self._packed, self._optimizer, self._recipe, self._accelerator = packed, optimizer, recipe, accelerator
         self._microbatches = 0
         self._wrong: list[str] = []
+        self._are_old: dict[tuple[str, int], Tensor] = {}  # of a product and a copy of its weight, a bool
 
     @contextmanager
     def passes(self, step: StepBatches) -> Iterator[None]:
@@ -61,12 +65,13 @@ class StepCheck:
 
         hook = self._packed.register_forward_hook(after_forward, with_kwargs=True)
         try:
-            yield
+            with holding(self._packed.context, weight_observers=[self._see_weight]):
+                yield
         finally:
             hook.remove()
-        self._microbatches = len(step.microbatches)
-        if len(seen) != self._microbatches:
-            self._wrong.append(f"{len(seen)} of {self._microbatches} microbatches were trained on")
+        if old := sorted({name for (name, _), is_old in self._are_old.items() if is_old}):
+            self._wrong.append(f"weights of {len(old)} products are copies from before the last update: {some_of(old)}")
+        self._microbatches = len(seen)
         nothing = torch.zeros(0, 2, dtype=torch.float64, device=self._accelerator.device)
         labels, factors = (torch.stack(seen) if seen else nothing).unbind(1)
         total, counted = int(self._accelerator.reduce(labels.sum(), reduction="sum")), step.valid_tokens
@@ -74,6 +79,14 @@ class StepCheck:
             self._wrong.append(f"{total:,} labels were trained on, and the step counts {counted:,}")
         if any(not math.isclose(factor * max(counted, 1), 1, rel_tol=1e-5) for factor in factors.tolist()):
             self._wrong.append(f"the loss of a token is not divided by the step's {counted:,} labels")
+
+    @torch.no_grad()
+    def _see_weight(self, product: Product, operand: Operand, matrix: Tensor) -> None:
+        """Quantizes or casts the weight `matrix` anew, as it is now. A copy that serves several microbatches is looked at in the
+        first, whose scale it has under delayed scaling."""
+        if (product.name, id(operand)) not in self._are_old:
+            new = product.operand("weight", matrix, both=False)
+            self._are_old[product.name, id(operand)] = (product.codes(operand) != product.codes(new)).any()
 
     @contextmanager
     def update(self, step: int, learning_rate: float, updates: int) -> Iterator[None]:
@@ -86,8 +99,8 @@ class StepCheck:
             lines = "\n".join(f"  {line}" for line in (wrong or ["what another process says"]))
             raise TrainingHalted(
                 step,
-                f"the update is not the one that torch.optim.AdamW makes of the whole step:\n{lines}\nThe step is not saved. The "
-                "fault lies in the code or in the device, not in the recipe",
+                f"it is not what it should be, or its update not what torch.optim.AdamW makes of it:\n{lines}\nThe step is not "
+                "saved. The fault lies in the code or in the device, not in the recipe",
             )
 
 
@@ -104,13 +117,17 @@ class TorchUpdate:
         self._claims = [*self._wrong_numbers(learning_rate), *self._wrong_dtypes()]
 
         gradients = [gradient_of(parameter) for parameter in self._parameters]
-        limit, norm = recipe.optimizer.clip, norm_of(gradients)
+        # Not by the function that training clips by, which is held to it. Collective where gradients are sharded.
+        norms = [torch.linalg.vector_norm(each.detach(), dtype=torch.float32) for each in gradients]
+        norms = [each.full_tensor() if isinstance(each, DTensor) else each for each in norms]
+        limit, norm = recipe.optimizer.clip, torch.stack(norms).square().sum().sqrt()
         coefficient = 1.0 if limit is None else torch.clamp(limit / (norm + 1e-6), max=1.0)
         picked = [self._picked(gradient) for gradient in gradients]
         self._sizes = torch.tensor([len(each) for each in picked], device=self._device)
         self._tensor_of = torch.arange(len(picked), device=self._device).repeat_interleave(self._sizes)  # of each value
         gradient = torch.cat(picked).float()
-        if recipe.gradients_kept_in == "fp32" and microbatches > 1 and _held_by_bf16(gradient) > BF16_VALUED:
+        bits = gradient[gradient != 0].view(torch.int32)
+        if recipe.gradients_kept_in == "fp32" and microbatches > 1 and (bits & 0xFFFF == 0).float().mean() > BF16_VALUED:
             self._claims.append("gradients add up in BF16, not in FP32: their sums have no more bits")
         self._before = self._values()
         self._expected = self._updated_by_torch(gradient * coefficient, learning_rate)
@@ -150,11 +167,8 @@ class TorchUpdate:
         for parameter in self._parameters:
             state = self._optimizer.state[parameter]
             stored = {"weights": parameter, "gradients": gradient_of(parameter)} | {name: state[name] for name in MOMENTS}
-            for what, tensor in stored.items():
-                if (dtype := dtype_name(tensor.dtype)) != expected[what]:
-                    wrong.add(f"{what} are {dtype}, not {expected[what]}")
-            if (recipe.weights == "bf16_exact") != ("remainder" in state):
-                wrong.add("remainders of BF16 weights are kept where they should not be, or missing")
+            stored_in = {what: dtype_name(tensor.dtype) for what, tensor in stored.items()}
+            wrong |= {f"{what} are {dtype}, not {expected[what]}" for what, dtype in stored_in.items() if dtype != expected[what]}
         return sorted(wrong)
 
     def _picked(self, tensor: Tensor) -> Tensor:
@@ -199,16 +213,3 @@ class TorchUpdate:
     def _by_tensor(self, values: Tensor) -> Tensor:
         """The sum over the picked values of each parameter."""
         return torch.zeros(len(self._names), device=self._device).index_add_(0, self._tensor_of, values)
-
-
-def norm_of(gradients: Sequence[Tensor]) -> Tensor:
-    """The L2 norm of all, FP32, not by the function that training clips by, which is held to it. Collective where they are
-    sharded."""
-    norms = [torch.linalg.vector_norm(each.detach(), dtype=torch.float32) for each in gradients]
-    return torch.stack([each.full_tensor() if isinstance(each, DTensor) else each for each in norms]).square().sum().sqrt()
-
-
-def _held_by_bf16(values: Tensor) -> float:
-    """The share of FP32 values other than zero that BF16 holds as they are."""
-    values = values[values != 0]
-    return float((values.view(torch.int32) & 0xFFFF == 0).float().mean()) if len(values) else 0.0

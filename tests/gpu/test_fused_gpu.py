@@ -18,6 +18,7 @@ from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.model.wrapping import choose_arithmetic, convert, fuse, wrap_layers
+from pretrain.precision.observed import ProductObserver
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.scope import decide, is_called
 from pretrain.precision.selection import make_backend
@@ -98,7 +99,7 @@ def test_in_fp8_with_any_linears_in_bf16_it_is_as_near_to_bf16_as_the_unfused_mo
     name: str, keep: tuple[str, ...], recipe: str
 ) -> None:
     """Norms and SwiGLU write BF16 in front of products in BF16, and FP8 in front of the others; backward alike."""
-    from pretrain.verify.audit import _is_expected, observing
+    from pretrain.verify.audit import _is_expected
 
     exact = train(assemble(larger(name), "bf16", fused=False))
     fused, unfused = (train(assemble(larger(name), recipe, fused=f, keep=keep), steps=4) for f in (True, False))
@@ -109,7 +110,8 @@ def test_in_fp8_with_any_linears_in_bf16_it_is_as_near_to_bf16_as_the_unfused_mo
 
     packed = assemble(larger(name), recipe, fused=True, keep=keep)
     active = ActivePrecision(recipe, PRECISIONS[recipe], "transformer_engine", LowPrecisionSettings().resolved(recipe))
-    with observing(packed, active) as observer:
+    observer = ProductObserver(active)
+    with observer.looking_on():
         train(packed, steps=1)
     assert observer.products.keys() == packed.fused.members.keys()
     kept = {linear for linear in observer.products if any(is_called(linear, pattern) for pattern in keep)}

@@ -133,6 +133,7 @@ class StackedProduct:
         if self.seen_by.observers:  # the weights as they are now, whatever copy of them multiplies
             self.show("weight", self.matrix(context.compute_dtype))
         weight = self._weight_operand(refresh=context.first_microbatch)
+        context.show_weight(self.product, weight, lambda: self.matrix(context.compute_dtype))
         bias = _stacked(self.biases).to(context.compute_dtype) if self.biases else None
         y = self._multiply("forward", x, weight, bias, None if alone else residual)
         self.product.end()

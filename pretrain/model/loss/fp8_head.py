@@ -43,6 +43,7 @@ def fused_head(product: TransformerEngineProduct, weight: Tensor, context: Preci
     try:
         alone = product.is_first_in_forward()
         quantized = product.weight_operand(matrix, refresh=context.first_microbatch, differentiable=True)
+        context.show_weight(product, quantized, matrix)
         if context.observers:
             context.show(product.name, "weight", matrix())
         yield Fp8ChunkLoss(product, quantized, context)

@@ -12,26 +12,31 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from torch import Tensor
 
 from packing.arrow import Pack
 from packing.batch import StepBatches, build_microbatch, sum_of_squares
 from pretrain.model import huggingface as model
+from pretrain.model import packed as packed_model
 from pretrain.model.distributed import placed_as_planned
 from pretrain.model.gradients import RankSums, attach_main_gradients
 from pretrain.model.huggingface import decoder_layers
-from pretrain.model.packed import PackedLanguageModel, forward_backward, inputs_of
+from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.model.sharding import Sharding
 from pretrain.model.wrapping import choose_arithmetic, convert, fuse, wrap_layers
-from pretrain.optimizer.adamw import ExactAdamW, build_optimizer, clear_gradients
+from pretrain.optimizer import adamw
+from pretrain.optimizer.adamw import ExactAdamW, clear_gradients
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.scope import Decision, decide
 from pretrain.precision.selection import make_backend
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
-from pretrain.settings.recipe import LossSettings, ModelSettings, OptimizerSettings
+from pretrain.settings.recipe import LossSettings, ModelSettings, Recipe
 from pretrain.verify import audit
 from pretrain.verify.parity import Parity, check_parity
+from pretrain.verify.update import StepCheck
 
 CPU = torch.device("cpu")
+RATE, CLIP = 1e-3, 1e-3  # so low that it cuts
 VOCABULARY, LENGTH, HIDDEN = 128, 128, 128
 LLAMA = {"hidden_size": HIDDEN, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32}
 # Weights as far from zero as those of 2,048 features are at 0.02: attention then has something to choose.
@@ -58,6 +63,7 @@ class SmallRun:
     step: StepBatches
     packs: Sequence[Pack]
     accelerator: Accelerator
+    recipe: Recipe  # by which it is updated
 
     @property
     def layers(self) -> list[torch.nn.Module]:
@@ -69,19 +75,34 @@ class SmallRun:
         return self.packed.hf.dtype != self.packed.context.compute_dtype
 
     def audit(self) -> list[audit.Entry]:
-        batch = build_microbatch(self.packs[:1], mask_boundaries=True)
-        audit.check_trained(self.packed.hf, self.optimizer)
-        scale = 1 / self.step.tokens
-        entries = audit.observe(
-            self.packed, lambda: self.packed(**inputs_of(batch, self.accelerator.device)) * scale, self.active, self.decisions
-        )
+        batch, scale = build_microbatch(self.packs[:1], mask_boundaries=True), 1 / self.step.tokens
+
+        def loss() -> Tensor:
+            return self.packed(**inputs_of(batch, self.accelerator.device)) * scale
+
+        entries = audit.observe(self.packed, loss, self.active, self.decisions, self.optimizer)
         clear_gradients(self.optimizer, self.packed)
         return entries
 
     def confirm(self, entries: list[audit.Entry]) -> None:
         if self.packed.context.backend is not None:
+            first = audit.confirming_first_microbatch(self.packed, self.active, entries, step=1, most=13)
             with audit.confirming(self.packed, self.active, entries, step=1):
-                forward_backward(self.packed, self.step, self.accelerator)
+                packed_model.forward_backward(self.packed, self.step, self.accelerator, first)
+            clear_gradients(self.optimizer, self.packed)
+
+    def train(self, entries: Sequence[audit.Entry] = ()) -> None:
+        """Two steps as the script makes them, each a statistics step. `entries`: of the audit."""
+        self.optimizer.materialise()
+        for updates in range(2):
+            first = audit.confirming_first_microbatch(self.packed, self.active, entries, step=updates + 1, most=13)
+            check = StepCheck(self.packed, self.optimizer, self.recipe, self.accelerator)
+            adamw.set_learning_rate(self.optimizer, RATE)
+            with check.passes(self.step):
+                packed_model.forward_backward(self.model, self.step, self.accelerator, first if entries else None)
+            norm = adamw.gradient_norm(self.model.parameters())
+            with check.update(updates + 1, RATE, updates):
+                self.optimizer.step(clip_coefficient=adamw.clip_coefficient(norm, self.recipe.optimizer.clip))
             clear_gradients(self.optimizer, self.packed)
 
     def parity(self) -> Parity:
@@ -105,8 +126,8 @@ def build_run(
     fused: bool = False,
     recompute: bool = False,
     packs_a_microbatch: int = 2,
-    weights: torch.dtype = torch.float32,
-    exact: bool = False,
+    weights: str = "fp32",
+    clip: float | None = CLIP,
     seed: int = 1,
     loss: LossSettings | None = None,
     **fp8_config: Any,
@@ -122,7 +143,8 @@ def build_run(
     device = accelerator.device
     low = "emulation" if device.type == "cpu" else "transformer_engine"
     active = ActivePrecision(precision, wanted, low if wanted.quantized else "torch", options)
-    hf = model.build(settings, model.load_config(settings), weights=weights, seed=seed, device=device, backend="packed_sdpa")
+    stored_in = torch.float32 if weights == "fp32" else torch.bfloat16
+    hf = model.build(settings, model.load_config(settings), weights=stored_in, seed=seed, device=device, backend="packed_sdpa")
     compute = getattr(torch, wanted.compute_dtype)
     context = PrecisionContext(make_backend(active, device) if wanted.quantized else None, compute)
     packed = PackedLanguageModel(hf, "packed_sdpa", loss or LossSettings(chunk=256), context)
@@ -133,8 +155,10 @@ def build_run(
         assert arithmetic is not None, why_not
         packed.fused = fuse(inside, {context.backend: decisions}, arithmetic)
     convert(hf, decisions, context, packed.fused)
-    wrap_layers(packed, settings, cast_to=compute if compute != weights else None, compile_layers=False)
-    prepared, optimizer = packed.train(), build_optimizer(packed, OptimizerSettings(), exact=exact)
+    wrap_layers(packed, settings, cast_to=compute if compute != stored_in else None, compile_layers=False)
+    needed = {"name": "small", "model": {"source": "any"}, "data": {"packs": "any"}, "train": {"steps": 9}}
+    recipe = Recipe(**needed, weights=weights, optimizer={"clip": clip, "learning_rate": RATE, "gradients": "fp32"})
+    prepared, optimizer = packed.train(), adamw.build_optimizer(packed, recipe.optimizer, exact=weights == "bf16_exact")
     with placed_as_planned(accelerator, packed, optimizer, compute):
         prepared, _ = accelerator.prepare(packed, optimizer)
     stacks = packed.fused.stacks if packed.fused else ()
@@ -145,7 +169,7 @@ def build_run(
         packed.rank_sums = RankSums(packed.parameters()) if accelerator.num_processes > 1 else None
     packs = random_packs(8, seed)
     step = step_of(packs, packs_a_microbatch, accelerator.process_index, accelerator.num_processes)
-    run = SmallRun(packed, prepared, optimizer, active, decisions, step, packs, accelerator)
+    run = SmallRun(packed, prepared, optimizer, active, decisions, step, packs, accelerator, recipe)
     if context.state():
         rehearse(run)
     return run
@@ -154,7 +178,7 @@ def build_run(
 def rehearse(run: SmallRun) -> None:
     """History for delayed scaling."""
     for _ in range(2):
-        forward_backward(run.model, run.step, run.accelerator)
+        packed_model.forward_backward(run.model, run.step, run.accelerator)
         clear_gradients(run.optimizer, run.model)
 
 

@@ -18,7 +18,6 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from foundation.attributes import holding
 from pretrain.model.fused.arithmetic import Arithmetic, StackedProduct
 from pretrain.precision import searched
-from pretrain.precision.transformer_engine import TransformerEngineProduct
 from tests.pretrain.verify.faults import Change, Make, Patch, fault
 from tests.pretrain.verify.small_runs import SmallRun
 
@@ -114,18 +113,6 @@ def te_another_format(run: SmallRun, patch: Patch) -> None:
     for product in run.packed.context.backend._products.values():
         quantizer = product.linear.quantizers["scaling_bwd"][0]
         patch.setattr(quantizer, "dtype", e4m3 if quantizer.dtype == e5m2 else e5m2)
-
-
-@fault("a weight's quantized copy is that of an earlier step", on_te)
-def te_stale_copy(run: SmallRun, patch: Patch) -> None:
-    quantize, made = TransformerEngineProduct.weight_operand, set()
-
-    def once(product: TransformerEngineProduct, matrix: Any, *, refresh: bool, differentiable: bool) -> Any:
-        first = product.name not in made
-        made.add(product.name)
-        return quantize(product, matrix, refresh=first, differentiable=differentiable)
-
-    patch.setattr(TransformerEngineProduct, "weight_operand", once)
 
 
 def updating(update: Callable[[bool], None]) -> Make:

@@ -19,22 +19,15 @@ from torch import nn
 from transformers.integrations import moe
 
 from foundation.attributes import holding
-from packing.arrow import Pack
+from packing.arrow import IGNORE, Pack
 from packing.batch import build_microbatch
 from pretrain.metrics.health import TrainingHalted
 from pretrain.model.gradients import attach_main_gradients, was_reached
 from pretrain.precision.emulation import EmulatedProduct
 from pretrain.precision.product import LinearFunction
 from pretrain.settings.recipe import LossSettings
-from pretrain.verify.parity import DOCUMENTS, LONGEST, TOKENS, TOTAL, chosen_of
-from pretrain.verify.reference_model import (
-    Document,
-    differences,
-    documents_in,
-    documents_of,
-    reference_model,
-    reference_pass,
-)
+from pretrain.verify.parity import DOCUMENTS, TOKENS, TOTAL, cut
+from pretrain.verify.reference_model import Document, reference_model, reference_pass, wrong_batches
 from tests.pretrain.verify.faults import FAULTS, changing_gradients
 from tests.pretrain.verify.small_runs import ARCHITECTURES, CPU, LLAMA, SmallRun, build_run, step_of
 
@@ -63,30 +56,33 @@ def packs(draw: st.DrawFn) -> Pack:
 @given(st.lists(packs(), min_size=1, max_size=3, unique_by=lambda pack: pack.input_ids.tobytes()), st.booleans())
 def test_batches_are_what_tokens_and_lengths_make_of_them(chosen: list[Pack], mask_boundaries: bool) -> None:
     batch = build_microbatch(chosen, mask_boundaries=mask_boundaries)
-    (documents,) = documents_in([batch], reversed(chosen), mask_boundaries=mask_boundaries)
-    assert differences(batch, documents) == []
-    assert sum(document.valid_tokens for document in documents) == batch.valid_tokens
-    assert [len(each.tokens) for each in documents] == [int(n) for pack in chosen for n in pack.lengths]
+    assert list(wrong_batches([batch], reversed(chosen), mask_boundaries=mask_boundaries)) == []
+    assert list(wrong_batches([batch, batch], chosen, mask_boundaries=mask_boundaries)) or not batch.valid_tokens, "twice"
 
 
-@pytest.mark.parametrize("name", ["input_ids", "labels", "position_ids", "cu_seqlens"])
+@pytest.mark.parametrize("name", ["labels", "position_ids", "cu_seqlens"])
 def test_whatever_is_wrong_in_a_batch_is_named(name: str) -> None:
     pack = Pack(np.arange(LENGTH, dtype=np.uint32), np.array([5, 7], dtype=np.int32))
     batch = build_microbatch([pack], mask_boundaries=True)
-    (documents,) = documents_in([batch], [pack], mask_boundaries=True)
     changed = getattr(batch, name).clone()
     changed.view(-1)[1] += 1
-    assert differences(replace(batch, **{name: changed}), documents) == [name]
+    (line,) = wrong_batches([replace(batch, **{name: changed})], [pack], mask_boundaries=True)
+    assert f"batch: {name} of microbatch 0" in line
 
 
-@given(st.lists(st.lists(st.integers(1, 3 * LONGEST), max_size=20), min_size=1, max_size=3))
-def test_what_is_compared_is_bounded_and_comes_from_every_microbatch(lengths: list[list[int]]) -> None:
-    documents = [[Document(torch.zeros(n), torch.zeros(n), 0, 0) for n in of_batch] for of_batch in lengths]
-    chosen = chosen_of(documents, 4096)
-    assert sum(len(each.tokens) for of_batch in chosen for each in of_batch) <= TOKENS
-    assert sum(map(len, chosen)) <= DOCUMENTS and all(len(d.tokens) <= LONGEST for of_batch in chosen for d in of_batch)
-    if LONGEST * len(lengths) <= TOKENS:  # there is room for one of each
-        assert [bool(of_batch) for of_batch in chosen] == [bool(of_batch) for of_batch in lengths]
+@given(st.lists(packs(), min_size=1, max_size=3), st.integers(1, 300), st.booleans())
+def test_what_is_compared_are_documents_of_the_text_of_which_most_begin_inside_of_a_pack(
+    chosen: list[Pack], repeats: int, at_end: bool
+) -> None:
+    length = LENGTH * repeats
+    chosen = [Pack(np.tile(pack.input_ids, repeats), np.array([length], dtype=np.int32)) for pack in chosen]
+    batch, documents = cut(build_microbatch(chosen, mask_boundaries=True), 100, at_end=at_end)
+    labelled = torch.cat([document.labels for document in (documents[::-1] if at_end else documents)])
+    assert torch.equal(batch.labels[batch.labels >= 0], labelled[labelled >= 0]) and len(labelled) <= TOKENS
+    assert 2 <= len(documents) <= DOCUMENTS
+    for tokens, labels in documents:
+        foreign = torch.where(labels >= 0, labels, 0)[:-1]
+        assert torch.equal(foreign, torch.where(labels[:-1] >= 0, (tokens[1:] + 50) % 100, 0))
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
@@ -94,7 +90,8 @@ def test_the_plain_pass_is_the_mean_over_documents_each_run_by_itself(
     kind: str, plain_copy: Callable, plain_loss: Callable, random_packs: Callable, build_model: Callable
 ) -> None:
     chosen, packed = random_packs([[5, 1, 10], [7, 6], [16]], LENGTH), build_model(kind)
-    documents = [document for pack in chosen for document in documents_of(pack, mask_boundaries=True)]
+    parts = [ids for pack in chosen for ids in np.split(pack.input_ids.astype(np.int64), np.cumsum(pack.lengths))[:-1]]
+    documents = [Document(torch.from_numpy(ids), torch.tensor([*ids[1:], IGNORE])) for ids in parts]
     losses, gradients = reference_pass(reference_model(packed.hf, CPU), documents)
     plain = plain_copy(packed)
     expected = plain_loss(plain, chosen)
@@ -177,14 +174,11 @@ def test_experts_of_a_kernel_that_drops_a_choice_are_found(mixture: Callable, mo
     assert mixture("qwen3_moe").parity().failures
 
 
-@pytest.mark.parametrize("whole", [4, 8])
-def test_documents_that_leak_are_found_where_the_first_packs_or_all_hold_one_document(whole: int, small: Small) -> None:
-    run = small("nvfp4", layers=2)
-    alone = [Pack(pack.input_ids, np.array([len(pack.input_ids)], dtype=np.int32)) for pack in run.packs]
-    run.packs = [*alone[:whole], *run.packs[whole:]]
+def test_documents_that_leak_are_found_where_each_pack_holds_one_document(small: Small) -> None:
+    run = small("bf16", layers=2)
+    run.packs = [Pack(pack.input_ids, np.array([len(pack.input_ids)], dtype=np.int32)) for pack in run.packs]
     run.step = step_of(run.packs, 2)
-    sound = run.parity()
-    assert sound.failures == []
+    assert run.parity().failures == []
     leak = next(fault for fault in FAULTS if fault.what == "documents of a pack see each other")
     with leak.entered(run):
         assert run.parity().failures
@@ -249,7 +243,7 @@ def test_a_mismatch_stops_the_run_and_names_the_worst_tensors(factor: float, sma
     with pytest.raises(TrainingHalted) as halt:
         parity.require()
     message = str(halt.value)
-    assert "step 0" in message and "gradients of" in message and "`parity=off`" in message
+    assert "step 0" in message and "gradients" in message and "`parity=off`" in message
     record = json.loads(json.dumps(parity.record()))
     worst = record["tensors"][0]["name"]
     assert record["failures"] == parity.failures and worst in message
