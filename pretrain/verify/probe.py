@@ -177,10 +177,10 @@ def watching_histories(context: PrecisionContext, active: ActivePrecision) -> It
     A history must have moved on by one entry, the largest value of the operand on all ranks, and its scale must be what the rule
     makes of it. Zeros move nothing."""
     wrong: list[str] = []
-    if not active.precision.keeps_history:
+    before, settings = {name: tensor.clone() for name, tensor in context.state().items()}, active.settings
+    if not before:
         yield wrong
         return
-    before, settings = {name: tensor.clone() for name, tensor in context.state().items()}, active.settings
     amaxes: dict[Role, dict[str, Tensor]] = defaultdict(dict)
 
     def see_operand(name: str, role: Role, tensor: Tensor) -> None:

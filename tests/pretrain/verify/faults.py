@@ -5,7 +5,6 @@ A fault is entered around a run that has been built, and undone when it is left.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -18,18 +17,16 @@ from torch import Tensor, nn
 
 from foundation.attributes import holding
 from packing.arrow import IGNORE
-from packing.batch import StepBatches, build_microbatch
-from pretrain.model import attention, gradients, packed
+from packing.batch import build_microbatch
+from pretrain.model import attention
 from pretrain.model.fused import arithmetic
 from pretrain.model.gradients import gradient_of
 from pretrain.model.loss import head as loss_head
-from pretrain.optimizer import adamw
 from pretrain.precision import delayed_state, emulation
 from pretrain.precision.emulation import Operand
 from pretrain.precision.formats.definition import QuantizedPrecision
 from pretrain.precision.product import Product
 from pretrain.precision.quantizers import E2M1, E4M3, E5M2, Grid, blocks, tensor
-from pretrain.precision.transformer_engine import TransformerEngineProduct
 from pretrain.verify import parity
 from tests.pretrain.verify.small_runs import LENGTH, SmallRun
 
@@ -291,120 +288,6 @@ def adds_up_transposed(run: SmallRun, patch: Patch) -> None:
     patch.setattr(Product, "__call__", transposed)
 
 
-# ── Updates ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-fault_of_update = partial(fault, weights=("fp32", "bf16", "bf16_exact"))
-
-
-def after_update(run: SmallRun, patch: Patch, then: Callable[[int], object]) -> None:
-    """Calls `then` after each update, with how many there have been."""
-    step, count = run.optimizer.step, itertools.count(1)
-
-    def stepped(**options: Any) -> None:
-        step(**options)
-        then(next(count))
-
-    patch.setattr(run.optimizer, "step", stepped)
-
-
-@fault_of_update("the norm is not clipped")
-def not_clipped(run: SmallRun, patch: Patch) -> None:
-    patch.setattr(adamw, "clip_coefficient", lambda norm, limit: None)
-
-
-@fault_of_update("moments are not corrected for their bias")
-def no_bias_correction(run: SmallRun, patch: Patch) -> None:
-    patch.setattr(adamw.Hyperparameters, "bias_correction2_sqrt", 1.0)
-
-
-@fault_of_update("each update is made twice")
-def each_update_twice(run: SmallRun, patch: Patch) -> None:
-    step = run.optimizer.step
-    after_update(run, patch, lambda _: step())
-
-
-@fault_of_update("one weight is never updated")
-def one_weight_never_updated(run: SmallRun, patch: Patch) -> None:
-    weight = run.layers[0].mlp.down_proj.weight
-    before = weight.detach().clone()
-    after_update(run, patch, lambda _: weight.data.copy_(before))
-
-
-@fault_of_update("norms decay")
-def norms_decay(run: SmallRun, patch: Patch) -> None:
-    patch.setitem(run.optimizer.param_groups[1], "weight_decay", 0.1)
-
-
-@fault("an exact weight's low bits are dropped", weights=("bf16_exact",))
-def low_bits_dropped(run: SmallRun, patch: Patch) -> None:
-    split = adamw.split
-    patch.setattr(adamw, "split", lambda master: (split(master)[0], torch.zeros_like(split(master)[1])))
-
-
-@fault_of_update(
-    "a weight's copy is stale in every second step", lambda run: quantized(run) or bool(run.packed.fused and run.has_copies)
-)
-def stale_copy(run: SmallRun, patch: Patch) -> None:
-    def stale(get: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, refresh, **options: get(*args, refresh=refresh and updates % 2 == 0, **options)
-
-    def count(done: int) -> None:
-        nonlocal updates
-        updates = done
-
-    updates = 0
-    after_update(run, patch, count)
-    for of, method in (
-        (emulation.EmulatedProduct, "weight_operand"),
-        (TransformerEngineProduct, "weight_operand"),
-        (arithmetic.StackedProduct, "cached_matrix"),
-    ):
-        patch.setattr(of, method, stale(getattr(of, method)))
-
-
-def changing_passes(change: Callable[[SmallRun, Callable[..., Tensor], StepBatches], Any]) -> Make:
-    """Training's, not parity's. `change` is called with what makes them of a step's batches."""
-
-    def make(run: SmallRun, patch: Patch) -> None:
-        def changed(model: Any, step: StepBatches, *others: Any) -> Any:
-            return change(run, lambda batches: every(model, batches, *others), step)
-
-        every = packed.forward_backward
-        patch.setattr(packed, "forward_backward", changed)
-
-    return make
-
-
-@fault_of_update("the fourth microbatch of a step is dropped")
-@changing_passes
-def fourth_microbatch_dropped(run: SmallRun, passes: Callable[..., Tensor], step: StepBatches) -> Tensor:
-    return passes(replace(step, microbatches=step.microbatches[:3]))
-
-
-@fault_of_update("gradients add up in BF16, not in FP32")
-def sums_in_bf16(run: SmallRun, patch: Patch) -> None:
-    gradients.attach_main_gradients(run.packed, torch.bfloat16, run.packed.fused.stacks if run.packed.fused else ())
-
-
-@fault_of_update("FP32 sums of gradients are rounded to BF16")
-@changing_passes
-def sums_rounded_to_bf16(run: SmallRun, passes: Callable[..., Tensor], step: StepBatches) -> None:
-    passes(step)
-    for parameter in run.packed.parameters():
-        gradient_of(parameter).copy_(gradient_of(parameter).bfloat16())
-
-
-@fault("moments are BF16, not FP32", weights=("fp32", "bf16_exact"))
-def moments_in_bf16(run: SmallRun, patch: Patch) -> None:
-    def rounded() -> None:
-        materialise()
-        for state in run.optimizer.state.values():
-            state |= {name: state[name].bfloat16() for name in adamw.MOMENTS}
-
-    materialise = run.optimizer.materialise
-    patch.setattr(run.optimizer, "materialise", rounded)
-
-
 # ── Products ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -595,11 +478,6 @@ def never_called(of: type, method: str) -> Make:
 
 fault("a scale is never updated", delayed)(never_called(delayed_state.AmaxHistory, "update"))
 fault("the gradients' scales are never updated", delayed)(never_called(delayed_state.DelayedState, "_finish_backward"))
-
-
-@fault("no scale is updated from the second step on", delayed)
-def scales_stand_still(run: SmallRun, patch: Patch) -> None:
-    after_update(run, patch, lambda _: patch.setattr(delayed_state.AmaxHistory, "update", lambda self: None))
 
 
 @fault("a linear takes its neighbour's scale", delayed)

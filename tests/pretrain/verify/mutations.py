@@ -27,6 +27,7 @@ from pretrain.metrics.health import TrainingHalted
 from pretrain.precision.settings import PRECISIONS
 from pretrain.precision.transformer_engine import unavailable_because
 from tests.multi import test_broken_ranks as broken_ranks
+from tests.pretrain.verify import update_faults  # noqa: F401
 from tests.pretrain.verify.faults import FAULTS, Fault
 from tests.pretrain.verify.small_runs import ARCHITECTURES, SmallRun, build_run, on_a
 

@@ -10,8 +10,7 @@ import pytest
 from accelerate import Accelerator
 
 from pretrain.precision.settings import PRECISIONS
-from tests.pretrain.verify.faults import FAULTS
-from tests.pretrain.verify.mutations import MARKS, caught_by
+from tests.pretrain.verify.mutations import FAULTS, MARKS, caught_by
 from tests.pretrain.verify.small_runs import build_run
 
 # The narrowest formats hide most, so most faults are made in them.

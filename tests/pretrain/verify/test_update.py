@@ -7,7 +7,8 @@ from accelerate import Accelerator
 
 from pretrain.metrics.health import TrainingHalted
 from pretrain.precision.settings import PRECISIONS
-from tests.pretrain.verify.faults import FAULTS, Fault
+from tests.pretrain.verify.faults import Fault
+from tests.pretrain.verify.mutations import FAULTS
 from tests.pretrain.verify.small_runs import CLIP, SmallRun, build_run
 
 WAYS = ("fp32", "bf16", "bf16_exact")
@@ -24,7 +25,7 @@ LINES = {
     "gradients add up in BF16, not in FP32": "gradients are bfloat16",
     "FP32 sums of gradients are rounded to BF16": "gradients add up in BF16",
     "moments are BF16, not FP32": "exp_avg are bfloat16",
-    STALE: "copies from before: .*q",
+    STALE: "copies from before the last update: ",
 }
 BY_NAME = {fault.what: fault for fault in FAULTS}
 
