@@ -41,6 +41,7 @@ from transformers.pytorch_utils import Conv1D
 from foundation.attributes import holding
 from pretrain.precision import searched
 from pretrain.precision.formats.definition import Role
+from pretrain.precision.observed import watched
 
 PREFIX = "fp8/"  # of the names that `Backend.state` gives, which stand beside the optimizer's in a checkpoint
 Operand = Any  # a Tensor, an emulated operand, or a quantized tensor of Transformer Engine
@@ -415,5 +416,6 @@ class LowPrecisionLinear(TakesTurns, nn.Module):
             return self.context.multiply(self.product, rows, weight, self.bias).view(*x.shape[:-1], -1)
         weight, bias = summing_where(weight, weight.to(x.dtype)), None if self.bias is None else self.bias.to(x.dtype)
         if self.context.quantizing:
-            return F.linear(x, weight, bias)
+            with watched((self.name,), "forward"):
+                return F.linear(x, weight, bias)
         return PlainProduct(self.name)(rows, weight, bias, first_microbatch=True).view(*x.shape[:-1], -1)

@@ -365,6 +365,12 @@ def never_entered(run: SmallRun, patch: Patch) -> None:
     patch.setattr(run.packed.context, "forward", lambda **_: nullcontext())
 
 
+@fault("from a step's second microbatch on nothing is quantized", emulated)
+def never_entered_again(run: SmallRun, patch: Patch) -> None:
+    context, forward = run.packed.context, run.packed.context.forward
+    patch.setattr(context, "forward", lambda **options: forward(**options) if context.first_microbatch else nullcontext())
+
+
 @fault("a recomputed layer is computed outside of low precision", quantized, recompute=True)
 def recomputed_outside(run: SmallRun, patch: Patch) -> None:
     real = run.packed.context.backend.checkpoint

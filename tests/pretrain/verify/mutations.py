@@ -92,6 +92,8 @@ def who_catches(fault: Fault, precision: str, device: str = "cpu") -> str | None
     with on_a(device) as accelerator:
         for _, name, fused in configurations(device):
             for weights in fault.weights if name == precision else ():
+                if weights != "fp32" and PRECISIONS[name].compute_dtype == "float32":
+                    continue  # which would round nothing but the weights
                 run = build_run(accelerator, name, fused=fused, recompute=fault.recompute, weights=weights)
                 if fault.applies(run):
                     who = " and ".join(caught_by(run, fault)) or NOTHING

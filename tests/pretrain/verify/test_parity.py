@@ -92,7 +92,7 @@ def test_the_plain_pass_is_the_mean_over_documents_each_run_by_itself(
     chosen, packed = random_packs([[5, 1, 10], [7, 6], [16]], LENGTH), build_model(kind)
     parts = [ids for pack in chosen for ids in np.split(pack.input_ids.astype(np.int64), np.cumsum(pack.lengths))[:-1]]
     documents = [Document(torch.from_numpy(ids), torch.tensor([*ids[1:], IGNORE])) for ids in parts]
-    losses, gradients = reference_pass(reference_model(packed.hf, CPU), documents)
+    losses, gradients = reference_pass(reference_model(packed.hf, CPU), documents, LossSettings())
     plain = plain_copy(packed)
     expected = plain_loss(plain, chosen)
     expected.backward()

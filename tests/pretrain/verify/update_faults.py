@@ -18,7 +18,7 @@ from pretrain.model.gradients import gradient_of
 from pretrain.optimizer import adamw
 from pretrain.precision import delayed_state, emulation
 from pretrain.precision.transformer_engine import TransformerEngineProduct
-from tests.pretrain.verify.faults import Make, Patch, delayed, fault, quantized
+from tests.pretrain.verify.faults import Make, Patch, delayed, emulated, fault, quantized
 from tests.pretrain.verify.small_runs import SmallRun
 
 fault_of_update = partial(fault, weights=("fp32", "bf16", "bf16_exact"))
@@ -88,6 +88,19 @@ def stale_copy(run: SmallRun, patch: Patch) -> None:
         (arithmetic.StackedProduct, "cached_matrix"),
     ):
         patch.setattr(of, method, stale(getattr(of, method)))
+
+
+@fault("a weight's copy is stale from a step's second microbatch on", emulated)
+def stale_later(run: SmallRun, patch: Patch) -> None:
+    def later(product: emulation.EmulatedProduct, *args: Any, refresh: bool, **options: Any) -> Any:
+        operand = get(product, *args, refresh=refresh, **options)
+        if refresh:
+            before[product.name] = last.pop(product.name, operand)
+            last[product.name] = operand
+        return operand if refresh else before[product.name]
+
+    get, before, last = emulation.EmulatedProduct.weight_operand, {}, {}
+    patch.setattr(emulation.EmulatedProduct, "weight_operand", later)
 
 
 def changing_passes(change: Callable[[SmallRun, Callable[..., Tensor], StepBatches], Any]) -> Make:
