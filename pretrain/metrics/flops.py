@@ -76,14 +76,16 @@ class ModelFlops:
 
     shape: Shape
     attention_weights: int  # of the layers' linears that are attention's
-    mlp_weights: int  # of all others
+    mlp_weights: int  # of all others, and of a mixture's routers
     head_weights: int  # of the head's product, though it may share them with the embedding; looking up a row is no product
-    uncounted: tuple[str, ...]  # weights in no known product or embedding, such as stacked experts; empty: the count is complete
+    uncounted: tuple[str, ...]  # weights in no known product or embedding; empty: the count is complete
     parameters: int  # tied weights once
     embedding_parameters: int  # input embeddings, learned positions among them
     position_parameters: int
     tied: bool
     layer_norm: bool = False  # its norms are LayerNorm; else RMSNorm
+    expert_weights: int = 0  # of a mixture: of the stacked experts that a token is multiplied with
+    idle_weights: int = 0  # and of those that it is not
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelFlops:
@@ -94,18 +96,25 @@ class ModelFlops:
         attention = sum(w.numel() for name, w in linears.items() if "attn" in name or "attention" in name)
         inside = sum(map(torch.numel, linears.values()))
         known = {*embeddings, *map(id, linears.values()), id(getattr(head, "weight", None))}
-        unknown = tuple(name for name, p in model.named_parameters() if p.ndim >= 2 and id(p) not in known)
+        unknown = {name: p for name, p in model.named_parameters() if p.ndim >= 2 and id(p) not in known}
+        chosen = getattr(model.config.get_text_config(), "num_experts_per_tok", None)  # experts a token
+        stacks = {name: p for name, p in unknown.items() if chosen and ".experts." in name}
+        routers = {name: p for name, p in unknown.items() if name not in stacks and len(p) in map(len, stacks.values())}
+        products = [p for p in stacks.values() if p.ndim == 3]  # without their biases
+        active = sum(chosen * p[0].numel() for p in products)
         return cls(
             shape=Shape.of(model),
             attention_weights=attention,
-            mlp_weights=inside - attention,
+            mlp_weights=inside - attention + sum(map(torch.numel, routers.values())),
             head_weights=head.weight.numel() if head is not None else 0,
-            uncounted=unknown,
+            uncounted=tuple(name for name in unknown if name not in stacks | routers),
             parameters=sum(p.numel() for p in model.parameters()),
             embedding_parameters=sum(embeddings.values()),
             position_parameters=sum(size for key, size in embeddings.items() if key != id(token_weight)),
             tied=head is not None and head.weight is token_weight,
             layer_norm=any(isinstance(module, nn.LayerNorm) for module in model.modules()),
+            expert_weights=active,
+            idle_weights=sum(map(torch.numel, products)) - active,
         )
 
     @property
@@ -122,7 +131,7 @@ class ModelFlops:
     @property
     def per_token_matrix(self) -> float:
         """FLOPs a token, attention products not included."""
-        return float(TRAINED * (self.attention_weights + self.mlp_weights + self.head_weights))
+        return float(TRAINED * (self.attention_weights + self.mlp_weights + self.expert_weights + self.head_weights))
 
     @property
     def per_squared_length(self) -> float:
@@ -147,13 +156,13 @@ def ours(model: ModelFlops, length: int) -> float:
 
 
 def palm(model: ModelFlops, length: int) -> float:
-    """6N + 12LHQT, N without any embedding, a tied head among them."""
-    return 6.0 * (model.parameters - model.embedding_parameters) + _square_attention(model, length)
+    """6N + 12LHQT, N without any embedding, a tied head among them, and without a mixture's idle experts."""
+    return 6.0 * (model.parameters - model.idle_weights - model.embedding_parameters) + _square_attention(model, length)
 
 
 def nanogpt(model: ModelFlops, length: int) -> float:
     """6N + 12LHQT, N without learned positions only: an input embedding of its own counts, though it multiplies nothing."""
-    return 6.0 * (model.parameters - model.position_parameters) + _square_attention(model, length)
+    return 6.0 * (model.parameters - model.idle_weights - model.position_parameters) + _square_attention(model, length)
 
 
 def combined_formula(model: ModelFlops, length: int) -> float:

@@ -58,6 +58,8 @@ def main(arguments: Sequence[str]) -> int:
     print(f"\nattention_to_ffn_ratio (llm_TII v3): {ratios}")
     if speed and ours(flops, min(lengths)) * speed > most:
         print(f"\nwarning: {speed:,.0f} tokens/s are more than {target} can compute")
+    if flops.expert_weights:
+        print("\nwarning: llm_TII's and Megatron-LM's definitions are of dense models, and this is a mixture of experts")
     if flops.uncounted:
         print(f"\nwarning: {flops.left_out}")
     return 0

@@ -236,12 +236,14 @@ def compiled_layer(flops: ModelFlops, precision: Precision, layouts: int) -> Lay
     shape, number = flops.shape, precision.number_bytes
     linears = (flops.attention_weights + flops.mlp_weights) // shape.layers
     rotated = shape.query_width + shape.kv_heads * shape.head_dim
-    kept = int((4 * shape.hidden + linears // shape.hidden + rotated) * number * (IN_PIECES if precision.quantized else 1))
+    experts, idle = flops.expert_weights // shape.layers, flops.idle_weights // shape.layers
+    values = 4 * shape.hidden + (linears + experts) // shape.hidden + rotated
+    kept = int(values * number * (IN_PIECES if precision.quantized else 1))
     return LayerMemory(
         inputs=shape.hidden * number,
         kept=kept,
         workspace=kept,  # the gradients of what it keeps
         quantized_weights=layouts * linears,
-        unquantized_weights=number * linears,
+        unquantized_weights=number * (linears + experts + idle),
         fused=False,
     )

@@ -26,7 +26,7 @@ from typing import Any
 from foundation import units
 from foundation.units import GIB
 from packing.order import Mixture
-from pretrain.metrics.flops import ModelFlops
+from pretrain.metrics.flops import TRAINED, ModelFlops
 from pretrain.metrics.peaks import peak
 from pretrain.optimizer import schedule
 from pretrain.plan.checks import steps_of
@@ -159,10 +159,22 @@ class Plan:
     def peak_tflops(self) -> float | None:
         """Dense peak of all devices together, in the precision of the run; None on an unknown device, and in emulation. Of
         several precisions it is that of the whole run: its FLOPs over the time that each phase takes at its own."""
-        peaks = [(last - first + 1, peak(self.devices.name, active.precision.peak)) for first, last, active in self.spans]
+        peaks = [(last - first + 1, self._peak_in(active)) for first, last, active in self.spans]
         if self.emulated or not all(each for _, each in peaks):
             return None
         return self.devices.count * sum(steps for steps, _ in peaks) / sum(steps / each for steps, each in peaks)
+
+    def _peak_in(self, active: ActivePrecision) -> float | None:
+        """Dense peak of one device over products that are in `active`, but for a mixture's experts: these are in BF16."""
+        fastest, bf16 = peak(self.devices.name, active.precision.peak), peak(self.devices.name, "bf16")
+        if not (fastest and active.precision.quantized and self.flops.expert_weights):
+            return fastest
+        return 1 / (self.share_of_experts / bf16 + (1 - self.share_of_experts) / fastest)
+
+    @property
+    def share_of_experts(self) -> float:
+        """Of all FLOPs, those of a mixture's experts."""
+        return TRAINED * self.flops.expert_weights / self.flops_per_token
 
     # ── Memory, and what is kept ──
 
@@ -203,6 +215,8 @@ class Plan:
             warnings.append(f"{room}; what takes less: {TAKES_LESS}")
         if self.recipe.weights == "bf16":
             warnings.append("`weights: bf16` loses the smallest updates; `weights: bf16_exact` keeps every one")
+        if self.flops.expert_weights and any(active.precision.quantized for active in self.actives):
+            warnings.append(f"experts compute in BF16 under every precision: {units.percent(self.share_of_experts)} of the FLOPs")
         for active in self.actives:
             if active.backend == "emulation":
                 warnings.append(f"`{active.precision.name}` is emulated here: the losses of the format, and no time saved")

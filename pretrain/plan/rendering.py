@@ -43,9 +43,10 @@ def model_lines(plan: Plan) -> list[str]:
     flops, shape = plan.flops, plan.flops.shape
     head = "head tied to the embedding" if flops.tied else "head of its own"
     without = units.count(flops.parameters - flops.embedding_parameters)
+    active = f", {units.count(flops.parameters - flops.idle_weights)} of them for a token" if flops.idle_weights else ""
     heads = f"{plural(shape.heads, 'head')} of {shape.head_dim} ({shape.kv_heads} for keys and values)"
     return [
-        f"{units.count(flops.parameters)} parameters, {without} without embeddings, {head}",
+        f"{units.count(flops.parameters)} parameters{active}, {without} without embeddings, {head}",
         f"{shape.layers} layers, hidden {shape.hidden:,}, {heads}, vocabulary {shape.vocabulary:,}",
     ]
 

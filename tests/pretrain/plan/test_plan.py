@@ -55,6 +55,21 @@ def test_a_schedule_has_its_steps_in_each_precision(qwen3: PreTrainedModel) -> N
     assert "steps 51 to 100 in bf16" in render(whole)
 
 
+def test_a_mixture_is_planned_with_the_experts_of_a_token_which_are_in_bf16() -> None:
+    """Of 8 experts a token takes 2; everything but experts is twice as fast in FP8 on an H100."""
+    sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768}
+    model = on_meta(QWEN3 | {"model_type": "qwen3_moe"} | sizes)
+    experts = 28 * 2 * 3 * 2048 * 768
+    settings = LowPrecisionSettings().resolved("delayed")
+    active = ActivePrecision("delayed", PRECISIONS["delayed"], "transformer_engine", settings)
+    made = replace(plan(model, recipe(), Devices(name="NVIDIA H100 80GB HBM3")), active=active)
+    in_bf16 = 6 * experts / 989.5
+    seconds = in_bf16 + (made.flops_per_token - 6 * experts) / 1979.0
+    assert made.flops.expert_weights == experts and made.flops.idle_weights == 3 * experts
+    assert made.peak_tflops == pytest.approx(made.flops_per_token / seconds)
+    assert "experts compute in BF16" in render(made)
+
+
 @given(packs=st.integers(1, 300), devices=st.integers(1, 40))
 def test_microbatch_sizes_waste_no_place_that_another_size_would_not(qwen3: PreTrainedModel, packs: int, devices: int) -> None:
     """Of each number of microbatches there is one size; where the devices divide the packs, it leaves no place empty."""
