@@ -81,7 +81,7 @@ def test_a_run_that_went_on_from_its_middle_equals_one_that_nobody_stopped(finis
 
 
 def test_the_report_subtracts_losses_step_by_step(finished: Callable, folder: Path) -> None:
-    names, page = ("bf16_exact_fused", "delayed"), folder / "report.md"
+    names, page = ("bf16_exact_fused", "delayed"), folder / "report.html"
     first, second = (results_of(RUNS[name], finished(name))["figures"]["loss"] for name in names)
     runs = [str(finished(name)) for name in names]
     assert pretrain(["report", *runs, "--vary", "precision", "--vary", "fp8_config", "--out", str(page)]) == 0

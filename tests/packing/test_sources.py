@@ -94,6 +94,13 @@ def test_data_files_come_before_text_and_two_kinds_of_them_are_refused(tmp_path:
         texts_of(tmp_path)
 
 
+def test_a_kind_of_file_that_is_not_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("text\na\n")
+    for source in (tmp_path / "x.csv", tmp_path):
+        with pytest.raises(InputError, match=r"data.source: .*JSONL, Parquet and text"):
+            texts_of(source)
+
+
 def test_a_template_sets_columns_into_text(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text('{"title": "T", "n": 3, "body": null}\n{"title": null, "n": "", "body": ""}\n')
     assert texts_of(tmp_path / "x.jsonl", text="{title} {n}{{}}\n{body}") == ["T 3{}\n"]

@@ -209,7 +209,11 @@ def test_text_that_has_changed_where_a_run_goes_on_is_refused(values: dict[str, 
         list(steps(packed_by(packing, data, record), 30, 31))
 
 
-def test_packs_come_from_a_process_of_their_own_whose_end_is_told(values: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+def test_packs_come_from_a_process_of_their_own_whose_end_is_told(
+    values: dict[str, Any], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("numpy.py").write_text("raise SystemExit('imported from the current folder')")
     data = streamed(two_sources(values, folder) | {"text": "{text}."}, tmp_path / "packs")
     for part in part_folders(data.packs):  # so that it has to make the first ones again, by the same settings
         shutil.rmtree(part)
