@@ -311,15 +311,11 @@ class _TorchProducts(TorchDispatchMode):
 
 def operand_kind(te: ModuleType | None, operand: Any) -> str:
     """The number format and the scaling of a GEMM's operand, such as "e4m3 tensor-scaled"; of an unquantized tensor its dtype."""
-    if te and isinstance(operand, te.NVFP4TensorStorage):
-        return "nvfp4 e2m1"
-    if not hasattr(operand, "_fp8_dtype"):
+    if te is None or not isinstance(operand, te.QuantizedTensorStorage):
         return dtype_name(operand.dtype)
-    if isinstance(operand, te.MXFP8TensorStorage):
-        return f"mxfp8 {_format(te, operand._fp8_dtype)}"
-    in_blocks = isinstance(operand, te.Float8BlockwiseQTensorStorage)
-    scaled = f"{'128x128' if operand._is_2D_scaled else '1x128'} blocks" if in_blocks else "tensor-scaled"
-    return f"{_format(te, operand._fp8_dtype)} {scaled}"
+    in_blocks = {te.NVFP4TensorStorage: 16, te.MXFP8TensorStorage: 32, te.Float8BlockwiseQTensorStorage: 128}
+    size = next((size for kind, size in in_blocks.items() if isinstance(operand, kind)), None)
+    return f"{'e2m1' if size == 16 else _format(te, operand._fp8_dtype)} {f'in blocks of {size}' if size else 'tensor-scaled'}"
 
 
 def _format(te: ModuleType, dtype: Any) -> str:

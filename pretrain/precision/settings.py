@@ -181,7 +181,7 @@ class LowPrecisionSettings(Settings):
 
     def contradictions(self, precision: Precision) -> list[str]:
         """What is set and `precision` does not take, as `key: value`."""
-        return [f"{key}: {value}" for key, value in self.options_set.items() if not precision.takes(key, value)]
+        return [f"{key}: {value}" for key, value in self.options_set.items() if key not in precision.options]
 
     def resolved(self, precision_name: str) -> Self:
         """The settings with every option that the precision takes, by its default where it is None, and all others None."""

@@ -8,10 +8,10 @@ The library is imported when it is first needed: it takes seconds, and cannot be
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
@@ -34,7 +34,8 @@ from pretrain.precision.settings import ActivePrecision
 TE_DIRECTIONS = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
 TE_GEMMS = {"forward": ("TN", "fprop"), "dgrad": ("NN", "dgrad"), "wgrad": ("NT", "wgrad")}  # layout, and the recipe's name
 _WEIGHT = "weight"  # the quantized copy's place in the linear's own cache, which `reset` empties
-_MISSING = object()
+# What the names of variables begin with that change the defaults of Transformer Engine's recipes.
+DEFAULTS_CHANGED_BY = ("NVTE_BACKWARD_OVERRIDE", "NVTE_FP8_BLOCK_SCALING", "NVTE_FP8_CURRENT_SCALING", "NVTE_NVFP4_")
 _STASH = "global_fp8_buffer_pos_fwd_recompute"
 
 
@@ -62,25 +63,20 @@ def unavailable_because(precision: QuantizedPrecision) -> str | None:
 
 
 def build_te_recipe(precision: QuantizedPrecision, settings: OptionValues) -> Any:
-    """The `transformer_engine.common.recipe` object of `precision`, with nothing in it but what the settings say.
+    """The `transformer_engine.common.recipe` object of `precision`: Transformer Engine's defaults, and the settings' options.
 
-    Transformer Engine takes defaults from NVTE_* variables and drops keyword arguments that it does not know. So every attribute
-    is set here, then read back. Raises InputError where the installed version differs.
-    """
+    Raises InputError where variables would change the defaults, and for an option that the installed version drops."""
+    if variables := sorted(name for name in os.environ if name.startswith(DEFAULTS_CHANGED_BY)):
+        raise InputError(f"{', '.join(variables)}: Transformer Engine would compute otherwise than `precision` says; unset it")
     te = importlib.import_module("transformer_engine.common.recipe")
-    kind, arguments, attributes = precision.te_recipe(te, settings)
-    # Attention has its own kernels here, and backward multiplies what forward quantized.
-    arguments |= {"fp8_dpa": False, "fp8_mha": False, "backward_override": None}
-    unknown = {field.name for field in dataclasses.fields(kind)} - set(arguments)
-    te_recipe = kind(**arguments)
-    for name, value in attributes.items():
-        setattr(te_recipe, name, value)
-    lost = {name for name, value in (arguments | attributes).items() if getattr(te_recipe, name, _MISSING) != value}
-    if unknown or lost:
-        differences = ", ".join(sorted(unknown | lost))
+    options = {key: getattr(settings, key) for key in precision.options}
+    if "fp8_format" in options:
+        options["fp8_format"] = te.Format[settings.fp8_format]
+    te_recipe = getattr(te, precision.te_recipe)(**options)
+    if dropped := [key for key, value in options.items() if getattr(te_recipe, key, None) != value]:
         raise InputError(
-            f"precision {precision.name!r}: the installed Transformer Engine's {kind.__name__} differs from what this "
-            f"launcher knows (it differs in {differences}); install the version of requirements-cuda.txt"
+            f"`precision: {precision.name}`: the installed Transformer Engine takes no `fp8_config.{dropped[0]}`; install the "
+            "version of requirements-cuda.txt"
         )
     return te_recipe
 

@@ -129,7 +129,7 @@ def _read_fp8_config(values: dict[str, Any]) -> tuple[Precision, LowPrecisionSet
         raise InputError(
             f"{_ORIGIN}: `fp8_config.recipe: {precision.name}` is no FP8; set `mixed_precision: bf16`, or 'no' for FP32"
         )
-    filled_in = {key for key, value in _FILLED_IN.items() if values.get(key) == value and not precision.takes(key, value)}
+    filled_in = {key for key, value in _FILLED_IN.items() if values.get(key) == value and key not in precision.options}
     chosen = config.model_dump(exclude_unset=True, exclude={"recipe", *filled_in})
     settings = LowPrecisionSettings.model_validate(chosen)
     _check_options(settings, precision, f"`recipe: {precision.name}`", f"{_ORIGIN}: ")

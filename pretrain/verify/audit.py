@@ -182,12 +182,8 @@ def _not_run(observed: Sequence[ObservedProduct]) -> list[str]:
 
 def _is_expected(product: ObservedProduct, active: ActivePrecision) -> bool:
     """Whether both operands are of a kind that the precision makes. What an emulated one really is its blocks tell."""
-    precision, settings = active.precision, active.settings
-    emulated = active.backend == "emulation"
-    return all(
-        kind == (precision.operand_kind(settings, role) if emulated else precision.te_operand_kind(settings, role))
-        for kind, role in zip((product.left, product.right), OPERANDS[product.gemm], strict=True)
-    )
+    kinds = [active.precision.operand_kind(active.settings, role) for role in OPERANDS[product.gemm]]
+    return [product.left, product.right] == kinds
 
 
 def _refuse(entries: Sequence[Entry], active: ActivePrecision, where: str = "") -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from pretrain.precision.formats import definition
-from pretrain.precision.formats.definition import Hardware, OptionValues, Quantize, QuantizedPrecision, Scaling, TeRecipe, Uniform
+from pretrain.precision.formats.definition import Hardware, Quantize, QuantizedPrecision, Scaling, Uniform
 from pretrain.precision.quantizers import Grid
 
 
@@ -15,18 +12,6 @@ def quantize(grid: Grid, square: bool, uniform: Uniform) -> Quantize:
     return lambda x, scale, amax: blocks.quantize_fp8(x, grid, two_dimensional=square)
 
 
-def te_recipe(te: Any, settings: OptionValues) -> TeRecipe:
-    arguments = {
-        "use_f32_scales": False,
-        "fp8_format": te.Format[settings.fp8_format],
-        "x_block_scaling_dim": 1,
-        "w_block_scaling_dim": 2,
-        "grad_block_scaling_dim": 1,
-    }
-    arguments |= definition.te_split_accumulators(te)
-    return te.Float8BlockScaling, arguments, definition.te_fp8_quantization(te, power_of_two=True)
-
-
 PRECISION = QuantizedPrecision(
     name="block",
     order=40,
@@ -34,13 +19,11 @@ PRECISION = QuantizedPrecision(
     "on Transformer Engine multiplies the same codes as MXFP8, each scale written once for 32 values",
     peak="fp8",
     multiple_of=128,
-    options={"fp8_format": "E4M3"},
-    fixed_options=("fp8_format",),
     hardware=Hardware((9, 0), "H100, H200, B200"),
     scales=Scaling("power of two", 0.5, 128),
     square_weights=True,
     quantize=quantize,
-    te_recipe=te_recipe,
+    te_recipe="Float8BlockScaling",
     te_available="is_fp8_block_scaling_available",
     operand_bytes=1 + 4 / 128,
     weight_bytes=1.0,  # a scale for a square of 128 x 128 is next to nothing

@@ -27,10 +27,6 @@ Quantize = Callable[["Tensor", "Tensor | None", "Tensor | None"], Quantized]
 # Draws the random numbers that x is rounded by, of x's shape; None: x is rounded to nearest.
 Uniform = Callable[["Tensor"], "Tensor | None"]
 
-# How Transformer Engine is to compute: the class of its recipe, every argument that is not about attention or the backward, and
-# the attributes that its constructor does not set as asked.
-TeRecipe = tuple[type, dict[str, Any], dict[str, Any]]
-
 
 @dataclass(frozen=True)
 class Scaling:
@@ -45,7 +41,7 @@ class Scaling:
     square: bool = False  # as many rows share it too
 
     def __str__(self) -> str:
-        return f"{self.block if self.square else 1}x{self.block} blocks" if self.block else "tensor-scaled"
+        return f"in blocks of {self.block}" if self.block else "tensor-scaled"
 
 
 BLACKWELL = (10, 0)  # the compute capability from which on FP8 products read operands as they lie
@@ -89,7 +85,6 @@ class Precision:
     fallback_rank: int | None = None  # `on_unsupported: fallback` takes the lowest rank that the device has
     multiple_of: int = 1  # what both features of a linear and the number of tokens must be multiples of
     options: Mapping[str, Any] = field(default_factory=dict)  # of `fp8_config`, those that it takes: with their defaults
-    fixed_options: tuple[str, ...] = ()  # of which it takes no value but the default
 
     @property
     def number_bytes(self) -> int:
@@ -99,10 +94,6 @@ class Precision:
     def layouts_on(self, capability: tuple[int, int] | None) -> int:
         """How many layouts of a quantized operand that two products read a device of this compute capability holds."""
         return 0
-
-    def takes(self, key: str, value: Any) -> bool:
-        """Whether `value` may be set for the option `key` of `fp8_config`."""
-        return key in self.options and (key not in self.fixed_options or value == self.options[key])
 
     def describe_options(self) -> str:
         """What it takes, to end a message with: "`mxfp4` takes disable_rht, disable_stochastic_rounding"."""
@@ -122,9 +113,8 @@ class QuantizedPrecision(Precision):
     quantize: Callable[[Grid, bool, Uniform], Quantize]
     codes: Grid = E4M3  # but for gradients under `fp8_format: HYBRID`
     keeps_history: bool = False  # scales come from earlier steps, and a checkpoint holds them
-    te_recipe: Callable[[Any, OptionValues], TeRecipe] | None = None  # from transformer_engine.common.recipe; None: emulated only
+    te_recipe: str | None = None  # the class of transformer_engine.common.recipe that takes its options; None: emulated only
     te_available: str | None = None  # Transformer Engine's function that says whether a device has it
-    te_name: str | None = None  # of its operands in a GEMM, as `observed.operand_kind` says; None: as ours
     operand_bytes: float = 1.0  # of a value with its share of the scales, in one layout of the two that a step's products read
     weight_bytes: float | None = None  # the same of a weight; None: as any other operand
     underflow_limit: float = 0.05  # the share of an operand's values that become zero from which on its scales do not fit
@@ -192,31 +182,5 @@ class QuantizedPrecision(Precision):
         return lambda x, scale, amax: quantize(x.t() if transform is None else transform(x.t()), scale, None)
 
     def operand_kind(self, settings: OptionValues, role: Role) -> str:
-        """What an operand is called in the audit: "e4m3 1x128 blocks"."""
-        return f"{self.grid(settings, role).name.lower()} {self.scaling(role)}"
-
-    def te_operand_kind(self, settings: OptionValues, role: Role) -> str:
-        """How `observed.operand_kind` names the operand that Transformer Engine's GEMM gets."""
-        return f"{self.te_name} {self.grid(settings, role).name.lower()}" if self.te_name else self.operand_kind(settings, role)
-
-
-# ── For files that describe a recipe of Transformer Engine ──────────────────────────────────────────────────────────────────────
-
-
-def te_split_accumulators(te: Any, *, forward: bool = True) -> dict[str, Any]:
-    """The arguments of an FP8 recipe for its products' sums. Unless the accumulator is split, tensor cores add FP8 products up in
-    fewer bits than FP32; only the `forward` may do so."""
-    split = {"fprop": forward, "dgrad": True, "wgrad": True}
-    return {f"fp8_gemm_{product}": te.MMParams(use_split_accumulator=each) for product, each in split.items()}
-
-
-def te_quantization(te: Any, **chosen: bool) -> Any:
-    """Transformer Engine's QParams with nothing on but what is `chosen`."""
-    off = {"power_2_scale": False, "amax_epsilon": 0.0, "random_hadamard_transform": False}
-    return te.QParams(**off | {"stochastic_rounding": False, "fp4_2d_quantization": False} | chosen)
-
-
-def te_fp8_quantization(te: Any, *, power_of_two: bool) -> dict[str, Any]:
-    """The attributes of an FP8 recipe that say how its operands' scales are rounded."""
-    operands = ("fwd_inp", "fwd_weight", "bwd_grad")
-    return {f"fp8_quant_{operand}": te_quantization(te, power_2_scale=power_of_two) for operand in operands}
+        """What an operand is called in the audit: "e4m3 in blocks of 128"."""
+        return f"{self.grid(settings, role).name.lower()} {self.scales}"

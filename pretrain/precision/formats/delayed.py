@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from pretrain.precision.formats.definition import Hardware, OptionValues, Quantize, QuantizedPrecision, Scaling, TeRecipe, Uniform
+from pretrain.precision.formats.definition import Hardware, Quantize, QuantizedPrecision, Scaling, Uniform
 from pretrain.precision.quantizers import Grid
 
 
@@ -12,18 +10,6 @@ def quantize(grid: Grid, square: bool, uniform: Uniform) -> Quantize:
     from pretrain.precision.quantizers import tensor
 
     return lambda x, scale, amax: tensor.quantize(x, scale, grid)
-
-
-def te_recipe(te: Any, settings: OptionValues) -> TeRecipe:
-    arguments = {
-        "margin": settings.margin,
-        "fp8_format": te.Format[settings.fp8_format],
-        "amax_history_len": settings.amax_history_len,
-        "amax_compute_algo": settings.amax_compute_algo,
-        "scaling_factor_compute_algo": None,
-        "reduce_amax": True,  # over all ranks: every rank quantizes the same weight, and must do so with the same scale
-    }
-    return te.DelayedScaling, arguments, {}
 
 
 PRECISION = QuantizedPrecision(
@@ -39,6 +25,6 @@ PRECISION = QuantizedPrecision(
     scales=Scaling("FP32", 0.0),
     quantize=quantize,
     keeps_history=True,
-    te_recipe=te_recipe,
+    te_recipe="DelayedScaling",
     te_available="is_fp8_available",
 )

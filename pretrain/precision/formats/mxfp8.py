@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from pretrain.precision.formats.definition import Hardware, OptionValues, Quantize, QuantizedPrecision, Scaling, TeRecipe, Uniform
+from pretrain.precision.formats.definition import Hardware, Quantize, QuantizedPrecision, Scaling, Uniform
 from pretrain.precision.quantizers import Grid
 
 
@@ -12,11 +10,6 @@ def quantize(grid: Grid, square: bool, uniform: Uniform) -> Quantize:
     from pretrain.precision.quantizers import blocks
 
     return lambda x, scale, amax: blocks.quantize_mx(x, grid)
-
-
-def te_recipe(te: Any, settings: OptionValues) -> TeRecipe:
-    arguments = {"margin": 0, "fp8_format": te.Format[settings.fp8_format], "enable_2d_quantization": False}
-    return te.MXFP8BlockScaling, arguments, {}
 
 
 PRECISION = QuantizedPrecision(
@@ -29,8 +22,7 @@ PRECISION = QuantizedPrecision(
     hardware=Hardware((10, 0), "B200, GB200", below=(12, 0)),
     scales=Scaling("power of two", 0.5, 32),
     quantize=quantize,
-    te_recipe=te_recipe,
+    te_recipe="MXFP8BlockScaling",
     te_available="is_mxfp8_available",
-    te_name="mxfp8",
     operand_bytes=1 + 1 / 32,
 )

@@ -90,8 +90,6 @@ def test_the_one_low_precision_of_a_schedule_has_its_options_and_those_of_its_fi
     assert (other.fp8_config.margin, other.fp8_config.amax_history_len, other.fp8_config.fp8_format) == (None, 4, None)
 
 
-def test_an_option_that_no_phase_takes_is_refused_and_so_is_a_value_that_one_does_not() -> None:
+def test_an_option_that_no_phase_takes_is_refused() -> None:
     with pytest.raises(InputError, match=r"disable_rht: True.* and `precision: delayed`, a phase of the schedule"):
         decided([{"until": 0.5, "use": "delayed"}, {"use": "bf16"}], disable_rht=True)
-    with pytest.raises(InputError, match=r"fp8_format: HYBRID.* and `precision: block`"):
-        decided([{"until": 0.5, "use": "delayed"}, {"use": "block"}], fp8_format="HYBRID")
