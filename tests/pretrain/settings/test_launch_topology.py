@@ -114,6 +114,12 @@ def test_a_file_that_accelerate_writes_trains(
         assert {environ[f"FSDP_{key}"] for key in ("CPU_RAM_EFFICIENT_LOADING", "ACTIVATION_CHECKPOINTING")} == {"false"}
 
 
+def test_accumulation_that_a_command_asks_for_is_said_to_have_no_effect() -> None:
+    environ = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}
+    (notice,) = settle(environ).notices
+    assert "`batch.tokens`" in notice and environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] == "1"
+
+
 @pytest.mark.parametrize(
     ("answers", "key"),
     [
