@@ -62,8 +62,7 @@ def prepare(settings: DataSettings, progress: bool = True) -> Path:
         raise InputError("data.source and data.tokenizer are not set, so there is nothing to prepare packs from")
     for part in text_parts(settings):
         if not holds_packs_of(part):  # before any file is touched: packs may be on a read-only disk
-            packs = part.packs.absolute()
-            lock = packs.with_name(f".{packs.name}.lock")
+            lock = part.packs.absolute().with_name(f".{part.packs.name}.lock")
             with locked(lock, lambda holder: say(f"waiting for {holder}, which prepares the same packs", progress)):
                 if not holds_packs_of(part):
                     say(summary(_make_first(part, settings, progress) if part.stream else make_packs(part, progress)), progress)

@@ -69,8 +69,7 @@ class TextTemplate:
         values = {column: "" if record[column] is None else record[column] for column in self.columns}
         for column, value in values.items():
             if not isinstance(value, (str, int, float)):
-                holds = f"column `{column}` holds {type(value).__name__}, not text"
-                raise ValueError(f"{holds}; data.messages reads a chat, data.input_ids ids")
+                raise ValueError(f"`{column}` holds {type(value).__name__}: data.messages reads chats, data.input_ids ids")
         if all(value == "" for value in values.values()):
             return ""
         text = "".join(literal + str(values.get(name, "")) for literal, name in self.pieces)
