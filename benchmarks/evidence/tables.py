@@ -45,7 +45,7 @@ BASELINE = "bf16"
 LAST_STEPS = 100  # whose mean is a run's training loss
 # Whose equivalence was to be tested before any of them ran; all other cells are estimates.
 TESTED = tuple(f"{cell}_branch" for cell in ("delayed", "delayed_head", "current", "block", "mxfp8"))
-# The rows of the answer: a scale, a cell, and what it is called.
+# The rows of the answer: a scale, a cell, and what it is called; and what a scale is called.
 ROWS = (
     ("14m", "delayed_branch", "FP8, delayed scaling"),
     ("14m", "delayed_head_branch", "FP8, delayed scaling, the head in FP8 too"),
@@ -58,11 +58,12 @@ ROWS = (
     ("14m", "nvfp4_then_bf16_branch", "NVFP4, the decay in BF16, emulated"),
     ("14m", "mxfp4_branch", "MXFP4, emulated"),
     ("14m", "bf16_weights_branch", "plain BF16 weights, which lose updates"),
-    ("35m", "delayed_branch", "35 million: FP8, delayed scaling"),
-    ("35m", "delayed_head_branch", "35 million: the head in FP8 too"),
-    ("35m_once", "delayed_branch", "35 million, each token once: FP8, delayed scaling"),
-    ("111m", "delayed_branch", "112 million: FP8, delayed scaling"),
+    ("35m", "delayed_branch", "FP8, delayed scaling"),
+    ("35m", "delayed_head_branch", "FP8, delayed scaling, the head in FP8 too"),
+    ("35m_once", "delayed_branch", "FP8, delayed scaling"),
+    ("111m", "delayed_branch", "FP8, delayed scaling"),
 )
+SIZES = {"14m": "14 million", "35m": "35 million", "35m_once": "35 million, new text", "111m": "112 million"}
 
 Run = Mapping[str, Any]
 Measure = Callable[[Run], float | None]  # a figure of a run, None where it has none
@@ -231,13 +232,23 @@ def mean(values: list[float | None]) -> float | None:
 def answer_table(scales: Mapping[str, Scale]) -> str:
     """The rows of docs/evidence.md."""
     served, training = Endpoint.of(scales, served_loss), Endpoint.of(scales, training_loss)
-    header = ["above BF16", "seeds", "served in BF16", "verdict", "as trained", "training loss", "its verdict"]
+    header = ["above BF16", "parameters", "tokens a parameter", "seeds", "served in BF16", "verdict"]
+    header += ["as trained", "training loss", "its verdict"]
     rows = []
     for name, cell, label in ROWS:
         ours, theirs = served.differences[name, cell], training.differences[name, cell]
         as_trained = share(scales[name].difference(cell, trained_loss))
         words = served.verdict(name, cell), training.verdict(name, cell)
-        rows.append([label, str(len(ours.by_seed)), share(ours), words[0], as_trained, share(theirs), words[1]])
+        session = scales[name].sessions[1]
+        row = [
+            label,
+            SIZES[name],
+            f"{session['tokens'] / session['parameters']:.0f}",
+            str(len(ours.by_seed)),
+            share(ours),
+            words[0],
+        ]
+        rows.append([*row, as_trained, share(theirs), words[1]])
     return markdown(header, rows)
 
 
@@ -257,7 +268,7 @@ def draw(scales: Mapping[str, Scale]) -> bytes:
         axes.errorbar(mean, place, xerr=half, fmt="o", color=colour, markerfacecolor=face, capsize=3)
         text = f"{share(difference)}, {len(difference.by_seed)} seeds: {word}"
         axes.annotate(text, (1, place), (6, 0), ("axes fraction", "data"), textcoords="offset points", va="center", color=colour)
-    axes.set_yticks(range(len(ROWS)), [label if scale != "14m" else f"14 million: {label}" for scale, _, label in ROWS])
+    axes.set_yticks(range(len(ROWS)), [f"{SIZES[scale]}: {label}" for scale, _, label in ROWS])
     axes.invert_yaxis()
     axes.set_xlabel(
         f"held-out loss above BF16, %, weights served in BF16; bars: 95 % interval; shaded: margin of {100 * MARGIN:g} %"
