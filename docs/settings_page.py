@@ -35,7 +35,7 @@ of a precision.
   the recipe says itself overrides it, key by key: `train.tokens` replaces `train.steps`, and
   `model.config` is replaced as a whole.
 * `key=value` on the command line overrides the recipe, with dots for nesting:
-  `optimizer.learning_rate=1e-4 train.tokens=2e9`. A key that is given twice is refused.
+  `optimizer.learning_rate=1e-4 train.tokens=2e9`. Of a key given twice, the last value counts.
 * Where the default is `null`, the last column says what that means.
 * The run folder's `config.yaml` holds every key with the value that the run really had, of each of
   several sources too, and can be trained as a recipe.

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from foundation.errors import InputError, shown
+from foundation.errors import InputError
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -23,16 +23,14 @@ class CommandParser(argparse.ArgumentParser):
 
 def number(least: float | None = None, most: float = math.inf, *, whole: bool = False) -> Callable[[str], float]:
     """Returns a function for argparse's `type`, which reads a number of `least` to `most`, a `whole` one as an int. `least` None:
-    above 0. As recipes do, it takes a whole number written as 1e3 or 8.0."""
-    bounds = "above 0" if least is None else f"of {least} or more"
-    bounds += f" and of at most {most:g}" if math.isfinite(most) else ""
+    above 0."""
 
     def numeric(text: str) -> float:
-        value = int(text) if whole and text.isdecimal() else float(text)  # argparse makes a message of a ValueError
-        inside = (value > 0 if least is None else value >= least) and value <= most and math.isfinite(value)
-        if not inside or (whole and int(value) != value):
-            raise argparse.ArgumentTypeError(f"{shown(text)}: a {'whole ' if whole else ''}number {bounds} is wanted")
-        return int(value) if whole else value
+        value = int(text) if whole else float(text)  # argparse makes a message of a ValueError
+        if not ((value > 0 if least is None else value >= least) and value <= most and math.isfinite(value)):
+            wanted = "above 0" if least is None else f"{least} or more"
+            raise argparse.ArgumentTypeError(f"{text}: a number {wanted}, and at most {most:g}, is wanted")
+        return value
 
     return numeric
 

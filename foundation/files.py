@@ -55,22 +55,17 @@ def write_file(path: Path, data: bytes) -> None:
 def replace_file(path: Path, data: bytes) -> None:
     """Make `path` hold `data`. Whoever opens it at any moment, also after a crash, sees all of the old content or of the new.
 
-    Raises OSError (disk full, no permission); the old content is then untouched.
+    Makes its folder where there is none. InputError where it cannot be written: disk full, no permission.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
     try:
-        write_file(partial, data)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-    fsync(path.parent)
-
-
-def save_file(path: Path, data: bytes) -> None:
-    """`replace_file` with InputError in place of OSError. Makes the folder of `path` where there is none."""
-    try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, data)
+        try:
+            write_file(partial, data)
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+        fsync(path.parent)
     except OSError as error:
         raise InputError(f"{path}: cannot be written: {error.strerror}; what it held before is untouched") from None
 
@@ -132,8 +127,7 @@ def find_damage(folder: Path, records: Iterable[FileRecord], *, hashed: bool = T
         if not path.is_file():
             return f"{record.name}: missing"
         if (size := path.stat().st_size) != record.size:
-            kind = "truncated" if size < record.size else "overlong"
-            return f"{record.name}: {kind}: {size} bytes, {record.size} were written"
+            return f"{record.name}: has {size} bytes, and {record.size} were written"
         wrong = [algorithm for algorithm, digest in record.hashes.items() if hashed and hash_file(path, algorithm) != digest]
         return f"{record.name}: damaged: its {wrong[0]} is not that of what was written" if wrong else None
 

@@ -29,23 +29,11 @@ def advance(count: int = 1, *, of: str | None = None) -> None:
 
 
 class Progress:
-    """Shows how far one task is, as a context manager.
+    """Shows how far one task is, as a context manager. `unit`: what is counted; without one just the task is named.
+    `already_done`: units that an earlier run has finished."""
 
-    `unit`: what is counted; without one just the task is named. `already_done`: units that an earlier run has finished.
-    `in_logs`: whether a log file is told too.
-    """
-
-    def __init__(
-        self,
-        task: str,
-        unit: str = "",
-        shown: bool = True,
-        already_done: int = 0,
-        *,
-        total: int | None = None,
-        in_logs: bool = True,
-    ) -> None:
-        self.unit, self.count, terminal = unit, already_done, sys.stderr.isatty()
+    def __init__(self, task: str, unit: str = "", shown: bool = True, already_done: int = 0, *, total: int | None = None) -> None:
+        self.unit, self.count = unit, already_done
         counted = {"unit": f" {unit}", "unit_scale": True, "delay": SHOWN_AFTER}
         self._bar = tqdm(
             desc=task,
@@ -54,8 +42,8 @@ class Progress:
             total=total,
             leave=False,
             dynamic_ncols=True,
-            mininterval=REDRAWN_EVERY if terminal else IN_LOGS_EVERY,
-            disable=not (shown and (in_logs or terminal)),
+            mininterval=REDRAWN_EVERY if sys.stderr.isatty() else IN_LOGS_EVERY,
+            disable=not shown,
             **(counted if unit else {"bar_format": "{desc}"}),
         )
 

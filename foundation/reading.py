@@ -54,22 +54,18 @@ def load_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
     return values
 
 
-def load_with_bases(path: str | os.PathLike[str]) -> list[tuple[Path, dict[str, Any]]]:
+def load_with_bases(path: str | os.PathLike[str], above: tuple[Path, ...] = ()) -> list[tuple[Path, dict[str, Any]]]:
     """The YAML file at `path` and those that it builds on, each with what it holds itself; the first is what all build on.
 
-    A file names the one before it as `base`, relative to itself. InputError where there is none, or where they go in a circle.
+    A file names the one before it as `base`, relative to itself. InputError where there is none, or where they go in a circle;
+    `above`: the files that build on this one.
     """
-    path, chain = Path(path), []
-    while True:
-        values = load_yaml(path)
-        base = values.pop("base", None)
-        chain.insert(0, (path, values))
-        if base is None:
-            return chain
-        before = path.parent / os.path.expanduser(str(base))
-        if before.resolve() in (each.resolve() for each, _ in chain):
-            raise InputError(f"{path}: `base`: {base} builds on this file itself; leave one of the two out")
-        path = before
+    path, values = Path(path), load_yaml(path)
+    if path.resolve() in above:
+        raise InputError(f"{path}: builds on itself; leave out a `base`")
+    base = values.pop("base", None)
+    below = load_with_bases(path.parent / os.path.expanduser(str(base)), (*above, path.resolve())) if base else []
+    return [*below, (path, values)]
 
 
 def load_object(path: Path, remedy: str) -> dict[str, Any]:

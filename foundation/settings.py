@@ -7,7 +7,6 @@ import os
 import re
 import types
 import typing
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -130,16 +129,6 @@ def value_from_text(cls: type[BaseModel], key: str, text: str) -> Any:
         return parse_yaml(text)
     except (ValueError, TypeError, yaml.YAMLError) as error:
         raise InputError(f"command line: the value of `{key}={shown(text)}` is not valid YAML: {one_line(error)}") from None
-
-
-def given_once(given: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Returns by key what a command line sets. Raises InputError for a key that it sets twice."""
-    values: dict[str, str] = {}
-    for key, value in given:
-        if key in values:
-            raise InputError(f"command line: `{key}` is given twice, as {shown(values[key])} and {shown(value)}; leave one out")
-        values[key] = value
-    return values
 
 
 def set_value(values: dict[str, Any], key: str, value: Any) -> None:

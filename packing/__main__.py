@@ -23,7 +23,7 @@ from foundation.command import CommandParser, number, run_command
 from foundation.errors import InputError
 from foundation.progress import Progress, say
 from foundation.reading import load_with_bases
-from foundation.settings import Settings, given_once, parse, set_value, value_from_text
+from foundation.settings import Settings, parse, set_value, value_from_text
 from packing.arrow import FIRST, MANIFEST, ArrowPacks, Packs, Split
 from packing.prepare import prepare, summary
 from packing.records import TextTemplate
@@ -111,8 +111,7 @@ def _data_settings(arguments: Sequence[str]) -> DataSettings:
         if not isinstance(section := own.get("data") or {}, dict):
             raise InputError(f"{path}: `data`: a section of keys is wanted, the recipe holds {section!r}")
         data |= section
-    given = given_once((key, value) for key, _, value in (text.partition("=") for text in arguments[bool(recipe) :]))
-    for key, value in given.items():
+    for key, _, value in (text.partition("=") for text in arguments[bool(recipe) :]):
         if not key.startswith("data."):
             raise InputError(f"command line: {key}: prepare takes the keys of data only, as in data.length=1024")
         set_value({"data": data}, key, value_from_text(_Recipe, key, value))

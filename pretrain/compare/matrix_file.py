@@ -25,7 +25,7 @@ from pretrain.metrics.run_folder import MATRIX_FILE
 from pretrain.metrics.run_record import RunRecord, read_finished, read_run
 from pretrain.plan.checks import check_launch
 from pretrain.precision.settings import is_quantized, label
-from pretrain.settings.config import begin_of, filled_in, flatten, in_a_name, layered, load_recipe, parse_overrides, resolved
+from pretrain.settings.config import begin_of, filled_in, flatten, in_a_name, load_recipe, parse_overrides, resolved
 from pretrain.settings.launch import with_precision
 from pretrain.settings.recipe import Recipe
 
@@ -189,7 +189,7 @@ def make_matrix(path: str, settings: MatrixSettings, overrides: Sequence[str] = 
     precision |= {f"ACCELERATE_FP8_{str(key).upper()}": str(value) for key, value in (file.get("fp8_config") or {}).items()}
 
     combinations = _combinations(settings)
-    given = parse_overrides(overrides)
+    given = dict(parse_overrides(overrides))
     if told_apart_by := [key for values, _ in combinations for key in values if key in given]:
         only = f"to run some cells only, use `--only {told_apart_by[0]}=VALUE`, once for each value"
         raise InputError(f"{path}: `{told_apart_by[0]}` tells cells apart, so it is no override; {only}")
@@ -202,7 +202,7 @@ def make_matrix(path: str, settings: MatrixSettings, overrides: Sequence[str] = 
             if any(text.startswith("run_dir=") for text in own_overrides):
                 raise InputError("`run_dir`: every cell has a folder of its own; set the matrix's `run_dir`")
             run_dir = filled_in(settings.run_dir, {"matrix": settings.name, "cell": name})
-            arguments = layered([*own_overrides, f"run_dir={run_dir}"])
+            arguments = (*own_overrides, f"run_dir={run_dir}")
             recipe = with_precision(load_recipe(settings.recipe, arguments), dict(precision))
             begin_of(recipe)
             check_launch(recipe, processes)

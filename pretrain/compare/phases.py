@@ -22,7 +22,7 @@ from pydantic import Field
 
 from foundation.command import CommandParser, number
 from foundation.errors import InputError
-from foundation.files import save_file
+from foundation.files import replace_file
 from foundation.reading import load_yaml
 from foundation.settings import PathText, Share, parse
 from foundation.signals import StopRequest
@@ -193,7 +193,7 @@ def measure(search: Search, stop: StopRequest) -> int:
             say("\nstopped; the same command goes on from here")
             return 128 + stop.requested
         gained = search.judge(phase.name, outcomes)
-        save_file(page, f"{search.report()}\n".encode())
+        replace_file(page, f"{search.report()}\n".encode())
         if not gained:
             break
     say(f"\n{search.report()}\n\nThe table is in {page}")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from foundation.command import CommandParser, number
 from foundation.errors import InputError
-from foundation.files import check_replaceable, save_file
+from foundation.files import check_replaceable, replace_file
 from foundation.units import plural
 from pretrain.compare.columns import differences_of, figures_of, meanings, signed, table_of
 from pretrain.compare.comparison import TOLERANCE, RunComparison
@@ -70,7 +70,7 @@ class Report:
 
     def write(self, page: Path, *, every: float | None = None) -> None:
         """Write the page, which is read again `every` so many seconds."""
-        save_file(page, render(self.comparison, self.seeds, self.answer, every))
+        replace_file(page, render(self.comparison, self.seeds, self.answer, every))
 
     def judge(self) -> list[str]:
         """Why the gate is not passed, a line for each run or group of seeds; InputError where there is nothing to hold it

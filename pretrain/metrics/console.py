@@ -71,7 +71,7 @@ class Console:
 
     def progress(self, task: str, unit: str = "", **options: Any) -> Progress:
         """A context manager that shows on a terminal how far `task` is, of whose `unit`s `total` are to be done."""
-        return Progress(task, unit, self.enabled, in_logs=False, **options)
+        return Progress(task, unit, self.enabled and sys.stderr.isatty(), **options)
 
     def notice(self, text: str) -> None:
         """Something to know that needs no action: a checkpoint saved, a run resumed."""

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch.profiler import ProfilerActivity, profile
 
 from foundation.errors import InputError
-from foundation.files import save_file
+from foundation.files import replace_file
 from pretrain.checkpoint.state import TrainState
 
 PROFILED = 5  # the step of this process that is recorded: by then everything is compiled and caches are warm
@@ -46,4 +46,4 @@ class StepProfile:
         recorded.export_chrome_trace(str(self._folder / TRACE_FILE))
         by = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
         table = recorded.key_averages().table(sort_by=by, row_limit=ROWS, max_name_column_width=80)
-        save_file(self._folder / TABLE_FILE, f"```\n{table}\n```\n".encode())
+        replace_file(self._folder / TABLE_FILE, f"```\n{table}\n```\n".encode())

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from foundation.errors import InputError
-from foundation.files import PARTIAL, locked, save_file
+from foundation.files import PARTIAL, locked, replace_file
 from foundation.reading import load_yaml
 
 MATRIX_FILE = "matrix.json"  # in the folder of a run that is part of a matrix; `pretrain.compare.matrix` writes it
@@ -63,12 +63,12 @@ class RunFolder(ExitStack):
 
     def write_json(self, path: Path, content: Mapping[str, Any]) -> None:
         """Replace the file at `path` by `content`, at no moment half; InputError where the disk refuses."""
-        save_file(path, json.dumps(content, indent=2).encode() + b"\n")
+        replace_file(path, json.dumps(content, indent=2).encode() + b"\n")
 
     def write_yaml(self, path: Path, content: Mapping[str, Any]) -> None:
         """Does what `write_json` does, in YAML with the keys in their order; `content` is plain JSON-like values."""
         text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=120)
-        save_file(path, text.encode())
+        replace_file(path, text.encode())
 
 
 def check_free(path: Path) -> None:

@@ -18,7 +18,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from foundation.attributes import holding
 from foundation.errors import InputError
 from foundation.reading import one_line
 
@@ -118,8 +117,9 @@ def placed_as_planned(
     parameters' dtype, and `RankSums` of pretrain.model.gradients in FP32.
     """
     if not accelerator.is_fsdp2:
-        with holding(accelerator.state, distributed_type=DistributedType.NO):
-            yield
+        kind, accelerator.state.distributed_type = accelerator.state.distributed_type, DistributedType.NO
+        yield
+        accelerator.state.distributed_type = kind
         return
     plugin = accelerator.state.fsdp_plugin
     plugin.reshard_after_forward = not once_a_step

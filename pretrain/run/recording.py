@@ -9,7 +9,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from foundation.files import save_file
+from foundation.files import replace_file
 from foundation.reading import load_object
 from packing.batch import StepBatches
 from pretrain.compare.figures import picture_of_run
@@ -161,7 +161,7 @@ def sum_up(run: Run) -> RunRecord | None:
     if not run.accelerator.is_main_process:
         return None
     finished = read_run(run.folder.path)
-    save_file(run.folder.loss_plot, picture_of_run(finished))
+    replace_file(run.folder.loss_plot, picture_of_run(finished))
     return finished
 
 

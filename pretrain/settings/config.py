@@ -1,7 +1,8 @@
 """A recipe from its file and the command line: defaults < the `base` that it names < recipe file < `key=value` overrides.
 
-Overrides are dotted paths with YAML values: `weights=bf16 optimizer.learning_rate=1e-4 train.tokens=2e9`. Each key is given once.
-A key that excludes others in the recipe (steps, tokens or epochs, say) replaces them when it stands on the command line.
+Overrides are dotted paths with YAML values: `weights=bf16 optimizer.learning_rate=1e-4 train.tokens=2e9`. The last value
+of a key counts. A key that excludes others in the recipe (steps, tokens or epochs) replaces them when it stands on the command
+line.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 from foundation.errors import InputError, shown
 from foundation.reading import load_with_bases
-from foundation.settings import given_once, parse, set_value, value_from_text
+from foundation.settings import parse, set_value, value_from_text
 from pretrain.precision.settings import is_quantized, label
 from pretrain.settings.recipe import Recipe
 
@@ -45,31 +46,14 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     values: dict[str, Any] = {}
     for _, own in load_with_bases(path):
         values = _over(values, own)
-    overridden = parse_overrides(overrides)
-    for key, value in overridden.items():
+    for key, value in parse_overrides(overrides):
         _set(values, key, value)
-    return parse(Recipe, values, f"command line, over {path}" if overridden else str(path))
+    return parse(Recipe, values, f"command line, over {path}" if overrides else str(path))
 
 
-def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """Returns by key what `overrides` set. InputError where one is not of their form, or two set one key, or keys of which a
-    recipe has one."""
-    given = given_once(map(_split_override, overrides))
-    values = {key: value_from_text(Recipe, key, text) for key, text in given.items()}
-    if len(both := [key for key in HORIZON if values.get(key) is not None]) > 1:
-        raise InputError(f"command line: sets `{both[0]}` and `{both[1]}`, of which a run has one; leave the other out")
-    return values
-
-
-def layered(overrides: Sequence[str]) -> tuple[str, ...]:
-    """Returns `overrides` without those that later ones replace."""
-    layers: dict[str, str] = {}
-    for text in overrides:
-        key, value = _split_override(text)
-        for replaced in _replaced_by(key, value_from_text(Recipe, key, value)):
-            layers.pop(replaced, None)
-        layers[key] = text
-    return tuple(layers.values())
+def parse_overrides(overrides: Sequence[str]) -> list[tuple[str, Any]]:
+    """Returns the keys that `overrides` set, each with its value. InputError where one is not of their form."""
+    return [(key, value_from_text(Recipe, key, text)) for key, text in map(_split_override, overrides)]
 
 
 def _replaced_by(key: str, value: Any) -> tuple[str, ...]:

@@ -35,7 +35,7 @@ def test_what_a_user_can_cause_is_a_message_and_a_status(error, status, message,
     [
         (number(), {"1e-9": 1e-9, "8_000": 8000.0}, ["0", "-1", "nan", "inf", "many", ""]),
         (number(0, 100), {"0": 0.0, "100": 100.0}, ["-0.1", "100.5"]),
-        (number(0, 2**63 - 1, whole=True), {str(2**63 - 1): 2**63 - 1, "1e3": 1000, "8.0": 8}, ["-1", "1.5", "nan", "9" * 40]),
+        (number(0, 2**63 - 1, whole=True), {str(2**63 - 1): 2**63 - 1}, ["-1", "1.5", "nan", "9" * 40]),
     ],
 )
 def test_a_number_is_read_within_its_bounds(read, good, bad):

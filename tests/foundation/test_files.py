@@ -22,7 +22,6 @@ from foundation.files import (
     find_damage,
     locked,
     replace_file,
-    save_file,
 )
 
 HOLD = """
@@ -87,12 +86,10 @@ def cannot(number: int):
 
 
 def test_a_file_that_cannot_be_replaced_keeps_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_file(tmp_path / "new" / "file", b"old")
+    replace_file(tmp_path / "new" / "file", b"old")
     monkeypatch.setattr(os, "fsync", cannot(errno.ENOSPC))
-    with pytest.raises(OSError, match="No space"):
-        replace_file(tmp_path / "new" / "file", b"new")
     with pytest.raises(InputError, match=r"new/file: .*No space"):
-        save_file(tmp_path / "new" / "file", b"new")
+        replace_file(tmp_path / "new" / "file", b"new")
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["file"]
     assert (tmp_path / "new" / "file").read_bytes() == b"old"
 
@@ -108,7 +105,7 @@ def test_only_what_a_command_has_written_is_written_over(tmp_path: Path) -> None
             check_replaceable(tmp_path / name)
 
 
-@pytest.mark.parametrize(("content", "what"), [(b"sec", "truncated"), (b"seconds", "overlong"), (b"secand", "damaged")])
+@pytest.mark.parametrize(("content", "what"), [(b"sec", "has 3 bytes"), (b"seconds", "has 7 bytes"), (b"secand", "damaged")])
 def test_damage_names_the_file_and_its_kind(tmp_path: Path, content: bytes, what: str) -> None:
     contents = {"a": b"first", "b": b"second", "c": b"third"}
     for name, data in contents.items():
@@ -116,7 +113,6 @@ def test_damage_names_the_file_and_its_kind(tmp_path: Path, content: bytes, what
     records = [FileRecord(name, len(data), {"sha256": hashlib.sha256(data).hexdigest()}) for name, data in contents.items()]
     assert find_damage(tmp_path, records) == []
     (tmp_path / "b").write_bytes(content)
-    assert [problem.partition(":")[0] for problem in find_damage(tmp_path, records)] == ["b"]
     assert bool(find_damage(tmp_path, records, hashed=False)) == (what != "damaged")
     with pytest.raises(InputError, match=rf"{tmp_path}/b: {what}.*; fetch it again"):
         check_files(tmp_path, records, "fetch it again", hashed=True)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from pretrain.compare.matrix_file import Matrix, load_matrix
-from pretrain.settings.config import layered
 from tests.conftest import ROOT, yaml_of
 
 AXES = {"precision": ["bf16", "delayed", "mxfp8"], "weights": ["fp32", "bf16"]}
@@ -25,6 +24,6 @@ def matrix(small_recipe: dict[str, Any], tmp_path: Path) -> Callable[..., Matrix
         values |= {"accelerate": str(ROOT / "accelerate_configs" / "cpu.yaml")} | keys
         path = tmp_path / "m.yaml"
         path.write_text(yaml_of({key: value for key, value in values.items() if value is not None}))
-        return load_matrix(path, layered(overrides))
+        return load_matrix(path, overrides)
 
     return load

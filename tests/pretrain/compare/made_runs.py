@@ -12,7 +12,7 @@ import numpy as np
 from pretrain.compare.matrix_file import Cell
 from pretrain.compare.matrix_run import mark
 from pretrain.metrics.run_record import RunRecord, read_run
-from pretrain.settings.config import layered, load_recipe, resolved
+from pretrain.settings.config import load_recipe, resolved
 from tests.conftest import yaml_of
 
 RECIPE = {
@@ -49,7 +49,7 @@ def make_run(
     (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     recipe = path.parent / "recipe.yaml"
     recipe.write_text(yaml_of(RECIPE))
-    loaded = load_recipe(recipe, layered(settings))
+    loaded = load_recipe(recipe, settings)
     (path / "config.yaml").write_text(yaml_of(resolved(loaded)))
     environment = {"horizon": loaded.train.steps, "data_fingerprint": fingerprint}
     (path / "environment.json").write_text(json.dumps(environment))
