@@ -241,7 +241,7 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int:
         # Between steps.
         if evaluates:
             evaluate.evaluate(run)
-        keeping.tell_saved(run)
+        run.checkpoints.settle()
         if reason := distributed.largest_over_ranks(run.accelerator, reason_to_stop()):
             return keeping.leave(run, reason, steps)
         if (due(state.step, recipe.checkpoint.every) or evaluate.is_best(run)) and not state.finished:

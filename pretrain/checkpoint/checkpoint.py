@@ -4,31 +4,24 @@ format.py shows how one lies on the disk.
 Disks flip bits and people copy folders halfway, so every byte is hashed again before it is trusted.
 
 What is saved is copied into host memory, and written by a thread. The thread takes part in no exchange of the training's process
-group: those belong to the thread that trains, in their order. Each rank's thread writes its files, flushes them, and leaves a
-report beside them with their names, sizes and hashes. The first rank's thread waits for all reports, writes the state and, last,
-the manifest, and gives the folder its name.
-
-    .partial-step-00000200/
-      model-00001-of-00002-part-000.safetensors
-      .written-00001.json              of rank 1
+group: those belong to the thread that trains, in their order. Each rank's thread writes its files and flushes them. Between two
+steps the ranks tell each other what they have written (`settle`). When all have, the first rank's thread writes the state and,
+last, the manifest, and gives the folder its name.
 """
 
 from __future__ import annotations
 
-import errno
-import hashlib
 import json
 import logging
 import os
 import shutil
 import socket
-import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import nullcontext, suppress
-from dataclasses import asdict, replace
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +29,7 @@ import torch
 from torch import Tensor
 
 from foundation.errors import InputError
-from foundation.files import PARTIAL, FileRecord, find_damage, free_bytes, write_file
+from foundation.files import PARTIAL, FileRecord, find_damage, free_bytes
 from foundation.memory import free_memory
 from foundation.reading import load_object, one_line
 from foundation.units import GIB, memory
@@ -46,11 +39,8 @@ from pretrain.model.distributed import from_all_ranks, in_a_group
 from pretrain.model.gradients import local_part
 
 THREADS = 4  # hashing and writing release the interpreter lock; the cores are the training's
-NICENESS = 5  # of the writing threads: what trains goes first
-POLL = 0.05  # seconds between two looks for the other ranks' reports
 ALIGNMENT = 64  # bytes; a view in any dtype needs its width at most
 SHARE = 0.8  # of the memory that is free: the rest is for who else works on the machine
-_AFTER_AN_ERROR = 20.0  # seconds: how long a process that ends by an error waits for the other ranks' part of a save
 _SEEN_WITHIN = 5.0  # seconds: a network disk may show a new file late
 _log = logging.getLogger(__name__)
 
@@ -74,15 +64,15 @@ class Checkpoints:
         self._complete: Path | None = None  # what the tensors in memory were last saved to, wholly, or loaded from
         self.latest: Path | None = None  # the same, or what is being written
         self._intact: Path | None = None  # whose bytes were compared with their hashes: load() need not hash it again
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="saving")
         self._staging = Staging()
         self._pending: PendingSave | None = None
-        self._news: list[str] = []
 
     # ── Saving ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def prepare(self, model: Tensors, optimizer: Tensors) -> None:
         """Begin to get the memory that the first save behind the training would otherwise wait for."""
-        self._staging.reserve(self._lay_out(model, optimizer)[0])
+        self._thread.submit(self._staging.reserve, self._lay_out(model, optimizer)[0])
 
     def save(
         self,
@@ -93,6 +83,7 @@ class Checkpoints:
         *,
         spared: int | None = None,
         behind: bool = False,
+        say: Callable[[str], object] = print,
     ) -> Path:
         """Write checkpoint `step`, then prune; returns its path. One just saved or loaded is not written again.
 
@@ -100,7 +91,7 @@ class Checkpoints:
         the optimizer keeps, under names that a later run gives them again; both on any device, plain or DTensor. `state` is JSON.
         `spared`: the step of a checkpoint that is not pruned, however old it is. `behind`: return as soon as the tensors are
         copied, which may change while the copies are written; where the host's memory has no room for them, once this process's
-        part is written.
+        part is written. `say`: gets the line that tells the user, on the first rank when it is complete.
 
         Raises InputError where it cannot be written (disk full, read-only), of one `behind` at the next call; what was saved
         before stays.
@@ -111,17 +102,21 @@ class Checkpoints:
             if self.rank == 0:  # what a writer left that died; nobody writes before the exchange below
                 shutil.rmtree(on_disk.partial_folder(final), ignore_errors=True)
             files, index = self._lay_out(model, optimizer)
-            copies = self._staging.copy(files) if behind else None
+            has_room = behind and self._thread.submit(self._staging.reserve, files).result()
+            copies = self._staging.copy(files) if has_room else None
             stopped = f"; training stopped for {time.perf_counter() - began:.2g} s" if copies else ""
 
-            def afterwards() -> None:
-                self._prune(final, spared)
-                self._news.append(f"saved {final} in {time.perf_counter() - began:.3g} s{stopped}")
+            def complete(records: list[FileRecord]) -> None:
+                if self.rank == 0:
+                    on_disk.complete(final, Manifest(step, self.world_size, records, **index), state_json)
+                    self._prune(final, spared)
+                    say(f"saved {final} in {time.perf_counter() - began:.3g} s{stopped}")
 
-            manifest = Manifest(step, self.world_size, [], **index)
             state_json = json.dumps(dict(state), indent=1, allow_nan=False).encode()
-            self._pending = PendingSave(final, copies or files, manifest, state_json, self.rank, afterwards)
-            self.latest = final
+            written = self._thread.submit(write_part, on_disk.partial_folder(final), copies or files)
+            self._pending, self.latest = PendingSave(final, written, complete), final
+            if self.world_size == 1:
+                self._pending.completed = self._thread.submit(lambda: complete(written.result()))
             if behind and copies is None:
                 _log.warning("rank %d: host memory has no room for copies, so training stops while it writes", self.rank)
                 self._pending.written.exception()
@@ -150,21 +145,26 @@ class Checkpoints:
         """Whether this process knows that the save under way has failed, which `wait` then says; not collective."""
         return self._pending is not None and self._pending.failed
 
-    def news(self) -> list[str]:
-        """What was saved since the last call, one line each; not collective, and only the first rank knows."""
-        lines, self._news = self._news, []
-        return lines
+    def settle(self) -> None:
+        """Begin to complete the save under way, if there is one, where all ranks have written their part. Between two steps."""
+        pending = self._pending
+        if pending is not None and pending.completed is None:
+            written = pending.written.done() and not pending.written.exception()
+            parts = from_all_ranks(pending.written.result() if written else None)
+            if None not in parts:
+                pending.completed = self._thread.submit(pending.complete, [record for part in parts for record in part])
 
     def wait(self) -> None:
         """Return when the save under way, if there is one, is complete. InputError on all ranks where it has failed on any."""
-        pending, self._pending = self._pending, None
-        if pending is None:
+        if (pending := self._pending) is None:
             return
-        if reasons := self._failures(pending.written) or self._failures(pending.completed):
-            pending.give_up()
+        reasons = self._failures(pending.written)
+        self.settle()
+        self._pending = None
+        if reasons := reasons or self._failures(pending.completed):
             self.latest = self._complete
             if self.rank == 0:
-                shutil.rmtree(pending.partial, ignore_errors=True)
+                shutil.rmtree(on_disk.partial_folder(pending.final), ignore_errors=True)
             before = f"{self._complete} is untouched" if self._complete else "no earlier checkpoint was touched"
             raise InputError(
                 f"{self.folder}: the checkpoint of step {step_of(pending.final)} could not be saved: {reasons[0]}; "
@@ -181,8 +181,7 @@ class Checkpoints:
 
     def close(self) -> None:
         """Return when no thread of this process writes any more. For a process that may end by an error: not collective."""
-        if self._pending is not None:
-            self._pending.give_up(patience=_AFTER_AN_ERROR)
+        self._thread.shutdown()
 
     # ── Which are kept, and which is the newest ───────────────────────────────────────────────────────────────────────────────
 
@@ -274,14 +273,11 @@ class Staging:
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._thread = ThreadPoolExecutor(1)
 
-    def reserve(self, files: Files) -> Future[bool]:
-        """Begin to get the memory for a copy of `files`, in a thread. The result is whether the machine has room for it."""
+    def reserve(self, files: Files) -> bool:
+        """Get the memory for a copy of `files`; returns whether the machine has room for it."""
         needed = sum(_rounded(tensor.nbytes) for group in files.values() for tensor in group.values())
-        return self._thread.submit(self._reserve, needed, _gpu_of(files))
-
-    def _reserve(self, needed: int, device: torch.device | None) -> bool:
+        device = _gpu_of(files)
         if self._memory.numel() >= needed:
             return True
         self._memory = torch.empty(0, dtype=torch.uint8)  # gives back what there was
@@ -294,10 +290,8 @@ class Staging:
                 _pin(self._memory)
         return True
 
-    def copy(self, files: Files) -> dict[str, dict[str, Tensor]] | None:
-        """The tensors as they are now, on the host; valid until the next copy. None where the host has no room for them."""
-        if not self.reserve(files).result():
-            return None
+    def copy(self, files: Files) -> dict[str, dict[str, Tensor]]:
+        """The tensors as they are now, on the host, in what was reserved for them; valid until the next copy."""
         copies: dict[str, dict[str, Tensor]] = {file: {} for file in files}
         start = 0
         for file, group in files.items():
@@ -328,79 +322,26 @@ def _pin(buffer: Tensor) -> None:
         weakref.finalize(buffer, cudart.cudaHostUnregister, address).atexit = False  # CUDA may be gone by then
 
 
+@dataclass
 class PendingSave:
-    """Writes `files`, this rank's part of the checkpoint `final`; the first rank completes it.
+    """A save on its way to the folder `final`."""
 
-    `manifest` lacks the files, which it gets when all are written, and `state` is the JSON beside it. `afterwards` runs in the
-    thread once the checkpoint has its name. `written` holds the rank's files when they are on the disk; `completed` is done when
-    the checkpoint has its name, on the other ranks at once. Both raise whatever went wrong.
-    """
-
-    def __init__(
-        self, final: Path, files: Files, manifest: Manifest, state: bytes, rank: int, afterwards: Callable[[], object]
-    ) -> None:
-        self.final, self.partial, self.rank = final, on_disk.partial_folder(final), rank
-        self._given_up = threading.Event()
-        thread = ThreadPoolExecutor(1, thread_name_prefix="saving", initializer=_be_nice)
-        self.written: Future[list[FileRecord]] = thread.submit(self._write, files)
-        complete = (self._complete, manifest, state, afterwards) if rank == 0 else (self.written.result,)
-        self.completed: Future[object] = thread.submit(*complete)
-        thread.shutdown(wait=False)  # takes no more work, and ends with what it has
+    final: Path
+    written: Future[list[FileRecord]]  # this rank's files, when they are on the disk
+    complete: Callable[[list[FileRecord]], None]  # with the files of all ranks, in the first rank's thread
+    completed: Future[None] | None = None  # done when the checkpoint has its name, on the other ranks at once
 
     @property
     def failed(self) -> bool:
         """Whether this process knows that it has failed."""
-        return any(each.done() and each.exception() for each in (self.written, self.completed))
-
-    def give_up(self, patience: float = 0.0) -> None:
-        """Let the first rank wait for the others for `patience` seconds at most; return when no thread writes any more."""
-        wait([self.written])
-        wait([self.completed], patience)
-        self._given_up.set()
-        wait([self.completed])
-
-    def _write(self, files: Files) -> list[FileRecord]:
-        """Write this rank's files, several at a time, and tell the first rank."""
-        self.partial.mkdir(parents=True, exist_ok=True)
-        with ThreadPoolExecutor(THREADS, thread_name_prefix="saving") as threads:  # as nice as this thread
-            records = list(threads.map(lambda name: write_tensors(self.partial / name, files[name]), files))
-        if self.rank:
-            unnamed = self.partial / f".unnamed{_report_of(self.rank)}"
-            write_file(unnamed, json.dumps([asdict(record) for record in records]).encode())
-            os.replace(unnamed, self.partial / _report_of(self.rank))  # last: now the first rank may give the folder its name
-        return records
-
-    def _complete(self, manifest: Manifest, state: bytes, afterwards: Callable[[], object]) -> None:
-        """The first rank's: wait for the others, write state and manifest, and name the folder."""
-        files = [*self.written.result(), *self._reports(manifest.world_size)]
-        files.append(FileRecord(on_disk.STATE, len(state), {"sha256": hashlib.sha256(state).hexdigest()}))
-        write_file(self.partial / on_disk.STATE, state)
-        write_file(self.partial / on_disk.MANIFEST, replace(manifest, files=files).to_json())
-        on_disk.give_name(self.partial, self.final)
-        afterwards()
-
-    def _reports(self, world_size: int) -> list[FileRecord]:
-        """The files of the other ranks, once all of them are on the disk."""
-        files: list[FileRecord] = []
-        missing = {_report_of(rank) for rank in range(1, world_size)}
-        while missing:
-            # Lists the folder: that asks a network disk's server, which a look for one name may not.
-            for report in sorted(missing.intersection(os.listdir(self.partial))):
-                files += [FileRecord(**record) for record in json.loads((self.partial / report).read_bytes())]
-                (self.partial / report).unlink()
-                missing.remove(report)
-            if missing and self._given_up.wait(POLL):
-                raise OSError(errno.ETIMEDOUT, f"{min(missing)}: that rank's part has not come")
-        return files
+        return any(each is not None and each.done() and each.exception() for each in (self.written, self.completed))
 
 
-def _be_nice() -> None:
-    with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-
-
-def _report_of(rank: int) -> str:
-    return f".written-{rank:05d}.json"
+def write_part(partial: Path, files: Files) -> list[FileRecord]:
+    """Write this rank's files, several at a time, to the folder `partial`; returns what was written."""
+    partial.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="saving") as threads:
+        return list(threads.map(lambda name: write_tensors(partial / name, files[name]), files))
 
 
 # ── The disk ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────

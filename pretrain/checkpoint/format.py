@@ -38,7 +38,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from foundation.errors import InputError
-from foundation.files import FileRecord, fsync, hash_of
+from foundation.files import FileRecord, fsync, hash_of, write_file
 from foundation.reading import load_object
 from pretrain.model.gradients import local_part
 
@@ -85,8 +85,12 @@ def partial_folder(final: Path) -> Path:
     return final.with_name(f"{PARTIAL_STEP}{final.name}")
 
 
-def give_name(partial: Path, final: Path) -> None:
-    """Let what is complete in `partial` appear as `final`; what had that name is set aside. Raises OSError."""
+def complete(final: Path, manifest: Manifest, state: bytes) -> None:
+    """Write the state and, last, the manifest beside the files that the manifest has, and let the checkpoint appear as `final`;
+    what had that name is set aside. Raises OSError."""
+    partial, record = partial_folder(final), FileRecord(STATE, len(state), {"sha256": hashlib.sha256(state).hexdigest()})
+    write_file(partial / STATE, state)
+    write_file(partial / MANIFEST, replace(manifest, files=[*manifest.files, record]).to_json())
     fsync(partial)
     if final.exists():
         set_aside(final)

@@ -94,8 +94,4 @@ def seed_step(seed: int, step: int, rank: int) -> None:
     """
     import torch  # not above: comparing runs does without
 
-    seed = step_seed(seed, step, rank)
-    if torch.accelerator.is_available():
-        torch.manual_seed(seed)
-    else:  # for GPUs that are not there `manual_seed` keeps where it was called from, which takes a millisecond of each step
-        torch.default_generator.manual_seed(seed)
+    torch.manual_seed(step_seed(seed, step, rank))

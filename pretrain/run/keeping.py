@@ -70,14 +70,8 @@ def save(run: Run, *, behind: bool = False) -> None:
         if run.stream:
             state["stream"] = run.stream.record()
         spared = run.best["step"] if run.best else None
-        run.checkpoints.save(run.state.step, *tensors_to_save(run.assembly), state, spared=spared, behind=behind)
-    tell_saved(run)
-
-
-def tell_saved(run: Run) -> None:
-    """Say what has been saved since this was last called."""
-    for line in run.checkpoints.news():
-        run.console.notice(line)
+        how = {"spared": spared, "behind": behind, "say": run.console.notice}
+        run.checkpoints.save(run.state.step, *tensors_to_save(run.assembly), state, **how)
 
 
 # ── Where it stops ────────────────────────────────────────────────────────────────────────────────────────────────────────────
