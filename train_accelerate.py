@@ -46,10 +46,9 @@ from pretrain.model.wrapping import wrap_layers
 from pretrain.optimizer import adamw, schedule
 from pretrain.plan.preflight import Job, prepare_job
 from pretrain.run import assembly as assembling
-from pretrain.run import command_line, evaluate, export, keeping, recording, resume, streaming, trials
+from pretrain.run import command_line, evaluate, export, keeping, planner, recording, resume, streaming, trials
 from pretrain.run.recording import due
 from pretrain.run.running import Run, follow_the_schedule
-from pretrain.run.untrained import plan_launch
 from pretrain.settings import config
 from pretrain.settings.launch import with_precision, with_topology
 from pretrain.verify.update import StepCheck
@@ -65,8 +64,6 @@ def main() -> int:
 
 def launch(arguments: argparse.Namespace) -> int:
     """Refuse what can be refused without the model's weights, before the run folder is touched; then run. Returns the status."""
-    if arguments.plan:
-        return plan_launch(arguments)
     recipe = with_precision(config.load_recipe(arguments.recipe, arguments.overrides), os.environ)
     if recipe.deterministic:
         command_line.compute_in_a_fixed_order()
@@ -76,9 +73,12 @@ def launch(arguments: argparse.Namespace) -> int:
     distributed.complete_topology(accelerator, launched.replicas, gathers_as_fits=launched.gathers_as_fits)
 
     main_process, run_dir = accelerator.is_main_process, config.run_dir_of(recipe)
-    distributed.refused_together(lambda: main_process and check_free(run_dir))  # packs may take hours
-    job = prepare_job(recipe, accelerator)
+    if not arguments.plan:
+        distributed.refused_together(lambda: main_process and check_free(run_dir))  # packs may take hours
+    job = prepare_job(recipe, accelerator, purpose="plan" if arguments.plan else "run")
     console = recording.introduce_job(job, accelerator, launched.notices)
+    if arguments.plan:
+        return planner.say_plan(job, console, arguments.resume, arguments.accept_changes)
     with (
         distributed.refused_together(lambda: RunFolder(run_dir, owner=main_process)) as folder,
         streaming.packing_stream(job, accelerator) if job.data.stream else nullcontext(),
@@ -92,10 +92,9 @@ def carry_out(job: Job, *surroundings: Any) -> int:
     """Build the run, train it, and finish unless a signal came first; returns the signal's number, or 0."""
     with command_line.explaining_errors():
         run = build(job, *surroundings)
-    if run is None:
-        return 0
-    try:
-        with command_line.explaining_errors(run):
+        if run is None:
+            return 0
+        try:
             if run.begins and job.recipe.model.weights_source is not None:  # what the weights knew before
                 evaluate.evaluate_once(run)
                 run.best = None  # the untrained model is no candidate for the best checkpoint
@@ -106,8 +105,8 @@ def carry_out(job: Job, *surroundings: Any) -> int:
             if run.precision_watch:
                 run.precision_watch.file.finish()
             return stopped_by
-    finally:
-        run.checkpoints.close()
+        finally:
+            run.checkpoints.close()
 
 
 # ── Act 2: the model on its devices and audited, resumed where there is something to resume ───────────────────────────────────
@@ -172,7 +171,6 @@ def build(job: Job, accelerator: Accelerator, folder: RunFolder, console: Consol
         state=state,
         begins=source is None or source.begins,
         resumed_step=state.step,
-        has_masks=job.data.has_masks,
         health=health,
         recorder=recording.recorder_of(job, assembly, accelerator),
         trackers=Trackers(log, path, state.step, main_process=main_process),

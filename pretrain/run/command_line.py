@@ -20,7 +20,6 @@ from foundation.reading import one_line
 from pretrain.metrics.health import TrainingHalted
 from pretrain.model.distributed import RANKS_WAIT, complete_topology, explaining_accelerate
 from pretrain.plan.memory import TAKES_LESS, is_out_of_memory
-from pretrain.run.running import Run
 from pretrain.settings.launch import with_topology
 from pretrain.settings.recipe import Recipe
 
@@ -94,16 +93,15 @@ def compute_in_a_fixed_order() -> None:
 
 
 @contextmanager
-def explaining_errors(run: Run | None = None) -> Iterator[None]:
+def explaining_errors() -> Iterator[None]:
     """InputError with the settings that take less where a device, or the host, runs out of memory inside."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        when = f"after step {run.state.step}" if run and run.state.step else "before the first step was done"
         raise InputError(
-            f"out of memory {when}: {one_line(error)}. What takes less: {TAKES_LESS}; `--plan` says how much. Checkpoints "
+            f"out of memory: {one_line(error)}. What takes less: {TAKES_LESS}; `--plan` says how much. Checkpoints "
             "are untouched: the same command with one of these goes on from the last; where it changes `weights` or `optimizer`, "
             "with --accept-changes too"
         ) from None

@@ -7,7 +7,7 @@ config.yaml leads to: the model's source or its config, and the packs or the tok
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,7 +24,7 @@ from foundation.command import CommandParser
 from foundation.errors import InputError
 from foundation.files import find_damage
 from foundation.reading import load_object
-from foundation.units import cell, count, duration, percent
+from foundation.units import cell, count, percent
 from packing.settings import HUB_NAME
 from packing.store import open_packs
 from pretrain.checkpoint.format import (
@@ -108,7 +108,7 @@ class SavedModel:
     @classmethod
     def open(cls, source: Path, dtype: Weights | None = None) -> SavedModel:
         """Opens a run folder's newest intact checkpoint, or the checkpoint at `source`. `dtype` None: as its weights are stored,
-        exact ones as BF16. Raises InputError where it is damaged, or of another model than its run's config.yaml describes."""
+        exact ones as BF16. Raises InputError where it is damaged."""
         folder, manifest, run_dir = _intact(source)
         weights = load_object(folder / STATE, "name another checkpoint")["identity"]["weights"]
         to: Weights = dtype or ("fp32" if weights == "fp32" else "bf16")
@@ -119,10 +119,6 @@ class SavedModel:
             with suppress(OSError):  # it has none of its own
                 generation = GenerationConfig.from_pretrained(recipe.model.weights_source, revision=recipe.model.revision)
                 hf.generation_config = generation
-        described = {name: tuple(tensor.shape) for name, tensor in model.named_tensors(hf).items()}
-        held = {name: entry.shape for name, entry in manifest.model.items()}
-        if strange := sorted(name for name in described.keys() | held.keys() if described.get(name) != held.get(name)):
-            raise InputError(f"{folder}: {strange[0]} has another shape in it than in the model of {run_dir / 'config.yaml'}")
         return cls(folder, manifest, hf, to, run_dir, recipe)
 
     def read(self, name: str) -> Tensor:
@@ -163,14 +159,12 @@ def tokenizer_of(recipe: Recipe, run_dir: Path) -> tuple[PreTrainedTokenizerBase
     try:
         environment: dict[str, Any] = load_object(run_dir / "environment.json", "start the run again to write it")
         data = Data(open_packs(recipe.data, "train"), None) if recipe.data.packs.exists() else None  # opened, never prepared
-        tokenizer = load_tokenizer(recipe.data, recipe.model, data, needed=False)
-        trained_with = environment.get("tokenizer_fingerprint")
-        if tokenizer and trained_with not in (None, fingerprint_in_use(recipe.data, recipe.model, data)):
-            place = recipe.data.tokenizer or recipe.model.repository or recipe.data.packs
-            return None, f"{place} is not the tokenizer that it was trained with ({trained_with[:12]}); put that one back"
+        tokenizer = load_tokenizer(recipe.data, recipe.model, data, needed=True)
+        if environment.get("tokenizer_fingerprint") not in (None, fingerprint_in_use(recipe.data, recipe.model, data)):
+            return None, f"that of {recipe.data.packs} is not the one that it was trained with; put that one back"
     except InputError as error:
         return None, str(error)
-    return tokenizer, "" if tokenizer else f"none lies with {recipe.data.packs.absolute()}"
+    return tokenizer, ""
 
 
 # ── A run's end ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -235,25 +229,15 @@ def _on_the_hub(name: str) -> bool:
 
 def _rows(run: RunRecord) -> dict[str, str]:
     """What the recipe, which stands below, does not say by itself."""
-    data, figures, (devices, device) = run.config["data"], run.summary, run.devices
+    data, figures = run.config["data"], run.summary
     shares = [f"{percent(each['weight'])} {each.get('source') or each['name']}" for each in data.get("sources") or ()]
     rows = {
-        "started from": _origin(run.config),
         "data": ", ".join(shares) or data.get("source") or f"packs in {data['packs']}",
         "tokens": f"{figures['tokens']:,}, padding included; {figures['epoch']:.3g} epochs",
         "precision": f"{run.precision}{', emulated in software' if run.emulated else ''}; weights {run.config['weights']}",
-        "computed on": f"{devices} x {device}, {duration(figures['hours'] * 3600)} inside of steps",
     }
     if LOSS_KEY in figures:
         rows["loss"] = f"{figures[LOSS_KEY]:.4f}, mean of the last {figures[END_KEY]} steps"
     if "held_out_loss" in figures:
         rows["held-out loss"] = f"{figures['held_out_loss']:.4f} nats a token{run.when_evaluated}"
     return rows
-
-
-def _origin(recipe: Mapping[str, Any]) -> str:
-    if begin_with := recipe["train"].get("begin_with"):
-        return f"the checkpoint {begin_with} of another run, whose steps are counted here too"
-    if recipe["model"].get("source") and not recipe["model"].get("from_scratch"):
-        return f"the weights of {recipe['model']['source']}"
-    return f"random weights, seed {recipe['seed']}"

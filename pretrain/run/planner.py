@@ -17,11 +17,13 @@ from pathlib import Path
 from foundation import units
 from foundation.command import CommandParser, number
 from foundation.units import GIB, TERA, UNKNOWN, markdown, plural
+from pretrain.metrics.console import Console
 from pretrain.plan.plan import KEPT_FREE, Plan
-from pretrain.plan.preflight import prepare_job
-from pretrain.plan.rendering import ASSUMED_SHARES, WIDTH, flops_line, horizon_lines, in_subjects, model_lines
+from pretrain.plan.preflight import Job, prepare_job
+from pretrain.plan.rendering import ASSUMED_SHARES, WIDTH, flops_line, horizon_lines, in_subjects, model_lines, render
 from pretrain.plan.targets import Target
 from pretrain.run.command_line import as_launched
+from pretrain.run.resume import where_to_resume
 from pretrain.settings.config import load_recipe
 from pretrain.settings.launch import with_precision
 
@@ -67,6 +69,14 @@ def main(arguments: list[str]) -> int:
         *notices,
     ]
     print("\n".join(textwrap.fill(f"* {text}", WIDTH, subsequent_indent="  ") for text in notes))
+    return 0
+
+
+def say_plan(job: Job, console: Console, wanted: str, accept_changes: bool) -> int:
+    """Say what a launch here would do, from which checkpoint; returns 0. InputError where it would be refused."""
+    job, _, source = where_to_resume(job, wanted, accept_changes)
+    resumes = [f"would resume from {source.path}", *source.notes] if source else []
+    console.notice("\n".join([render(job.plan), *resumes]))
     return 0
 
 

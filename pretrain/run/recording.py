@@ -127,7 +127,7 @@ def record_of_step(
     return {
         "step": run.state.step,
         "tokens": run.state.tokens,
-        **({"trained_tokens": run.state.valid_tokens} if run.has_masks else {}),
+        **({"trained_tokens": run.state.valid_tokens} if run.job.data.has_masks else {}),
         "epoch": batches.epoch,
         **({"precision": run.job.precision.name} if plan.phases else {}),
         **batches.sources,
@@ -176,8 +176,6 @@ def is_over(job: Job, folder: RunFolder, console: Console) -> bool:
     """Whether an earlier start has done all of a run that has no steps to come, which is said then."""
     finished = read_finished(job.run_dir)
     over = finished is not None and finished.summary["steps"] == job.plan.steps
-    over = over and (job.data.held_out is None or job.plan.steps in finished.held_out_curve()[0])
-    over = over and (not job.recipe.checkpoint.at_end or folder.final.exists())
-    if over:
+    if over := over and (not job.recipe.checkpoint.at_end or folder.final.exists()):
         console.panel(*last_screen(finished, folder))
     return over

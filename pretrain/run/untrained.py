@@ -1,12 +1,10 @@
-"""What a launch does that trains nothing: `train_accelerate.py RECIPE --plan`, and the held-out loss of a checkpoint, or of the
-model that a run would begin with. Nothing is written.
+"""The held-out loss of a checkpoint, or of the model that a run would begin with. Nothing is written.
 
 accelerate launch --config_file accelerate_configs/bf16.yaml -m pretrain evaluate my.yaml [--resume CHECKPOINT]
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Callable, Sequence
 
@@ -18,34 +16,14 @@ from foundation.errors import InputError
 from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.metrics.console import Console
 from pretrain.model.distributed import end_processes
-from pretrain.plan.preflight import Job, Purpose, prepare_job
-from pretrain.plan.rendering import render
+from pretrain.plan.preflight import Job, prepare_job
 from pretrain.run.assembly import Assembly
 from pretrain.run.command_line import LaunchParser, as_launched, exit_status, explaining_errors
 from pretrain.run.evaluate import held_out_figures
 from pretrain.run.recording import introduce_job
-from pretrain.run.resume import begins_histories, find_resume_point, load_weights, where_to_resume
+from pretrain.run.resume import begins_histories, find_resume_point, load_weights
 from pretrain.settings.config import load_recipe
 from pretrain.settings.launch import with_precision
-
-
-def plan_launch(arguments: argparse.Namespace) -> int:
-    """Say what a launch with these arguments would do; InputError where it would be refused."""
-    job, _, console = _launched(arguments, purpose="plan")
-    resumes = []
-    if job.data is not None:  # packs that are not prepared belong to no checkpoint yet
-        job, _, source = where_to_resume(job, arguments.resume, arguments.accept_changes)
-        resumes = [f"would resume from {source.path}", *source.notes] if source else []
-    console.notice("\n".join([render(job.plan), *resumes]))
-    return 0
-
-
-def _launched(arguments: argparse.Namespace, purpose: Purpose) -> tuple[Job, Accelerator, Console]:
-    """The job that these arguments name, its Accelerator, and a console that has said what was corrected in the launch."""
-    recipe = with_precision(load_recipe(arguments.recipe, arguments.overrides), os.environ)
-    accelerator, notices = as_launched(recipe)
-    job = prepare_job(recipe, accelerator, purpose=purpose)
-    return job, accelerator, introduce_job(job, accelerator, notices)
 
 
 def main(arguments: Sequence[str], assemble: Callable[[Job, Accelerator], Assembly]) -> int:
@@ -55,7 +33,10 @@ def main(arguments: Sequence[str], assemble: Callable[[Job, Accelerator], Assemb
     parsed = parser.read(arguments)
 
     def evaluate() -> int:
-        job, accelerator, console = _launched(parsed, purpose="run")
+        recipe = with_precision(load_recipe(parsed.recipe, parsed.overrides), os.environ)
+        accelerator, notices = as_launched(recipe)
+        job = prepare_job(recipe, accelerator)
+        console = introduce_job(job, accelerator, notices)
         with explaining_errors():
             _evaluate(job, accelerator, console, parsed.resume, assemble)
         end_processes(accelerator)
