@@ -19,6 +19,9 @@ import sys
 from contextlib import nullcontext
 from typing import Any
 
+from foundation.command import run_command
+from pretrain.settings import config
+
 if __name__ == "__main__":  # importing takes seconds; until the loop can save, Ctrl-C just ends the process, without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     gc.disable()  # imports leave no garbage; looking for it while millions of objects come in took a fifth of their time
@@ -26,6 +29,7 @@ if __name__ == "__main__":  # importing takes seconds; until the loop can save, 
     # shards, 67.9 GiB beside the 67.2 GiB in use. What the user sets goes first, under either of its names.
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    config.check_arguments(__doc__)  # a mistake is told at once
 
 import torch
 from accelerate import Accelerator
@@ -47,16 +51,14 @@ from pretrain.optimizer import adamw, schedule
 from pretrain.plan.preflight import Job, prepare_job
 from pretrain.run import assembly as assembling
 from pretrain.run import command_line, evaluate, export, keeping, planner, recording, resume, streaming, trials
-from pretrain.run.recording import due
 from pretrain.run.running import Run, follow_the_schedule
-from pretrain.settings import config
 from pretrain.settings.launch import with_precision, with_topology
 from pretrain.verify.update import StepCheck
 
 
 @record  # an error that is none of the user's: its traceback is in torchrun's table
 def main() -> int:
-    return command_line.exit_status(lambda: launch(command_line.parse_arguments(__doc__)))
+    return run_command(lambda: launch(config.parse_arguments(__doc__)))
 
 
 # ── Act 1: settings, Accelerator, packs ───────────────────────────────────────────────────────────────────────────────────────
@@ -171,6 +173,7 @@ def build(job: Job, accelerator: Accelerator, folder: RunFolder, console: Consol
         state=state,
         begins=source is None or source.begins,
         resumed_step=state.step,
+        has_masks=job.data.has_masks,
         health=health,
         recorder=recording.recorder_of(job, assembly, accelerator),
         trackers=Trackers(log, path, state.step, main_process=main_process),
@@ -184,7 +187,6 @@ def build(job: Job, accelerator: Accelerator, folder: RunFolder, console: Consol
     parity = trials.find_parity(run) if job.recipe.parity and run.begins else []
     recording.introduce(run, notes)
     run.best = evaluate.best_so_far(run)
-    keeping.prepare_saves(run)
     if parity:
         trials.require_parity(run, parity)
     return run
@@ -223,8 +225,8 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int:
         if run.stream:
             streaming.tell_stream(run, run.stream)
         recording.log(run, figures, data_wait_ms=steps.data_wait_ms)
-        evaluates = due(state.step, recipe.evaluate.every) and not state.finished
-        saves = due(state.step, recipe.checkpoint.every) or (evaluates and recipe.checkpoint.best)
+        evaluates = recording.due(state.step, recipe.evaluate.every) and not state.finished
+        saves = recording.due(state.step, recipe.checkpoint.every) or (evaluates and recipe.checkpoint.best)
         # After a skipped step too: the update before it may be to blame.
         if decision.action in ("update", "skip") and (saves or state.finished):
             decision = keeping.judge_weights(run)
@@ -242,7 +244,7 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int:
         run.checkpoints.settle()
         if reason := distributed.largest_over_ranks(run.accelerator, reason_to_stop()):
             return keeping.leave(run, reason, steps)
-        if (due(state.step, recipe.checkpoint.every) or evaluate.is_best(run)) and not state.finished:
+        if (recording.due(state.step, recipe.checkpoint.every) or evaluate.is_best(run)) and not state.finished:
             keeping.save(run, behind=True)
     return 0
 
@@ -270,7 +272,7 @@ def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDeci
     watching = run.precision_watch.watching(state.step + 1) if run.precision_watch else None
     confirms = is_confirming(run, state.step)
     audit = run.assembly.confirming_audit(state.step + 1) if confirms and context.backend is not None else nullcontext()
-    looked_at = confirms or due(state.step + 1, recipe.log.fp8_statistics)
+    looked_at = confirms or recording.due(state.step + 1, recipe.log.fp8_statistics)
     check = StepCheck(model, optimizer, recipe, accelerator) if looked_at else None
     with audit, check.passes(batches) if check else nullcontext():
         mean_loss = forward_backward(model, batches, accelerator, watching)

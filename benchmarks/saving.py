@@ -90,7 +90,6 @@ def measure(
     """Medians of seconds, and of a step's milliseconds."""
     work = step_on(device)
     checkpoints.save(1, model, optimizer, {})
-    checkpoints.prepare(model, optimizer)
     alone, stopped, durable, beside = [work() for _ in range(30)], [], [], []
     for step in range(2, 3 + saves):
         began = time.perf_counter()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import math
+import logging
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 from foundation.errors import InputError
@@ -21,33 +22,34 @@ class CommandParser(argparse.ArgumentParser):
         raise InputError(f"command line: {message}; {self.remedy}")
 
 
-def number(least: float | None = None, most: float = math.inf, *, whole: bool = False) -> Callable[[str], float]:
-    """Returns a function for argparse's `type`, which reads a number of `least` to `most`, a `whole` one as an int. `least` None:
-    above 0."""
-
-    def numeric(text: str) -> float:
-        value = int(text) if whole else float(text)  # argparse makes a message of a ValueError
-        if not ((value > 0 if least is None else value >= least) and value <= most and math.isfinite(value)):
-            wanted = "above 0" if least is None else f"{least} or more"
-            raise argparse.ArgumentTypeError(f"{text}: a number {wanted}, and at most {most:g}, is wanted")
-        return value
-
-    return numeric
-
-
-def run_command(command: Callable[[], int | None], *, on_ctrl_c: str) -> int:
+def run_command(command: Callable[[], int | None], *, on_ctrl_c: str = "stopped by Ctrl-C") -> int:
     """Run `command` and return its exit status, 0 where it gives none. It is 2 for a mistake in what was given and for what a
-    disk refuses, 130 where Ctrl-C broke it off, which `on_ctrl_c` says, and 141 where nobody reads what is printed any more."""
+    disk refuses, 3 for a training that cannot go on, 130 where Ctrl-C broke it off, and 141 where nobody reads what is printed
+    any more. Of several processes of torchrun one prints: what the others record of their error is in torchrun's table.
+
+    The first process of all writes the status to the file that PRETRAIN_STATUS_FILE names, if it names one: `accelerate launch`
+    ends with 1 whatever a process of its ended with, and who started it may have to know.
+    """
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
     try:
-        status = command() or 0
+        status = command()
         print(end="", flush=True)  # to a closed stdout, too
-        return status
     except KeyboardInterrupt:
         print(f"\n{on_ctrl_c}", file=sys.stderr)
-        return 130  # what a shell reports for a process that SIGINT ended
+        status = 130  # what a shell reports for a process that SIGINT ended
     except BrokenPipeError:  # `| head` has seen enough. The rest goes nowhere, or the flush at the process's end would fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+        status = 141
     except (InputError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        kind, status = (error.kind, error.status) if isinstance(error, InputError) else (InputError.kind, InputError.status)
+        several = "TORCHELASTIC_ERROR_FILE" in os.environ
+        if several:
+            from torch.distributed.elastic.multiprocessing.errors import get_error_handler  # slow, and others do without
+
+            get_error_handler().record_exception(error)
+        if not several or os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"{kind}: {error}", file=sys.stderr)
+    path = os.environ.get("PRETRAIN_STATUS_FILE")
+    if path and status is not None and os.environ.get("RANK", "0") == "0":
+        Path(path).write_text(f"{status}\n", encoding="utf-8")
+    return status or 0

@@ -1,4 +1,4 @@
-"""The one exception that a user's input can cause, and how what was given stands in its message."""
+"""The one exception that a user's input can cause."""
 
 from __future__ import annotations
 
@@ -10,8 +10,4 @@ class InputError(Exception):
     that escapes, but for what a disk refuses, is a bug of ours and keeps its traceback.
     """
 
-
-def shown(value: object) -> str:
-    """`value` for a message: its first 200 characters."""
-    text = str(value)
-    return text if len(text) <= 200 else f"{text[:200]}..."
+    kind, status = "error", 2  # how the command line says it, and ends

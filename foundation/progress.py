@@ -21,10 +21,9 @@ def say(text: str, shown: bool = True) -> None:
         tqdm.write(text, file=sys.stderr)
 
 
-def advance(count: int = 1, *, of: str | None = None) -> None:
-    """Tell the innermost task under way in this process, if there is one, that `count` more of its units are done. `of`: only a
-    task that counts this unit is meant."""
-    if _under_way and of in (None, _under_way[-1].unit):
+def advance(count: int = 1) -> None:
+    """Tell the innermost task under way in this process, if there is one, that `count` more of its units are done."""
+    if _under_way:
         _under_way[-1].update(_under_way[-1].count + count)
 
 
@@ -33,7 +32,7 @@ class Progress:
     `already_done`: units that an earlier run has finished."""
 
     def __init__(self, task: str, unit: str = "", shown: bool = True, already_done: int = 0, *, total: int | None = None) -> None:
-        self.unit, self.count = unit, already_done
+        self.count = already_done
         counted = {"unit": f" {unit}", "unit_scale": True, "delay": SHOWN_AFTER}
         self._bar = tqdm(
             desc=task,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
@@ -44,9 +43,7 @@ def load_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         values = parse_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=1, cutoff=0.5)
-        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
-        raise InputError(f"{path}: no such file{hint}") from None
+        raise InputError(f"{path}: no such file") from None
     except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
         raise InputError(f"{path}: no YAML that can be read: {one_line(error)}") from None
     if not isinstance(values, dict):

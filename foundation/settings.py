@@ -7,13 +7,14 @@ import os
 import re
 import types
 import typing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from foundation.errors import InputError, shown
+from foundation.errors import InputError
 from foundation.reading import one_line, parse_yaml
 
 
@@ -50,14 +51,12 @@ def parse(cls: type[S], values: dict[str, Any], origin: str) -> S:
     try:
         return cls.model_validate(values)
     except ValidationError as error:
-        lines: dict[str, list[str]] = {}
+        by_key: dict[str, list[str]] = {}
         for item in error.errors(include_url=False):
             key, mistake = _describe(cls, item)
-            lines.setdefault(key, []).append(mistake)
-        # Where another member of the union got further, its keys say more.
-        last = [key for key in lines if not any(inside.startswith(f"{key}.") for inside in lines)]
-        described = [f"{origin}: {f'`{key}`: ' * bool(key)}{', or '.join(dict.fromkeys(lines[key]))}" for key in last]
-        raise InputError("\n".join(described)) from None
+            by_key.setdefault(key, []).append(mistake)
+        lines = [f"{origin}: {f'`{key}`: ' * bool(key)}{', or '.join(dict.fromkeys(of_key))}" for key, of_key in by_key.items()]
+        raise InputError("\n".join(lines)) from None
 
 
 _MEMBER = re.compile(r"[A-Z]\w*|.*[\[\]-].*|bool|int|float|str|tuple|dict")  # how pydantic's locations name a union's members
@@ -70,13 +69,32 @@ def _describe(cls: type[BaseModel], item: dict[str, Any]) -> tuple[str, str]:
     parts = parents if unknown else item["loc"]
     keys = [str(part) for part in parts if not (isinstance(part, str) and _MEMBER.fullmatch(part))]
     if unknown:
-        known = list(_section(cls, keys).model_fields)
-        near = difflib.get_close_matches(str(last), known, n=1, cutoff=0.5)
-        hint = f"did you mean `{'.'.join([*keys, near[0]])}`?" if near else f"known keys here: {', '.join(sorted(known))}"
-        return ".".join([*keys, str(last)]), f"unknown key; {hint}"
+        return ".".join([*keys, str(last)]), f"unknown key; {_hint(cls, keys, str(last))}"
     message = item["msg"].removeprefix("Value error, ")
-    value = "" if item["type"] in ("missing", "value_error") else f", and is {shown(repr(item['input']))}"
+    value = "" if item["type"] in ("missing", "value_error") else f", and is {item['input']!r:.200}"
     return ".".join(keys), message + value
+
+
+def _hint(cls: type[BaseModel], keys: list[str], name: str) -> str:
+    """What somebody may have meant by `name` in the section that `keys` lead to: a key there or anywhere, or what other programs
+    call it, which `OTHER_NAMES` of `cls` says."""
+    here = ".".join([*keys, ""]) if keys else ""
+    by_name: dict[str, str] = {}
+    for key in sorted(_keys_of(cls), key=lambda key: not (key.startswith(here) and "." not in key.removeprefix(here))):
+        by_name.setdefault(key.rpartition(".")[2].lower(), key)
+    if key := by_name.get(name.lower()) or getattr(cls, "OTHER_NAMES", {}).get(name.lower()):
+        return f"did you mean `{key}`?"
+    if near := difflib.get_close_matches(name.lower(), by_name, n=1, cutoff=0.8):
+        return f"did you mean `{by_name[near[0]]}`?"
+    return f"known keys here: {', '.join(sorted(_section(cls, keys).model_fields))}"
+
+
+def _keys_of(cls: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every dotted key that a settings class and its sections have."""
+    for name, field in cls.model_fields.items():
+        yield f"{prefix}{name}"
+        for section in sections_in(field.annotation):
+            yield from _keys_of(section, f"{prefix}{name}.")
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
@@ -128,7 +146,7 @@ def value_from_text(cls: type[BaseModel], key: str, text: str) -> Any:
     try:
         return parse_yaml(text)
     except (ValueError, TypeError, yaml.YAMLError) as error:
-        raise InputError(f"command line: the value of `{key}={shown(text)}` is not valid YAML: {one_line(error)}") from None
+        raise InputError(f"command line: the value of `{key}={text:.200}` is not valid YAML: {one_line(error)}") from None
 
 
 def set_value(values: dict[str, Any], key: str, value: Any) -> None:
@@ -140,5 +158,5 @@ def set_value(values: dict[str, Any], key: str, value: Any) -> None:
             values[part] = {}
         values = values[part]
         if not isinstance(values, dict):
-            raise InputError(f"command line: `{key}` cannot be set: `{part}` holds {shown(values)}, not keys of its own")
+            raise InputError(f"command line: `{key}` cannot be set: `{part}` holds {values!r:.200}, not keys of its own")
     values[name] = value

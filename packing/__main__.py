@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from foundation.command import CommandParser, number, run_command
+from foundation.command import CommandParser, run_command
 from foundation.errors import InputError
 from foundation.progress import Progress, say
 from foundation.reading import load_with_bases
@@ -58,7 +58,7 @@ def _parser() -> CommandParser:
     tokenizer = commands.add_parser("tokenizer", help="learn a byte-level BPE; its end-of-text token, id 0, closes documents")
     tokenizer.add_argument("source", metavar="SOURCE", help="file, folder or Hugging Face dataset")
     tokenizer.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="keys of data, as data.text=body")
-    tokenizer.add_argument("--vocabulary", type=number(258, whole=True), required=True, metavar="N", help="bytes included")
+    tokenizer.add_argument("--vocabulary", type=int, required=True, metavar="N", help="bytes included")
     tokenizer.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     tokenizer.add_argument("--special", action="append", default=[], metavar="TOKEN", help="as <|im_start|>; repeatable")
     tokenizer.set_defaults(run=_learn_tokenizer)
@@ -69,7 +69,7 @@ def _parser() -> CommandParser:
 
     inspect = commands.add_parser("inspect", help="show Arrow, MDS or token .bin packs")
     inspect.add_argument("path", type=Path)
-    inspect.add_argument("--index", type=number(0, whole=True), help="also show the text of this training pack")
+    inspect.add_argument("--index", type=int, help="also show the text of this training pack")
     inspect.add_argument("--tokenizer", help="tokenizer.json, folder or hub name (the one with the packs)")
     inspect.add_argument("--verify", action="store_true", help="hash every file again")
     inspect.set_defaults(run=_inspect)

@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> int:
                 return module.main(arguments[1:], importlib.import_module("train_accelerate").assemble)
             return module.main(arguments if arguments[0] in PACKS else arguments[1:])
 
-        return run_command(run, on_ctrl_c="stopped by Ctrl-C")
+        return run_command(run)
     lines = [f"  {name:<9} {what}" for name, (_, what) in COMMANDS.items()]
     usage = "usage: low-precision COMMAND ..., or python -m pretrain COMMAND ...\n\n"
     usage += "\n".join([*lines, "", "COMMAND --help says more"])

@@ -20,7 +20,6 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,10 +69,6 @@ class Checkpoints:
 
     # ── Saving ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def prepare(self, model: Tensors, optimizer: Tensors) -> None:
-        """Begin to get the memory that the first save behind the training would otherwise wait for."""
-        self._thread.submit(self._staging.reserve, self._lay_out(model, optimizer)[0])
-
     def save(
         self,
         step: int,
@@ -102,8 +97,7 @@ class Checkpoints:
             if self.rank == 0:  # what a writer left that died; nobody writes before the exchange below
                 shutil.rmtree(on_disk.partial_folder(final), ignore_errors=True)
             files, index = self._lay_out(model, optimizer)
-            has_room = behind and self._thread.submit(self._staging.reserve, files).result()
-            copies = self._staging.copy(files) if has_room else None
+            copies = self._staging.copy(files) if behind else None
             stopped = f"; training stopped for {time.perf_counter() - began:.2g} s" if copies else ""
 
             def complete(records: list[FileRecord]) -> None:
@@ -274,24 +268,16 @@ class Staging:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def reserve(self, files: Files) -> bool:
-        """Get the memory for a copy of `files`; returns whether the machine has room for it."""
+    def copy(self, files: Files) -> dict[str, dict[str, Tensor]] | None:
+        """The tensors as they are now, on the host; valid until the next copy. None where the host has no room for them."""
         needed = sum(_rounded(tensor.nbytes) for group in files.values() for tensor in group.values())
-        device = _gpu_of(files)
-        if self._memory.numel() >= needed:
-            return True
-        self._memory = torch.empty(0, dtype=torch.uint8)  # gives back what there was
-        if needed * int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > SHARE * free_memory():
-            return False
-        # Threads start on device 0: pinning there would open a context on another rank's device.
-        with torch.cuda.device(device) if device else nullcontext():
+        device = next((tensor.device for group in files.values() for tensor in group.values() if tensor.is_cuda), None)
+        if self._memory.numel() < needed:
+            if needed * int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > SHARE * free_memory():
+                return None
             self._memory = torch.zeros(needed, dtype=torch.uint8)  # written to, so that the pages are there
             if device:
                 _pin(self._memory)
-        return True
-
-    def copy(self, files: Files) -> dict[str, dict[str, Tensor]]:
-        """The tensors as they are now, on the host, in what was reserved for them; valid until the next copy."""
         copies: dict[str, dict[str, Tensor]] = {file: {} for file in files}
         start = 0
         for file, group in files.items():
@@ -299,14 +285,9 @@ class Staging:
                 place = self._memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
                 copies[file][name] = place.copy_(tensor.detach(), non_blocking=True)
                 start += _rounded(tensor.nbytes)
-        if device := _gpu_of(files):
+        if device:
             torch.cuda.current_stream(device).synchronize()
         return copies
-
-
-def _gpu_of(files: Files) -> torch.device | None:
-    """The device that these tensors lie on; None for a CPU's."""
-    return next((tensor.device for group in files.values() for tensor in group.values() if tensor.is_cuda), None)
 
 
 def _rounded(count: int) -> int:

@@ -16,7 +16,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from foundation.command import CommandParser, number
+from foundation.command import CommandParser
 from foundation.errors import InputError
 from foundation.files import check_replaceable
 from foundation.signals import StopRequest
@@ -112,15 +112,14 @@ def carry_out(matrix: Matrix, cells: Sequence[Cell], *, single: bool) -> int:
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = CommandParser(prog="python -m pretrain matrix", description="Run every cell of a comparison and report on it.")
-    count = number(1, whole=True)
     parser.add_argument("matrix", type=Path, help="what is compared: a YAML file, see recipes/matrices/")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="over the recipe's settings, in every cell")
     parser.add_argument("--only", action="append", default=[], metavar="key=value", help="run these cells only; may be repeated")
     alone = "run one cell alone, of those picked the N-th from 0, as an array of jobs does"
-    parser.add_argument("--cell", type=number(0, whole=True), metavar="N", help=alone)
-    parser.add_argument("--at-once", type=count, metavar="N", help="cells side by side")
-    parser.add_argument("--gpus", type=count, metavar="N", help="GPUs of this machine to spread the cells over")
-    parser.add_argument("--processes", type=count, metavar="N", help="processes of each cell")
+    parser.add_argument("--cell", type=int, metavar="N", help=alone)
+    parser.add_argument("--at-once", type=int, metavar="N", help="cells side by side")
+    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs of this machine to spread the cells over")
+    parser.add_argument("--processes", type=int, metavar="N", help="processes of each cell")
     parser.add_argument("--count", action="store_true", help="print the number of cells, and stop")
     parser.add_argument("--dry-run", action="store_true", help="print the command of each cell, and stop")
     return parser.parse_intermixed_args(arguments)

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from foundation.command import CommandParser, number
+from foundation.command import CommandParser
 from foundation.errors import InputError
 from foundation.files import replace_file
 from foundation.reading import load_yaml
@@ -165,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("phases", type=Path, help="what is tried, and in which order: a YAML file, see recipes/phases/")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="over the recipe's settings, in every cell")
-    parser.add_argument("--gpus", type=number(1, whole=True), metavar="N", help="GPUs of this machine for a phase's cells")
+    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs of this machine for a phase's cells")
     parser.add_argument("--dry-run", action="store_true", help="print the commands of all phases, on first cells, and stop")
     options = parser.parse_intermixed_args(arguments)
     changes = {} if options.gpus is None else {"gpus": options.gpus}

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from foundation.command import CommandParser, number
+from foundation.command import CommandParser
 from foundation.errors import InputError
 from foundation.files import check_replaceable, replace_file
 from foundation.units import plural
@@ -24,8 +24,6 @@ from pretrain.compare.page import render
 from pretrain.compare.seed_groups import SeedComparison, grouped
 from pretrain.metrics.run_folder import METRICS_FILE
 from pretrain.metrics.run_record import NoStepYet, RunRecord, read_finished, read_run
-
-DAY = 86_400  # seconds
 
 
 @dataclass(frozen=True)
@@ -182,11 +180,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     vary = "a key, or section, that may differ: what is compared; repeatable"
     parser.add_argument("--vary", action="append", default=[], metavar="KEY", help=vary)
     gate = "exit with 1 if a run's loss ends further than this above the baseline's"
-    parser.add_argument("--gate", type=number(0), metavar="NATS", help=gate)
+    parser.add_argument("--gate", type=float, metavar="NATS", help=gate)
     follow = "follow running runs: write the page again and again"
-    parser.add_argument("--watch", nargs="?", type=number(1, DAY), const=10.0, metavar="SECONDS", help=follow)
+    parser.add_argument("--watch", nargs="?", type=float, const=10.0, metavar="SECONDS", help=follow)
     margin = f"over seeds: of the baseline's loss, within which a difference counts as none (default: {100 * MARGIN:g})"
-    parser.add_argument("--margin", type=number(most=100), default=100 * MARGIN, metavar="PERCENT", help=margin)
+    parser.add_argument("--margin", type=float, default=100 * MARGIN, metavar="PERCENT", help=margin)
     options = parser.parse_intermixed_args(arguments)
     if options.out:
         if options.out.suffix != ".html":

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from foundation.errors import InputError
 from foundation.units import percent
 from pretrain.settings.recipe import HealthSettings
 
@@ -32,8 +33,10 @@ MAD_TO_SD = 1.4826  # standard deviation of a normal distribution over its media
 FROZEN_SHARE = 0.05  # of all updates lost: from here on there is a warning
 
 
-class TrainingHalted(Exception):
+class TrainingHalted(InputError):
     """The run stopped itself over its loss or gradient norm; the message says what to change."""
+
+    kind, status = "halted", 3
 
     def __init__(self, step: int, message: str) -> None:
         super().__init__(f"step {step}: {message}")

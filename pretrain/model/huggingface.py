@@ -231,7 +231,7 @@ def export(
         weights = {}
         for name in named_tensors(hf):
             weights[name] = read(name).cpu()
-            advance(of="tensors")
+            advance()
         hf.save_pretrained(writing, state_dict=weights, max_shard_size="5GB")  # its configurations too
         if tokenizer is not None:
             tokenizer.save_pretrained(writing)

@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from foundation.command import CommandParser, number
+from foundation.command import CommandParser
 from foundation.units import TERA, count, markdown, operations, percent
 from pretrain.metrics.flops import FORMULAS, ModelFlops, attention_to_ffn_ratio, ours
 from pretrain.metrics.peaks import peak
@@ -28,8 +28,8 @@ def main(arguments: Sequence[str]) -> int:
     )
     add = parser.add_argument
     add("model", metavar="MODEL", help="a recipe (.yaml), or what `model.source` takes")
-    add("--length", type=number(1, whole=True), nargs="+", metavar="T", help="of a sequence, in tokens; default: the recipe's")
-    add("--tokens-per-second", type=number(1), metavar="N", help="of all devices: also MFU")
+    add("--length", type=int, nargs="+", metavar="T", help="of a sequence, in tokens; default: the recipe's")
+    add("--tokens-per-second", type=float, metavar="N", help="of all devices: also MFU")
     add("--on", metavar="DEVICE", default="H200", help="default: H200; 8xB200: its dense BF16 peak is 100 %%")
     options = parser.parse_intermixed_args(arguments)
     speed, target = options.tokens_per_second, Target.parse(options.on)

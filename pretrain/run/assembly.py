@@ -46,9 +46,9 @@ EXAMINED_AGAIN = 13
 # Packs that delayed scaling sees before the first step. The first two teach it the gradients of all layers. More come closer to
 # the largest values of a microbatch: after one pack alone, the first gradient of a 1.7 B model was cut to 82 % of its norm.
 REHEARSALS = 8
-# Tokens of the pack observed where nothing is quantized or fused: uncompiled, a whole one may not fit where training does. To a
-# CPU 512 are half a step of a small model, and in a quarter of them every linear multiplies too.
-SEEN_UNQUANTIZED, SEEN_ON_CPU = 512, 128
+# Tokens of the pack observed where nothing is quantized or fused: uncompiled, a whole one may not fit where training does. In so
+# few every linear multiplies too.
+SEEN_UNQUANTIZED = 128
 
 
 @dataclass(frozen=True)
@@ -271,7 +271,7 @@ def rehearse(job: Job, accelerator: Accelerator, assembly: Assembly) -> list[aud
     def loss_of(pack: int) -> Tensor:
         batch = job.data.one_pack(pack, job.model_config.vocab_size)
         if packed.context.backend is None and packed.fused is None:
-            batch = beginning_of(batch, SEEN_ON_CPU if accelerator.device.type == "cpu" else SEEN_UNQUANTIZED)
+            batch = beginning_of(batch, SEEN_UNQUANTIZED)
         return packed(**inputs_of(batch, accelerator.device)) * (1 / job.plan.tokens_per_step)
 
     entries = audit.observe(packed, lambda: loss_of(0), job.active, assembly.now.decisions, assembly.optimizer)

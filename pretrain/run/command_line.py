@@ -1,66 +1,20 @@
-"""What a user types, how a launch is set up, and the one message of a launch that ends early, however many processes it has."""
+"""How a launch is set up, and what it says when memory runs out."""
 
 from __future__ import annotations
 
-import argparse
-import logging
 import os
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from foundation.command import CommandParser
 from foundation.errors import InputError
 from foundation.reading import one_line
-from pretrain.metrics.health import TrainingHalted
 from pretrain.model.distributed import RANKS_WAIT, complete_topology, explaining_accelerate
 from pretrain.plan.memory import TAKES_LESS, is_out_of_memory
 from pretrain.settings.launch import with_topology
 from pretrain.settings.recipe import Recipe
-
-# ── What is typed ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class LaunchParser(CommandParser):
-    """Reads a recipe and what is set over it, as key=value or --key=value, which W&B's agents write."""
-
-    remedy = "a setting is key=value or --key=value, and --help lists the options"
-
-    def __init__(self, description: str | None, prog: str | None = None) -> None:
-        super().__init__(prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-        self.add_argument("recipe", type=Path, help="what is trained: a YAML file, see recipes/")
-        self.add_argument(
-            "overrides", nargs="*", metavar="key=value", help="over the recipe's settings: weights=bf16 train.steps=9"
-        )
-
-    def read(self, arguments: Sequence[str]) -> argparse.Namespace:
-        options = [option for action in self._actions for option in action.option_strings]
-
-        def is_setting(text: str) -> bool:
-            name, equals, _ = text.partition("=")
-            return bool(equals) and name.startswith("--") and not any(option.startswith(name) for option in options)
-
-        # Intermixed, so that key=value may follow an option.
-        return self.parse_intermixed_args([text[2:] if is_setting(text) else text for text in arguments])
-
-
-def parse_arguments(description: str | None) -> argparse.Namespace:
-    """`description`: what the launcher is, for --help. Raises InputError for an option that there is not."""
-    parser = LaunchParser(description)
-    parser.add_argument("--resume", default="auto", metavar="CHECKPOINT", help="default auto: the run's newest intact one")
-    parser.add_argument("--accept-changes", action="store_true", help="continue a checkpoint although the recipe has changed")
-    one = parser.add_mutually_exclusive_group()
-    one.add_argument("--plan", action="store_true", help="say what would happen, check every setting, and stop")
-    one.add_argument("--profile", action="store_true", help="record a step: profile.md and a trace in the run folder")
-    return parser.read(sys.argv[1:])
-
-
-# ── How a launch is set up ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def as_launched(recipe: Recipe) -> tuple[Accelerator, tuple[str, ...]]:
@@ -89,9 +43,6 @@ def compute_in_a_fixed_order() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # it costs a pass over all new memory, and here all is written
 
 
-# ── How it ends ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 @contextmanager
 def explaining_errors() -> Iterator[None]:
     """InputError with the settings that take less where a device, or the host, runs out of memory inside."""
@@ -105,24 +56,3 @@ def explaining_errors() -> Iterator[None]:
             "are untouched: the same command with one of these goes on from the last; where it changes `weights` or `optimizer`, "
             "with --accept-changes too"
         ) from None
-
-
-def exit_status(launch: Callable[[], int]) -> int:
-    """What `launch` returns; 2 for a mistake of the user's and 3 for a training that cannot go on, each said in one message, once
-    a machine: torchrun prints in its table what the other processes record of their error.
-
-    The first process of all writes the status to the file that PRETRAIN_STATUS_FILE names, if it names one: `accelerate launch`
-    ends with 1 whatever a process of its ended with, and who started it may have to know.
-    """
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    try:
-        status = launch()
-    except (InputError, PermissionError, TrainingHalted) as error:
-        kind, status = ("halted", 3) if isinstance(error, TrainingHalted) else ("error", 2)
-        get_error_handler().record_exception(error)
-        if "TORCHELASTIC_ERROR_FILE" not in os.environ or os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"{kind}: {error}", file=sys.stderr)
-    path = os.environ.get("PRETRAIN_STATUS_FILE")
-    if path and os.environ.get("RANK", "0") == "0":
-        Path(path).write_text(f"{status}\n", encoding="utf-8")
-    return status

@@ -88,22 +88,19 @@ def trial_recipe(folder: Path, *, gpu: bool) -> dict[str, Any]:
 
 
 def row_of(name: str, lacks: str | None, recipe: Mapping[str, Any], folder: Path, *, gpu: bool) -> tuple[str, ...]:
-    """A precision on hardware where that works, else emulated."""
-    reasons = [lacks] if lacks else []
-    quantized = PRECISIONS[name].quantized
-    for backend in ["TE", "emulation"][bool(lacks) :] if quantized else ["torch"]:
-        settings: dict[str, Any] = {"precision": name, "run_dir": str(folder / f"{name}-{backend}")}
-        if quantized:
-            settings["fp8_config"] = {"backend": backend}
-        if backend == "emulation":  # what it would compile takes minutes, and its speed is of no interest
-            settings["model"] = recipe["model"] | {"compile": "none"}
-        try:
-            ms, rate = try_training({**recipe, **settings}, folder, gpu=gpu)
-            speed = (UNKNOWN, UNKNOWN) if gpu and backend == "emulation" else (three_digits(ms), f"{rate:,.0f}")
-            return name, {"TE": "transformer_engine"}.get(backend, backend), *speed, "; ".join(reasons)
-        except InputError as error:
-            reasons.append(f"{backend} fails: {error}")
-    return name, "nothing", UNKNOWN, UNKNOWN, "; ".join(reasons)
+    """A precision on hardware, or emulated where the device `lacks` something."""
+    settings: dict[str, Any] = {"precision": name, "run_dir": str(folder / name)}
+    if PRECISIONS[name].quantized:
+        settings["fp8_config"] = {"backend": "emulation" if lacks else "TE"}
+    if lacks:  # what it would compile takes minutes, and its speed is of no interest
+        settings["model"] = recipe["model"] | {"compile": "none"}
+    try:
+        ms, rate = try_training({**recipe, **settings}, folder, gpu=gpu)
+    except InputError as error:
+        return name, "nothing", UNKNOWN, UNKNOWN, "; ".join(filter(None, (lacks, str(error))))
+    on = "emulation" if lacks else "transformer_engine" if PRECISIONS[name].quantized else "torch"
+    speed = (UNKNOWN, UNKNOWN) if gpu and lacks else (three_digits(ms), f"{rate:,.0f}")
+    return name, on, *speed, lacks or ""
 
 
 def try_training(recipe: Mapping[str, Any], folder: Path, *, gpu: bool) -> tuple[float, float]:

@@ -111,7 +111,7 @@ def held_out_sums(model: PackedLanguageModel, batches: Iterable[Microbatch], acc
     for batch in batches:
         total[0] += model(**inputs_of(batch, accelerator.device))
         total[1] += batch.valid_tokens
-        advance(of="microbatches")
+        advance()
     model.train(training)
     if (parts := head.take_parts()) is not None:
         total[2] = parts[1]

@@ -159,12 +159,12 @@ def tokenizer_of(recipe: Recipe, run_dir: Path) -> tuple[PreTrainedTokenizerBase
     try:
         environment: dict[str, Any] = load_object(run_dir / "environment.json", "start the run again to write it")
         data = Data(open_packs(recipe.data, "train"), None) if recipe.data.packs.exists() else None  # opened, never prepared
-        tokenizer = load_tokenizer(recipe.data, recipe.model, data, needed=True)
-        if environment.get("tokenizer_fingerprint") not in (None, fingerprint_in_use(recipe.data, recipe.model, data)):
+        tokenizer = load_tokenizer(recipe.data, recipe.model, data, needed=False)
+        if tokenizer and environment.get("tokenizer_fingerprint") != fingerprint_in_use(recipe.data, recipe.model, data):
             return None, f"that of {recipe.data.packs} is not the one that it was trained with; put that one back"
     except InputError as error:
         return None, str(error)
-    return tokenizer, ""
+    return tokenizer, "" if tokenizer else "none lies with the packs"
 
 
 # ── A run's end ───────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -42,13 +42,6 @@ def check_room(job: Job, assembly: Assembly, checkpoints: Checkpoints, source: R
     check_space(job.run_dir, at_once * bytes_needed(*tensors_to_save(assembly)))
 
 
-def prepare_saves(run: Run) -> None:
-    """Reserves the memory for saves that go on behind the training, before the training takes it."""
-    every, step = run.job.recipe.checkpoint.every, run.state.step
-    if every is not None and step // every * every + every < run.state.steps:
-        run.checkpoints.prepare(*tensors_to_save(run.assembly))
-
-
 def constants_of(job: Job, source: ResumePoint | None, accelerator: Accelerator) -> dict[str, Any]:
     """What all checkpoints of a run say alike: what defines it, what it keeps when it is resumed, and its past."""
     return {

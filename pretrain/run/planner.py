@@ -8,14 +8,12 @@ What a launch on this machine would do is told by `accelerate launch ... train_a
 
 from __future__ import annotations
 
-import argparse
 import os
 import textwrap
 from collections.abc import Sequence
-from pathlib import Path
 
 from foundation import units
-from foundation.command import CommandParser, number
+from foundation.errors import InputError
 from foundation.units import GIB, TERA, UNKNOWN, markdown, plural
 from pretrain.metrics.console import Console
 from pretrain.plan.plan import KEPT_FREE, Plan
@@ -24,7 +22,7 @@ from pretrain.plan.rendering import ASSUMED_SHARES, WIDTH, flops_line, horizon_l
 from pretrain.plan.targets import Target
 from pretrain.run.command_line import as_launched
 from pretrain.run.resume import where_to_resume
-from pretrain.settings.config import load_recipe
+from pretrain.settings.config import LaunchParser, load_recipe
 from pretrain.settings.launch import with_precision
 
 USUAL = ("H100", "H200", "B200", "8xB200")
@@ -34,13 +32,13 @@ DEFAULT_PRECISION = "bf16"  # where neither recipe nor command line names one, a
 
 def main(arguments: list[str]) -> int:
     """Print the plan; returns 0. InputError for a mistake in what was given."""
-    parser = CommandParser("python -m pretrain plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = LaunchParser(__doc__, "python -m pretrain plan")
     add, several = parser.add_argument, {"action": "append", "default": []}
-    add("recipe", type=Path, help="what would be trained: a YAML file, see recipes/")
-    add("overrides", nargs="*", metavar="key=value", help="over the recipe's settings: train.tokens=2e9")
     add("--on", metavar="DEVICE", help=f"H200, 8xB200, 'RTX 4090'; may be repeated; default: {', '.join(USUAL)}", **several)
-    add("--mfu", type=number(most=1), metavar="SHARE", help="of the peak that is reached, 0.4 say; twice: from, to", **several)
-    options = parser.parse_intermixed_args(arguments)
+    add("--mfu", type=float, metavar="SHARE", help="of the peak that is reached, 0.4 say; twice: from, to", **several)
+    options = parser.read(arguments)
+    if any(share > 1 for share in options.mfu):
+        raise InputError("--mfu: a share of the peak is wanted, such as 0.4 for 40 %")
     targets = [Target.parse(text) for text in options.on or USUAL]
     recipe, named = load_recipe(options.recipe, options.overrides), ""
     if recipe.precision is None:

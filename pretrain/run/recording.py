@@ -62,7 +62,7 @@ def introduce(run: Run, notes: Iterable[str]) -> None:
     run.console.notice(render(plan, brief=True))
     if not run.begins and folder.audit.is_file():  # parity was looked at before the run's first step
         before = load_object(folder.audit, "delete it")
-        assembly.now.audit.update({key: before[key] for key in ("parity",) if key in before})
+        assembly.now.audit.update({"parity": before["parity"]} if "parity" in before else {})
     run.console.panel(f"what runs in which precision (all of it: {folder.audit})", audit.in_short(assembly.audit))
     for note in notes:
         run.console.notice(note)
@@ -127,7 +127,7 @@ def record_of_step(
     return {
         "step": run.state.step,
         "tokens": run.state.tokens,
-        **({"trained_tokens": run.state.valid_tokens} if run.job.data.has_masks else {}),
+        **({"trained_tokens": run.state.valid_tokens} if run.has_masks else {}),
         "epoch": batches.epoch,
         **({"precision": run.job.precision.name} if plan.phases else {}),
         **batches.sources,

@@ -100,11 +100,7 @@ def find_resume_point(checkpoints: Checkpoints, wanted: str, job: Job, accept_ch
     path = path or begin_of(job.recipe)
     if path is None:
         return None
-    try:
-        record = checkpoints.read_state(path)
-    except InputError as error:
-        key = "`train.begin_with`" if begins else "--resume"
-        raise InputError(f"{key}: {error}; name a step-* folder of a run's `checkpoints`") from None
+    record = checkpoints.read_state(path)
     identity, past, own = record["identity"], record["past"], checkpoints.owns(path)
     changes = check_same_training(identity, job.identity, path, accept_changes or begins)
     notes = [f"the recipe has changed: {each}" for each in changes if not (begins and each.startswith("train.begin_with:"))]
@@ -135,18 +131,15 @@ def _require_steps_to_come(source: ResumePoint, job: Job, *, own: bool) -> None:
 def _require_own_records(job: Job) -> None:
     """InputError where a start that goes on from none of the run folder's checkpoints would write over what stands there: the
     model of a finished run, or the steps of another training."""
-    for end in (job.run_dir / "final", job.run_dir / SUMMARY_FILE):
-        if end.exists():
-            raise InputError(
-                f"{end}: is of a finished run that has no checkpoint to go on from; set another `run_dir`, or move it away"
-            )
-    if not (metrics := job.run_dir / METRICS_FILE).exists():
+    if (job.run_dir / "final").exists() or (job.run_dir / SUMMARY_FILE).exists():
+        raise InputError(f"{job.run_dir}: is of a finished run that has no checkpoint to go on from; set another `run_dir`")
+    if not (job.run_dir / METRICS_FILE).exists():
         return
     with suppress(NoStepYet):
         run = read_run(job.run_dir)
         trained = identity_of(parse(Recipe, run.config, str(run.path / "config.yaml")), run.data_fingerprint or "")
         if changed := changed_keys(trained, identity_of(job.recipe, job.data.train.fingerprint)):
-            raise InputError(f"{metrics}: is of another training ({', '.join(changed)}); set another `run_dir`, or move it away")
+            raise InputError(f"{job.run_dir}: is of another training ({', '.join(changed)}); set another `run_dir`")
 
 
 # ── Its state copied back ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -56,6 +56,7 @@ class Run:
     state: TrainState
     begins: bool  # here, with no step or with another run's; False where it goes on from a checkpoint that it resumes
     resumed_step: int
+    has_masks: bool  # of its packs: not every token has a label
     health: Health
     recorder: Recorder
     trackers: Trackers

@@ -16,9 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from transformers.utils import logging as transformers_logging
 
 from foundation.attributes import holding
-from foundation.command import CommandParser, number
+from foundation.command import CommandParser
 from foundation.errors import InputError
-from foundation.settings import MOST
 from pretrain.checkpoint.state import step_seed
 from pretrain.metrics.console import Console
 from pretrain.model.sharding import gathered
@@ -102,10 +101,10 @@ def main(arguments: Sequence[str]) -> int:
     add = parser.add_argument
     add("folder", type=Path, metavar="FOLDER", help="a run folder, or a folder of a model")
     add("prompts", nargs="+", metavar="PROMPT", help="a text to continue; '' begins one")
-    add("--tokens", type=number(1, whole=True), default=TOKENS, help="the most tokens of a continuation; default 64")
-    add("--temperature", type=number(0, 100), default=TEMPERATURE, help="default 0.8; 0: always the likeliest token")
-    add("--top-p", type=number(most=1), default=TOP_P, help="of the likeliest tokens with this probability; default 0.95")
-    add("--seed", type=number(0, MOST, whole=True), default=42, help="default 42; of it each prompt's own is made")
+    add("--tokens", type=int, default=TOKENS, help="the most tokens of a continuation; default 64")
+    add("--temperature", type=float, default=TEMPERATURE, help="default 0.8; 0: always the likeliest token")
+    add("--top-p", type=float, default=TOP_P, help="of the likeliest tokens with this probability; default 0.95")
+    add("--seed", type=int, default=42, help="default 42; of it each prompt's own is made")
     options = parser.parse_intermixed_args(arguments)
     hf, tokenizer = load(options.folder)
     hf.to("cuda" if torch.cuda.is_available() else "cpu").eval()

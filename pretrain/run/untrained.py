@@ -18,11 +18,11 @@ from pretrain.metrics.console import Console
 from pretrain.model.distributed import end_processes
 from pretrain.plan.preflight import Job, prepare_job
 from pretrain.run.assembly import Assembly
-from pretrain.run.command_line import LaunchParser, as_launched, exit_status, explaining_errors
+from pretrain.run.command_line import as_launched, explaining_errors
 from pretrain.run.evaluate import held_out_figures
 from pretrain.run.recording import introduce_job
 from pretrain.run.resume import begins_histories, find_resume_point, load_weights
-from pretrain.settings.config import load_recipe
+from pretrain.settings.config import LaunchParser, load_recipe
 from pretrain.settings.launch import with_precision
 
 
@@ -32,17 +32,14 @@ def main(arguments: Sequence[str], assemble: Callable[[Job, Accelerator], Assemb
     parser.add_argument("--resume", default="auto", metavar="CHECKPOINT", help="default auto: the run's newest intact one")
     parsed = parser.read(arguments)
 
-    def evaluate() -> int:
-        recipe = with_precision(load_recipe(parsed.recipe, parsed.overrides), os.environ)
-        accelerator, notices = as_launched(recipe)
-        job = prepare_job(recipe, accelerator)
-        console = introduce_job(job, accelerator, notices)
-        with explaining_errors():
-            _evaluate(job, accelerator, console, parsed.resume, assemble)
-        end_processes(accelerator)
-        return 0
-
-    return exit_status(evaluate)
+    recipe = with_precision(load_recipe(parsed.recipe, parsed.overrides), os.environ)
+    accelerator, notices = as_launched(recipe)
+    job = prepare_job(recipe, accelerator)
+    console = introduce_job(job, accelerator, notices)
+    with explaining_errors():
+        _evaluate(job, accelerator, console, parsed.resume, assemble)
+    end_processes(accelerator)
+    return 0
 
 
 def _evaluate(

@@ -7,15 +7,18 @@ line.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import difflib
 import json
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from foundation.errors import InputError, shown
+from foundation.command import CommandParser, run_command
+from foundation.errors import InputError
 from foundation.reading import load_with_bases
 from foundation.settings import parse, set_value, value_from_text
 from pretrain.precision.settings import is_quantized, label
@@ -98,7 +101,7 @@ def filled_in(path: str, fields: Mapping[str, Any], key: str = "run_dir") -> str
             return in_a_name(fields[field[1]])
         near = difflib.get_close_matches(field[1] or "", fields, n=1, cutoff=0.7)
         hint = f"did you mean {{{near[0]}}}?" if near else "any key of the recipe can stand in braces"
-        raise InputError(f"`{key}`: {shown(repr(path))} cannot be filled in; {hint}")
+        raise InputError(f"`{key}`: {path!r} cannot be filled in; {hint}")
 
     return re.sub(r"{(.*?)}|[{}]", written, path)
 
@@ -153,3 +156,51 @@ def _set(values: dict[str, Any], key: str, value: Any) -> None:
         if isinstance(there := values.get(section), dict):
             there.pop(name, None)
     set_value(values, key, copy.deepcopy(value))
+
+
+# ── What is typed ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class LaunchParser(CommandParser):
+    """Reads a recipe and what is set over it, as key=value or --key=value, which W&B's agents write."""
+
+    remedy = "a setting is key=value or --key=value, and --help lists the options"
+
+    def __init__(self, description: str | None, prog: str | None = None) -> None:
+        super().__init__(prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+        self.add_argument("recipe", type=Path, help="what is trained: a YAML file, see recipes/")
+        self.add_argument(
+            "overrides", nargs="*", metavar="key=value", help="over the recipe's settings: weights=bf16 train.steps=9"
+        )
+
+    def read(self, arguments: Sequence[str]) -> argparse.Namespace:
+        options = [option for action in self._actions for option in action.option_strings]
+
+        def is_setting(text: str) -> bool:
+            name, equals, _ = text.partition("=")
+            return bool(equals) and name.startswith("--") and not any(option.startswith(name) for option in options)
+
+        # Intermixed, so that key=value may follow an option.
+        return self.parse_intermixed_args([text[2:] if is_setting(text) else text for text in arguments])
+
+
+def parse_arguments(description: str | None) -> argparse.Namespace:
+    """Returns the launcher's arguments; `description`: what it is, for --help. InputError for an option that there is not."""
+    parser = LaunchParser(description)
+    parser.add_argument("--resume", default="auto", metavar="CHECKPOINT", help="default auto: the run's newest intact one")
+    parser.add_argument("--accept-changes", action="store_true", help="continue a checkpoint although the recipe has changed")
+    one = parser.add_mutually_exclusive_group()
+    one.add_argument("--plan", action="store_true", help="say what would happen, check every setting, and stop")
+    one.add_argument("--profile", action="store_true", help="record a step: profile.md and a trace in the run folder")
+    return parser.read(sys.argv[1:])
+
+
+def check_arguments(description: str | None) -> None:
+    """Ends the process with a message where the launcher's arguments or the recipe have a mistake."""
+
+    def read() -> None:
+        arguments = parse_arguments(description)
+        load_recipe(arguments.recipe, arguments.overrides)
+
+    if status := run_command(read):
+        sys.exit(status)

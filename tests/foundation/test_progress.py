@@ -9,6 +9,5 @@ def test_the_innermost_task_is_told_and_none_is_no_mistake():
     advance()
     with Progress("outer", "a", shown=False) as outer, Progress("inner", "b", shown=False, total=2) as inner:
         advance()
-        advance(of="a")
         inner.update(5)
     assert (outer.count, inner.count) == (0, 5)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import pytest
 
@@ -16,6 +16,7 @@ class Every(Settings):
 
 
 class Example(Settings):
+    OTHER_NAMES: ClassVar = {"lr": "rate"}
     rate: float = 1.0
     bound: float | None = None
     shares: tuple[Share, Share] = (0.0, 0.5)
@@ -35,12 +36,15 @@ class Example(Settings):
         ({"rate": float("nan")}, ["`rate`"]),
         ({"steps": 1.5}, ["`steps`"]),
         ({"shares": [0.5, 1]}, ["`shares.1`"]),
-        ({"recompute": {"layers": -1}}, ["`recompute.layers`"]),
-        ({"recompute": {}}, ["`recompute.layers`"]),
-        ({"switch": {"layers": 1, "layer": 1}}, ["`switch.layer`: unknown key; did you mean `switch.layers`?"]),
+        ({"recompute": {"layers": -1}}, ["`recompute`", "`recompute.layers`"]),
+        ({"switch": {"layers": 1, "layer": 1}}, ["`switch`", "`switch.layer`: unknown key; did you mean `switch.layers`?"]),
         ({"recompute": 5}, ["`recompute`"]),
         ({"Rate": 1}, ["`Rate`: unknown key; did you mean `rate`?"]),
-        ({"switch": {}, "rate": "x"}, ["`rate`", "`switch.layers`"]),
+        ({"layers": 1}, ["`layers`: unknown key; did you mean `recompute.layers`?"]),
+        ({"lr": 1}, ["`lr`: unknown key; did you mean `rate`?"]),
+        ({"nates": 1}, ["`nates`: unknown key; did you mean `names`?"]),
+        ({"lora": 1}, ["`lora`: unknown key; known keys here: "]),
+        ({"switch": {}, "rate": "x"}, ["`rate`", "`switch`", "`switch.layers`"]),
     ],
     ids=str,
 )

@@ -8,9 +8,9 @@ import pytest
 import yaml
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from foundation.command import run_command
 from foundation.errors import InputError
-from pretrain.run.command_line import LaunchParser, exit_status
-from pretrain.settings.config import load_recipe, run_dir_of
+from pretrain.settings.config import LaunchParser, load_recipe, run_dir_of
 
 ROOT = Path(__file__).parents[3]
 
@@ -22,7 +22,7 @@ def speak_as(local_rank: int, error_file: Path, monkeypatch: pytest.MonkeyPatch)
     def launch() -> int:
         raise InputError("no such folder")
 
-    assert exit_status(launch) == 2
+    assert run_command(launch) == 2
 
 
 def test_the_first_process_of_a_machine_prints_and_torchrun_finds_what_the_others_say(

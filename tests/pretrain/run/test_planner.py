@@ -63,7 +63,7 @@ def test_time_is_operations_over_the_stated_share_of_the_peak(plan: Planned, sma
     ("arguments", "named"),
     [
         (("--on", "Q9"), "--on Q9"),
-        (("--mfu", "1.2"), "--mfu: 1.2"),
+        (("--mfu", "1.2"), "--mfu: "),
         (("train.epochs=2", "data.packs=/no/such"), "`train.epochs` counts its packs"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
