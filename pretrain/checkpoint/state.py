@@ -69,7 +69,8 @@ def check_same_training(
         listed = "".join(f"\n  {line}" for line in lines)
         raise InputError(
             f"{source}: the checkpoint was made by another recipe:{listed}\n"
-            "Set another `run_dir` to start a new run, or pass --accept-changes to continue this one with the present values."
+            "Set another `run_dir` to start a new run, or pass --accept-changes to continue this one with the present values. To "
+            "train longer, name a checkpoint from before the learning rate fell with --resume."
         )
     return lines
 

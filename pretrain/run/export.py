@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
         prog="python -m pretrain export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("source", type=Path, metavar="RUN_OR_CHECKPOINT", help="a run folder, of which the newest, or a step-*")
-    parser.add_argument("out", type=Path, metavar="OUT", help="the folder to make")
+    parser.add_argument("out", type=Path, nargs="?", metavar="OUT", help="the folder to make; default: RUN/export")
     parser.add_argument("--best", action="store_true", help="of a run, the checkpoint with the lowest held-out loss")
     parser.add_argument(
         "--dtype",
@@ -67,10 +67,10 @@ def main(arguments: Sequence[str]) -> int:
         help="of the weights; default: as the run stores them. fp32 of bf16_exact: each weight joined with its remainder",
     )
     options = parser.parse_intermixed_args(arguments)
-    out = options.out
+    saved = SavedModel.open(best_checkpoint(options.source) if options.best else options.source, options.dtype)
+    out = options.out or saved.run_dir / "export"
     if out.exists():
         raise InputError(f"{out}: exists, and is not written over; name a folder that does not exist")
-    saved = SavedModel.open(best_checkpoint(options.source) if options.best else options.source, options.dtype)
     tokenizer, why_not = tokenizer_of(saved.recipe, saved.run_dir)
     beside = {}
     with suppress(InputError, ValueError):  # the run's records are gone, or the folder was renamed and has no step

@@ -24,13 +24,14 @@ from pretrain.metrics.trackers import Trackers
 from pretrain.model.gradients import local_part
 from pretrain.optimizer.adamw import set_updates_done
 from pretrain.optimizer.exact_weights import convert_weight, describe_conversion
+from pretrain.optimizer.schedule import describe, learning_rate
 from pretrain.plan.preflight import Job
 from pretrain.precision.product import PREFIX
 from pretrain.precision.settings import WEIGHT_DTYPES, Weights
 from pretrain.run.assembly import REHEARSALS, Assembly
 from pretrain.run.evaluate import best_so_far
 from pretrain.run.running import Run
-from pretrain.settings.config import begin_of, identity_of, resolved
+from pretrain.settings.config import HORIZON, begin_of, identity_of, resolved
 from pretrain.settings.recipe import Recipe
 
 # What the scales of gradients follow: their largest code, the loss, and by how many tokens it is divided.
@@ -101,15 +102,30 @@ def find_resume_point(checkpoints: Checkpoints, wanted: str, job: Job, accept_ch
     if path is None:
         return None
     record = checkpoints.read_state(path)
-    identity, past, own = record["identity"], record["past"], checkpoints.owns(path)
-    changes = check_same_training(identity, job.identity, path, accept_changes or begins)
+    identity, present, past, own = record["identity"], job.identity, record["past"], checkpoints.owns(path)
+    longer = []
+    if record["progress"]["steps"] != job.plan.steps and _rates_were_alike(record, job):
+        present = present | {key: identity.get(key) for key in HORIZON}
+        schedule = describe(job.recipe.schedule, job.recipe.optimizer, job.plan.steps)
+        longer = [f"the horizon moves from step {record['progress']['steps']:,} to {job.plan.steps:,}; {schedule}"]
+    changes = check_same_training(identity, present, path, accept_changes or begins)
     notes = [f"the recipe has changed: {each}" for each in changes if not (begins and each.startswith("train.begin_with:"))]
-    was = {} if begins else {key: identity.get(key) for key in changed_keys(identity, job.identity)}
+    was = {} if begins else {key: identity.get(key) for key in changed_keys(identity, present)}
     past = {
         "changed": [] if begins else [*past["changed"], *([{"step": record["progress"]["step"], "was": was}] if was else [])],
         "left_out": past["left_out"] if own else record["progress"]["left_out"],  # the folder's own metrics have its rollbacks
     }
-    return ResumePoint(path, record, notes, begins, past)
+    return ResumePoint(path, record, notes if begins else longer + notes, begins, past)
+
+
+def _rates_were_alike(record: Mapping[str, Any], job: Job) -> bool:
+    """Whether the checkpoint's steps had the rates that they have under the present horizon, too: the last had, and a rate that
+    has begun to fall would be another."""
+    rates = [
+        learning_rate(max(record["progress"]["step"] - 1, 0), job.recipe.schedule, job.recipe.optimizer, steps)
+        for steps in (record["progress"]["steps"], job.plan.steps)
+    ]
+    return rates[0] == rates[1] and not job.plan.phases
 
 
 def _require_steps_to_come(source: ResumePoint, job: Job, *, own: bool) -> None:

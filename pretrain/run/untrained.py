@@ -1,18 +1,28 @@
-"""The held-out loss of a checkpoint, or of the model that a run would begin with. Nothing is written.
+"""The held-out loss of a checkpoint, or of the model that a run would begin with, or its loss on a text of one's own. Of a run
+nothing is written.
 
-accelerate launch --config_file accelerate_configs/bf16.yaml -m pretrain evaluate my.yaml [--resume CHECKPOINT]
+    python -m pretrain evaluate RUN_OR_RECIPE [FILE] [--resume CHECKPOINT] [key=value ...]
+
+On GPUs behind `accelerate launch --config_file accelerate_configs/bf16.yaml -m pretrain evaluate`. The text is packed anew each
+time, in a temporary folder, as the run's own text was.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 
 from foundation.attributes import holding
 from foundation.errors import InputError
+from packing.store import training_parts
 from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.metrics.console import Console
 from pretrain.model.distributed import end_processes
@@ -24,6 +34,7 @@ from pretrain.run.recording import introduce_job
 from pretrain.run.resume import begins_histories, find_resume_point, load_weights
 from pretrain.settings.config import LaunchParser, load_recipe
 from pretrain.settings.launch import with_precision
+from pretrain.settings.recipe import Recipe
 
 
 def main(arguments: Sequence[str], assemble: Callable[[Job, Accelerator], Assembly]) -> int:
@@ -32,12 +43,35 @@ def main(arguments: Sequence[str], assemble: Callable[[Job, Accelerator], Assemb
     parser.add_argument("--resume", default="auto", metavar="CHECKPOINT", help="default auto: the run's newest intact one")
     parsed = parser.read(arguments)
 
-    recipe = with_precision(load_recipe(parsed.recipe, parsed.overrides), os.environ)
+    is_run, texts = parsed.recipe.is_dir(), [text for text in parsed.overrides if "=" not in text]
+    path = parsed.recipe / "config.yaml" if is_run else parsed.recipe
+    overrides = [f"run_dir={parsed.recipe}"] * is_run + [text for text in parsed.overrides if "=" in text]
+    folder = Path(tempfile.gettempdir(), f"evaluate-{os.getppid()}")  # the same for all processes of a launch
+    for text in texts:
+        overrides += on_text(text, load_recipe(path, overrides), folder)
+    try:
+        return _launch(with_precision(load_recipe(path, overrides), os.environ), parsed.resume, assemble)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def on_text(text: str, recipe: Recipe, folder: Path) -> list[str]:
+    """Returns overrides with which `recipe` is evaluated on `text`, packed in `folder`, and has its packs as they are."""
+    packs = next(iter(training_parts(recipe.data).values())).packs
+    folder.mkdir(exist_ok=True)
+    with suppress(FileExistsError):  # another process was here first
+        (folder / "packs").symlink_to(packs.absolute())
+    gone = [f"data.{key}=null" for key in ("source", "sources", "subset", "split")]
+    validation = f"data.validation={json.dumps({'source': text})}"
+    return [*gone, "data.streaming=false", "data.held_out=0", f"data.packs={folder / 'packs'}", validation]
+
+
+def _launch(recipe: Recipe, wanted: str, assemble: Callable[[Job, Accelerator], Assembly]) -> int:
     accelerator, notices = as_launched(recipe)
     job = prepare_job(recipe, accelerator)
     console = introduce_job(job, accelerator, notices)
     with explaining_errors():
-        _evaluate(job, accelerator, console, parsed.resume, assemble)
+        _evaluate(job, accelerator, console, wanted, assemble)
     end_processes(accelerator)
     return 0
 

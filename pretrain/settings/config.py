@@ -169,9 +169,8 @@ class LaunchParser(CommandParser):
     def __init__(self, description: str | None, prog: str | None = None) -> None:
         super().__init__(prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
         self.add_argument("recipe", type=Path, help="what is trained: a YAML file, see recipes/")
-        self.add_argument(
-            "overrides", nargs="*", metavar="key=value", help="over the recipe's settings: weights=bf16 train.steps=9"
-        )
+        settings = "over the recipe's settings: weights=bf16 train.steps=9"
+        self.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=settings)
 
     def read(self, arguments: Sequence[str]) -> argparse.Namespace:
         options = [option for action in self._actions for option in action.option_strings]

@@ -224,7 +224,7 @@ def _processes(environ: MutableMapping[str, str], has_gpu: bool, notices: list[s
         # accelerate sets MASTER_ADDR for several processes, also where it then starts only one.
         raise InputError(
             f"{_ORIGIN}: `num_processes` is more than 1 and `distributed_type: NO` (or MULTI_CPU, or `--cpu`) starts "
-            "one; set `distributed_type: MULTI_GPU`, on CPUs too with ACCELERATE_USE_CPU=true in place of `--cpu`, or "
+            "one; take accelerate_configs/ddp.yaml (MULTI_GPU), which trains on CPUs where no GPU is seen, or set "
             "`num_processes: 1`. A MASTER_ADDR that a job script exports for one process: unset it"
         )
     if world == 1 and environ.get("LOCAL_RANK", "0") == "0":  # a group of one has nobody to exchange anything with

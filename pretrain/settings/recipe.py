@@ -6,6 +6,7 @@ in `pretrain.plan.checks`. Nothing here imports torch, so a mistyped key is repo
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
@@ -219,7 +220,7 @@ class Recipe(Settings):
 
     OTHER_NAMES: ClassVar = {name: key for key, names in _OTHER_NAMES.items() for name in names.split()}
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")  # of the run; also a part of its folder's name
+    name: str  # of the run; also a part of its folder's name
     seed: Seed = 42  # of the weights, the order of packs, dropout and stochastic rounding
     # Two runs have the same bits on a GPU too, stopped and resumed or not. Settings that cannot repeat bits are refused.
     deterministic: bool = False
@@ -241,6 +242,13 @@ class Recipe(Settings):
     log: LogSettings = LogSettings()
     health: HealthSettings = HealthSettings()
     run_dir: PathText = "runs/{name}-{precision}-{weights}"  # any key in braces is filled in: {seed}, {optimizer.learning_rate}
+
+    @field_validator("name")
+    @classmethod
+    def _is_part_of_a_path(cls, name: str) -> str:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+            raise ValueError(f"{name!r} is a part of the run folder's name; take letters, digits and . _ - alone")
+        return name
 
     @property
     def gradients_kept_in(self) -> Literal["fp32", "bf16"]:

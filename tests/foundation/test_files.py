@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -92,6 +94,16 @@ def test_a_file_that_cannot_be_replaced_keeps_its_content(tmp_path: Path, monkey
         replace_file(tmp_path / "new" / "file", b"new")
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["file"]
     assert (tmp_path / "new" / "file").read_bytes() == b"old"
+
+
+@pytest.mark.filterwarnings("ignore:.*has no locks")
+def test_a_file_system_without_locks_that_flushes_no_folders_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fsync = os.fsync
+    monkeypatch.setattr(fcntl, "flock", cannot(errno.ENOSYS))
+    monkeypatch.setattr(os, "fsync", lambda file: cannot(errno.EINVAL)() if stat.S_ISDIR(os.fstat(file).st_mode) else fsync(file))
+    with locked(tmp_path / "lock", refuse):
+        replace_file(tmp_path / "file", b"new")
+    assert (tmp_path / "file").read_bytes() == b"new"
 
 
 def test_only_what_a_command_has_written_is_written_over(tmp_path: Path) -> None:

@@ -67,7 +67,9 @@ def test_evaluate_prints_the_losses_in_low_precision_and_in_bf16_and_writes_noth
     assert 0 < abs(printed["bf16"] - printed["current"]) < 0.02
 
 
-def test_samples_are_recorded_with_a_seed_a_prompt(train_here: Callable, words: Path) -> None:
+def test_samples_are_recorded_with_a_seed_a_prompt_and_a_text_of_ones_own_is_evaluated(
+    train_here: Callable, words: Path, tmp_path: Path
+) -> None:
     settings = ("evaluate.samples=[w1 w2, w1 w2]", f"data.tokenizer={words}")
     run = train_here(*settings, "log.trackers=[tensorboard]", "train.steps=6", "parity=off")
     assert run.status == 0, run.output
@@ -76,3 +78,8 @@ def test_samples_are_recorded_with_a_seed_a_prompt(train_here: Callable, words: 
     assert [sample["seed"] for sample in early] == [sample["seed"] for sample in late], "to compare over steps"
     logged = b"".join(path.read_bytes() for path in run.run_dir.rglob("events.out.tfevents*"))
     assert late[0]["text"][:20].encode() in logged
+    before, text = contents(run.run_dir), tmp_path / "own.txt"
+    text.write_text("w1 w2 w3 " * 100)
+    own = train_here("evaluate", f"data.tokenizer={words}", str(text))
+    assert own.status == 0 and len(losses_printed(own)) > 0 and contents(run.run_dir) == before, own.output
+    assert next(iter(losses_printed(own).values())) != evaluations(run)[6]

@@ -104,6 +104,18 @@ def test_a_run_killed_again_and_again_equals_the_run_left_alone(
     assert not list((tmp_path / "run").rglob("*partial*")) and not list((tmp_path / "run").glob(".final*"))
 
 
+# ── Made longer ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_longer_horizon_goes_on_where_the_rate_has_not_fallen(alone: Finished, run: Callable, tmp_path: Path) -> None:
+    """Of 8 steps the rate falls after step 6, so that the checkpoint of step 4 is that of a run of 12."""
+    assert run("train.steps=8").status == 0
+    assert "--resume" in run().refusal
+    longer = run("--resume", str(tmp_path / "run/checkpoints/step-00000004"))
+    assert longer.status == 0 and "from step 8 to 12" in longer.out, longer.output
+    assert outcome(longer) == outcome(alone)
+
+
 # ── Stopped ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
