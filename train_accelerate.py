@@ -50,7 +50,7 @@ from pretrain.model.wrapping import wrap_layers
 from pretrain.optimizer import adamw, schedule
 from pretrain.plan.preflight import Job, prepare_job
 from pretrain.run import assembly as assembling
-from pretrain.run import command_line, evaluate, export, keeping, planner, recording, resume, streaming, trials
+from pretrain.run import evaluate, export, keeping, launching, planner, recording, resume, streaming, trials
 from pretrain.run.running import Run, follow_the_schedule
 from pretrain.settings.launch import with_precision, with_topology
 from pretrain.verify.update import StepCheck
@@ -68,7 +68,7 @@ def launch(arguments: argparse.Namespace) -> int:
     """Refuse what can be refused without the model's weights, before the run folder is touched; then run. Returns the status."""
     recipe = with_precision(config.load_recipe(arguments.recipe, arguments.overrides), os.environ)
     if recipe.deterministic:
-        command_line.compute_in_a_fixed_order()
+        launching.compute_in_a_fixed_order()
     launched = with_topology(os.environ, has_gpu=torch.accelerator.is_available())
     with distributed.explaining_accelerate():  # in no precision of its own: the linears are converted below
         accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[distributed.RANKS_WAIT])
@@ -92,7 +92,7 @@ def launch(arguments: argparse.Namespace) -> int:
 
 def carry_out(job: Job, *surroundings: Any) -> int:
     """Build the run, train it, and finish unless a signal came first; returns the signal's number, or 0."""
-    with command_line.explaining_errors():
+    with launching.explaining_errors():
         run = build(job, *surroundings)
         if run is None:
             return 0

@@ -24,12 +24,11 @@ from foundation.attributes import holding
 from foundation.errors import InputError
 from packing.store import training_parts
 from pretrain.checkpoint.checkpoint import Checkpoints
-from pretrain.metrics.console import Console
 from pretrain.model.distributed import end_processes
 from pretrain.plan.preflight import Job, prepare_job
 from pretrain.run.assembly import Assembly
-from pretrain.run.command_line import as_launched, explaining_errors
 from pretrain.run.evaluate import held_out_figures
+from pretrain.run.launching import as_launched, explaining_errors
 from pretrain.run.recording import introduce_job
 from pretrain.run.resume import begins_histories, find_resume_point, load_weights
 from pretrain.settings.config import LaunchParser, load_recipe
@@ -50,7 +49,10 @@ def main(arguments: Sequence[str], assemble: Callable[[Job, Accelerator], Assemb
     for text in texts:
         overrides += on_text(text, load_recipe(path, overrides), folder)
     try:
-        return _launch(with_precision(load_recipe(path, overrides), os.environ), parsed.resume, assemble)
+        with explaining_errors():
+            accelerator = _evaluate(with_precision(load_recipe(path, overrides), os.environ), parsed.resume, assemble)
+        end_processes(accelerator)
+        return 0
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -61,29 +63,20 @@ def on_text(text: str, recipe: Recipe, folder: Path) -> list[str]:
     folder.mkdir(exist_ok=True)
     with suppress(FileExistsError):  # another process was here first
         (folder / "packs").symlink_to(packs.absolute())
-    gone = [f"data.{key}=null" for key in ("source", "sources", "subset", "split")]
+    gone = [*(f"data.{key}=null" for key in ("source", "sources", "subset")), "data.split=train", "data.streaming=false"]
     validation = f"data.validation={json.dumps({'source': text})}"
-    return [*gone, "data.streaming=false", "data.held_out=0", f"data.packs={folder / 'packs'}", validation]
+    return [*gone, "data.held_out=0", f"data.packs={folder / 'packs'}", validation]
 
 
-def _launch(recipe: Recipe, wanted: str, assemble: Callable[[Job, Accelerator], Assembly]) -> int:
-    accelerator, notices = as_launched(recipe)
-    job = prepare_job(recipe, accelerator)
-    console = introduce_job(job, accelerator, notices)
-    with explaining_errors():
-        _evaluate(job, accelerator, console, wanted, assemble)
-    end_processes(accelerator)
-    return 0
-
-
-def _evaluate(
-    job: Job, accelerator: Accelerator, console: Console, wanted: str, assemble: Callable[[Job, Accelerator], Assembly]
-) -> None:
+def _evaluate(recipe: Recipe, wanted: str, assemble: Callable[[Job, Accelerator], Assembly]) -> Accelerator:
     """Say the held-out loss in the recipe's precision, and in BF16 where that is another. Collective.
 
     `wanted`: a checkpoint, of whatever recipe with the same model, or "auto": the run folder's newest, or the weights with which
     the run would begin where there is none. InputError where no packs are held out, and where all weights are random.
     """
+    accelerator, notices = as_launched(recipe)
+    job = prepare_job(recipe, accelerator)
+    console = introduce_job(job, accelerator, notices)
     if job.data.held_out is None:
         raise InputError("`data.held_out`: no packs are held out to evaluate on; set it")
     job = job.with_settings("batch", microbatch=job.plan.expected_microbatch)
@@ -122,3 +115,4 @@ def _evaluate(
         if job.compute_dtype == torch.float32:
             with torch.autocast(accelerator.device.type, torch.bfloat16):
                 evaluate("bf16")
+    return accelerator

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.model.wrapping import wrap_layers
-from pretrain.run.command_line import compute_in_a_fixed_order
+from pretrain.run.launching import compute_in_a_fixed_order
 from pretrain.settings.recipe import ModelSettings
 
 
