@@ -48,6 +48,7 @@ from pretrain.model import distributed
 from pretrain.model.packed import forward_backward, same_on_all_ranks
 from pretrain.model.wrapping import wrap_layers
 from pretrain.optimizer import adamw, schedule
+from pretrain.plan.memory import explaining_errors
 from pretrain.plan.preflight import Job, prepare_job
 from pretrain.run import assembly as assembling
 from pretrain.run import evaluate, export, keeping, launching, planner, recording, resume, streaming, trials
@@ -75,8 +76,7 @@ def launch(arguments: argparse.Namespace) -> int:
     distributed.complete_topology(accelerator, launched.replicas, gathers_as_fits=launched.gathers_as_fits)
 
     main_process, run_dir = accelerator.is_main_process, config.run_dir_of(recipe)
-    if not arguments.plan:
-        distributed.refused_together(lambda: main_process and check_free(run_dir))  # packs may take hours
+    distributed.refused_together(lambda: main_process and not arguments.plan and check_free(run_dir))  # packs may take hours
     job = prepare_job(recipe, accelerator, purpose="plan" if arguments.plan else "run")
     console = recording.introduce_job(job, accelerator, launched.notices)
     if arguments.plan:
@@ -92,7 +92,7 @@ def launch(arguments: argparse.Namespace) -> int:
 
 def carry_out(job: Job, *surroundings: Any) -> int:
     """Build the run, train it, and finish unless a signal came first; returns the signal's number, or 0."""
-    with launching.explaining_errors():
+    with explaining_errors():
         run = build(job, *surroundings)
         if run is None:
             return 0

@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-from foundation.errors import InputError
 
 _64_BITS = 2**64 - 1
 
@@ -55,24 +52,6 @@ def changed_keys(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[s
     equals one that is None."""
     current = json.loads(json.dumps(current))  # the saved one went through JSON, where tuples become lists
     return [key for key in sorted(saved.keys() | current.keys()) if saved.get(key) != current.get(key)]
-
-
-def check_same_training(
-    saved: Mapping[str, Any], current: Mapping[str, Any], source: Path, accept_changes: bool = False
-) -> list[str]:
-    """InputError if the checkpoint `source`, whose identity is `saved`, was made by another training than `current`; with
-    `accept_changes` a line for each key that differs."""
-    lines = [
-        f"{key}: saved {json.dumps(saved.get(key))}, now {json.dumps(current.get(key))}" for key in changed_keys(saved, current)
-    ]
-    if lines and not accept_changes:
-        listed = "".join(f"\n  {line}" for line in lines)
-        raise InputError(
-            f"{source}: the checkpoint was made by another recipe:{listed}\n"
-            "Set another `run_dir` to start a new run, or pass --accept-changes to continue this one with the present values. To "
-            "train longer, name a checkpoint from before the learning rate fell with --resume."
-        )
-    return lines
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:

@@ -202,7 +202,8 @@ def make_matrix(path: str, settings: MatrixSettings, overrides: Sequence[str] = 
             if any(text.startswith("run_dir=") for text in own_overrides):
                 raise InputError("`run_dir`: every cell has a folder of its own; set the matrix's `run_dir`")
             run_dir = filled_in(settings.run_dir, {"matrix": settings.name, "cell": name})
-            arguments = (*own_overrides, f"run_dir={run_dir}")
+            last = {text.partition("=")[0]: text for text in [*own_overrides, f"run_dir={run_dir}"]}  # of each key
+            arguments = tuple(last.values())
             recipe = with_precision(load_recipe(settings.recipe, arguments), dict(precision))
             begin_of(recipe)
             check_launch(recipe, processes)

@@ -28,12 +28,15 @@ So `batch.microbatch: auto` only begins where this estimate says, and tries on t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 from transformers import PreTrainedModel
 
+from foundation.errors import InputError
+from foundation.reading import one_line
 from pretrain.metrics.flops import ModelFlops
 from pretrain.model.fused.layers import ROTATED_ATTENTION, Parts, assess_layer
 from pretrain.model.huggingface import decoder_layers
@@ -247,3 +250,18 @@ def compiled_layer(flops: ModelFlops, precision: Precision, layouts: int) -> Lay
         unquantized_weights=number * (linears + experts + idle),
         fused=False,
     )
+
+
+@contextmanager
+def explaining_errors() -> Iterator[None]:
+    """InputError with the settings that take less where a device, or the host, runs out of memory inside."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise InputError(
+            f"out of memory: {one_line(error)}. What takes less: {TAKES_LESS}; `--plan` says how much. Checkpoints "
+            "are untouched: the same command with one of these goes on from the last; where it changes `weights` or `optimizer`, "
+            "with --accept-changes too"
+        ) from None

@@ -180,8 +180,12 @@ class ProductObserver:
 
         extension = sys.modules.get("transformer_engine_torch")
         generic_gemm = extension and extension.generic_gemm
-        with holding(extension, generic_gemm=gemm) if extension else nullcontext(), holding(ProductObserver, current=self):
-            yield
+        before, ProductObserver.current = ProductObserver.current, self
+        try:
+            with holding(extension, generic_gemm=gemm) if extension else nullcontext():
+                yield
+        finally:
+            ProductObserver.current = before
 
     @contextmanager
     def during(self, names: Sequence[str], gemm: str, scales: Sequence[Scales] | None = None) -> Iterator[None]:

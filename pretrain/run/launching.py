@@ -1,18 +1,13 @@
-"""How a launch is set up, and what it says when memory runs out."""
+"""How a launch is set up."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from accelerate import Accelerator
 
-from foundation.errors import InputError
-from foundation.reading import one_line
 from pretrain.model.distributed import RANKS_WAIT, complete_topology, explaining_accelerate
-from pretrain.plan.memory import TAKES_LESS, is_out_of_memory
 from pretrain.settings.launch import with_topology
 from pretrain.settings.recipe import Recipe
 
@@ -41,18 +36,3 @@ def compute_in_a_fixed_order() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as large as what torch takes by itself on Hopper
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # it costs a pass over all new memory, and here all is written
-
-
-@contextmanager
-def explaining_errors() -> Iterator[None]:
-    """InputError with the settings that take less where a device, or the host, runs out of memory inside."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise InputError(
-            f"out of memory: {one_line(error)}. What takes less: {TAKES_LESS}; `--plan` says how much. Checkpoints "
-            "are untouched: the same command with one of these goes on from the last; where it changes `weights` or `optimizer`, "
-            "with --accept-changes too"
-        ) from None

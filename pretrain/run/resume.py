@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from contextlib import suppress
@@ -16,7 +17,7 @@ from foundation.settings import parse
 from foundation.units import plural
 from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.checkpoint.format import read_manifest
-from pretrain.checkpoint.state import NO_PAST, TrainState, changed_keys, check_same_training
+from pretrain.checkpoint.state import NO_PAST, TrainState, changed_keys
 from pretrain.metrics.health import MOST_ROLLBACKS, Health, HealthState
 from pretrain.metrics.run_folder import METRICS_FILE, SUMMARY_FILE
 from pretrain.metrics.run_record import NoStepYet, read_metrics, read_run
@@ -108,9 +109,17 @@ def find_resume_point(checkpoints: Checkpoints, wanted: str, job: Job, accept_ch
         present = present | {key: identity.get(key) for key in HORIZON}
         schedule = describe(job.recipe.schedule, job.recipe.optimizer, job.plan.steps)
         longer = [f"the horizon moves from step {record['progress']['steps']:,} to {job.plan.steps:,}; {schedule}"]
-    changes = check_same_training(identity, present, path, accept_changes or begins)
+    keys = changed_keys(identity, present)
+    changes = [f"{key}: saved {json.dumps(identity.get(key))}, now {json.dumps(present.get(key))}" for key in keys]
+    if changes and not (accept_changes or begins):
+        listed = "".join(f"\n  {each}" for each in changes)
+        raise InputError(
+            f"{path}: the checkpoint was made by another recipe:{listed}\n"
+            "Set another `run_dir` to start a new run, or pass --accept-changes to continue this one with the present values. To "
+            "train longer, name a checkpoint from before the learning rate fell with --resume."
+        )
     notes = [f"the recipe has changed: {each}" for each in changes if not (begins and each.startswith("train.begin_with:"))]
-    was = {} if begins else {key: identity.get(key) for key in changed_keys(identity, present)}
+    was = {} if begins else {key: identity.get(key) for key in keys}
     past = {
         "changed": [] if begins else [*past["changed"], *([{"step": record["progress"]["step"], "was": was}] if was else [])],
         "left_out": past["left_out"] if own else record["progress"]["left_out"],  # the folder's own metrics have its rollbacks

@@ -107,13 +107,19 @@ def test_a_run_killed_again_and_again_equals_the_run_left_alone(
 # ── Made longer ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_longer_horizon_goes_on_where_the_rate_has_not_fallen(alone: Finished, run: Callable, tmp_path: Path) -> None:
-    """Of 8 steps the rate falls after step 6, so that the checkpoint of step 4 is that of a run of 12."""
-    assert run("train.steps=8").status == 0
-    assert "--resume" in run().refusal
-    longer = run("--resume", str(tmp_path / "run/checkpoints/step-00000004"))
+def test_a_longer_horizon_goes_on_where_the_rate_has_not_fallen(
+    recipe: dict[str, Any], run: Callable, start_here: Callable, tmp_path: Path
+) -> None:
+    assert run("schedule.kind=constant", "train.steps=8").status == 0
+    longer = run("schedule.kind=constant")
     assert longer.status == 0 and "from step 8 to 12" in longer.out, longer.output
-    assert outcome(longer) == outcome(alone)
+    whole = start_here(recipe | {"run_dir": str(tmp_path / "whole")}, tmp_path, "schedule.kind=constant")
+    assert outcome(longer)[1:] == outcome(whole)[1:]
+
+
+def test_a_longer_horizon_is_refused_where_the_rate_has_fallen(copied: Callable, run: Callable) -> None:
+    copied()
+    assert "--resume" in run("train.steps=16").refusal
 
 
 # ── Stopped ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────

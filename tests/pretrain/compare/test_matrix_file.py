@@ -33,8 +33,7 @@ def test_cells_are_the_product_of_the_axes_and_then_those_listed(matrix):
 
 def test_overrides_come_from_the_matrix_then_the_command_line_then_the_cell(matrix, tmp_path):
     cell = matrix("train.steps=7", overrides={"optimizer": {"clip": None}, "train.steps": 5}, axes={"seed": [3]}).cells[0]
-    layers = ("optimizer.clip=null", "train.steps=5", "train.steps=7", "seed=3")
-    assert cell.overrides == (*layers, f"run_dir={tmp_path}/runs/seed=3") and cell.recipe.train.steps == 7
+    assert cell.overrides == ("optimizer.clip=null", "train.steps=7", "seed=3", f"run_dir={tmp_path}/runs/seed=3")
     assert cell.recipe.optimizer.clip is None and cell.recipe.optimizer.learning_rate == 0.01
     assert cell.recipe.train.steps == 7 and cell.recipe.seed == 3
     horizon = matrix(overrides={"train.steps": 5}, axes={"train.tokens": [512]}).cells[0]
