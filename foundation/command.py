@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import sys
 from collections.abc import Callable
@@ -30,7 +29,6 @@ def run_command(command: Callable[[], int | None], *, on_ctrl_c: str = "stopped 
     The first process of all writes the status to the file that PRETRAIN_STATUS_FILE names, if it names one: `accelerate launch`
     ends with 1 whatever a process of its ended with, and who started it may have to know.
     """
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
     try:
         status = command()
         print(end="", flush=True)  # to a closed stdout, too
