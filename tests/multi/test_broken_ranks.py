@@ -7,7 +7,6 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from accelerate import Accelerator
@@ -17,6 +16,7 @@ from pretrain.metrics.health import TrainingHalted
 from pretrain.model.distributed import complete_topology
 from pretrain.model.gradients import local_part
 from tests.pretrain.verify.small_runs import SmallRun, build_run
+from tests.pretrain.verify.update_faults import after_update, each_update_twice, last_microbatch_dropped, stale_copy
 from tests.ranks import start_ranks
 
 
@@ -38,22 +38,23 @@ def change_loss(run: SmallRun, change: Callable[[Tensor], Tensor]) -> None:
     run.packed.register_forward_hook(lambda module, args, loss: change(loss))
 
 
-def weight_of_a_rank_stands_still(run: SmallRun) -> None:
-    step, weight = run.optimizer.step, local_part(next(iter(run.model.parameters())).data)
+def weight_of_a_rank_stands_still(run: SmallRun, patch: pytest.MonkeyPatch) -> None:
+    weight = local_part(next(iter(run.model.parameters())).data)
     before = weight.clone()
-
-    def step_of_rank(**options: Any) -> None:
-        step(**options)
-        if run.accelerator.process_index == 1:
-            weight.copy_(before)
-
-    run.optimizer.step = step_of_rank
+    after_update(run, patch, lambda _: run.accelerator.process_index == 0 or weight.copy_(before))
 
 
 FAULTS = {
     "nothing": nothing,
     "a rank's gradient is lost": gradient_of_a_rank_lost,
     "the loss is averaged over ranks": averaged_over_ranks,
+}
+UPDATES = {
+    "nothing": lambda run, patch: None,
+    "a rank's weight stands still": weight_of_a_rank_stands_still,
+    "each update is made twice": each_update_twice,
+    "a weight's copy is stale": stale_copy,
+    "a microbatch is dropped": last_microbatch_dropped,
 }
 
 
@@ -73,15 +74,17 @@ def find_faults() -> None:
 
 def find_faults_of_updates() -> None:
     complete_topology(accelerator := Accelerator(mixed_precision="no"))
-    found = {}
-    for make in (nothing, weight_of_a_rank_stands_still):
-        make(run := build_run(accelerator, "bf16", layers=1, weights="bf16_exact"))
-        try:
-            run.train()
-            found[make.__name__] = "nothing"
-        except TrainingHalted as halt:
-            found[make.__name__] = str(halt)
-    print(f"FOUND {json.dumps(found)}")
+    messages = {}
+    for what, make in UPDATES.items():
+        run = build_run(accelerator, "delayed", layers=1, weights="bf16_exact")
+        with pytest.MonkeyPatch.context() as patch:
+            make(run, patch)
+            try:
+                run.train()
+                messages[what] = ""
+            except TrainingHalted as halt:
+                messages[what] = str(halt)
+    print(f"FOUND {json.dumps(messages)}")
     accelerator.end_training()
 
 
@@ -111,6 +114,8 @@ def test_a_wrong_update_of_one_rank_stops_both(topology: str, tmp_path: Path) ->
     )
     assert status == 0, out + err
     each = [json.loads(line.removeprefix("FOUND ")) for line in out.splitlines() if line.startswith("FOUND ")]
-    assert [ranks["nothing"] for ranks in each] == ["nothing", "nothing"]
-    said = [ranks[weight_of_a_rank_stands_still.__name__] for ranks in each]
-    assert sorted("another process" in line for line in said) == [False, True] and any("weights of 1 of" in line for line in said)
+    assert all(ranks.keys() == UPDATES.keys() and ranks.pop("nothing") == "" for ranks in each)
+    assert all(message for ranks in each for message in ranks.values())
+    of_one = [ranks["a rank's weight stands still"] for ranks in each]
+    assert sorted("another process" in line for line in of_one) == [False, True]
+    assert any("weights of 1 of" in line for line in of_one)

@@ -56,8 +56,12 @@ class Fault:
 FAULTS: list[Fault] = []
 
 
-def fault(what: str, applies: Callable[[SmallRun], bool] = lambda run: True, **options: Any) -> Callable[[Make], None]:
-    return lambda make: FAULTS.append(Fault(what, make, applies, **options))
+def fault(what: str, applies: Callable[[SmallRun], bool] = lambda run: True, **options: Any) -> Callable[[Make], Make]:
+    def registered(make: Make) -> Make:
+        FAULTS.append(Fault(what, make, applies, **options))
+        return make
+
+    return registered
 
 
 def quantized(run: SmallRun) -> bool:

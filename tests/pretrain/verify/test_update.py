@@ -21,7 +21,7 @@ LINES = {
     "one weight is never updated": "weights of 1 of .*down_proj",
     "norms decay": "weight_decay is",
     "an exact weight's low bits are dropped": "weights of",
-    "the fourth microbatch of a step is dropped": "labels were trained on",
+    "the last microbatch of a step is dropped": "labels were trained on",
     "gradients add up in BF16, not in FP32": "gradients are bfloat16",
     "FP32 sums of gradients are rounded to BF16": "gradients add up in BF16",
     "moments are BF16, not FP32": "exp_avg are bfloat16",
