@@ -121,8 +121,8 @@ def check(model: PreTrainedModel, length: int) -> None:
     layer_types = getattr(config, "layer_types", None)  # None: all alike, as Mistral's with one window for all layers
     if model._is_stateful or {*(layer_types or ())} - {"full_attention", "sliding_attention"}:
         raise InputError(f"{name} has layers other than attention, whose state would run on into the next document; name another")
-    if not model._supports_sdpa or getattr(config, "kv_lora_rank", None):  # caps, sinks, or value heads narrower than query heads
-        raise InputError(f"{name} attends in a way of its own, which no backend here computes; name another")
+    if not model._supports_sdpa or getattr(config, "kv_lora_rank", None):
+        raise InputError(f"{name} caps its scores, has sinks or latent keys, which no attention here computes; name another")
     for key in ("attn_logit_softcapping", "attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
         if value := getattr(config, key, None):
             raise InputError(f"{name} has {key} {value}, which is not computed here; set `model.config.{key}: 0.0`")

@@ -44,6 +44,15 @@ def test_the_reference_run_is_2776_steps_which_are_four_epochs(qwen3: PreTrained
     assert not made.warnings
 
 
+def test_a_mixture_in_low_precision_is_told_that_its_experts_are_not(qwen3: PreTrainedModel) -> None:
+    small = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 64}
+    mixture = on_meta({"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 32, **small})
+    low = select_precision("delayed", LowPrecisionSettings(on_unsupported="emulate"), missing_on("cpu"))
+    for active, told in ((low, True), (plan(qwen3).active, False)):
+        made = replace(plan(mixture), active=active)
+        assert any("experts" in each and "in BF16" in each for each in made.warnings) == told
+
+
 def test_a_schedule_has_its_steps_in_each_precision(qwen3: PreTrainedModel) -> None:
     low, high = (
         select_precision(name, LowPrecisionSettings(on_unsupported="emulate"), missing_on("cpu")) for name in ("nvfp4", "bf16")
