@@ -37,8 +37,9 @@ class PackedLanguageModel(nn.Module):
         self.rank_sums: RankSums | None = None  # where several processes hold the whole model each
         self.sharding: Sharding | None = None  # under FSDP2
         hf.set_output_embeddings(LossHead.replacing(hf.get_output_embeddings(), loss, self.context))
-        # GPT-2 looks in each forward for padding that no mask hides, waits for the device to do so, and warns of a pack's EOS.
-        hf.base_model.warn_if_padding_and_no_attention_mask = _no_padding
+        # GPT-2 looks in each forward for padding that no mask hides, waits for the device to do so, and warns of a pack's EOS. A
+        # pack's padding is a document of its own without labels, so it needs no mask.
+        hf.base_model.warn_if_padding_and_no_attention_mask = lambda input_ids, attention_mask: None
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, labels: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
         """Summed loss (FP32 scalar) over the labels that are not -100: in training of what is trained, a penalty included; in
@@ -67,10 +68,6 @@ class PackedLanguageModel(nn.Module):
         the penalty is not multiplied by its weight. None where none is set. Collective."""
         parts = self.hf.get_output_embeddings().take_parts()
         return None if parts is None else accelerator.reduce(parts, reduction="sum") / max(tokens, 1)
-
-
-def _no_padding(input_ids: Tensor, attention_mask: Tensor | None) -> None:
-    """A pack's padding is a document of its own without labels, so it needs no mask."""
 
 
 def inputs_of(batch: Microbatch, device: torch.device) -> dict[str, Any]:

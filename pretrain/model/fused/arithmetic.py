@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -175,12 +175,8 @@ class StackedProduct:
     def _weight_operand(self, *, refresh: bool) -> Operand:
         """Asked for in forward and in backward: FSDP2 frees a matrix in between."""
         dtype, differentiable = self._arithmetic.context.compute_dtype, self._arithmetic.differentiable
-
-        def matrix() -> Tensor:
-            if differentiable and not self.low_precision:
-                return self.cached_matrix(dtype, refresh=refresh)
-            return self.matrix(dtype)  # an evaluation's casts are not kept, nor is what is quantized
-
+        kept = differentiable and not self.low_precision  # an evaluation's casts are not, nor is what is quantized
+        matrix = partial(self.cached_matrix, dtype, refresh=refresh) if kept else partial(self.matrix, dtype)
         return self.product.weight_operand(matrix, refresh=refresh, differentiable=differentiable)
 
 

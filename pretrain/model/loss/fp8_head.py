@@ -11,9 +11,9 @@ dimension.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,8 +29,9 @@ _BF16 = torch.bfloat16
 
 
 @contextmanager
-def fused_head(product: TransformerEngineProduct, weight: Tensor, context: PrecisionContext) -> Iterator[Fp8ChunkLoss]:
+def fused_head(product: TransformerEngineProduct, weight: Tensor, context: PrecisionContext) -> Iterator[Callable[..., Tensor]]:
     """`product` as the LM head with its loss, around the chunks of one forward with gradients, inside of the backend's `forward`.
+    Each is computed by what is yielded, called as `head.ChunkLoss` is.
 
     weight [vocabulary, hidden] FP32 or BF16, quantized in the step's first microbatch. The observers of `context` see each
     operand in BF16, as it stands before it is quantized, and what the first chunk's products give.
@@ -46,7 +47,7 @@ def fused_head(product: TransformerEngineProduct, weight: Tensor, context: Preci
         context.show_weight(product, quantized, matrix)
         if context.observers:
             context.show(product.name, "weight", matrix())
-        yield Fp8ChunkLoss(product, quantized, context)
+        yield partial(chunk_loss, product, quantized, context)
     finally:
         product.end()
     if alone and product.backend.precision.keeps_history:
@@ -54,44 +55,46 @@ def fused_head(product: TransformerEngineProduct, weight: Tensor, context: Preci
         product.finish_backward()
 
 
-@dataclass(frozen=True)
-class Fp8ChunkLoss:
-    """`weight`: quantized, both layouts."""
+def chunk_loss(
+    product: TransformerEngineProduct,
+    weight: Any,
+    context: PrecisionContext,
+    hidden: Tensor,
+    labels: Tensor,
+    gradients: tuple[Tensor, Tensor, None],
+    *,
+    first: bool,
+) -> Tensor:
+    """`weight`: quantized, both layouts. No bias: a head that has one is not fused."""
 
-    product: TransformerEngineProduct
-    weight: Any
-    context: PrecisionContext
-
-    def __call__(self, hidden: Tensor, labels: Tensor, gradients: tuple[Tensor, Tensor, None], *, first: bool) -> Tensor:
-        """See `head.ChunkLoss`. No bias: a head that has one is not fused."""
-        product, x, (d_hidden, d_weight, _) = self.product, hidden.to(_BF16), gradients
-        self.context.show(product.name, "input", x)
-        x = product.operand("input", x, both=True)
-        logits = product.multiply("forward", x, self.weight)
-        self._show_result("forward", logits, first)
-        quantizer, te = product.quantizer("grad_output", both=True), product.backend.te
-        # Delayed scaling's scale is the quantizer's, and the chunk's amax goes where its history begins.
-        delayed = product.backend.precision.keeps_history
-        amax = quantizer.amax if delayed else torch.zeros(1, dtype=torch.float32, device=logits.device)
-        scale = quantizer.scale if delayed else None
-        losses, codes = quantized_softmax_gradient(logits, labels, IGNORE, fp8_dtype(te, quantizer.dtype), amax, scale)
-        if self.context.observers:
-            softmax_loss(logits, labels, IGNORE, with_gradient=True)  # the logits have been used, and take the gradient in BF16
-            self.context.show(product.name, "grad_output", logits)
-        del logits
-
-        def operand(rows: Tensor | None, columns: Tensor | None, scale_inv: Tensor) -> Any:
-            options = {"fp8_scale_inv": scale_inv, "fp8_dtype": quantizer.dtype, "fake_dtype": _BF16}
-            return te.Float8TensorStorage(data=rows, data_transpose=columns, **options)
-
-        by_rows = operand(codes.rows, None, torch.ones_like(codes.scale_inv))
-        product.multiply("dgrad", by_rows, self.weight, d_hidden.dtype, out=d_hidden)
-        d_hidden.mul_(codes.rows_scale_inv[:, None])
-        self._show_result("dgrad", d_hidden, first)
-        product.accumulate(d_weight, operand(None, codes.columns, codes.scale_inv), x, overwrite=first)
-        self._show_result("wgrad", d_weight, first)
-        return losses
-
-    def _show_result(self, gemm: str, result: Tensor, first: bool) -> None:
+    def show_result(gemm: str, result: Tensor) -> None:
         if first:
-            self.context.show_result(self.product.name, gemm, result)
+            context.show_result(product.name, gemm, result)
+
+    x, (d_hidden, d_weight, _) = hidden.to(_BF16), gradients
+    context.show(product.name, "input", x)
+    x = product.operand("input", x, both=True)
+    logits = product.multiply("forward", x, weight)
+    show_result("forward", logits)
+    quantizer, te = product.quantizer("grad_output", both=True), product.backend.te
+    # Delayed scaling's scale is the quantizer's, and the chunk's amax goes where its history begins.
+    delayed = product.backend.precision.keeps_history
+    amax = quantizer.amax if delayed else torch.zeros(1, dtype=torch.float32, device=logits.device)
+    scale = quantizer.scale if delayed else None
+    losses, codes = quantized_softmax_gradient(logits, labels, IGNORE, fp8_dtype(te, quantizer.dtype), amax, scale)
+    if context.observers:
+        softmax_loss(logits, labels, IGNORE, with_gradient=True)  # the logits have been used, and take the gradient in BF16
+        context.show(product.name, "grad_output", logits)
+    del logits
+
+    def operand(rows: Tensor | None, columns: Tensor | None, scale_inv: Tensor) -> Any:
+        options = {"fp8_scale_inv": scale_inv, "fp8_dtype": quantizer.dtype, "fake_dtype": _BF16}
+        return te.Float8TensorStorage(data=rows, data_transpose=columns, **options)
+
+    by_rows = operand(codes.rows, None, torch.ones_like(codes.scale_inv))
+    product.multiply("dgrad", by_rows, weight, d_hidden.dtype, out=d_hidden)
+    d_hidden.mul_(codes.rows_scale_inv[:, None])
+    show_result("dgrad", d_hidden)
+    product.accumulate(d_weight, operand(None, codes.columns, codes.scale_inv), x, overwrite=first)
+    show_result("wgrad", d_weight)
+    return losses

@@ -302,11 +302,12 @@ class Penalty:
         the logits are, and the gradient is rounded once, to their dtype.
         """
         both = torch.empty(2, len(logits), dtype=torch.float32, device=logits.device)
-        for rows in _rows(logits):
-            scores = logits[rows].float()  # FP32 logits themselves
-            both[:, rows] = self._overwrite(scores, labels[rows])
-            if scores.dtype != logits.dtype:
-                logits[rows] = scores
+        size = max(1, LOGITS_AT_ONCE // logits.shape[1])  # rows
+        for rows, of_rows, into in zip(logits.split(size), labels.split(size), both.split(size, dim=1), strict=True):
+            scores = rows.float()  # FP32 logits themselves
+            into.copy_(self._overwrite(scores, of_rows))
+            if scores is not rows:
+                rows.copy_(scores)
         return both
 
     def _overwrite(self, scores: Tensor, labels: Tensor) -> Tensor:
@@ -333,9 +334,3 @@ class Penalty:
         scores.scatter_add_(1, targets, -counted)
         cross_entropy = log_total + maximum - target_scores
         return torch.cat([cross_entropy, penalty], dim=1).masked_fill_(ignored[:, None], 0).t()
-
-
-def _rows(logits: Tensor) -> Iterator[slice]:
-    """Splits the rows of `logits` into parts of LOGITS_AT_ONCE logits at most, one row at least."""
-    size = max(1, LOGITS_AT_ONCE // logits.shape[1])
-    return (slice(start, start + size) for start in range(0, len(logits), size))
