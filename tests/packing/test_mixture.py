@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
@@ -92,6 +91,8 @@ def test_another_file_or_split_is_validated_on(tmp_path: Path, documents: list[s
     prepare(by_file, progress=False)
     shown = [open_packs(by_file, "held_out")[0].input_ids[:8].tolist(), Tokenizer.from_file(str(tokenizer_file))]
     assert documents[30].startswith(shown[1].decode(shown[0]))
+    import datasets  # brings pandas
+
     saved = tmp_path / "saved"
     splits = {"train": documents[:30], "test": documents[30:40]}
     datasets.DatasetDict({name: datasets.Dataset.from_dict({"body": each}) for name, each in splits.items()}).save_to_disk(saved)

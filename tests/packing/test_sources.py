@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -42,6 +41,8 @@ def written(folder: Path, kind: str, documents: list[str]) -> Path:
     elif kind == "parquet":
         pq.write_table(table, path, row_group_size=7)
     elif kind == "dataset":
+        import datasets  # brings pandas
+
         datasets.Dataset(table).save_to_disk(path)
     else:
         path.mkdir()
@@ -70,6 +71,8 @@ def test_reading_goes_on_behind_any_chunk(kind: str, documents: list[str], tmp_p
 
 
 def test_a_streamed_dataset_yields_what_the_loaded_one_does(documents: list[str], tmp_path: Path) -> None:
+    import datasets  # brings pandas
+
     written(tmp_path, "parquet", documents)
     source = opened("parquet", streaming=True)
     source._data = datasets.load_dataset("parquet", data_files=str(tmp_path / "*.parquet"), split="train", streaming=True)

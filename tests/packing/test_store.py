@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import datasets
 import numpy as np
 import pytest
 from hypothesis import given
@@ -71,6 +70,8 @@ def test_what_was_written_is_read_in_any_order(tmp_path_factory, count, at_once,
 
 
 def test_huggingface_datasets_reads_each_file(tmp_path):
+    import datasets  # brings pandas
+
     packs = some_packs(50)
     write(tmp_path / "packs", packs, shard_bytes=1000)
     files = sorted((tmp_path / "packs" / "train").glob("*.arrow"))

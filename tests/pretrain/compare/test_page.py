@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from matplotlib.image import imread
 
 from pretrain.compare.figures import COLOUR, moving_mean, picture_of_run
 from pretrain.compare.page import curves_figure, heat_figure, heat_maps, pictures, what_differs
@@ -31,6 +30,8 @@ SCHEDULE = "precision=[{until: 0.5, use: nvfp4}, {use: bf16}]"
 
 
 def colours_in(picture: bytes) -> set[str]:
+    from matplotlib.image import imread  # half a second
+
     pixels = np.rint(255 * imread(io.BytesIO(picture))[..., :3]).astype(int).reshape(-1, 3)
     return {"#" + "".join(f"{part:02X}" for part in pixel) for pixel in np.unique(pixels, axis=0)}
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.generic import is_flash_attention_requested
 
@@ -54,6 +53,8 @@ def packed(lengths: list[list[int]], spare: int) -> dict[str, Any]:
 def test_layers_compile_whole_and_never_again_when_the_number_of_documents_changes(
     name: str, flash_attention_4_on_a_cpu: SimpleNamespace
 ) -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend  # half a second
+
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     model, plain = build(name), build("packed_sdpa")
