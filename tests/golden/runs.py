@@ -50,6 +50,9 @@ def low(precision: str, *more: str) -> GoldenRun:
     return GoldenRun((f"precision={precision}", "weights=bf16_exact", *more))
 
 
+STATISTICS = "log.fp8_statistics=3"
+
+
 RUNS = {
     "fp32": GoldenRun(("precision=fp32", "model.fused=off")),
     "fp32_fused_parity": GoldenRun(("precision=fp32", *FUSED, "parity=on")),
@@ -57,14 +60,14 @@ RUNS = {
     "bf16_weights": GoldenRun(("precision=bf16", "weights=bf16", "model.fused=off")),
     "bf16_exact": GoldenRun((*EXACT, "model.fused=off", "optimizer.clip=0.2")),
     "bf16_exact_fused": GoldenRun((*EXACT, *FUSED)),
-    "delayed": low("delayed", "fp8_config.amax_history_len=4"),
+    "delayed": low("delayed", "fp8_config.amax_history_len=4", STATISTICS),
     "delayed_head": low("delayed", "fp8_config.scope=linear+head"),
     "delayed_checkpointing": low("delayed", "fp8_config.amax_history_len=4", "model.gradient_checkpointing=full"),
     "bf16_checkpointing_fused": GoldenRun((*EXACT, *FUSED, "model.gradient_checkpointing=full")),
     "current": low("current"),
     "block": low("block"),
     "mxfp8_head": low("mxfp8", "fp8_config.scope=linear+head"),
-    "nvfp4": low("nvfp4"),
+    "nvfp4": low("nvfp4", STATISTICS),
     "mxfp4": low("mxfp4"),
     "penalty": GoldenRun((*EXACT, "loss.penalty=neg_entropy", "loss.penalty_weight=0.5")),
     "chat": GoldenRun((*EXACT,), data="chat"),
@@ -137,7 +140,6 @@ def recipe_of(run: GoldenRun, folder: Path, run_dir: Path) -> dict[str, Any]:
         "evaluate": {"every": 3} if run.data != "mds" else {},
         "checkpoint": {"every": 2},
         "fp8_config": {"on_unsupported": "emulate"},
-        "log": {"fp8_statistics": 3},
         "parity": "off",
         "run_dir": str(run_dir),
     }

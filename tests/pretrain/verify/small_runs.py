@@ -125,7 +125,7 @@ def build_run(
     layers: int = 2,
     fused: bool = False,
     recompute: bool = False,
-    packs_a_microbatch: int = 2,
+    packs_a_microbatch: int = 1,
     weights: str = "fp32",
     clip: float | None = CLIP,
     seed: int = 1,
@@ -167,7 +167,7 @@ def build_run(
     else:
         attach_main_gradients(packed, torch.float32, stacks)
         packed.rank_sums = RankSums(packed.parameters()) if accelerator.num_processes > 1 else None
-    packs = random_packs(8, seed)
+    packs = random_packs(4 * packs_a_microbatch, seed)
     step = step_of(packs, packs_a_microbatch, accelerator.process_index, accelerator.num_processes)
     run = SmallRun(packed, prepared, optimizer, active, decisions, step, packs, accelerator, recipe)
     if context.state():
