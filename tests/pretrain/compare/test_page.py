@@ -90,13 +90,16 @@ def test_what_is_drawn_are_the_runs_own_figures_by_step_or_by_tokens_where_steps
     assert [trace.x[0] for trace in figure.data[:2]] == [4096, 8192]
 
 
-@pytest.mark.parametrize("losses", LOSSES.values(), ids=LOSSES)
-def test_any_run_has_a_picture_and_a_page_alone_beside_another_and_beside_other_text(losses, tmp_path):
-    run = trained(tmp_path / "cost $2^4$ and $x", losses, "precision=nvfp4", held_out=len(losses) > 1)
-    assert COLOUR in colours_in(picture_of_run(run)) or losses[0] is None
-    other, text = trained(tmp_path / "other", (4.0, 3.0, 2.0)), trained(tmp_path / "text", losses, fingerprint="cd34")
-    for runs in ([run], [run, other], [other, run, text]):
-        assert "</html>" in page_of(runs, tmp_path, "data")
+def test_any_run_has_a_picture_and_a_page_alone_beside_another_and_beside_other_text(tmp_path):
+    for name, losses in LOSSES.items():
+        run = trained(tmp_path / f"cost $2^4$ and $x {name}", losses, "precision=nvfp4", held_out=len(losses) > 1)
+        assert COLOUR in colours_in(picture_of_run(run)) or losses[0] is None
+        assert "</html>" in page_of([run], tmp_path, "data")
+        other, text = (
+            trained(tmp_path / f"other {name}", (4.0, 3.0, 2.0)),
+            trained(tmp_path / f"t {name}", losses, fingerprint="cd"),
+        )
+        assert "</html>" in page_of([other, run, text], tmp_path, "data")
 
 
 def test_heat_maps_hold_each_layers_share_at_its_step_and_scales_as_powers_of_two(tmp_path):
