@@ -220,10 +220,7 @@ class Plan:
         for active in self.actives:
             if active.backend == "emulation":
                 warnings.append(f"`{active.precision.name}` is emulated here: the losses of the format, and no time saved")
-        if self.flops.uncounted:
-            quantized = any(active.precision.quantized for active in self.in_use)
-            warnings.append(self.flops.left_out + "; they compute in BF16 all the same" * quantized)
-        return warnings
+        return [*warnings, self.flops.left_out] if self.flops.uncounted else warnings
 
 
 # ── What the memory of devices decides ────────────────────────────────────────────────────────────────────────────────────────

@@ -133,6 +133,9 @@ def prepare_job(
     actives = list({active.precision.name: active for _, active in phases}.values())
     check_settings(recipe, actives[0].precision.name, None if elsewhere else accelerator.num_processes)
 
+    if recipe.model.source:  # first: without a network the hub answers each question after half a minute
+        model.load_config(recipe.model)
+
     # Packs that exist are opened now, as they may know the tokenizer. Others are prepared last, which may take hours.
     missing, opening = unprepared(recipe.data), partial(open_data, recipe.data, is_main_process=accelerator.is_main_process)
     if missing and purpose == "plan":
