@@ -48,7 +48,6 @@ _LAYOUT_KEYS = ("length", "packing", "held_out")
 _COMMIT_SECONDS = 5.0
 _PROGRESS = "progress.json"
 _LEAST_CHUNK = 2**12  # bytes
-_BESIDE = 2**16  # bytes of a part beside its packs
 
 
 def prepare(settings: DataSettings, progress: bool = True) -> Path:
@@ -380,7 +379,7 @@ def pack_ahead(
         name = min(nexts, key=lambda name: nexts[name].first / weights[name])
         start = nexts[name]
         arranged, after = make_part(makers[name], start)
-        size = round(1.002 * arranged.bytes()) + _BESIDE
+        size = round(1.002 * arranged.bytes()) + 2**16  # with what lies beside its packs
         while True:
             now = dict(reading)
             for path in [path for path, (source, end) in behind.items() if end < now[source][0] and path.name != FIRST]:
