@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from packing.batch import Microbatch, StepBatches
 from pretrain.model import attention
+from pretrain.model.distributed import take_from_first_rank
 from pretrain.model.fused.layers import FusedLayers
 from pretrain.model.gradients import RankSums
 from pretrain.model.loss.head import LOSS_SCOPE, LossHead
@@ -114,6 +115,5 @@ def forward_backward(
 def same_on_all_ranks(accelerator: Accelerator, *figures: Tensor) -> list[float]:
     """The first rank's scalars, as numbers on every rank: what is decided by them is decided alike. Waits for the device."""
     stacked = torch.stack([figure.to(accelerator.device) for figure in figures])
-    if accelerator.num_processes > 1:
-        torch.distributed.broadcast(stacked, src=0)
+    take_from_first_rank(accelerator, [stacked])
     return stacked.tolist()

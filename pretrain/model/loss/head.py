@@ -211,7 +211,7 @@ class ChunkLoss:
             logits = self.context.multiply(self.low, hidden, self.weight, self.bias, later_call=not first)
         else:
             logits = F.linear(hidden, self.weight, self.bias)
-        return self.penalty.gradient_(logits, labels) if self.penalty else token_losses(logits, labels)
+        return token_losses(logits, labels, self.penalty, with_gradient=False)
 
     def __call__(self, hidden: Tensor, labels: Tensor, gradients: Gradients, *, first: bool) -> Tensor:
         """The losses, with the gradients written: the `first` chunk of a forward overwrites the weight's sum, which holds nothing
@@ -223,7 +223,7 @@ class ChunkLoss:
             logits = call.forward(hidden.to(self.weight.dtype), self.weight, self.bias, keeps=True)
         else:
             logits = linear(hidden, self.weight, self.bias)
-        losses = self.penalty.gradient_(logits, labels) if self.penalty else softmax_gradient_(logits, labels)
+        losses = token_losses(logits, labels, self.penalty, with_gradient=True)
         if self.low:
             d_hidden.copy_(call.backward(logits, (True, True), torch.float32, d_weight, overwrite=first)[0])
         else:
@@ -234,24 +234,17 @@ class ChunkLoss:
         return losses
 
 
-def softmax_gradient_(logits: Tensor, labels: Tensor) -> Tensor:
-    """Overwrite logits [n, vocabulary] with softmax - one_hot(label), the losses' gradient; return the losses [n], FP32.
-
-    A GPU has a kernel for what `Penalty.gradient_` says.
-    """
+def token_losses(logits: Tensor, labels: Tensor, penalty: Penalty | None = None, *, with_gradient: bool) -> Tensor:
+    """Losses [n] FP32 of logits [n, vocabulary] and labels [n], with a `penalty` [2, n], that under them; zero where ignored.
+    `with_gradient` overwrites the logits as `Penalty.gradient_` does, for which a GPU has a kernel without a penalty."""
+    if penalty is not None:
+        return penalty.gradient_(logits, labels)
     if logits.is_cuda:
         from pretrain.model.loss import softmax_kernel
 
-        return softmax_kernel.softmax_loss(logits, labels, IGNORE, with_gradient=True)
-    return Penalty().gradient_(logits, labels)[0]
-
-
-def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Losses [n] FP32 from logits [n, vocabulary] and labels [n], zero where ignored, for evaluation."""
-    if logits.is_cuda:
-        from pretrain.model.loss import softmax_kernel
-
-        return softmax_kernel.softmax_loss(logits, labels, IGNORE)
+        return softmax_kernel.softmax_loss(logits, labels, IGNORE, with_gradient=with_gradient)
+    if with_gradient:
+        return Penalty().gradient_(logits, labels)[0]
     return F.cross_entropy(logits.float(), labels, ignore_index=IGNORE, reduction="none")
 
 

@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from foundation.errors import InputError
 from packing.arrow import IGNORE
 from pretrain.model.loss import head as loss
-from pretrain.model.loss.head import LossHead, softmax_gradient_
+from pretrain.model.loss.head import LossHead, token_losses
 from pretrain.settings.recipe import LossSettings
 
 
@@ -39,7 +39,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 def test_a_well_predicted_token_keeps_its_small_gradient_in_bf16() -> None:
     logits = torch.tensor([[9.0, 0.0]], dtype=torch.bfloat16)
-    softmax_gradient_(logits, torch.tensor([0]))
+    token_losses(logits, torch.tensor([0]), with_gradient=True)
     expected = 1 / (1 + torch.tensor(9.0).exp())
     torch.testing.assert_close(logits.float(), torch.stack([-expected, expected])[None], rtol=2**-8, atol=0)
 
