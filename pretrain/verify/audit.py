@@ -114,6 +114,7 @@ def confirming_first_microbatch(
 def describe(active: ActivePrecision, backend: Backend | None, hf: PreTrainedModel, products: Sequence[Entry]) -> dict[str, Any]:
     """What audit.json says of one precision, while the model computes in it. `products`: of `observe`; `backend`: None where
     nothing is quantized."""
+    head = hf.get_output_embeddings()
     return {
         "precision": active.requested,
         "effective": active.precision.name,
@@ -122,7 +123,7 @@ def describe(active: ActivePrecision, backend: Backend | None, hf: PreTrainedMod
         "computes": active.precision.description,
         "compute_dtype": active.precision.compute_dtype,
         "computed_by": backend.describe() if backend else f"torch {torch.__version__}",
-        "loss": hf.get_output_embeddings().describe(),
+        "loss": {"kind": head.settings.kind, "chunk": head.chunk},
         "products": products,
     }
 

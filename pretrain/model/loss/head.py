@@ -23,8 +23,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -131,12 +130,6 @@ class LossHead(TakesTurns, nn.Linear):
         None where there was no forward, or there is no penalty."""
         parts, self._parts = self._parts, None
         return parts
-
-    def describe(self) -> dict[str, Any]:
-        """What computes the loss, for the audit."""
-        if self.settings.kind == "cce":
-            return {"kind": "cce"}
-        return {"chunk": self.chunk} | ({"penalty": asdict(self.penalty)} if self.penalty else {})
 
 
 def cut_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
