@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint, noop_context_fn
+from torch.utils.checkpoint import checkpoint
 
-from foundation.attributes import holding
 from pretrain.precision.delayed_state import DelayedState
 from pretrain.precision.formats.definition import Along, Role
 from pretrain.precision.observed import ALONG, dtype_name, watched
@@ -58,7 +57,6 @@ class EmulationBackend:
         self.active = active
         self.device = device
         self.delayed = DelayedState(active, device) if active.precision.keeps_history else None
-        self.recomputing = False
         self._products: list[EmulatedProduct] = []
         self._prepare = functools.cache(self._compiled_preparation)
 
@@ -70,15 +68,16 @@ class EmulationBackend:
         return nullcontext() if self.delayed is None else self.delayed.forward()
 
     def checkpoint(
-        self, function: Callable[..., Any], *args: Any, context_fn: Callable[[], Any] = noop_context_fn, **kwargs: Any
+        self, function: Callable[..., Any], *args: Any, again: Callable[[], AbstractContextManager[None]] = nullcontext
     ) -> Any:
         scales = None if self.delayed is None else self.delayed.forward_scales
 
-        def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-            first, again = context_fn()
-            return first, self._recompute(scales, again)
+        @contextmanager
+        def recomputing() -> Iterator[None]:
+            with again(), nullcontext() if self.delayed is None else self.delayed.recompute(scales):
+                yield
 
-        return checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        return checkpoint(function, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), recomputing()))
 
     def state(self) -> dict[str, Tensor]:
         return {} if self.delayed is None else self.delayed.state()
@@ -125,27 +124,21 @@ class EmulationBackend:
 
         return compiled_for_each_shape
 
-    @contextmanager
-    def _recompute(self, scales: Tensor | None, context: AbstractContextManager[Any]) -> Iterator[None]:
-        scaling = nullcontext() if self.delayed is None else self.delayed.recompute(scales)
-        with context, scaling, holding(self, recomputing=True):
-            yield
-
 
 class EmulatedProduct(Product):
     def __init__(self, backend: EmulationBackend, name: str) -> None:
-        self.name, self.members = name, (name,)
+        super().__init__(name)
         self._backend = backend
         self._module = None if backend.delayed is None else backend.delayed.register(name)
-        self.weight: BothWays | None = None
 
     def operand(self, role: Role, x: Tensor, *, both: bool = True) -> BothWays:
         scale = None if self._module is None else self._backend.delayed.scale(self._module, role)
         features = self.quantized(role, x, "features", scale)
         if role == "input":
             return BothWays(features, None, x, scale)
-        serves_both = self._backend.active.precision.serves_both(role)
-        return BothWays(features, features.t() if serves_both else self.quantized(role, x, "rows", scale))
+        if self._backend.active.precision.serves_both(role):
+            return BothWays(features, features.t())
+        return BothWays(features, self.quantized(role, x, "rows", scale) if both else None)
 
     def quantized(self, role: Role, x: Tensor, along: Along, scale: Tensor | None) -> Operand:
         """Delayed scaling notes x's amax where it is quantized along features."""
@@ -153,13 +146,6 @@ class EmulatedProduct(Product):
         if amax is not None:
             self._backend.delayed.record(self._module, role, amax)
         return operand
-
-    @torch.no_grad()
-    def weight_operand(self, matrix: Callable[[], Tensor], *, refresh: bool, differentiable: bool) -> BothWays:
-        if self.weight is None or (refresh and not self._backend.recomputing):
-            self.weight = None  # or two of the largest would be in memory at once
-            self.weight = self.operand("weight", matrix())
-        return self.weight
 
     @staticmethod
     def codes(operand: BothWays) -> Tensor:

@@ -27,7 +27,7 @@ A caller goes through one microbatch in this order (`LinearCall` does); the prod
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -51,9 +51,12 @@ Gemm = Literal["forward", "dgrad", "wgrad"]
 class Product:
     """The products of one linear, or of several whose weights are stacked into one."""
 
-    name: str  # of its history and its scales in a checkpoint
-    members: Sequence[str]  # the linears that it computes, for whoever looks on
     supports_fused_loss: bool = False  # as the LM head: its output gradient may come quantized from the softmax
+
+    def __init__(self, name: str) -> None:
+        self.name = name  # of its history and its scales in a checkpoint
+        self.members: Sequence[str] = (name,)  # the linears that it computes, for whoever looks on
+        self.weight: Operand | None = None  # what is kept of the weight for a step's later microbatches
 
     def begin(self, x: Tensor) -> None:
         """Called before the first operand of a forward over `x` [tokens, in]."""
@@ -71,8 +74,13 @@ class Product:
 
     def weight_operand(self, matrix: Callable[[], Tensor], *, refresh: bool, differentiable: bool) -> Operand:
         """The weight as a factor. `matrix` gives it, [out, in], where it must be quantized: where `refresh` (the first microbatch
-        of a step), and where nothing is kept from one."""
-        raise NotImplementedError
+        of a step), and where nothing is kept from one. Evaluation, not `differentiable`, leaves alone what training keeps."""
+        if not differentiable:
+            return self.operand("weight", matrix(), both=False)
+        if refresh or self.weight is None:
+            self.weight = None  # or two of the largest would be in memory at once
+            self.weight = self.operand("weight", matrix())
+        return self.weight
 
     def multiply(
         self,
@@ -130,9 +138,6 @@ class Product:
 
 class PlainProduct(Product):
     """Operands as they are: nothing is quantized."""
-
-    def __init__(self, name: str) -> None:
-        self.name, self.members = name, (name,)
 
     def operand(self, role: Role, x: Tensor, *, both: bool = True) -> Tensor:
         return x.contiguous() if x.is_cuda else x
@@ -243,9 +248,8 @@ class Backend(Protocol):
     def forward(self) -> AbstractContextManager[Any]:
         """Entered around each low-precision forward of the whole model. Leaving it, delayed scaling makes new scales."""
 
-    def checkpoint(self, function: Callable[..., Any], *args: Any, context_fn: Callable[[], Any], **kwargs: Any) -> Any:
-        """function(*args, **kwargs) now, and again in backward, with the same scales and random numbers. `context_fn` returns two
-        contexts, for now and for then."""
+    def checkpoint(self, function: Callable[..., Any], *args: Any, again: Callable[[], AbstractContextManager[None]]) -> Any:
+        """function(*args) now, and once more in backward, inside of `again()`, with the same scales and random numbers."""
 
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint must hold, live, as unquantized tensors; empty where every scale comes from the tensor it scales."""
@@ -294,23 +298,17 @@ class PrecisionContext:
         with self.backend.forward(), holding(self, low_precision=True):
             yield
 
-    def checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run `function` now, and again in backward, in this context both times: else it would be in another precision then."""
         if self.backend is None or not self.quantizing:
-            return checkpoint(function, *args, use_reentrant=False, **kwargs)
+            return checkpoint(function, *args, use_reentrant=False)
+        return self.backend.checkpoint(function, *args, again=lambda: holding(self, low_precision=True))
 
-        def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-            return nullcontext(), holding(self, low_precision=True)
-
-        return self.backend.checkpoint(function, *args, context_fn=contexts, **kwargs)
-
-    def multiply(self, product: Product, x: Tensor, weight: Tensor, bias: Tensor | None, *, later_call: bool = False) -> Tensor:
-        """x [tokens, in] times weight [out, in], in the low precision; operands in another dtype than BF16 are cast here.
-        `later_call`: the weight was there in this forward before (the LM head takes its tokens in chunks)."""
+    def multiply(self, product: Product, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x [tokens, in] times weight [out, in], in the low precision; operands in another dtype than BF16 are cast here."""
         x, weight = x.to(self.compute_dtype), summing_where(weight, weight.to(self.compute_dtype))
         bias = None if bias is None else bias.to(self.compute_dtype)
-        refresh = (self.first_microbatch or not torch.is_grad_enabled()) and not later_call
-        return product(x, weight, bias, first_microbatch=refresh, context=self)
+        return product(x, weight, bias, first_microbatch=self.first_microbatch, context=self)
 
     def weight_gradient(
         self, product: Product, dy: Operand, x: Operand, dtype: torch.dtype, total: Tensor | None, *, overwrite: bool = False

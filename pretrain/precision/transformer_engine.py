@@ -13,13 +13,12 @@ import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import noop_context_fn
 
 from foundation.errors import InputError
 from foundation.reading import one_line
@@ -33,7 +32,6 @@ from pretrain.precision.settings import ActivePrecision
 # A direction's state as checkpoints and `delayed_state.PLACES` call it -> Transformer Engine's name of it.
 TE_DIRECTIONS = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
 TE_GEMMS = {"forward": ("TN", "fprop"), "dgrad": ("NN", "dgrad"), "wgrad": ("NT", "wgrad")}  # layout, and the recipe's name
-_WEIGHT = "weight"  # the quantized copy's place in the linear's own cache, which `reset` empties
 # What the names of variables begin with that change the defaults of Transformer Engine's recipes.
 DEFAULTS_CHANGED_BY = ("NVTE_BACKWARD_OVERRIDE", "NVTE_FP8_BLOCK_SCALING", "NVTE_FP8_CURRENT_SCALING", "NVTE_NVFP4_")
 _STASH = "global_fp8_buffer_pos_fwd_recompute"
@@ -92,7 +90,7 @@ class TransformerEngineProduct(Product):
     `forward`, and in backward. One quantization writes an operand for both of its products."""
 
     def __init__(self, name: str, linear: nn.Module, backend: TransformerEngineBackend) -> None:
-        self.name, self.members = name, (name,)
+        super().__init__(name)
         self.linear, self.backend = linear, backend
 
     @property
@@ -119,20 +117,11 @@ class TransformerEngineProduct(Product):
         return quantizer
 
     def operand(self, role: Role, x: Tensor, *, both: bool = True) -> Any:
-        return self.quantizer(role, both=both)(x.contiguous())
-
-    def weight_operand(self, matrix: Callable[[], Tensor], *, refresh: bool, differentiable: bool) -> Any:
-        cache = self.linear._fp8_workspaces
-        if differentiable and not refresh and _WEIGHT in cache:
-            return cache[_WEIGHT]
-        weight, quantizer = matrix().contiguous(), self.quantizer("weight", both=differentiable)  # Conv1D's is a transpose
-        # Blackwell's products read scales in an order of their own, which is made here once or else in every product.
-        quantizer.optimize_for_gemm = self.linear._enable_weight_preswizzle(quantizer, weight)
-        if not differentiable:  # evaluation neither uses nor replaces the copy that training made
-            return quantizer(weight)
-        cache.pop(_WEIGHT, None)  # or two of the largest would be in memory at once
-        cache[_WEIGHT] = quantizer(weight)
-        return cache[_WEIGHT]
+        x, quantizer = x.contiguous(), self.quantizer(role, both=both)  # Conv1D's weight is a transpose
+        if role == "weight":
+            # Blackwell's products read scales in an order of their own, which is made here once or else in every product.
+            quantizer.optimize_for_gemm = self.linear._enable_weight_preswizzle(quantizer, x)
+        return quantizer(x)
 
     @staticmethod
     def codes(operand: Any) -> Tensor:
@@ -233,13 +222,18 @@ class TransformerEngineBackend:
                 product.linear.fp8_meta["scaling_fwd"].amax_history[0].zero_()
 
     def checkpoint(
-        self, function: Callable[..., Any], *args: Any, context_fn: Callable[[], Any] = noop_context_fn, **kwargs: Any
+        self, function: Callable[..., Any], *args: Any, again: Callable[[], AbstractContextManager[None]] = nullcontext
     ) -> Any:
-        def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-            now, then = context_fn()
-            return now, self._recomputation(then)
+        @contextmanager
+        def recomputing() -> Iterator[None]:
+            # A disabled autocast around te.checkpoint's own, which in backward would be the outermost one, and end each
+            # recomputed layer with a reduction over all ranks.
+            with again(), self._autocast(enabled=False):
+                yield
 
-        return self.te.checkpoint(functools.partial(function, *args, **kwargs), use_reentrant=False, context_fn=contexts)
+        return self.te.checkpoint(
+            functools.partial(function, *args), use_reentrant=False, context_fn=lambda: (nullcontext(), recomputing())
+        )
 
     def state(self) -> dict[str, Tensor]:
         """The same names, shapes and slots as `DelayedState.state`."""
@@ -257,7 +251,7 @@ class TransformerEngineBackend:
             tensor.fill_(1.0 if name.endswith("scale") else 0.0)
         stashes = self.te.quantization.FP8GlobalStateManager.quantization_state.fp8_tensors_recompute_buffer
         for product in self._products.values():
-            product.linear._fp8_workspaces.clear()
+            product.weight = None
             # Scales put aside for a recomputation that a failed step never came to; the next one would take them for its own.
             if _STASH in product.linear.fp8_meta:
                 stashes[product.linear.fp8_meta[_STASH]].clear()
@@ -267,13 +261,6 @@ class TransformerEngineBackend:
 
     def _autocast(self, *, enabled: bool = True) -> AbstractContextManager[Any]:
         return self.te.autocast(enabled=enabled, recipe=self.te_recipe)  # no reduction group means the default one, all ranks
-
-    @contextmanager
-    def _recomputation(self, entered: AbstractContextManager[Any]) -> Iterator[None]:
-        """A disabled autocast around te.checkpoint's own, which in backward would be the outermost one, and end each recomputed
-        layer with a reduction over all ranks."""
-        with entered, self._autocast(enabled=False):
-            yield
 
 
 def library() -> ModuleType:

@@ -7,7 +7,7 @@ and who owns what.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -190,10 +190,10 @@ class Layers:
         self.weights = [(weight.detach().clone().requires_grad_(), weight.detach().T.clone().requires_grad_()) for _ in range(2)]
         self.recomputations = 0
 
-    def layer(self, x: Tensor, index: int, *, factor: float, first: bool) -> Tensor:
+    def layer(self, x: Tensor, index: int, first: bool) -> Tensor:
         (up, down), (wide, narrow) = self.products[index], self.weights[index]
         hidden = F.silu(up(x, wide, None, first_microbatch=first)) * 0.5
-        return x + factor * down(hidden, narrow, None, first_microbatch=first)
+        return x + 1.5 * down(hidden, narrow, None, first_microbatch=first)
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:
@@ -207,11 +207,9 @@ class Layers:
             with self.backend.forward():
                 for index in range(2):
                     if checkpointed:
-                        x = self.backend.checkpoint(
-                            self.layer, x, index, factor=1.5, first=first, context_fn=lambda: (nullcontext(), self.recomputing())
-                        )
+                        x = self.backend.checkpoint(self.layer, x, index, first, again=self.recomputing)
                     else:
-                        x = self.layer(x, index, factor=1.5, first=first)
+                        x = self.layer(x, index, first)
             (x.float().square().sum() / TOKENS).backward()
             outputs.append(x.detach())
         with torch.no_grad():
@@ -243,7 +241,7 @@ def test_after_a_reset_everything_is_as_before_the_first_forward(recipe: str) ->
     fresh = [tuple(weight.detach().clone() for weight in pair) for pair in layers.weights]
     layers.step(8, checkpointed=True)
     with layers.backend.forward():  # as a step that runs out of memory: forward done, backward never
-        layers.backend.checkpoint(layers.layer, operands(9)[0].requires_grad_(), 0, factor=1.5, first=True)
+        layers.backend.checkpoint(layers.layer, operands(9)[0].requires_grad_(), 0, True)
     layers.backend.reset()
     for pair, values in zip(layers.weights, fresh, strict=True):
         for weight, value in zip(pair, values, strict=True):

@@ -105,7 +105,7 @@ class LossHead(TakesTurns, nn.Linear):
             of_chunk = ChunkLoss(self, low, hidden.dtype)
 
             def losses(rows: slice) -> Tensor:
-                return of_chunk.losses(hidden[rows], labels[rows], first=rows.start == 0)
+                return of_chunk.losses(hidden[rows], labels[rows])
 
             trained, parts = self.add_up(losses, labels, low)
         if self.penalty is None:
@@ -198,10 +198,10 @@ class ChunkLoss:
         self.low, self.context, self.penalty = low, head.context, head.penalty
         self.weight, self.bias = in_dtype(self.context.compute_dtype if low else dtype, head.weight, head.bias)
 
-    def losses(self, hidden: Tensor, labels: Tensor, *, first: bool) -> Tensor:
-        """For evaluation. `first`: of the chunks of a forward."""
+    def losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """For evaluation."""
         if self.low:
-            logits = self.context.multiply(self.low, hidden, self.weight, self.bias, later_call=not first)
+            logits = self.context.multiply(self.low, hidden, self.weight, self.bias)
         else:
             logits = F.linear(hidden, self.weight, self.bias)
         return token_losses(logits, labels, self.penalty, with_gradient=False)
