@@ -14,9 +14,9 @@ from typing import Any
 
 from foundation.units import percent
 from pretrain.metrics.trackers import JsonlTracker
+from pretrain.precision.observed import OperandStatistics, summary
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.settings import ActivePrecision
-from pretrain.precision.statistics import OperandStatistics, summary
 
 Record = Mapping[str, Any]
 

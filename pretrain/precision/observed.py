@@ -6,6 +6,13 @@ function of its extension that multiplies, and those that cublasLt computes.
 
 Emulated operands, and FP8 operands of Transformer Engine, are held against their format as well: every value is a code times its
 scale, every scale a fit one. That is asked of a `sample` of whole blocks. Nothing waits for the device until `faults` is read.
+
+Every so many steps, on one microbatch, `OperandStatistics` quantize such a sample of each operand once more beside the product,
+by the precision's own quantizer: its range, its scale, and the share of it that is lost at either end. So shares and the scales
+of blocks are those of 32,768 values at most; amax and the scale of a tensor are exact.
+
+* An operand is measured as the product along its features takes it, not once more along tokens.
+* Rounding is to nearest here even where gradients are rounded stochastically: a random number drawn here would change the run.
 """
 
 from __future__ import annotations
@@ -13,21 +20,25 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from foundation.attributes import holding
-from pretrain.precision.formats.definition import Along, Role, Scaling
-from pretrain.precision.quantizers import E4M3, E5M2, Grid
+from pretrain.precision.delayed_state import of_operand
+from pretrain.precision.formats.definition import Along, QuantizedPrecision, Role, Scaling
+from pretrain.precision.quantizers import E4M3, E5M2, Grid, Quantized
 from pretrain.precision.quantizers.tensor import FP32_MANTISSA_BITS, round_to_grid
 from pretrain.precision.settings import ActivePrecision
+
+if TYPE_CHECKING:
+    from pretrain.precision.product import Backend, PrecisionContext
 
 # The left and the right operand of a linear's products: x w^T, g w and g^T x.
 OPERANDS: dict[str, tuple[Role, Role]] = {
@@ -57,7 +68,7 @@ SAMPLED_VALUES = 2**15  # of an operand, at most, in whole blocks
 PIECE = 128  # values that are looked at together where the whole tensor has one scale
 SMALLEST_SCALE = 2.0**-100  # below it, a code times its scale leaves the exponents that FP32 has
 ROUNDING = 2.0**-20  # a code times an FP32 scale was rounded to FP32, and is divided by it again
-_FP8 = {"e4m3": (torch.float8_e4m3fn, E4M3), "e5m2": (torch.float8_e5m2, E5M2)}
+_FP8 = {"kFloat8E4M3": (torch.float8_e4m3fn, E4M3), "kFloat8E5M2": (torch.float8_e5m2, E5M2)}  # by Transformer Engine's names
 _TE_BLOCK = 128
 
 
@@ -70,8 +81,6 @@ def sample(matrix: Tensor, scales: Tensor | None, scaling: Scaling, generator: t
     none, or not as many as blocks, the scale is 0, which fits no value."""
     size = scaling.block or math.gcd(matrix.shape[1], PIECE)
     high = size if scaling.square else 1
-    missing = (0, -matrix.shape[1] % size, 0, -matrix.shape[0] % high)
-    matrix = F.pad(matrix, missing) if any(missing) else matrix
     blocks = matrix.unflatten(1, (-1, size)).unflatten(0, (-1, high)).transpose(1, 2)  # [down, across, high, size]
     down, across = blocks.shape[:2]
     most = max(SAMPLED_VALUES // (high * size), 1)
@@ -98,11 +107,12 @@ def generators(seed: int) -> Callable[[torch.device], torch.Generator]:
 
 
 def examine(codes: Tensor, scale: Tensor, grid: Grid, scaling: Scaling, largest: Tensor | None = None) -> Tensor:
-    """What is wrong with blocks of `codes` FP32 [n, values], which are their values divided by their `scale` FP32 [n].
+    """How many blocks there are of `codes` FP32 [n, values], which are their values divided by their `scale` FP32 [n], and how
+    many are not what the format makes: they hold a value that is no code of `grid`, or have a scale that is none of the format or
+    too large. FP64 [2].
 
-    Returns an FP64 vector: how many blocks there are, how many hold a value that is no code of `grid`, how many have a scale
-    that is none of the format, how many one that is too large. `largest`: the largest code of the whole operand, where one scale
-    serves all of it. Blocks that hold NaN or infinities, and those with tiny scales, are left alone.
+    `largest`: the largest code of the whole operand, where one scale serves all of it. Blocks that hold NaN or infinities, and
+    those with tiny scales, are left alone.
     """
     foreign = ((round_to_grid(codes, grid) - codes).abs() > ROUNDING * codes.abs()) & codes.isfinite()
     amax = codes.abs().amax(1)
@@ -118,8 +128,7 @@ def examine(codes: Tensor, scale: Tensor, grid: Grid, scaling: Scaling, largest:
     if scaling.kind == "E4M3":  # a subnormal scale may be half of what was wanted, or a third too small
         least = torch.where(scale < 2.0**E4M3.min_exponent, 0.75 * least, least)
     loose = judged & (amax > 0) & (amax < least)
-    figures = [torch.full_like(amax[0], len(amax)), foreign.sum(), unfit.sum(), loose.sum()]
-    return torch.stack([figure.double() for figure in figures])
+    return torch.stack([torch.ones_like(foreign), foreign | unfit | loose]).sum(1, dtype=torch.float64)
 
 
 def _is_scale(scale: Tensor, scaling: Scaling) -> Tensor:
@@ -202,16 +211,10 @@ class ProductObserver:
         """What is wrong with operands, by the linear's name; waits for the device, once."""
         faults: dict[str, list[str]] = {}
         all_figures = torch.stack([figures for *_, figures in self._findings]).tolist() if self._findings else []
-        for (call, role, grid, _), (blocks, *counts) in zip(self._findings, all_figures, strict=True):
-            kind = self._active.precision.scaling(role).kind
-            what = (
-                f"hold values that are no {grid.name} numbers times their scale",
-                f"have a scale that is no {'positive number' if kind == 'FP32' else kind}",
-                f"have a scale too large for their values, whose largest code could be {grid.maximum:g}",
-            )
-            wrong = " and ".join(f"{count:.0f} {fault}" for count, fault in zip(counts, what, strict=True) if count)
+        for (call, role, grid, _), (blocks, wrong) in zip(self._findings, all_figures, strict=True):
             for name in call.names if wrong else ():
-                faults.setdefault(name, []).append(f"{call.gemm} {role}: of {blocks:.0f} blocks {wrong}")
+                fault = f"{wrong:.0f} of {blocks:.0f} blocks are no {grid.name} codes under a scale that fits them"
+                faults.setdefault(name, []).append(f"{call.gemm} {role}: {fault}")
         return faults
 
     @torch.no_grad()
@@ -227,13 +230,12 @@ class ProductObserver:
             return
         for role, matrix, (of_blocks, of_tensor) in zip(roles, (left, right.mT), call.scales, strict=True):
             scaling, largest = precision.scaling(role), None
-            if scaling.block is None:  # the scale is not in the values
-                values, scale = sample(matrix, of_tensor, scaling, self._generator(matrix.device))
-                least, most = torch.aminmax(matrix)
-                codes, largest = values.float(), torch.maximum(-least, most).float()
-            else:
-                values, scale = sample(matrix, of_blocks, scaling, self._generator(matrix.device))
-                codes = torch.where(scale[:, None] == 0, values.float(), values.float() / scale[:, None])
+            values, scale = sample(matrix, of_blocks if scaling.block else of_tensor, scaling, self._generator(matrix.device))
+            codes = values.float()
+            if scaling.block:
+                codes = torch.where(scale[:, None] == 0, codes, codes / scale[:, None])
+            else:  # the scale is not in the values
+                largest = torch.linalg.vector_norm(matrix, math.inf).float()
             self._examine(call, role, precision.grid(settings, role), codes, scale, largest)
 
     @torch.no_grad()
@@ -265,7 +267,7 @@ class ProductObserver:
             scales = scales[:down, : -(-codes.shape[1] // _TE_BLOCK)]  # they are padded
         else:
             return
-        dtype, grid = _FP8[_format(te, operand._fp8_dtype)]
+        dtype, grid = fp8_format(te, operand._fp8_dtype)
         if scales.dim() == 0:  # magnitudes of codes order as their bits do
             largest = (data.view(torch.uint8) & 0x7F).amax().reshape(1).view(dtype).float().reshape(())
         scaling = self._active.precision.scaling(role)
@@ -319,13 +321,94 @@ def operand_kind(te: ModuleType | None, operand: Any) -> str:
         return dtype_name(operand.dtype)
     in_blocks = {te.NVFP4TensorStorage: 16, te.MXFP8TensorStorage: 32, te.Float8BlockwiseQTensorStorage: 128}
     size = next((size for kind, size in in_blocks.items() if isinstance(operand, kind)), None)
-    return f"{'e2m1' if size == 16 else _format(te, operand._fp8_dtype)} {f'in blocks of {size}' if size else 'tensor-scaled'}"
+    values = "e2m1" if size == 16 else fp8_format(te, operand._fp8_dtype)[1].name.lower()
+    return f"{values} in blocks of {size}" if size else f"{values} tensor-scaled"
 
 
-def _format(te: ModuleType, dtype: Any) -> str:
-    """kFloat8E4M3 -> e4m3."""
-    return te.DType.cast(dtype).name[-4:].lower()
+def fp8_format(te: ModuleType, dtype: Any) -> tuple[torch.dtype, Grid]:
+    """torch's and our own name of one of Transformer Engine's FP8 types."""
+    return _FP8[te.DType.cast(dtype).name]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+# ── What a step loses to low precision ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+class OperandStatistics:
+    """An observer of a PrecisionContext. docs/verification.md ("Statistics and health") has the keys of its `records`."""
+
+    def __init__(self, active: ActivePrecision, backend: Backend) -> None:
+        """`active`: a quantized precision. `backend`: the one that computes it; only delayed scales are asked of it."""
+        self.precision: QuantizedPrecision = active.precision
+        to_nearest = {"disable_stochastic_rounding": True} if "disable_stochastic_rounding" in self.precision.options else {}
+        self.settings = active.settings.model_copy(update=to_nearest)
+        self.backend = backend
+        self._figures: dict[tuple[str, Role], list[Tensor]] = {}
+
+    @contextmanager
+    def watching(self, context: PrecisionContext) -> Iterator[None]:
+        """Measure every operand of the forward and backward inside, afresh: of a step's first microbatch, which alone quantizes
+        weights. Changes nothing that training can see."""
+        self._figures, self._generator = defaultdict(list), generators(0)
+        # A layer that is recomputed uses the scales of its forward, although by then the backend's state has newer ones.
+        self._state = {name: tensor.clone() for name, tensor in self.backend.state().items()}
+        with holding(context, observers=[*context.observers, self]):
+            yield
+
+    @torch.no_grad()
+    def __call__(self, name: str, role: Role, x: Tensor) -> None:
+        """Measure x [rows, features]. Further calls for an operand add up: the LM head takes its tokens in chunks."""
+        amax = torch.linalg.vector_norm(x, math.inf).float()  # a maximum of magnitudes that makes no copy of x
+        scale = of_operand(self._state, name, role, "scale") if self.precision.keeps_history else None
+        scaling = self.precision.scaling(role)
+        blocks, _ = sample(x, None, scaling, self._generator(x.device))
+        rows = blocks.reshape(-1, scaling.block or blocks.shape[1])
+        quantized = self.precision.along_features(self.settings, role)(rows, scale, amax)
+        self._figures[name, role].append(measure(rows.float(), quantized, amax))
+
+    def records(self) -> list[dict[str, Any]]:
+        """One object an operand, in the order in which they were first seen; waits for the device, once."""
+        of_parts = [torch.stack(parts) for parts in self._figures.values()]
+        figures = [torch.cat([parts[:, :1].amax(0), parts[:, 1:].sum(0)]) for parts in of_parts]
+        records = []
+        for (name, role), row in zip(self._figures, torch.stack(figures).tolist() if figures else (), strict=True):
+            amax, log2_scale, scaled, nonzero, underflow, finite, saturation = row
+            record = {"layer": name, "operand": role, "amax": amax, "scale": math.exp2(log2_scale / scaled) if scaled else None}
+            records.append(record | {"underflow": underflow / max(nonzero, 1), "saturation": saturation / max(finite, 1)})
+        return records
+
+
+def measure(x: Tensor, quantized: Quantized, amax: Tensor) -> Tensor:
+    """Figures of x [rows, features] FP32, which was quantized to `quantized`, an FP64 vector on its device: `amax` of the whole
+    operand, the sum of log2(scale), and how many values are not zero and have a scale, are not zero, become zero, are finite, are
+    too large for the format."""
+    magnitude, decode, grid = x.abs(), (quantized.block_scale * quantized.tensor_scale).expand_as(x), quantized.grid
+    nonzero, finite = magnitude > 0, magnitude < math.inf  # NaN is neither
+    scaled = nonzero & (decode > 0)  # an NVFP4 block's scale can be zero: then its values are lost, whatever their codes
+    # The largest magnitude that rounding still gives the largest code: half a step above it.
+    largest_held = grid.maximum + 2.0 ** (math.floor(math.log2(grid.maximum)) - grid.mantissa_bits) / 2
+    counts = (
+        -decode.double().log2().where(scaled, 0).sum(),
+        scaled.sum(),
+        nonzero.sum(),
+        (nonzero & (quantized.operand == 0)).sum(),
+        finite.sum(),
+        (finite & scaled & (magnitude > largest_held * decode)).sum(),
+    )
+    return torch.stack([figure.double() for figure in (amax, *counts)])
+
+
+def summary(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The step's part in `metrics.jsonl`, from its `records`: geometric means of the scales of operands that are not all zeros,
+    and the worst operand's shares."""
+    result = {}
+    for key, roles in (("fp8/fwd_scale", ("input", "weight")), ("fp8/bwd_scale", ("grad_output",))):
+        scales = [r["scale"] for r in records if r["operand"] in roles and r["scale"] and r["amax"]]
+        if scales:
+            result[key] = math.exp2(math.fsum(map(math.log2, scales)) / len(scales))
+    for key in ("underflow", "saturation"):
+        result[f"fp8/{key}"] = max((r[key] for r in records), default=0.0)
+    return result

@@ -25,18 +25,16 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from ctypes import POINTER, byref, c_float, c_int, c_int8, c_int32, c_int64, c_size_t, c_uint64, c_void_p, sizeof
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pretrain.precision.observed import see
+from pretrain.precision.observed import fp8_format, see
 
 WORKSPACE = 32 * 2**20 + 1024  # bytes, as Transformer Engine's
 _BF16 = torch.bfloat16
-_FP8 = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}  # by Transformer Engine's names
 _FP8_ON = (9, 0)  # compute capability; Blackwell's FP8 products read operands in other ways
 _REQUESTED = 16  # algorithms, of which the heuristic names half
 _ROUNDS = 5
@@ -140,12 +138,7 @@ def _factor(operand: Any) -> Factor | None:
     te = sys.modules.get("transformer_engine.pytorch")
     if te is None or not isinstance(operand, te.Float8TensorStorage) or operand._data is None:
         return None
-    return Factor(operand._data, fp8_dtype(te, operand._fp8_dtype), operand._scale_inv)
-
-
-def fp8_dtype(te: ModuleType, dtype: Any) -> torch.dtype:
-    """torch's name of one of Transformer Engine's FP8 types."""
-    return _FP8[te.DType.cast(dtype).name]
+    return Factor(operand._data, fp8_format(te, operand._fp8_dtype)[0], operand._scale_inv)
 
 
 def problem_of(

@@ -18,7 +18,7 @@ from torch import Tensor
 from pretrain import __main__ as commands
 from pretrain.precision.delayed_state import PLACES
 from pretrain.precision.formats.definition import Along, Role
-from pretrain.precision.searched import fp8_dtype
+from pretrain.precision.observed import fp8_format
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 from pretrain.precision.transformer_engine import TE_DIRECTIONS, TransformerEngineBackend, unavailable_because
 
@@ -114,7 +114,7 @@ def read(te: Any, tensor: Any, along: Along) -> tuple[Tensor, Tensor]:
         codes = torch.where(nibbles >= 8, -magnitudes, magnitudes)
         whole = getattr(tensor, f"_amax_{name}").double().reshape(()) / NVFP4_SCALES
         return codes, spread(scales, codes, 16) * whole.float()
-    codes = data.view(fp8_dtype(te, tensor._fp8_dtype)).float()
+    codes = data.view(fp8_format(te, tensor._fp8_dtype)[0]).float()
     if isinstance(tensor, te.Float8TensorStorage):
         return codes, tensor._scale_inv.reshape(1, 1).expand(data.shape)
     scales = getattr(tensor, f"_{name}_scale_inv")

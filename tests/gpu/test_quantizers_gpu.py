@@ -88,6 +88,7 @@ def test_delayed_scaling_is_that_of_the_kernels(kind: str, grid: Grid, scale: fl
 def test_block_scaling_is_that_of_the_kernels(kind: str, grid: Grid, dimensions: int):
     """TE pads scales to multiples of 4, and lists those of rows column by column: [blocks along the row, rows]."""
     x = values(kind)
+    x = x[: x.shape[0] // 128 * 128, : x.shape[1] // 128 * 128].contiguous()
     options = {"rowwise": True, "columnwise": True, "force_pow_2_scales": True, "block_scaling_dim": dimensions}
     theirs = te.Float8BlockQuantizer(te_dtype(grid), **options)(x)
     for values_along, data, scale_inv in (

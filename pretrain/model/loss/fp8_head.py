@@ -21,8 +21,8 @@ from torch import Tensor
 
 from packing.arrow import IGNORE
 from pretrain.model.loss.softmax_kernel import quantized_softmax_gradient, softmax_loss
+from pretrain.precision.observed import fp8_format
 from pretrain.precision.product import PrecisionContext
-from pretrain.precision.searched import fp8_dtype
 from pretrain.precision.transformer_engine import TransformerEngineProduct
 
 _BF16 = torch.bfloat16
@@ -81,7 +81,7 @@ def chunk_loss(
     delayed = product.backend.precision.keeps_history
     amax = quantizer.amax if delayed else torch.zeros(1, dtype=torch.float32, device=logits.device)
     scale = quantizer.scale if delayed else None
-    losses, codes = quantized_softmax_gradient(logits, labels, IGNORE, fp8_dtype(te, quantizer.dtype), amax, scale)
+    losses, codes = quantized_softmax_gradient(logits, labels, IGNORE, fp8_format(te, quantizer.dtype)[0], amax, scale)
     if context.observers:
         softmax_loss(logits, labels, IGNORE, with_gradient=True)  # the logits have been used, and take the gradient in BF16
         context.show(product.name, "grad_output", logits)

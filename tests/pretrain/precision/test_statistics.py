@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from pretrain.precision.emulation import EmulationBackend
-from pretrain.precision.observed import SAMPLED_VALUES
+from pretrain.precision.observed import SAMPLED_VALUES, OperandStatistics, summary
 from pretrain.precision.product import LowPrecisionLinear, PrecisionContext
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
-from pretrain.precision.statistics import OperandStatistics, summary
 
 CPU = torch.device("cpu")
 QUANTIZED = [name for name, recipe in PRECISIONS.items() if recipe.quantized]

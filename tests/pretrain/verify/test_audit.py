@@ -326,11 +326,10 @@ def of_neighbours(operand: Operand, grid: Grid) -> Operand:
 @pytest.mark.parametrize("case", CASES)
 def test_values_that_nobody_rounded_and_scales_of_another_size_or_block_are_found(case: str, role: str) -> None:
     active, wrong = emulated(case), [f"{gemm} {role}" for gemm, roles in OPERANDS.items() if role in roles]
-    for change, message in ((unrounded, "hold values that are no E"), (halved, "too large for their values")):
+    for change in (unrounded, halved):
         if change is unrounded or case != "delayed":  # whose scales may be older than the values
             faults = Layer(active).changed(change, role).faults(active)
             assert [fault.split(": ")[0] for fault in faults] == wrong
-            assert all(message in fault for fault in faults)
     if active.precision.block_scaled:
         faults = Layer(active).changed(of_neighbours, role).faults(active)
         assert {fault.split(": ")[0] for fault in faults} & set(wrong)
