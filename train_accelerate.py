@@ -265,8 +265,7 @@ def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDeci
     learning_rate = schedule.learning_rate(state.step, recipe.schedule, recipe.optimizer, state.steps)
     adamw.set_learning_rate(optimizer, learning_rate)
     seed_step(recipe.seed, state.step, accelerator.process_index)
-    if run.health.may_skip:
-        context.keep_state()
+    scales_before = context.copied_state() if run.health.may_skip else []
 
     # Forward and backward over all microbatches.
     watching = run.precision_watch.watching(state.step + 1) if run.precision_watch else None
@@ -291,7 +290,7 @@ def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDeci
         with check.update(state.step + 1, learning_rate, updates) if check else nullcontext():
             optimizer.step(clip_coefficient=clip_coefficient)
     elif decision.action == "skip":
-        context.go_back()
+        context.go_back(scales_before)
     adamw.clear_gradients(optimizer, model)  # queued before what waits for the update
     state.advance(tokens=batches.tokens, valid_tokens=batches.valid_tokens, skipped=not decision.proceed)
     measured = {"learning_rate": learning_rate, "gradient_norm": gradient_norm}

@@ -71,7 +71,7 @@ def rows(cls: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, str
         listed = "items" in json.dumps(schema)
         sections = sections_in(field.annotation)
         known = {known for section in sections for base in section.__mro__ if issubclass(cls, base) for known in keys_of(base)}
-        kind = names_of_precisions(cls, name) or words(schema)
+        kind = words(schema)
         if listed and sections:
             kind = " or ".join(filter(None, [kind, "list of sections"]))
         if kind or known:
@@ -114,12 +114,6 @@ def table(content: list[tuple[str, str, str, str]]) -> str:
     lines = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
     lines += [" | ".join([f"| `{key}`", *map(cell, others)]) + " |" for key, *others in content]
     return "\n".join(lines)
-
-
-def names_of_precisions(cls: type[BaseModel], name: str) -> str:
-    """The values of a key that names a precision, of which a schema knows only that they are text."""
-    named = name == "use" or (cls is Recipe and name == "precision")
-    return ", ".join(f"`{precision}`" for precision in PRECISIONS) if named else ""
 
 
 def words(schema: dict[str, Any]) -> str:

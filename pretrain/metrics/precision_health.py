@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from foundation.attributes import holding
 from foundation.units import percent
 from pretrain.metrics.trackers import JsonlTracker
 from pretrain.precision.observed import OperandStatistics, summary
@@ -74,14 +75,12 @@ class PrecisionWatch:
 
     def go_over_to(self, active: ActivePrecision, first_step: int) -> None:
         """Measure the operands of `active`, in which the context computes from `first_step` on; nothing where it has none."""
-        backend = self.context.backend
-        self._first = first_step
-        self._statistics = None if backend is None else OperandStatistics(active, backend)
-        self._health = None if backend is None else PrecisionHealth(active)
+        self._first, self._active = first_step, active
+        self._health = None if self.context.backend is None else PrecisionHealth(active)
 
     def due(self, step: int) -> bool:
         """The first step, which shows how the run begins, or goes on in another precision, and every n-th."""
-        return self._statistics is not None and (step == self._first or step % self.every == 0)
+        return self._health is not None and (step == self._first or step % self.every == 0)
 
     @contextmanager
     def watching(self, step: int) -> Iterator[None]:
@@ -89,7 +88,8 @@ class PrecisionWatch:
         if not self.due(step):
             yield
             return
-        with self.confirming(step), self._statistics.watching(self.context):
+        self._statistics = OperandStatistics(self._active, self.context.state())
+        with self.confirming(step), holding(self.context, observers=[*self.context.observers, self._statistics]):
             yield
 
     def report(self, step: int) -> tuple[dict[str, float], str | None]:

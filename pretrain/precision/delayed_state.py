@@ -34,32 +34,14 @@ def of_operand(state: Mapping[str, Tensor], module: str, role: Role, key: Litera
     return state[f"fp8/{module}/{direction}/{key}"][..., slot]
 
 
-class AmaxHistory:
-    """Histories and scales of the tensors of one direction; row 0 of a history is the amax of the step under way."""
-
-    def __init__(self, active: ActivePrecision, role: Role, columns: int, device: torch.device) -> None:
-        settings = active.settings
-        self.amax_history = torch.zeros(settings.amax_history_len, columns, device=device)
-        self.scale = torch.ones(columns, device=device)
-        self._rule = (active.precision.grid(settings, role).maximum, settings.margin, settings.amax_compute_algo)
-
-    @torch.no_grad()
-    def update(self) -> None:
-        """End a step of the history. Every rank must call it at the same point: it reduces over the default process group."""
-        if dist.is_initialized():
-            dist.all_reduce(self.amax_history[0], op=dist.ReduceOp.MAX)
-        history, scale = update_scale(self.amax_history, self.scale, *self._rule)
-        self.amax_history.copy_(history)  # in place: checkpoints hold views
-        self.scale.copy_(scale)
-
-
 class DelayedState:
     """The state of all products of one model. Products register first; the first use lays the matrices out."""
 
     def __init__(self, active: ActivePrecision, device: torch.device) -> None:
         self._active, self._device = active, device
         self._modules: list[str] = []
-        self._histories: dict[str, AmaxHistory] = {}
+        # By direction: amaxes [length, columns], of which row 0 is that of the step under way, and scales [columns].
+        self._histories: dict[str, tuple[Tensor, Tensor]] = {}
         # Those that the forward under way, or the last one, computes with: a tensor that is never written to.
         self.forward_scales: Tensor | None = None
         self._depth = 0
@@ -77,13 +59,13 @@ class DelayedState:
         """Put this around each forward of the model; nested ones belong to the outermost. Only those that train leave a trace."""
         if self._depth == 0:
             self._finish_backward()  # of one that ran inside a forward only, or that was broken off
-            self.forward_scales = self._history("forward").scale.clone()
+            self.forward_scales = self._history("forward")[1].clone()
         with holding(self, _depth=self._depth + 1):
             yield
         if self._depth == 0 and torch.is_grad_enabled():
-            self._history("forward").update()
+            self._update("forward")
         elif self._depth == 0:  # what evaluation noted, the next training step would take for its own
-            self._history("forward").amax_history[0].zero_()
+            self._history("forward")[0][0].zero_()
 
     def recompute(self, forward_scales: Tensor) -> AbstractContextManager[None]:
         """Put this around a layer that backward computes again: with the scales it had, noting no amax a second time."""
@@ -91,7 +73,7 @@ class DelayedState:
 
     def scale(self, module: int, role: Role) -> Tensor:
         """The FP32 scalar that quantizes the operand now."""
-        scales = self._history("backward").scale if role == "grad_output" else self.forward_scales
+        scales = self._history("backward")[1] if role == "grad_output" else self.forward_scales
         return scales[_column(module, role)]
 
     def record(self, module: int, role: Role, amax: Tensor) -> None:
@@ -100,7 +82,7 @@ class DelayedState:
             self._expect_end_of_backward()
         elif not self._recording:
             return
-        newest = self._history(PLACES[role][0]).amax_history[0, _column(module, role)]
+        newest = self._history(PLACES[role][0])[0][0, _column(module, role)]
         torch.maximum(newest, amax, out=newest)
 
     def state(self) -> dict[str, Tensor]:
@@ -108,18 +90,18 @@ class DelayedState:
         as a training forward ends and as its backward ends."""
         tensors = {}
         for direction, slots in SLOTS.items():
-            history = self._history(direction)
+            amax_history, scale = self._history(direction)
             for number, module in enumerate(self._modules):
                 columns = slice(number * len(slots), (number + 1) * len(slots))
-                tensors[f"fp8/{module}/{direction}/amax_history"] = history.amax_history[:, columns]
-                tensors[f"fp8/{module}/{direction}/scale"] = history.scale[columns]
+                tensors[f"fp8/{module}/{direction}/amax_history"] = amax_history[:, columns]
+                tensors[f"fp8/{module}/{direction}/scale"] = scale[columns]
         return tensors
 
     def reset(self) -> None:
         """Puts back what was before the first forward: histories zero, scales one."""
-        for history in self._histories.values():
-            history.amax_history.zero_()
-            history.scale.fill_(1.0)
+        for amax_history, scale in self._histories.values():
+            amax_history.zero_()
+            scale.fill_(1.0)
         self.forward_scales, self._backward_ran, self._end_expected = None, False, False
 
     def _expect_end_of_backward(self) -> None:
@@ -133,13 +115,25 @@ class DelayedState:
     def _finish_backward(self) -> None:
         self._end_expected = False
         if self._backward_ran:
-            self._history("backward").update()
+            self._update("backward")
             self._backward_ran = False
 
-    def _history(self, direction: str) -> AmaxHistory:
+    @torch.no_grad()
+    def _update(self, direction: str) -> None:
+        """End a step of the history. Every rank must call it at the same point: it reduces over the default process group."""
+        (amax_history, scale), settings = self._history(direction), self._active.settings
+        if dist.is_initialized():
+            dist.all_reduce(amax_history[0], op=dist.ReduceOp.MAX)
+        maximum = self._active.precision.grid(settings, SLOTS[direction][0]).maximum
+        updated = update_scale(amax_history, scale, maximum, settings.margin, settings.amax_compute_algo)
+        for live, new in zip((amax_history, scale), updated, strict=True):
+            live.copy_(new)  # in place: checkpoints hold views
+
+    def _history(self, direction: str) -> tuple[Tensor, Tensor]:
         if direction not in self._histories:
-            slots = SLOTS[direction]
-            self._histories[direction] = AmaxHistory(self._active, slots[0], len(self._modules) * len(slots), self._device)
+            columns, length = len(self._modules) * len(SLOTS[direction]), self._active.settings.amax_history_len
+            zeros = torch.zeros(length, columns, device=self._device)
+            self._histories[direction] = zeros, torch.ones(columns, device=self._device)
         return self._histories[direction]
 
 

@@ -24,7 +24,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,9 +36,6 @@ from pretrain.precision.formats.definition import Along, QuantizedPrecision, Rol
 from pretrain.precision.quantizers import E4M3, E5M2, Grid, Quantized
 from pretrain.precision.quantizers.tensor import FP32_MANTISSA_BITS, round_to_grid
 from pretrain.precision.settings import ActivePrecision
-
-if TYPE_CHECKING:
-    from pretrain.precision.product import Backend, PrecisionContext
 
 # The left and the right operand of a linear's products: x w^T, g w and g^T x.
 OPERANDS: dict[str, tuple[Role, Role]] = {
@@ -338,25 +335,19 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 class OperandStatistics:
-    """An observer of a PrecisionContext. docs/verification.md ("Statistics and health") has the keys of its `records`."""
+    """An observer of a PrecisionContext for one microbatch, forward and backward: the first of a step, which alone quantizes
+    weights. It changes nothing that training can see. docs/verification.md ("Statistics and health") has the keys of `records`.
+    """
 
-    def __init__(self, active: ActivePrecision, backend: Backend) -> None:
-        """`active`: a quantized precision. `backend`: the one that computes it; only delayed scales are asked of it."""
+    def __init__(self, active: ActivePrecision, state: Mapping[str, Tensor]) -> None:
+        """`active`: a quantized precision. `state`: the context's, where delayed scales are."""
         self.precision: QuantizedPrecision = active.precision
         to_nearest = {"disable_stochastic_rounding": True} if "disable_stochastic_rounding" in self.precision.options else {}
         self.settings = active.settings.model_copy(update=to_nearest)
-        self.backend = backend
-        self._figures: dict[tuple[str, Role], list[Tensor]] = {}
-
-    @contextmanager
-    def watching(self, context: PrecisionContext) -> Iterator[None]:
-        """Measure every operand of the forward and backward inside, afresh: of a step's first microbatch, which alone quantizes
-        weights. Changes nothing that training can see."""
-        self._figures, self._generator = defaultdict(list), generators(0)
         # A layer that is recomputed uses the scales of its forward, although by then the backend's state has newer ones.
-        self._state = {name: tensor.clone() for name, tensor in self.backend.state().items()}
-        with holding(context, observers=[*context.observers, self]):
-            yield
+        self._state = {name: tensor.clone() for name, tensor in state.items()}
+        self._figures: dict[tuple[str, Role], list[Tensor]] = defaultdict(list)
+        self._generator = generators(0)
 
     @torch.no_grad()
     def __call__(self, name: str, role: Role, x: Tensor) -> None:

@@ -284,7 +284,6 @@ class PrecisionContext:
     result_observers: list[ResultObserver] = field(default_factory=list)
     quantizing: bool = True  # false while parity runs the same model with its quantization off
     backends: Sequence[Backend] = ()  # of all precisions that the run computes in, one after the other; none: `backend` alone
-    _kept: list[Tensor] = field(default_factory=list)  # by `keep_state`
 
     def __post_init__(self) -> None:
         self.backends = self.backends or ([self.backend] if self.backend else [])
@@ -348,28 +347,29 @@ class PrecisionContext:
         """`state` of every precision of the run, whose turn it is or not: what a checkpoint holds."""
         return {name: tensor for backend in self.backends for name, tensor in backend.state().items()}
 
-    def keep_state(self) -> None:
-        """Copy histories and scales aside, on their device, for `go_back`."""
-        if live := list(self.saved_state().values()):
-            self._kept = self._kept or [torch.empty_like(tensor) for tensor in live]
-            torch._foreach_copy_(self._kept, live)
+    def copied_state(self) -> list[Tensor]:
+        """Copies `saved_state`, on its device, for `go_back`."""
+        live = list(self.saved_state().values())
+        copies = [torch.empty_like(tensor) for tensor in live]
+        if live:
+            torch._foreach_copy_(copies, live)
+        return copies
 
-    def go_back(self) -> None:
-        """Histories and scales as they were at the last `keep_state`: an overflow would last in a history for 1,024 microbatches.
+    def go_back(self, copies: Sequence[Tensor]) -> None:
+        """Histories and scales as they were when `copies` were made: an overflow would last in a history for 1,024 microbatches.
         Whatever else backends hold is forgotten, such as scales that a broken pass put aside for recomputing a layer."""
         self.forget()
-        for tensor, before in zip(self.saved_state().values(), self._kept, strict=True):
+        for tensor, before in zip(self.saved_state().values(), copies, strict=True):
             tensor.copy_(before)
 
     @contextmanager
     def preserving_state(self) -> Iterator[None]:
         """Put this around passes that are not training's: history and scales are afterwards what they were before."""
-        with holding(self, _kept=[]):
-            self.keep_state()
-            try:
-                yield
-            finally:
-                self.go_back()
+        copies = self.copied_state()
+        try:
+            yield
+        finally:
+            self.go_back(copies)
 
     def forget(self) -> None:
         """Puts all histories and scales back to what they were before the first forward."""

@@ -341,18 +341,15 @@ class Matmul:
             for (rows, columns), dtype in zip(shapes, problem.types, strict=True)
         ]
         self._layouts = (*layouts, layouts[-1])  # of A, B, C and D
-        self._scales: tuple[int, ...] = ()  # where they are, as cublasLt was last told
 
     def _set(self, attribute: int, value: Any) -> None:
         self._products.set_value("MatmulDesc", self._operation, attribute, value)
 
     def set_scales(self, a: Factor, b: Factor) -> None:
         """Says where the scales of FP8 codes lie, on the device; they must stay there until the product is done."""
-        places = tuple(factor.scale.data_ptr() for factor in (a, b) if factor.scale is not None)
-        if places != self._scales:
-            for attribute, place in zip((_DESC_SCALE_A, _DESC_SCALE_B), places, strict=True):
-                self._set(attribute, c_void_p(place))
-            self._scales = places
+        for attribute, factor in ((_DESC_SCALE_A, a), (_DESC_SCALE_B, b)):
+            if factor.scale is not None:
+                self._set(attribute, c_void_p(factor.scale.data_ptr()))
 
     def named_by_heuristic(self) -> list[Algorithm]:
         """Those for which the workspace is enough, the fastest by cublasLt's estimate first. They take tensors that begin at a

@@ -9,7 +9,6 @@ switches follows from the settings and the horizon alone, so a checkpoint holds 
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import pkgutil
 from collections.abc import Mapping, Sequence
@@ -48,18 +47,7 @@ def find_by_accelerate_name(mixed_precision: str) -> Precision | None:
     return next((precision for precision in PRECISIONS.values() if precision.accelerate_name == mixed_precision), None)
 
 
-def known_precision(name: str) -> str:
-    """`name`, where a precision has it. ValueError elsewhere."""
-    if name not in PRECISIONS:
-        near = difflib.get_close_matches(name, PRECISIONS, n=1)
-        raise ValueError(
-            f"unknown precision {name!r}; {f'did you mean {near[0]!r}? ' if near else ''}known: {', '.join(PRECISIONS)}"
-        )
-    return name
-
-
-PrecisionName = Annotated[str, AfterValidator(known_precision)]
-
+PrecisionName = Literal[tuple(PRECISIONS)]
 
 # ── `precision`: a name, or a schedule ──────────────────────────────────────────────────────────────────────────────────────────
 

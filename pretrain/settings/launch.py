@@ -84,8 +84,8 @@ def _check_options(settings: LowPrecisionSettings, precision: Precision, named: 
     """InputError where `settings` have options that `precision`, which `named` says, does not take."""
     if contradictions := settings.contradictions(precision):
         raise InputError(
-            f"{origin}`fp8_config: {{{', '.join(contradictions)}}}` and {named} contradict each other: "
-            f"{precision.describe_options()}; leave out the others, or on the command line set them to null"
+            f"{origin}`fp8_config: {{{', '.join(contradictions)}}}` and {named} contradict each other: `{precision.name}` takes "
+            f"{', '.join(precision.options) or 'no such option'}; leave out the others, or on the command line set them to null"
         )
 
 

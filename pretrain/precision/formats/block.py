@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-from pretrain.precision.formats.definition import Hardware, Quantize, QuantizedPrecision, Scaling, Uniform
-from pretrain.precision.quantizers import Grid
-
-
-def quantize(grid: Grid, square: bool, uniform: Uniform) -> Quantize:
-    from pretrain.precision.quantizers import blocks
-
-    return lambda x, scale, amax: blocks.quantize_fp8(x, grid, two_dimensional=square)
-
+from pretrain.precision import quantizers
+from pretrain.precision.formats.definition import Hardware, QuantizedPrecision, Scaling
 
 PRECISION = QuantizedPrecision(
     name="block",
@@ -22,7 +15,7 @@ PRECISION = QuantizedPrecision(
     hardware=Hardware((9, 0), "H100, H200, B200"),
     scales=Scaling("power of two", 0.5, 128),
     square_weights=True,
-    quantize=quantize,
+    quantize=lambda x, given: quantizers.blocks.quantize_fp8(x, given.grid, two_dimensional=given.square),
     te_recipe="Float8BlockScaling",
     te_available="is_fp8_block_scaling_available",
     operand_bytes=1 + 4 / 128,

@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-from pretrain.precision.formats.definition import Hardware, Quantize, QuantizedPrecision, Scaling, Uniform
-from pretrain.precision.quantizers import Grid
-
-
-def quantize(grid: Grid, square: bool, uniform: Uniform) -> Quantize:
-    from pretrain.precision.quantizers import tensor
-
-    return lambda x, scale, amax: tensor.quantize_by_amax(x, amax, grid)
-
+from pretrain.precision import quantizers
+from pretrain.precision.formats.definition import Hardware, QuantizedPrecision, Scaling
 
 PRECISION = QuantizedPrecision(
     name="current",
@@ -21,7 +14,7 @@ PRECISION = QuantizedPrecision(
     options={"fp8_format": "HYBRID"},
     hardware=Hardware((8, 9), "L40S, H100, H200, B200"),
     scales=Scaling("FP32", 0.85),
-    quantize=quantize,
+    quantize=lambda x, given: quantizers.tensor.quantize_by_amax(x, given.amax, given.grid),
     te_recipe="Float8CurrentScaling",
     te_available="is_fp8_available",
 )

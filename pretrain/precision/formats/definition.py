@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from pretrain.precision.quantizers import E4M3, E5M2, Grid, Quantized
 
@@ -24,8 +24,16 @@ OptionValues = Any
 
 # (x [rows, features], scale of delayed scaling or None, amax of x if known or None) -> codes whose last dimension is the sum's.
 Quantize = Callable[["Tensor", "Tensor | None", "Tensor | None"], Quantized]
-# Draws the random numbers that x is rounded by, of x's shape; None: x is rounded to nearest.
-Uniform = Callable[["Tensor"], "Tensor | None"]
+
+
+class Given(NamedTuple):
+    """What a format's quantizer is given beside x."""
+
+    grid: Grid  # of the codes
+    square: bool  # blocks are squares
+    scale: Tensor | None  # of delayed scaling
+    amax: Tensor | None  # of x, where it is known
+    uniform: Tensor | None  # random numbers of x's shape to round by, FP32 in [0, 1); None: to nearest
 
 
 @dataclass(frozen=True)
@@ -95,10 +103,6 @@ class Precision:
         """How many layouts of a quantized operand that two products read a device of this compute capability holds."""
         return 0
 
-    def describe_options(self) -> str:
-        """What it takes, to end a message with: "`mxfp4` takes disable_rht, disable_stochastic_rounding"."""
-        return f"`{self.name}` takes {', '.join(self.options) or 'no such option'}"
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class QuantizedPrecision(Precision):
@@ -109,8 +113,7 @@ class QuantizedPrecision(Precision):
     hardware: Hardware
     scales: Scaling
     square_weights: bool = False  # a weight's blocks are squares, which serve both of its products
-    # (an operand's grid, whether its blocks are squares, its random numbers) -> its quantizer in a product along its features
-    quantize: Callable[[Grid, bool, Uniform], Quantize]
+    quantize: Callable[[Tensor, Given], Quantized]  # x [rows, features] to codes whose blocks lie along its features
     codes: Grid = E4M3  # but for gradients under `fp8_format: HYBRID`
     keeps_history: bool = False  # scales come from earlier steps, and a checkpoint holds them
     te_recipe: str | None = None  # the class of transformer_engine.common.recipe that takes its options; None: emulated only
@@ -153,7 +156,18 @@ class QuantizedPrecision(Precision):
 
     def along_features(self, settings: OptionValues, role: Role) -> Quantize:
         """The quantizer of an operand in a product that sums along its features."""
-        return self.quantize(self.grid(settings, role), self.scaling(role).square, self.uniform(settings, role))
+        import torch
+
+        from pretrain.precision.quantizers import blocks, tensor  # noqa: F401, as `quantize` takes them from the package
+
+        quantize, stochastic = self.quantize, self.is_stochastic(settings, role)
+        grid, square = self.grid(settings, role), self.scaling(role).square
+
+        def quantized(x: Tensor, scale: Tensor | None, amax: Tensor | None) -> Quantized:
+            uniform = torch.rand_like(x, dtype=torch.float32) if stochastic else None
+            return quantize(x, Given(grid, square, scale, amax, uniform))
+
+        return quantized
 
     def transform(self, settings: OptionValues, role: Role) -> Callable[[Tensor], Tensor] | None:
         """What is done to x^T before it is quantized along rows; None: nothing."""
@@ -161,13 +175,10 @@ class QuantizedPrecision(Precision):
 
         return hadamard if settings.disable_rht is False and role != "weight" else None
 
-    def uniform(self, settings: OptionValues, role: Role) -> Uniform:
-        """What draws the random numbers of stochastic rounding, from torch's generator of x's device. Only gradients are rounded
-        so: their sum stays right on average; to activations and weights it would add noise in every forward."""
-        import torch
-
-        stochastic = settings.disable_stochastic_rounding is False and role == "grad_output"
-        return (lambda x: torch.rand_like(x, dtype=torch.float32)) if stochastic else lambda x: None
+    def is_stochastic(self, settings: OptionValues, role: Role) -> bool:
+        """Whether an operand is rounded by chance. Only gradients are: their sum stays right on average; to activations and
+        weights it would add noise in every forward."""
+        return settings.disable_stochastic_rounding is False and role == "grad_output"
 
     def quantizer(self, settings: OptionValues, role: Role, along: Along) -> Quantize:
         """The quantizer of an operand in a product that sums `along` its features or its rows: a pure function of tensors. `amax`

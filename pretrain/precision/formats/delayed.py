@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-from pretrain.precision.formats.definition import Hardware, Quantize, QuantizedPrecision, Scaling, Uniform
-from pretrain.precision.quantizers import Grid
-
-
-def quantize(grid: Grid, square: bool, uniform: Uniform) -> Quantize:
-    from pretrain.precision.quantizers import tensor
-
-    return lambda x, scale, amax: tensor.quantize(x, scale, grid)
-
+from pretrain.precision import quantizers
+from pretrain.precision.formats.definition import Hardware, QuantizedPrecision, Scaling
 
 PRECISION = QuantizedPrecision(
     name="delayed",
@@ -23,7 +16,7 @@ PRECISION = QuantizedPrecision(
     options={"fp8_format": "HYBRID", "margin": 0, "amax_history_len": 1024, "amax_compute_algo": "max"},
     hardware=Hardware((8, 9), "L40S, H100, H200, B200"),
     scales=Scaling("FP32", 0.0),
-    quantize=quantize,
+    quantize=lambda x, given: quantizers.tensor.quantize(x, given.scale, given.grid),
     keeps_history=True,
     te_recipe="DelayedScaling",
     te_available="is_fp8_available",

@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-from pretrain.precision.formats.definition import Hardware, Quantize, QuantizedPrecision, Scaling, Uniform
-from pretrain.precision.quantizers import Grid
-
-
-def quantize(grid: Grid, square: bool, uniform: Uniform) -> Quantize:
-    from pretrain.precision.quantizers import blocks
-
-    return lambda x, scale, amax: blocks.quantize_mx(x, grid)
-
+from pretrain.precision import quantizers
+from pretrain.precision.formats.definition import Hardware, QuantizedPrecision, Scaling
 
 PRECISION = QuantizedPrecision(
     name="mxfp8",
@@ -21,7 +14,7 @@ PRECISION = QuantizedPrecision(
     options={"fp8_format": "E4M3"},
     hardware=Hardware((10, 0), "B200, GB200", below=(12, 0)),
     scales=Scaling("power of two", 0.5, 32),
-    quantize=quantize,
+    quantize=lambda x, given: quantizers.blocks.quantize_mx(x, given.grid),
     te_recipe="MXFP8BlockScaling",
     te_available="is_mxfp8_available",
     operand_bytes=1 + 1 / 32,

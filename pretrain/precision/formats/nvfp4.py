@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-from pretrain.precision.formats.definition import Hardware, Quantize, QuantizedPrecision, Scaling, Uniform
-from pretrain.precision.quantizers import E2M1, Grid
-
-
-def quantize(grid: Grid, square: bool, uniform: Uniform) -> Quantize:
-    from pretrain.precision.quantizers import blocks
-
-    return lambda x, scale, amax: blocks.quantize_nvfp4(x, two_dimensional=square, uniform=uniform(x), amax=amax)
-
+from pretrain.precision import quantizers
+from pretrain.precision.formats.definition import Hardware, QuantizedPrecision, Scaling
 
 PRECISION = QuantizedPrecision(
     name="nvfp4",
@@ -23,8 +16,10 @@ PRECISION = QuantizedPrecision(
     # An E4M3 scale is a 17th off at most, so the largest value lies between 5.6 and 6.4. Rounded by chance it may become 4.
     scales=Scaling("E4M3", 4 / 6, 16),
     square_weights=True,
-    codes=E2M1,
-    quantize=quantize,
+    codes=quantizers.E2M1,
+    quantize=lambda x, given: quantizers.blocks.quantize_nvfp4(
+        x, two_dimensional=given.square, uniform=given.uniform, amax=given.amax
+    ),
     te_recipe="NVFP4BlockScaling",
     te_available="is_nvfp4_available",
     operand_bytes=1 / 2 + 1 / 16,

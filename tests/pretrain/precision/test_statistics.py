@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from foundation.attributes import holding
 from pretrain.precision.emulation import EmulationBackend
 from pretrain.precision.observed import SAMPLED_VALUES, OperandStatistics, summary
 from pretrain.precision.product import LowPrecisionLinear, PrecisionContext
@@ -32,7 +33,7 @@ class Watched:
         self.backend = EmulationBackend(active(recipe), CPU)
         self.context = PrecisionContext(self.backend, torch.bfloat16)
         self.layers = nn.Sequential(self.linear("up", 256, 128), nn.SiLU(), self.linear("down", 128, 256))
-        self.statistics = OperandStatistics(active(recipe), self.backend)
+        self.active = active(recipe)
         self.x = torch.randn(128, 256, dtype=torch.bfloat16) * torch.randn(128, 1, dtype=torch.bfloat16).exp()
 
     def linear(self, name: str, inputs: int, outputs: int) -> LowPrecisionLinear:
@@ -47,33 +48,22 @@ class Watched:
         (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum().backward()
         return [y.detach(), *(weight.grad.clone() for weight in self.layers.parameters())]
 
+    def watched_step(self, **how) -> tuple[list[Tensor], OperandStatistics]:
+        statistics = OperandStatistics(self.active, self.context.state())
+        with holding(self.context, observers=[statistics]):
+            return self.step(**how), statistics
+
     def records(self, **how) -> dict[tuple[str, str], dict]:
-        with self.statistics.watching(self.context):
-            self.step(**how)
-        return {(record["layer"], record["operand"]): record for record in self.statistics.records()}
-
-
-class DelayedScales:
-    """A backend's state, and nothing else of one: what statistics ask a backend for."""
-
-    def __init__(self, **scales: float) -> None:
-        forward = torch.tensor([scales.get("input", 1.0), scales.get("weight", 1.0), 1.0])
-        backward = torch.tensor([scales.get("grad_output", 1.0), 1.0])
-        self.scales = {"fp8/l/forward/scale": forward, "fp8/l/backward/scale": backward}
-
-    def state(self) -> dict[str, Tensor]:
-        return self.scales
+        return {(record["layer"], record["operand"]): record for record in self.watched_step(**how)[1].records()}
 
 
 def record_of(recipe: str, x: Tensor, role: str = "input", *, parts: int = 1, scale: float = 1.0, **options) -> dict:
     """The record of x, shown to the statistics in so many parts."""
-    watching = OperandStatistics(active(recipe, **options), DelayedScales(**{role: scale}))
-    context = PrecisionContext(watching.backend, torch.bfloat16)
-    with watching.watching(context):
-        for part in x.chunk(parts):
-            for observer in context.observers:
-                observer("l", role, part)
-    (record,) = watching.records()
+    scales = {"fp8/l/forward/scale": torch.full((3,), scale), "fp8/l/backward/scale": torch.full((2,), scale)}
+    statistics = OperandStatistics(active(recipe, **options), scales)
+    for part in x.chunk(parts):
+        statistics("l", role, part)
+    (record,) = statistics.records()
     return {key: value for key, value in record.items() if key not in ("layer", "operand")}
 
 
@@ -142,13 +132,11 @@ def test_a_watched_step_is_bit_for_bit_the_step_and_its_random_numbers_are_the_s
         expected = plain.step(recompute=recompute)
         state = torch.get_rng_state()
         torch.manual_seed(5)
-        with watched.statistics.watching(watched.context):
-            found = watched.step(recompute=recompute)
-        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+        values, _ = watched.watched_step(recompute=recompute)
+        assert all(torch.equal(a, b) for a, b in zip(expected, values, strict=True))
         assert torch.equal(state, torch.get_rng_state())
         states = zip(plain.backend.state().values(), watched.backend.state().values(), strict=True)
         assert all(torch.equal(a, b) for a, b in states)
-    assert not watched.context.observers
 
 
 @pytest.mark.parametrize("recipe", QUANTIZED)

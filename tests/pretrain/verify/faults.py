@@ -6,7 +6,7 @@ A fault is entered around a run that has been built, and undone when it is left.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -379,11 +379,8 @@ def never_entered_again(run: SmallRun, patch: Patch) -> None:
 def recomputed_outside(run: SmallRun, patch: Patch) -> None:
     real = run.packed.context.backend.checkpoint
 
-    def outside(function: Callable[..., Any], *args: Any, context_fn: Callable[[], Any], **kwargs: Any) -> Any:
-        def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
-            return nullcontext(), holding(run.packed.context, low_precision=False)
-
-        return real(function, *args, context_fn=contexts, **kwargs)
+    def outside(function: Callable[..., Any], *args: Any, again: Callable[[], Any]) -> Any:
+        return real(function, *args, again=lambda: holding(run.packed.context, low_precision=False))
 
     patch.setattr(run.packed.context.backend, "checkpoint", outside)
 
@@ -469,7 +466,7 @@ def without(method: str, replacement: Any) -> Make:
 
 
 fault("the Hadamard transform is left out", transforms)(without("transform", lambda *_: None))
-fault("gradients are rounded to nearest, not by chance", stochastic)(without("uniform", lambda *_: lambda x: None))
+fault("gradients are rounded to nearest, not by chance", stochastic)(without("is_stochastic", lambda *_: False))
 
 
 @fault("rounding by chance always goes up", stochastic)
@@ -483,10 +480,10 @@ def always_up(run: SmallRun, patch: Patch) -> None:
 
 
 def never_called(of: type, method: str) -> Make:
-    return lambda run, patch: patch.setattr(of, method, lambda self: None)
+    return lambda run, patch: patch.setattr(of, method, lambda *_: None)
 
 
-fault("a scale is never updated", delayed)(never_called(delayed_state.AmaxHistory, "update"))
+fault("a scale is never updated", delayed)(never_called(delayed_state.DelayedState, "_update"))
 fault("the gradients' scales are never updated", delayed)(never_called(delayed_state.DelayedState, "_finish_backward"))
 
 
