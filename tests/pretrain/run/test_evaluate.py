@@ -138,7 +138,7 @@ def test_a_temperature_of_zero_takes_the_likeliest_token_within_the_positions(
     cold = [sample(hf, tokenizer, "w1 w2", tokens=60, seed=seed, temperature=heat) for seed, heat in ((1, 0.0), (2, 1e-6))]
     assert cold[0] == cold[1] == sample(hf, tokenizer, "w1 w2", tokens=60, seed=3, temperature=1.0, top_p=1e-6)
     assert len(cold[0].split()) <= 6
-    with pytest.raises(InputError, match=r"a prompt has 8 tokens and the model 8 positions; shorten 'w1 "):
+    with pytest.raises(InputError, match=r"the model .*8 positions"):
         sample(hf, tokenizer, " ".join(["w1"] * 8), tokens=1, seed=0)
 
 
