@@ -28,6 +28,8 @@ CAUGHT = [
     ("a weight's copy is stale in every second step", "mxfp8"),
     ("no scale is updated from the second step on", "delayed"),
     ("values are truncated, not rounded", "current"),
+    ("codes have a mantissa bit less", "current"),
+    ("from a step's second microbatch on nothing is quantized", "nvfp4"),
     ("a block is decoded by its neighbour's scale", "block"),
     ("one scale a tensor in place of one a block", "mxfp8"),
     ("the Hadamard transform is left out", "nvfp4"),
