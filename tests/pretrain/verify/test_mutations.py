@@ -70,4 +70,5 @@ def test_the_table_has_every_fault_and_none_that_nobody_catches(table: dict, acc
     for name in PRECISIONS:
         run = build_run(accelerator, name, layers=1)
         for fault in FAULTS:
-            assert table[fault.what, name] != "–" or not fault.applies(run), (fault.what, name)
+            made = "fp32" in fault.weights and fault.applies(run)  # other weights are not stored in FP32
+            assert table[fault.what, name] != "–" or not made, (fault.what, name)
