@@ -77,7 +77,7 @@ def test_packs_of_sources_that_exist_need_no_source(data: DataSettings) -> None:
         {**part, "source": str(data.packs / "gone.jsonl"), "name": each.name}
         for part, each in zip(there, again.sources, strict=True)
     ]
-    moved = DataSettings(packs=data.packs, length=64, sources=gone, tokenizer="t")
+    moved = DataSettings(packs=data.packs, length=64, sources=gone, tokenizer=data.tokenizer)
     with pytest.raises(InputError, match="prepared with other settings"):  # not that its text is gone
         prepare(moved, progress=False)
     assert not again.prepares and open_packs(again, "train").fingerprint == open_packs(data, "train").fingerprint

@@ -140,7 +140,7 @@ def damaged(path: Path, how: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("how", "says"), [("truncated", "bytes"), ("missing", "missing"), ("first", "damaged"), ("last", "damaged")]
+    ("how", "says"), [("truncated", "has"), ("missing", "missing"), ("first", "damaged"), ("last", "damaged")]
 )
 def test_a_damaged_shard_is_named_with_a_remedy_before_anything_is_read(tmp_path, how, says):
     write(tmp_path / "packs", some_packs(40), shard_bytes=1000)
