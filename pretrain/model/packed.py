@@ -115,5 +115,6 @@ def forward_backward(
 def same_on_all_ranks(accelerator: Accelerator, *figures: Tensor) -> list[float]:
     """The first rank's scalars, as numbers on every rank: what is decided by them is decided alike. Waits for the device."""
     stacked = torch.stack([figure.to(accelerator.device) for figure in figures])
-    take_from_first_rank(accelerator, [stacked])
+    if accelerator.num_processes > 1:
+        take_from_first_rank(accelerator, [stacked])
     return stacked.tolist()
