@@ -87,14 +87,3 @@ def test_an_export_continues_a_text_by_its_seed_and_by_its_cards_own_code(
     code = Path("README.md").read_text().split("```python\n")[1].split("```")[0]
     exec(compile(code, "README.md", "exec"), {})
     assert capsys.readouterr().out.strip()
-
-
-def test_shards_of_two_processes_are_exported_whole_and_final_holds_the_same(
-    start_as_ranks: Callable, small_recipe: dict[str, Any], tmp_path: Path, capsys: Any
-) -> None:
-    fsdp2 = ["--config_file", "accelerate_configs/fsdp2.yaml", "--mixed_precision", "no"]
-    run = start_as_ranks(small_recipe, tmp_path, "train.steps=4", "parity=off", launch=fsdp2)
-    assert run.status == 0, run.output
-    assert command(capsys, "export", run.run_dir, tmp_path / "out")[0] == 0
-    exported, final = loaded(tmp_path / "out"), loaded(run.run_dir / "final")
-    assert exported.keys() == final.keys() and all(torch.equal(exported[name], final[name]) for name in final)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -45,5 +46,5 @@ def test_a_run_folder_in_use_is_refused_by_every_process_in_the_same_words(small
     with RunFolder(Path(small_recipe["run_dir"])):
         statuses, first, second = start(small_recipe, tmp_path)
     assert statuses == [2, 2] and "Traceback" not in first + second, first + second
-    error = f"error: {small_recipe['run_dir']}: the run folder is in use by process {os.getpid()} on "
+    error = f"error: {small_recipe['run_dir']}: the run folder is in use by process {os.getpid()} on {socket.gethostname()}"
     assert first.count(error) == 1 and second.count(error) == 1

@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from pretrain.__main__ import main
 from tests.conftest import Finished
+from tests.golden.runs import tensors_of
 
 LAUNCH = {way: ["--config_file", f"accelerate_configs/{way}.yaml", "--mixed_precision", "no"] for way in ("ddp", "fsdp2")}
 
@@ -64,10 +67,15 @@ def assert_same_curve(run: Finished, other: Finished) -> None:
         assert figures(run, key) == pytest.approx(figures(other, key), rel=1e-5), key
 
 
-def test_two_processes_have_the_loss_curve_of_one_and_pass_parity(one: Finished, two: Finished) -> None:
+def test_two_processes_have_the_loss_curve_of_one_pass_parity_and_are_exported_whole(
+    one: Finished, two: Finished, tmp_path: Path
+) -> None:
     assert_same_curve(two, one)
     parity = json.loads((two.run_dir / "audit.json").read_text())["parity"]
     assert parity["failures"] == []
+    assert main(["export", str(two.run_dir), str(tmp_path / "out")]) == 0
+    exported, final = tensors_of(tmp_path / "out"), tensors_of(two.run_dir / "final")
+    assert exported.keys() == final.keys() and all(torch.equal(exported[name], final[name]) for name in final)
 
 
 def test_a_run_of_two_processes_is_resumed_by_one_and_by_two_bit_for_bit(

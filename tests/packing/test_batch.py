@@ -137,14 +137,8 @@ def test_a_microbatch_is_what_a_plain_loop_derives(packs, mask_boundaries):
     assert len(offsets) % 16 == 0 and len(offsets) - (len(ends) + 1) < 16
     assert batch.max_seqlen == len(packs[0].input_ids)
     assert batch.valid_tokens == sum(label != IGNORE for label in labels)
-
-
-@settings(deadline=None)
-@given(packs_of_one_length(), st.booleans())
-def test_valid_tokens_follow_from_lengths_and_masks(packs, mask_boundaries):
-    for pack in packs:
-        built = build_microbatch([pack], mask_boundaries=mask_boundaries).valid_tokens
-        assert count_valid_tokens(pack.lengths, pack.trained, mask_boundaries=mask_boundaries) == built
+    counted = [count_valid_tokens(pack.lengths, pack.trained, mask_boundaries=mask_boundaries) for pack in packs]
+    assert sum(counted) == batch.valid_tokens
 
 
 # ---- steps ----

@@ -104,7 +104,6 @@ LISTS = [{"role": "user", "content": [{"type": "text"}]}, {"role": "assistant", 
         ({"m": [{"role": "user", "content": "a"}]}, {"messages": "m", "chat_template": CHATML}, "without an answer"),
         ({"m": "text"}, {"messages": "m", "chat_template": CHATML}, "`m` holds no list of messages"),
         ({"m": CHATS[1]}, {"messages": "m", "chat_template": ODD}, "generation"),
-        ({"m": CHATS[0]}, {"messages": "m", "chat_template": "{{ strftime_now('%Y') }}"}, "does not take this chat"),
         ({"m": CHATS[0]}, {"messages": "m", "chat_template": IN_PYTHON}, "does not take this chat"),
         (
             {"m": LISTS},

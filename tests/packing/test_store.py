@@ -16,7 +16,7 @@ from packing import arrow
 from packing.arrow import ArrowPacks, Pack, Packs, PackWriter
 from packing.order import splitmix64
 from packing.settings import DataSettings
-from packing.store import carve, check_model, open_packs
+from packing.store import carve, open_packs
 
 LENGTH = 16
 TOKENIZER = {"name": "tiny", "fingerprint": "f" * 64, "vocab_size": 1000, "bos_id": None, "eos_id": 0, "pad_id": 0}
@@ -197,14 +197,3 @@ def test_the_packs_with_the_smallest_hashes_are_held_out_and_the_others_trained_
     assert [held_out[index] for index in range(len(held_out))] == chosen
     assert [train[index] for index in range(len(train))] == sorted({*range(count)} - {*chosen})
     assert train.fingerprint != held_out.fingerprint
-
-
-def test_another_tokenizer_or_a_larger_vocabulary_than_the_models_is_refused(tmp_path):
-    write(tmp_path / "packs", some_packs(4))
-    packs = open_packs(data_settings(tmp_path / "packs"), "train")
-    check_model(packs, 1000)
-    check_model(packs, 1024, "f" * 64)
-    with pytest.raises(InputError, match="vocabulary of 1000 tokens"):
-        check_model(packs, 999)
-    with pytest.raises(InputError, match="another tokenizer"):
-        check_model(packs, 1000, "e" * 64)

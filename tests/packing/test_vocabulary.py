@@ -11,14 +11,14 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from packing.__main__ import main
-from packing.tokenizer import END_OF_TEXT, save_tokenizer, train_tokenizer
+from packing.tokenizer import END_OF_TEXT, train_tokenizer
 
 VOCABULARY = 600
 
 
 @pytest.fixture(scope="module")
-def tokenizer(documents: list[str]) -> Tokenizer:
-    return train_tokenizer(documents[:10], VOCABULARY)
+def tokenizer(tokenizer_file: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(tokenizer_file))
 
 
 @given(st.text())
@@ -31,9 +31,8 @@ def test_the_same_texts_give_the_same_tokenizer_which_spares_tokens(tokenizer: T
     assert len(tokenizer.encode(documents[0]).ids) < 0.5 * len(documents[0].encode())
 
 
-def test_autotokenizer_loads_the_folder_and_encodes_alike(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    save_tokenizer(tokenizer, tmp_path / "saved")
-    loaded = AutoTokenizer.from_pretrained(tmp_path / "saved")
+def test_autotokenizer_loads_the_folder_and_encodes_alike(tokenizer: Tokenizer, tokenizer_file: Path) -> None:
+    loaded = AutoTokenizer.from_pretrained(tokenizer_file.parent)
     text = "def area(self): return a , b  # Σ"
     assert loaded(text, add_special_tokens=False).input_ids == tokenizer.encode(text).ids
     assert loaded.decode(loaded(text).input_ids) == text

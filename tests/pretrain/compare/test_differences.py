@@ -116,9 +116,3 @@ def test_a_verdict_takes_three_seeds_that_lie_together():
     assert difference([0.02, -0.02, 0.001]).verdict() == CANNOT_TELL
     assert difference([0.01, 0.01]).half_width() is None and difference([0.01, 0.01]).verdict() is None
     assert difference([0.001] * 3).verdict() == EQUIVALENT and difference([0.1] * 3).verdict() == WORSE, "no spread at all"
-
-
-def test_only_seeds_that_both_have_are_paired():
-    found = SeedDifference.of({1: 3.0, 2: 3.5, 9: 7.0}, {2: 3.0, 1: 2.0, 5: 1.0})
-    assert found.by_seed == {1: 1.0, 2: 0.5} and found.baseline == 2.5
-    assert SeedDifference.of({1: 3.0}, {2: 3.0}) is None

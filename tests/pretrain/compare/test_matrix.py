@@ -110,7 +110,7 @@ def test_figures_of_another_training_in_a_cells_folder_are_not_shown_as_the_cell
 
 
 def test_the_baselines_other_seeds_stand_for_one_that_is_not_finished(matrix):
-    found = matrix(axes={"seed": [1, 2, 3, 4], "weights": ["fp32", "bf16"]})
+    found = matrix(axes={"seed": [1, 2, 3, 4], "weights": ["fp32", "bf16"]}, baseline={"weights": "fp32"})
     for cell in found.cells[1:]:
         leave_behind(cell)
     said = write_report(found)
@@ -119,15 +119,3 @@ def test_the_baselines_other_seeds_stand_for_one_that_is_not_finished(matrix):
         (cell.run_dir / "summary.json").unlink()
     said = write_report(found)
     assert "The baseline seed=1-fp32 is not finished: seed=1-bf16 stands in its place." in said
-
-
-def test_a_matrix_with_seeds_as_an_axis_ends_with_their_comparison(matrix, tmp_path, capsys):
-    compared = matrix(axes={"weights": ["bf16", "fp32"], "seed": [1, 2, 3]}, baseline={"weights": "fp32"})
-    assert compared.baseline.name == "seed=1-fp32" or compared.baseline.name == "fp32-seed=1", "the baseline is all of its seeds"
-    for cell in compared.cells:
-        loss = 2.0 + cell.recipe.seed / 10 + (0.5 if cell.recipe.weights == "bf16" else 0.0)
-        leave_behind(cell, held_out=loss)
-    assert main(["matrix", str(tmp_path / "m.yaml")]) == 0
-    printed = capsys.readouterr().out
-    assert "Against fp32 over 3 seeds, within 0.3 %: worse: bf16." in printed and "Best first" not in printed
-    assert (compared.folder / "m.html").is_file()

@@ -125,7 +125,6 @@ def test_a_later_phase_may_need_what_an_earlier_one_sets(phases_file):
     [
         ([BATCH, {"name": "empty"}], {}, "phase empty: describes no cell"),
         ([BATCH, {"name": "odd", "axes": {"batch.microbtach": [1]}}], {}, "phase odd, cell microbtach=1: "),
-        ([BATCH], {"run_dir": "runs/{nam}"}, "`run_dir`: 'runs/{nam}' cannot be filled in; did you mean {name}?"),
     ],
 )
 def test_a_mistake_in_any_phase_is_found_before_the_first_begins(phases, keys, says, phases_file, tmp_path):

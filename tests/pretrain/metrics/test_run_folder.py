@@ -1,43 +1,13 @@
-"""The run folder's lock between real processes, and its small files."""
+"""The run folder's small files; its lock between processes is in tests/multi."""
 
 from __future__ import annotations
 
 import json
 import socket
-import subprocess
-import sys
 
-import pytest
 import yaml
 
-from foundation.errors import InputError
 from pretrain.metrics.run_folder import RunFolder, describe_environment
-
-HOLD = """
-import signal, sys
-from pathlib import Path
-from pretrain.metrics.run_folder import RunFolder
-with RunFolder(Path(sys.argv[1])):
-    print("locked", flush=True)
-    signal.pause()
-"""
-
-
-@pytest.fixture
-def holder(tmp_path):
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "locked\n"
-    yield process
-    process.kill()
-    process.wait()
-
-
-def test_a_folder_in_use_by_another_process_is_refused_naming_process_host_and_folder(holder, tmp_path):
-    for _ in range(2):  # a refused attempt must not disturb the owner's lock
-        with pytest.raises(InputError) as error:
-            RunFolder(tmp_path / "run")
-        for part in (str(tmp_path / "run"), f"process {holder.pid}", socket.gethostname(), "run_dir"):
-            assert part in str(error.value)
 
 
 def test_json_and_yaml_are_replaced_whole_and_read_back_equal(tmp_path):

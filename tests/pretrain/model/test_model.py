@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -154,18 +153,3 @@ def test_a_source_that_lacks_weights_is_refused_and_not_filled_up_at_random(buil
     with pytest.raises(InputError, match=r"`model.source`.* 1 of .*layers\.1\.mlp\.up_proj"):
         source = ModelSettings(source=str(tmp_path))
         model.build(source, model.load_config(source), weights=torch.float32, seed=1, device=CPU, backend="packed_sdpa")
-
-
-def test_code_that_comes_with_a_model_is_never_run(
-    build_model: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
-    folder = tmp_path / "with_code"
-    build_model().hf.save_pretrained(folder)
-    (folder / "modeling_own.py").write_text(f"open({str(tmp_path / 'was_run')!r}, 'w')\n")
-    classes = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"model_type": "own", "auto_map": classes}))
-    with pytest.raises(InputError, match=r"`model.source`.* code of its own"):
-        model.load_config(ModelSettings(source=str(folder)))
-    assert not (tmp_path / "was_run").exists()

@@ -14,21 +14,6 @@ from pretrain.settings.recipe import TrainSettings
 from tests.pretrain.plan.plan_recipe import recipe
 
 
-@pytest.mark.parametrize(
-    ("horizon", "steps"),
-    [
-        ({"steps": 2776}, 2776),
-        ({"epochs": 4}, 2776),  # 2,775.75
-        ({"epochs": 1}, 694),  # 693.94
-        ({"tokens": 131_072}, 1),
-        ({"tokens": 131_073}, 2),
-        ({"tokens": 364e6}, 2778),  # 2,777.1
-    ],
-)
-def test_horizons_round_up_to_whole_steps(horizon: dict, steps: int) -> None:
-    assert steps_of(TrainSettings.model_validate(horizon), 131_072, 22_206, 4096) == steps
-
-
 @given(tokens=st.integers(1, 10**12), packs_per_step=st.integers(1, 512), packs=st.integers(1, 10**6))
 def test_a_horizon_in_tokens_is_reached_in_its_last_step(tokens: int, packs_per_step: int, packs: int) -> None:
     per_step = packs_per_step * 128
