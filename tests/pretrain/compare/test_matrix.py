@@ -84,6 +84,7 @@ def test_a_cell_waits_for_the_checkpoint_of_another_with_which_it_begins(matrix)
 )
 def test_no_cell_is_started_where_one_lacks_its_data(data, matrix, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     matrix(overrides={f"data.{key}": value for key, value in data.items()})
     assert main(["matrix", "m.yaml"]) == 2
     assert "nowhere" in capsys.readouterr().err and not list(tmp_path.glob("runs/*.log"))
