@@ -57,7 +57,8 @@ def _fork_server(python: bytes, arguments: Sequence[str], passed: Sequence[int])
         kept = [0, 1, 2, *sorted(passed), os.sysconf("SC_OPEN_MAX")]
         for below, above in itertools.pairwise(kept):
             os.closerange(below + 1, above)
-        logging.getLogger().handlers.clear()  # pytest's; a launcher that finds some adds none of its own
+        for name in (None, *logging.root.manager.loggerDict):  # transformers' too write to pytest's files, which are closed here
+            logging.getLogger(name).handlers.clear()
         sys.stdin, sys.stdout, sys.stderr = (open(fd, mode, closefd=False) for fd, mode in enumerate("rww"))  # noqa: SIM115
         exec(arguments[-1])
     finally:
