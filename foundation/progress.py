@@ -24,37 +24,23 @@ def say(text: str, shown: bool = True) -> None:
 def advance(count: int = 1) -> None:
     """Tell the innermost task under way in this process, if there is one, that `count` more of its units are done."""
     if _under_way:
-        _under_way[-1].update(_under_way[-1].count + count)
+        _under_way[-1].update(count)
 
 
-class Progress:
-    """Shows how far one task is, as a context manager. `unit`: what is counted; without one just the task is named.
-    `already_done`: units that an earlier run has finished."""
+class Progress(tqdm):
+    """Shows how far one task is, as a context manager. `unit`: what is counted; without one just the task is named. `options`:
+    tqdm's, such as the `total` and what is done already (`initial`)."""
 
-    def __init__(self, task: str, unit: str = "", shown: bool = True, already_done: int = 0, *, total: int | None = None) -> None:
-        self.count = already_done
-        counted = {"unit": f" {unit}", "unit_scale": True, "delay": SHOWN_AFTER}
-        self._bar = tqdm(
-            desc=task,
-            file=sys.stderr,
-            initial=already_done,
-            total=total,
-            leave=False,
-            dynamic_ncols=True,
-            mininterval=REDRAWN_EVERY if sys.stderr.isatty() else IN_LOGS_EVERY,
-            disable=not shown,
-            **(counted if unit else {"bar_format": "{desc}"}),
-        )
+    def __init__(self, task: str, unit: str = "", shown: bool = True, **options: int) -> None:
+        counted = {"unit": f" {unit}", "unit_scale": True, "delay": SHOWN_AFTER} if unit else {"bar_format": "{desc}"}
+        every = REDRAWN_EVERY if sys.stderr.isatty() else IN_LOGS_EVERY
+        how = {"file": sys.stderr, "leave": False, "dynamic_ncols": True, "mininterval": every, "disable": not shown}
+        super().__init__(desc=task, **how, **counted, **options)
 
     def __enter__(self) -> Progress:
         _under_way.append(self)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        _under_way.remove(self)
-        self._bar.close()
-
-    def update(self, count: int) -> None:
-        """Report that `count` units are done."""
-        done, self.count = count - self.count, count
-        self._bar.update(done)
+        _under_way.pop()
+        self.close()

@@ -123,10 +123,10 @@ def make_packs(settings: DataSettings, progress: bool) -> dict[str, Any]:
             if not log.complete:
                 first = log.counts.documents + 1
                 say(f"reading {maker.source.description} with {processes} processes, from document {first:,} on", progress)
-                with Progress("tokenising", "tokens", progress, log.counts.tokens) as line, log:
+                with Progress("tokenising", "tokens", progress, initial=log.counts.tokens) as line, log:
                     for result in maker.tokenize(maker.source.chunks(log.place)):
                         log.append(result)
-                        line.update(log.counts.tokens)
+                        line.update(log.counts.tokens - line.n)
                     check_counts(settings, log.counts)
                     log.complete = True
             with Progress("packing", shown=progress):

@@ -7,7 +7,7 @@ from foundation.progress import Progress, advance
 
 def test_the_innermost_task_is_told_and_none_is_no_mistake():
     advance()
-    with Progress("outer", "a", shown=False) as outer, Progress("inner", "b", shown=False, total=2) as inner:
+    with Progress("outer", "a") as outer, Progress("inner", "b", total=2) as inner:
         advance()
         inner.update(5)
-    assert (outer.count, inner.count) == (0, 5)
+    assert (outer.n, inner.n) == (0, 6)
