@@ -20,16 +20,17 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
 from foundation.errors import InputError
 from foundation.files import PARTIAL, FileRecord, find_damage, free_bytes
-from foundation.memory import free_memory
 from foundation.reading import load_object, one_line
 from foundation.units import GIB, memory
 from pretrain.checkpoint import format as on_disk
@@ -39,6 +40,7 @@ from pretrain.model.gradients import local_part
 
 THREADS = 4  # hashing and writing release the interpreter lock; the cores are the training's
 ALIGNMENT = 64  # bytes; a view in any dtype needs its width at most
+GROUPS = Path("/sys/fs/cgroup")  # of Linux's control groups, version 2
 SHARE = 0.8  # of the memory that is free: the rest is for who else works on the machine
 _SEEN_WITHIN = 5.0  # seconds: a network disk may show a new file late
 _log = logging.getLogger(__name__)
@@ -288,6 +290,21 @@ class Staging:
         if device:
             torch.cuda.current_stream(device).synchronize()
         return copies
+
+
+def free_memory() -> int:
+    """Bytes that are free on this machine, or that a control group of this process leaves, where these are fewer. SLURM, Docker
+    and Kubernetes limit a job so, and kill what takes more."""
+    free = psutil.virtual_memory().available
+    with suppress(OSError):  # no Linux
+        group = GROUPS / Path("/proc/self/cgroup").read_text().strip().rpartition(":")[2].lstrip("/")
+        for folder in (group, *group.parents):  # the groups around it hold it, too; a container sees the last as its own
+            with suppress(OSError, ValueError):  # without a limit
+                statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                given_back = int(statistics["active_file"]) + int(statistics["inactive_file"])  # by the kernel, before it kills
+                used = int((folder / "memory.current").read_text()) - given_back
+                free = min(free, int((folder / "memory.max").read_text()) - used)
+    return free
 
 
 def _rounded(count: int) -> int:

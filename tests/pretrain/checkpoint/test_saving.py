@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -81,6 +82,18 @@ def test_without_room_for_copies_the_tensors_are_written_first(tmp_path: Path, m
     checkpoints.wait()
     assert_holds(step_folder(tmp_path, 1), 1)
     assert "no room for copies" in caplog.text
+
+
+def test_a_job_has_what_the_tightest_of_its_groups_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a group what its files in the cache take counts as free; a machine without groups is a limit by itself."""
+    assert 0 < checkpoint.free_memory() <= psutil.virtual_memory().total
+    monkeypatch.setattr(checkpoint, "GROUPS", tmp_path)
+    whole = checkpoint.free_memory()
+    for limit, left in (("max", whole), (20 * 2**20, 14 * 2**20)):
+        (tmp_path / "memory.max").write_text(f"{limit}\n")
+        (tmp_path / "memory.current").write_text(f"{9 * 2**20}\n")
+        (tmp_path / "memory.stat").write_text(f"anon {2**20}\nactive_file {2**20}\ninactive_file {2 * 2**20}\n")
+        assert checkpoint.free_memory() == pytest.approx(left, rel=0.2)
 
 
 # ── Several ranks ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
