@@ -31,7 +31,6 @@ if __name__ == "__main__":  # importing takes seconds; until the loop can save, 
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     config.check_arguments(__doc__)  # a mistake is told at once
 
-import torch
 from accelerate import Accelerator
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -51,9 +50,9 @@ from pretrain.optimizer import adamw, schedule
 from pretrain.plan.memory import explaining_errors
 from pretrain.plan.preflight import Job, prepare_job
 from pretrain.run import assembly as assembling
-from pretrain.run import evaluate, export, keeping, launching, planner, recording, resume, streaming, trials
+from pretrain.run import evaluate, export, keeping, planner, recording, resume, streaming, trials
 from pretrain.run.running import Run, follow_the_schedule
-from pretrain.settings.launch import with_precision, with_topology
+from pretrain.settings.launch import with_precision
 from pretrain.verify.update import StepCheck
 
 
@@ -68,17 +67,11 @@ def main() -> int:
 def launch(arguments: argparse.Namespace) -> int:
     """Refuse what can be refused without the model's weights, before the run folder is touched; then run. Returns the status."""
     recipe = with_precision(config.load_recipe(arguments.recipe, arguments.overrides), os.environ)
-    if recipe.deterministic:
-        launching.compute_in_a_fixed_order()
-    launched = with_topology(os.environ, has_gpu=torch.accelerator.is_available())
-    with distributed.explaining_accelerate():  # in no precision of its own: the linears are converted below
-        accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[distributed.RANKS_WAIT])
-    distributed.complete_topology(accelerator, launched.replicas, gathers_as_fits=launched.gathers_as_fits)
-
+    accelerator, notices = distributed.as_launched(recipe)
     main_process, run_dir = accelerator.is_main_process, config.run_dir_of(recipe)
     distributed.refused_together(lambda: main_process and not arguments.plan and check_free(run_dir))  # packs may take hours
     job = prepare_job(recipe, accelerator, purpose="plan" if arguments.plan else "run")
-    console = recording.introduce_job(job, accelerator, launched.notices)
+    console = recording.introduce_job(job, accelerator, notices)
     if arguments.plan:
         return planner.say_plan(job, console, arguments.resume, arguments.accept_changes)
     with (

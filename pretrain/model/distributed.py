@@ -20,6 +20,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from foundation.errors import InputError
 from foundation.reading import one_line
+from pretrain.settings.launch import with_topology
+from pretrain.settings.recipe import Recipe
 
 T = TypeVar("T")
 # How long ranks wait in a collective for one that hangs or does what takes long: a save, an export.
@@ -29,8 +31,34 @@ RANKS_WAIT = InitProcessGroupKwargs(timeout=timedelta(minutes=30))
 # ── What accelerate sets up, and what it leaves out ─────────────────────────────────────────────────────────────────────────────
 
 
+def as_launched(recipe: Recipe) -> tuple[Accelerator, tuple[str, ...]]:
+    """The Accelerator of a launch, set up as `recipe` wants it, and notices of what was corrected in the launch."""
+    if recipe.deterministic:
+        compute_in_a_fixed_order()
+    launch = with_topology(os.environ, has_gpu=torch.accelerator.is_available())
+    with _explaining_accelerate():  # in no precision of its own: the linears are converted later
+        accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[RANKS_WAIT])
+    complete_topology(accelerator, launch.replicas, gathers_as_fits=launch.gathers_as_fits)
+    return accelerator, launch.notices
+
+
+def compute_in_a_fixed_order() -> None:
+    """`deterministic: true`: on a GPU too, the same bits from every run of one recipe, stopped and resumed or not. Called before
+    anything is on a GPU, as cuBLAS reads the environment then.
+
+    Attention takes a kernel with a fixed order (`attention.choose`), torch its deterministic algorithms, cuBLAS one workspace,
+    NCCL no sums in switches; tables' gradients, searched products and compiled reductions ask torch whether that is so. What a
+    step draws is seeded by its number, and a checkpoint holds the rest.
+
+    torch ends a run that computes what has no deterministic form, and one with another workspace than :4096:8 and :16:8.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as large as what torch takes by itself on Hopper
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it costs a pass over all new memory, and here all is written
+
+
 @contextmanager
-def explaining_accelerate() -> Iterator[None]:
+def _explaining_accelerate() -> Iterator[None]:
     """Make the Accelerator within this: what it refuses of its configuration is an InputError."""
     try:
         yield
@@ -53,7 +81,7 @@ def complete_topology(accelerator: Accelerator, replicas: int = 1, *, gathers_as
         )
     state = accelerator.state
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" and accelerator.distributed_type != DistributedType.FSDP:
-        with explaining_accelerate():  # it has chosen DDP, as it does for processes on CPUs
+        with _explaining_accelerate():  # it has chosen DDP, as it does for processes on CPUs
             state.fsdp_plugin = FullyShardedDataParallelPlugin()
             state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
     if replicas > 1:  # after FSDP2, without which accelerate refuses them; the processes of a replica follow each other

@@ -16,11 +16,11 @@ from foundation import units
 from foundation.errors import InputError
 from foundation.units import GIB, TERA, UNKNOWN, markdown, plural
 from pretrain.metrics.console import Console
+from pretrain.model.distributed import as_launched
 from pretrain.plan.plan import KEPT_FREE, Plan
 from pretrain.plan.preflight import Job, prepare_job
 from pretrain.plan.rendering import ASSUMED_SHARES, WIDTH, flops_line, horizon_lines, in_subjects, model_lines, render
 from pretrain.plan.targets import Target
-from pretrain.run.launching import as_launched
 from pretrain.run.resume import where_to_resume
 from pretrain.settings.config import LaunchParser, load_recipe
 from pretrain.settings.launch import with_precision

@@ -24,12 +24,11 @@ from foundation.attributes import holding
 from foundation.errors import InputError
 from packing.store import training_parts
 from pretrain.checkpoint.checkpoint import Checkpoints
-from pretrain.model.distributed import end_processes
+from pretrain.model.distributed import as_launched, end_processes
 from pretrain.plan.memory import explaining_errors
 from pretrain.plan.preflight import Job, prepare_job
 from pretrain.run.assembly import Assembly
 from pretrain.run.evaluate import held_out_figures
-from pretrain.run.launching import as_launched
 from pretrain.run.recording import introduce_job
 from pretrain.run.resume import begins_histories, find_resume_point, load_weights
 from pretrain.settings.config import LaunchParser, load_recipe

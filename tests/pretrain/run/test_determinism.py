@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
+from pretrain.model.distributed import compute_in_a_fixed_order
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.model.wrapping import wrap_layers
-from pretrain.run.launching import compute_in_a_fixed_order
 from pretrain.settings.recipe import ModelSettings
 
 
