@@ -13,9 +13,13 @@ from foundation.errors import InputError
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser whose mistakes are an InputError, so that they are one message, without the usage."""
+    """A parser whose mistakes are an InputError, so that they are one message, without the usage; --help shows the description as
+    it is written."""
 
     remedy = "--help lists the options"
+
+    def __init__(self, prog: str | None = None, description: str | None = None) -> None:
+        super().__init__(prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def error(self, message: str) -> NoReturn:
         raise InputError(f"command line: {message}; {self.remedy}")

@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> CommandParser:
-    parser = CommandParser(prog="python -m packing", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser("python -m packing", __doc__)
     commands = parser.add_subparsers(required=True, metavar="tokenizer | prepare | inspect")
 
     tokenizer = commands.add_parser("tokenizer", help="learn a byte-level BPE; its end-of-text token, id 0, closes documents")
@@ -88,12 +88,12 @@ def _learn_tokenizer(options: argparse.Namespace) -> None:
     say(f"reading {source.description}")
 
     def texts() -> Iterator[str]:
-        with Progress("learning", "characters", shown=True) as line:
+        with Progress("learning", "characters") as line:
             for chunk in source.chunks():
                 texts = read_chunk(chunk, template, settings.on_bad_line == "skip")[0]
                 yield from texts
-                line.update(line.count + sum(map(len, texts)))
-                if line.count >= _MOST_TEXT:
+                line.update(sum(map(len, texts)))
+                if line.n >= _MOST_TEXT:
                     return
 
     tokenizer = train_tokenizer(texts(), options.vocabulary, options.special)

@@ -11,7 +11,6 @@ Exit status: 0 an answer, 1 no cell of the first phase is stable, 2 something gi
 
 from __future__ import annotations
 
-import argparse
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -160,9 +159,7 @@ def load_phases(path: Path, overrides: Sequence[str], **changes: float) -> Searc
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns its exit status. Raises InputError for a mistake in what it was given."""
-    parser = CommandParser(
-        prog="python -m pretrain phases", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser("python -m pretrain phases", __doc__)
     parser.add_argument("phases", type=Path, help="what is tried, and in which order: a YAML file, see recipes/phases/")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="over the recipe's settings, in every cell")
     parser.add_argument("--gpus", type=int, metavar="N", help="GPUs of this machine for a phase's cells")

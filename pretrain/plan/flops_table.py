@@ -5,7 +5,6 @@ MODEL is a recipe, a folder or a name of a model. Nothing of its weights is read
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,9 +22,7 @@ LENGTHS = (2048, 4096)  # for a model without a recipe
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = CommandParser(
-        prog="python -m pretrain flops", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser("python -m pretrain flops", __doc__)
     add = parser.add_argument
     add("model", metavar="MODEL", help="a recipe (.yaml), or what `model.source` takes")
     add("--length", type=int, nargs="+", metavar="T", help="of a sequence, in tokens; default: the recipe's")

@@ -7,7 +7,6 @@ transformers.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import subprocess
@@ -45,7 +44,7 @@ HEADER = ("precision", "computes on", "ms a step", "tokens/s", "why not on hardw
 
 def main(arguments: list[str]) -> int:
     """Print the table; the status is 1 where a precision works neither on hardware nor emulated."""
-    parser = CommandParser("python -m pretrain doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser("python -m pretrain doctor", __doc__)
     parser.add_argument("--precisions", type=lambda text: text.split(","), metavar="A,B", help="only these")
     parser.add_argument("--cpu", action="store_true", help="on the CPU, although there is a GPU")
     options = parser.parse_args(arguments)

@@ -6,7 +6,6 @@ config.yaml leads to: the model's source or its config, and the packs or the tok
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -55,9 +54,7 @@ CARD, PICTURE = "README.md", "loss.png"
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = CommandParser(
-        prog="python -m pretrain export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser("python -m pretrain export", __doc__)
     parser.add_argument("source", type=Path, metavar="RUN_OR_CHECKPOINT", help="a run folder, of which the newest, or a step-*")
     parser.add_argument("out", type=Path, nargs="?", metavar="OUT", help="the folder to make; default: RUN/export")
     parser.add_argument("--best", action="store_true", help="of a run, the checkpoint with the lowest held-out loss")

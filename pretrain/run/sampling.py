@@ -6,7 +6,6 @@ any checkpoint. It computes on a GPU where there is one, in the dtype that the w
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -95,9 +94,7 @@ def sample(
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = CommandParser(
-        prog="python -m pretrain sample", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser("python -m pretrain sample", __doc__)
     add = parser.add_argument
     add("folder", type=Path, metavar="FOLDER", help="a run folder, or a folder of a model")
     add("prompts", nargs="*", metavar="PROMPT", help="a text to continue; '' begins one")

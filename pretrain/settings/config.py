@@ -167,7 +167,7 @@ class LaunchParser(CommandParser):
     remedy = "a setting is key=value or --key=value, and --help lists the options"
 
     def __init__(self, description: str | None, prog: str | None = None) -> None:
-        super().__init__(prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+        super().__init__(prog, description)
         self.add_argument("recipe", type=Path, help="what is trained: a YAML file, see recipes/")
         settings = "over the recipe's settings: weights=bf16 train.steps=9"
         self.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=settings)
