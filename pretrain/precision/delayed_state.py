@@ -21,11 +21,8 @@ from pretrain.precision.settings import ActivePrecision
 
 # Columns of a module, as Transformer Engine lays them out. Outputs and input gradients are not quantized.
 SLOTS = {"forward": ("input", "weight", "output"), "backward": ("grad_output", "grad_input")}
-PLACES: dict[Role, tuple[str, int]] = {  # of each operand: its direction and its slot there
-    "input": ("forward", 0),
-    "weight": ("forward", 1),
-    "grad_output": ("backward", 0),
-}
+# Of each operand: its direction and its slot there.
+PLACES: dict[Role, tuple[str, int]] = {"input": ("forward", 0), "weight": ("forward", 1), "grad_output": ("backward", 0)}
 
 
 def of_operand(state: Mapping[str, Tensor], module: str, role: Role, key: Literal["amax_history", "scale"]) -> Tensor:
@@ -79,7 +76,12 @@ class DelayedState:
     def record(self, module: int, role: Role, amax: Tensor) -> None:
         """Note the FP32 scalar `amax` of an operand that was just quantized; of several in one step the largest counts."""
         if role == "grad_output":
-            self._expect_end_of_backward()
+            # The gradients' scales are updated when the backward under way ends: the engine calls back, as it does for FSDP.
+            # Backwards of the LM head's chunks, inside of the forward, belong to the model's backward, which follows.
+            self._backward_ran = True
+            if self._depth == 0 and not self._end_expected:
+                torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
+                self._end_expected = True
         elif not self._recording:
             return
         newest = self._history(PLACES[role][0])[0][0, _column(module, role)]
@@ -103,14 +105,6 @@ class DelayedState:
             amax_history.zero_()
             scale.fill_(1.0)
         self.forward_scales, self._backward_ran, self._end_expected = None, False, False
-
-    def _expect_end_of_backward(self) -> None:
-        """Update the gradients' scales when the backward under way ends: the engine calls back, as it does for FSDP. Backwards of
-        the LM head's chunks, inside of the forward, belong to the model's backward, which follows."""
-        self._backward_ran = True
-        if self._depth == 0 and not self._end_expected:
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
-            self._end_expected = True
 
     def _finish_backward(self) -> None:
         self._end_expected = False

@@ -23,9 +23,6 @@ from pretrain.precision.quantizers.blocks import BlockQuantized
 from pretrain.precision.quantizers.tensor import absolute_maximum
 from pretrain.precision.settings import ActivePrecision
 
-# Graphs of one compiled function: a shape of a weight, an input or a gradient each, which torch would give up on after eight.
-GRAPHS = 256
-
 
 class Operand(NamedTuple):
     """One factor of a product: `values` [rows, k], k the axis of the sum, times the scalar `scale`, if there is one.
@@ -56,6 +53,8 @@ class EmulationBackend:
     def __init__(self, active: ActivePrecision, device: torch.device) -> None:
         self.active = active
         self.device = device
+        # What operands are multiplied in: BF16 holds those of every format, and is fast where there are tensor cores.
+        self.operand_dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.delayed = DelayedState(active, device) if active.precision.keeps_history else None
         self._products: list[EmulatedProduct] = []
         self._prepare = functools.cache(self._compiled_preparation)
@@ -92,11 +91,6 @@ class EmulationBackend:
         compiled = ", quantization compiled" if self.device.type == "cuda" else ""
         return f"emulated in {dtype_name(self.operand_dtype)}, torch {torch.__version__}{compiled}"
 
-    @property
-    def operand_dtype(self) -> torch.dtype:
-        """What operands are multiplied in: BF16 holds those of every format, and is fast where there are tensor cores."""
-        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
-
     def prepare(self, role: Role, x: Tensor, along: Along, scale: Tensor | None = None) -> tuple[Operand, Tensor | None]:
         """The operand of a product that sums `along` x's features or rows, and x's amax where delayed scaling is to note it."""
         *operand, amax = self._prepare(role, along)(x, scale)
@@ -119,7 +113,7 @@ class EmulationBackend:
         compiled = torch.compile(preparation, fullgraph=True, dynamic=False)
 
         def compiled_for_each_shape(*args: Tensor | None) -> tuple[Tensor | None, ...]:
-            with torch._dynamo.config.patch(recompile_limit=GRAPHS):
+            with torch._dynamo.config.patch(recompile_limit=256):  # shapes; torch would give up after eight
                 return compiled(*args)
 
         return compiled_for_each_shape
@@ -155,9 +149,7 @@ class EmulatedProduct(Product):
         """What `gemm` multiplies, both with the axis of its sum last."""
         return [getattr(operand, along) for operand, along in zip((left, right), ALONG[gemm], strict=True)]
 
-    def multiply(
-        self, gemm: Gemm, left: BothWays, right: BothWays, dtype: torch.dtype, bias: Tensor | None = None, **_: Any
-    ) -> Tensor:
+    def multiply(self, gemm: Gemm, left: BothWays, right: BothWays, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         factors = self.factors(gemm, left, right)
         with watched(self.members, gemm, [(factor.block_scale, factor.scale) for factor in factors]):
             return multiply(*factors, dtype, bias)

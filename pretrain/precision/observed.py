@@ -51,15 +51,9 @@ ALONG: dict[str, tuple[Along, Along]] = {
 }
 
 # Products of torch, and where their two factors stand: what addmm adds the product to is no factor, and may be an FP32 sum.
-FACTORS = {
-    torch.ops.aten.mm: slice(0, 2),
-    torch.ops.aten.bmm: slice(0, 2),
-    torch.ops.aten.linear: slice(0, 2),
-    torch.ops.aten.addmm: slice(1, 3),
-    torch.ops.aten.addmm_: slice(1, 3),
-    torch.ops.aten.baddbmm: slice(1, 3),
-    torch.ops.aten._grouped_mm: slice(0, 2),
-}
+_aten = torch.ops.aten
+FACTORS = dict.fromkeys((_aten.mm, _aten.bmm, _aten.linear, _aten._grouped_mm), slice(0, 2))
+FACTORS |= dict.fromkeys((_aten.addmm, _aten.addmm_, _aten.baddbmm), slice(1, 3))
 
 SAMPLED_VALUES = 2**15  # of an operand, at most, in whole blocks
 PIECE = 128  # values that are looked at together where the whole tensor has one scale
@@ -186,12 +180,8 @@ class ProductObserver:
 
         extension = sys.modules.get("transformer_engine_torch")
         generic_gemm = extension and extension.generic_gemm
-        before, ProductObserver.current = ProductObserver.current, self
-        try:
-            with holding(extension, generic_gemm=gemm) if extension else nullcontext():
-                yield
-        finally:
-            ProductObserver.current = before
+        with holding(ProductObserver, current=self), holding(extension, generic_gemm=gemm) if extension else nullcontext():
+            yield
 
     @contextmanager
     def during(self, names: Sequence[str], gemm: str, scales: Sequence[Scales] | None = None) -> Iterator[None]:
@@ -199,7 +189,7 @@ class ProductObserver:
         step would keep it from being compiled."""
         self._calls.append(_Call(names, gemm, scales))
         try:
-            with _TorchProducts(self):
+            with _TorchProducts():
                 yield
         finally:
             self._calls.pop()
@@ -233,7 +223,8 @@ class ProductObserver:
                 codes = torch.where(scale[:, None] == 0, codes, codes / scale[:, None])
             else:  # the scale is not in the values
                 largest = torch.linalg.vector_norm(matrix, math.inf).float()
-            self._examine(call, role, precision.grid(settings, role), codes, scale, largest)
+            grid = precision.grid(settings, role)
+            self._findings.append((call, role, grid, examine(codes, scale, grid, scaling, largest)))
 
     @torch.no_grad()
     def library_product(self, *operands: tuple[Any, bool]) -> None:
@@ -269,11 +260,7 @@ class ProductObserver:
             largest = (data.view(torch.uint8) & 0x7F).amax().reshape(1).view(dtype).float().reshape(())
         scaling = self._active.precision.scaling(role)
         values, scale = sample(codes.view(torch.uint8), scales, scaling, self._generator(data.device))
-        self._examine(call, role, grid, values.view(dtype).float(), scale, largest)
-
-    def _examine(self, call: _Call, role: Role, grid: Grid, codes: Tensor, scale: Tensor, largest: Tensor | None) -> None:
-        figures = examine(codes, scale, grid, self._active.precision.scaling(role), largest)
-        self._findings.append((call, role, grid, figures))
+        self._findings.append((call, role, grid, examine(values.view(dtype).float(), scale, grid, scaling, largest)))
 
     def _note(self, call: _Call, left: str, right: str) -> None:
         for name in call.names:
@@ -298,17 +285,11 @@ def see(left: Any, right: Any, layout: str) -> None:
 
 
 class _TorchProducts(TorchDispatchMode):
-    """While entered, tells `observer` of each product of two matrices."""
+    """While entered, tells whoever looks on of each product of two matrices."""
 
-    def __init__(self, observer: ProductObserver) -> None:
-        super().__init__()
-        self._observer = observer
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if factors := FACTORS.get(function.overloadpacket):
-            self._observer.torch_product(*args[factors])
+            ProductObserver.current.torch_product(*args[factors])
         return function(*args, **(kwargs or {}))
 
 

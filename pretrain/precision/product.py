@@ -82,17 +82,9 @@ class Product:
             self.weight = self.operand("weight", matrix())
         return self.weight
 
-    def multiply(
-        self,
-        gemm: Gemm,
-        left: Operand,
-        right: Operand,
-        dtype: torch.dtype,
-        bias: Tensor | None = None,
-        residual: Tensor | None = None,
-    ) -> Tensor:
-        """The result of `gemm` in `dtype`, summed in FP32; `bias` [out] is added before it is rounded, and so may be `residual`
-        [tokens, out] of a forward product, which stays as it was."""
+    def multiply(self, gemm: Gemm, left: Operand, right: Operand, dtype: torch.dtype, *added: Tensor | None) -> Tensor:
+        """The result of `gemm` in `dtype`, summed in FP32. `added` to a forward product: a bias [out], before it is rounded, and
+        a residual [tokens, out], before or after, which stays as it was."""
         raise NotImplementedError
 
     def accumulate(self, total: Tensor, left: Operand, right: Operand, *, overwrite: bool = False) -> None:
@@ -145,17 +137,9 @@ class PlainProduct(Product):
     def weight_operand(self, matrix: Callable[[], Tensor], **options: bool) -> Tensor:
         return matrix()
 
-    def multiply(
-        self,
-        gemm: Gemm,
-        left: Tensor,
-        right: Tensor,
-        dtype: torch.dtype,
-        bias: Tensor | None = None,
-        residual: Tensor | None = None,
-    ) -> Tensor:
+    def multiply(self, gemm: Gemm, left: Tensor, right: Tensor, dtype: torch.dtype, *added: Tensor | None) -> Tensor:
         if gemm == "forward":
-            return searched.linear(left, right, bias, residual)
+            return searched.linear(left, right, *added)
         return (searched.input_gradient(left, right) if gemm == "dgrad" else left.t() @ right).to(dtype)
 
     def accumulate(self, total: Tensor, left: Tensor, right: Tensor, *, overwrite: bool = False) -> None:
@@ -261,14 +245,6 @@ class Backend(Protocol):
         """Library and version, for the audit."""
 
 
-Observer = Callable[
-    [str, Role, Tensor], None
-]  # (product's name, role, the operand before it is quantized [tokens or out, features])
-# (the product, its weight as it multiplies, that weight as it is [out, in])
-WeightObserver = Callable[[Product, Operand, Tensor], None]
-ResultObserver = Callable[[str, str, Tensor, Tensor | None], None]  # (product's name, gemm, its result, the bias that it holds)
-
-
 @dataclass
 class PrecisionContext:
     """What all products of one model share: whether a low-precision forward is under way, in which microbatch of its step, and
@@ -279,9 +255,10 @@ class PrecisionContext:
     evaluates_low: bool = False  # forwards of evaluation are in low precision too
     low_precision: bool = False  # a low-precision forward is under way
     first_microbatch: bool = True
-    observers: list[Observer] = field(default_factory=list)
-    weight_observers: list[WeightObserver] = field(default_factory=list)
-    result_observers: list[ResultObserver] = field(default_factory=list)
+    # Who is watching is called with what `show`, `show_weight` and `show_result` say.
+    observers: list[Callable[[str, Role, Tensor], None]] = field(default_factory=list)
+    weight_observers: list[Callable[[Product, Operand, Tensor], None]] = field(default_factory=list)
+    result_observers: list[Callable[[str, Gemm, Tensor, Tensor | None], None]] = field(default_factory=list)
     quantizing: bool = True  # false while parity runs the same model with its quantization off
     backends: Sequence[Backend] = ()  # of all precisions that the run computes in, one after the other; none: `backend` alone
 
@@ -325,16 +302,16 @@ class PrecisionContext:
         return None
 
     def show(self, name: str, role: Role, tensor: Tensor) -> None:
-        """An operand of the product `name`, before it is quantized, to all observers."""
+        """An operand of the product `name`, before it is quantized, [tokens or out, features], to all observers."""
         for observer in self.observers:
             observer(name, role, tensor.detach())
 
     def show_weight(self, product: Product, operand: Operand, matrix: Callable[[], Tensor]) -> None:
-        """A weight as a forward product is about to take it, and as it is, to all who look on."""
+        """A weight as a forward product is about to take it, and as it is, [out, in], to all who look on."""
         for observer in self.weight_observers:
             observer(product, operand, matrix().detach())
 
-    def show_result(self, name: str, gemm: str, result: Tensor, bias: Tensor | None = None) -> None:
+    def show_result(self, name: str, gemm: Gemm, result: Tensor, bias: Tensor | None = None) -> None:
         """What a low-precision product gave, to all who look on; `bias` is what has been added to it."""
         for observer in self.result_observers:
             observer(name, gemm, result.detach(), bias)
@@ -358,7 +335,8 @@ class PrecisionContext:
     def go_back(self, copies: Sequence[Tensor]) -> None:
         """Histories and scales as they were when `copies` were made: an overflow would last in a history for 1,024 microbatches.
         Whatever else backends hold is forgotten, such as scales that a broken pass put aside for recomputing a layer."""
-        self.forget()
+        for backend in self.backends:
+            backend.reset()
         for tensor, before in zip(self.saved_state().values(), copies, strict=True):
             tensor.copy_(before)
 
@@ -370,11 +348,6 @@ class PrecisionContext:
             yield
         finally:
             self.go_back(copies)
-
-    def forget(self) -> None:
-        """Puts all histories and scales back to what they were before the first forward."""
-        for backend in self.backends:
-            backend.reset()
 
 
 class TakesTurns:

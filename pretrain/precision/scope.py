@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import chain
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -45,7 +46,9 @@ def decide(hf: PreTrainedModel, layers: Sequence[nn.Module], active: ActivePreci
             reason = "keep_bf16_layers"
         else:
             by_name = (f"keep_bf16: {pattern}" for pattern in settings.keep_bf16 if is_called(name, pattern))
-            reason = next(by_name, None) or _misfit(module, active.precision.multiple_of)
+            multiple = active.precision.multiple_of  # in emulation too, which is to show what the hardware does
+            misfits = (f"{size} is not a multiple of {multiple}" for size in features_of(module) if size % multiple)
+            reason = next(chain(by_name, misfits), None)
         decisions[name] = Decision(name, active.precision.name if reason is None else left_out, reason)
     return decisions
 
@@ -79,9 +82,3 @@ def features_of(linear: nn.Module) -> tuple[int, int]:
     """(in_features, out_features)."""
     transposed = isinstance(linear, Conv1D) or getattr(linear, "transposed", False)  # as Conv1D's stand-in says
     return tuple(linear.weight.shape if transposed else reversed(linear.weight.shape))
-
-
-def _misfit(linear: nn.Module, multiple: int) -> str | None:
-    """Why the precision cannot take a linear of this shape; in emulation too, which is to show what the hardware does."""
-    odd = [size for size in features_of(linear) if size % multiple]
-    return f"{odd[0]} is not a multiple of {multiple}" if odd else None

@@ -101,8 +101,7 @@ def multiply(
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
     """x [n, k] weight [m, k]^T + `bias` [m] as torch's linear; `residual` [n, m] added, which stays as it was."""
-    y = multiply(weight, x, residual=residual) if bias is None else None
-    if y is not None:
+    if bias is None and (y := multiply(weight, x, residual=residual)) is not None:
         return y
     y = F.linear(x, weight, bias)
     return y if residual is None else y.add_(residual)
@@ -296,13 +295,7 @@ class Algorithm(ctypes.Structure):
 class HeuristicResult(ctypes.Structure):
     """cublasLtMatmulHeuristicResult_t."""
 
-    _fields_ = [
-        ("algorithm", Algorithm),
-        ("workspace", c_size_t),
-        ("state", c_int),
-        ("waves", c_float),
-        ("reserved", c_int * 4),
-    ]
+    _fields_ = [("algorithm", Algorithm), ("workspace", c_size_t), ("state", c_int), ("waves", c_float), ("reserved", c_int * 4)]
 
 
 # Each returns a cublasStatus_t. Handles, descriptors and device pointers are void *; a value comes with its bytes.

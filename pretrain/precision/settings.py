@@ -134,10 +134,6 @@ def last_steps(untils: Sequence[float | int | None], steps: int) -> list[int]:
 # ── `fp8_config` ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-# Halvings of a delayed scale. E4M3 has a range of 2**17.8: by one more, the largest value itself would become zero.
-MOST_MARGIN = 18
-
-
 class KeepBf16Layers(Settings):
     """Decoder layers that stay in BF16: so many at the start of the model, so many at its end."""
 
@@ -155,8 +151,8 @@ class LowPrecisionSettings(Settings):
 
     # Options, of which only those that the precision takes may be set:
     fp8_format: Literal["HYBRID", "E4M3"] | None = None  # HYBRID: gradients in E5M2, the rest in E4M3
-    # Each one halves the scale, for room above the largest value seen.
-    margin: Annotated[Count, Field(le=MOST_MARGIN)] | None = None
+    # E4M3 has a range of 2**17.8: by 19 halvings the largest value itself would become zero
+    margin: Annotated[Count, Field(le=18)] | None = None  # halvings of the scale, for room above the largest value seen;
     amax_history_len: Annotated[PositiveCount, Field(le=2**20)] | None = None  # microbatches whose largest values are remembered
     amax_compute_algo: Literal["max", "most_recent"] | None = None  # which of them makes the scale
     disable_rht: bool | None = None  # no random Hadamard transform of what the weight gradient multiplies

@@ -95,7 +95,6 @@ class TransformerEngineProduct(Product):
 
     @property
     def supports_fused_loss(self) -> bool:
-        """Whether the softmax of the LM head can write its gradient as this product's operand."""
         return not self.linear.use_bias and self.backend.precision.fuses_head_on(torch.cuda.get_device_capability())
 
     def begin(self, x: Tensor) -> None:

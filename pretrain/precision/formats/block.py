@@ -1,7 +1,5 @@
 """FP8 with a scale for each 1x128 values of activations and gradients, and for each 128x128 of weights; in E4M3 throughout."""
 
-from __future__ import annotations
-
 from pretrain.precision import quantizers
 from pretrain.precision.formats.definition import Hardware, QuantizedPrecision, Scaling
 

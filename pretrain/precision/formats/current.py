@@ -1,7 +1,5 @@
 """FP8 with current scaling: a scale for the whole tensor, from its own largest value, for which it is read twice."""
 
-from __future__ import annotations
-
 from pretrain.precision import quantizers
 from pretrain.precision.formats.definition import Hardware, QuantizedPrecision, Scaling
 

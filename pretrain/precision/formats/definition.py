@@ -69,13 +69,9 @@ class Hardware:
         if self.capability is None:
             return f"emulation, because {self.examples}"
         if capability is None or capability < self.capability or (self.below and capability >= self.below):
-            below = f" and below {_dotted(self.below)}" if self.below else ""
-            return f"a GPU of compute capability {_dotted(self.capability)} or higher{below} ({self.examples})"
+            least, end = (".".join(map(str, version or ())) for version in (self.capability, self.below))
+            return f"a GPU of compute capability {least} or higher{end and f' and below {end}'} ({self.examples})"
         return None
-
-
-def _dotted(version: tuple[int, int]) -> str:
-    return ".".join(map(str, version))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -8,8 +8,6 @@ means of NVFP4 even more:
   holds; one of 32, the size of a block, would not be exact.
 """
 
-from __future__ import annotations
-
 from pretrain.precision import quantizers
 from pretrain.precision.formats.definition import Hardware, QuantizedPrecision, Scaling
 

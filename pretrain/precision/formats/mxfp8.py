@@ -1,7 +1,5 @@
 """MXFP8: FP8 with a power of two as the scale of every 32 values (OCP Microscaling Formats v1.0)."""
 
-from __future__ import annotations
-
 from pretrain.precision import quantizers
 from pretrain.precision.formats.definition import Hardware, QuantizedPrecision, Scaling
 

@@ -1,7 +1,5 @@
 """NVFP4: FP4 with an E4M3 scale for every 16 values under an FP32 scale for the tensor; weights in squares of 16x16."""
 
-from __future__ import annotations
-
 from pretrain.precision import quantizers
 from pretrain.precision.formats.definition import Hardware, QuantizedPrecision, Scaling
 

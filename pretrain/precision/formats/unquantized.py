@@ -1,8 +1,6 @@
 """FP32 and BF16: products of operands as they are. FP32 weights are cast to BF16 working copies at each use, BF16 weights are
 used as they are."""
 
-from __future__ import annotations
-
 from pretrain.precision.formats.definition import Precision
 
 FP32 = Precision(

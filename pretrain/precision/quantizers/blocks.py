@@ -128,16 +128,12 @@ def quantize_mx(x: Tensor, grid: Grid, *, uniform: Tensor | None = None) -> Bloc
     """
     blocks = Blocks.of(x, MX_BLOCK, two_dimensional=False)
     split = blocks.split(x)
-    exponent = rceil_exponent(absolute_maximum(split, blocks.within, keepdim=True), grid)
-    return blocks.quantized(split.float() * _power_of_two(LARGEST - exponent), _power_of_two(exponent), grid, uniform)
-
-
-def rceil_exponent(amax: Tensor, grid: Grid) -> Tensor:
-    """FP32 amax >= 0 to E8M0, int32, by Transformer Engine's rule (`float_to_e8m0` in its common/util/ptx.cuh)."""
-    bits = (amax * (1.0 / grid.maximum)).view(torch.int32)
+    amax = absolute_maximum(split, blocks.within, keepdim=True)
+    bits = (amax * (1.0 / grid.maximum)).view(torch.int32)  # as `float_to_e8m0` in Transformer Engine's common/util/ptx.cuh
     exponent, mantissa = bits >> FP32_MANTISSA_BITS, bits & ((1 << FP32_MANTISSA_BITS) - 1)
     exact = torch.where(exponent == 0, HALF_OF_SMALLEST_NORMAL, 0)  # how much of a mantissa the exponent alone stands for
-    return (exponent + (mantissa > exact).int()).clamp(max=LARGEST)
+    exponent = (exponent + (mantissa > exact).int()).clamp(max=LARGEST)
+    return blocks.quantized(split.float() * _power_of_two(LARGEST - exponent), _power_of_two(exponent), grid, uniform)
 
 
 def _power_of_two(biased: Tensor) -> Tensor:
