@@ -42,16 +42,14 @@ def run(
     return y.detach(), *torch.autograd.grad(y, leaves, grad)
 
 
-def fp8(recipe: str, format: Any, **options: Any) -> Any:
+def fp8(recipe: str, format: Any, two_dimensional: bool = False) -> Any:
     """x -> its values after quantization along its last dimension, of a recipe whose operands are all treated alike."""
     if recipe == "delayed":  # the first forward and backward have scales of one
         return lambda x: tensor.quantize(x, torch.ones(()), format).dequantize()
     if recipe == "current":
-        return lambda x: tensor.quantize(
-            x, tensor.scale_from_amax(x.abs().max().float(), format.maximum, **options), format
-        ).dequantize()
+        return lambda x: tensor.quantize_by_amax(x, None, format).dequantize()
     if recipe == "block":
-        return lambda x: blocks.quantize_fp8(x, format, **{"two_dimensional": False, **options}).dequantize()
+        return lambda x: blocks.quantize_fp8(x, format, two_dimensional=two_dimensional).dequantize()
     return lambda x: blocks.quantize_mx(x, format).dequantize()
 
 

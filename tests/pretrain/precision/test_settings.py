@@ -17,13 +17,7 @@ from pretrain.plan.checks import check_fit
 from pretrain.precision import formats
 from pretrain.precision.formats.definition import Precision
 from pretrain.precision.selection import Missing, missing_on, select_precision
-from pretrain.precision.settings import (
-    OPTIONS,
-    PRECISIONS,
-    ActivePrecision,
-    LowPrecisionSettings,
-    discovered,
-)
+from pretrain.precision.settings import OPTIONS, PRECISIONS, ActivePrecision, LowPrecisionSettings, discovered
 from pretrain.settings.recipe import Recipe
 
 ROOT = Path(__file__).parents[3]

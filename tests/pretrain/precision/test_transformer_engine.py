@@ -19,13 +19,6 @@ from foundation.errors import InputError
 from pretrain.precision.settings import PRECISIONS, LowPrecisionSettings
 from pretrain.precision.transformer_engine import build_te_recipe, unavailable_because
 
-CLASSES = {
-    "delayed": "DelayedScaling",
-    "current": "Float8CurrentScaling",
-    "block": "Float8BlockScaling",
-    "mxfp8": "MXFP8BlockScaling",
-    "nvfp4": "NVFP4BlockScaling",
-}
 ON_TE = [name for name, precision in PRECISIONS.items() if precision.quantized and precision.te_available]
 NVFP4_GRADIENTS = ("fp4_quant_bwd_grad.random_hadamard_transform", "fp4_quant_bwd_grad.stochastic_rounding")
 FP8_QUANTIZATION = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
@@ -54,7 +47,7 @@ def resolved(name: str, **options: Any) -> LowPrecisionSettings:
 
 @pytest.mark.parametrize("name", ON_TE)
 def test_without_options_te_recipes_are_its_defaults(te_recipes: Install, name: str) -> None:
-    default = getattr(te_recipes(), CLASSES[name])()
+    default = getattr(te_recipes(), PRECISIONS[name].te_recipe)()
     ours = build_te_recipe(PRECISIONS[name], resolved(name))
     assert type(ours) is type(default) and repr(ours) == repr(default)
     assert {key: repr(value) for key, value in vars(ours).items()} == {key: repr(value) for key, value in vars(default).items()}

@@ -68,24 +68,19 @@ def te_reference(references: Path) -> Callable[[str], ModuleType]:
     return load
 
 
-def _all_bf16() -> Tensor:
+@pytest.fixture(scope="session")
+def all_bf16() -> Tensor:
+    """Every BF16 value there is: zeros, subnormals, infinities and all NaN among them; [65536] BF16."""
     return torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
 
 
 @pytest.fixture(scope="session")
-def all_bf16() -> Tensor:
-    """Every BF16 value there is: zeros, subnormals, infinities and all NaN among them; [65536] BF16."""
-    return _all_bf16()
-
-
-@pytest.fixture(scope="session")
-def finite_bf16() -> Tensor:
+def finite_bf16(all_bf16: Tensor) -> Tensor:
     """More than ten million BF16 values [rows, 1024]: every finite one, and normal ones with outliers around them."""
-    every = _all_bf16()
     normals = torch.randn(NORMALS // 1024 * 1024 + 1024, generator=torch.Generator().manual_seed(1))
     normals[::977] *= 1000
     normals[::1013] = 0
-    return torch.cat([normals.bfloat16(), every.masked_fill(~every.isfinite(), 0)]).view(-1, 1024)
+    return torch.cat([normals.bfloat16(), all_bf16.masked_fill(~all_bf16.isfinite(), 0)]).view(-1, 1024)
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,6 @@ from pretrain.precision.quantizers import blocks
 
 SameBits = Callable[[Tensor, Tensor], None]
 Check = Callable[[Tensor], None]
-GRID = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Rounding to a grid against ml_dtypes' and torch's casts on millions of bit patterns, and by closed forms."""
+"""Rounding to a grid against ml_dtypes' casts on millions of bit patterns, and by closed forms."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from pretrain.precision.quantizers.tensor import round_stochastically, round_to_
 
 GRIDS = [E4M3, E5M2, E2M1]
 NUMPY = {"E4M3": ml_dtypes.float8_e4m3fn, "E5M2": ml_dtypes.float8_e5m2, "E2M1": ml_dtypes.float4_e2m1fn}
-TORCH = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
 by_name = pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: grid.name)
 
 
