@@ -60,7 +60,6 @@ PIECE = 128  # values that are looked at together where the whole tensor has one
 SMALLEST_SCALE = 2.0**-100  # below it, a code times its scale leaves the exponents that FP32 has
 ROUNDING = 2.0**-20  # a code times an FP32 scale was rounded to FP32, and is divided by it again
 _FP8 = {"kFloat8E4M3": (torch.float8_e4m3fn, E4M3), "kFloat8E5M2": (torch.float8_e5m2, E5M2)}  # by Transformer Engine's names
-_TE_BLOCK = 128
 
 
 # ── A sample of an operand ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -250,9 +249,9 @@ class ProductObserver:
             data = operand._rowwise_data if by_rows else operand._columnwise_data
             scales = operand._rowwise_scale_inv if by_rows else operand._columnwise_scale_inv
             codes = data.reshape(-1, data.shape[-1]) if by_rows else data.reshape(data.shape[0], -1)
-            down = -(-codes.shape[0] // _TE_BLOCK) if operand._is_2D_scaled else codes.shape[0]
+            down = -(-codes.shape[0] // 128) if operand._is_2D_scaled else codes.shape[0]
             scales = scales if operand._is_2D_scaled else scales.t()
-            scales = scales[:down, : -(-codes.shape[1] // _TE_BLOCK)]  # they are padded
+            scales = scales[:down, : -(-codes.shape[1] // 128)]  # they are padded
         else:
             return
         dtype, grid = fp8_format(te, operand._fp8_dtype)

@@ -335,8 +335,7 @@ class PrecisionContext:
     def go_back(self, copies: Sequence[Tensor]) -> None:
         """Histories and scales as they were when `copies` were made: an overflow would last in a history for 1,024 microbatches.
         Whatever else backends hold is forgotten, such as scales that a broken pass put aside for recomputing a layer."""
-        for backend in self.backends:
-            backend.reset()
+        self.forget()
         for tensor, before in zip(self.saved_state().values(), copies, strict=True):
             tensor.copy_(before)
 
@@ -348,6 +347,11 @@ class PrecisionContext:
             yield
         finally:
             self.go_back(copies)
+
+    def forget(self) -> None:
+        """Puts all histories and scales back to what they were before the first forward."""
+        for backend in self.backends:
+            backend.reset()
 
 
 class TakesTurns:

@@ -24,7 +24,6 @@ LINEARS = (nn.Linear, Conv1D)
 class Decision:
     """What one linear is to compute in: `requested`, a precision's name; `reason`, why that is not the low precision."""
 
-    name: str
     requested: str
     reason: str | None = None
 
@@ -49,7 +48,7 @@ def decide(hf: PreTrainedModel, layers: Sequence[nn.Module], active: ActivePreci
             multiple = active.precision.multiple_of  # in emulation too, which is to show what the hardware does
             misfits = (f"{size} is not a multiple of {multiple}" for size in features_of(module) if size % multiple)
             reason = next(chain(by_name, misfits), None)
-        decisions[name] = Decision(name, active.precision.name if reason is None else left_out, reason)
+        decisions[name] = Decision(active.precision.name if reason is None else left_out, reason)
     return decisions
 
 

@@ -118,10 +118,8 @@ def add_product_(total: Tensor, left: Tensor, right: Tensor, *, overwrite: bool 
     held, even NaN. `left` is the transpose of what lies in memory, in a gradient of weights."""
     if left.dtype == total.dtype:
         total.addmm_(left, right, beta=0 if overwrite else 1)
-    elif not total.is_cuda and overwrite:
-        total.copy_(left @ right)
     elif not total.is_cuda:
-        total += left @ right
+        total.copy_(left @ right if overwrite else total + left @ right)
     elif multiply(right, left.t(), layout="NT", total=total, overwrite=overwrite) is None:
         torch.addmm(total, left, right, beta=0 if overwrite else 1, out_dtype=torch.float32, out=total)
 

@@ -135,8 +135,6 @@ def last_steps(untils: Sequence[float | int | None], steps: int) -> list[int]:
 
 
 class KeepBf16Layers(Settings):
-    """Decoder layers that stay in BF16: so many at the start of the model, so many at its end."""
-
     first: Count = 0  # decoder layers at the start of the model that stay in BF16
     last: Count = 0  # decoder layers at its end that stay in BF16
 

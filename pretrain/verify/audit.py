@@ -57,7 +57,7 @@ def observe(
         run().backward()
     ran_low, entries = _effective_in(active, observer, low), []
     for name, module in modules.items():
-        products, decision = observer.products.get(name, ()), decisions.get(name, Decision(name, precision))
+        products, decision = observer.products.get(name, ()), decisions.get(name, Decision(precision))
         effective = ran_low.get(name) or _multiplied(products, all_three=name in members)
         entry = {
             "name": name,
