@@ -69,7 +69,7 @@ def compare(request: pytest.FixtureRequest) -> Callable[[str, dict[str, Any]], N
     return check
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [name for name in RUNS if name != "ddp"])  # which is launched below
 def test_a_run_computes_what_it_did(name: str, finished: Callable, compare: Callable) -> None:
     compare(name, results_of(RUNS[name], finished(name)))
 
@@ -90,9 +90,7 @@ def test_the_report_subtracts_losses_step_by_step(finished: Callable, folder: Pa
 
 @pytest.mark.multi
 @pytest.mark.long
-def test_accelerate_launch_of_two_processes_computes_what_it_did(
-    folder: Path, start_in_processes: Callable, compare: Callable
-) -> None:
+def test_accelerate_launch_of_ddp_computes_what_it_did(folder: Path, start_in_processes: Callable, compare: Callable) -> None:
     """README's command for DDP, as a user types it: nothing is patched, nothing forked."""
     run_dir = folder / "launched" / "run"
     launch = ["--config_file", "accelerate_configs/ddp.yaml", "--num_processes", "2"]

@@ -8,30 +8,26 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from accelerate import Accelerator
 
+from tests.conftest import write_recipe
 from tests.golden.runs import steps_logged
 from tests.moments import LauncherProcess, Moment
-
-
-def fail_after(steps: int, run_dir: str, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Raise `error` in the backward pass of the step that follows so many."""
-    backward = Accelerator.backward
-
-    def fail(accelerator: Accelerator, loss: torch.Tensor, **options: Any) -> None:
-        if steps_logged(Path(run_dir)) == steps:
-            raise error
-        backward(accelerator, loss, **options)
-
-    monkeypatch.setattr(Accelerator, "backward", fail)
 
 
 def test_memory_that_runs_out_is_one_message_and_leaves_what_was_saved(
     train_here: Callable, small_recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In the backward pass of step 7."""
+    backward = Accelerator.backward
+
+    def fail(accelerator: Accelerator, loss: torch.Tensor, **options: Any) -> None:
+        if steps_logged(Path(small_recipe["run_dir"])) == 6:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        backward(accelerator, loss, **options)
+
     with monkeypatch.context() as patch:
-        fail_after(6, small_recipe["run_dir"], torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), patch)
+        patch.setattr(Accelerator, "backward", fail)
         run = train_here("parity=off")
     assert run.status == 2 and run.err.count("error: ") == 1 and "Traceback" not in run.output, run.output
     for remedy in ("out of memory", "2.00 GiB", "batch.microbatch", "model.gradient_checkpointing=full"):
@@ -40,24 +36,11 @@ def test_memory_that_runs_out_is_one_message_and_leaves_what_was_saved(
     assert again.status == 0 and "at step 4" in again.output
 
 
-# ── While a checkpoint is written behind training ─────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.fixture
-def started(small_recipe: dict[str, Any], tmp_path: Path) -> Callable[[Moment], LauncherProcess]:
-    """A run of 12 steps that saves every 4, held at a moment of writing."""
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(small_recipe | {"evaluate": {}, "parity": "off"}))
-
-    def start(moment: Moment) -> LauncherProcess:
-        process = LauncherProcess([str(tmp_path / "recipe.yaml")], tmp_path / "log", moment)
-        process.wait_until_it_waits()
-        return process
-
-    return start
-
-
-def test_steps_go_on_while_a_checkpoint_is_written_until_the_next_is_due(started: Callable, tmp_path: Path) -> None:
-    process, checkpoints = started(Moment("os.rename", r"/step-00000004$")), tmp_path / "run" / "checkpoints"
+def test_steps_go_on_while_a_checkpoint_is_written_until_the_next_is_due(small_recipe: dict[str, Any], tmp_path: Path) -> None:
+    recipe, checkpoints = small_recipe | {"evaluate": {}, "parity": "off"}, tmp_path / "run" / "checkpoints"
+    writing = Moment("os.rename", r"/step-00000004$")
+    process = LauncherProcess([str(write_recipe(recipe, tmp_path))], tmp_path / "log", writing)
+    process.wait_until_it_waits()
     process.wait_until(lambda: steps_logged(tmp_path / "run") == 8)  # nothing but the thread is held
     assert not list(checkpoints.glob("step-*"))
     process.go_on()

@@ -40,10 +40,6 @@ def weights_of(run: Finished) -> str:
     return digest(tensors_of(run.run_dir / "checkpoints" / "step-00000006"), named=True)
 
 
-def events(run: Finished, name: str) -> list[dict[str, Any]]:
-    return [record for record in run.records() if record.get("event") == name]
-
-
 def test_a_rollback_goes_on_past_the_bad_data_and_resumes_so(
     train_here: Callable, delayed: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -51,7 +47,7 @@ def test_a_rollback_goes_on_past_the_bad_data_and_resumes_so(
     with poisoned_once(tmp_path / "run", steps_before=3):
         run = train_here("health.on_nan=rollback", recipe=recipe)
     assert run.status == 0 and "Traceback" not in run.output, run.output
-    (event,) = events(run, "rollback")
+    (event,) = [record for record in run.records() if record.get("event") == "rollback"]
     assert (event["resumed_from"], event["left_out"], event["rollbacks"]) == (2, 2, 1)
     steps = steps_of(run)
     assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]

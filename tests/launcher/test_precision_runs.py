@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests.conftest import Finished
+from tests.golden.runs import tensors_of
 
 SWITCH = 3  # steps before it
 
@@ -31,11 +31,6 @@ def started(start_here: Callable, small_recipe: dict[str, Any], tmp_path: Path) 
     return start
 
 
-def tensors(run: Finished, step: int) -> dict[str, torch.Tensor]:
-    files = (run.run_dir / "checkpoints" / f"step-{step:08d}").glob("*.safetensors")
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
-
-
 def audit_of(run: Finished) -> dict[str, Any]:
     return json.loads((run.run_dir / "audit.json").read_text())
 
@@ -50,7 +45,7 @@ def test_a_schedules_first_steps_are_the_plain_runs_and_it_resumes_at_its_switch
     assert audit_of(whole)["phases"] == {"1": before, "4": after}
     again = started("again", schedule, "--resume", f"{whole.run_dir}/checkpoints/step-{SWITCH:08}")
     assert again.losses() == whole.losses()[SWITCH:]
-    ours, theirs = tensors(again, 5), tensors(whole, 5)
+    ours, theirs = (tensors_of(run.run_dir / "checkpoints" / "step-00000005") for run in (again, whole))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
