@@ -21,14 +21,13 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from foundation.command import CommandParser
 from foundation.errors import InputError
-from foundation.files import find_damage
 from foundation.reading import load_object
 from foundation.units import cell, count, percent
 from packing.settings import HUB_NAME
 from packing.store import open_packs
+from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.checkpoint.format import (
     DTYPES,
-    STATE,
     Manifest,
     TensorEntry,
     load_tensors,
@@ -106,8 +105,8 @@ class SavedModel:
     def open(cls, source: Path, dtype: Weights | None = None) -> SavedModel:
         """Opens a run folder's newest intact checkpoint, or the checkpoint at `source`. `dtype` None: as its weights are stored,
         exact ones as BF16. Raises InputError where it is damaged."""
-        folder, manifest, run_dir = _intact(source)
-        weights = load_object(folder / STATE, "name another checkpoint")["identity"]["weights"]
+        folder, run_dir = _named(source)
+        weights = Checkpoints(folder.parent, keep=1).read_state(folder)["identity"]["weights"]
         to: Weights = dtype or ("fp32" if weights == "fp32" else "bf16")
         recipe = load_recipe(run_dir / "config.yaml")
         hf = model.build_on_meta(model.load_config(recipe.model))
@@ -116,7 +115,7 @@ class SavedModel:
             with suppress(OSError):  # it has none of its own
                 generation = GenerationConfig.from_pretrained(recipe.model.weights_source, revision=recipe.model.revision)
                 hf.generation_config = generation
-        return cls(folder, manifest, hf, to, run_dir, recipe)
+        return cls(folder, read_manifest(folder), hf, to, run_dir, recipe)
 
     def read(self, name: str) -> Tensor:
         """The whole tensor `name` of `hf`, on the CPU: a parameter as mode `to` stores it, a buffer as it was saved."""
@@ -138,17 +137,14 @@ class SavedModel:
         return tensor
 
 
-def _intact(source: Path) -> tuple[Path, Manifest, Path]:
-    """The checkpoint that `source` names, every byte of which is as it was written, and the folder of its run."""
+def _named(source: Path) -> tuple[Path, Path]:
+    """The checkpoint that `source` names, and the folder of its run."""
     run_dir, folder = source.absolute().parent.parent, source
     if (source / "checkpoints").is_dir():
         run_dir, folder = source, next(iter(step_folders(source / "checkpoints")), source)
     if folder == run_dir or not (run_dir / "config.yaml").is_file():
         raise InputError(f"{source}: name a run folder that has saved a checkpoint, or a step-* folder in its `checkpoints`")
-    manifest = read_manifest(folder)
-    if problems := find_damage(folder, manifest.files):
-        raise InputError(f"{folder}: {problems[0]}; name another checkpoint")
-    return folder, manifest, run_dir
+    return folder, run_dir
 
 
 def tokenizer_of(recipe: Recipe, run_dir: Path) -> tuple[PreTrainedTokenizerBase | None, str]:
