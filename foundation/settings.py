@@ -24,9 +24,6 @@ class Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
 
-MOST = 2**63 - 1  # what fits into 64 bits with a sign, which tensors, files and other libraries hold
-
-
 def at_home(value: Any) -> Any:
     """A text with the home folder in place of `~/` at its beginning; anything else as it is. A shell leaves it alone behind
     `data.packs=`, and in a recipe no shell reads it."""
@@ -35,7 +32,7 @@ def at_home(value: Any) -> Any:
 
 Count = Annotated[int, Field(ge=0)]
 PositiveCount = Annotated[int, Field(ge=1)]
-Seed = Annotated[int, Field(ge=0, le=MOST)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]  # what tensors, files and other libraries hold in 64 bits
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 PathText = Annotated[str, BeforeValidator(at_home)]  # a path, or something else where the file system can be asked for it
 FilePath = Annotated[Path, BeforeValidator(at_home)]

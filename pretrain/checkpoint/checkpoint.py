@@ -139,7 +139,8 @@ class Checkpoints:
     @property
     def failed(self) -> bool:
         """Whether this process knows that the save under way has failed, which `wait` then says; not collective."""
-        return self._pending is not None and self._pending.failed
+        futures = (self._pending.written, self._pending.completed) if self._pending else ()
+        return any(each is not None and each.done() and each.exception() for each in futures)
 
     def settle(self) -> None:
         """Begin to complete the save under way, if there is one, where all ranks have written their part. Between two steps."""
@@ -328,11 +329,6 @@ class PendingSave:
     written: Future[list[FileRecord]]  # this rank's files, when they are on the disk
     complete: Callable[[list[FileRecord]], None]  # with the files of all ranks, in the first rank's thread
     completed: Future[None] | None = None  # done when the checkpoint has its name, on the other ranks at once
-
-    @property
-    def failed(self) -> bool:
-        """Whether this process knows that it has failed."""
-        return any(each is not None and each.done() and each.exception() for each in (self.written, self.completed))
 
 
 def write_part(partial: Path, files: Files) -> list[FileRecord]:

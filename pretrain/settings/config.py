@@ -8,7 +8,6 @@ line.
 from __future__ import annotations
 
 import argparse
-import copy
 import difflib
 import json
 import re
@@ -50,13 +49,24 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     for _, own in load_with_bases(path):
         values = _over(values, own)
     for key, value in parse_overrides(overrides):
-        _set(values, key, value)
+        for section, _, name in (replaced.rpartition(".") for replaced in _replaced_by(key, value)):
+            if isinstance(there := values.get(section), dict):
+                there.pop(name, None)
+        set_value(values, key, value)
     return parse(Recipe, values, f"command line, over {path}" if overrides else str(path))
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[tuple[str, Any]]:
     """Returns the keys that `overrides` set, each with its value. InputError where one is not of their form."""
-    return [(key, value_from_text(Recipe, key, text)) for key, text in map(_split_override, overrides)]
+    values = []
+    for text in overrides:
+        key, _, value = text.partition("=")
+        if not key or key == text:
+            raise InputError(
+                f"command line: {text!r} is not of the form key=value, as in weights=bf16 or optimizer.learning_rate=1e-4"
+            )
+        values.append((key.strip(), value_from_text(Recipe, key.strip(), value)))
+    return values
 
 
 def _replaced_by(key: str, value: Any) -> tuple[str, ...]:
@@ -140,22 +150,6 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{key}"] = value
     return flat
-
-
-def _split_override(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not equals or not key:
-        raise InputError(
-            f"command line: {text!r} is not of the form key=value, as in weights=bf16 or optimizer.learning_rate=1e-4"
-        )
-    return key.strip(), value
-
-
-def _set(values: dict[str, Any], key: str, value: Any) -> None:
-    for section, _, name in (replaced.rpartition(".") for replaced in _replaced_by(key, value)):
-        if isinstance(there := values.get(section), dict):
-            there.pop(name, None)
-    set_value(values, key, copy.deepcopy(value))
 
 
 # ── What is typed ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
