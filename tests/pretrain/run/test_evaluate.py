@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from foundation.errors import InputError
-from packing.arrow import Pack, Packs
+from packing.arrow import Packs
 from packing.batch import Batching
 from packing.order import MixedPacks
 from packing.settings import DataSettings
@@ -45,18 +45,13 @@ def evaluate(packed: torch.nn.Module, packs: Packs, accelerator: Accelerator, mi
     return SimpleNamespace(**{key.removeprefix("held_out_"): value for key, value in figures.items()})
 
 
-def job_of(packs: Packs, limit: int | None) -> SimpleNamespace:
+def job_of(packs: Packs) -> SimpleNamespace:
     """What an evaluation asks of a job, in microbatches of 3."""
     return SimpleNamespace(
         data=SimpleNamespace(held_out=packs),
-        recipe=SimpleNamespace(evaluate=SimpleNamespace(packs=limit)),
-        plan=SimpleNamespace(microbatch=3),
+        recipe=SimpleNamespace(evaluate=SimpleNamespace(packs=None)),
         batching=lambda accelerator: {"microbatch": 3, "rank": 0, "world_size": 1, "mask_boundaries": True},
     )
-
-
-def all_packs(packs: Packs) -> list[Pack]:
-    return [packs[index] for index in range(len(packs))]
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
@@ -72,7 +67,7 @@ def test_held_out_loss_is_the_plain_mean_for_any_microbatch(
 ) -> None:
     packed = build_model(kind)
     result = evaluate(packed, held_out, accelerator, microbatch)
-    packs = all_packs(held_out)
+    packs = [held_out[index] for index in range(len(held_out))]
     with torch.no_grad():
         expected = plain_loss(plain_copy(packed), packs)
     assert result.loss == pytest.approx(expected.item(), rel=1e-6)
@@ -90,7 +85,7 @@ def test_the_figures_of_several_sources_are_those_of_all_their_tokens(
     packed.hf.set_output_embeddings(LossHead.replacing(packed.hf.get_output_embeddings(), loss))
 
     def figures(packs: Packs) -> dict[str, float]:
-        return held_out_figures(job_of(packs, None), packed, accelerator)
+        return held_out_figures(job_of(packs), packed, accelerator)
 
     mixed, each = figures(MixedPacks(held_out.path, parts, dict.fromkeys(parts, 1.0))), {n: figures(p) for n, p in parts.items()}
     tokens = sum(found["held_out_tokens"] for found in each.values())

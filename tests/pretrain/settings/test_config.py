@@ -9,9 +9,10 @@ import yaml
 
 from foundation.errors import InputError
 from packing.store import text_parts
-from pretrain.settings.config import identity_of, load_recipe, resolved, run_dir_of
+from pretrain.settings.config import LaunchParser, identity_of, load_recipe, resolved, run_dir_of
 from pretrain.settings.recipe import Recipe
 
+RECIPES = Path(__file__).parents[3] / "recipes"
 SMALLEST = {"name": "small", "model": {"source": "somewhere"}, "data": {"packs": "packs"}, "train": {"steps": 10}}
 
 
@@ -21,12 +22,10 @@ def write(tmp_path: Path, values: dict | str) -> Path:
     return path
 
 
-MORE = ["train.epochs=2", "data.text=1"]
-
-
 def test_overrides_beat_the_file_and_the_file_beats_defaults(tmp_path: Path) -> None:
     path = write(tmp_path, {**SMALLEST, "weights": "bf16", "batch": {"tokens": 4096}})
-    recipe = load_recipe(path, ["train.tokens=5", "batch.tokens=4", "batch.tokens=8_192", "optimizer.learning_rate=1e-4", *MORE])
+    over = "train.tokens=5 batch.tokens=4 batch.tokens=8_192 optimizer.learning_rate=1e-4 train.epochs=2 data.text=1"
+    recipe = load_recipe(path, over.split())
     assert (recipe.weights, recipe.batch.tokens, recipe.optimizer.learning_rate, recipe.data.text) == ("bf16", 8192, 1e-4, "1")
     assert recipe.optimizer.clip == 1.0
     assert (recipe.train.steps, recipe.train.epochs) == (None, 2.0), "a horizon replaces the others"
@@ -77,16 +76,10 @@ def test_a_runs_config_as_a_recipe_or_as_a_base_is_the_same_training(data: dict,
     assert resolved(onto)["data"] == resolved(recipe)["data"] | {"packs": "elsewhere"}
 
 
-@pytest.mark.parametrize(
-    ("overrides", "named"),
-    [
-        (["weights"], "key=value"),
-        (["name.first=x"], "`name`"),
-    ],
-)
-def test_a_setting_that_cannot_be_set_is_refused(overrides: list[str], named: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=f"^command line: .*{named}"):
-        load_recipe(write(tmp_path, SMALLEST), overrides)
+def test_a_setting_that_cannot_be_set_is_refused(tmp_path: Path) -> None:
+    for text, named in (("weights", "key=value"), ("name.first=x", "`name`")):
+        with pytest.raises(InputError, match=f"^command line: .*{named}"):
+            load_recipe(write(tmp_path, SMALLEST), [text])
 
 
 @pytest.mark.parametrize(
@@ -129,5 +122,14 @@ def test_the_identity_changes_with_the_training_and_not_with_how_it_is_run(
         return identity_of(load_recipe(write(tmp_path, SMALLEST), [*common, *overrides]), data)
 
     assert all(identity(change) == identity() for change in same)
-    assert all(identity(change) != identity() for change in [*other])
+    assert all(identity(change) != identity() for change in other)
     assert identity(data="other") != identity()
+
+
+def test_settings_are_read_as_a_sweeps_agent_writes_them_and_name_the_run_folder(tmp_path: Path) -> None:
+    """W&B's agent puts `--` before each; the shipped sweep gives each trial a folder of its own."""
+    sweep = yaml.safe_load((RECIPES / "sweeps/smoke.yaml").read_text())
+    trial = ["--optimizer.learning_rate=3e-05", "--optimizer.weight_decay=0.1"]
+    fixed = [text for text in sweep["command"] if "=" in text]
+    parsed = LaunchParser(None).read([str(RECIPES / "smoke.yaml"), *trial, *fixed])
+    assert str(run_dir_of(load_recipe(parsed.recipe, parsed.overrides))).endswith("lr3e-05-wd0.1")
