@@ -32,7 +32,7 @@ def at_home(value: Any) -> Any:
 
 Count = Annotated[int, Field(ge=0)]
 PositiveCount = Annotated[int, Field(ge=1)]
-Seed = Annotated[int, Field(ge=0, lt=2**63)]  # what tensors, files and other libraries hold in 64 bits
+Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]  # what tensors, files and other libraries hold in 64 bits
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 PathText = Annotated[str, BeforeValidator(at_home)]  # a path, or something else where the file system can be asked for it
 FilePath = Annotated[Path, BeforeValidator(at_home)]

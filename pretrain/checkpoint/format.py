@@ -90,7 +90,8 @@ def complete(final: Path, manifest: Manifest, state: bytes) -> None:
     what had that name is set aside. Raises OSError."""
     partial, record = partial_folder(final), FileRecord(STATE, len(state), {"sha256": hashlib.sha256(state).hexdigest()})
     write_file(partial / STATE, state)
-    write_file(partial / MANIFEST, replace(manifest, files=[*manifest.files, record]).to_json())
+    content = {"format": FORMAT, **asdict(replace(manifest, files=[*manifest.files, record]))}
+    write_file(partial / MANIFEST, json.dumps({**content, "sha256": hash_of(content)}, indent=1).encode())
     fsync(partial)
     if final.exists():
         set_aside(final)
@@ -147,10 +148,6 @@ class Manifest:
     files: list[FileRecord]  # all but the manifest itself, each with its SHA-256
     model: dict[str, TensorEntry]
     optimizer: dict[str, TensorEntry]
-
-    def to_json(self) -> bytes:
-        content = {"format": FORMAT, **asdict(self)}
-        return json.dumps({**content, "sha256": hash_of(content)}, indent=1).encode()
 
 
 def read_manifest(folder: Path) -> Manifest:

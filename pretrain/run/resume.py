@@ -179,11 +179,7 @@ def begin_stream(source: ResumePoint | None, job: Job) -> None:
 
 
 def restore(
-    source: ResumePoint,
-    checkpoints: Checkpoints,
-    job: Job,
-    assembly: Assembly,
-    health: Health,
+    source: ResumePoint, checkpoints: Checkpoints, job: Job, assembly: Assembly, health: Health
 ) -> tuple[TrainState, list[str]]:
     """Put the run's memory and its stream into the state of `source`; returns the counters, and notes for the user. Collective;
     `Checkpoints.abandon_newer` is left to do."""

@@ -34,16 +34,11 @@ def draw_samples(run: Run) -> None:
     how = {"tokens": TOKENS, "temperature": TEMPERATURE, "top_p": TOP_P}
     with gathered(run.assembly.model):
         for number, prompt in enumerate(settings.samples):
-            seed = seed_of_prompt(run.job.recipe.seed, number)
+            seed = step_seed(run.job.recipe.seed, number, 0)  # its own, or one text would begin like the other
             text = sample(run.assembly.hf, run.job.tokenizer, prompt, seed=seed, **how)
             run.console.sample(prompt, text)
             samples.append({"prompt": prompt, "seed": seed, "text": text})
     run.trackers.log({"step": run.state.step, "event": "samples", **how, "samples": samples})
-
-
-def seed_of_prompt(seed: int, number: int) -> int:
-    """Each prompt has its own, so that one text does not begin like the other; the same at every evaluation."""
-    return step_seed(seed, number, 0)
 
 
 @torch.no_grad()
@@ -51,11 +46,11 @@ def sample(
     hf: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompt: str,
-    *,
     tokens: int,
+    temperature: float,
+    top_p: float,
+    *,
     seed: int,
-    temperature: float = TEMPERATURE,
-    top_p: float = TOP_P,
 ) -> str:
     """How the model continues `prompt`, by at most `tokens` tokens and as many as it has positions for.
 
@@ -100,12 +95,7 @@ def main(arguments: Sequence[str]) -> int:
     add("prompts", nargs="*", metavar="PROMPT", help="a text to continue; '' begins one")
     add("--prompt", action="append", default=[], help="another way to give one; may be repeated")
     add(
-        "--tokens",
-        "--max-new-tokens",
-        "--max_new_tokens",
-        type=int,
-        default=TOKENS,
-        help="the most tokens of a continuation; default 64",
+        "--tokens", "--max-new-tokens", "--max_new_tokens", type=int, default=TOKENS, help="of a continuation at most; default 64"
     )
     add("--temperature", type=float, default=TEMPERATURE, help="default 0.8; 0: always the likeliest token")
     add("--top-p", "--top_p", type=float, default=TOP_P, help="of the likeliest tokens with this probability; default 0.95")
@@ -117,7 +107,7 @@ def main(arguments: Sequence[str]) -> int:
     hf.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     console, how = Console(0), {"tokens": options.tokens, "temperature": options.temperature, "top_p": options.top_p}
     for index, prompt in enumerate(prompts):
-        console.sample(prompt, sample(hf, tokenizer, prompt, seed=seed_of_prompt(options.seed, index), **how))
+        console.sample(prompt, sample(hf, tokenizer, prompt, seed=step_seed(options.seed, index, 0), **how))
     return 0
 
 

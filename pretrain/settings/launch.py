@@ -165,10 +165,7 @@ _TRUE = ("true", "1", "yes", "y", "t", "on")  # as accelerate reads them
 # Variables that would do what the launcher does or what it cannot: the value that asks for nothing, and what is said of others.
 _LEFT_OUT = {
     "ACCELERATE_DYNAMO_BACKEND": ("NO", "`dynamo_config`: `model.compile` decides"),
-    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (
-        "1",
-        "`gradient_accumulation_steps`: `batch.tokens` and `batch.microbatch` decide",
-    ),
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": ("1", "`gradient_accumulation_steps`: `batch.tokens` and `.microbatch` decide"),
     "FSDP_ACTIVATION_CHECKPOINTING": ("false", "`fsdp_activation_checkpointing`: `model.gradient_checkpointing` decides"),
     "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": ("false", "`fsdp_activation_checkpointing_offload`: activations stay on the device"),
 }

@@ -130,11 +130,12 @@ def test_a_temperature_of_zero_takes_the_likeliest_token_within_the_positions(
     tokenizer: PreTrainedTokenizerFast, build_model: Callable
 ) -> None:
     hf = build_model("gpt2", n_positions=8).hf
-    cold = [sample(hf, tokenizer, "w1 w2", tokens=60, seed=seed, temperature=heat) for seed, heat in ((1, 0.0), (2, 1e-6))]
+    heats = ((1, 0.0), (2, 1e-6))
+    cold = [sample(hf, tokenizer, "w1 w2", tokens=60, seed=seed, temperature=heat, top_p=0.9) for seed, heat in heats]
     assert cold[0] == cold[1] == sample(hf, tokenizer, "w1 w2", tokens=60, seed=3, temperature=1.0, top_p=1e-6)
     assert len(cold[0].split()) <= 6
     with pytest.raises(InputError, match=r"the model .*8 positions"):
-        sample(hf, tokenizer, " ".join(["w1"] * 8), tokens=1, seed=0)
+        sample(hf, tokenizer, " ".join(["w1"] * 8), tokens=1, seed=0, temperature=1.0, top_p=1.0)
 
 
 def test_the_best_evaluation_is_the_first_of_the_lowest_over_as_many_tokens() -> None:

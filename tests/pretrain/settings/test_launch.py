@@ -159,11 +159,7 @@ def test_a_settled_recipe_written_out_means_the_same_under_any_configuration(nam
     first = with_precision(recipe_with(precision=name, fp8_config=own), environment(recipe="delayed", margin=3))
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(resolved(first)))
-    others = [
-        {},
-        {"ACCELERATE_MIXED_PRECISION": "bf16"},
-        environment(recipe="mxfp8", scope="linear+head", fp8_format="E4M3"),
-    ]
+    others = [{}, {"ACCELERATE_MIXED_PRECISION": "bf16"}, environment(recipe="mxfp8", scope="linear+head", fp8_format="E4M3")]
     others.append(environment(recipe="delayed", margin=7, keep_bf16_layers={"first": 5, "last": 5}, backend="emulation"))
     for environ in others:
         assert with_precision(load_recipe(path), environ) == first
@@ -218,11 +214,8 @@ def written(folder: Path, processes: int, *, machines: int = 1, **answers: Any) 
     """The variables of one of `processes` on one of `machines`, under the file with these answers."""
     path = folder / "default_config.yaml"
     values = {key: value for key, value in COMMON.items() if key != "compute_environment"} | {"num_machines": machines}
-    values |= {
-        "num_processes": processes,
-        "main_process_ip": "h1" if machines > 1 else None,
-        "main_process_port": 29999,
-    } | answers
+    values |= {"main_process_ip": "h1" if machines > 1 else None, "main_process_port": 29999}
+    values |= {"num_processes": processes} | answers
     ClusterConfig(compute_environment="LOCAL_MACHINE", **values).to_yaml_file(path)
     command = launch_command_parser().parse_args(["--config_file", str(path), "train_accelerate.py"])
     command = _validate_launch_command(command)[0]
