@@ -89,8 +89,6 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(next(each for each in (path, *path.parents) if each.exists())).free
 
 
-# ── Whether files are the ones that were written ──────────────────────────────────────────────────────────────────────────────
-
 ALWAYS_HASHED_BYTES = 2**30
 _THREADS = 8  # hashing releases the interpreter lock; more threads than this only queue at the disk
 
@@ -142,9 +140,6 @@ def check_files(folder: Path, records: Iterable[FileRecord], remedy: str, *, has
     small = sum(record.size for record in records) <= ALWAYS_HASHED_BYTES
     if problems := find_damage(folder, records, hashed=hashed or small):
         raise InputError(f"{folder}/{problems[0]}; {remedy}")
-
-
-# ── One owner a folder ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @contextmanager

@@ -118,9 +118,6 @@ def _section(cls: type[BaseModel], keys: list[str]) -> type[BaseModel]:
     return cls
 
 
-# ── `key=value` on a command line ─────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def value_from_text(cls: type[BaseModel], key: str, text: str) -> Any:
     """What `key=text` on a command line means: YAML, but plain text for the keys of `cls` that hold text.
 

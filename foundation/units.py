@@ -62,8 +62,6 @@ def plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"
 
 
-# ── Tables ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
 UNKNOWN = "–"  # in place of what is not known
 
 

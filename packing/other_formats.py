@@ -183,8 +183,6 @@ def documents(width: int, mask: np.ndarray | None, positions: np.ndarray | None,
     return np.diff(starts, prepend=0, append=real).astype(np.int32), first_position
 
 
-# ── Token files ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
 _SAMPLED_TOKENS, _FEWEST_TOKENS = 2**20, 64  # in fewer, chance may make them small
 _HIGH_WORD_LIMIT = 16  # a uint32 file of a vocabulary below 2^20 has only such values in every other uint16
 

@@ -302,8 +302,6 @@ def usable_cores(among: int = 1) -> int:
     return max(1, len(os.sched_getaffinity(0)) // among)
 
 
-# ── Parts of a stream ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
 # What a part holds follows from the place in the source where it begins, never from who makes it, when, or how often. So whatever
 # is passed may be deleted: a run that goes back, or on another machine, makes it again from the place that its checkpoint names.
 # Files are sought to that place, archives unpacked up to it; a hub's dataset begins with the file that it was in.

@@ -278,9 +278,6 @@ def _rows(table: pa.RecordBatch | pa.Table, origin: str, first: int, size: int) 
         yield Chunk("table", origin, first + start, sink.getvalue().to_pybytes(), {"at": first + start + len(piece)})
 
 
-# ── Chunks as documents ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 @dataclass(frozen=True)
 class Counts:
     """What records are made into, and what is left out of them."""

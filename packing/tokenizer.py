@@ -132,8 +132,6 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-# ── A tokenizer that is learnt from text ──────────────────────────────────────────────────────────────────────────────────────
-
 END_OF_TEXT = "<|endoftext|>"  # closes every document, and pads
 
 

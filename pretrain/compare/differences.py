@@ -45,9 +45,6 @@ def t_quantile(freedom: int, confidence: float) -> float:
     return high
 
 
-# ── Along one run ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def half_width(values: np.ndarray, confidence: float = CONFIDENCE) -> float:
     """Half of the interval of the mean of correlated `values`, FEWEST_STEPS or more. A trend makes it wide, as it should.
 
@@ -98,9 +95,6 @@ class Gap:
             return "within"
         beyond = abs(self.mean) - self.cautious > tolerance
         return "cannot tell" if not beyond else "above" if self.mean > 0 else "below"
-
-
-# ── Over seeds ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)

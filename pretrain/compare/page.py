@@ -67,9 +67,6 @@ def render(comparison: RunComparison, seeds: SeedComparison | None, answer: str,
     return html.encode()
 
 
-# ── Pictures ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def pictures(comparison: RunComparison) -> dict[str, Figure]:
     """The page's figures by name; those that have nothing to show are left out."""
     statistics = {each.label: maps for each in comparison.standings if (maps := heat_maps(each.run.path / STATISTICS_FILE))}
@@ -161,9 +158,6 @@ def heat_figure(heat: Mapping[str, Mapping[tuple[str, str], Mapping[str, Any]]])
     menu = {"buttons": buttons, "x": 0, "xanchor": "left", "y": 1.0, "yanchor": "bottom", "pad": {"b": 30}}
     figure.update_yaxes(autorange="reversed").update_xaxes(type="category", title="step")
     return figure.update_layout(height=min(1200, 200 + 14 * rows), coloraxis={"colorscale": "Viridis"}, updatemenus=[menu])
-
-
-# ── Text ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def audit_of(run: RunRecord) -> list[str]:

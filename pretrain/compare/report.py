@@ -115,9 +115,6 @@ def _bullets(notes: Iterable[str]) -> str:
     return "\n".join(f"* {note}" for note in notes)
 
 
-# ── The command ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
     """The runs of these folders, each once, in their order. Files among them, as `runs/*` has, are passed over."""
     folders = [path for path in paths if not path.is_file()] or paths

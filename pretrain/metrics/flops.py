@@ -147,9 +147,6 @@ class ModelFlops:
         return self.per_token_matrix * tokens + self.per_squared_length * sum_squared_lengths
 
 
-# ── Every definition in use ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def ours(model: ModelFlops, length: int) -> float:
     """Every product by its shape, attention causal: one document of `length` tokens, which is the most that a pack can cost."""
     return model.step(length, length**2) / length

@@ -28,9 +28,6 @@ VOCABULARY_MULTIPLE = 128  # of a vocabulary from scratch: products with the hea
 ROLES = {"eos": "EOS", "bos": "BOS", "pad": "padding"}
 
 
-# ── What it is, and whose ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def with_tokens(model: ModelSettings, settings: DataSettings, data: Data | None, *, needed: bool = False) -> ModelSettings:
     """`model`, and where it is from scratch what it leaves open of its vocabulary as the tokenizer of the packs has it: that of
     `data.tokenizer`, else the one that the packs remember. As it is where nothing is known of that, and of a `source` whose own
@@ -97,9 +94,6 @@ def _fingerprint_at(place: str | None, model: ModelSettings) -> str | None:
     with contextlib.suppress(InputError):  # a folder or repository without a tokenizer, or a machine without network
         return place and load_text_tokenizer(place, model.revision if place == model.repository else None).fingerprint
     return None
-
-
-# ── The object that reads prompts and is exported ─────────────────────────────────────────────────────────────────────────────
 
 
 def load_tokenizer(

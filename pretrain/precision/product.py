@@ -211,9 +211,6 @@ class LinearFunction(torch.autograd.Function):
         return dx, dw, db, None
 
 
-# ── The linears of a model, and what they share ─────────────────────────────────────────────────────────────────────────────────
-
-
 def summing_where(parameter: Tensor, copy: Tensor, *, transposed: bool = False) -> Tensor:
     """`copy`, a cast or (`transposed`) a transpose of `parameter`, whose gradient adds up where the parameter's does: in its
     `main_grad`. Shapes do not tell: a square matrix has the same both ways."""

@@ -25,8 +25,6 @@ from pretrain.run.assembly import Assembly
 from pretrain.run.resume import ResumePoint
 from pretrain.run.running import Run
 
-# ── Checkpoints ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
 
 def tensors_to_save(assembly: Assembly) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The model's, and all that a checkpoint holds beside it: the optimizer's, and histories and scales of delayed scaling."""
@@ -65,9 +63,6 @@ def save(run: Run, *, behind: bool = False) -> None:
         spared = run.best["step"] if run.best else None
         how = {"spared": spared, "behind": behind, "say": run.console.notice}
         run.checkpoints.save(run.state.step, *tensors_to_save(run.assembly), state, **how)
-
-
-# ── Where it stops ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 FAILED = 999  # why ranks stop, where it is no signal. Above all numbers of signals: ranks agree on the largest
@@ -113,9 +108,6 @@ def save_last(run: Run, stop: StopRequest) -> int:
     save(run)
     number = largest_over_ranks(run.accelerator, stop.requested or 0)
     return tell_stopped(run, number) if number else 0
-
-
-# ── What is worth keeping ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @torch.no_grad()

@@ -31,8 +31,6 @@ from pretrain.run.running import Run
 from pretrain.settings import config
 from pretrain.verify import audit
 
-# ── Before the first step ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
 
 def recorder_of(job: Job, assembly: Assembly, accelerator: Accelerator) -> Recorder:
     return Recorder(
@@ -86,9 +84,6 @@ def introduce(run: Run, notes: Iterable[str]) -> None:
 def first_step(run: Run) -> AbstractContextManager[object]:
     """Put this around each step: during the first one of this process, in which much is compiled, a terminal says so."""
     return run.console.progress("first step") if run.state.step == run.resumed_step else nullcontext()
-
-
-# ── A step ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def due(step: int, every: int | None) -> bool:
@@ -150,9 +145,6 @@ def log(run: Run, figures: dict[str, Any], *, data_wait_ms: float) -> None:
     run.console.step(record, show=due(run.state.step, run.job.recipe.log.every) or run.state.finished)
     if run.profile and run.profile.step == run.state.step:
         run.console.notice(f"profile of this step: {run.folder.path / TABLE_FILE}")
-
-
-# ── The end ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def sum_up(run: Run) -> RunRecord | None:

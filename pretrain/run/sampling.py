@@ -85,9 +85,6 @@ def sample(
     return tokenizer.decode(output[0, encoded["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-# ── The command ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def main(arguments: Sequence[str]) -> int:
     parser = CommandParser("python -m pretrain sample", __doc__)
     add = parser.add_argument

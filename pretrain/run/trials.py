@@ -29,9 +29,6 @@ RESERVE = 0.04
 PARITY_MICROBATCH = 2  # packs laid end to end, where a smaller shape than training's costs no compilation
 
 
-# ── `batch.microbatch: auto` ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def choose_microbatch(job: Job, assembly: Assembly, resumed: Mapping[str, Any] | None, accelerator: Accelerator) -> int:
     """What `auto` means, in packs: the microbatch of the `resumed` state, or the largest that fits now, in each of the run's
     precisions; on a CPU, what is expected to fit.
@@ -144,9 +141,6 @@ def _try(model: nn.Module, accelerator: Accelerator, batch: Microbatch) -> None:
         # Zeroed, not freed: the gradients' memory belongs to every trial. Shards get new ones with every step.
         model.zero_grad(set_to_none=accelerator.is_fsdp2)
         clear_main_gradients(model.parameters())
-
-
-# ── Parity ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def find_parity(run: Run) -> list[Parity | str]:

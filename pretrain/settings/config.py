@@ -152,9 +152,6 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-# ── What is typed ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 class LaunchParser(CommandParser):
     """Reads a recipe and what is set over it, as key=value or --key=value, which W&B's agents write."""
 

@@ -125,9 +125,6 @@ def softmax_loss(
     return losses
 
 
-# ── The gradient in FP8 ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 class QuantizedGradient(NamedTuple):
     """Codes by rows [n, vocabulary] and transposed [vocabulary, n], uint8, and what to multiply them by: FP32 [n], one for each
     row, and FP32 [1] for all columns."""
