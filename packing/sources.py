@@ -119,18 +119,21 @@ def open_stream(path: Path) -> pa.NativeFile:
 
 # Columns that data sets usually have, and the keys of `data` that read them.
 _USUAL_COLUMNS = {
-    "messages": "data.messages=messages",
-    "conversations": "data.messages=conversations",
-    "instruction": "data.prompt=instruction data.response=output",
-    "prompt": "data.prompt=prompt data.response=response",
-    "input_ids": "data.input_ids=input_ids",
+    ("messages",): "data.messages=messages",
+    ("conversations",): "data.messages=conversations",
+    ("instruction", "output"): "data.prompt=instruction data.response=output",
+    ("prompt", "completion"): "data.prompt=prompt data.response=completion",
+    ("prompt", "response"): "data.prompt=prompt data.response=response",
+    ("question", "answer"): "data.prompt=question data.response=answer",
+    ("input_ids",): "data.input_ids=input_ids",
+    ("content",): "data.text=content",
 }
 
 
 def lacking(records: Records, names: Collection[str]) -> str | None:
     """What is wrong where the columns `names` lack one that `records` reads, with the keys that would fit them; else None."""
     if absent := [column for column in records.columns if column not in names]:
-        keys = " or ".join(keys for column, keys in _USUAL_COLUMNS.items() if column in names)
+        keys = " or ".join(keys for columns, keys in _USUAL_COLUMNS.items() if set(columns) <= set(names))
         return f"no column `{absent[0]}`; the columns are: {', '.join(names)}. Set {keys or 'data.text to one, or to a template'}"
     return None
 
@@ -358,6 +361,8 @@ def _parsed(line: bytes, records: Records) -> dict[str, Any]:
         value = json.loads(str(line, "utf-8-sig"))
     except ValueError as error:
         raise ValueError(f"the line is not valid JSON: {error}; each is one whole record, as `jq -c .[]` writes a list") from None
-    if wrong := lacking(records, value if isinstance(value, dict) else ()):
+    if not isinstance(value, dict):
+        raise ValueError("the line holds no record but a list or a value; `jq -c .[] FILE > records.jsonl` makes lines of a list")
+    if wrong := lacking(records, value):
         raise ValueError(wrong)
     return value

@@ -128,6 +128,9 @@ def test_a_malformed_line_is_named_or_skipped_and_counted(line: str, tmp_path: P
     [
         (["messages"], "data.messages=messages"),
         (["id", "conversations"], "data.messages=conversations"),
+        (["prompt", "completion"], "data.prompt=prompt data.response=completion"),
+        (["question", "answer"], "data.prompt=question data.response=answer"),
+        (["content", "path"], "data.text=content"),
         (["instruction", "input", "output"], "data.prompt=instruction data.response=output"),
         (["input_ids", "labels"], "data.input_ids=input_ids"),
         (["title", "body"], "title, body. Set data.text"),
@@ -140,6 +143,12 @@ def test_a_file_without_the_column_says_which_it_has_and_which_key_reads_them(co
     for path in (tmp_path / "x.jsonl", tmp_path / "x.parquet"):
         with pytest.raises(InputError, match=f"no column `text`.*{keys}"):
             texts_of(path)
+
+
+def test_a_list_in_one_line_says_how_it_becomes_lines(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text(json.dumps([{"text": "one"}, {"text": "two"}]))
+    with pytest.raises(InputError, match=r"x\.json:1: .*a list.*jq -c"):
+        texts_of(tmp_path / "x.json")
 
 
 @pytest.mark.parametrize("kind", ["jsonl.gz", "jsonl.zst", "parquet"])
