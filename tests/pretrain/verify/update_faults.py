@@ -129,6 +129,9 @@ def last_microbatch_dropped(run: SmallRun, passes: Callable[..., Tensor], step: 
 
 @fault_of_update("gradients add up in BF16, not in FP32", lambda run: not run.accelerator.is_fsdp2)
 def sums_in_bf16(run: SmallRun, patch: Patch) -> None:
+    table = run.packed.get_input_embeddings()
+    if table.weight.dtype == torch.bfloat16:
+        vars(table).pop("forward", None)  # it adds a table's rows to FP32 sums alone
     gradients.attach_main_gradients(run.packed, torch.bfloat16, run.packed.fused.stacks if run.packed.fused else ())
 
 
