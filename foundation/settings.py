@@ -68,6 +68,8 @@ def _describe(cls: type[BaseModel], item: dict[str, Any]) -> tuple[str, str]:
     if unknown:
         return ".".join([*keys, str(last)]), f"unknown key; {_hint(cls, keys, str(last))}"
     message = item["msg"].removeprefix("Value error, ")
+    if item["type"] == "model_type":  # a value where a section is
+        message = f"a section; its keys: {', '.join(sorted(_section(cls, keys).model_fields))}"
     value = "" if item["type"] in ("missing", "value_error") else f", and is {item['input']!r:.200}"
     return ".".join(keys), message + value
 
@@ -83,7 +85,8 @@ def _hint(cls: type[BaseModel], keys: list[str], name: str) -> str:
         return f"did you mean `{key}`?"
     if near := difflib.get_close_matches(name.lower(), by_name, n=1, cutoff=0.8):
         return f"did you mean `{by_name[near[0]]}`?"
-    return f"known keys here: {', '.join(sorted(_section(cls, keys).model_fields))}"
+    listed = ", ".join(sorted(_section(cls, keys).model_fields))
+    return f"known keys here: {listed}; docs/coming_from.md has other trainers' names"
 
 
 def _keys_of(cls: type[BaseModel], prefix: str = "") -> Iterator[str]:

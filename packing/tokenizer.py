@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from foundation.errors import InputError
 from foundation.reading import load_object, one_line
 
-REMEDY = "fetch or train it again, or name another"
+REMEDY = "make it with `python -m packing tokenizer` (`make demo` makes demo/work), fetch it again, or name another"
 # tokenizer_config.json says which special token ends a document; where there is none, these usual names decide.
 _USUAL_NAMES = {
     "bos": ("<|begin_of_text|>", "<s>", "<bos>", "[BOS]"),

@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> int:
         return run_command(run)
     lines = [f"  {name:<9} {what}" for name, (_, what) in COMMANDS.items()]
     usage = "usage: low-precision COMMAND ..., or python -m pretrain COMMAND ...\n\n"
-    usage += "\n".join([*lines, "", "COMMAND --help says more"])
+    usage += "\n".join([*lines, "", "COMMAND --help says more; to train: accelerate launch train_accelerate.py RECIPE"])
     if arguments in (["-h"], ["--help"]):
         print(usage)
         return 0

@@ -80,6 +80,11 @@ def step_folders(parent: Path) -> list[Path]:
     return sorted((path for path in parent.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name)), key=step_of, reverse=True)
 
 
+def newest_in(source: Path) -> Path:
+    """The newest checkpoint of the run folder `source`; `source` itself where it is no such folder."""
+    return next(iter(step_folders(source / "checkpoints")), source)
+
+
 def partial_folder(final: Path) -> Path:
     """Returns the folder in which the checkpoint `final` is written before it has its name."""
     return final.with_name(f"{PARTIAL_STEP}{final.name}")
@@ -153,7 +158,7 @@ class Manifest:
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of the checkpoint at `folder`; InputError where there is none, or one that is damaged."""
     path = folder / MANIFEST
-    content = load_object(path, "this is no complete checkpoint, use another")
+    content = load_object(path, "this is no complete checkpoint; name a run folder, or a step-* folder in its `checkpoints`")
     if content.pop("sha256", None) != hash_of(content):
         raise InputError(f"{path}: its content does not match its own SHA-256; the file is damaged")
     files = [FileRecord(**file) for file in content["files"]]

@@ -26,16 +26,7 @@ from foundation.units import cell, count, percent
 from packing.settings import HUB_NAME
 from packing.store import open_packs
 from pretrain.checkpoint.checkpoint import Checkpoints
-from pretrain.checkpoint.format import (
-    DTYPES,
-    Manifest,
-    TensorEntry,
-    load_tensors,
-    read_manifest,
-    step_folder,
-    step_folders,
-    step_of,
-)
+from pretrain.checkpoint.format import DTYPES, Manifest, TensorEntry, load_tensors, newest_in, read_manifest, step_folder, step_of
 from pretrain.compare.figures import picture_of_run
 from pretrain.metrics.run_record import END_KEY, LOSS_KEY, RunRecord, own_evaluations, read_metrics, read_run
 from pretrain.model import huggingface as model
@@ -141,7 +132,7 @@ def _named(source: Path) -> tuple[Path, Path]:
     """The checkpoint that `source` names, and the folder of its run."""
     run_dir, folder = source.absolute().parent.parent, source
     if (source / "checkpoints").is_dir():
-        run_dir, folder = source, next(iter(step_folders(source / "checkpoints")), source)
+        run_dir, folder = source, newest_in(source)
     if folder == run_dir or not (run_dir / "config.yaml").is_file():
         raise InputError(f"{source}: name a run folder that has saved a checkpoint, or a step-* folder in its `checkpoints`")
     return folder, run_dir

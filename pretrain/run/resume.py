@@ -16,7 +16,7 @@ from foundation.errors import InputError
 from foundation.settings import parse
 from foundation.units import plural
 from pretrain.checkpoint.checkpoint import Checkpoints
-from pretrain.checkpoint.format import read_manifest
+from pretrain.checkpoint.format import newest_in, read_manifest
 from pretrain.checkpoint.state import NO_PAST, TrainState, changed_keys
 from pretrain.metrics.health import MOST_ROLLBACKS, Health, HealthState
 from pretrain.metrics.run_folder import METRICS_FILE, SUMMARY_FILE
@@ -89,13 +89,13 @@ def where_to_resume(job: Job, wanted: str, accept_changes: bool) -> tuple[Job, C
 
 
 def find_resume_point(checkpoints: Checkpoints, wanted: str, job: Job, accept_changes: bool) -> ResumePoint | None:
-    """The checkpoint to continue, `wanted` ("auto" or a path); where there is none yet that of another run with which the recipe
-    begins (`train.begin_with`), or None.
+    """The checkpoint to continue, `wanted` ("auto", a checkpoint, or a run folder: its newest); where there is none yet that of
+    another run with which the recipe begins (`train.begin_with`), or None.
 
     Raises InputError where it does not exist, where it belongs to another training and `accept_changes` is not set, and where all
     checkpoints are damaged: a new run in their place would bury what may still be rescued.
     """
-    path = checkpoints.newest() if wanted == "auto" else Path(wanted)
+    path = checkpoints.newest() if wanted == "auto" else newest_in(Path(wanted))
     if path is None and checkpoints.damaged:
         raise InputError(f"{checkpoints.folder}: every checkpoint is damaged; name another `run_dir` to train from the beginning")
     begins = path is None

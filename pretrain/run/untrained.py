@@ -44,6 +44,8 @@ def main(arguments: Sequence[str], assemble: Callable[[Job, Accelerator], Assemb
 
     is_run, texts = parsed.recipe.is_dir(), [text for text in parsed.overrides if "=" not in text]
     path = parsed.recipe / "config.yaml" if is_run else parsed.recipe
+    if is_run and not path.is_file():
+        raise InputError(f"{parsed.recipe}: is no run folder, which has a config.yaml; name one, as runs/NAME, or a recipe")
     overrides = [f"run_dir={parsed.recipe}"] * is_run + [text for text in parsed.overrides if "=" in text]
     folder = Path(tempfile.gettempdir(), f"evaluate-{os.getppid()}")  # the same for all processes of a launch
     for text in texts:

@@ -122,6 +122,15 @@ def test_a_longer_horizon_is_refused_where_the_rate_has_fallen(copied: Callable,
     assert "--resume" in run("train.steps=16").refusal
 
 
+def test_a_run_folder_to_resume_is_its_newest_checkpoint(
+    recipe: dict[str, Any], copied: Callable, alone: Finished, start_here: Callable, tmp_path: Path
+) -> None:
+    folder = copied(12)
+    again = start_here(recipe | {"run_dir": str(tmp_path / "again")}, tmp_path, "--resume", str(folder))
+    assert again.status == 0 and f"{folder}/checkpoints/step-00000008 at step 8" in again.out, again.output
+    assert outcome(again)[-1] == outcome(alone)[-1]
+
+
 # ── Stopped ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
