@@ -22,6 +22,7 @@ RUNS = {
     "sample": ("pretrain.run.sampling", "how a finished run or an exported model continues a text"),
     "flops": ("pretrain.plan.flops_table", "what a token costs, by every definition in use"),
     "matrix": ("pretrain.compare.matrix", "run every cell of a comparison, and report on it"),
+    "which": ("pretrain.compare.which", "which precision to train a model in: its gain at equal loss, on your text"),
     "phases": ("pretrain.compare.phases", "find a fast configuration in phases, each on the best before it"),
 }
 # Commands of a module that has several, and takes the name as the first of its arguments.

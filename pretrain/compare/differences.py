@@ -18,6 +18,7 @@ CONFIDENCE = 0.95  # of every interval that is shown
 FEWEST_SEEDS = 3  # for an interval: that of two is nearly four times as wide as that of three
 MARGIN = 0.003  # of the baseline's loss, within which a difference counts as none
 EQUIVALENCE = 0.90  # the interval of two one-sided tests at 5 % each
+MIXED_OVER = 10.0  # variance of means, in squared spreads, over which a sequential test mixes: narrowest at five to eight seeds
 _HALVINGS = 64  # of an interval of quantiles: as far as a float goes
 EQUIVALENT, WORSE, BETTER, CANNOT_TELL = "equivalent", "worse", "better", "cannot tell"
 
@@ -136,3 +137,31 @@ class SeedDifference:
         if abs(self.mean) + half < within:
             return EQUIVALENT
         return CANNOT_TELL if abs(self.mean) <= whole else WORSE if self.mean > 0 else BETTER
+
+    def anytime_half_width(self, error: float) -> float | None:
+        """Returns half of an interval that holds the mean after every number of seeds at once, but for a probability `error`: one
+        may look after each seed, and stop when it tells enough. None where it is boundless yet, and for fewer than FEWEST_SEEDS.
+
+        The test against a mean m is a martingale for normal differences of any spread, as it mixes the likelihood of the t
+        statistic over alternatives N(0, MIXED_OVER · spread²) (Lai 1976, Annals of Statistics 4(2); Wang and Ramdas 2025,
+        Sequential Analysis 44(1)): (1 + nv)^(-1/2) ((S + n d²) / (S + n d² / (1 + nv)))^(n/2), d the mean minus m and S the sum
+        of squares about the mean. That it ever exceeds 1 / error has a probability of at most `error` (Ville). The interval
+        are all m of which it has not.
+        """
+        number = len(self.by_seed)
+        if number < FEWEST_SEEDS:
+            return None
+        squares = math.fsum((value - self.mean) ** 2 for value in self.by_seed.values())
+        spread = 1 + number * MIXED_OVER
+        bound = (math.sqrt(spread) / error) ** (2 / number)
+        return math.sqrt(squares * (bound - 1) / (number * (1 - bound / spread))) if bound < spread else None
+
+    def anytime_verdict(self, margin: float, error: float) -> str:
+        """As `verdict` by `anytime_half_width` in place of both intervals, whatever the number of seeds: "cannot tell" while the
+        interval lies neither within the margin nor on one side of zero."""
+        half = self.anytime_half_width(error)
+        if half is None:
+            return CANNOT_TELL
+        if abs(self.mean) + half < margin * abs(self.baseline):
+            return EQUIVALENT
+        return CANNOT_TELL if abs(self.mean) <= half else WORSE if self.mean > 0 else BETTER

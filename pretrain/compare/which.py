@@ -1,0 +1,480 @@
+"""Which precision to train a model in: `python -m pretrain which RECIPE.yaml [key=value ...] [--hours 4]`.
+
+First a few steps of every candidate: what runs, how fast, in how much memory. From that follows how long trainings can be to fit
+into the hours. Then round by round, a seed each: the baseline from the start, and every candidate as a branch of it from a fifth
+on, on the same packs in the same order. After each round the held-out losses, in BF16 as a model is served, are held against a
+margin that is fixed before the first. The intervals hold whenever one looks, so a candidate that is equivalent or worse is done,
+and its hours go to those that are open. The answer is the gain at equal loss: how much faster, less the tokens that would make up
+for the loss. After Ctrl-C the same command goes on; with more --hours a question that is open is taken up again.
+
+What it does not cover: longer trainings and larger models. Both may need more than this one.
+
+Exit status: 0 an answer, 1 some candidate is open, 2 something given cannot be used, 128 and a signal's number where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shlex
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from foundation.command import CommandParser, number
+from foundation.errors import InputError
+from foundation.files import save_file
+from foundation.signals import StopRequest
+from foundation.units import count, duration, markdown, memory, or_dash, plural
+from pretrain.compare.comparison import own_speed
+from pretrain.compare.differences import CANNOT_TELL, CONFIDENCE, EQUIVALENT, FEWEST_SEEDS, SeedDifference
+from pretrain.compare.figures import colour_of, moving_mean, window_of
+from pretrain.compare.matrix_file import Matrix, MatrixGroup, MatrixSettings, Values, make_matrix
+from pretrain.compare.matrix_run import run_all, say
+from pretrain.metrics.run_folder import RunFolder
+from pretrain.metrics.run_record import LAST_STEPS, LOSS_KEY, RunRecord
+from pretrain.precision.selection import missing_on
+from pretrain.precision.settings import PRECISIONS
+from pretrain.settings.config import load_recipe, parse_overrides
+from pretrain.settings.recipe import Recipe
+
+TRIAL_STEPS = 12  # of a candidate's first, short training
+TRUNK = 0.2  # of a training, which candidates share with the baseline
+LEAST_STEPS = math.ceil(LAST_STEPS / (1 - TRUNK)) + 1  # so that the mean of a training's last losses is of the candidate alone
+MOST_SEEDS = 20
+HEAD = "+head"  # behind a candidate's precision: its head too
+ON_GPU, ON_CPU = Path("accelerate_configs/bf16.yaml"), Path("accelerate_configs/cpu.yaml")
+# Over the recipe in every training. A precision that the machine lacks is emulated, and all are evaluated in BF16.
+COMMON: Values = {
+    "fp8_config.on_unsupported": "emulate",
+    "fp8_config.use_autocast_during_eval": False,
+    "evaluate.samples": [],
+    "checkpoint.at_end": False,
+    "log.trackers": [],
+}
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """What is fixed before the first round, and kept in which.json. A candidate's `seconds` are of a step, when it was tried."""
+
+    recipe: str
+    overrides: list[str]
+    begin_with: str | None
+    margin: float  # of the baseline's loss
+    candidates: list[str]  # the baseline first
+    seconds: dict[str, float]
+    start: float  # seconds that a training takes beside its steps
+    seeds: int  # rounds that are planned
+    steps: int  # of a training
+    trunk: int  # of these, that candidates share with the baseline
+
+    @property
+    def error(self) -> float:
+        """Of one candidate's interval, so that all of them hold together (Bonferroni)."""
+        return (1 - CONFIDENCE) / (len(self.candidates) - 1)
+
+    def round_seconds(self, candidates: Sequence[str]) -> float:
+        """How long one seed of the baseline and of these takes."""
+        skipped = self.trunk if self.begin_with else 0
+        branches = sum(self.start + self.seconds[name] * (self.steps - self.trunk) for name in candidates)
+        return self.start + self.seconds[self.candidates[0]] * (self.steps - skipped) + branches
+
+
+@dataclass
+class Verdict:
+    """What is known of a candidate. None is what is not known."""
+
+    name: str
+    served: SeedDifference | None = None  # held-out loss in BF16 above the baseline's
+    trained: SeedDifference | None = None  # loss of the last steps, in the candidate's own precision
+    speedup: float | None = None  # None where it is emulated
+    memory_gib: float | None = None
+    tokens: float | None = None  # how many times the tokens make up for its loss, by the baseline's own slope
+    word: str = CANNOT_TELL
+    more_seconds: float | None = None  # after which it should be told, if mean and spread stay as they are
+
+    @property
+    def gain(self) -> float | None:
+        """Speed at equal loss, in multiples of the baseline's."""
+        return self.speedup / self.tokens if self.speedup and self.tokens else None
+
+    @property
+    def is_open(self) -> bool:
+        return self.word == CANNOT_TELL
+
+
+@dataclass
+class Question:
+    """The question as far as it is answered: trainings lie in `folder`, and the protocol once it is fixed."""
+
+    recipe_file: Path
+    overrides: tuple[str, ...]
+    accelerate: Path
+    folder: Path
+    names: list[str]
+    protocol: Protocol | None = None
+    rounds: list[dict[str, RunRecord]] = field(default_factory=list)  # a seed each, by candidate
+
+    @property
+    def recipe(self) -> Recipe:
+        return load_recipe(self.recipe_file, self.overrides)
+
+    def matrix(self, name: str, run_dir: str, overrides: Values, **cells: Any) -> Matrix:
+        settings = MatrixSettings(
+            name=name, recipe=self.recipe_file, accelerate=self.accelerate, run_dir=run_dir, overrides=COMMON | overrides, **cells
+        )
+        return make_matrix(str(self.recipe_file), settings, self.overrides)
+
+    def trial(self) -> Matrix:
+        """The first, short training of every candidate."""
+        short: Values = {
+            "train.steps": TRIAL_STEPS,
+            "schedule.warmup": 0,
+            "evaluate.every": TRIAL_STEPS,
+            "checkpoint.every": None,
+        }
+        group = MatrixGroup(cells={name: values_of(name) for name in self.names})
+        return self.matrix("trial", f"{self.folder}/trial/{{cell}}", short, groups=[group])
+
+    def round(self, seed: int, candidates: Sequence[str]) -> Matrix:
+        """One seed of the baseline and of these candidates."""
+        protocol, place = self.protocol, f"{self.folder}/rounds/{{cell}}"
+        base = protocol.candidates[0]
+        trunk = protocol.begin_with or f"{place}/checkpoints/step-{protocol.trunk:08d}".format(cell=f"{base}-seed={seed}")
+        first: Values = {"train.begin_with": trunk} if protocol.begin_with else {"checkpoint.every": protocol.trunk}
+        cells = {base: values_of(base) | first}
+        cells |= {name: values_of(name) | {"train.begin_with": trunk} for name in candidates}
+        warmup = min(self.recipe.schedule.warmup, max(1, protocol.trunk // 2))
+        common: Values = {"train.steps": protocol.steps, "schedule.warmup": warmup, "evaluate.every": protocol.steps}
+        common |= {"checkpoint.every": None, "checkpoint.keep": math.ceil(1 / TRUNK) + 1, "log.fp8_statistics": None}
+        return self.matrix("round", place, common, groups=[MatrixGroup(axes={"seed": [seed]}, cells=cells)])
+
+    # ── What the rounds have told ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def verdicts(self) -> list[Verdict]:
+        """Of every candidate but the baseline."""
+        return [self.verdict(name) for name in self.protocol.candidates[1:]]
+
+    def verdict(self, name: str) -> Verdict:
+        base, protocol = self.protocol.candidates[0], self.protocol
+        pairs = [(each[base], each[name]) for each in self.rounds if name in each]
+        verdict = Verdict(name)
+        if not pairs:
+            return verdict
+        if broken := [run for _, run in pairs if run.broke_off]:
+            verdict.word = f"broke off: {broken[0].broke_off}"
+            return verdict
+        verdict.served, verdict.trained = (above(pairs, key) for key in ("held_out_loss", LOSS_KEY))
+        speeds = [(own_speed(run), own_speed(ours)) for ours, run in pairs]
+        if all(both[0] and both[1] for both in speeds):
+            verdict.speedup = statistics.median(ours / theirs for ours, theirs in speeds)
+        verdict.memory_gib = pairs[0][1].summary.get("memory_gib")
+        slope = statistics.fmean(loss_slope(ours) for ours, _ in pairs)
+        if slope < 0:
+            verdict.tokens = math.exp(max(0.0, verdict.served.mean) / -slope)
+        verdict.word = verdict.served.anytime_verdict(protocol.margin, protocol.error)
+        if verdict.is_open:
+            verdict.more_seconds = self.seconds_to_tell(verdict)
+        return verdict
+
+    def seconds_to_tell(self, verdict: Verdict) -> float | None:
+        """For the seeds that are missing to a verdict, if their mean and spread stay; None where MOST_SEEDS would not tell, and
+        where there are too few to say."""
+        values = list(verdict.served.by_seed.values())
+        for seeds in range(len(values) + 1, MOST_SEEDS + 1 if len(values) >= FEWEST_SEEDS else 0):
+            repeated = {place: values[place % len(values)] for place in range(seeds)}
+            told = SeedDifference(repeated, verdict.served.baseline).anytime_verdict(self.protocol.margin, self.protocol.error)
+            if told != CANNOT_TELL:
+                return (seeds - len(values)) * self.protocol.round_seconds([verdict.name])
+        return None
+
+    def answer(self, verdicts: Sequence[Verdict]) -> str:
+        base = self.protocol.candidates[0]
+        paying = [each for each in verdicts if each.word in (EQUIVALENT, "better") and (each.gain or 0) > 1]
+        still = [each for each in verdicts if each.is_open]
+        lines = []
+        if paying:
+            best = max(paying, key=lambda each: each.gain)
+            lines.append(f"Use {best.name}: {best.gain:.2f} times {base}'s speed at equal loss.")
+            lines.append(f"  {shlex.join(self.command(best.name))}")
+        elif not still:
+            known = any(each.speedup for each in verdicts)
+            lines.append(
+                f"Stay with {base}: nothing else is worth it." if known else "Speeds are not known where all is emulated."
+            )
+        for each in still:
+            more = f"{FEWEST_SEEDS} seeds are the least, and up to {MOST_SEEDS} are tried"
+            more = more if each.more_seconds is None else f"about {duration(each.more_seconds)} more would"
+            lines.append(f"Cannot tell of {each.name}: {more}.")
+        return "\n".join(lines)
+
+    def command(self, name: str) -> list[str]:
+        values = [f"{key}={value}" for key, value in values_of(name).items()]
+        launch = ["accelerate", "launch", "--config_file", str(self.accelerate), "train_accelerate.py", str(self.recipe_file)]
+        return [*launch, *self.overrides, *values]
+
+    def table(self, verdicts: Sequence[Verdict]) -> tuple[list[str], list[list[str]]]:
+        base, share = self.protocol.candidates[0], 100 * (1 - self.protocol.error)
+        header = ["precision", "seeds", f"served in BF16, % above {base}", f"± {share:.3g} %, at any time", "as trained, %"]
+        header += ["verdict", "speed", "tokens for equal loss", "gain at equal loss", "memory"]
+
+        def percent(difference: SeedDifference | None, value: float | None) -> str:
+            return "–" if difference is None or value is None else f"{100 * value / difference.baseline:+.3f}"
+
+        rows = []
+        for each in verdicts:
+            half = each.served and each.served.anytime_half_width(self.protocol.error)
+            losses = [percent(each.served, each.served and each.served.mean), percent(each.served, half).lstrip("+")]
+            losses.append(percent(each.trained, each.trained and each.trained.mean))
+            times = [or_dash(value, "{:.2f} ×".format) for value in (each.speedup, each.tokens, each.gain)]
+            seeds = str(len(each.served.by_seed)) if each.served else "0"
+            rows.append([each.name, seeds, *losses, each.word, *times, or_dash(each.memory_gib, memory)])
+        return header, rows
+
+    def write(self) -> str:
+        """Write verdict.json and which.html; returns what to print."""
+        verdicts = self.verdicts()
+        header, rows = self.table(verdicts)
+        answer = self.answer(verdicts)
+        content = {"answer": answer, "protocol": asdict(self.protocol), "candidates": {}}
+        for each in verdicts:
+            content["candidates"][each.name] = asdict(each) | {"gain_at_equal_loss": each.gain}
+        save_file(self.folder / "verdict.json", json.dumps(content, indent=2).encode() + b"\n")
+        save_file(self.folder / "which.html", self.page(answer, header, rows).encode())
+        return f"{markdown(header, rows)}\n\n{answer}\n\n{self.limits()}"
+
+    def limits(self) -> str:
+        """What the answer does not cover."""
+        tokens = self.protocol.steps * self.recipe.batch.tokens
+        return (
+            f"This holds for this model after {count(tokens)} tokens, within ± {100 * self.protocol.margin:g} % of the "
+            "baseline's loss. Longer trainings and larger models may need more."
+        )
+
+    def page(self, answer: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+        """One picture, loss against wall-clock, and the table, in a file that needs no network."""
+        from plotly.graph_objects import Figure  # only the page needs it
+
+        figure, base = Figure(), self.protocol.candidates[0]
+        first = self.rounds[0] if self.rounds else {}
+        timed = bool(first) and all(own_speed(run) for run in first.values())
+        for place, (name, run) in enumerate(first.items()):
+            steps, losses = run.curve("loss")
+            hours = np.cumsum(run.curve("step_ms")[1]) / 3.6e6 if timed else steps * (run.tokens_per_step or 1)
+            if timed and name != base:  # a branch begins where the baseline's trunk ends
+                hours = hours + np.sum(first[base].curve("step_ms")[1][: self.protocol.trunk]) / 3.6e6
+            dash = ("solid", "dash", "dot", "dashdot")[place % 4]
+            line = {"color": colour_of(run.precision), "dash": dash}
+            figure.add_scatter(x=hours, y=moving_mean(losses, window_of(len(steps))), name=escape(name), line=line)
+        figure.update_layout(template="plotly_white", xaxis_title="hours of training" if timed else "tokens", yaxis_title="loss")
+        cells = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+        head = "".join(f"<th>{escape(title)}</th>" for title in header)
+        table = f"<table border=1 cellpadding=4>{head}{cells}</table>{figure.to_html(full_html=False)}"
+        title = "<!doctype html><meta charset=utf-8><title>Which precision</title><h1>Which precision</h1>"
+        return f"{title}<pre>{escape(answer)}</pre>{table}<p>{escape(self.limits())}</p>"
+
+
+def values_of(name: str) -> Values:
+    """What a candidate sets: delayed, or delayed+head."""
+    return {"precision": name.removesuffix(HEAD)} | ({"fp8_config.scope": "linear+head"} if name.endswith(HEAD) else {})
+
+
+def above(pairs: Sequence[tuple[RunRecord, RunRecord]], key: str) -> SeedDifference:
+    base, run = ({place: each.summary[key] for place, each in enumerate(runs)} for runs in zip(*pairs, strict=True))
+    return SeedDifference.of(run, base)
+
+
+def loss_slope(run: RunRecord) -> float:
+    """How a run's training loss falls, in nats for each unit of ln(tokens), over its middle half: below 0, where it falls."""
+    steps, losses = run.curve("loss")
+    middle = slice(len(steps) // 4, 3 * len(steps) // 4)
+    return float(np.polyfit(np.log(steps[middle]), losses[middle], 1)[0])
+
+
+# ── The command ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns its exit status. Raises InputError for a mistake in what it was given."""
+    options = parse_arguments(arguments)
+    accelerate = options.config_file or (ON_GPU if torch.cuda.is_available() else ON_CPU)
+    names = options.precisions or default_candidates()
+    recipe = load_recipe(options.recipe, options.overrides)
+    question = Question(
+        options.recipe, tuple(options.overrides), accelerate, Path(options.run_dir or f"runs/which/{recipe.name}"), names
+    )
+    check(question)
+    began = time.monotonic()
+    with RunFolder(question.folder), StopRequest(passed_on=True) as stop:
+        question.protocol = kept_protocol(question, options) or new_protocol(question, options, recipe, stop)
+        if question.protocol is None:
+            return stopped(stop)
+        announce(question, options.hours)
+        seconds = options.hours * 3600
+        while matrix := next_round(question, recipe.seed + len(question.rounds), seconds - (time.monotonic() - began)):
+            if not run_round(question, matrix, stop):
+                return stopped(stop)
+            say(f"\n{question.write()}")
+    say(f"\nWritten: {question.folder / 'verdict.json'}, {question.folder / 'which.html'}")
+    return int(any(each.is_open for each in question.verdicts()))
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = CommandParser(
+        prog="python -m pretrain which", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("recipe", type=Path, help="what you want to train")
+    add("overrides", nargs="*", metavar="key=value", help="over the recipe's settings, in every training")
+    add("--hours", type=number(), default=4.0, metavar="H", help="no round begins that would not end within these; default: 4")
+    add("--margin", type=number(most=100), default=0.3, metavar="%", help="of the loss, within which a difference is none; 0.3")
+    listed = "the baseline first; +head behind one: its head too. Default: all that this machine computes, else emulated ones"
+    add("--precisions", type=lambda text: text.split(","), metavar="A,B", help=listed)
+    add(
+        "--seeds", type=number(FEWEST_SEEDS, MOST_SEEDS, whole=True), default=5, metavar="N", help="that hours are planned for; 5"
+    )
+    add("--steps", type=number(LEAST_STEPS, whole=True), metavar="N", help="of each training; default: as many as the hours hold")
+    add("--from", dest="begin_with", metavar="CHECKPOINT", help="begin all with this step-* folder of a run, the baseline too")
+    add("--config_file", type=Path, metavar="FILE", help=f"of accelerate; default: {ON_GPU}, or {ON_CPU} without a GPU")
+    add("--run_dir", metavar="FOLDER", help="default: runs/which/NAME, by the recipe's name")
+    return parser.parse_intermixed_args(arguments)
+
+
+def default_candidates() -> list[str]:
+    """BF16, and what the GPU computes, the fastest with its head too. Without a GPU FP32, and two that are emulated."""
+    if not torch.cuda.is_available():
+        return ["fp32", "delayed", "nvfp4"]
+    missing = missing_on("cuda")
+    here = [name for name, each in PRECISIONS.items() if each.quantized and missing(each) is None]
+    return ["bf16", *here, *(f"{name}{HEAD}" for name in here if name in ("delayed", "mxfp8"))]
+
+
+def check(question: Question) -> None:
+    """InputError for what would end without an answer, before anything runs."""
+    names = question.names
+    if any(name.removesuffix(HEAD) not in PRECISIONS for name in names) or not 2 <= len(names) == len(set(names)):
+        raise InputError(f"--precisions {','.join(names)}: name two or more, each once, of {', '.join(PRECISIONS)}")
+    ours = {"precision", "seed", "run_dir", "train.steps", "train.tokens", "train.epochs"}
+    if own := ours & parse_overrides(question.overrides).keys():
+        raise InputError(f"command line: `{min(own)}` is this command's to set; leave it out, or see --help")
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        if (total - free) > 2 << 30:
+            raise InputError(
+                f"the GPU has {memory((total - free) / 2**30)} in use by others, so speeds would not be its own; free it"
+            )
+
+
+def kept_protocol(question: Question, options: argparse.Namespace) -> Protocol | None:
+    """The protocol of a question that was begun; None for a new one. InputError where this one is another: a margin that moves
+    after a look decides nothing."""
+    file = question.folder / "which.json"
+    if not file.exists():
+        return None
+    protocol = Protocol(**json.loads(file.read_text()))
+    asked = {
+        "recipe": str(question.recipe_file),
+        "overrides": list(question.overrides),
+        "begin_with": options.begin_with,
+        "margin": options.margin / 100,
+        "candidates": options.precisions or protocol.candidates,
+        "steps": options.steps or protocol.steps,
+    }
+    changed = [f"{key} {getattr(protocol, key)}, now {value}" for key, value in asked.items() if getattr(protocol, key) != value]
+    if changed:
+        raise InputError(f"{file}: was begun with {'; '.join(changed)}; ask anew in another --run_dir")
+    return protocol
+
+
+def new_protocol(question: Question, options: argparse.Namespace, recipe: Recipe, stop: StopRequest) -> Protocol | None:
+    """Try every candidate, and fix how long trainings are; None where it was stopped. InputError where the baseline fails."""
+    matrix = question.trial()
+    say(f"{plural(TRIAL_STEPS, 'step')} of each first: {', '.join(question.names)}")
+    outcomes = {each.cell.values["cell"]: each for each in run_all(matrix, matrix.cells, stop)}
+    if stop.requested:
+        return None
+    runs = {name: each.cell.record() for name, each in outcomes.items() if each.is_finished}
+    if question.names[0] not in runs or len(runs) < 2:
+        failed = [str(each.cell.log) for each in outcomes.values() if not each.is_finished]
+        raise InputError(f"{question.names[0]} and another precision have to run, to be compared; see {', '.join(failed)}")
+    if "held_out_loss" not in runs[question.names[0]].summary:
+        raise InputError(
+            f"{question.recipe_file}: no text is held out, by which precisions are judged; set `data.held_out: 0.02`"
+        )
+    seconds = {name: recipe.batch.tokens / run.summary["tokens_per_second"] for name, run in runs.items()}
+    took = [outcomes[name].seconds - TRIAL_STEPS * seconds[name] for name in runs if outcomes[name].seconds]
+    start = max(0.0, statistics.fmean(took)) if took else 30.0
+    protocol = Protocol(
+        str(question.recipe_file), list(question.overrides), options.begin_with, options.margin / 100, list(runs), seconds, start,
+        options.seeds, *steps_that_fit(options, runs, seconds, start, recipe),
+    )  # fmt: skip
+    save_file(question.folder / "which.json", json.dumps(asdict(protocol), indent=2).encode() + b"\n")
+    return protocol
+
+
+def steps_that_fit(
+    options: argparse.Namespace, runs: dict[str, RunRecord], seconds: dict[str, float], start: float, recipe: Recipe
+) -> tuple[int, int]:
+    """Steps of a training, and of its trunk: what the hours hold, each text seen once. InputError for too few."""
+    base, *others = seconds.values()
+    whole = base + (1 - TRUNK) * sum(others)
+    in_hours = int((options.hours * 3600 / options.seeds - len(seconds) * start) / whole)
+    record = next(iter(runs.values()))
+    in_an_epoch = int(record.summary["steps"] / record.summary["epoch"])
+    in_recipe = recipe.train.steps or (recipe.train.tokens and math.ceil(recipe.train.tokens / recipe.batch.tokens))
+    steps = options.steps or min(in_hours, in_an_epoch, in_recipe or in_an_epoch)
+    if steps > in_an_epoch:
+        raise InputError(f"--steps {steps}: from step {in_an_epoch} on text is seen again, which hides what a precision costs")
+    if steps < LEAST_STEPS:
+        hours = options.seeds * (LEAST_STEPS * whole + len(seconds) * start) / 3600
+        short = f"--hours {options.hours:g} hold" if steps == in_hours else "the recipe or its text has"
+        raise InputError(f"{short} {steps} steps a training; {LEAST_STEPS} are the least, in {hours:.2g} hours")
+    return steps, math.ceil(TRUNK * steps)
+
+
+def announce(question: Question, hours: float) -> None:
+    protocol = question.protocol
+    base, *others = protocol.candidates
+    each = protocol.round_seconds(others)
+    say(
+        f"\nBaseline {base}, candidates {', '.join(others)}; a margin of {100 * protocol.margin:g} % of the loss, which stays.\n"
+        f"A round is a seed: {protocol.steps:,} steps each, the first {protocol.trunk:,} in {base}; about {duration(each)}.\n"
+        f"{protocol.seeds} rounds are planned, about {duration(protocol.seeds * each)}; {hours:g} hours are given."
+    )
+
+
+def next_round(question: Question, seed: int, seconds_left: float) -> Matrix | None:
+    """The next seed of the baseline and of all that are open. None where nothing is, or where it would not end in time: but the
+    first one, and what is trained already, take as long as they take."""
+    still = [each.name for each in question.verdicts() if each.is_open]
+    if not still or len(question.rounds) >= MOST_SEEDS:
+        return None
+    matrix = question.round(seed, still)
+    in_time = question.protocol.round_seconds(still) <= seconds_left or not question.rounds
+    return matrix if in_time or all(cell.is_finished() for cell in matrix.cells) else None
+
+
+def run_round(question: Question, matrix: Matrix, stop: StopRequest) -> bool:
+    """Train it; False where it was stopped. InputError where a training failed."""
+    say(f"\nround {len(question.rounds) + 1}: {', '.join(cell.name for cell in matrix.cells)}")
+    outcomes = run_all(matrix, matrix.cells, stop)
+    if stop.requested:
+        return False
+    if failed := [str(each.cell.log) for each in outcomes if not each.is_finished and each.status != "halted"]:
+        raise InputError(f"a training has failed; see {', '.join(failed)}. The same command goes on")
+    question.rounds.append({each.cell.values["cell"]: each.cell.record() for each in outcomes})
+    return True
+
+
+def stopped(stop: StopRequest) -> int:
+    say("\nstopped; the same command goes on from here")
+    return 128 + stop.requested
