@@ -20,7 +20,7 @@ import math
 import shlex
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from html import escape
 from pathlib import Path
@@ -34,13 +34,13 @@ from foundation.errors import InputError
 from foundation.files import save_file
 from foundation.signals import StopRequest
 from foundation.units import count, duration, markdown, memory, or_dash, plural
-from pretrain.compare.comparison import own_speed
+from pretrain.compare.comparison import COLOURS, own_speed
 from pretrain.compare.differences import CANNOT_TELL, CONFIDENCE, EQUIVALENT, FEWEST_SEEDS, SeedDifference
-from pretrain.compare.figures import colour_of, moving_mean, window_of
+from pretrain.compare.figures import moving_mean, window_of
 from pretrain.compare.matrix_file import Matrix, MatrixGroup, MatrixSettings, Values, make_matrix
 from pretrain.compare.matrix_run import run_all, say
 from pretrain.metrics.run_folder import RunFolder
-from pretrain.metrics.run_record import LAST_STEPS, LOSS_KEY, RunRecord
+from pretrain.metrics.run_record import FEWEST_STEPS, RunRecord, at_the_end
 from pretrain.precision.selection import missing_on
 from pretrain.precision.settings import PRECISIONS
 from pretrain.settings.config import load_recipe, parse_overrides
@@ -48,7 +48,7 @@ from pretrain.settings.recipe import Recipe
 
 TRIAL_STEPS = 12  # of a candidate's first, short training
 TRUNK = 0.2  # of a training, which candidates share with the baseline
-LEAST_STEPS = math.ceil(LAST_STEPS / (1 - TRUNK)) + 1  # so that the mean of a training's last losses is of the candidate alone
+LEAST_STEPS = math.ceil(FEWEST_STEPS / (1 - TRUNK))  # so that the mean of a training's last losses is of the candidate alone
 MOST_SEEDS = 20
 HEAD = "+head"  # behind a candidate's precision: its head too
 ON_GPU, ON_CPU = Path("accelerate_configs/bf16.yaml"), Path("accelerate_configs/cpu.yaml")
@@ -173,7 +173,8 @@ class Question:
         if broken := [run for _, run in pairs if run.broke_off]:
             verdict.word = f"broke off: {broken[0].broke_off}"
             return verdict
-        verdict.served, verdict.trained = (above(pairs, key) for key in ("held_out_loss", LOSS_KEY))
+        verdict.served = above(pairs, lambda run: run.summary["held_out_loss"])
+        verdict.trained = above(pairs, lambda run: statistics.fmean(step["loss"] for step in at_the_end(run.steps)))
         speeds = [(own_speed(run), own_speed(ours)) for ours, run in pairs]
         if all(both[0] and both[1] for both in speeds):
             verdict.speedup = statistics.median(ours / theirs for ours, theirs in speeds)
@@ -272,8 +273,7 @@ class Question:
             hours = np.cumsum(run.curve("step_ms")[1]) / 3.6e6 if timed else steps * (run.tokens_per_step or 1)
             if timed and name != base:  # a branch begins where the baseline's trunk ends
                 hours = hours + np.sum(first[base].curve("step_ms")[1][: self.protocol.trunk]) / 3.6e6
-            dash = ("solid", "dash", "dot", "dashdot")[place % 4]
-            line = {"color": colour_of(run.precision), "dash": dash}
+            line = {"color": COLOURS[place % len(COLOURS)]}
             figure.add_scatter(x=hours, y=moving_mean(losses, window_of(len(steps))), name=escape(name), line=line)
         figure.update_layout(template="plotly_white", xaxis_title="hours of training" if timed else "tokens", yaxis_title="loss")
         cells = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
@@ -288,8 +288,8 @@ def values_of(name: str) -> Values:
     return {"precision": name.removesuffix(HEAD)} | ({"fp8_config.scope": "linear+head"} if name.endswith(HEAD) else {})
 
 
-def above(pairs: Sequence[tuple[RunRecord, RunRecord]], key: str) -> SeedDifference:
-    base, run = ({place: each.summary[key] for place, each in enumerate(runs)} for runs in zip(*pairs, strict=True))
+def above(pairs: Sequence[tuple[RunRecord, RunRecord]], loss: Callable[[RunRecord], float]) -> SeedDifference:
+    base, run = ({place: loss(each) for place, each in enumerate(runs)} for runs in zip(*pairs, strict=True))
     return SeedDifference.of(run, base)
 
 

@@ -58,7 +58,7 @@ def test_a_question_is_tried_planned_answered_and_taken_up_again(
     recipe["model"]["config"] |= {"num_hidden_layers": 1}
     del recipe["precision"], recipe["evaluate"], recipe["checkpoint"], recipe["fp8_config"], recipe["train"]
     file = write_recipe(recipe | {"batch": {"tokens": 128, "microbatch": 1}, "train": {"epochs": 1}}, tmp_path)
-    command = [str(file), "--run_dir", str(tmp_path / "which"), "--precisions", "fp32,current", "--steps", "64"]
+    command = [str(file), "--run_dir", str(tmp_path / "which"), "--precisions", "fp32,current", "--steps", "80"]
     assert which.main([*command, "--hours", "0.001"]) == 1
     verdict = json.loads((tmp_path / "which" / "verdict.json").read_text())
     (seed,) = verdict["candidates"]["current"]["served"]["by_seed"].values()
