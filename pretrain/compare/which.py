@@ -27,11 +27,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from foundation.command import CommandParser, number
+from foundation.command import CommandParser
 from foundation.errors import InputError
-from foundation.files import save_file
+from foundation.files import replace_file
 from foundation.signals import StopRequest
 from foundation.units import count, duration, markdown, memory, or_dash, plural
 from pretrain.compare.comparison import COLOURS, own_speed
@@ -41,7 +40,6 @@ from pretrain.compare.matrix_file import Matrix, MatrixGroup, MatrixSettings, Va
 from pretrain.compare.matrix_run import run_all, say
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.run_record import FEWEST_STEPS, RunRecord, at_the_end
-from pretrain.precision.selection import missing_on
 from pretrain.precision.settings import PRECISIONS
 from pretrain.settings.config import load_recipe, parse_overrides
 from pretrain.settings.recipe import Recipe
@@ -249,8 +247,8 @@ class Question:
         content = {"answer": answer, "protocol": asdict(self.protocol), "candidates": {}}
         for each in verdicts:
             content["candidates"][each.name] = asdict(each) | {"gain_at_equal_loss": each.gain}
-        save_file(self.folder / "verdict.json", json.dumps(content, indent=2).encode() + b"\n")
-        save_file(self.folder / "which.html", self.page(answer, header, rows).encode())
+        replace_file(self.folder / "verdict.json", json.dumps(content, indent=2).encode() + b"\n")
+        replace_file(self.folder / "which.html", self.page(answer, header, rows).encode())
         return f"{markdown(header, rows)}\n\n{answer}\n\n{self.limits()}"
 
     def limits(self) -> str:
@@ -306,13 +304,13 @@ def loss_slope(run: RunRecord) -> float:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns its exit status. Raises InputError for a mistake in what it was given."""
     options = parse_arguments(arguments)
-    accelerate = options.config_file or (ON_GPU if torch.cuda.is_available() else ON_CPU)
+    accelerate = options.config_file or (ON_GPU if has_gpu() else ON_CPU)
     names = options.precisions or default_candidates()
     recipe = load_recipe(options.recipe, options.overrides)
     question = Question(
         options.recipe, tuple(options.overrides), accelerate, Path(options.run_dir or f"runs/which/{recipe.name}"), names
     )
-    check(question)
+    check(question, options)
     began = time.monotonic()
     with RunFolder(question.folder), StopRequest(passed_on=True) as stop:
         question.protocol = kept_protocol(question, options) or new_protocol(question, options, recipe, stop)
@@ -335,38 +333,48 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("recipe", type=Path, help="what you want to train")
     add("overrides", nargs="*", metavar="key=value", help="over the recipe's settings, in every training")
-    add("--hours", type=number(), default=4.0, metavar="H", help="no round begins that would not end within these; default: 4")
-    add("--margin", type=number(most=100), default=0.3, metavar="%", help="of the loss, within which a difference is none; 0.3")
+    add("--hours", type=float, default=4.0, metavar="H", help="no round begins that would not end within these; default: 4")
+    add("--margin", type=float, default=0.3, metavar="%", help="of the loss, within which a difference is none; 0.3")
     listed = "the baseline first; +head behind one: its head too. Default: all that this machine computes, else emulated ones"
     add("--precisions", type=lambda text: text.split(","), metavar="A,B", help=listed)
-    add(
-        "--seeds", type=number(FEWEST_SEEDS, MOST_SEEDS, whole=True), default=5, metavar="N", help="that hours are planned for; 5"
-    )
-    add("--steps", type=number(LEAST_STEPS, whole=True), metavar="N", help="of each training; default: as many as the hours hold")
+    add("--seeds", type=int, default=5, metavar="N", help=f"that the hours are planned for, {FEWEST_SEEDS} or more; default: 5")
+    add("--steps", type=int, metavar="N", help="of each training; default: as many as the hours hold")
     add("--from", dest="begin_with", metavar="CHECKPOINT", help="begin all with this step-* folder of a run, the baseline too")
     add("--config_file", type=Path, metavar="FILE", help=f"of accelerate; default: {ON_GPU}, or {ON_CPU} without a GPU")
     add("--run_dir", metavar="FOLDER", help="default: runs/which/NAME, by the recipe's name")
     return parser.parse_intermixed_args(arguments)
 
 
+def has_gpu() -> bool:
+    import torch  # seconds, which a mistake on the command line should not cost
+
+    return torch.cuda.is_available()
+
+
 def default_candidates() -> list[str]:
     """BF16, and what the GPU computes, the fastest with its head too. Without a GPU FP32, and two that are emulated."""
-    if not torch.cuda.is_available():
+    if not has_gpu():
         return ["fp32", "delayed", "nvfp4"]
+    from pretrain.precision.selection import missing_on  # imports torch
+
     missing = missing_on("cuda")
     here = [name for name, each in PRECISIONS.items() if each.quantized and missing(each) is None]
     return ["bf16", *here, *(f"{name}{HEAD}" for name in here if name in ("delayed", "mxfp8"))]
 
 
-def check(question: Question) -> None:
+def check(question: Question, options: argparse.Namespace) -> None:
     """InputError for what would end without an answer, before anything runs."""
     names = question.names
     if any(name.removesuffix(HEAD) not in PRECISIONS for name in names) or not 2 <= len(names) == len(set(names)):
         raise InputError(f"--precisions {','.join(names)}: name two or more, each once, of {', '.join(PRECISIONS)}")
+    if options.seeds < FEWEST_SEEDS or options.margin <= 0 or options.hours <= 0:
+        raise InputError(f"command line: an interval takes --seeds {FEWEST_SEEDS} or more, and --margin and --hours above 0")
     ours = {"precision", "seed", "run_dir", "train.steps", "train.tokens", "train.epochs"}
-    if own := ours & parse_overrides(question.overrides).keys():
+    if own := ours & dict(parse_overrides(question.overrides)).keys():
         raise InputError(f"command line: `{min(own)}` is this command's to set; leave it out, or see --help")
-    if torch.cuda.is_available():
+    if has_gpu():
+        import torch
+
         free, total = torch.cuda.mem_get_info()
         if (total - free) > 2 << 30:
             raise InputError(
@@ -417,7 +425,7 @@ def new_protocol(question: Question, options: argparse.Namespace, recipe: Recipe
         str(question.recipe_file), list(question.overrides), options.begin_with, options.margin / 100, list(runs), seconds, start,
         options.seeds, *steps_that_fit(options, runs, seconds, start, recipe),
     )  # fmt: skip
-    save_file(question.folder / "which.json", json.dumps(asdict(protocol), indent=2).encode() + b"\n")
+    replace_file(question.folder / "which.json", json.dumps(asdict(protocol), indent=2).encode() + b"\n")
     return protocol
 
 
