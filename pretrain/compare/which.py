@@ -134,12 +134,8 @@ class Question:
 
     def trial(self) -> Matrix:
         """The first, short training of every candidate."""
-        short: Values = {
-            "train.steps": TRIAL_STEPS,
-            "schedule.warmup": 0,
-            "evaluate.every": TRIAL_STEPS,
-            "checkpoint.every": None,
-        }
+        short: Values = {"train.steps": TRIAL_STEPS, "schedule.warmup": 0, "checkpoint.every": None, "parity": False}
+        short |= {"evaluate.every": TRIAL_STEPS, "evaluate.packs": 1}  # whether any text is held out
         group = MatrixGroup(cells={name: values_of(name) for name in self.names})
         return self.matrix("trial", f"{self.folder}/trial/{{cell}}", short, groups=[group])
 
@@ -327,9 +323,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = CommandParser(
-        prog="python -m pretrain which", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser(prog="python -m pretrain which", description=__doc__)
     add = parser.add_argument
     add("recipe", type=Path, help="what you want to train")
     add("overrides", nargs="*", metavar="key=value", help="over the recipe's settings, in every training")
