@@ -51,8 +51,8 @@ def main(arguments: list[str]) -> int:
 
         return run_command(run)
     lines = [f"  {name:<9} {what}" for name, (_, what) in COMMANDS.items()]
-    usage = "usage: low-precision COMMAND ..., or python -m pretrain COMMAND ...\n\n"
-    usage += "\n".join([*lines, "", "COMMAND --help says more; to train: accelerate launch train_accelerate.py RECIPE"])
+    last = "COMMAND --help says more; to train: accelerate launch train_accelerate.py RECIPE"
+    usage = "\n".join(["usage: low-precision COMMAND ..., or python -m pretrain COMMAND ...", "", *lines, "", last])
     if arguments in (["-h"], ["--help"]):
         print(usage)
         return 0
