@@ -36,6 +36,7 @@ def watch(event, values):
 sys.addaudithook(watch)
 """
 
+_SPAWN = util.spawnv_passfds
 fork_context = multiprocessing.get_context("forkserver")
 fork_context.set_forkserver_preload(["tests.forked"])
 
@@ -53,6 +54,7 @@ def _fork_server(python: bytes, arguments: Sequence[str], passed: Sequence[int])
     if pid := os.fork():
         return pid
     try:
+        util.spawnv_passfds = _SPAWN  # what is forked from here starts other processes as ever
         os.dup2(os.open(os.devnull, os.O_RDWR), 1)
         kept = [0, 1, 2, *sorted(passed), os.sysconf("SC_OPEN_MAX")]
         for below, above in itertools.pairwise(kept):

@@ -346,14 +346,15 @@ def has_gpu() -> bool:
 
 
 def default_candidates() -> list[str]:
-    """BF16, and what the GPU computes, the fastest with its head too. Without a GPU FP32, and two that are emulated."""
+    """BF16 and what the GPU computes, the first of that with its head too. Without a GPU FP32, and one that is emulated."""
+    quantized = [name for name, each in PRECISIONS.items() if each.quantized]
     if not has_gpu():
-        return ["fp32", "delayed", "nvfp4"]
+        return ["fp32", quantized[0]]
     from pretrain.precision.selection import missing_on  # imports torch
 
     missing = missing_on("cuda")
-    here = [name for name, each in PRECISIONS.items() if each.quantized and missing(each) is None]
-    return ["bf16", *here, *(f"{name}{HEAD}" for name in here if name in ("delayed", "mxfp8"))]
+    here = [name for name in quantized if missing(PRECISIONS[name]) is None]
+    return ["bf16", *here, *(f"{name}{HEAD}" for name in here[:1])]
 
 
 def check(question: Question, options: argparse.Namespace) -> None:
