@@ -16,8 +16,9 @@ from torch import Tensor
 from pretrain.metrics.health import TrainingHalted
 from pretrain.model.distributed import complete_topology
 from pretrain.model.gradients import local_part
+from tests.pretrain.verify import update_faults
 from tests.pretrain.verify.small_runs import SmallRun, build_run
-from tests.pretrain.verify.update_faults import after_update, each_update_twice, last_microbatch_dropped, stale_copy
+from tests.pretrain.verify.update_faults import after_update
 from tests.ranks import start_ranks
 
 
@@ -50,13 +51,11 @@ FAULTS = {
     "a rank's gradient is lost": gradient_of_a_rank_lost,
     "the loss is averaged over ranks": averaged_over_ranks,
 }
-UPDATES = {
-    "nothing": lambda run, patch: None,
-    "a rank's weight stands still": weight_of_a_rank_stands_still,
-    "each update is made twice": each_update_twice,
-    "a weight's copy is stale": stale_copy,
-    "a microbatch is dropped": last_microbatch_dropped,
-}
+FAULTS_OF_UPDATES = ("not_clipped", "no_bias_correction", "each_update_twice", "one_weight_never_updated", "norms_decay")
+FAULTS_OF_UPDATES += ("low_bits_dropped", "stale_copy", "stale_later", "last_microbatch_dropped", "sums_in_bf16")
+FAULTS_OF_UPDATES += ("sums_rounded_to_bf16", "moments_in_bf16")
+UPDATES = {"nothing": lambda run, patch: None, "a rank's weight stands still": weight_of_a_rank_stands_still}
+UPDATES |= {name: getattr(update_faults, name) for name in FAULTS_OF_UPDATES}
 
 
 def find_faults() -> None:
@@ -77,6 +76,8 @@ def find_faults_of_updates() -> None:
     complete_topology(accelerator := Accelerator(mixed_precision="no"))
     messages = {}
     for what, make in UPDATES.items():
+        if what == "sums_in_bf16" and accelerator.is_fsdp2:  # whose own sums have no other dtype
+            continue
         run = build_run(accelerator, "delayed", layers=1, weights="bf16_exact")
         with pytest.MonkeyPatch.context() as patch:
             make(run, patch)
@@ -115,7 +116,7 @@ def test_a_wrong_update_of_one_rank_stops_both(topology: str, tmp_path: Path) ->
     )
     assert status == 0, out + err
     each = [json.loads(line.removeprefix("FOUND ")) for line in out.splitlines() if line.startswith("FOUND ")]
-    assert all(ranks.keys() == UPDATES.keys() and ranks.pop("nothing") == "" for ranks in each)
+    assert all(len(ranks) == len(UPDATES) - (topology != "ddp") and ranks.pop("nothing") == "" for ranks in each)
     assert all(message for ranks in each for message in ranks.values())
     of_one = [ranks["a rank's weight stands still"] for ranks in each]
     assert sorted("another process" in line for line in of_one) == [False, True]
