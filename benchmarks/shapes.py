@@ -26,7 +26,7 @@ import yaml
 from benchmarks.machine import command
 from benchmarks.throughput_run import Bench, Settings
 from benchmarks.ways.entries import BASELINE, CPU, GPU, MODELS
-from foundation.errors import InputError
+from foundation.command import run_command
 from foundation.files import replace_file
 from foundation.units import TERA, markdown, percent
 from pretrain.metrics.flops import ModelFlops, nanogpt
@@ -74,17 +74,12 @@ SHAPES = {
 }
 
 
-def main() -> int:
+def main() -> None:
     arguments = parse_arguments()
-    try:
-        if arguments.report:
-            print(table(json.loads(arguments.report.read_text())))
-        else:
-            measure(arguments)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    if arguments.report:
+        print(table(json.loads(arguments.report.read_text())))
+    else:
+        measure(arguments)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -96,7 +91,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--steps", type=int, default=5, help="timed steps")
     add("--timeout", type=float, default=200, help="seconds for one way")
     add("--tiny", action="store_true", help="one small model on the CPU: a dry run")
-    add("--out", type=Path, help="the result file, to which shapes are added that it lacks")
+    add("--out", type=Path, help="the result file; shapes that it has, and that are not named now, stay")
     add("--report", type=Path, metavar="FILE", help="a result file to print the table of")
     arguments = parser.parse_args()
     if not (arguments.report or arguments.out):
@@ -121,7 +116,8 @@ def measure_shape(shape: Shape, arguments: argparse.Namespace) -> dict[str, Any]
     """One shape's ways as `benchmarks.throughput` measures and judges them, and its utilisation of the device."""
     model, configuration = ("tiny", CPU) if arguments.tiny else ("qwen3_1_7b", GPU)
     with tempfile.TemporaryDirectory(prefix="shapes-") as folder:
-        recipe = load_recipe(Path(shape.recipe), [] if arguments.tiny else shape.settings())
+        changed = [] if arguments.tiny else shape.settings()
+        recipe = load_recipe(Path(shape.recipe), changed)
         (path := Path(folder, "recipe.yaml")).write_text(yaml.safe_dump(resolved(recipe), sort_keys=False))
         settings = Settings(model, path, configuration, arguments.warm_up, arguments.steps, arguments.timeout)
         bench = Bench(settings, Path(folder, "result.json"), command(), go_on=False)
@@ -138,7 +134,7 @@ def measure_shape(shape: Shape, arguments: argparse.Namespace) -> dict[str, Any]
             way["mfu"] = flops.step(1, squares) * speed
             way["mfu_nanogpt"] = nanogpt(flops, recipe.data.length) * speed
     result |= {"parameters": flops.parameters, "length": recipe.data.length}
-    return {"recipe": shape.recipe, "changed": shape.settings(), **result}
+    return {"recipe": shape.recipe, "changed": changed, **result}
 
 
 def table(result: Mapping[str, Any]) -> str:
@@ -161,4 +157,4 @@ def row(name: str, shape: Mapping[str, Any]) -> Sequence[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

@@ -130,13 +130,10 @@ class SeedDifference:
         """ "equivalent" where the interval at EQUIVALENCE lies within ± `margin` of the baseline's loss; else "worse" or "better"
         where that at CONFIDENCE over all `comparisons` made together (Bonferroni) lies on one side of zero, or "cannot tell".
         None for fewer than FEWEST_SEEDS."""
-        half, within = self.half_width(EQUIVALENCE), margin * abs(self.baseline)
-        whole = self.half_width(1 - (1 - CONFIDENCE) / comparisons)
+        half, whole = self.half_width(EQUIVALENCE), self.half_width(1 - (1 - CONFIDENCE) / comparisons)
         if half is None or whole is None:
             return None
-        if abs(self.mean) + half < within:
-            return EQUIVALENT
-        return CANNOT_TELL if abs(self.mean) <= whole else WORSE if self.mean > 0 else BETTER
+        return self._word(half, whole, margin)
 
     def anytime_half_width(self, error: float) -> float | None:
         """Returns half of an interval that holds the mean after every number of seeds at once, but for a probability `error`: one
@@ -160,8 +157,10 @@ class SeedDifference:
         """As `verdict` by `anytime_half_width` in place of both intervals, whatever the number of seeds: "cannot tell" while the
         interval lies neither within the margin nor on one side of zero."""
         half = self.anytime_half_width(error)
-        if half is None:
-            return CANNOT_TELL
+        return CANNOT_TELL if half is None else self._word(half, half, margin)
+
+    def _word(self, half: float, whole: float, margin: float) -> str:
+        """What the mean's two intervals tell: `half` of the one held against the margin, `whole` of the one against zero."""
         if abs(self.mean) + half < margin * abs(self.baseline):
             return EQUIVALENT
-        return CANNOT_TELL if abs(self.mean) <= half else WORSE if self.mean > 0 else BETTER
+        return CANNOT_TELL if abs(self.mean) <= whole else WORSE if self.mean > 0 else BETTER

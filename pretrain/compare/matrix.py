@@ -23,7 +23,7 @@ from foundation.signals import StopRequest
 from foundation.units import duration, markdown, or_dash
 from pretrain.compare.comparison import TOLERANCE
 from pretrain.compare.matrix_file import Cell, Matrix, load_matrix
-from pretrain.compare.matrix_run import command_of, run_all, say
+from pretrain.compare.matrix_run import command_of, run_all, say, stopped
 from pretrain.compare.report import Report
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.run_record import LOSS_KEY, RunRecord
@@ -105,8 +105,7 @@ def carry_out(matrix: Matrix, cells: Sequence[Cell], *, single: bool) -> int:
         if not single:
             say(write_report(matrix))
     if stop.requested:
-        say("\nstopped; the same command goes on from here")
-        return 128 + stop.requested
+        return stopped(stop)
     return 0 if all(outcome.is_finished for outcome in outcomes) else 1
 
 

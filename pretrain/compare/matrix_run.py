@@ -129,6 +129,12 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
+def stopped(stop: StopRequest) -> int:
+    """The exit status of a command that a signal has stopped, which it says."""
+    say("\nstopped; the same command goes on from here")
+    return 128 + stop.requested
+
+
 def next_of(waiting: Sequence[Cell], *, alone: bool) -> Cell | None:
     """The first that may start: one that begins with a checkpoint which is not there yet waits for the cells that are running,
     of which one may make it. Where none is (`alone`), it says what it lacks."""

@@ -27,7 +27,7 @@ from foundation.settings import PathText, Share, parse
 from foundation.signals import StopRequest
 from foundation.units import markdown, memory, or_dash, percent, plural
 from pretrain.compare.matrix_file import Cell, CellSettings, LaunchSettings, Matrix, MatrixSettings, Values, make_matrix
-from pretrain.compare.matrix_run import Outcome, command_of, run_all, say
+from pretrain.compare.matrix_run import Outcome, command_of, run_all, say, stopped
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.run_record import WARM_UP_STEPS
 from pretrain.settings.config import filled_in, flatten, parse_overrides
@@ -187,8 +187,7 @@ def measure(search: Search, stop: StopRequest) -> int:
         say(f"\nphase {place} of {len(phases)}, {phase.name}: {plural(len(matrix.cells), 'cell')}")
         outcomes = run_all(matrix, matrix.cells, stop)
         if stop.requested:
-            say("\nstopped; the same command goes on from here")
-            return 128 + stop.requested
+            return stopped(stop)
         gained = search.judge(phase.name, outcomes)
         replace_file(page, f"{search.report()}\n".encode())
         if not gained:

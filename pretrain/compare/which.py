@@ -34,12 +34,12 @@ from foundation.files import replace_file
 from foundation.signals import StopRequest
 from foundation.units import count, duration, markdown, memory, or_dash, plural
 from pretrain.compare.comparison import COLOURS, own_speed
-from pretrain.compare.differences import CANNOT_TELL, CONFIDENCE, EQUIVALENT, FEWEST_SEEDS, SeedDifference
+from pretrain.compare.differences import BETTER, CANNOT_TELL, CONFIDENCE, EQUIVALENT, FEWEST_SEEDS, SeedDifference
 from pretrain.compare.figures import moving_mean, window_of
 from pretrain.compare.matrix_file import Matrix, MatrixGroup, MatrixSettings, Values, make_matrix
-from pretrain.compare.matrix_run import run_all, say
+from pretrain.compare.matrix_run import run_all, say, stopped
 from pretrain.metrics.run_folder import RunFolder
-from pretrain.metrics.run_record import FEWEST_STEPS, RunRecord, at_the_end
+from pretrain.metrics.run_record import FEWEST_STEPS, LOSS_KEY, RunRecord
 from pretrain.precision.settings import PRECISIONS
 from pretrain.settings.config import load_recipe, parse_overrides
 from pretrain.settings.recipe import Recipe
@@ -168,7 +168,7 @@ class Question:
             verdict.word = f"broke off: {broken[0].broke_off}"
             return verdict
         verdict.served = above(pairs, lambda run: run.summary["held_out_loss"])
-        verdict.trained = above(pairs, lambda run: statistics.fmean(step["loss"] for step in at_the_end(run.steps)))
+        verdict.trained = above(pairs, lambda run: run.summary[LOSS_KEY])
         speeds = [(own_speed(run), own_speed(ours)) for ours, run in pairs]
         if all(both[0] and both[1] for both in speeds):
             verdict.speedup = statistics.median(ours / theirs for ours, theirs in speeds)
@@ -194,7 +194,7 @@ class Question:
 
     def answer(self, verdicts: Sequence[Verdict]) -> str:
         base = self.protocol.candidates[0]
-        paying = [each for each in verdicts if each.word in (EQUIVALENT, "better") and (each.gain or 0) > 1]
+        paying = [each for each in verdicts if each.word in (BETTER, EQUIVALENT) and (each.gain or 0) > 1]
         still = [each for each in verdicts if each.is_open]
         lines = []
         if paying:
@@ -476,8 +476,3 @@ def run_round(question: Question, matrix: Matrix, stop: StopRequest) -> bool:
         raise InputError(f"a training has failed; see {', '.join(failed)}. The same command goes on")
     question.rounds.append({each.cell.values["cell"]: each.cell.record() for each in outcomes})
     return True
-
-
-def stopped(stop: StopRequest) -> int:
-    say("\nstopped; the same command goes on from here")
-    return 128 + stop.requested
