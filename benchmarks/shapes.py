@@ -4,8 +4,9 @@
     python -m benchmarks.shapes --report benchmarks/results/speed/h200_shapes.json
 
 Each is built from its shape with random weights and trains on the packs of `benchmarks.throughput_packs`: what the weights are
-does not decide how fast a product is. A step has 131,072 tokens in microbatches of 32,768, whatever the recipe says: shapes
-can be held beside each other. `hf_eager` is plain transformers, and what all others are judged against.
+does not decide how fast a product is. A step has 131,072 tokens in microbatches of 32,768, and all else but the model is as in
+`benchmarks.throughput`: shapes can be held beside each other. `hf_eager` is plain transformers, and what all others are judged
+against.
 `--report` prints the table; `--tiny` goes through everything with a small model on a CPU.
 """
 
@@ -34,25 +35,24 @@ from pretrain.metrics.peaks import peak
 from pretrain.model.huggingface import build_on_meta, load_config
 from pretrain.settings.config import load_recipe, resolved
 
-STEP, MICROBATCH = 131_072, 32_768  # tokens
+MICROBATCH = 32_768  # tokens
 WAYS = (BASELINE, "bf16_exact", "delayed_exact", "delayed_exact_head")
 LABELS = ("transformers, eager", "BF16", "FP8 delayed", "and the head")
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A recipe, and its model's configuration where the recipe names published weights."""
+    """The recipe whose model and pack length are meant; the model's configuration where it names published weights."""
 
     recipe: str
     config: Mapping[str, Any] | None = None
 
     def settings(self) -> list[str]:
-        """What is changed in the recipe to measure it."""
-        length = load_recipe(Path(self.recipe)).data.length
-        model = [] if self.config is None else ["model.source=null", f"model.config={json.dumps(self.config)}"]
+        """What is changed in the recipe of `benchmarks.throughput` to measure it."""
+        recipe = load_recipe(Path(self.recipe))
+        length, config = recipe.data.length, self.config or recipe.model.config
         microbatch = max(1, MICROBATCH // length)
-        off = ["checkpoint.every=null", "checkpoint.at_end=false", "checkpoint.best=false", "evaluate.every=null"]
-        return [*model, f"batch.tokens={STEP}", f"batch.microbatch={microbatch}", "train.steps=8", *off]
+        return [f"model.config={json.dumps(config)}", f"data.length={length}", f"batch.microbatch={microbatch}"]
 
 
 def llama_3_2(hidden: int, layers: int, heads: int) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def measure_shape(shape: Shape, arguments: argparse.Namespace) -> dict[str, Any]
     model, configuration = ("tiny", CPU) if arguments.tiny else ("qwen3_1_7b", GPU)
     with tempfile.TemporaryDirectory(prefix="shapes-") as folder:
         changed = [] if arguments.tiny else shape.settings()
-        recipe = load_recipe(Path(shape.recipe), changed)
+        recipe = load_recipe(MODELS[model].recipe, changed)
         (path := Path(folder, "recipe.yaml")).write_text(yaml.safe_dump(resolved(recipe), sort_keys=False))
         settings = Settings(model, path, configuration, arguments.warm_up, arguments.steps, arguments.timeout)
         bench = Bench(settings, Path(folder, "result.json"), command(), go_on=False)
