@@ -63,7 +63,7 @@ def test_a_question_is_tried_planned_answered_and_taken_up_again(
     verdict = json.loads((tmp_path / "which" / "verdict.json").read_text())
     (seed,) = verdict["candidates"]["current"]["served"]["by_seed"].values()
     assert seed != 0 and verdict["candidates"]["current"]["speedup"] is None
-    assert "Cannot tell of current" in capsys.readouterr().out
+    assert "current: cannot tell" in capsys.readouterr().out
     assert which.main([*command, "--hours", "0.001"]) == 1 and "1 of 2" not in capsys.readouterr().out  # all is trained already
     with pytest.raises(InputError, match="margin"):
         which.main([*command, "--margin", "1"])
