@@ -29,6 +29,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from html import escape
 from multiprocessing import get_context
+from operator import truediv
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +168,7 @@ class Question:
         if protocol.begin_with:  # the rate falls over as large a share of what is trained here
             common["schedule.decay"] = self.recipe.schedule.decay * (1 - protocol.trunk / protocol.steps)
         common |= {"checkpoint.every": None, "checkpoint.keep": math.ceil(1 / TRUNK) + 1, "log.fp8_statistics": None}
-        common |= {"parity": False}  # the trial has been held to plain transformers
+        common["parity"] = False  # the trial has been held to plain transformers
         return self.matrix("round", place, common, groups=[MatrixGroup(axes={"seed": [seed]}, cells=cells)])
 
     # ── What the rounds have told ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -178,10 +179,9 @@ class Question:
         paying = [each for each in verdicts if each.word in (BETTER, EQUIVALENT) and (each.gain or 0) > 1]
         best = max(paying, key=lambda each: each.gain, default=None)
         for each in verdicts:
-            if each.is_open and each.more_seconds is not None:
-                each.advice = f"about {duration(each.more_seconds)} more would"
-            elif each.is_open:
-                each.advice = f"{FEWEST_SEEDS} seeds are the least, up to {MOST_SEEDS} are tried"
+            if each.is_open:
+                more = each.more_seconds and f"about {duration(each.more_seconds)} more would"
+                each.advice = more or f"nor would {MOST_SEEDS} seeds, if they spread alike"
             elif each.speedup is None and each.served:
                 each.advice = "its speed is not known, as it is emulated"
             else:
@@ -203,7 +203,7 @@ class Question:
         ours, theirs = ([own_speed(run) for run in runs] for runs in zip(*pairs, strict=True))
         if all(ours) and all(theirs):
             verdict.tokens_per_second = statistics.median(theirs)
-            verdict.speedup = statistics.median(theirs[place] / ours[place] for place in range(len(pairs)))
+            verdict.speedup = statistics.median(map(truediv, theirs, ours))
         verdict.memory_gib = pairs[0][1].summary.get("memory_gib")
         slope = statistics.fmean(loss_slope(ours) for ours, _ in pairs)
         if slope < 0:
@@ -214,13 +214,13 @@ class Question:
         return verdict
 
     def seconds_to_tell(self, verdict: Verdict) -> float | None:
-        """For the seeds that are missing to a verdict, if their mean and spread stay; None where MOST_SEEDS would not tell, and
-        where there are too few to say."""
+        """For the seeds that are missing to a verdict, if mean and spread stay, or to the fewest; None where MOST_SEEDS would not
+        tell."""
         values = list(verdict.served.by_seed.values())
-        for seeds in range(len(values) + 1, MOST_SEEDS + 1 if len(values) >= FEWEST_SEEDS else 0):
+        for seeds in range(len(values) + 1, MOST_SEEDS + 1):
             repeated = {place: values[place % len(values)] for place in range(seeds)}
             told = SeedDifference(repeated, verdict.served.baseline).anytime_verdict(self.protocol.margin, self.protocol.error)
-            if told != CANNOT_TELL:
+            if told != CANNOT_TELL or len(values) < seeds == FEWEST_SEEDS:
                 return (seeds - len(values)) * self.round_seconds([verdict.name])
         return None
 
@@ -232,22 +232,18 @@ class Question:
     def answer(self, verdicts: Sequence[Verdict]) -> str:
         base, lines = self.protocol.candidates[0], [f"{each.name}: {each.word}, {each.advice}." for each in verdicts]
         if best := next((each for each in verdicts if each.advice == USE), None):
-            lines += [
-                f"Train in {best.name}: {best.gain:.2f} times {base}'s speed at equal loss.",
-                f"  {self.command(best.name)}",
-            ]
+            lines.append(f"Train in {best.name}: {best.gain:.2f} times {base}'s speed at equal loss.")
+            values = [*self.overrides, *(f"{key}={value}" for key, value in values_of(best.name).items())]
+            launch = ["accelerate", "launch", "--config_file", self.accelerate, "train_accelerate.py", self.recipe_file, *values]
+            lines.append(f"  {shlex.join(map(str, launch))}")
         elif any(each.speedup for each in verdicts) and not any(each.is_open for each in verdicts):
             lines.append(f"Stay with {base}.")
         return "\n".join(lines)
 
-    def command(self, name: str) -> str:
-        values = [f"{key}={value}" for key, value in values_of(name).items()]
-        launch = ["accelerate", "launch", "--config_file", str(self.accelerate), "train_accelerate.py", str(self.recipe_file)]
-        return shlex.join([*launch, *self.overrides, *values])
-
-    def table(self, verdicts: Sequence[Verdict]) -> tuple[list[str], list[list[str]]]:
+    def table(self, verdicts: Sequence[Verdict]) -> str:
         base, runs = self.protocol.candidates[0], [each[self.protocol.candidates[0]] for each in self.rounds]
-        header = ["precision", "seeds", "served in BF16", "as trained", "tokens/s", "speed", "tokens for equal loss"]
+        served = "served in BF16" if base != "fp32" else "held out"  # FP32 is evaluated in FP32
+        header = ["precision", "seeds", served, "as trained", "tokens/s", "speed", "tokens for equal loss"]
         header += ["gain at equal loss", "memory", "verdict"]
 
         def percent(difference: SeedDifference | None) -> str:
@@ -265,19 +261,20 @@ class Question:
             row = [each.name, str(len(each.served.by_seed) if each.served else 0), percent(each.served), percent(each.trained)]
             row += [or_dash(each.tokens_per_second, "{:,.0f}".format), *times, or_dash(each.memory_gib, memory)]
             rows.append([*row, each.word])
-        return header, rows
+        return markdown(header, rows)
 
     def write(self) -> str:
         """Write verdict.json and which.html; returns what to print."""
         verdicts = self.verdicts()
-        header, rows = self.table(verdicts)
         answer = self.answer(verdicts)
         content = {"answer": answer, "protocol": asdict(self.protocol), "candidates": {}}
         for each in verdicts:
             content["candidates"][each.name] = asdict(each) | {"gain_at_equal_loss": each.gain}
         replace_file(self.folder / "verdict.json", json.dumps(content, indent=2).encode() + b"\n")
-        replace_file(self.folder / "which.html", self.page(answer, header, rows).encode())
-        return f"{markdown(header, rows)}\n\n{answer}\n\n{self.limits()}"
+        text = f"{self.table(verdicts)}\n\n{answer}\n\n{self.limits()}"
+        title = "<!doctype html><meta charset=utf-8><title>Which precision</title><h1>Which precision</h1>"
+        replace_file(self.folder / "which.html", f"{title}<pre>{escape(text)}</pre>{self.picture()}".encode())
+        return text
 
     def limits(self) -> str:
         """What the answer does not cover."""
@@ -288,26 +285,22 @@ class Question:
             "and larger models may need more."
         )
 
-    def page(self, answer: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-        """One picture, loss against wall-clock, and the table, in a file that needs no network."""
+    def picture(self) -> str:
+        """Loss against wall-clock in the first round, or against tokens where some are emulated: HTML that needs no network."""
         from plotly.graph_objects import Figure  # only the page needs it
 
         figure, base = Figure(), self.protocol.candidates[0]
-        first = self.rounds[0] if self.rounds else {}
-        timed = bool(first) and all(own_speed(run) for run in first.values())
+        first = self.rounds[0]
+        timed = all(own_speed(run) for run in first.values())
         for place, (name, run) in enumerate(first.items()):
             steps, losses = run.curve("loss")
-            hours = np.cumsum(run.curve("step_ms")[1]) / 3.6e6 if timed else steps * (run.tokens_per_step or 1)
+            hours = np.cumsum(run.curve("step_ms")[1]) / 3.6e6 if timed else steps * run.tokens_per_step
             if timed and name != base and not self.protocol.begin_with:  # a branch begins where the baseline's trunk ends
                 hours = hours + np.sum(first[base].curve("step_ms")[1][: self.protocol.trunk]) / 3.6e6
             line = {"color": COLOURS[place % len(COLOURS)]}
             figure.add_scatter(x=hours, y=moving_mean(losses, window_of(len(steps))), name=escape(name), line=line)
         figure.update_layout(template="plotly_white", xaxis_title="hours of training" if timed else "tokens", yaxis_title="loss")
-        cells = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-        head = "".join(f"<th>{escape(title)}</th>" for title in header)
-        table = f"<table border=1 cellpadding=4>{head}{cells}</table>{figure.to_html(full_html=False)}"
-        title = "<!doctype html><meta charset=utf-8><title>Which precision</title><h1>Which precision</h1>"
-        return f"{title}<pre>{escape(answer)}</pre>{table}<p>{escape(self.limits())}</p>"
+        return figure.to_html(full_html=False)
 
 
 def values_of(name: str) -> Values:
@@ -405,6 +398,7 @@ def check(question: Question, options: argparse.Namespace) -> None:
     ours = {"precision", "seed", "run_dir", "train.steps", "train.tokens", "train.epochs"}
     if own := ours & dict(parse_overrides(question.overrides)).keys():
         raise InputError(f"command line: `{min(own)}` is this command's to set; leave it out, or see --help")
+    step_of_checkpoint(options.begin_with)
 
 
 def train(matrix: Matrix, stop: StopRequest) -> list[Outcome]:
@@ -446,7 +440,7 @@ def new_protocol(
 ) -> Protocol | None:
     """Try every candidate, and fix how long trainings are; None where it was stopped. InputError where the baseline fails."""
     matrix = question.trial()
-    say(f"{plural(TRIAL_STEPS, 'step')} of each first, a minute or less each: {', '.join(question.names)}")
+    say(f"{plural(TRIAL_STEPS, 'step')} of each first, about a minute each: {', '.join(question.names)}")
     outcomes = {each.cell.values["cell"]: each for each in train(matrix, stop)}
     if stop.requested:
         return None
@@ -461,7 +455,9 @@ def new_protocol(
     seconds = {name: recipe.batch.tokens / run.summary["tokens_per_second"] for name, run in runs.items()}
     took = [outcomes[name].seconds - TRIAL_STEPS * seconds[name] for name in runs if outcomes[name].seconds]
     start = max(0.0, statistics.median_low(took)) if took else 30.0  # without what compiles once for all
-    steps = steps_that_fit(options, runs, seconds, start, recipe, options.hours * 3600 - (time.monotonic() - began))
+    steps = steps_that_fit(
+        options, recipe, runs[question.names[0]], seconds, start, options.hours * 3600 - time.monotonic() + began
+    )
     protocol = Protocol(
         str(question.recipe_file), list(question.overrides), options.begin_with, options.margin / 100, question.names, seconds,
         start, options.seeds, *steps,
@@ -471,19 +467,13 @@ def new_protocol(
 
 
 def steps_that_fit(
-    options: argparse.Namespace,
-    runs: dict[str, RunRecord],
-    seconds: dict[str, float],
-    start: float,
-    recipe: Recipe,
-    seconds_left: float,
+    options: argparse.Namespace, recipe: Recipe, record: RunRecord, seconds: dict[str, float], start: float, seconds_left: float
 ) -> tuple[int, int]:
     """The last step of a training, and of its trunk: what the hours hold, each text seen once. InputError for too few."""
     base, *others = seconds.values()
     done = step_of_checkpoint(options.begin_with)
     whole = base + (1 - TRUNK) * sum(others) if done is None else base + sum(others)
     in_hours = (done or 0) + int((seconds_left / options.seeds - len(seconds) * start) / whole)
-    record = next(iter(runs.values()))
     epochs = max(value for key, value in record.steps[-1].items() if key.startswith("epoch"))  # of several sources each has one
     in_an_epoch = int(record.summary["steps"] / epochs) if epochs else math.inf  # a stream has not come to its end
     in_recipe = recipe.train.steps or (recipe.train.tokens and math.ceil(recipe.train.tokens / recipe.batch.tokens))
@@ -528,12 +518,14 @@ def next_round(question: Question, seed: int, seconds_left: float) -> Matrix | N
 
 
 def run_round(question: Question, matrix: Matrix, stop: StopRequest) -> bool:
-    """Train it; False where it was stopped. InputError where a training failed."""
+    """Train it; False where it was stopped. InputError where a training failed, or the baseline came to no end."""
     say(f"\nround {len(question.rounds) + 1}: {', '.join(cell.name for cell in matrix.cells)}")
     outcomes = train(matrix, stop)
     if stop.requested:
         return False
-    if failed := [str(each.cell.log) for each in outcomes if not each.is_finished and each.status != "halted"]:
+    if failed := [
+        str(each.cell.log) for each in outcomes if not each.is_finished and (each.status != "halted" or each is outcomes[0])
+    ]:
         raise InputError(f"a training has failed; see {', '.join(failed)}. The same command goes on")
     question.rounds.append({each.cell.values["cell"]: each.cell.record() for each in outcomes})
     question.took |= {each.cell.values["cell"]: each.seconds for each in outcomes if each.seconds}
