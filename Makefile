@@ -29,7 +29,7 @@ demo: $(VENV)/.installed
 
 # One thread: more would only wait for each other in a model so small.
 which: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(RUN) -m pretrain which demo/which.yaml --precisions fp32,delayed+head --seeds 3 --hours 0.08 --margin 1
+	OMP_NUM_THREADS=1 $(RUN) -m pretrain which demo/which.yaml --precisions fp32,delayed+head --seeds 3 --hours 0.1 --margin 1
 
 # Tests start some dozens of processes: what Python has compiled is kept for the next one, whatever the user has set.
 test: $(VENV)/.installed-dev $(VENV)/.installed-references
@@ -45,7 +45,7 @@ docs: $(VENV)/.installed
 	$(RUN) -m docs.recipes_page > docs/.recipes.md && mv docs/.recipes.md docs/recipes.md
 
 clean:
-	rm -rf demo/work runs/smoke runs/demo .pytest_cache .ruff_cache .hypothesis
+	rm -rf demo/work runs/smoke runs/demo runs/which/which .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 # A stamp appears only after pip has succeeded, so an interrupted installation is taken up again.

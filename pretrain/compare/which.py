@@ -56,6 +56,7 @@ TRIAL_STEPS = 12  # of a candidate's first, short training
 TRUNK = 0.2  # of a training, which candidates share with the baseline
 LEAST_STEPS = math.ceil(FEWEST_STEPS / (1 - TRUNK))  # so that the mean of a training's last losses is of the candidate alone
 MOST_SEEDS = 20
+MOST_FOLD = math.log(1000)  # of the tokens, for equal loss: beyond, a loss that hardly falls tells nothing of them
 USE = "use this"
 HEAD = "+head"  # behind a candidate's precision: its head too
 ON_GPU, ON_CPU = Path("accelerate_configs/bf16.yaml"), Path("accelerate_configs/cpu.yaml")
@@ -207,20 +208,19 @@ class Question:
         verdict.memory_gib = pairs[0][1].summary.get("memory_gib")
         slope = statistics.fmean(loss_slope(ours) for ours, _ in pairs)
         if slope < 0:
-            verdict.tokens = math.exp(max(0.0, verdict.served.mean) / -slope)
+            verdict.tokens = math.exp(min(max(0.0, verdict.served.mean) / -slope, MOST_FOLD))
         verdict.word = verdict.served.anytime_verdict(protocol.margin, protocol.error)
         if verdict.is_open:
             verdict.more_seconds = self.seconds_to_tell(verdict)
         return verdict
 
     def seconds_to_tell(self, verdict: Verdict) -> float | None:
-        """For the seeds that are missing to a verdict, if mean and spread stay, or to the fewest; None where MOST_SEEDS would not
-        tell."""
+        """For the seeds that are missing to a verdict, if mean and spread stay; None where MOST_SEEDS would not tell."""
         values = list(verdict.served.by_seed.values())
         for seeds in range(len(values) + 1, MOST_SEEDS + 1):
             repeated = {place: values[place % len(values)] for place in range(seeds)}
             told = SeedDifference(repeated, verdict.served.baseline).anytime_verdict(self.protocol.margin, self.protocol.error)
-            if told != CANNOT_TELL or len(values) < seeds == FEWEST_SEEDS:
+            if told != CANNOT_TELL:
                 return (seeds - len(values)) * self.round_seconds([verdict.name])
         return None
 
