@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.evidence.tables import Scale
 from foundation.errors import InputError
 from pretrain.compare import which
-from pretrain.compare.differences import EQUIVALENT, WORSE, SeedDifference
+from pretrain.compare.differences import CANNOT_TELL, EQUIVALENT, WORSE, SeedDifference
 from pretrain.compare.which import Protocol, Question
 from pretrain.metrics.run_record import RunRecord
 from pretrain.settings.config import load_recipe
@@ -46,6 +47,20 @@ def test_it_tells_what_was_found_at_14_million_parameters_within_a_few_seeds(mea
         words = [each.anytime_verdict(0.003, 0.025) for each in looks(draw.normal(mean, spread, SEEDS))]
         told.append(next((seeds for seeds, word in enumerate(words, start=3) if word == verdict), SEEDS + 1))
     assert np.quantile(told, 0.8) <= most
+
+
+def test_it_tells_of_the_kept_seeds_what_their_page_says() -> None:
+    """docs/which.md has these numbers of seeds: two candidates at once, at 14 million parameters."""
+    kept = Scale.read("14m")
+
+    def told(cell: str, seeds: int) -> str:
+        difference = kept.difference(cell)
+        by_seed = dict(list(difference.by_seed.items())[:seeds])
+        return SeedDifference(by_seed, difference.baseline).anytime_verdict(0.003, 0.025)
+
+    assert [told("nvfp4_branch", seeds) for seeds in (3, 4, 5)] == [CANNOT_TELL, WORSE, WORSE]
+    assert [told("block_branch", seeds) for seeds in (4, 5)] == [CANNOT_TELL, EQUIVALENT]
+    assert told("delayed_branch", 5) == CANNOT_TELL
 
 
 def test_a_normal_test_at_each_look_would_err_more_often() -> None:
