@@ -43,9 +43,9 @@ from foundation.units import UNKNOWN, count, duration, markdown, memory, or_dash
 from pretrain.compare.comparison import COLOURS, own_speed
 from pretrain.compare.differences import BETTER, CANNOT_TELL, CONFIDENCE, EQUIVALENT, FEWEST_SEEDS, SeedDifference
 from pretrain.compare.figures import moving_mean, window_of
-from pretrain.compare.matrix_file import Matrix, MatrixGroup, MatrixSettings, Values, make_matrix
+from pretrain.compare.matrix_file import Cell, Matrix, MatrixGroup, MatrixSettings, Values, make_matrix
 from pretrain.compare.matrix_run import DEVICES, Outcome, run_all, say, stopped
-from pretrain.metrics.run_folder import RunFolder
+from pretrain.metrics.run_folder import SUMMARY_FILE, RunFolder
 from pretrain.metrics.run_record import FEWEST_STEPS, LOSS_KEY, RunRecord
 from pretrain.precision.settings import PRECISIONS
 from pretrain.settings.config import load_recipe, parse_overrides
@@ -137,7 +137,7 @@ class Question:
     names: list[str]
     protocol: Protocol | None = None
     rounds: list[dict[str, RunRecord]] = field(default_factory=list)  # a seed each, by candidate
-    took: dict[str, float] = field(default_factory=dict)  # seconds of each one's last training, by this command
+    took: dict[str, float] = field(default_factory=dict)  # seconds of each one's last training
 
     @property
     def recipe(self) -> Recipe:
@@ -333,14 +333,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.recipe, tuple(options.overrides), accelerate, Path(options.run_dir or f"runs/which/{recipe.name}"), names
     )
     check(question, options)
-    began = time.monotonic()
+    ends = time.monotonic() + options.hours * 3600
     with RunFolder(question.folder), StopRequest(passed_on=True) as stop:
-        question.protocol = kept_protocol(question, options) or new_protocol(question, options, recipe, stop, began)
+        question.protocol = kept_protocol(question, options) or new_protocol(question, options, stop, ends)
         if question.protocol is None:
             return stopped(stop)
         announce(question, options.hours)
-        seconds = options.hours * 3600
-        while matrix := next_round(question, recipe.seed + len(question.rounds), seconds - (time.monotonic() - began)):
+        while matrix := next_round(question, recipe.seed + len(question.rounds), ends - time.monotonic()):
             if not run_round(question, matrix, stop):
                 return stopped(stop)
             say(f"\n{question.write()}")
@@ -435,11 +434,9 @@ def kept_protocol(question: Question, options: argparse.Namespace) -> Protocol |
     return protocol
 
 
-def new_protocol(
-    question: Question, options: argparse.Namespace, recipe: Recipe, stop: StopRequest, began: float
-) -> Protocol | None:
+def new_protocol(question: Question, options: argparse.Namespace, stop: StopRequest, ends: float) -> Protocol | None:
     """Try every candidate, and fix how long trainings are; None where it was stopped. InputError where the baseline fails."""
-    matrix = question.trial()
+    matrix, recipe = question.trial(), question.recipe
     say(f"{plural(TRIAL_STEPS, 'step')} of each first, about a minute each: {', '.join(question.names)}")
     outcomes = {each.cell.values["cell"]: each for each in train(matrix, stop)}
     if stop.requested:
@@ -453,11 +450,9 @@ def new_protocol(
             f"{question.recipe_file}: no text is held out, by which precisions are judged; set `data.held_out: 0.02`"
         )
     seconds = {name: recipe.batch.tokens / run.summary["tokens_per_second"] for name, run in runs.items()}
-    took = [outcomes[name].seconds - TRIAL_STEPS * seconds[name] for name in runs if outcomes[name].seconds]
-    start = max(0.0, statistics.median_low(took)) if took else 30.0  # without what compiles once for all
-    steps = steps_that_fit(
-        options, recipe, runs[question.names[0]], seconds, start, options.hours * 3600 - time.monotonic() + began
-    )
+    started = [seconds_of(outcomes[name].cell) - TRIAL_STEPS * seconds[name] for name in runs]
+    start = max(0.0, statistics.median_low(started))  # without what compiles once for all
+    steps = steps_that_fit(options, recipe, runs[question.names[0]], seconds, start, ends - time.monotonic())
     protocol = Protocol(
         str(question.recipe_file), list(question.overrides), options.begin_with, options.margin / 100, question.names, seconds,
         start, options.seeds, *steps,
@@ -495,6 +490,11 @@ def step_of_checkpoint(path: str | None) -> int | None:
     return int(Path(path).resolve().name.removeprefix("step-")) if path else None
 
 
+def seconds_of(cell: Cell) -> float:
+    """How long its training took: from its mark, when it was last started, to its summary, the last that it writes."""
+    return (cell.run_dir / SUMMARY_FILE).stat().st_mtime - cell.mark.stat().st_mtime
+
+
 def announce(question: Question, hours: float) -> None:
     protocol = question.protocol
     base, *others = protocol.candidates
@@ -519,7 +519,8 @@ def next_round(question: Question, seed: int, seconds_left: float) -> Matrix | N
 
 def run_round(question: Question, matrix: Matrix, stop: StopRequest) -> bool:
     """Train it; False where it was stopped. InputError where a training failed, or the baseline came to no end."""
-    say(f"\nround {len(question.rounds) + 1}: {', '.join(cell.name for cell in matrix.cells)}")
+    about = duration(question.round_seconds([cell.values["cell"] for cell in matrix.cells[1:]]))
+    say(f"\nround {len(question.rounds) + 1}, about {about}")
     outcomes = train(matrix, stop)
     if stop.requested:
         return False
@@ -528,7 +529,7 @@ def run_round(question: Question, matrix: Matrix, stop: StopRequest) -> bool:
     ]:
         raise InputError(f"a training has failed; see {', '.join(failed)}. The same command goes on")
     question.rounds.append({each.cell.values["cell"]: each.cell.record() for each in outcomes})
-    question.took |= {each.cell.values["cell"]: each.seconds for each in outcomes if each.seconds}
+    question.took |= {each.cell.values["cell"]: seconds_of(each.cell) for each in outcomes if each.is_finished}
     for each in outcomes:  # whose checkpoints nothing begins with any more
         shutil.rmtree(each.cell.run_dir / "checkpoints", ignore_errors=True)
     return True

@@ -112,7 +112,7 @@ def test_every_candidate_gets_a_verdict_its_cost_in_tokens_and_advice(
             lines = [json.loads(line) for line in (cell.run_dir / "metrics.jsonl").read_text().splitlines()]
             lines = [line | ({"loss": 3 - 0.2 * np.log(line["step"])} if "loss" in line else {}) for line in lines]
             (cell.run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert which.main([str(file), "--run_dir", str(folder), "--hours", "0.001"]) == 1, "mxfp8 is open, and the hours are over"
+    assert which.main([str(file), "--run_dir", str(folder), "--hours", "0.000001"]) == 1, "mxfp8 is open, and the hours are over"
     said, verdict = capsys.readouterr().out, json.loads((folder / "verdict.json").read_text())["candidates"]
     advice = {name: (each["word"], each["advice"].split()[0]) for name, each in verdict.items()}
     assert advice == {
