@@ -1,4 +1,4 @@
-# Two commands for a fresh machine: `make demo` and `make test`. Both make .venv on first use and skip that afterwards.
+# Commands for a fresh machine: `make demo`, `make which`, `make test`. Each makes .venv on first use and skips that afterwards.
 
 PYTHON ?= python3
 VENV := .venv
@@ -8,11 +8,12 @@ PIP := $(RUN) -m pip install --disable-pip-version-check
 # imports torch, six seconds of a core, and 64 of them would only fight over memory.
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
 
-.PHONY: help install demo test lint docs clean
+.PHONY: help install demo which test lint docs clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    train a small model on this machine: prepare text, train a tokenizer, pack, train, compare (4 to 6 minutes, no GPU)"
+	@echo "make which   after that: which precision a smaller model trains in, FP8 emulated, with an answer in 4 minutes"
 	@echo "make test    install what the tests need, and run them (6 to 10 minutes on 2 cores)"
 	@echo "make install make .venv, and nothing else (for FP8 on a GPU, see docs/b200.md)"
 	@echo "make lint    check style and formatting with ruff"
@@ -25,6 +26,10 @@ install: $(VENV)/.installed
 
 demo: $(VENV)/.installed
 	@$(RUN) -m demo
+
+# One thread: more would only wait for each other in a model so small.
+which: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(RUN) -m pretrain which demo/which.yaml --precisions fp32,delayed+head --seeds 3 --hours 0.1 --margin 1
 
 # Tests start some dozens of processes: what Python has compiled is kept for the next one, whatever the user has set.
 test: $(VENV)/.installed-dev $(VENV)/.installed-references
@@ -40,7 +45,7 @@ docs: $(VENV)/.installed
 	$(RUN) -m docs.recipes_page > docs/.recipes.md && mv docs/.recipes.md docs/recipes.md
 
 clean:
-	rm -rf demo/work runs/smoke runs/demo .pytest_cache .ruff_cache .hypothesis
+	rm -rf demo/work runs/smoke runs/demo runs/which/which .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 # A stamp appears only after pip has succeeded, so an interrupted installation is taken up again.

@@ -15,14 +15,21 @@ Exit status: 0 an answer, 1 some candidate is open, 2 something given cannot be 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
+import os
 import shlex
+import shutil
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from html import escape
+from multiprocessing import get_context
+from operator import truediv
 from pathlib import Path
 from typing import Any
 
@@ -32,22 +39,25 @@ from foundation.command import CommandParser
 from foundation.errors import InputError
 from foundation.files import replace_file
 from foundation.signals import StopRequest
-from foundation.units import count, duration, markdown, memory, or_dash, plural
+from foundation.units import UNKNOWN, count, duration, markdown, memory, or_dash, plural
 from pretrain.compare.comparison import COLOURS, own_speed
 from pretrain.compare.differences import BETTER, CANNOT_TELL, CONFIDENCE, EQUIVALENT, FEWEST_SEEDS, SeedDifference
 from pretrain.compare.figures import moving_mean, window_of
-from pretrain.compare.matrix_file import Matrix, MatrixGroup, MatrixSettings, Values, make_matrix
-from pretrain.compare.matrix_run import run_all, say, stopped
-from pretrain.metrics.run_folder import RunFolder
+from pretrain.compare.matrix_file import Cell, Matrix, MatrixGroup, MatrixSettings, Values, make_matrix
+from pretrain.compare.matrix_run import DEVICES, Outcome, run_all, say, stopped
+from pretrain.metrics.run_folder import SUMMARY_FILE, RunFolder
 from pretrain.metrics.run_record import FEWEST_STEPS, LOSS_KEY, RunRecord
 from pretrain.precision.settings import PRECISIONS
 from pretrain.settings.config import load_recipe, parse_overrides
 from pretrain.settings.recipe import Recipe
 
+GPU_IS_FREE = 2.0  # GiB in use, or less: the driver's own
 TRIAL_STEPS = 12  # of a candidate's first, short training
 TRUNK = 0.2  # of a training, which candidates share with the baseline
 LEAST_STEPS = math.ceil(FEWEST_STEPS / (1 - TRUNK))  # so that the mean of a training's last losses is of the candidate alone
 MOST_SEEDS = 20
+MOST_FOLD = math.log(1000)  # of the tokens, for equal loss: beyond, a loss that hardly falls tells nothing of them
+USE = "use this"
 HEAD = "+head"  # behind a candidate's precision: its head too
 ON_GPU, ON_CPU = Path("accelerate_configs/bf16.yaml"), Path("accelerate_configs/cpu.yaml")
 # Over the recipe in every training. A precision that the machine lacks is emulated, and all are evaluated in BF16.
@@ -62,29 +72,33 @@ COMMON: Values = {
 
 @dataclass(frozen=True)
 class Protocol:
-    """What is fixed before the first round, and kept in which.json. A candidate's `seconds` are of a step, when it was tried."""
+    """What is fixed before the first round, and kept in which.json. `seconds` are of a step, as it was tried."""
 
     recipe: str
     overrides: list[str]
     begin_with: str | None
     margin: float  # of the baseline's loss
-    candidates: list[str]  # the baseline first
-    seconds: dict[str, float]
+    precisions: list[str]  # that were to be tried, the baseline first
+    seconds: dict[str, float]  # of those that ran
     start: float  # seconds that a training takes beside its steps
     seeds: int  # rounds that are planned
     steps: int  # of a training
     trunk: int  # of these, that candidates share with the baseline
 
     @property
+    def candidates(self) -> list[str]:
+        """What ran when it was tried, the baseline first."""
+        return list(self.seconds)
+
+    @property
     def error(self) -> float:
         """Of one candidate's interval, so that all of them hold together (Bonferroni)."""
         return (1 - CONFIDENCE) / (len(self.candidates) - 1)
 
-    def round_seconds(self, candidates: Sequence[str]) -> float:
-        """How long one seed of the baseline and of these takes."""
-        skipped = self.trunk if self.begin_with else 0
-        branches = sum(self.start + self.seconds[name] * (self.steps - self.trunk) for name in candidates)
-        return self.start + self.seconds[self.candidates[0]] * (self.steps - skipped) + branches
+    def training_seconds(self, name: str) -> float:
+        """How long a training should take."""
+        shared = self.trunk if self.begin_with or name != self.candidates[0] else 0
+        return self.start + self.seconds[name] * (self.steps - shared)
 
 
 @dataclass
@@ -94,11 +108,13 @@ class Verdict:
     name: str
     served: SeedDifference | None = None  # held-out loss in BF16 above the baseline's
     trained: SeedDifference | None = None  # loss of the last steps, in the candidate's own precision
-    speedup: float | None = None  # None where it is emulated
+    tokens_per_second: float | None = None  # None where it is emulated, as is `speedup`
+    speedup: float | None = None
     memory_gib: float | None = None
     tokens: float | None = None  # how many times the tokens make up for its loss, by the baseline's own slope
     word: str = CANNOT_TELL
     more_seconds: float | None = None  # after which it should be told, if mean and spread stay as they are
+    advice: str = ""
 
     @property
     def gain(self) -> float | None:
@@ -121,6 +137,7 @@ class Question:
     names: list[str]
     protocol: Protocol | None = None
     rounds: list[dict[str, RunRecord]] = field(default_factory=list)  # a seed each, by candidate
+    took: dict[str, float] = field(default_factory=dict)  # seconds of each one's last training
 
     @property
     def recipe(self) -> Recipe:
@@ -134,7 +151,7 @@ class Question:
 
     def trial(self) -> Matrix:
         """The first, short training of every candidate."""
-        short: Values = {"train.steps": TRIAL_STEPS, "schedule.warmup": 0, "checkpoint.every": None, "parity": False}
+        short: Values = {"train.steps": TRIAL_STEPS, "schedule.warmup": 0, "checkpoint.every": None}
         short |= {"evaluate.every": TRIAL_STEPS, "evaluate.packs": 1}  # whether any text is held out
         group = MatrixGroup(cells={name: values_of(name) for name in self.names})
         return self.matrix("trial", f"{self.folder}/trial/{{cell}}", short, groups=[group])
@@ -149,14 +166,29 @@ class Question:
         cells |= {name: values_of(name) | {"train.begin_with": trunk} for name in candidates}
         warmup = min(self.recipe.schedule.warmup, max(1, protocol.trunk // 2))
         common: Values = {"train.steps": protocol.steps, "schedule.warmup": warmup, "evaluate.every": protocol.steps}
+        if protocol.begin_with:  # the rate falls over as large a share of what is trained here
+            common["schedule.decay"] = self.recipe.schedule.decay * (1 - protocol.trunk / protocol.steps)
         common |= {"checkpoint.every": None, "checkpoint.keep": math.ceil(1 / TRUNK) + 1, "log.fp8_statistics": None}
+        common["parity"] = False  # the trial has been held to plain transformers
         return self.matrix("round", place, common, groups=[MatrixGroup(axes={"seed": [seed]}, cells=cells)])
 
     # ── What the rounds have told ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def verdicts(self) -> list[Verdict]:
-        """Of every candidate but the baseline."""
-        return [self.verdict(name) for name in self.protocol.candidates[1:]]
+        """Of every candidate but the baseline, with advice: the one that gains most at equal loss is to be used."""
+        verdicts = [self.verdict(name) for name in self.protocol.candidates[1:]]
+        paying = [each for each in verdicts if each.word in (BETTER, EQUIVALENT) and (each.gain or 0) > 1]
+        best = max(paying, key=lambda each: each.gain, default=None)
+        for each in verdicts:
+            if each.is_open:
+                more = each.more_seconds and f"about {duration(each.more_seconds)} more would"
+                each.advice = more or f"nor would {MOST_SEEDS} seeds, if they spread alike"
+            elif each.speedup is None and each.served:
+                each.advice = "its speed is not known, as it is emulated"
+            else:
+                pays = f"pays less than {best.name}" if each in paying else "not worth it"
+                each.advice = USE if each is best else pays
+        return verdicts
 
     def verdict(self, name: str) -> Verdict:
         base, protocol = self.protocol.candidates[0], self.protocol
@@ -169,112 +201,106 @@ class Question:
             return verdict
         verdict.served = above(pairs, lambda run: run.summary["held_out_loss"])
         verdict.trained = above(pairs, lambda run: run.summary[LOSS_KEY])
-        speeds = [(own_speed(run), own_speed(ours)) for ours, run in pairs]
-        if all(both[0] and both[1] for both in speeds):
-            verdict.speedup = statistics.median(ours / theirs for ours, theirs in speeds)
+        ours, theirs = ([own_speed(run) for run in runs] for runs in zip(*pairs, strict=True))
+        if all(ours) and all(theirs):
+            verdict.tokens_per_second = statistics.median(theirs)
+            verdict.speedup = statistics.median(map(truediv, theirs, ours))
         verdict.memory_gib = pairs[0][1].summary.get("memory_gib")
         slope = statistics.fmean(loss_slope(ours) for ours, _ in pairs)
         if slope < 0:
-            verdict.tokens = math.exp(max(0.0, verdict.served.mean) / -slope)
+            verdict.tokens = math.exp(min(max(0.0, verdict.served.mean) / -slope, MOST_FOLD))
         verdict.word = verdict.served.anytime_verdict(protocol.margin, protocol.error)
         if verdict.is_open:
             verdict.more_seconds = self.seconds_to_tell(verdict)
         return verdict
 
     def seconds_to_tell(self, verdict: Verdict) -> float | None:
-        """For the seeds that are missing to a verdict, if their mean and spread stay; None where MOST_SEEDS would not tell, and
-        where there are too few to say."""
+        """For the seeds that are missing to a verdict, if mean and spread stay; None where MOST_SEEDS would not tell."""
         values = list(verdict.served.by_seed.values())
-        for seeds in range(len(values) + 1, MOST_SEEDS + 1 if len(values) >= FEWEST_SEEDS else 0):
+        for seeds in range(len(values) + 1, MOST_SEEDS + 1):
             repeated = {place: values[place % len(values)] for place in range(seeds)}
             told = SeedDifference(repeated, verdict.served.baseline).anytime_verdict(self.protocol.margin, self.protocol.error)
             if told != CANNOT_TELL:
-                return (seeds - len(values)) * self.protocol.round_seconds([verdict.name])
+                return (seeds - len(values)) * self.round_seconds([verdict.name])
         return None
 
+    def round_seconds(self, candidates: Sequence[str]) -> float:
+        """How long one seed of the baseline and of these should take."""
+        names = [self.protocol.candidates[0], *candidates]
+        return sum(self.took.get(name) or self.protocol.training_seconds(name) for name in names)
+
     def answer(self, verdicts: Sequence[Verdict]) -> str:
-        base = self.protocol.candidates[0]
-        paying = [each for each in verdicts if each.word in (BETTER, EQUIVALENT) and (each.gain or 0) > 1]
-        still = [each for each in verdicts if each.is_open]
-        lines = []
-        if paying:
-            best = max(paying, key=lambda each: each.gain)
-            lines.append(f"Use {best.name}: {best.gain:.2f} times {base}'s speed at equal loss.")
-            lines.append(f"  {shlex.join(self.command(best.name))}")
-        elif not still:
-            known = any(each.speedup for each in verdicts)
-            lines.append(
-                f"Stay with {base}: nothing else is worth it." if known else "Speeds are not known where all is emulated."
-            )
-        for each in still:
-            more = f"{FEWEST_SEEDS} seeds are the least, and up to {MOST_SEEDS} are tried"
-            more = more if each.more_seconds is None else f"about {duration(each.more_seconds)} more would"
-            lines.append(f"Cannot tell of {each.name}: {more}.")
+        base, lines = self.protocol.candidates[0], [f"{each.name}: {each.word}, {each.advice}." for each in verdicts]
+        if best := next((each for each in verdicts if each.advice == USE), None):
+            lines.append(f"Train in {best.name}: {best.gain:.2f} times {base}'s speed at equal loss.")
+            values = [*self.overrides, *(f"{key}={value}" for key, value in values_of(best.name).items())]
+            launch = ["accelerate", "launch", "--config_file", self.accelerate, "train_accelerate.py", self.recipe_file, *values]
+            lines.append(f"  {shlex.join(map(str, launch))}")
+        elif any(each.speedup for each in verdicts) and not any(each.is_open for each in verdicts):
+            lines.append(f"Stay with {base}.")
         return "\n".join(lines)
 
-    def command(self, name: str) -> list[str]:
-        values = [f"{key}={value}" for key, value in values_of(name).items()]
-        launch = ["accelerate", "launch", "--config_file", str(self.accelerate), "train_accelerate.py", str(self.recipe_file)]
-        return [*launch, *self.overrides, *values]
+    def table(self, verdicts: Sequence[Verdict]) -> str:
+        base, runs = self.protocol.candidates[0], [each[self.protocol.candidates[0]] for each in self.rounds]
+        served = "served in BF16" if base != "fp32" else "held out"  # FP32 is evaluated in FP32
+        header = ["precision", "seeds", served, "as trained", "tokens/s", "speed", "tokens for equal loss"]
+        header += ["gain at equal loss", "memory", "verdict"]
 
-    def table(self, verdicts: Sequence[Verdict]) -> tuple[list[str], list[list[str]]]:
-        base, share = self.protocol.candidates[0], 100 * (1 - self.protocol.error)
-        header = ["precision", "seeds", f"served in BF16, % above {base}", f"± {share:.3g} %, at any time", "as trained, %"]
-        header += ["verdict", "speed", "tokens for equal loss", "gain at equal loss", "memory"]
+        def percent(difference: SeedDifference | None) -> str:
+            """ "+0.071 ± 0.150 %" of the baseline's loss."""
+            if difference is None:
+                return UNKNOWN
+            half, share = difference.anytime_half_width(self.protocol.error), 100 / difference.baseline
+            return f"{share * difference.mean:+.3f}{'' if half is None else f' ± {share * half:.3f}'} %"
 
-        def percent(difference: SeedDifference | None, value: float | None) -> str:
-            return "–" if difference is None or value is None else f"{100 * value / difference.baseline:+.3f}"
-
-        rows = []
+        losses = (statistics.fmean(run.summary[key] for run in runs) for key in ("held_out_loss", LOSS_KEY))
+        speed, peak = or_dash(own_speed(runs[0]), "{:,.0f}".format), or_dash(runs[0].summary.get("memory_gib"), memory)
+        rows = [[base, str(len(runs)), *map("{:.4f}".format, losses), speed, "1", "1", "1", peak, "baseline"]]
         for each in verdicts:
-            half = each.served and each.served.anytime_half_width(self.protocol.error)
-            losses = [percent(each.served, each.served and each.served.mean), percent(each.served, half).lstrip("+")]
-            losses.append(percent(each.trained, each.trained and each.trained.mean))
             times = [or_dash(value, "{:.2f} ×".format) for value in (each.speedup, each.tokens, each.gain)]
-            seeds = str(len(each.served.by_seed)) if each.served else "0"
-            rows.append([each.name, seeds, *losses, each.word, *times, or_dash(each.memory_gib, memory)])
-        return header, rows
+            row = [each.name, str(len(each.served.by_seed) if each.served else 0), percent(each.served), percent(each.trained)]
+            row += [or_dash(each.tokens_per_second, "{:,.0f}".format), *times, or_dash(each.memory_gib, memory)]
+            rows.append([*row, each.word])
+        return markdown(header, rows)
 
     def write(self) -> str:
         """Write verdict.json and which.html; returns what to print."""
         verdicts = self.verdicts()
-        header, rows = self.table(verdicts)
         answer = self.answer(verdicts)
         content = {"answer": answer, "protocol": asdict(self.protocol), "candidates": {}}
         for each in verdicts:
             content["candidates"][each.name] = asdict(each) | {"gain_at_equal_loss": each.gain}
         replace_file(self.folder / "verdict.json", json.dumps(content, indent=2).encode() + b"\n")
-        replace_file(self.folder / "which.html", self.page(answer, header, rows).encode())
-        return f"{markdown(header, rows)}\n\n{answer}\n\n{self.limits()}"
+        text = f"{self.table(verdicts)}\n\n{answer}\n\n{self.limits()}"
+        title = "<!doctype html><meta charset=utf-8><title>Which precision</title><h1>Which precision</h1>"
+        replace_file(self.folder / "which.html", f"{title}<pre>{escape(text)}</pre>{self.picture()}".encode())
+        return text
 
     def limits(self) -> str:
         """What the answer does not cover."""
         tokens = self.protocol.steps * self.recipe.batch.tokens
         return (
-            f"This holds for this model after {count(tokens)} tokens, within ± {100 * self.protocol.margin:g} % of the "
-            "baseline's loss. Longer trainings and larger models may need more."
+            f"This holds for this model after {count(tokens)} tokens, with a margin of ± {100 * self.protocol.margin:g} % of the "
+            f"baseline's loss; intervals hold at {100 * (1 - self.protocol.error):.3g} %, whenever one looks. Longer trainings "
+            "and larger models may need more."
         )
 
-    def page(self, answer: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-        """One picture, loss against wall-clock, and the table, in a file that needs no network."""
+    def picture(self) -> str:
+        """Loss against wall-clock in the first round, or against tokens where some are emulated: HTML that needs no network."""
         from plotly.graph_objects import Figure  # only the page needs it
 
         figure, base = Figure(), self.protocol.candidates[0]
-        first = self.rounds[0] if self.rounds else {}
-        timed = bool(first) and all(own_speed(run) for run in first.values())
+        first = self.rounds[0]
+        timed = all(own_speed(run) for run in first.values())
         for place, (name, run) in enumerate(first.items()):
             steps, losses = run.curve("loss")
-            hours = np.cumsum(run.curve("step_ms")[1]) / 3.6e6 if timed else steps * (run.tokens_per_step or 1)
-            if timed and name != base:  # a branch begins where the baseline's trunk ends
+            hours = np.cumsum(run.curve("step_ms")[1]) / 3.6e6 if timed else steps * run.tokens_per_step
+            if timed and name != base and not self.protocol.begin_with:  # a branch begins where the baseline's trunk ends
                 hours = hours + np.sum(first[base].curve("step_ms")[1][: self.protocol.trunk]) / 3.6e6
             line = {"color": COLOURS[place % len(COLOURS)]}
             figure.add_scatter(x=hours, y=moving_mean(losses, window_of(len(steps))), name=escape(name), line=line)
         figure.update_layout(template="plotly_white", xaxis_title="hours of training" if timed else "tokens", yaxis_title="loss")
-        cells = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-        head = "".join(f"<th>{escape(title)}</th>" for title in header)
-        table = f"<table border=1 cellpadding=4>{head}{cells}</table>{figure.to_html(full_html=False)}"
-        title = "<!doctype html><meta charset=utf-8><title>Which precision</title><h1>Which precision</h1>"
-        return f"{title}<pre>{escape(answer)}</pre>{table}<p>{escape(self.limits())}</p>"
+        return figure.to_html(full_html=False)
 
 
 def values_of(name: str) -> Values:
@@ -307,14 +333,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.recipe, tuple(options.overrides), accelerate, Path(options.run_dir or f"runs/which/{recipe.name}"), names
     )
     check(question, options)
-    began = time.monotonic()
+    ends = time.monotonic() + options.hours * 3600
     with RunFolder(question.folder), StopRequest(passed_on=True) as stop:
-        question.protocol = kept_protocol(question, options) or new_protocol(question, options, recipe, stop)
+        question.protocol = kept_protocol(question, options) or new_protocol(question, options, stop, ends)
         if question.protocol is None:
             return stopped(stop)
         announce(question, options.hours)
-        seconds = options.hours * 3600
-        while matrix := next_round(question, recipe.seed + len(question.rounds), seconds - (time.monotonic() - began)):
+        while matrix := next_round(question, recipe.seed + len(question.rounds), ends - time.monotonic()):
             if not run_round(question, matrix, stop):
                 return stopped(stop)
             say(f"\n{question.write()}")
@@ -346,15 +371,20 @@ def has_gpu() -> bool:
 
 
 def default_candidates() -> list[str]:
-    """BF16 and what the GPU computes, the first of that with its head too. Without a GPU FP32, and one that is emulated."""
+    """BF16 and what the GPU computes, the first of that with its head too, or one that is emulated; without a GPU beside FP32."""
     quantized = [name for name, each in PRECISIONS.items() if each.quantized]
     if not has_gpu():
         return ["fp32", quantized[0]]
+    with ProcessPoolExecutor(1, get_context("spawn")) as child:  # what it holds of the GPU, it gives back when it ends
+        here = child.submit(computed_here, quantized).result()
+    return ["bf16", *(here or quantized[:1]), *(f"{name}{HEAD}" for name in here[:1])]
+
+
+def computed_here(quantized: Sequence[str]) -> list[str]:
     from pretrain.precision.selection import missing_on  # imports torch
 
     missing = missing_on("cuda")
-    here = [name for name in quantized if missing(PRECISIONS[name]) is None]
-    return ["bf16", *here, *(f"{name}{HEAD}" for name in here[:1])]
+    return [name for name in quantized if missing(PRECISIONS[name]) is None]
 
 
 def check(question: Question, options: argparse.Namespace) -> None:
@@ -367,14 +397,20 @@ def check(question: Question, options: argparse.Namespace) -> None:
     ours = {"precision", "seed", "run_dir", "train.steps", "train.tokens", "train.epochs"}
     if own := ours & dict(parse_overrides(question.overrides)).keys():
         raise InputError(f"command line: `{min(own)}` is this command's to set; leave it out, or see --help")
-    if has_gpu():
-        import torch
+    step_of_checkpoint(options.begin_with)
 
-        free, total = torch.cuda.mem_get_info()
-        if (total - free) > 2 << 30:
-            raise InputError(
-                f"the GPU has {memory((total - free) / 2**30)} in use by others, so speeds would not be its own; free it"
-            )
+
+def train(matrix: Matrix, stop: StopRequest) -> list[Outcome]:
+    """Train what is not finished. InputError where others use the GPU, by nvidia-smi: to ask CUDA would take some of it."""
+    if not matrix.on_cpu and not all(cell.is_finished() for cell in matrix.cells):
+        seen = os.environ.get(DEVICES)
+        command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", *(["-i", seen] if seen else [])]
+        with contextlib.suppress(OSError, subprocess.CalledProcessError, ValueError):  # it is not there, or does not say
+            answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            used = max(float(line) / 1024 for line in answer.split()[: matrix.processes])
+            if used > GPU_IS_FREE:
+                raise InputError(f"the GPU has {memory(used)} in use by others, so speeds would not be its own; free it")
+    return run_all(matrix, matrix.cells, stop)
 
 
 def kept_protocol(question: Question, options: argparse.Namespace) -> Protocol | None:
@@ -389,7 +425,7 @@ def kept_protocol(question: Question, options: argparse.Namespace) -> Protocol |
         "overrides": list(question.overrides),
         "begin_with": options.begin_with,
         "margin": options.margin / 100,
-        "candidates": options.precisions or protocol.candidates,
+        "precisions": options.precisions or protocol.precisions,
         "steps": options.steps or protocol.steps,
     }
     changed = [f"{key} {getattr(protocol, key)}, now {value}" for key, value in asked.items() if getattr(protocol, key) != value]
@@ -398,11 +434,11 @@ def kept_protocol(question: Question, options: argparse.Namespace) -> Protocol |
     return protocol
 
 
-def new_protocol(question: Question, options: argparse.Namespace, recipe: Recipe, stop: StopRequest) -> Protocol | None:
+def new_protocol(question: Question, options: argparse.Namespace, stop: StopRequest, ends: float) -> Protocol | None:
     """Try every candidate, and fix how long trainings are; None where it was stopped. InputError where the baseline fails."""
-    matrix = question.trial()
-    say(f"{plural(TRIAL_STEPS, 'step')} of each first: {', '.join(question.names)}")
-    outcomes = {each.cell.values["cell"]: each for each in run_all(matrix, matrix.cells, stop)}
+    matrix, recipe = question.trial(), question.recipe
+    say(f"{plural(TRIAL_STEPS, 'step')} of each first, about a minute each: {', '.join(question.names)}")
+    outcomes = {each.cell.values["cell"]: each for each in train(matrix, stop)}
     if stop.requested:
         return None
     runs = {name: each.cell.record() for name, each in outcomes.items() if each.is_finished}
@@ -414,40 +450,55 @@ def new_protocol(question: Question, options: argparse.Namespace, recipe: Recipe
             f"{question.recipe_file}: no text is held out, by which precisions are judged; set `data.held_out: 0.02`"
         )
     seconds = {name: recipe.batch.tokens / run.summary["tokens_per_second"] for name, run in runs.items()}
-    took = [outcomes[name].seconds - TRIAL_STEPS * seconds[name] for name in runs if outcomes[name].seconds]
-    start = max(0.0, statistics.fmean(took)) if took else 30.0
+    started = [seconds_of(outcomes[name].cell) - TRIAL_STEPS * seconds[name] for name in runs]
+    start = max(0.0, statistics.median_low(started))  # without what compiles once for all
+    steps = steps_that_fit(options, recipe, runs[question.names[0]], seconds, start, ends - time.monotonic())
     protocol = Protocol(
-        str(question.recipe_file), list(question.overrides), options.begin_with, options.margin / 100, list(runs), seconds, start,
-        options.seeds, *steps_that_fit(options, runs, seconds, start, recipe),
+        str(question.recipe_file), list(question.overrides), options.begin_with, options.margin / 100, question.names, seconds,
+        start, options.seeds, *steps,
     )  # fmt: skip
     replace_file(question.folder / "which.json", json.dumps(asdict(protocol), indent=2).encode() + b"\n")
     return protocol
 
 
 def steps_that_fit(
-    options: argparse.Namespace, runs: dict[str, RunRecord], seconds: dict[str, float], start: float, recipe: Recipe
+    options: argparse.Namespace, recipe: Recipe, record: RunRecord, seconds: dict[str, float], start: float, seconds_left: float
 ) -> tuple[int, int]:
-    """Steps of a training, and of its trunk: what the hours hold, each text seen once. InputError for too few."""
+    """The last step of a training, and of its trunk: what the hours hold, each text seen once. InputError for too few."""
     base, *others = seconds.values()
-    whole = base + (1 - TRUNK) * sum(others)
-    in_hours = int((options.hours * 3600 / options.seeds - len(seconds) * start) / whole)
-    record = next(iter(runs.values()))
-    in_an_epoch = int(record.summary["steps"] / record.summary["epoch"])
+    done = step_of_checkpoint(options.begin_with)
+    whole = base + (1 - TRUNK) * sum(others) if done is None else base + sum(others)
+    in_hours = (done or 0) + int((seconds_left / options.seeds - len(seconds) * start) / whole)
+    epochs = max(value for key, value in record.steps[-1].items() if key.startswith("epoch"))  # of several sources each has one
+    in_an_epoch = int(record.summary["steps"] / epochs) if epochs else math.inf  # a stream has not come to its end
     in_recipe = recipe.train.steps or (recipe.train.tokens and math.ceil(recipe.train.tokens / recipe.batch.tokens))
     steps = options.steps or min(in_hours, in_an_epoch, in_recipe or in_an_epoch)
     if steps > in_an_epoch:
         raise InputError(f"--steps {steps}: from step {in_an_epoch} on text is seen again, which hides what a precision costs")
-    if steps < LEAST_STEPS:
-        hours = options.seeds * (LEAST_STEPS * whole + len(seconds) * start) / 3600
+    least = LEAST_STEPS if done is None else done + FEWEST_STEPS
+    if steps < least:
+        hours = options.hours + options.seeds * (least - in_hours) * whole / 3600
         short = f"--hours {options.hours:g} hold" if steps == in_hours else "the recipe or its text has"
-        raise InputError(f"{short} {steps} steps a training; {LEAST_STEPS} are the least, in {hours:.2g} hours")
-    return steps, math.ceil(TRUNK * steps)
+        raise InputError(f"{short} {max(steps, 0)} steps a training; {least} are the least, in {hours:.2g} hours")
+    return steps, math.ceil(TRUNK * steps) if done is None else done
+
+
+def step_of_checkpoint(path: str | None) -> int | None:
+    """After which step the checkpoint was saved that all begin with; None where they begin with none."""
+    if path and not (Path(path) / "state.json").is_file():
+        raise InputError(f"--from {path}: no checkpoint; name a step-* folder")
+    return int(Path(path).resolve().name.removeprefix("step-")) if path else None
+
+
+def seconds_of(cell: Cell) -> float:
+    """How long its training took: from its mark, when it was last started, to its summary, the last that it writes."""
+    return (cell.run_dir / SUMMARY_FILE).stat().st_mtime - cell.mark.stat().st_mtime
 
 
 def announce(question: Question, hours: float) -> None:
     protocol = question.protocol
     base, *others = protocol.candidates
-    each = protocol.round_seconds(others)
+    each = question.round_seconds(others)
     say(
         f"\nBaseline {base}, candidates {', '.join(others)}; a margin of {100 * protocol.margin:g} % of the loss, which stays.\n"
         f"A round is a seed: {protocol.steps:,} steps each, the first {protocol.trunk:,} in {base}; about {duration(each)}.\n"
@@ -462,17 +513,23 @@ def next_round(question: Question, seed: int, seconds_left: float) -> Matrix | N
     if not still or len(question.rounds) >= MOST_SEEDS:
         return None
     matrix = question.round(seed, still)
-    in_time = question.protocol.round_seconds(still) <= seconds_left or not question.rounds
+    in_time = question.round_seconds(still) <= seconds_left or not question.rounds
     return matrix if in_time or all(cell.is_finished() for cell in matrix.cells) else None
 
 
 def run_round(question: Question, matrix: Matrix, stop: StopRequest) -> bool:
-    """Train it; False where it was stopped. InputError where a training failed."""
-    say(f"\nround {len(question.rounds) + 1}: {', '.join(cell.name for cell in matrix.cells)}")
-    outcomes = run_all(matrix, matrix.cells, stop)
+    """Train it; False where it was stopped. InputError where a training failed, or the baseline came to no end."""
+    about = duration(question.round_seconds([cell.values["cell"] for cell in matrix.cells[1:]]))
+    say(f"\nround {len(question.rounds) + 1}, about {about}")
+    outcomes = train(matrix, stop)
     if stop.requested:
         return False
-    if failed := [str(each.cell.log) for each in outcomes if not each.is_finished and each.status != "halted"]:
+    if failed := [
+        str(each.cell.log) for each in outcomes if not each.is_finished and (each.status != "halted" or each is outcomes[0])
+    ]:
         raise InputError(f"a training has failed; see {', '.join(failed)}. The same command goes on")
     question.rounds.append({each.cell.values["cell"]: each.cell.record() for each in outcomes})
+    question.took |= {each.cell.values["cell"]: seconds_of(each.cell) for each in outcomes if each.is_finished}
+    for each in outcomes:  # whose checkpoints nothing begins with any more
+        shutil.rmtree(each.cell.run_dir / "checkpoints", ignore_errors=True)
     return True

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from benchmarks.evidence.tables import Scale
 from foundation.errors import InputError
 from pretrain.compare import which
-from pretrain.compare.differences import EQUIVALENT, WORSE, SeedDifference
+from pretrain.compare.differences import CANNOT_TELL, EQUIVALENT, WORSE, SeedDifference
+from pretrain.compare.which import Protocol, Question
+from pretrain.metrics.run_record import RunRecord
+from pretrain.settings.config import load_recipe
 from tests.conftest import write_recipe
+from tests.pretrain.compare.made_runs import leave_behind, rows_of
 
 SEEDS = 20
 
@@ -42,6 +49,20 @@ def test_it_tells_what_was_found_at_14_million_parameters_within_a_few_seeds(mea
     assert np.quantile(told, 0.8) <= most
 
 
+def test_it_tells_of_the_kept_seeds_what_their_page_says() -> None:
+    """docs/which.md has these numbers of seeds: two candidates at once, at 14 million parameters."""
+    kept = Scale.read("14m")
+
+    def told(cell: str, seeds: int) -> str:
+        difference = kept.difference(cell)
+        by_seed = dict(list(difference.by_seed.items())[:seeds])
+        return SeedDifference(by_seed, difference.baseline).anytime_verdict(0.003, 0.025)
+
+    assert [told("nvfp4_branch", seeds) for seeds in (3, 4, 5)] == [CANNOT_TELL, WORSE, WORSE]
+    assert [told("block_branch", seeds) for seeds in (4, 5)] == [CANNOT_TELL, EQUIVALENT]
+    assert told("delayed_branch", 5) == CANNOT_TELL
+
+
 def test_a_normal_test_at_each_look_would_err_more_often() -> None:
     """Why the usual interval is not taken: it is made for one look."""
     draw, trials = np.random.default_rng(0), 300
@@ -63,13 +84,76 @@ def test_a_question_is_tried_planned_answered_and_taken_up_again(
     verdict = json.loads((tmp_path / "which" / "verdict.json").read_text())
     (seed,) = verdict["candidates"]["current"]["served"]["by_seed"].values()
     assert seed != 0 and verdict["candidates"]["current"]["speedup"] is None
-    assert "Cannot tell of current" in capsys.readouterr().out
+    assert "current: cannot tell" in capsys.readouterr().out
     assert which.main([*command, "--hours", "0.001"]) == 1 and "1 of 2" not in capsys.readouterr().out  # all is trained already
     with pytest.raises(InputError, match="margin"):
         which.main([*command, "--margin", "1"])
 
 
-@pytest.mark.parametrize(("arguments", "named"), [(["--precisions", "fp32"], "--precisions"), (["train.steps=9"], "train.steps")])
+def test_every_candidate_gets_a_verdict_its_cost_in_tokens_and_advice(
+    small_recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Five rounds that have ended. Speeds are in the baseline's; the loss falls by 0.2 a unit of ln(tokens)."""
+    above = {
+        "delayed": (1.3, [0.0004, 0.0005, 0.0006, 0.0005, 0.0005]),
+        "current": (0.9, [0.0004, 0.0005, 0.0006, 0.0005, 0.0005]),
+        "nvfp4": (2.0, [0.049, 0.050, 0.051, 0.050, 0.050]),
+        "mxfp8": (1.2, [0.0, 0.004, 0.008, 0.004, 0.004]),
+    }
+    file, folder, names = write_recipe(small_recipe, tmp_path), tmp_path / "which", ["bf16", *above]
+    protocol = Protocol(str(file), [], None, 0.003, names, dict.fromkeys(names, 0.1), 5.0, 3, 100, 20)
+    folder.mkdir()
+    (folder / "which.json").write_text(json.dumps(asdict(protocol)))
+    question = Question(file, (), which.ON_CPU, folder, names, protocol)
+    for seed in range(5):
+        for cell in question.round(42 + seed, list(above)).cells:
+            speed, costs = above.get(cell.values["cell"], (1.0, [0.0] * 5))
+            leave_behind(cell, 100, held_out=2.0 + costs[seed], tokens_per_second=1000.0 * speed)
+            lines = [json.loads(line) for line in (cell.run_dir / "metrics.jsonl").read_text().splitlines()]
+            lines = [line | ({"loss": 3 - 0.2 * np.log(line["step"])} if "loss" in line else {}) for line in lines]
+            (cell.run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert which.main([str(file), "--run_dir", str(folder), "--hours", "0.000001"]) == 1, "mxfp8 is open, and the hours are over"
+    said, verdict = capsys.readouterr().out, json.loads((folder / "verdict.json").read_text())["candidates"]
+    advice = {name: (each["word"], each["advice"].split()[0]) for name, each in verdict.items()}
+    assert advice == {
+        "delayed": ("equivalent", "use"),
+        "current": ("equivalent", "not"),
+        "nvfp4": ("worse", "not"),
+        "mxfp8": ("cannot tell", "about"),
+    }
+    assert verdict["nvfp4"]["tokens"] == pytest.approx(np.exp(0.05 / 0.2))
+    assert verdict["delayed"]["gain_at_equal_loss"] == pytest.approx(1.3 / np.exp(0.0005 / 0.2))
+    assert f"train_accelerate.py {file} precision=delayed" in said
+    assert rows_of(said)["bf16"][-1][:2] == ["5", "2.0000"] and "+2.500 ±" in rows_of(said)["nvfp4"][-1][1]
+    with pytest.raises(InputError, match="margin"):
+        which.main([str(file), "--run_dir", str(folder), "--margin", "1"])
+
+
+def test_trainings_are_as_long_as_the_hours_and_the_text_allow(small_recipe: dict[str, Any], tmp_path: Path) -> None:
+    recipe = load_recipe(write_recipe(small_recipe | {"train": {"steps": 5000}}, tmp_path))
+    figures = {"step": 12, "epoch": 0.005, "epoch/code": 0.012, "epoch/prose": 0.004}
+    record, seconds = RunRecord(tmp_path, {}, {}, [figures], {"steps": 12}), {"bf16": 1.0, "delayed": 0.5}
+    checkpoint = tmp_path / "step-00000300"
+    checkpoint.mkdir()
+    (checkpoint / "state.json").write_text("{}")
+
+    def fit(hours: float, steps: int | None = None, begin_with: Path | None = None) -> tuple[int, int]:
+        options = argparse.Namespace(hours=hours, seeds=4, steps=steps, begin_with=begin_with and str(begin_with))
+        return which.steps_that_fit(options, recipe, record, seconds, 10.0, 3600 * hours)
+
+    assert fit(1) == (628, 126), "4 rounds of 628 steps of bf16, 502 of delayed and two starts take an hour"
+    assert fit(8) == (1000, 200), "code is seen once"
+    assert fit(0.25, begin_with=checkpoint) == (436, 300), "136 more steps of each"
+    with pytest.raises(InputError, match="seen again"):
+        fit(8, steps=1001)
+    with pytest.raises(InputError, match="80 are the least"):
+        fit(0.1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [(["--precisions", "fp32"], "--precisions"), (["train.steps=9"], "train.steps"), (["--from", "nowhere"], "--from")],
+)
 def test_what_cannot_be_answered_is_refused_before_anything_runs(
     arguments: list[str], named: str, small_recipe: dict[str, Any], tmp_path: Path
 ) -> None:
