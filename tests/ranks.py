@@ -121,3 +121,25 @@ def _begin(environment: dict[str, str], logs: Sequence[Path]) -> None:
         del os.environ[key]
     os.environ.update(environment)
     torch.set_num_threads(1)
+
+
+class ForkedLaunch:
+    """What a matrix starts its cells by, in place of `subprocess.Popen`: `accelerate launch` of one process in a forked one."""
+
+    def __init__(self, command: Sequence[str], *, env: dict[str, str], stdout: Any, **_: Any) -> None:
+        arguments = list(command)[command.index("accelerate.commands.launch") + 1 :]
+        self._process = fork_context.Process(target=_launch_as_leader, args=(arguments, env, (stdout.name, stdout.name)))
+        self._process.start()
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self) -> int:
+        self._process.join()
+        return self._process.exitcode
+
+
+def _launch_as_leader(arguments: list[str], environment: dict[str, str], logs: Sequence[Path]) -> None:
+    os.setsid()
+    _launch_alone(arguments, environment, logs)

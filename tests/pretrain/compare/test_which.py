@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,13 +15,14 @@ import pytest
 
 from benchmarks.evidence.tables import Scale
 from foundation.errors import InputError
-from pretrain.compare import which
+from pretrain.compare import matrix_run, which
 from pretrain.compare.differences import CANNOT_TELL, EQUIVALENT, WORSE, SeedDifference
 from pretrain.compare.which import Protocol, Question
 from pretrain.metrics.run_record import RunRecord
 from pretrain.settings.config import load_recipe
 from tests.conftest import write_recipe
 from tests.pretrain.compare.made_runs import leave_behind, rows_of
+from tests.ranks import ForkedLaunch
 
 SEEDS = 20
 
@@ -70,15 +73,15 @@ def test_a_normal_test_at_each_look_would_err_more_often() -> None:
     assert missed / trials > 0.15
 
 
-@pytest.mark.long
 def test_a_question_is_tried_planned_answered_and_taken_up_again(
-    low_precision_recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    low_precision_recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One round of an emulated precision, as the hours are over then; no speed is claimed of it."""
     recipe = low_precision_recipe | {"data": low_precision_recipe["data"] | {"held_out": 0.05}, "batch": {"tokens": 128}}
     recipe["model"]["config"] |= {"num_hidden_layers": 1}
     del recipe["precision"], recipe["evaluate"], recipe["checkpoint"], recipe["fp8_config"], recipe["train"]
     file = write_recipe(recipe | {"batch": {"tokens": 128, "microbatch": 1}, "train": {"epochs": 1}}, tmp_path)
+    monkeypatch.setattr(matrix_run, "subprocess", SimpleNamespace(Popen=ForkedLaunch, STDOUT=subprocess.STDOUT))
     command = [str(file), "--run_dir", str(tmp_path / "which"), "--precisions", "fp32,current", "--steps", "80"]
     assert which.main([*command, "--hours", "0.001"]) == 1
     verdict = json.loads((tmp_path / "which" / "verdict.json").read_text())
