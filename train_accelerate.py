@@ -211,7 +211,7 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int:
 
     while not state.finished:
         profiling = run.profile.recording(state.step + 1) if run.profile else nullcontext()
-        with recording.first_step(run), profiling, run.recorder.step():
+        with profiling, run.recorder.step():
             if run.stream and (reason := streaming.wait_for_packs(run, steps, reason_to_stop)):
                 return keeping.leave(run, reason, steps)
             figures, decision = train_step(run, next(steps))

@@ -7,7 +7,6 @@ transformers.
 
 from __future__ import annotations
 
-import os
 import statistics
 import subprocess
 import sys
@@ -46,11 +45,10 @@ def main(arguments: list[str]) -> int:
     """Print the table; the status is 1 where a precision works neither on hardware nor emulated."""
     parser = CommandParser("python -m pretrain doctor", __doc__)
     parser.add_argument("--precisions", type=lambda text: text.split(","), metavar="A,B", help="only these")
-    parser.add_argument("--cpu", action="store_true", help="on the CPU, although there is a GPU")
     options = parser.parse_args(arguments)
     if unknown := [name for name in options.precisions or () if name not in PRECISIONS]:
         raise InputError(f"--precisions: no {', '.join(unknown)} among {', '.join(PRECISIONS)}")
-    gpu = torch.cuda.is_available() and not options.cpu
+    gpu = torch.cuda.is_available()
     missing, rows = missing_on("cuda" if gpu else "cpu"), []
     libraries = ", ".join(f"{name} {version_of(name)}" for name in ("torch", "transformer-engine") if version_of(name))
     print(f"{torch.cuda.get_device_name() if gpu else 'CPU'}; {libraries}, CUDA {torch.version.cuda}")
@@ -94,7 +92,7 @@ def row_of(name: str, lacks: str | None, recipe: Mapping[str, Any], folder: Path
     if lacks:  # what it would compile takes minutes, and its speed is of no interest
         settings["model"] = recipe["model"] | {"compile": "none"}
     try:
-        ms, rate = try_training({**recipe, **settings}, folder, gpu=gpu)
+        ms, rate = try_training({**recipe, **settings}, folder)
     except InputError as error:
         return name, "nothing", UNKNOWN, UNKNOWN, "; ".join(filter(None, (lacks, str(error))))
     on = "emulation" if lacks else "transformer_engine" if PRECISIONS[name].quantized else "torch"
@@ -102,13 +100,12 @@ def row_of(name: str, lacks: str | None, recipe: Mapping[str, Any], folder: Path
     return name, on, *speed, lacks or ""
 
 
-def try_training(recipe: Mapping[str, Any], folder: Path, *, gpu: bool) -> tuple[float, float]:
+def try_training(recipe: Mapping[str, Any], folder: Path) -> tuple[float, float]:
     """Milliseconds of a step and tokens/s: medians of the last steps. InputError where the training fails, or takes too long."""
     (folder / "recipe.yaml").write_text(yaml.safe_dump(dict(recipe)))
     command = [sys.executable, str(ROOT / "train_accelerate.py"), str(folder / "recipe.yaml")]
-    environment = os.environ | ({} if gpu else {"ACCELERATE_USE_CPU": "true"})
     try:
-        subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment, check=True)
+        subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True)
     except subprocess.TimeoutExpired:
         raise InputError(f"took longer than {SECONDS} s") from None
     except subprocess.CalledProcessError as ended:

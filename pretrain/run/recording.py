@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from accelerate import Accelerator
@@ -79,11 +78,6 @@ def introduce(run: Run, notes: Iterable[str]) -> None:
         folder.write_json(folder.environment, known | environment | {"past": run.constants["past"]})
         folder.write_json(folder.audit, assembly.audit)
     run.trackers.start(settings)
-
-
-def first_step(run: Run) -> AbstractContextManager[object]:
-    """Put this around each step: during the first one of this process, in which much is compiled, a terminal says so."""
-    return run.console.progress("first step") if run.state.step == run.resumed_step else nullcontext()
 
 
 def due(step: int, every: int | None) -> bool:
