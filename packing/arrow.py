@@ -135,7 +135,12 @@ class PackWriter(AbstractContextManager):
         self._splits[split].append(packs)
 
     def finish(self, *, settings: dict[str, Any], statistics: dict[str, Any], tokenizer: dict[str, Any] | None) -> dict[str, Any]:
-        """Complete the folder, move it to `path` and return the manifest, which packs.json holds. The dicts are JSON-able."""
+        """Complete the folder, move it to `path` and return the manifest, which packs.json holds. All three dicts are JSON-able.
+
+        Raises InputError if no training pack was written.
+        """
+        if "train" not in self._splits:
+            raise InputError(f"{self.path}: no training pack was made; the source holds no text, or all of it is held out")
         splits = {name: self._splits[name].finish() for name in ("train", "held_out") if name in self._splits}
         manifest = {
             "version": 1,

@@ -8,6 +8,7 @@ line.
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import re
 import sys
@@ -108,7 +109,9 @@ def filled_in(path: str, fields: Mapping[str, Any], key: str = "run_dir") -> str
     def written(field: re.Match[str]) -> str:
         if field[1] in fields:
             return in_a_name(fields[field[1]])
-        raise InputError(f"`{key}`: {path!r} cannot be filled in; any key of the recipe can stand in braces")
+        near = difflib.get_close_matches(field[1] or "", fields, n=1, cutoff=0.7)
+        hint = f"did you mean {{{near[0]}}}?" if near else "any key of the recipe can stand in braces"
+        raise InputError(f"`{key}`: {path!r} cannot be filled in; {hint}")
 
     return re.sub(r"{(.*?)}|[{}]", written, path)
 
