@@ -117,11 +117,24 @@ def open_stream(path: Path) -> pa.NativeFile:
     return pa.CompressedInputStream(raw, compression) if compression else raw
 
 
+# Columns that data sets usually have, and the keys of `data` that read them.
+_USUAL_COLUMNS = {
+    ("messages",): "data.messages=messages",
+    ("conversations",): "data.messages=conversations",
+    ("instruction", "output"): "data.prompt=instruction data.response=output",
+    ("prompt", "completion"): "data.prompt=prompt data.response=completion",
+    ("prompt", "response"): "data.prompt=prompt data.response=response",
+    ("question", "answer"): "data.prompt=question data.response=answer",
+    ("input_ids",): "data.input_ids=input_ids",
+    ("content",): "data.text=content",
+}
+
+
 def lacking(records: Records, names: Collection[str]) -> str | None:
-    """What is wrong where the columns `names` lack one that `records` reads; else None."""
+    """What is wrong where the columns `names` lack one that `records` reads, with the keys that would fit them; else None."""
     if absent := [column for column in records.columns if column not in names]:
-        keys = "data.text, data.messages, data.prompt with data.response, or data.input_ids"
-        return f"no column `{absent[0]}`; the columns are: {', '.join(names)}. Set the key that reads yours: {keys}"
+        keys = " or ".join(keys for columns, keys in _USUAL_COLUMNS.items() if set(columns) <= set(names))
+        return f"no column `{absent[0]}`; the columns are: {', '.join(names)}. Set {keys or 'data.text to one, or to a template'}"
     return None
 
 

@@ -53,6 +53,8 @@ def main(arguments: Sequence[str]) -> int:
     print(markdown(("a token", *(f"T = {length:,}" for length in lengths)), rows))
     ratios = ", ".join(f"{attention_to_ffn_ratio(flops, length):.2f}" for length in lengths)
     print(f"\nattention_to_ffn_ratio (llm_TII v3): {ratios}")
+    if speed and ours(flops, min(lengths)) * speed > most:
+        print(f"\nwarning: {speed:,.0f} tokens/s are more than {target} can compute")
     if flops.expert_weights:
         print("\nwarning: llm_TII's and Megatron-LM's definitions are of dense models, and this is a mixture of experts")
     if flops.uncounted:

@@ -13,8 +13,8 @@ WIDTH = 100  # columns of what is printed
 ASSUMED_SHARES = (0.3, 0.5)  # of the peak, between which runs of dense models usually lie
 
 
-def render(plan: Plan) -> str:
-    """The plan as a user reads it, a few lines to a subject."""
+def render(plan: Plan, *, brief: bool = False) -> str:
+    """The plan as a user reads it, a few lines to a subject; `brief`: memory without its parts."""
     devices = plan.devices
     where = f"{devices.count} x {devices.name or 'device'}"
     if devices.sharded:
@@ -27,7 +27,7 @@ def render(plan: Plan) -> str:
         "horizon": horizon_lines(plan),
         "FLOPs": [flops_line(plan)],
         "time": [_time_line(plan)],
-        "memory": _memory_lines(plan),
+        "memory": _memory_lines(plan)[: 1 if brief else None],
         "warning: ": plan.warnings,
     }
     return "\n".join([*textwrap.wrap(title, WIDTH), "─" * WIDTH, in_subjects(subjects)])

@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
     beside = {}
     with suppress(InputError, ValueError):  # the run's records are gone, or the folder was renamed and has no step
         run = read_run(saved.run_dir, step_of(saved.folder))
-        beside = {CARD: model_card(run, saved.hf), PICTURE: picture_of_run(run)}
+        beside = {CARD: model_card(run, saved.hf, tokenizer=tokenizer is not None), PICTURE: picture_of_run(run)}
     model.export(saved.hf, saved.read, tokenizer, out, beside)
     without = f"; without a tokenizer: {why_not}" if tokenizer is None else ""
     print(f"{saved.folder} is exported to {out}: weights in {saved.to}{without}")
@@ -162,7 +162,7 @@ def export_trained(run: Run, record: RunRecord | None) -> None:
         return
     hf, recipe, folder = run.assembly.hf, run.job.recipe, run.checkpoints.latest
     saved = SavedModel(folder, read_manifest(folder), hf, recipe.weights, run.folder.path, recipe)
-    card = model_card(record, hf)
+    card = model_card(record, hf, tokenizer=run.job.tokenizer is not None)
     beside = {CARD: card, PICTURE: run.folder.loss_plot.read_bytes()}
     model.export(hf, saved.read, run.job.tokenizer, run.folder.final, beside)
 
@@ -170,7 +170,7 @@ def export_trained(run: Run, record: RunRecord | None) -> None:
 # ── The card ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def model_card(run: RunRecord, hf: PreTrainedModel) -> bytes:
+def model_card(run: RunRecord, hf: PreTrainedModel, *, tokenizer: bool) -> bytes:
     """README.md of the exported model: what it is, what it was trained on, how well it predicts. Markdown with the front matter
     of the hub, from the records of its run alone. `hf` gives the sizes, on any device; PICTURE stands beside it."""
     recipe, figures = run.config, run.summary
@@ -185,19 +185,26 @@ def model_card(run: RunRecord, hf: PreTrainedModel) -> bytes:
         datasets=[text for text in texts if _on_the_hub(text)] or None,
     )
     parameters = count(sum(parameter.numel() for parameter in hf.parameters()))
-    loading = 'model = AutoModelForCausalLM.from_pretrained(".", dtype="auto")'
+    loading = f'model = AutoModelForCausalLM.from_pretrained(".", dtype="auto"){_CONTINUING if tokenizer else ""}'
+    imported = "AutoModelForCausalLM, AutoTokenizer" if tokenizer else "AutoModelForCausalLM"
     parts = [
         f"---\n{front.to_yaml()}\n---",
         f"# {recipe['name']}",
         f"A `{type(hf).__name__}` of {parameters} parameters in {str(hf.dtype).removeprefix('torch.')}, trained on "
         f"{count(figures['tokens'])} tokens in {figures['steps']:,} steps. In this folder:",
-        f"```python\nfrom transformers import AutoModelForCausalLM\n\n{loading}\n```",
+        f"```python\nfrom transformers import {imported}\n\n{loading}\n```",
         "\n".join(["| | |", "| --- | --- |", *(f"| {key} | {cell(text)} |" for key, text in _rows(run).items())]),
         f"![Loss by step: training and, where packs were held out, held-out loss]({PICTURE})",
         "Every setting of the run:",
         "```yaml\n" + yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=120) + "```",
     ]
     return ("\n\n".join(parts) + "\n").encode()
+
+
+_CONTINUING = """
+tokenizer = AutoTokenizer.from_pretrained(".")
+prompt = tokenizer("Once upon a time", return_tensors="pt", return_token_type_ids=False)
+print(tokenizer.decode(model.generate(**prompt, max_new_tokens=60, do_sample=True)[0]))"""
 
 
 def _on_the_hub(name: str) -> bool:

@@ -26,6 +26,7 @@ from pretrain.settings.config import LaunchParser, load_recipe
 from pretrain.settings.launch import with_precision
 
 USUAL = ("H100", "H200", "B200", "8xB200")
+SMALL = 50_000_000  # parameters, below which a step waits for launches more than for products
 DEFAULT_PRECISION = "bf16"  # where neither recipe nor command line names one, as there is no accelerate configuration here
 
 
@@ -54,11 +55,13 @@ def main(arguments: list[str]) -> int:
     shares = sorted(options.mfu or ASSUMED_SHARES)
     rows = [_row(target, target.plan(job), shares) for target in targets]
     print(markdown(["on", "microbatch", "takes", "of each", "tokens/s", "time"], rows))
+    small = not options.mfu and plan.flops.parameters < SMALL
     where_from = "stated" if options.mfu else "assumed; --mfu states another"
     listed = " to ".join(f"{100 * each:.3g}" for each in shares)
     notes = [
         f"time is that of training steps at {listed} % of the peak ({where_from}); several devices count as many times one",
         f"the microbatch is the recipe's, or the largest that leaves {units.percent(KEPT_FREE)} of a device's memory free",
+        *(["a step of so small a model waits for launches of kernels: it takes longer than these times"] if small else []),
         *(() if plan.packs else ["FLOPs count each pack as one document, the most that they can be: no packs are prepared here"]),
         *([plan.flops.left_out] if plan.flops.uncounted else []),
         *notices,

@@ -56,7 +56,7 @@ def introduce_job(job: Job, accelerator: Accelerator, notices: Iterable[str]) ->
 def introduce(run: Run, notes: Iterable[str]) -> None:
     """Say and write down what this run is, before its first step; `notes` are of what it goes on from."""
     plan, data, assembly, folder = run.job.plan, run.job.data, run.assembly, run.folder
-    run.console.notice(render(plan))
+    run.console.notice(render(plan, brief=True))
     if not run.begins and folder.audit.is_file():  # parity was looked at before the run's first step
         before = load_object(folder.audit, "delete it")
         assembly.now.audit.update({"parity": before["parity"]} if "parity" in before else {})

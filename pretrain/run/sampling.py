@@ -89,16 +89,21 @@ def main(arguments: Sequence[str]) -> int:
     parser = CommandParser("python -m pretrain sample", __doc__)
     add = parser.add_argument
     add("folder", type=Path, metavar="FOLDER", help="a run folder, or a folder of a model")
-    add("prompts", nargs="+", metavar="PROMPT", help="a text to continue; '' begins one")
-    add("--tokens", type=int, default=TOKENS, help="of a continuation at most; default 64")
+    add("prompts", nargs="*", metavar="PROMPT", help="a text to continue; '' begins one")
+    add("--prompt", action="append", default=[], help="another way to give one; may be repeated")
+    add(
+        "--tokens", "--max-new-tokens", "--max_new_tokens", type=int, default=TOKENS, help="of a continuation at most; default 64"
+    )
     add("--temperature", type=float, default=TEMPERATURE, help="default 0.8; 0: always the likeliest token")
-    add("--top-p", type=float, default=TOP_P, help="of the likeliest tokens with this probability; default 0.95")
+    add("--top-p", "--top_p", type=float, default=TOP_P, help="of the likeliest tokens with this probability; default 0.95")
     add("--seed", type=int, default=42, help="default 42; of it each prompt's own is made")
     options = parser.parse_intermixed_args(arguments)
+    if not (prompts := [*options.prompts, *options.prompt]):
+        raise InputError("command line: no prompt is given; write a text behind the folder, or '' to begin one")
     hf, tokenizer = load(options.folder)
     hf.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     console, how = Console(0), {"tokens": options.tokens, "temperature": options.temperature, "top_p": options.top_p}
-    for index, prompt in enumerate(options.prompts):
+    for index, prompt in enumerate(prompts):
         console.sample(prompt, sample(hf, tokenizer, prompt, seed=step_seed(options.seed, index, 0), **how))
     return 0
 

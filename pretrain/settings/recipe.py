@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
@@ -143,8 +143,11 @@ class LossSettings(Settings):
 
     @model_validator(mode="after")
     def _a_penalty_is_whole(self) -> LossSettings:
-        if (self.penalty is None) != (self.penalty_weight is None):
-            raise ValueError("`penalty` and `penalty_weight` go together; a weight of 0.01 is usual, 0 only measures the penalty")
+        if self.penalty is None and self.penalty_weight is not None:
+            kinds = ", ".join(get_args(PenaltyKind))
+            raise ValueError(f"`penalty_weight` is set and `penalty` is not; set it to one of {kinds}, or leave the weight out")
+        if self.penalty is not None and self.penalty_weight is None:
+            raise ValueError(f"`penalty: {self.penalty}` needs `penalty_weight`; 0.01 is usual, and 0 only measures the penalty")
         return self
 
 

@@ -74,12 +74,16 @@ def test_what_exists_is_not_written_over_and_damage_is_named(exact: Path, tmp_pa
     assert status == 2 and "damaged" in output and not (tmp_path / "other").exists()
 
 
-def test_an_export_continues_a_text_by_its_seed_and_loads_by_its_cards_own_code(
+def test_an_export_continues_a_text_by_its_seed_and_by_its_cards_own_code(
     exact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     assert command(capsys, "export", exact, tmp_path / "out")[0] == 0
-    texts = [command(capsys, "sample", tmp_path / "out", "w3", "w1 w2", "--tokens", 8, "--seed", seed) for seed in (1, 2, 1)]
+    texts = [
+        command(capsys, "sample", tmp_path / "out", "w3", "--prompt", "w1 w2", "--max-new-tokens", 8, "--seed", seed)
+        for seed in (1, 2, 1)
+    ]
     assert [status for status, _ in texts] == [0] * 3 and texts[0] == texts[2] != texts[1]
     monkeypatch.chdir(tmp_path / "out")
     code = Path("README.md").read_text().split("```python\n")[1].split("```")[0]
     exec(compile(code, "README.md", "exec"), {})
+    assert capsys.readouterr().out.strip()

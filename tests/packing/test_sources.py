@@ -123,12 +123,25 @@ def test_a_malformed_line_is_named_or_skipped_and_counted(line: str, tmp_path: P
     assert texts == ["good", "too"] and counts.skipped == 1 and "x.jsonl:2" in counts.first_skipped
 
 
-def test_a_file_without_the_column_says_which_it_has(tmp_path: Path) -> None:
-    rows = [{"title": "x", "body": "y"}]
+@pytest.mark.parametrize(
+    ("columns", "keys"),
+    [
+        (["messages"], "data.messages=messages"),
+        (["id", "conversations"], "data.messages=conversations"),
+        (["prompt", "completion"], "data.prompt=prompt data.response=completion"),
+        (["question", "answer"], "data.prompt=question data.response=answer"),
+        (["content", "path"], "data.text=content"),
+        (["instruction", "input", "output"], "data.prompt=instruction data.response=output"),
+        (["input_ids", "labels"], "data.input_ids=input_ids"),
+        (["title", "body"], "title, body. Set data.text"),
+    ],
+)
+def test_a_file_without_the_column_says_which_it_has_and_which_key_reads_them(columns: list[str], keys: str, tmp_path: Path):
+    rows = [{key: ["x"] for key in columns}]
     (tmp_path / "x.jsonl").write_text(json.dumps(rows[0]) + "\n")
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "x.parquet")
     for path in (tmp_path / "x.jsonl", tmp_path / "x.parquet"):
-        with pytest.raises(InputError, match=r"no column `text`.*title, body.*data.text"):
+        with pytest.raises(InputError, match=f"no column `text`.*{keys}"):
             texts_of(path)
 
 
