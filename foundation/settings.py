@@ -75,11 +75,14 @@ def _describe(cls: type[BaseModel], item: dict[str, Any]) -> tuple[str, str]:
 
 
 def _hint(cls: type[BaseModel], keys: list[str], name: str) -> str:
-    """What somebody may have meant by `name` in the section that `keys` lead to: a key there or anywhere."""
+    """What somebody may have meant by `name` in the section that `keys` lead to: a key there or anywhere, or what other programs
+    call it, which `OTHER_NAMES` of `cls` says."""
     here = ".".join([*keys, ""]) if keys else ""
     by_name: dict[str, str] = {}
     for key in sorted(_keys_of(cls), key=lambda key: not (key.startswith(here) and "." not in key.removeprefix(here))):
         by_name.setdefault(key.rpartition(".")[2].lower(), key)
+    if key := by_name.get(name.lower()) or getattr(cls, "OTHER_NAMES", {}).get(name.lower()):
+        return f"did you mean `{key}`?"
     if near := difflib.get_close_matches(name.lower(), by_name, n=1, cutoff=0.8):
         return f"did you mean `{by_name[near[0]]}`?"
     listed = ", ".join(sorted(_section(cls, keys).model_fields))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
@@ -185,8 +185,40 @@ class HealthSettings(Settings):
     on_spike: Literal["ignore", "warn", "stop", "skip", "rollback"] = "warn"
 
 
+# What transformers, nanoGPT and others call our keys.
+_OTHER_NAMES = {
+    "model.source": "model_name_or_path model_name init_from pretrained_model_name_or_path",
+    "model.compile": "torch_compile",
+    "data.source": "dataset dataset_name train_file data_path data_dir",
+    "data.length": "block_size max_seq_length max_length seq_length seq_len context_length",
+    "data.held_out": "val_split validation_split validation_split_percentage eval_split",
+    "batch.tokens": "gradient_accumulation_steps total_batch_size global_batch_size train_batch_size",
+    "batch.microbatch": "per_device_train_batch_size micro_batch_size batch_size per_device_batch_size",
+    "optimizer.learning_rate": "lr max_lr peak_lr",
+    "optimizer.betas": "adam_beta1 adam_beta2 beta1 beta2",
+    "optimizer.eps": "adam_epsilon epsilon",
+    "optimizer.clip": "max_grad_norm grad_clip gradient_clipping clip_grad_norm",
+    "schedule.kind": "lr_scheduler_type lr_scheduler scheduler",
+    "schedule.warmup": "warmup_steps warmup_iters num_warmup_steps",
+    "schedule.min_lr_ratio": "min_lr",
+    "train.steps": "max_steps max_iters num_steps total_steps num_train_steps",
+    "train.epochs": "num_train_epochs num_epochs",
+    "loss.penalty_weight": "lambda",
+    "evaluate.every": "eval_steps eval_interval",
+    "checkpoint.every": "save_steps save_interval",
+    "checkpoint.keep": "save_total_limit",
+    "log.every": "logging_steps log_interval",
+    "log.trackers": "report_to wandb tensorboard",
+    "log.project": "wandb_project",
+    "precision": "bf16 fp16 fp8 mixed_precision dtype torch_dtype",
+    "run_dir": "output_dir out_dir",
+}
+
+
 class Recipe(Settings):
     """A whole training recipe: what is trained, on what, how long, and what is recorded."""
+
+    OTHER_NAMES: ClassVar = {name: key for key, names in _OTHER_NAMES.items() for name in names.split()}
 
     name: str  # of the run; also a part of its folder's name
     seed: Seed = 42  # of the weights, the order of packs, dropout and stochastic rounding

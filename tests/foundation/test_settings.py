@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import pytest
 
@@ -16,6 +16,7 @@ class Every(Settings):
 
 
 class Example(Settings):
+    OTHER_NAMES: ClassVar = {"lr": "rate"}
     rate: float = 1.0
     bound: float | None = None
     shares: tuple[Share, Share] = (0.0, 0.5)
@@ -40,6 +41,7 @@ class Example(Settings):
         ({"recompute": 5}, ["a section; its keys: layers"]),
         ({"Rate": 1}, ["`Rate`: unknown key; did you mean `rate`?"]),
         ({"layers": 1}, ["`layers`: unknown key; did you mean `recompute.layers`?"]),
+        ({"lr": 1}, ["`lr`: unknown key; did you mean `rate`?"]),
         ({"nates": 1}, ["`nates`: unknown key; did you mean `names`?"]),
         ({"lora": 1}, ["`lora`: unknown key; known keys here: "]),
         ({"deepspeed": 1}, ["docs/coming_from.md"]),
