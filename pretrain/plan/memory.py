@@ -136,6 +136,7 @@ def memory_of(
         "parameters": values * (4 if recipe.weights == "fp32" else 2),
         "gathered weights": number * in_use,
         "gradients": values * BYTES[recipe.gradients_kept_in] + 4 * sums,  # one sum a parameter for the whole step
+        "gradients in BF16 for log.gap": values * BYTES[recipe.gradients_kept_in] * bool(recipe.log.gap and products.quantized),
         "optimizer moments": 2 * values * BYTES[recipe.moments_kept_in],
         "remainder bits": 2 * values * (recipe.weights == "bf16_exact"),
         "BF16 working copies": _working_copies(layers, again) if copied else 0,

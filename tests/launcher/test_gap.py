@@ -1,0 +1,139 @@
+"""The gap to BF16 (`log.gap`): it leaves no trace, names the layer whose quantizer breaks, and acts as `health.on_gap` says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from foundation.errors import InputError
+from foundation.settings import parse
+from pretrain.plan.checks import check_gap
+from pretrain.precision.emulation import EmulatedProduct
+from pretrain.settings.recipe import Recipe
+from tests.conftest import Finished
+from tests.golden.runs import steps_logged, tensors_of
+
+STEPS = 4
+BROKEN = "model.layers.1.mlp.down_proj"
+
+
+@pytest.fixture
+def changes() -> dict[str, Any]:
+    """Four steps of two microbatches, in low precision."""
+    changes = {"train": {"steps": STEPS}, "evaluate": {}, "checkpoint": {"every": 2, "keep": 9}, "weights": "bf16_exact"}
+    changes |= {"batch": {"tokens": 128, "microbatch": 2}, "fp8_config": {"on_unsupported": "emulate"}, "parity": "off"}
+    return changes | {"schedule": {"kind": "constant"}, "precision": "current"}
+
+
+@pytest.fixture
+def started(
+    start_here: Callable, small_recipe: dict[str, Any], changes: dict[str, Any], tmp_path: Path
+) -> Callable[..., Finished]:
+    def start(folder: str, *arguments: str, status: int = 0) -> Finished:
+        run = start_here(small_recipe | changes, tmp_path, f"run_dir={tmp_path / folder}", *arguments)
+        assert run.status == status and "Traceback" not in run.output, run.output
+        return run
+
+    return start
+
+
+def checkpoint(run: Finished, step: int = STEPS) -> dict[str, torch.Tensor]:
+    return tensors_of(run.run_dir / "checkpoints" / f"step-{step:08}")
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def looks(run: Finished) -> list[dict[str, Any]]:
+    return [step for step in run.records() if "gap/loss" in step]
+
+
+@contextmanager
+def broken_from(step: int, run_dir: Path, layer: str = BROKEN) -> Iterator[None]:
+    """From `step` on the inputs of one product are quantized to a quarter of themselves."""
+    quantized = EmulatedProduct.quantized
+
+    def broken(product: EmulatedProduct, role: str, x: torch.Tensor, *rest: Any) -> Any:
+        breaks = product.name == layer and role == "input" and steps_logged(run_dir) >= step - 1
+        return quantized(product, role, x / 4 if breaks else x, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EmulatedProduct, "quantized", broken)
+        yield
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["precision=delayed", "fp8_config.scope=linear+head", "model.gradient_checkpointing=full"],
+        ["precision=mxfp4", "weights=bf16", "batch.microbatch=4"],
+    ],
+)
+def test_losses_weights_and_histories_are_those_of_a_run_without_a_meter(settings: list[str], started: Callable) -> None:
+    """With dropout; in two microbatches, or in one and rounded stochastically."""
+    gpt2 = "model.config={model_type: gpt2, vocab_size: 61, n_embd: 32, n_layer: 2, n_head: 2, n_positions: 32, attn_pdrop: 0.0}"
+    without, measured = started("without", gpt2, *settings), started("with", gpt2, *settings, "log.gap=2")
+    assert measured.losses() == without.losses() and same(checkpoint(measured), checkpoint(without))
+    assert [step["step"] for step in looks(measured)] == [2, 4] and not looks(without)
+    for step in looks(measured):
+        assert 0 < abs(step["gap/loss"]) < 0.1 and 0.9 < step["gap/cosine"] < 1 and 0.8 < step["gap/norm_ratio"] < 1.2
+        assert 0.9 < step["gap/cosine/transformer.h.1"] < 1
+    assert 0 < looks(measured)[1]["gap/moved"] < 0.25, "other masks of dropout would move gradients further"
+
+
+def test_a_quantizer_broken_in_one_layer_is_named_at_the_next_look(started: Callable, tmp_path: Path) -> None:
+    with broken_from(step=3, run_dir=tmp_path / "run"):
+        run = started("run", "log.gap=2")
+    first, second = looks(run)
+    assert "gap/worst" not in first and second["gap/worst"] == f"{BROKEN}.weight" and second["gap/moved"] > 0.5
+    (warning,) = [line for line in run.out.splitlines() if line.startswith("WARNING") and "gradient" in line]
+    assert "step 4" in warning and BROKEN in warning and run.out.count("gap to BF16") == 2
+
+
+def test_a_run_stops_at_such_a_look_before_its_update(started: Callable, tmp_path: Path) -> None:
+    with broken_from(step=3, run_dir=tmp_path / "run"):
+        run = started("run", "log.gap=2", "health.on_gap=stop", status=3)
+    assert "halted: step 4" in run.err and BROKEN in run.err
+    assert run.records()[-1]["halted"] and [path.name for path in (run.run_dir / "checkpoints").iterdir()] == ["step-00000002"]
+
+
+def test_a_run_switches_to_bf16_at_such_a_look_says_so_and_resumes_bit_for_bit(started: Callable, tmp_path: Path) -> None:
+    options = ("precision=delayed", "log.gap=1", "health.on_gap=switch", "train.steps=6")
+    with broken_from(step=3, run_dir=tmp_path / "run"):
+        run = started("run", *options)
+        again = started("again", *options, "--resume", f"{run.run_dir}/checkpoints/step-00000004")
+    steps = [step for step in run.records() if "loss" in step]
+    assert [step.get("precision", "delayed") for step in steps] == ["delayed"] * 3 + ["bf16"] * 3
+    assert [step["step"] for step in looks(run)] == [1, 2, 3]
+    audit = json.loads((run.run_dir / "audit.json").read_text())
+    assert audit["effective"] == "bf16" and audit["phases"] == {"1": "delayed", "4": "bf16"}
+    assert {product["effective"] for product in audit["products"]} == {"bf16"}
+    assert again.losses() == run.losses()[4:] and same(checkpoint(again, 6), checkpoint(run, 6))
+    assert json.loads((again.run_dir / "audit.json").read_text())["phases"] == audit["phases"]
+
+
+@pytest.mark.multi
+def test_two_processes_train_as_without_a_meter(
+    start_as_ranks: Callable, small_recipe: dict[str, Any], changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """Each takes one microbatch a step, whose sums of gradients would else be exchanged while backward runs."""
+    recipe = small_recipe | changes | {"weights": "fp32", "train": {"steps": 2}}
+    ddp = ["--config_file", "accelerate_configs/ddp.yaml", "--mixed_precision", "no"]
+    runs = [start_as_ranks(recipe, tmp_path, f"run_dir={tmp_path / gap}", f"log.gap={gap}", launch=ddp) for gap in ("null", "1")]
+    assert [run.status for run in runs] == [0, 0], runs
+    without, measured = runs
+    assert measured.losses() == without.losses() and same(checkpoint(measured, 2), checkpoint(without, 2))
+    assert all(0.9 < step["gap/cosine"] < 1 and step["gap/loss"] for step in looks(measured)) and len(looks(measured)) == 2
+
+
+def test_what_cannot_be_measured_or_acted_on_is_refused(small_recipe: dict[str, Any]) -> None:
+    for section, sharded in (({"health": {"on_gap": "switch"}}, False), ({"log": {"gap": 100}}, True)):
+        with pytest.raises(InputError, match=r"log\.gap"):
+            check_gap(parse(Recipe, small_recipe | section), sharded=sharded)
