@@ -86,7 +86,7 @@ class Plan:
         kept = [(first, min(end, last), active) for first, end, active in spans if first <= last]
         return [*kept, (last + 1, self.steps, self.unquantized)]
 
-    @property
+    @cached_property
     def is_scheduled(self) -> bool:
         """Whether not all steps compute in the same."""
         return len(self.spans) > 1

@@ -13,6 +13,9 @@ import torch
 
 from foundation.errors import InputError
 from foundation.settings import parse
+from pretrain.compare.page import pictures
+from pretrain.compare.report import Report
+from pretrain.metrics.run_record import read_run
 from pretrain.plan.checks import check_gap
 from pretrain.precision.emulation import EmulatedProduct
 from pretrain.settings.recipe import Recipe
@@ -95,6 +98,9 @@ def test_a_quantizer_broken_in_one_layer_is_named_at_the_next_look(started: Call
     assert "gap/worst" not in first and second["gap/worst"] == f"{BROKEN}.weight" and second["gap/moved"] > 0.5
     (warning,) = [line for line in run.out.splitlines() if line.startswith("WARNING") and "gradient" in line]
     assert "step 4" in warning and BROKEN in warning and run.out.count("gap to BF16") == 2
+    drawn = pictures(Report.over([read_run(run.run_dir)]).comparison)["gap"].data
+    assert drawn[0].y == tuple(step["gap/loss"] for step in looks(run)) and {len(line.x) for line in drawn} == {2}
+    assert any(line.name.endswith("layers.1") for line in drawn)
 
 
 def test_a_run_stops_at_such_a_look_before_its_update(started: Callable, tmp_path: Path) -> None:
@@ -136,4 +142,4 @@ def test_two_processes_train_as_without_a_meter(
 def test_what_cannot_be_measured_or_acted_on_is_refused(small_recipe: dict[str, Any]) -> None:
     for section, sharded in (({"health": {"on_gap": "switch"}}, False), ({"log": {"gap": 100}}, True)):
         with pytest.raises(InputError, match=r"log\.gap"):
-            check_gap(parse(Recipe, small_recipe | section), sharded=sharded)
+            check_gap(parse(Recipe, small_recipe | section, "recipe"), sharded=sharded)
