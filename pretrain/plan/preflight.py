@@ -132,7 +132,7 @@ def prepare_job(
     phases = [(until, select_precision(use, recipe.fp8_config, missing_here)) for until, use in phases_of(recipe.precision)]
     actives = list({active.precision.name: active for _, active in phases}.values())
     check_settings(recipe, actives[0].precision.name, None if elsewhere else accelerator.num_processes)
-    check_gap(recipe, sharded=accelerator.is_fsdp2)
+    check_gap(recipe, replicas=replicas_of(accelerator))
     unquantized = None
     if any(active.precision.quantized for active in actives):
         plain = UNQUANTIZED[actives[0].precision.compute_dtype].name
