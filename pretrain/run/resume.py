@@ -245,10 +245,9 @@ def resume_precision(run: Run, source: ResumePoint) -> None:
     """Goes over to the precision that the run's last step before the checkpoint `source` computed in, once it was read; the next
     step changes it where it is in another. A run that begins with another's checkpoint has no such step, and is in the precision
     of its next one. Histories that the checkpoint lacks begin here. Collective."""
-    plan = run.job.plan
-    if plan.is_scheduled:
-        ran = None if source.begins else source.record["precision"]
-        last = next((each for each in plan.actives if each.precision.name == ran), plan.active_after(run.state.step))
+    plan, ran = run.job.plan, None if source.begins else source.record["precision"]
+    last = next((each for *_, each in plan.spans if each.precision.name == ran), plan.active_after(run.state.step))
+    if plan.is_scheduled or last != run.assembly.active:  # which a rollback to before a switch to BF16 takes back
         run.assembly.use(last)
         run.compute_in(last, first_step=1)
     if begins_histories(source, run.assembly, run.job):

@@ -21,7 +21,7 @@ from pretrain.plan.checks import check_gap
 from pretrain.precision.emulation import EmulatedProduct
 from pretrain.settings.recipe import HealthSettings, Recipe
 from tests.conftest import Finished
-from tests.golden.runs import steps_logged, tensors_of
+from tests.golden.runs import poisoned_once, steps_logged, tensors_of
 
 STEPS = 4
 BROKEN = "model.layers.1.mlp.down_proj"
@@ -112,10 +112,14 @@ def test_by_default_such_a_look_warns_and_what_is_usual_stays() -> None:
 
 
 def test_a_run_switches_to_bf16_at_such_a_look_says_so_and_resumes_bit_for_bit(started: Callable, tmp_path: Path) -> None:
-    options = ("precision=delayed", "log.gap=1", "health.on_gap=switch", "train.steps=6")
+    """It goes back once to before the switch, from a bad step after it."""
+    options = ("precision=delayed", "log.gap=1", "health.on_gap=switch", "health.on_nan=rollback", "train.steps=6")
     with broken_from(step=3, run_dir=tmp_path / "run"):
-        run = started("run", *options)
+        with poisoned_once(tmp_path / "run", steps_before=3):
+            run = started("run", *options)
         again = started("again", *options, "--resume", f"{run.run_dir}/checkpoints/step-00000004")
+    (rollback,) = [record for record in run.records() if record.get("event") == "rollback"]
+    assert rollback["resumed_from"] == 2 and [step["precision"] for step in rollback["abandoned"]] == ["delayed", "bf16"]
     steps = [step for step in run.records() if "loss" in step]
     assert [step.get("precision", "delayed") for step in steps] == ["delayed"] * 3 + ["bf16"] * 3
     assert [step["step"] for step in looks(run)] == [1, 2, 3]
