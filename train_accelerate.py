@@ -53,6 +53,7 @@ from pretrain.run import assembly as assembling
 from pretrain.run import evaluate, export, keeping, planner, recording, resume, streaming, trials
 from pretrain.run.running import Run, follow_the_schedule
 from pretrain.settings.launch import with_precision
+from pretrain.verify.gap import GapMeter
 from pretrain.verify.update import StepCheck
 
 
@@ -174,6 +175,7 @@ def build(job: Job, accelerator: Accelerator, folder: RunFolder, console: Consol
         profile=StepProfile(path, accelerator, state) if arguments.profile else None,
         console=console,
         stream=job.data.stream,
+        gap=GapMeter(assembly.model, assembly.optimizer, accelerator) if log.gap else None,
     )
     if source:
         resume.resume_precision(run, source)
@@ -246,17 +248,21 @@ def is_confirming(run: Run, steps: int) -> bool:
     """Whether the step that follows `steps` steps is one of the first two of this process, after a rollback, or of a phase: its
     products are held to the audit. The second one sees what the first update has made."""
     plan = run.job.plan
-    return any(before == plan.done or (bool(plan.phases) and plan.begins_phase(before)) for before in (steps, steps - 1))
+    return any(before == plan.done or (plan.is_scheduled and plan.begins_phase(before)) for before in (steps, steps - 1))
 
 
 def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDecision]:
     """One optimizer step; returns its part of the metrics, and what its health has decided."""
     plan, state, optimizer, context = run.job.plan, run.state, run.assembly.optimizer, run.assembly.context
     recipe, accelerator, model = plan.recipe, run.accelerator, run.assembly.model
-    if plan.phases:
+    if plan.is_scheduled:
         follow_the_schedule(run)
     learning_rate = schedule.learning_rate(state.step, recipe.schedule, recipe.optimizer, state.steps)
     adamw.set_learning_rate(optimizer, learning_rate)
+    gap = run.gap if run.gap and context.backend and recording.due(state.step + 1, recipe.log.gap) else None
+    if gap:
+        seed_step(recipe.seed, state.step, accelerator.process_index)
+        gap.look(batches)
     seed_step(recipe.seed, state.step, accelerator.process_index)
     scales_before = context.copied_state() if run.health.may_skip else []
 
@@ -267,17 +273,21 @@ def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDeci
     looked_at = confirms or recording.due(state.step + 1, recipe.log.fp8_statistics)
     check = StepCheck(model, optimizer, recipe, accelerator) if looked_at else None
     with audit, check.passes(batches) if check else nullcontext():
-        mean_loss = forward_backward(model, batches, accelerator, watching)
+        around_first = gap.beside(watching) if gap else watching
+        mean_loss = forward_backward(model, batches, accelerator, around_first, first_apart=gap is not None)
     norm = adamw.gradient_norm(model.parameters())
     parts = model.mean_parts(accelerator, batches.valid_tokens)
     figures = (mean_loss, norm) if parts is None else (parts[0], norm, parts[1])
     clip_coefficient = adamw.clip_coefficient(norm, recipe.optimizer.clip)
     loss, gradient_norm, *penalty = same_on_all_ranks(accelerator, *figures)  # waits for the device
-    statistics = recording.statistics_of_step(run)
+    statistics = recording.statistics_of_step(run) | (gap.figures() if gap else {})
 
     # Update, unless the figures say that it would do harm.
     labelled, can_go_back = batches.valid_tokens > 0, run.checkpoints.latest is not None
     decision = run.health.check(state.step + 1, loss, gradient_norm, can_go_back=can_go_back, labelled=labelled)
+    if gap and decision.proceed:
+        decision, figures = recording.judge_gap(run, decision, gap)
+        statistics |= figures
     if decision.proceed:
         updates = state.step - state.skipped_steps
         with check.update(state.step + 1, learning_rate, updates) if check else nullcontext():

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 FOLDER = Path(__file__).with_name("page")
 MOST_POINTS = 2000  # of a curve, which a screen can show
+WORST_LAYERS = 3  # of the gap to BF16, drawn beside the whole gradient
 MEASURES = {"underflow": "underflow", "saturation": "saturation", "scale": "scale, as log2", "amax": "largest value, as log2"}
 NAMES = ("settings.name", "settings.run_dir", "settings.log.")  # different in every run, and no part of what is compared
 
@@ -70,7 +71,9 @@ def render(comparison: RunComparison, seeds: SeedComparison | None, answer: str,
 def pictures(comparison: RunComparison) -> dict[str, Figure]:
     """The page's figures by name; those that have nothing to show are left out."""
     statistics = {each.label: maps for each in comparison.standings if (maps := heat_maps(each.run.path / STATISTICS_FILE))}
-    return {"curves": curves_figure(comparison)} | ({"quantization": heat_figure(statistics)} if statistics else {})
+    measured = any("gap/loss" in step for run in comparison.runs for step in run.steps)
+    gap = {"gap": gap_figure(comparison)} if measured else {}
+    return {"curves": curves_figure(comparison)} | gap | ({"quantization": heat_figure(statistics)} if statistics else {})
 
 
 def curves_of(each: Standing) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -116,6 +119,35 @@ def curves_figure(comparison: RunComparison) -> Figure:
             figure.update_yaxes(range=range_after_the_fall(ended) if ended else None, row=row, col=1)
     figure.update_xaxes(title="tokens" if in_tokens else "step", row=len(shown), col=1)
     return figure.update_layout(height=80 + 270 * len(shown), hovermode="x unified")
+
+
+def gap_figure(comparison: RunComparison) -> Figure:
+    """What `log.gap` has measured along the runs: the gap of the loss, and the gradient's cosine with BF16's, dotted that of the
+    layers where it was lowest at the last look."""
+    from plotly.subplots import make_subplots
+
+    titles = ("low precision's loss minus BF16's", "the gradient's cosine with BF16's")
+    figure = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.08, subplot_titles=titles)
+    prefix = "gap/cosine/"
+    for each in comparison.standings:
+        looks = [step for step in each.run.steps if "gap/loss" in step]
+        if not looks:
+            continue
+        layers = {key: value for key, value in looks[-1].items() if key.startswith(prefix) and value is not None}
+        worst = sorted(layers, key=layers.__getitem__)[:WORST_LAYERS]
+        for key in ("gap/loss", "gap/cosine", *worst):
+            figure.add_scatter(
+                x=[step["step"] for step in looks],
+                y=[step.get(key) for step in looks],
+                name=escape(f"{each.label}: {key.removeprefix(prefix)}" if key in worst else each.label),
+                showlegend=key != "gap/loss",
+                mode="lines+markers",
+                line={"color": each.colour, "dash": "dot" if key in worst else each.dash, "width": 1.5},
+                row=1 if key == "gap/loss" else 2,
+                col=1,
+            )
+    figure.update_xaxes(title="step", row=2, col=1)
+    return figure.update_layout(height=620, hovermode="x unified")
 
 
 def heat_maps(path: Path) -> dict[tuple[str, str], dict[str, Any]]:

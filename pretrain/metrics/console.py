@@ -89,6 +89,8 @@ class Console:
         yield f"loss {loss}"
         if "penalty" in record:
             yield f"penalty {penalty}"
+        if "gap/loss" in record:
+            yield f"gap to BF16 {record['gap/loss']:+.1e}, cosine {record['gap/cosine']:.4f}"
         yield f"lr {record['learning_rate']:.2e}"
         yield f"grad {record['gradient_norm']:>8.3g}"
         yield f"{count(self._rate('tokens_per_second', milliseconds)):>6} tok/s"

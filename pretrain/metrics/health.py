@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from foundation.errors import InputError
 from foundation.units import percent
@@ -30,6 +30,7 @@ SPIKE_NATS = 0.3  # and at least this far above it: late, smooth curves move by 
 CONSECUTIVE_SKIPS = 10
 MOST_ROLLBACKS = 3  # over the whole run, resumed or not; then it stops
 MAD_TO_SD = 1.4826  # standard deviation of a normal distribution over its median absolute deviation, 1 / Phi^-1(3/4)
+USUAL_FOLLOWS = 0.25  # of the way from what was usual at a look to what is seen at the next
 FROZEN_SHARE = 0.05  # of all updates lost: from here on there is a warning
 
 
@@ -69,6 +70,9 @@ class HealthState:
     skipped_steps: int = 0
     consecutive_skips: int = 0
     rollbacks: int = 0  # whoever goes back counts them
+    # By precision and matrix, where its gradient usually lies beside the one in BF16, see `GapMeter.places`.
+    usual_gap: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    switched_after: int | None = None  # the step after which low precision was given up
 
 
 class Health:
@@ -104,6 +108,34 @@ class Health:
         if labelled:
             self.state.losses = [*self.state.losses[1 - WINDOW :], loss]
         return StepDecision(reason=f"step {step}: {reason}" if reason else None)
+
+    def judge_gap(self, step: int, precision: str, places: Mapping[str, Sequence[float]]) -> tuple[StepDecision, dict[str, Any]]:
+        """What to do with a step in `precision` whose gradients lie so beside those in BF16 (`GapMeter.places`), and the part of
+        its metrics: of the matrix furthest from its usual place, the distance and the name. To switch changes the steps after it.
+        """
+        usual = self.state.usual_gap.setdefault(precision, {})
+        moved = {name: math.dist(place, usual[name]) for name, place in places.items() if name in usual}
+        worst = max(moved, key=lambda name: math.inf if math.isnan(moved[name]) else moved[name], default="")
+        figures = {"gap/moved": moved[worst], "gap/worst": worst} if moved else {}
+        limit, wanted = self.settings.gap_threshold, self.settings.on_gap
+        if not moved or moved[worst] <= limit:
+            for name, place in places.items():
+                before = usual.get(name, place)
+                usual[name] = [old + USUAL_FOLLOWS * (new - old) for old, new in zip(before, place, strict=True)]
+            return StepDecision(), figures
+        (along, across), (usually_along, usually_across) = places[worst], usual[worst]
+        reason = (
+            f"the gradient of {worst} has moved beside the one in BF16: {percent(along)} of that one's norm lie along it and "
+            f"{percent(across)} across, usually {percent(usually_along)} and {percent(usually_across)}"
+        )
+        if wanted == "stop":
+            untouched = f"The weights are those of step {step - 1}, and nothing is saved after it"
+            remedy = "Keep that layer in BF16 (`fp8_config.keep_bf16`), or go on with `precision=bf16` and --accept-changes"
+            return StepDecision("stop", f"{reason}. {untouched}", remedy), figures
+        if wanted == "switch":
+            self.state.switched_after = step
+            reason += "; from here on the run computes in BF16"
+        return StepDecision(reason=f"step {step}: {reason}"), figures
 
     def judge_overflow(self, names: Sequence[str], *, can_go_back: bool) -> StepDecision:
         """What to do where the last update has left infinity or NaN in weights, called `names`, though its loss and gradient were

@@ -9,7 +9,7 @@ import math
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -98,8 +98,13 @@ def compiled_graphs() -> int:
     return dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
 
 
+def layer_of(name: str, layers: Collection[str]) -> str:
+    """The one of `layers` that the parameter `name` is a part of; of any other parameter its own module."""
+    return next((layer for layer in layers if name.startswith(f"{layer}.")), name.rpartition(".")[0])
+
+
 @torch.no_grad()
-def gradient_statistics(model: nn.Module, layers: Iterable[str], accelerator: Accelerator) -> dict[str, float]:
+def gradient_statistics(model: nn.Module, layers: Collection[str], accelerator: Accelerator) -> dict[str, float]:
     """`grad_mean/<layer>` and `grad_std/<layer>` of the step's whole gradient, before clipping; collective.
 
     `layers`: the names of modules whose parameters count together; of any other parameter its own module is the layer. Values are
@@ -112,10 +117,9 @@ def gradient_statistics(model: nn.Module, layers: Iterable[str], accelerator: Ac
         total, norm = values.sum(dtype=torch.float32).double(), torch.linalg.vector_norm(values, dtype=torch.float32).double()
         rows.append(torch.stack([total, norm.square(), torch.full_like(total, values.numel())]))
     table = accelerator.reduce(torch.stack(rows), reduction="sum").tolist()
-    prefixes = tuple(layers)
     totals: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(3))
     for (name, parameter), row in zip(trained.items(), table, strict=True):
-        layer = next((prefix for prefix in prefixes if name.startswith(f"{prefix}.")), name.rpartition(".")[0])
+        layer = layer_of(name, layers)
         once = parameter.numel() / row[2]  # ranks that hold the same values have counted them several times
         totals[layer] += np.array(row) * once
     figures = {}

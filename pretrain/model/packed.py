@@ -84,12 +84,15 @@ def forward_backward(
     batches: StepBatches,
     accelerator: Accelerator,
     around_first: AbstractContextManager[Any] | None = None,
+    *,
+    first_apart: bool = False,
 ) -> Tensor:
     """Accumulate the gradient of the step's mean loss; returns that loss, an FP32 scalar, the same on every rank.
 
     It is the sum over all valid tokens of the step divided by their number over all ranks, and the gradients of all ranks are
     added up, by `rank_sums` or by FSDP2: so a token's gradient is the same on any number of ranks. `around_first` is entered
-    around the first microbatch, the one in which weights are quantized, by what looks on.
+    around the first microbatch, the one in which weights are quantized, by what looks on. `first_apart`: when it is left, the
+    gradients are still this rank's and this microbatch's alone.
     """
     context, sums, sharding = model.context, model.rank_sums, model.sharding
     model.hf.get_output_embeddings().take_parts()  # of what was forwarded before the step
@@ -99,7 +102,7 @@ def forward_backward(
         context.first_microbatch = index == 0  # in which weights are cast or quantized again
         watched = around_first if around_first and index == 0 else nullcontext()
         if index == len(batches.microbatches) - 1:
-            exchanging = sums.starting_early() if sums else nullcontext()
+            exchanging = sums.starting_early() if sums and not (first_apart and index == 0) else nullcontext()
         else:
             exchanging = sharding.accumulating() if sharding else nullcontext()
         with watched, exchanging:

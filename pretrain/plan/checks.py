@@ -101,6 +101,19 @@ def check_settings(recipe: Recipe, precision: str, world_size: int | None) -> No
         _check_held_out(recipe, 0)
 
 
+def check_gap(recipe: Recipe, *, replicas: int) -> None:
+    """InputError where the gap to BF16 cannot be measured, or is to be acted on and is not measured. `replicas`: of shards."""
+    _require(
+        recipe.log.gap or recipe.health.on_gap == "warn",
+        f"`health.on_gap: {recipe.health.on_gap}` goes by what `log.gap` measures; set that too, to 100",
+    )
+    _require(
+        not (recipe.log.gap and replicas > 1),
+        f"`log.gap: {recipe.log.gap}` cannot tell a microbatch's gradients from the step's in replicas of shards (HSDP); leave "
+        "it out, or shard over all devices",
+    )
+
+
 def check_pack_counts(recipe: Recipe, packs: int, held_out_packs: int) -> None:
     """InputError where packs are too few."""
     _require(

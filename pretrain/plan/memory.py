@@ -131,11 +131,13 @@ def memory_of(
     of_head = 4 + number * (copied and not low_head) + number * (low_head and not adds)
     logits = (number + layouts * low_head) * shape.vocabulary * min(tokens, loss.tokens_at_once) * (loss.kind == "chunked")
     at_the_loss = head * of_head + tokens * 3 * shape.hidden * number + logits
+    kept_in_bf16 = 4 * sums if devices.gathered else values * BYTES[recipe.gradients_kept_in]
     in_backward = 4 * on_their_way + tokens * _backward(layers, kept)
     parts = {
         "parameters": values * (4 if recipe.weights == "fp32" else 2),
         "gathered weights": number * in_use,
         "gradients": values * BYTES[recipe.gradients_kept_in] + 4 * sums,  # one sum a parameter for the whole step
+        "gradients in BF16 for log.gap": kept_in_bf16 if recipe.log.gap and products.quantized else 0,
         "optimizer moments": 2 * values * BYTES[recipe.moments_kept_in],
         "remainder bits": 2 * values * (recipe.weights == "bf16_exact"),
         "BF16 working copies": _working_copies(layers, again) if copied else 0,

@@ -50,8 +50,10 @@ class Plan:
     mixture: Mixture | None = None  # of several sources
     chunk: int | None = None  # of the loss, where `loss.chunk: auto` takes another than the usual
     keeps_rotated: bool = False  # for backward: queries, keys and values beside what they are made from, where layers can
-    # Where the precision changes on the way, in order: until when, as the recipe says it, and in what.
+    # What the steps compute in, in order: until when, as the recipe says it, and in what. Empty: `active` throughout.
     phases: Sequence[tuple[float | int | None, ActivePrecision]] = ()
+    unquantized: ActivePrecision | None = None  # what low precision is measured against (`log.gap`)
+    switched_after: int | None = None  # the step after which the run went over to that for good (`health.on_gap`)
     done: int = 0  # steps behind the checkpoint that the run goes on from; those of another run count as well
 
     @property
@@ -77,7 +79,17 @@ class Plan:
         phases. Raises InputError where a phase would have no step."""
         untils, actives = zip(*(self.phases or [(None, self.active)]), strict=True)
         ends = last_steps(untils, self.steps)
-        return [(before + 1, end, active) for before, end, active in zip([0, *ends], ends, actives, strict=False)]
+        spans = [(before + 1, end, active) for before, end, active in zip([0, *ends], ends, actives, strict=False)]
+        last = self.switched_after
+        if self.unquantized is None or last is None or last >= self.steps:
+            return spans
+        kept = [(first, min(end, last), active) for first, end, active in spans if first <= last]
+        return [*kept, (last + 1, self.steps, self.unquantized)]
+
+    @cached_property
+    def is_scheduled(self) -> bool:
+        """Whether not all steps compute in the same."""
+        return len(self.spans) > 1
 
     def active_after(self, steps: int) -> ActivePrecision:
         """Returns what the step computes in that follows `steps` steps; of a finished run, what the last one did."""
@@ -89,8 +101,11 @@ class Plan:
 
     @property
     def actives(self) -> list[ActivePrecision]:
-        """Every precision that the run is put together for, once."""
-        return list({active.precision.name: active for *_, active in self.spans}.values())
+        """Every precision that the run is put together for, once; what `log.gap` measures against among them."""
+        actives = {active.precision.name: active for *_, active in self.spans}
+        if self.unquantized and self.recipe.log.gap:
+            actives.setdefault(self.unquantized.precision.name, self.unquantized)
+        return list(actives.values())
 
     @property
     def emulated(self) -> bool:
@@ -99,7 +114,11 @@ class Plan:
     @property
     def computes(self) -> str:
         """What products are computed in, for people: "delayed", or "delayed to 80 %, then bf16"."""
-        return label([{"until": until, "use": active.precision.name} for until, active in self.phases or [(None, self.active)]])
+        phases = self.phases or [(None, self.active)]
+        if self.switched_after is not None and self.is_scheduled:
+            *before, (_, _, last) = self.spans
+            phases = [*((end, active) for _, end, active in before), (None, last)]
+        return label([{"until": until, "use": active.precision.name} for until, active in phases])
 
     # ── A step's packs ──
 

@@ -24,7 +24,7 @@ from pretrain.model import attention
 from pretrain.model import huggingface as model
 from pretrain.model.distributed import device_of, gathers_once_a_step, replicas_of
 from pretrain.optimizer import schedule
-from pretrain.plan.checks import check_fit, check_pack_counts, check_settings, check_sizes
+from pretrain.plan.checks import check_fit, check_gap, check_pack_counts, check_settings, check_sizes
 from pretrain.plan.data import Data, check_labels, check_tokens, most_positions, open_data
 from pretrain.plan.memory import Devices, layers_of
 from pretrain.plan.plan import Plan, fits_gathered, spend_spare_memory
@@ -32,7 +32,7 @@ from pretrain.plan.tokenizer import encoded_prompt, fingerprint_of, load_tokeniz
 from pretrain.precision.formats.definition import Precision
 from pretrain.precision.scope import check_scope
 from pretrain.precision.selection import missing_on, select_precision
-from pretrain.precision.settings import WEIGHT_DTYPES, ActivePrecision, PrecisionPhase, last_steps, phases_of
+from pretrain.precision.settings import UNQUANTIZED, WEIGHT_DTYPES, ActivePrecision, PrecisionPhase, last_steps, phases_of
 from pretrain.settings import config
 from pretrain.settings.recipe import Recipe
 
@@ -87,7 +87,7 @@ class Job:
     def identity(self) -> dict[str, Any]:
         """What a checkpoint must agree with to be continued, in the precision that the run really computes in."""
         effective = {"precision": self.precision.name, "fp8_config": self.active.settings}
-        if phases := self.plan.phases:
+        if len(phases := self.plan.phases) > 1:
             setting = tuple(PrecisionPhase(until=until, use=active.precision.name) for until, active in phases)
             effective = {"precision": setting, "fp8_config": self.recipe.fp8_config}
         packs = self.data.train
@@ -132,6 +132,12 @@ def prepare_job(
     phases = [(until, select_precision(use, recipe.fp8_config, missing_here)) for until, use in phases_of(recipe.precision)]
     actives = list({active.precision.name: active for _, active in phases}.values())
     check_settings(recipe, actives[0].precision.name, None if elsewhere else accelerator.num_processes)
+    check_gap(recipe, replicas=replicas_of(accelerator))
+    unquantized = None
+    if any(active.precision.quantized for active in actives):
+        plain = UNQUANTIZED[actives[0].precision.compute_dtype].name
+        unquantized = select_precision(plain, recipe.fp8_config, missing_here)
+        actives += [unquantized] if recipe.log.gap and plain not in [active.precision.name for active in actives] else []
 
     if recipe.model.source:  # first: without a network the hub answers each question after half a minute
         model.load_config(recipe.model)
@@ -186,7 +192,8 @@ def prepare_job(
         layers={
             each.precision.name: layers_of(shapes, flops, recipe, each, device_type, chosen.name, capability) for each in actives
         },
-        phases=phases if len(phases) > 1 else [],
+        phases=phases,
+        unquantized=unquantized,
         packs=len(data.train) if data and not data.stream else None,
         mixture=data.train.mixture() if data and isinstance(data.train, MixedPacks) else None,
     )

@@ -70,7 +70,8 @@ def flops_line(plan: Plan) -> str:
 def horizon_lines(plan: Plan) -> list[str]:
     epochs = f" = {plan.epochs:.2f} epochs of {plural(plan.packs, 'pack')}" if plan.packs else ""
     lines = [f"{plural(plan.steps, 'step')} = {units.count(plan.total_tokens)} tokens{epochs}"]
-    lines += [f"steps {first:,} to {last:,} in {active.precision.name}" for first, last, active in plan.spans if plan.phases]
+    spans = plan.spans if plan.is_scheduled else ()
+    lines += [f"steps {first:,} to {last:,} in {active.precision.name}" for first, last, active in spans]
     if stream := plan.recipe.data.stream:
         lines.append(f"packed as it comes: {units.count(stream.window)} tokens at a time, {stream.disk_gb:g} GB on disk at most")
     elif plan.mixture is not None:

@@ -48,7 +48,7 @@ class Target:
     def plan(self, job: Job) -> Plan:
         """The plan of `job` as it would be here: on hardware, and in shards where the model as a whole does not fit."""
         active, phases = _on_hardware(job.active), [(until, _on_hardware(each)) for until, each in job.plan.phases]
-        layers = {each.precision.name: self._layers(job, each) for each in (active, *(each for _, each in phases))}
+        layers = {each.precision.name: self._layers(job, each) for each in map(_on_hardware, job.plan.actives)}
         usable = None if self.memory is None else int((1 - KEPT_FREE) * self.memory)
         devices = Devices(self.count, name=self.name, memory=usable, capability=self.capability)
         whole = replace(job.plan, devices=devices, active=active, layers=layers, phases=phases)

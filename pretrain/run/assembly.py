@@ -33,6 +33,7 @@ from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.model.sharding import Sharding, part_from_first
 from pretrain.model.wrapping import choose_arithmetic, convert, fuse
 from pretrain.optimizer.adamw import ExactAdamW, clear_gradients, named_state
+from pretrain.plan.plan import Plan
 from pretrain.plan.preflight import Job
 from pretrain.precision.product import Backend, PrecisionContext
 from pretrain.precision.scope import Decision, decide
@@ -98,6 +99,13 @@ class Assembly:
             yield
         finally:
             self.use(before)
+
+    def describe_schedule(self, plan: Plan) -> None:
+        """Let the audit say which steps compute in what, where that changes on the way."""
+        self.around = {key: value for key, value in self.around.items() if key not in ("schedule", "phases")}
+        if plan.is_scheduled:
+            phases = {first: active.precision.name for first, _, active in plan.spans}
+            self.around |= {"schedule": plan.computes, "phases": phases}
 
     def begin(self, active: ActivePrecision, job: Job, accelerator: Accelerator) -> None:
         """Go over to `active` between two steps, or begin it again: from here on as if the model had been assembled in it. What
@@ -254,9 +262,7 @@ def observe(job: Job, accelerator: Accelerator, assembly: Assembly, console: Con
         "gradients": job.recipe.gradients_kept_in,
         "deterministic": "yes" if torch.are_deterministic_algorithms_enabled() else "no",
     }
-    if job.plan.phases:
-        phases = {first: active.precision.name for first, _, active in job.plan.spans}
-        assembly.around |= {"schedule": job.plan.computes, "phases": phases}
+    assembly.describe_schedule(job.plan)
 
 
 def rehearse(job: Job, accelerator: Accelerator, assembly: Assembly) -> list[audit.Entry]:

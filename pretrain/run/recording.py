@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from accelerate import Accelerator
@@ -29,6 +30,7 @@ from pretrain.run.assembly import Assembly
 from pretrain.run.running import Run
 from pretrain.settings import config
 from pretrain.verify import audit
+from pretrain.verify.gap import GapMeter
 
 
 def recorder_of(job: Job, assembly: Assembly, accelerator: Accelerator) -> Recorder:
@@ -97,6 +99,18 @@ def statistics_of_step(run: Run) -> dict[str, float]:
     return statistics
 
 
+def judge_gap(run: Run, decision: StepDecision, gap: GapMeter) -> tuple[StepDecision, dict[str, Any]]:
+    """What to do with the step under way by its `gap`, where its loss and norm have decided for an update, and the part of its
+    metrics. If the run is to go on in BF16, its plan says so from here on, and the next step goes over."""
+    health, step = run.health, run.state.step + 1
+    judged, figures = health.judge_gap(step, run.assembly.active.precision.name, gap.places)
+    if health.state.switched_after == step:
+        run.job = run.job.with_plan(switched_after=step)
+        run.assembly.describe_schedule(run.job.plan)
+    reasons = [each.reason for each in (decision, judged) if each.reason]
+    return replace(judged, reason="; ".join(reasons) or None), figures
+
+
 def record_of_step(
     run: Run,
     batches: StepBatches,
@@ -118,7 +132,7 @@ def record_of_step(
         "tokens": run.state.tokens,
         **({"trained_tokens": run.state.valid_tokens} if run.has_masks else {}),
         "epoch": batches.epoch,
-        **({"precision": run.job.precision.name} if plan.phases else {}),
+        **({"precision": run.job.precision.name} if plan.is_scheduled else {}),
         **batches.sources,
         **({"loss": loss} if labelled or not math.isfinite(loss) else {"loss": None, "unlabelled": True}),
         **({"penalty": penalty[0] if labelled else None} if penalty else {}),

@@ -56,6 +56,12 @@ class ResumePoint:
     def step(self) -> int:
         return self.record["progress"]["step"]
 
+    @property
+    def health(self) -> HealthState:
+        """That of the steps up to here; of another run's, the losses tell what is usual all the same."""
+        own = {"skipped_steps": 0, "rollbacks": 0, "switched_after": None, "usual_gap": {}} if self.begins else {}
+        return HealthState(**self.record["health"] | own)
+
     def is_of_another_stream(self, job: Job) -> bool:
         """Whether this run's packs are streamed, and the checkpoint has no place in that text: it begins at its first pack."""
         return job.data.stream is not None and self.record["identity"].get("data.fingerprint") != job.identity["data.fingerprint"]
@@ -82,7 +88,7 @@ def where_to_resume(job: Job, wanted: str, accept_changes: bool) -> tuple[Job, C
     chunk = job.plan.loss.tokens_at_once
     if source is not None:
         _require_steps_to_come(source, job, own=own)
-        job = job.with_plan(done=source.step)
+        job = job.with_plan(done=source.step, switched_after=source.health.switched_after)
         if job.recipe.loss.chunk == "auto":  # what the run began with, so that sums keep their order
             chunk = source.record["loss_chunk"]
     return job.with_settings("loss", chunk=chunk), checkpoints, source
@@ -134,7 +140,7 @@ def _rates_were_alike(record: Mapping[str, Any], job: Job) -> bool:
         learning_rate(max(record["progress"]["step"] - 1, 0), job.recipe.schedule, job.recipe.optimizer, steps)
         for steps in (record["progress"]["steps"], job.plan.steps)
     ]
-    return rates[0] == rates[1] and not job.plan.phases
+    return rates[0] == rates[1] and not job.plan.is_scheduled
 
 
 def _require_steps_to_come(source: ResumePoint, job: Job, *, own: bool) -> None:
@@ -187,8 +193,7 @@ def restore(
     state = TrainState(**{**source.record["progress"], "steps": job.plan.steps, "shift": source.shift(job)})
     notes = load_weights(source, checkpoints, job.recipe.weights, assembly)
     set_updates_done(assembly.optimizer, state.step - state.skipped_steps)
-    others_counts = {"skipped_steps": 0, "rollbacks": 0} if source.begins else {}  # whose losses tell what is usual all the same
-    health.state = HealthState(**{**source.record["health"], **others_counts})
+    health.state = source.health
     return state, [f"resumed from {source.path} at step {state.step}", *source.notes, *notes]
 
 
@@ -240,10 +245,9 @@ def resume_precision(run: Run, source: ResumePoint) -> None:
     """Goes over to the precision that the run's last step before the checkpoint `source` computed in, once it was read; the next
     step changes it where it is in another. A run that begins with another's checkpoint has no such step, and is in the precision
     of its next one. Histories that the checkpoint lacks begin here. Collective."""
-    plan = run.job.plan
-    if plan.phases:
-        ran = None if source.begins else source.record["precision"]
-        last = next((each for each in plan.actives if each.precision.name == ran), plan.active_after(run.state.step))
+    plan, ran = run.job.plan, None if source.begins else source.record["precision"]
+    last = next((each for *_, each in plan.spans if each.precision.name == ran), plan.active_after(run.state.step))
+    if plan.is_scheduled or last != run.assembly.active:  # which a rollback to before a switch to BF16 takes back
         run.assembly.use(last)
         run.compute_in(last, first_step=1)
     if begins_histories(source, run.assembly, run.job):
@@ -280,7 +284,8 @@ def roll_back(run: Run, reason: str) -> None:
     run.state.left_out = judged.left_out + judged.step - step
     run.state.shift = judged.shift  # the text goes on after the judged step's packs, whatever shift the checkpoint had
 
-    run.job = run.job.with_plan(done=step)
+    run.job = run.job.with_plan(done=step, switched_after=run.health.state.switched_after)
+    run.assembly.describe_schedule(run.job.plan)
     resume_precision(run, source)
     if run.precision_watch:
         run.precision_watch.file.go_back(step)

@@ -28,6 +28,7 @@ from pretrain.plan.preflight import Job
 from pretrain.precision.settings import ActivePrecision
 from pretrain.run.assembly import Assembly
 from pretrain.verify.audit import in_short
+from pretrain.verify.gap import GapMeter
 
 
 def best_evaluation(records: Iterable[Record]) -> Record | None:
@@ -64,6 +65,7 @@ class Run:
     profile: StepProfile | None
     console: Console
     stream: StreamedPacks | None = None  # of packs that are made meanwhile
+    gap: GapMeter | None = None  # of a run that measures it
     best: Record | None = None  # the best evaluation, whose checkpoint is kept, where `checkpoint.best` wants that
 
     def compute_in(self, active: ActivePrecision, first_step: int) -> None:

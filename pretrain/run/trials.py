@@ -161,7 +161,7 @@ def find_parity(run: Run) -> list[Parity | str]:
 def require_parity(run: Run, parity: Sequence[Parity | str]) -> None:
     """Says what the comparisons have found; raises TrainingHalted where one failed."""
     for active, result in zip(run.job.plan.actives, parity, strict=False):
-        name = f"{active.precision.name}: " if run.job.plan.phases else ""
+        name = f"{active.precision.name}: " if len(parity) > 1 else ""
         run.console.notice(name + (f"parity left out: {result}" if isinstance(result, str) else result.summary()))
         if isinstance(result, Parity):
             result.require()

@@ -171,6 +171,9 @@ class LogSettings(Settings):
     gradient_statistics: PositiveCount | None = None  # steps between mean and deviation of each layer's gradient; null: never
     fp8_statistics: PositiveCount | None = 100  # steps between measurements of what quantization loses; null: never
 
+    # Steps between looks at what low precision costs: a microbatch once more in BF16, its loss and gradient beside; null: never.
+    gap: PositiveCount | None = None
+
     @field_validator("trackers")
     @classmethod
     def _metrics_file_is_always_written(cls, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -183,6 +186,10 @@ class HealthSettings(Settings):
     on_nan: Literal["stop", "skip", "rollback"] = "stop"
     # A loss above the median of the last 100 by six of their robust standard deviations, and by 0.3 nats at least.
     on_spike: Literal["ignore", "warn", "stop", "skip", "rollback"] = "warn"
+    # Where a look of `log.gap` finds that low precision does more to a gradient than it did; switch: go on in BF16.
+    on_gap: Literal["warn", "stop", "switch"] = "warn"
+    # How far a matrix's gradient may move from its usual place beside the one in BF16, as a share of that one's norm.
+    gap_threshold: float = Field(0.25, gt=0)
 
 
 # What transformers, nanoGPT and others call our keys.

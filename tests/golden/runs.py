@@ -51,6 +51,7 @@ def low(precision: str, *more: str) -> GoldenRun:
 
 
 STATISTICS = "log.fp8_statistics=3"
+METER = "log.gap=2"  # of the gap to BF16; what is expected was written without one
 
 
 RUNS = {
@@ -61,14 +62,14 @@ RUNS = {
     "bf16_exact": GoldenRun((*EXACT, "model.fused=off", "optimizer.clip=0.2")),
     "bf16_exact_fused": GoldenRun((*EXACT, *FUSED)),
     "delayed": low("delayed", "fp8_config.amax_history_len=4", STATISTICS),
-    "delayed_head": low("delayed", "fp8_config.scope=linear+head"),
-    "delayed_checkpointing": low("delayed", "fp8_config.amax_history_len=4", "model.gradient_checkpointing=full"),
+    "delayed_head": low("delayed", "fp8_config.scope=linear+head", METER),
+    "delayed_checkpointing": low("delayed", "fp8_config.amax_history_len=4", "model.gradient_checkpointing=full", METER),
     "bf16_checkpointing_fused": GoldenRun((*EXACT, *FUSED, "model.gradient_checkpointing=full")),
     "current": low("current"),
     "block": low("block"),
     "mxfp8_head": low("mxfp8", "fp8_config.scope=linear+head"),
     "nvfp4": low("nvfp4", STATISTICS),
-    "mxfp4": low("mxfp4"),
+    "mxfp4": low("mxfp4", METER),
     "penalty": GoldenRun((*EXACT, "loss.penalty=neg_entropy", "loss.penalty_weight=0.5")),
     "chat": GoldenRun((*EXACT,), data="chat"),
     "mixture": GoldenRun((*EXACT,), data="mixture"),
@@ -78,11 +79,11 @@ RUNS = {
     "schedule_of_precisions": GoldenRun(
         ("precision=[{until: 2, use: bf16}, {until: 4, use: current}, {use: bf16}]", "weights=bf16_exact")
     ),
-    "resume": GoldenRun(low("delayed", "fp8_config.amax_history_len=4").settings, interrupted=True),
+    "resume": GoldenRun(low("delayed", "fp8_config.amax_history_len=4", METER).settings, interrupted=True),
     "skip": GoldenRun((*low("delayed").settings, "health.on_nan=skip"), poisoned=True),
     "rollback": GoldenRun((*EXACT, "health.on_nan=rollback"), poisoned=True),
     "ddp": GoldenRun((*EXACT,), launch="ddp"),
-    "zero_delayed": GoldenRun(low("delayed").settings, launch="zero"),
+    "zero_delayed": GoldenRun(low("delayed", METER).settings, launch="zero"),
     "fsdp2": GoldenRun(("precision=fp32",), launch="fsdp2"),
     "hsdp": GoldenRun((*EXACT, *FUSED, "train.steps=4"), launch="hsdp", processes=4),
 }

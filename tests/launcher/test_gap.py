@@ -1,0 +1,152 @@
+"""The gap to BF16 (`log.gap`): it leaves no trace, names the layer whose quantizer breaks, and acts as `health.on_gap` says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from foundation.errors import InputError
+from foundation.settings import parse
+from pretrain.compare.page import pictures
+from pretrain.compare.report import Report
+from pretrain.metrics.health import Health, StepDecision
+from pretrain.metrics.run_record import read_run
+from pretrain.plan.checks import check_gap
+from pretrain.precision.emulation import EmulatedProduct
+from pretrain.settings.recipe import HealthSettings, Recipe
+from tests.conftest import Finished
+from tests.golden.runs import poisoned_once, steps_logged, tensors_of
+
+STEPS = 4
+BROKEN = "model.layers.1.mlp.down_proj"
+
+
+@pytest.fixture
+def changes() -> dict[str, Any]:
+    """Four steps of two microbatches, in low precision."""
+    changes = {"train": {"steps": STEPS}, "evaluate": {}, "checkpoint": {"every": 2, "keep": 9}, "weights": "bf16_exact"}
+    changes |= {"batch": {"tokens": 128, "microbatch": 2}, "fp8_config": {"on_unsupported": "emulate"}, "parity": "off"}
+    return changes | {"schedule": {"kind": "constant"}, "precision": "current"}
+
+
+@pytest.fixture
+def started(
+    start_here: Callable, small_recipe: dict[str, Any], changes: dict[str, Any], tmp_path: Path
+) -> Callable[..., Finished]:
+    def start(folder: str, *arguments: str, status: int = 0) -> Finished:
+        run = start_here(small_recipe | changes, tmp_path, f"run_dir={tmp_path / folder}", *arguments)
+        assert run.status == status and "Traceback" not in run.output, run.output
+        return run
+
+    return start
+
+
+def checkpoint(run: Finished, step: int = STEPS) -> dict[str, torch.Tensor]:
+    return tensors_of(run.run_dir / "checkpoints" / f"step-{step:08}")
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def looks(run: Finished) -> list[dict[str, Any]]:
+    return [step for step in run.records() if "gap/loss" in step]
+
+
+@contextmanager
+def broken_from(step: int, run_dir: Path, layer: str = BROKEN) -> Iterator[None]:
+    """From `step` on the inputs of one product are quantized to a quarter of themselves."""
+    quantized = EmulatedProduct.quantized
+
+    def broken(product: EmulatedProduct, role: str, x: torch.Tensor, *rest: Any) -> Any:
+        breaks = product.name == layer and role == "input" and steps_logged(run_dir) >= step - 1
+        return quantized(product, role, x / 4 if breaks else x, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EmulatedProduct, "quantized", broken)
+        yield
+
+
+def test_losses_and_weights_are_those_of_a_run_without_a_meter(started: Callable) -> None:
+    """In one microbatch, with dropout, rounded stochastically. Golden runs with a meter have histories, the head, microbatches,
+    recomputed layers and shards."""
+    gpt2 = "model.config={model_type: gpt2, vocab_size: 61, n_embd: 32, n_layer: 2, n_head: 2, n_positions: 32, attn_pdrop: 0.0}"
+    options = (gpt2, "precision=mxfp4", "weights=bf16", "batch.microbatch=4")
+    without, measured = started("without", *options), started("with", *options, "log.gap=2")
+    assert measured.losses() == without.losses() and same(checkpoint(measured), checkpoint(without))
+    first, second = looks(measured)
+    assert (first["step"], second["step"]) == (2, 4) and not looks(without)
+    for step in (first, second):
+        assert 0 < abs(step["gap/loss"]) < 0.1 and 0.9 < step["gap/cosine"] < 1 and 0.8 < step["gap/norm_ratio"] < 1.2
+        assert 0.9 < step["gap/cosine/transformer.h.1"] < 1, "other masks of dropout would take it further"
+
+
+def test_a_quantizer_broken_in_one_layer_is_named_at_the_next_look_before_its_update(started: Callable, tmp_path: Path) -> None:
+    with broken_from(step=3, run_dir=tmp_path / "run"):
+        run = started("run", "log.gap=2", "health.on_gap=stop", status=3)
+    first, second = looks(run)
+    assert "gap/worst" not in first and second["gap/worst"] == f"{BROKEN}.weight" and second["gap/moved"] > 0.5
+    assert "halted: step 4" in run.err and BROKEN in run.err and BROKEN in second["halted"]
+    assert [path.name for path in (run.run_dir / "checkpoints").iterdir()] == ["step-00000002"]
+    assert run.out.count("gap to BF16") == 2
+    drawn = pictures(Report.over([read_run(run.run_dir)]).comparison)["gap"].data
+    assert drawn[0].y == tuple(step["gap/loss"] for step in looks(run)) and {len(line.x) for line in drawn} == {2}
+    assert any(line.name.endswith("layers.1") for line in drawn)
+
+
+def test_by_default_such_a_look_warns_and_what_is_usual_stays() -> None:
+    health, usual, broken = Health(HealthSettings()), {"a": (1.0, 0.1), "b": (0.9, 0.3)}, {"a": (1.0, 0.1), "b": (0.5, 0.3)}
+    assert health.judge_gap(1, "current", usual) == (StepDecision(), {})
+    for step in (2, 3):
+        decision, figures = health.judge_gap(step, "current", broken)
+        assert decision.proceed and f"step {step}" in decision.reason and "of b " in decision.reason
+        assert figures == {"gap/moved": pytest.approx(0.4), "gap/worst": "b"}
+    assert health.judge_gap(4, "nvfp4", broken) == (StepDecision(), {}), "another precision has places of its own"
+    assert health.judge_gap(5, "current", usual)[0] == StepDecision()
+
+
+def test_a_run_switches_to_bf16_at_such_a_look_says_so_and_resumes_bit_for_bit(started: Callable, tmp_path: Path) -> None:
+    """It goes back once to before the switch, from a bad step after it."""
+    options = ("precision=delayed", "log.gap=1", "health.on_gap=switch", "health.on_nan=rollback", "train.steps=6")
+    with broken_from(step=3, run_dir=tmp_path / "run"):
+        with poisoned_once(tmp_path / "run", steps_before=3):
+            run = started("run", *options)
+        again = started("again", *options, "--resume", f"{run.run_dir}/checkpoints/step-00000004")
+    (rollback,) = [record for record in run.records() if record.get("event") == "rollback"]
+    assert rollback["resumed_from"] == 2 and [step["precision"] for step in rollback["abandoned"]] == ["delayed", "bf16"]
+    steps = [step for step in run.records() if "loss" in step]
+    assert [step.get("precision", "delayed") for step in steps] == ["delayed"] * 3 + ["bf16"] * 3
+    assert [step["step"] for step in looks(run)] == [1, 2, 3]
+    audit = json.loads((run.run_dir / "audit.json").read_text())
+    assert audit["effective"] == "bf16" and audit["phases"] == {"1": "delayed", "4": "bf16"}
+    assert {product["effective"] for product in audit["products"]} == {"bf16"}
+    assert again.losses() == run.losses()[4:] and same(checkpoint(again, 6), checkpoint(run, 6))
+    assert json.loads((again.run_dir / "audit.json").read_text())["phases"] == audit["phases"]
+
+
+@pytest.mark.multi
+def test_two_processes_train_as_without_a_meter(
+    start_as_ranks: Callable, small_recipe: dict[str, Any], changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """In one microbatch each, whose gradients are else exchanged while backward runs."""
+    recipe = small_recipe | changes | {"weights": "fp32", "train": {"steps": 2}}
+    launch = ["--config_file", "accelerate_configs/ddp.yaml", "--mixed_precision", "no"]
+    runs = [
+        start_as_ranks(recipe, tmp_path, f"run_dir={tmp_path / gap}", f"log.gap={gap}", launch=launch) for gap in ("null", "1")
+    ]
+    assert [run.status for run in runs] == [0, 0], runs
+    without, measured = runs
+    assert measured.losses() == without.losses() and same(checkpoint(measured, 2), checkpoint(without, 2))
+    assert all(0.9 < step["gap/cosine"] < 1 and step["gap/loss"] for step in looks(measured)) and len(looks(measured)) == 2
+
+
+def test_what_cannot_be_measured_or_acted_on_is_refused(small_recipe: dict[str, Any]) -> None:
+    for section, replicas in (({"health": {"on_gap": "switch"}}, 1), ({"log": {"gap": 100}}, 2)):
+        with pytest.raises(InputError, match=r"log\.gap"):
+            check_gap(parse(Recipe, small_recipe | section, "recipe"), replicas=replicas)
