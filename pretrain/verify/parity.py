@@ -248,13 +248,12 @@ def cut(batch: Microbatch, vocabulary: int, *, at_end: bool) -> tuple[Microbatch
     rows = batch.input_ids[0].view(-1, length).numpy().astype(np.uint32)
     batch = build_microbatch([Pack(row, lengths) for row in rows], mask_boundaries=True)
     spans = [slice(*ends) for ends in pairwise(batch.cu_seqlens.unique().tolist())]
-    labels, documents, room = torch.full_like(batch.labels, IGNORE), [], TOKENS
+    labels, documents = torch.full_like(batch.labels, IGNORE), []
     for span in (spans[::-1] if at_end else spans)[:DOCUMENTS]:
-        part = slice(span.start, min(span.stop, span.start + room))
+        part = slice(span.start, min(span.stop, span.start + TOKENS // DOCUMENTS))
         of_text = batch.labels[0, part]
         labels[0, part] = torch.where(of_text == IGNORE, IGNORE, (of_text + vocabulary // 2) % vocabulary)
         documents.append(Document(batch.input_ids[0, part], labels[0, part]))
-        room -= part.stop - part.start
     return replace(batch, labels=labels), documents
 
 

@@ -32,6 +32,7 @@ def test_a_round_measures_speed_memory_and_loss_on_the_hardware(
 ) -> None:
     """One round, as the hours are over then: some 80 s, most of it four starts."""
     monkeypatch.setattr(which, "GPU_IS_FREE", 1e3)  # tests before this one may hold some of it
+    pytest.importorskip("plotly", reason="the page draws with it")
     if missing := unavailable_because(PRECISIONS["delayed"]):
         pytest.skip(f"delayed scaling needs {missing}")
     folder = tmp_path / "which"

@@ -79,7 +79,7 @@ def test_what_is_compared_are_documents_of_the_text_of_which_most_begin_inside_o
     batch, documents = cut(build_microbatch(chosen, mask_boundaries=True), 100, at_end=at_end)
     labelled = torch.cat([document.labels for document in (documents[::-1] if at_end else documents)])
     assert torch.equal(batch.labels[batch.labels >= 0], labelled[labelled >= 0]) and len(labelled) <= TOKENS
-    assert 2 <= len(documents) <= DOCUMENTS
+    assert len(documents) == DOCUMENTS and all(len(tokens) for tokens, _ in documents)
     for tokens, labels in documents:
         foreign = torch.where(labels >= 0, labels, 0)[:-1]
         assert torch.equal(foreign, torch.where(labels[:-1] >= 0, (tokens[1:] + 50) % 100, 0))
