@@ -80,7 +80,8 @@ def _hint(cls: type[BaseModel], keys: list[str], name: str) -> str:
     by_name: dict[str, str] = {}
     for key in sorted(_keys_of(cls), key=lambda key: not (key.startswith(here) and "." not in key.removeprefix(here))):
         by_name.setdefault(key.rpartition(".")[2].lower(), key)
-    if near := difflib.get_close_matches(name.lower(), by_name, n=1, cutoff=0.8):
+    # `name` may be of anything: another section's is not meant.
+    if name != "name" and (near := difflib.get_close_matches(name.lower(), by_name, n=1, cutoff=0.8)):
         return f"did you mean `{by_name[near[0]]}`?"
     listed = ", ".join(sorted(_section(cls, keys).model_fields))
     return f"known keys here: {listed}; docs/coming_from.md has other trainers' names"
