@@ -53,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> CommandParser:
     parser = CommandParser("python -m packing", __doc__)
+    parser.remedy = "a setting is key=value, as data.source=my_text, and --help lists the options"
     commands = parser.add_subparsers(required=True, metavar="tokenizer | prepare | inspect")
 
     tokenizer = commands.add_parser("tokenizer", help="learn a byte-level BPE; its end-of-text token, id 0, closes documents")
@@ -109,6 +110,8 @@ def _data_settings(arguments: Sequence[str]) -> DataSettings:
     """Returns the settings of the data section: defaults, over them a recipe's, then key=value."""
     recipe = arguments[0] if arguments and "=" not in arguments[0] else None
     data: dict[str, Any] = {}
+    if recipe and Path(recipe).is_dir():
+        raise InputError(f"{recipe}: a folder; name a recipe, or data.source={recipe} with data.tokenizer=... and data.packs=...")
     for path, own in load_with_bases(recipe) if recipe else ():
         if not isinstance(section := own.get("data") or {}, dict):
             raise InputError(f"{path}: `data`: a section of keys is wanted, the recipe holds {section!r}")

@@ -347,12 +347,21 @@ def _records(chunk: Chunk, records: Records) -> Iterator[tuple[str, bytes | Path
     """Every record, a line not yet parsed and a text file not yet read, with its place."""
     if chunk.kind == "jsonl":
         lines = enumerate(chunk.payload.split(b"\n"), chunk.first)
-        yield from ((f"{chunk.origin}:{number}", line) for number, line in lines if line.strip())
+        yield from ((f"{chunk.origin}:{number}", record) for number, line in lines if line.strip() for record in _listed(line))
     elif chunk.kind == "text":
         yield chunk.origin, Path(chunk.origin)
     else:
         table = pa.ipc.open_stream(chunk.payload).read_all().select(records.columns)
         yield from ((f"{chunk.origin}, row {row}", record) for row, record in enumerate(table.to_pylist(), chunk.first))
+
+
+def _listed(line: bytes) -> list[bytes]:
+    """The records of a line that is a list of them, each as a line; else the line itself, right or wrong."""
+    try:
+        listed = json.loads(line) if line.lstrip().startswith(b"[") else None
+    except ValueError:
+        listed = None
+    return [json.dumps(record).encode() for record in listed] if isinstance(listed, list) else [line]
 
 
 def _parsed(line: bytes, records: Records) -> dict[str, Any]:
@@ -362,7 +371,7 @@ def _parsed(line: bytes, records: Records) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"the line is not valid JSON: {error}; each is one whole record, as `jq -c .[]` writes a list") from None
     if not isinstance(value, dict):
-        raise ValueError("the line holds no record but a list or a value; `jq -c .[] FILE > records.jsonl` makes lines of a list")
+        raise ValueError("the line holds no record but a value; each is one whole record, {...}")
     if wrong := lacking(records, value):
         raise ValueError(wrong)
     return value

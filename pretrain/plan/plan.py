@@ -127,7 +127,7 @@ class Plan:
         """Packs that a device takes at once: at most the recipe's, in equal parts of what it takes in a step. None: found by
         trying when the run begins."""
         most, each = self.recipe.batch.microbatch, self.packs_per_rank
-        return None if most == "auto" else -(-each // -(-each // most))
+        return None if isinstance(most, str) else -(-each // -(-each // most))
 
     @property
     def tokens_per_step(self) -> int:
@@ -144,10 +144,12 @@ class Plan:
 
     @property
     def microbatch_sizes(self) -> list[int]:
-        """Microbatches that suit a step, ascending from 1: of every number of them the least size. It divides what a device
-        takes, unless not all devices can take equally many: then some places stay empty whatever the size."""
+        """Microbatches that suit a step, ascending from 1, up to the cap of `auto:16`: of every number of them the least size.
+        It divides what a device takes, unless not all devices can take equally many: then some places stay empty anyway."""
         uneven, most = self.packs_per_step % self.devices.count, self.packs_per_rank
-        return sorted({-(-most // turns) for turns in range(1, most + 1) if uneven or most % turns == 0})
+        sizes = {-(-most // turns) for turns in range(1, most + 1) if uneven or most % turns == 0}
+        cap = str(self.recipe.batch.microbatch).partition("auto:")[2]
+        return sorted(size for size in sizes if size <= int(cap or most))
 
     @cached_property
     def expected_microbatch(self) -> int:

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from foundation.errors import InputError
+from foundation.reading import load_object
 from foundation.settings import parse
 from foundation.units import plural
 from pretrain.checkpoint.checkpoint import Checkpoints
-from pretrain.checkpoint.format import newest_in, read_manifest
+from pretrain.checkpoint.format import STATE, newest_in, read_manifest, step_folders
 from pretrain.checkpoint.state import NO_PAST, TrainState, changed_keys
 from pretrain.metrics.health import MOST_ROLLBACKS, Health, HealthState
 from pretrain.metrics.run_folder import METRICS_FILE, SUMMARY_FILE
@@ -119,10 +120,14 @@ def find_resume_point(checkpoints: Checkpoints, wanted: str, job: Job, accept_ch
     changes = [f"{key}: saved {json.dumps(identity.get(key))}, now {json.dumps(present.get(key))}" for key in keys]
     if changes and not (accept_changes or begins):
         listed = "".join(f"\n  {each}" for each in changes)
+        others = [each for each in step_folders(checkpoints.folder) if each != path and (each / STATE).is_file()]
+        before_decay = (each for each in others if _rates_were_alike(load_object(each / STATE, "name another"), job))
+        serves = next((f", which {each} is" for each in before_decay if {*keys} <= {*HORIZON}), "")
         raise InputError(
             f"{path}: the checkpoint was made by another recipe:{listed}\n"
             "Set another `run_dir` to start a new run, or pass --accept-changes to continue this one with the present values. To "
-            "train longer, name a checkpoint from before the learning rate fell with --resume."
+            "train longer, name a checkpoint from before the learning rate fell with "
+            f"--resume{serves}."
         )
     notes = [f"the recipe has changed: {each}" for each in changes if not (begins and each.startswith("train.begin_with:"))]
     was = {} if begins else {key: identity.get(key) for key in keys}

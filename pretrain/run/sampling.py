@@ -116,6 +116,8 @@ def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         # Without a tokenizer's files transformers would make one that knows no word.
         raise InputError(
             f"{folder}: is no folder of a model with its tokenizer; `python -m pretrain export RUN_OR_CHECKPOINT OUT` makes one"
+            if folder.is_dir()
+            else f"{folder}: there is no such folder; name a run's, as runs/my-fp32-fp32, or a model's"
         )
     hf = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=False)
     return hf, AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from foundation.command import CommandParser, run_command
 from foundation.errors import InputError
@@ -162,6 +162,9 @@ class LaunchParser(CommandParser):
         self.add_argument("recipe", type=Path, help="what is trained: a YAML file, see recipes/")
         settings = "over the recipe's settings: weights=bf16 train.steps=9"
         self.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=settings)
+
+    def error(self, message: str) -> NoReturn:
+        super().error(message + "; `python -m pretrain evaluate` evaluates alone" * ("eval" in message))
 
     def read(self, arguments: Sequence[str]) -> argparse.Namespace:
         options = [option for action in self._actions for option in action.option_strings]

@@ -5,6 +5,7 @@ Kills at random moments, under `accelerate launch`, are in benchmarks/kill_resum
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -117,9 +118,11 @@ def test_a_longer_horizon_goes_on_where_the_rate_has_not_fallen(
     assert outcome(longer)[1:] == outcome(whole)[1:]
 
 
-def test_a_longer_horizon_is_refused_where_the_rate_has_fallen(copied: Callable, run: Callable) -> None:
-    copied()
-    assert "--resume" in run("train.steps=16").refusal
+def test_a_longer_horizon_is_refused_where_the_rate_has_fallen_and_names_what_serves(run: Callable) -> None:
+    assert run("schedule.kind=wsd", "train.steps=8").status == 0
+    serves = re.search(r"--resume, which (\S+) is", run("schedule.kind=wsd", "train.steps=10").refusal)
+    longer = run("schedule.kind=wsd", "train.steps=10", "--resume", serves[1])
+    assert longer.status == 0 and "from step 8 to 10" in longer.out and "step-00000004" in serves[1], longer.output
 
 
 def test_a_run_folder_to_resume_is_its_newest_checkpoint(

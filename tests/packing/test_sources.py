@@ -145,9 +145,12 @@ def test_a_file_without_the_column_says_which_it_has_and_which_key_reads_them(co
             texts_of(path)
 
 
-def test_a_list_in_one_line_says_how_it_becomes_lines(tmp_path: Path) -> None:
-    (tmp_path / "x.json").write_text(json.dumps([{"text": "one"}, {"text": "two"}]))
-    with pytest.raises(InputError, match=r"x\.json:1: .*a list.*jq -c"):
+def test_a_list_in_one_line_is_its_records_and_one_over_lines_says_how_it_becomes_lines(tmp_path: Path) -> None:
+    records = [{"text": "one"}, {"text": "zwei, ü"}]
+    (tmp_path / "x.json").write_text(json.dumps(records))
+    assert texts_of(tmp_path / "x.json") == ["one", "zwei, ü"]
+    (tmp_path / "x.json").write_text(json.dumps(records, indent=1))
+    with pytest.raises(InputError, match=r"x\.json:1: .*jq -c"):
         texts_of(tmp_path / "x.json")
 
 
