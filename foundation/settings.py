@@ -82,7 +82,7 @@ def _hint(cls: type[BaseModel], keys: list[str], name: str) -> str:
     for key in sorted(_keys_of(cls), key=lambda key: not (key.startswith(here) and "." not in key.removeprefix(here))):
         by_name.setdefault(key.rpartition(".")[2].lower(), key)
     if keys:  # anything may have a name: the run's is not meant
-        del by_name["name"]
+        by_name.pop("name", None)
     if key := by_name.get(name.lower()) or getattr(cls, "OTHER_NAMES", {}).get(name.lower()):
         return f"did you mean `{key}`?"
     if near := difflib.get_close_matches(name.lower(), by_name, n=1, cutoff=0.8):
