@@ -107,7 +107,8 @@ def measure(arguments: argparse.Namespace) -> None:
     result = json.loads(arguments.out.read_text()) if arguments.out.exists() else {"command": command(), "shapes": {}}
     for name, shape in shapes.items():
         print(f"── {name}", flush=True)
-        result["shapes"][name] = measure_shape(shape, arguments)
+        result["shapes"][name] = measured = measure_shape(shape, arguments)
+        result["environment"] = measured.pop("environment")
         replace_file(arguments.out, json.dumps(result, indent=1).encode() + b"\n")
     print(table(result))
 
