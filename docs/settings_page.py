@@ -122,6 +122,8 @@ def words(schema: dict[str, Any]) -> str:
         return " or ".join(dict.fromkeys(filter(None, map(words, members))))
     if values := schema.get("enum") or ([schema["const"]] if "const" in schema else None):
         return ", ".join(f"`{value}`" for value in values)
+    if examples := schema.get("examples"):
+        return f"as {', '.join(f'`{each}`' for each in examples)}"
     if schema.get("type") == "array":
         inside = dict.fromkeys(words(item) for item in schema.get("prefixItems") or [schema["items"]])
         return f"list of {' or '.join(inside)}" if any(inside) else ""

@@ -84,7 +84,9 @@ class ModelSettings(Settings):
 class BatchSettings(Settings):
     tokens: Annotated[PositiveCount, Field(le=2**40)] = 131_072  # tokens of one optimizer step, over all devices
     # The most packs that a device takes at once; auto: what fits is found by trying, auto:16: up to 16 of them.
-    microbatch: Literal["auto"] | PositiveCount | Annotated[str, Field(pattern="^auto:[1-9][0-9]{0,8}$")] = "auto"
+    microbatch: (
+        Literal["auto"] | PositiveCount | Annotated[str, Field(pattern="^auto:[1-9][0-9]{0,8}$", examples=["auto:16"])]
+    ) = "auto"
 
 
 class OptimizerSettings(Settings):
