@@ -59,7 +59,7 @@ def main() -> None:
 def measure(recipe: Recipe) -> dict[str, Any]:
     """Rates of every product by precision, TFLOP/s; floors of a step, seconds."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    tokens = recipe.data.length * (1 if isinstance(recipe.batch.microbatch, str) else recipe.batch.microbatch)
+    tokens = recipe.data.length * (1 if recipe.batch.microbatch_is_searched else recipe.batch.microbatch)
     flops = ModelFlops.of(build_on_meta(load_config(recipe.model)))
     products = stacked_products(flops)
     seconds = {p: {product.name: timed(product, tokens, p, device) for product in products} for p in precisions(device)}

@@ -51,7 +51,7 @@ class Settings:
     def loaded(self) -> Recipe:
         """The recipe; InputError where it leaves open what every way must share."""
         recipe = load_recipe(self.recipe)
-        if isinstance(recipe.batch.microbatch, str) or "vocab_size" not in (recipe.model.config or {}):
+        if recipe.batch.microbatch_is_searched or "vocab_size" not in (recipe.model.config or {}):
             raise InputError(
                 f"{self.recipe}: the ways share a microbatch and a vocabulary; set `batch.microbatch` to a number of packs and "
                 "`model.config.vocab_size`"

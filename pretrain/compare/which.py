@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from html import escape
 from multiprocessing import get_context
 from operator import truediv
@@ -139,7 +140,7 @@ class Question:
     rounds: list[dict[str, RunRecord]] = field(default_factory=list)  # a seed each, by candidate
     took: dict[str, float] = field(default_factory=dict)  # seconds of each one's last training
 
-    @property
+    @cached_property
     def recipe(self) -> Recipe:
         return load_recipe(self.recipe_file, self.overrides)
 

@@ -110,9 +110,9 @@ class Health:
         return StepDecision(reason=f"step {step}: {reason}" if reason else None)
 
     def judge_gap(self, step: int, precision: str, places: Mapping[str, Sequence[float]]) -> tuple[StepDecision, dict[str, Any]]:
-        """What to do with a step in `precision` whose gradients lie so beside those in BF16 (`GapMeter.places`), and the part of
-        its metrics: of the matrix furthest from its usual place, the distance and the name. To switch changes the steps after it.
-        """
+        """Decides about a step in `precision` by where its gradients lie beside those in BF16 (`GapMeter.places`). Returns the
+        decision, and for the metrics how far the matrix has moved that is furthest from its usual place, and its name. A switch
+        takes effect after this step."""
         usual = self.state.usual_gap.setdefault(precision, {})
         moved = {name: math.dist(place, usual[name]) for name, place in places.items() if name in usual}
         worst = max(moved, key=lambda name: math.inf if math.isnan(moved[name]) else moved[name], default="")
@@ -125,8 +125,8 @@ class Health:
             return StepDecision(), figures
         (along, across), (usually_along, usually_across) = places[worst], usual[worst]
         reason = (
-            f"the gradient of {worst} has moved beside the one in BF16: {percent(along)} of that one's norm lie along it and "
-            f"{percent(across)} across, usually {percent(usually_along)} and {percent(usually_across)}"
+            f"low precision changes the gradient of {worst} more than before: along BF16's gradient it has {percent(along)} of "
+            f"that one's norm (usually {percent(usually_along)}), across it {percent(across)} (usually {percent(usually_across)})"
         )
         if wanted == "stop":
             untouched = f"The weights are those of step {step - 1}, and nothing is saved after it"

@@ -72,7 +72,7 @@ def check_settings(recipe: Recipe, precision: str, world_size: int | None) -> No
             f"processes; set it to {data.length * world_size} at least, or start {packs} processes at most",
         )
     _require(
-        isinstance(batch.microbatch, int) or not recipe.deterministic,
+        not (batch.microbatch_is_searched and recipe.deterministic),
         "`batch.microbatch: auto` takes what fits into the memory that is free, and `deterministic: true` needs one cut for all "
         "runs; set a number. `--plan deterministic=false` says what is expected to fit",
     )

@@ -126,8 +126,8 @@ class Plan:
     def microbatch(self) -> int | None:
         """Packs that a device takes at once: at most the recipe's, in equal parts of what it takes in a step. None: found by
         trying when the run begins."""
-        most, each = self.recipe.batch.microbatch, self.packs_per_rank
-        return None if isinstance(most, str) else -(-each // -(-each // most))
+        batch, each = self.recipe.batch, self.packs_per_rank
+        return None if batch.microbatch_is_searched else -(-each // -(-each // batch.microbatch))
 
     @property
     def tokens_per_step(self) -> int:
@@ -148,8 +148,7 @@ class Plan:
         It divides what a device takes, unless not all devices can take equally many: then some places stay empty anyway."""
         uneven, most = self.packs_per_step % self.devices.count, self.packs_per_rank
         sizes = {-(-most // turns) for turns in range(1, most + 1) if uneven or most % turns == 0}
-        cap = str(self.recipe.batch.microbatch).partition("auto:")[2]
-        return sorted(size for size in sizes if size <= int(cap or most))
+        return sorted(size for size in sizes if size <= (self.recipe.batch.microbatch_cap or most))
 
     @cached_property
     def expected_microbatch(self) -> int:

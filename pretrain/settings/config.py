@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from foundation.command import CommandParser, run_command
 from foundation.errors import InputError
@@ -155,16 +155,13 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 class LaunchParser(CommandParser):
     """Reads a recipe and what is set over it, as key=value or --key=value, which W&B's agents write."""
 
-    remedy = "a setting is key=value or --key=value, and --help lists the options"
+    remedy = "a setting is key=value or --key=value, `python -m pretrain evaluate` evaluates alone, --help lists the options"
 
     def __init__(self, description: str | None, prog: str | None = None) -> None:
         super().__init__(prog, description)
         self.add_argument("recipe", type=Path, help="what is trained: a YAML file, see recipes/")
         settings = "over the recipe's settings: weights=bf16 train.steps=9"
         self.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=settings)
-
-    def error(self, message: str) -> NoReturn:
-        super().error(message + "; `python -m pretrain evaluate` evaluates alone" * ("eval" in message))
 
     def read(self, arguments: Sequence[str]) -> argparse.Namespace:
         options = [option for action in self._actions for option in action.option_strings]

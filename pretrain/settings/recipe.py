@@ -88,6 +88,16 @@ class BatchSettings(Settings):
         Literal["auto"] | PositiveCount | Annotated[str, Field(pattern="^auto:[1-9][0-9]{0,8}$", examples=["auto:16"])]
     ) = "auto"
 
+    @property
+    def microbatch_is_searched(self) -> bool:
+        return isinstance(self.microbatch, str)
+
+    @property
+    def microbatch_cap(self) -> int | None:
+        """Of `auto:16` 16; None where the search has none."""
+        cap = str(self.microbatch).partition("auto:")[2]
+        return int(cap) if cap else None
+
 
 class OptimizerSettings(Settings):
     """AdamW, the only optimizer."""
@@ -173,7 +183,6 @@ class LogSettings(Settings):
     project: str = "pretrain"  # the project that a hosted tracker files the run under; MLflow calls it experiment
     gradient_statistics: PositiveCount | None = None  # steps between mean and deviation of each layer's gradient; null: never
     fp8_statistics: PositiveCount | None = 100  # steps between measurements of what quantization loses; null: never
-
     # Steps between looks at what low precision costs: a microbatch once more in BF16, its loss and gradient beside; null: never.
     gap: PositiveCount | None = None
 
