@@ -6,8 +6,8 @@ config.yaml leads to: the model's source or its config, and the packs or the tok
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 import yaml
-from huggingface_hub import ModelCardData
+from huggingface_hub import HfApi, ModelCardData, get_token
+from huggingface_hub.errors import HTTPError
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -53,11 +54,14 @@ def main(arguments: Sequence[str]) -> int:
         choices=["bf16", "fp32"],
         help="of the weights; default: as the run stores them. fp32 of bf16_exact: each weight joined with its remainder",
     )
+    parser.add_argument("--push", metavar="OWNER/NAME", help="to this repository of the hub too; made, private, if missing")
     options = parser.parse_intermixed_args(arguments)
     saved = SavedModel.open(best_checkpoint(options.source) if options.best else options.source, options.dtype)
     out = options.out or saved.run_dir / "export"
     if out.exists():
         raise InputError(f"{out}: exists, and is not written over; name a folder that does not exist")
+    if options.push:
+        make_repository(options.push)  # before gigabytes are written for a hub that does not take them
     tokenizer, why_not = tokenizer_of(saved.recipe, saved.run_dir)
     beside = {}
     with suppress(InputError, ValueError):  # the run's records are gone, or the folder was renamed and has no step
@@ -66,7 +70,33 @@ def main(arguments: Sequence[str]) -> int:
     model.export(saved.hf, saved.read, tokenizer, out, beside)
     without = f"; without a tokenizer: {why_not}" if tokenizer is None else ""
     print(f"{saved.folder} is exported to {out}: weights in {saved.to}{without}")
+    if options.push:
+        with _refused(f"{out} is whole; push it by `hf upload {options.push} {out}`"):
+            old = "model*.safetensors*"  # an earlier push may have had other shards, which transformers would load
+            message = f"{saved.recipe.name}, {saved.folder.name}"
+            done = HfApi().upload_folder(repo_id=options.push, folder_path=out, commit_message=message, delete_patterns=old)
+        print(f"pushed: {done.commit_url}")
     return 0
+
+
+def make_repository(name: str) -> None:
+    """Make the private model repository `name` on the hub, unless it is there. InputError where the hub does not let us."""
+    if "/" not in name or not HUB_NAME.fullmatch(name):
+        raise InputError(f"--push {name}: name the repository as OWNER/NAME")
+    if get_token() is None:
+        raise InputError("--push: no token of the hub is known here; type `hf auth login`, or set HF_TOKEN")
+    with _refused("nothing is exported; mend that, or leave --push out"):
+        HfApi().create_repo(name, private=True, exist_ok=True)
+
+
+@contextmanager
+def _refused(remedy: str) -> Iterator[None]:
+    """What the hub refuses, or that it is not reached, as an InputError that ends with `remedy`."""
+    try:
+        yield
+    except (HTTPError, OSError, RuntimeError, ValueError) as error:
+        said = " ".join(str(error).split())
+        raise InputError(f"--push: {HfApi().endpoint} does not take it: {said}; {remedy}") from None
 
 
 def best_checkpoint(run_dir: Path) -> Path:
