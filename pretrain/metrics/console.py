@@ -95,7 +95,7 @@ class Console:
         yield f"grad {record['gradient_norm']:>8.3g}"
         yield f"{count(self._rate('tokens_per_second', milliseconds)):>6} tok/s"
         if "mfu_bf16_peak" in record:
-            yield f"MFU {percent(self._rate('mfu_bf16_peak', milliseconds)):>6}"
+            yield f"MFU {percent(self._rate('mfu_bf16_peak', milliseconds)):>6} ({record['calculation_method']})"
         yield f"{memory(record['memory_gib']):>9}"
         waited = math.fsum(each["data_wait_ms"] for each in self._since_line)
         yield f"data {percent(waited / milliseconds):>6}"

@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from foundation.units import GIB, TERA
-from pretrain.metrics.flops import ModelFlops, nanogpt
+from pretrain.metrics.flops import ModelFlops, nanogpt, ours
 from pretrain.metrics.run_record import WARM_UP_STEPS
 from pretrain.model.gradients import gradient_of, local_part
 
@@ -54,9 +54,10 @@ class Recorder:
         step_tokens and sum_squared_lengths (of documents) are of its batch over all ranks.
 
         step_ms, tokens_per_second and samples_per_second (packs, of all devices) are of the whole step, with data.
-        flops_per_token is the step's mean; tflops and peak_tflops (BF16) are of one device, mfu_bf16_peak their ratio (0 to 1),
-        mfu_nanogpt the same with nanoGPT's count of FLOPs in place of ours. All of them count padding, which is multiplied like
-        any token, and so do tokens_per_second. recompiles does not count the process's first two steps.
+        flops_per_token is the step's mean by calculation_method, a name of `python -m pretrain flops`; tflops and peak_tflops
+        (BF16) are of one device, mfu_bf16_peak their ratio (0 to 1), mfu_nanogpt the same with nanoGPT's count of FLOPs in place
+        of ours. All of them count padding, which is multiplied like any token, and so do tokens_per_second. recompiles does not
+        count the process's first two steps.
         """
         record = figures | {
             "step_ms": self._seconds * 1e3,
@@ -66,7 +67,7 @@ class Recorder:
         }
         if self.flops is not None:
             flops = self.flops.step(step_tokens, sum_squared_lengths)
-            record["flops_per_token"] = flops / step_tokens
+            record["flops_per_token"], record["calculation_method"] = flops / step_tokens, ours.__name__
             record["tflops"] = flops / self._seconds / self.world_size / TERA
             if self.peak_tflops is not None:
                 record["peak_tflops"] = self.peak_tflops

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pretrain.metrics.flops import ModelFlops
+from pretrain.metrics.flops import FORMULAS, ModelFlops
 from pretrain.metrics.recorder import Recorder, gradient_statistics
 from pretrain.metrics.run_record import summary
 
@@ -50,6 +50,7 @@ def test_the_rates_are_those_of_the_whole_step_over_all_devices(flops):
     by_hand = (6 * weights * 4096 + 6 * 2 * 64 * 1_000_000) / 0.5 / 4 / 1e12
     assert record["tflops"] == pytest.approx(by_hand) and record["mfu_bf16_peak"] == pytest.approx(by_hand / 2.0)
     assert record["skipped"] is False and record["samples_per_second"] == 4096 / 512 / 0.5
+    assert record["calculation_method"] in FORMULAS
     assert record["flops_per_token"] == pytest.approx(record["tflops"] * 1e12 * 0.5 * 4 / 4096)
     by_nanogpt = 6 * flops.parameters + 12 * 2 * 64 * 512  # a model without learned positions, two layers, queries of 64
     assert record["mfu_nanogpt"] == pytest.approx(by_nanogpt * 4096 / 0.5 / 4 / 2.0e12)
@@ -64,7 +65,7 @@ def test_the_object_has_the_keys_that_metrics_jsonl_promises_and_no_others(flops
 
     always = ["step", "tokens", "epoch", "loss", "learning_rate", "gradient_norm", "step_ms", "data_wait_ms", "tokens_per_second"]
     always += ["samples_per_second"]
-    end, counted = ["memory_gib", "recompiles"], ["flops_per_token", "tflops"]
+    end, counted = ["memory_gib", "recompiles"], ["flops_per_token", "calculation_method", "tflops"]
     assert keys(flops=None, peak_tflops=None) == [*always, *end]
     assert keys(flops=flops, peak_tflops=None) == [*always, *counted, *end]
     with_peak = [*counted, "peak_tflops", "mfu_bf16_peak", "mfu_nanogpt"]
