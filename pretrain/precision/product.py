@@ -10,25 +10,14 @@ Implementations: `PlainProduct` here, in the dtype of the operands; `emulation.E
 
 A model's linears are LowPrecisionLinears: they hold the very Parameters of the modules they stand in for, under the same names,
 so that tying, checkpoints, sharding and export see the model that transformers built. torch.compile ends a graph before each.
-
-A caller goes through one microbatch in this order (`LinearCall` does); the product knows which axis each of the three sums over.
-
-    product.begin(x)
-    weight = product.weight_operand(matrix, refresh=first_microbatch, differentiable=True)
-    input = product.operand("input", x)
-    y = product.multiply("forward", input, weight, torch.bfloat16, bias)
-    product.end()
-    ...
-    gradient = product.operand("grad_output", dy)
-    dx = product.multiply("dgrad", gradient, weight, torch.bfloat16)
-    product.accumulate(main_grad, gradient, input)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -45,6 +34,7 @@ from pretrain.precision.observed import watched
 
 PREFIX = "fp8/"  # of the names that `Backend.state` gives, which stand beside the optimizer's in a checkpoint
 Operand = Any  # a Tensor, an emulated operand, or a quantized tensor of Transformer Engine
+Saved = tuple[Sequence[Tensor | None], Any]  # of operands, see `Product.save`
 Gemm = Literal["forward", "dgrad", "wgrad"]
 
 
@@ -97,7 +87,7 @@ class Product:
         return operand
 
     @staticmethod
-    def save(*operands: Operand) -> tuple[Sequence[Tensor | None], Any]:
+    def save(*operands: Operand) -> Saved:
         """Inputs, needed from now on for weights' gradients alone, and other tensors: as autograd can save them, with what
         `restore` needs beside them."""
         return operands, None
@@ -116,16 +106,16 @@ class Product:
     def finish_backward() -> None:
         """All gradients of this microbatch have been quantized: histories of delayed scaling move on."""
 
-    def __call__(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, *, first_microbatch: bool, context: PrecisionContext | None = None
-    ) -> Tensor:
-        """x [tokens, in], weight [out, in], bias [out], all of one dtype -> [tokens, out], differentiable in each.
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, context: PrecisionContext) -> Tensor:
+        """x [tokens, in], weight [out, in], bias [out] -> [tokens, out], differentiable in each, in the context's compute dtype,
+        to which all are cast.
 
-        `first_microbatch` quantizes the weight; later microbatches of a step use what was kept of it. Gradients have their
-        tensors' dtypes; the weight's is added to its `main_grad` where it has one. `context`: whose observers look on."""
-        context = context or PrecisionContext(None, x.dtype)
-        call = LinearCall(self, context, refresh=first_microbatch, differentiable=torch.is_grad_enabled())
-        return LinearFunction.apply(x, weight, bias, call)
+        The step's first microbatch quantizes the weight; later ones use what was kept of it. The weight's gradient is added to
+        its `main_grad` where it has one."""
+        dtype = context.compute_dtype
+        x, weight = x.to(dtype), summing_where(weight, weight.to(dtype))
+        call = LinearCall(self, context, refresh=context.first_microbatch, differentiable=torch.is_grad_enabled())
+        return LinearFunction.apply(x, weight, None if bias is None else bias.to(dtype), call)
 
 
 class PlainProduct(Product):
@@ -146,45 +136,91 @@ class PlainProduct(Product):
         searched.add_product_(total, left.t(), right, overwrite=overwrite)
 
 
-class LinearCall:
-    """One forward of a product over a microbatch (or a part of it), and its backward. The context's observers look on."""
+class Multiplication:
+    """A product in use: the steps of one forward over a microbatch (or a part of it) and of its backward, after the product's
+    `begin`, in order. Who looks on sees what is multiplied, and what comes out, in the context's compute dtype."""
 
-    def __init__(self, product: Product, context: PrecisionContext, *, refresh: bool, differentiable: bool) -> None:
+    def __init__(self, product: Product, context: PrecisionContext, *, refresh: bool = True, differentiable: bool = True) -> None:
         """`refresh`: the weight is quantized, though a copy may be kept. `differentiable`: there may be a backward."""
-        self.product, self.context, self._refresh, self._differentiable = product, context, refresh, differentiable
-        self.tensors: Sequence[Tensor | None] = ()  # what is kept of the input, for the weight's gradient
+        self.product, self.context, self.refresh, self.differentiable = product, context, refresh, differentiable
+        self.seen_by = context  # whose observers see operands and results
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, keeps: bool) -> Tensor:
-        """`keeps`: a gradient of the weight will be computed."""
-        product, context = self.product, self.context
-        context.show(product.name, "input", x)
-        context.show(product.name, "weight", weight)
+    def operand(self, role: Role, x: Tensor) -> Operand:
+        """The input [tokens, in], for forward and for the weight's gradient, or the output's gradient [tokens, out]."""
+        self.show(role, x)
+        return self.product.operand(role, x, both=self.differentiable)
+
+    def output(
+        self, x: Operand, weight: Operand, matrix: Callable[[], Tensor], bias: Tensor | None, residual: Tensor | None = None
+    ) -> Tensor:
+        """-> [tokens, out], with `residual` added, which stays as it was: in the product itself where that can. `matrix` gives
+        the weight [out, in] as it is now."""
+        self.show_weight(weight, matrix)
+        inside = residual is not None and not self.seen_by.result_observers  # who looks on sees this product alone
+        y = self.multiply("forward", x, weight, bias, *([residual] if inside else []))
+        self.product.end()
+        return y if inside or residual is None else y.add_(residual)
+
+    def weight_gradient(self, dy: Operand, x: Operand, total: Tensor | None, *, overwrite: bool = False) -> Tensor | None:
+        """-> [out, in]; None where it was added to `total`, or with `overwrite` took its place."""
+        if total is None:
+            return self.multiply("wgrad", dy, x)
+        if self.seen_by.result_observers:
+            gradient = self.multiply("wgrad", dy, x, dtype=torch.float32)
+            (total.zero_() if overwrite else total).add_(gradient)
+        else:
+            self.product.accumulate(total, dy, x, overwrite=overwrite)
+        return None
+
+    def multiply(
+        self, gemm: Gemm, left: Operand, right: Operand, *added: Tensor | None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """`added`: bias and residual."""
+        result = self.product.multiply(gemm, left, right, dtype or self.context.compute_dtype, *added)
+        self.show_result(gemm, result, *added[:1])
+        return result
+
+    def show(self, role: Role, tensor: Tensor) -> None:
+        """An operand before it is quantized, [tokens or out, features]."""
+        for observer in self.seen_by.observers:
+            observer(self.product.name, role, tensor.detach())
+
+    def show_weight(self, weight: Operand, matrix: Callable[[], Tensor]) -> None:
+        """A weight as the forward product is about to take it, and as it is; among the operands where it is made."""
+        if self.refresh and self.seen_by.observers:
+            self.show("weight", matrix())
+        for observer in self.context.weight_observers:
+            observer(self.product, weight, matrix().detach())
+
+    def show_result(self, gemm: Gemm, result: Tensor, bias: Tensor | None = None) -> None:
+        """`bias` is what has been added to it."""
+        for observer in self.seen_by.result_observers:
+            observer(self.product.name, gemm, result.detach(), bias)
+
+
+class LinearCall(Multiplication):
+    """The same at once, of a weight that is handed in."""
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Saved]:
+        """x [tokens, in] -> [tokens, out], and what `backward` takes of x."""
+        product = self.product
         product.begin(x)
-        self._ends_backward = self._differentiable and product.is_first_in_forward()
-        self._weight = product.weight_operand(lambda: weight, refresh=self._refresh, differentiable=self._differentiable)
-        context.show_weight(product, self._weight, lambda: weight)
-        operand = product.operand("input", x, both=keeps)
-        y = product.multiply("forward", operand, self._weight, x.dtype, bias)
-        product.end()
-        self.tensors, self._rest = product.save(operand) if keeps else ((), None)
-        context.show_result(product.name, "forward", y, bias)
-        return y
+        self._ends_backward = self.differentiable and product.is_first_in_forward()
+        operand = self.operand("input", x)
+        self._weight = product.weight_operand(lambda: weight, refresh=self.refresh, differentiable=self.differentiable)
+        y = self.output(operand, self._weight, lambda: weight, bias)
+        return y, product.save(operand)
 
     def backward(
-        self, dy: Tensor, needs: Sequence[bool], dtype: torch.dtype, total: Tensor | None, *, overwrite: bool = False
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients of input and weight that it `needs`: dx in dy's dtype; dw in `dtype`, or None if added to `total`."""
-        product, context, dx, dw = self.product, self.context, None, None
-        context.show(product.name, "grad_output", dy)
-        gradient = product.operand("grad_output", dy.contiguous())
-        if needs[0]:
-            dx = product.multiply("dgrad", gradient, self._weight, dy.dtype)
-            context.show_result(product.name, "dgrad", dx)
-        if needs[1]:
-            (x,), self.tensors = product.restore(self.tensors, self._rest), ()  # autograd's graph would keep them
-            dw = context.weight_gradient(product, gradient, x, dtype, total, overwrite=overwrite)
+        self, dy: Tensor, saved: Saved | None, total: Tensor | None, *, overwrite: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """The gradients of input and weight; none of the weight without what was `saved`, or where it was added to `total`."""
+        gradient = self.operand("grad_output", dy.contiguous())
+        dx, dw = self.multiply("dgrad", gradient, self._weight), None
+        if saved is not None:
+            dw = self.weight_gradient(gradient, *self.product.restore(*saved), total, overwrite=overwrite)
         if self._ends_backward:
-            product.finish_backward()
+            self.product.finish_backward()
         return dx, dw
 
 
@@ -193,21 +229,17 @@ class LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
-        ctx.call, ctx.dtypes = call, (weight.dtype, None if bias is None else bias.dtype)
-        ctx.main_gradient = getattr(weight, "main_grad", None)
-        keeps = ctx.needs_input_grad[1]
-        y = call.forward(x.detach(), weight.detach(), None if bias is None else bias.detach(), keeps=keeps)
-        ctx.save_for_backward(*call.tensors)
-        call.tensors = ()  # autograd holds them, or has them computed again
+        ctx.call, ctx.main_gradient = call, getattr(weight, "main_grad", None)
+        y, (tensors, ctx.rest) = call.forward(x.detach(), weight.detach(), None if bias is None else bias.detach())
+        ctx.save_for_backward(*tensors)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor | None, ...]:
-        call, (weight_dtype, bias_dtype) = ctx.call, ctx.dtypes
-        call.tensors = ctx.saved_tensors
-        dx, dw = call.backward(dy, ctx.needs_input_grad[:2], weight_dtype, ctx.main_gradient)
-        db = dy.sum(0, dtype=torch.float32).to(bias_dtype) if ctx.needs_input_grad[2] else None
+        saved = (ctx.saved_tensors, ctx.rest) if ctx.needs_input_grad[1] else None
+        dx, dw = ctx.call.backward(dy, saved, ctx.main_gradient)
+        db = dy.sum(0, dtype=torch.float32).to(dy.dtype) if ctx.needs_input_grad[2] else None
         return dx, dw, db, None
 
 
@@ -252,7 +284,7 @@ class PrecisionContext:
     evaluates_low: bool = False  # forwards of evaluation are in low precision too
     low_precision: bool = False  # a low-precision forward is under way
     first_microbatch: bool = True
-    # Who is watching is called with what `show`, `show_weight` and `show_result` say.
+    # Who is watching, called as `Multiplication` does in `show`, `show_weight` and `show_result`.
     observers: list[Callable[[str, Role, Tensor], None]] = field(default_factory=list)
     weight_observers: list[Callable[[Product, Operand, Tensor], None]] = field(default_factory=list)
     result_observers: list[Callable[[str, Gemm, Tensor, Tensor | None], None]] = field(default_factory=list)
@@ -272,46 +304,12 @@ class PrecisionContext:
             yield
 
     def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Run `function` now, and again in backward, in this context both times: else it would be in another precision then."""
+        """Run `function` now, and again in backward, in this context both times: else it would be in another precision then. The
+        second time it uses what was kept of weights the first time."""
+        again = partial(holding, self, low_precision=self.low_precision, first_microbatch=False)
         if self.backend is None or not self.quantizing:
-            return checkpoint(function, *args, use_reentrant=False)
-        return self.backend.checkpoint(function, *args, again=lambda: holding(self, low_precision=True))
-
-    def multiply(self, product: Product, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x [tokens, in] times weight [out, in], in the low precision; operands in another dtype than BF16 are cast here."""
-        x, weight = x.to(self.compute_dtype), summing_where(weight, weight.to(self.compute_dtype))
-        bias = None if bias is None else bias.to(self.compute_dtype)
-        return product(x, weight, bias, first_microbatch=self.first_microbatch, context=self)
-
-    def weight_gradient(
-        self, product: Product, dy: Operand, x: Operand, dtype: torch.dtype, total: Tensor | None, *, overwrite: bool = False
-    ) -> Tensor | None:
-        """The weight's gradient [out, in] in `dtype`; None where it was added to `total`, or with `overwrite` took its place. Who
-        looks at results sees this product alone."""
-        if total is None or self.result_observers:
-            gradient = product.multiply("wgrad", dy, x, dtype if total is None else torch.float32)
-            self.show_result(product.name, "wgrad", gradient)
-            if total is None:
-                return gradient
-            (total.zero_() if overwrite else total).add_(gradient)
-        else:
-            product.accumulate(total, dy, x, overwrite=overwrite)
-        return None
-
-    def show(self, name: str, role: Role, tensor: Tensor) -> None:
-        """An operand of the product `name`, before it is quantized, [tokens or out, features], to all observers."""
-        for observer in self.observers:
-            observer(name, role, tensor.detach())
-
-    def show_weight(self, product: Product, operand: Operand, matrix: Callable[[], Tensor]) -> None:
-        """A weight as a forward product is about to take it, and as it is, [out, in], to all who look on."""
-        for observer in self.weight_observers:
-            observer(product, operand, matrix().detach())
-
-    def show_result(self, name: str, gemm: Gemm, result: Tensor, bias: Tensor | None = None) -> None:
-        """What a low-precision product gave, to all who look on; `bias` is what has been added to it."""
-        for observer in self.result_observers:
-            observer(name, gemm, result.detach(), bias)
+            return checkpoint(function, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), again()))
+        return self.backend.checkpoint(function, *args, again=again)
 
     def state(self) -> dict[str, Tensor]:
         """Histories and scales of delayed scaling, live; other precisions keep nothing between two steps."""
@@ -385,9 +383,9 @@ class LowPrecisionLinear(TakesTurns, nn.Module):
         weight = summing_where(self.weight, self.weight.t(), transposed=True) if self.transposed else self.weight
         rows = x.reshape(-1, x.shape[-1])
         if self.context.low_precision and self.is_low:
-            return self.context.multiply(self.product, rows, weight, self.bias).view(*x.shape[:-1], -1)
+            return self.product(rows, weight, self.bias, self.context).view(*x.shape[:-1], -1)
         weight, bias = summing_where(weight, weight.to(x.dtype)), None if self.bias is None else self.bias.to(x.dtype)
         if self.context.quantizing:
             with watched((self.name,), "forward"):
                 return F.linear(x, weight, bias)
-        return PlainProduct(self.name)(rows, weight, bias, first_microbatch=True).view(*x.shape[:-1], -1)
+        return PlainProduct(self.name)(rows, weight, bias, PrecisionContext(None, x.dtype)).view(*x.shape[:-1], -1)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pretrain.precision.emulation import EmulatedProduct, EmulationBackend, multiply
 from pretrain.precision.formats.definition import Along, Role
+from pretrain.precision.product import PrecisionContext
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 
 CASES: dict[str, dict[str, Any]] = {
@@ -36,7 +37,7 @@ def tensors(*shapes: tuple[int, int]) -> list[Tensor]:
 
 def pass_through(product: EmulatedProduct, x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
     x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
-    y = product(x, weight, None, first_microbatch=True)
+    y = product(x, weight, None, PrecisionContext(None, torch.bfloat16))
     return y.detach(), *torch.autograd.grad(y, (x, weight), grad)
 
 

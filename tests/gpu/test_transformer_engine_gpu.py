@@ -73,7 +73,7 @@ def microbatch(
     x = x.clone().requires_grad_()
     inputs = [x, weight] if bias is None else [x, weight, bias]
     with backend.forward():
-        y = product(x, weight, bias, first_microbatch=first)
+        y = product(x, weight, bias, PrecisionContext(None, torch.bfloat16, first_microbatch=first))
     for tensor in inputs:
         tensor.grad = None
     y.backward(gradient)
@@ -125,7 +125,7 @@ def test_a_weight_is_quantized_once_a_step_and_evaluation_leaves_the_copy_alone(
 
     def output(first: bool, grad: bool = True) -> Tensor:
         with torch.set_grad_enabled(grad), backend.forward():
-            return product(x, weight, None, first_microbatch=first).detach()
+            return product(x, weight, None, PrecisionContext(None, torch.bfloat16, first_microbatch=first)).detach()
 
     output(True)  # makes delayed scaling's first scales
     before = output(True)
@@ -148,8 +148,9 @@ def test_delayed_histories_and_scales_are_the_emulations_bit_for_bit(delayed: st
         seen = []
         for number in range(5):  # more than the history is long
             x, gradient = operands(number, scale=2.0**-number)
+            context = PrecisionContext(None, torch.bfloat16, first_microbatch=number % 2 == 0)
             with backend.forward():
-                y = sum(product(x, weight, bias, first_microbatch=number % 2 == 0) for product in products)
+                y = sum(product(x, weight, bias, context) for product in products)
             seen.append(snapshot(backend))
             y.backward(gradient)
             seen.append(snapshot(backend))
@@ -192,8 +193,9 @@ class Layers:
 
     def layer(self, x: Tensor, index: int, first: bool) -> Tensor:
         (up, down), (wide, narrow) = self.products[index], self.weights[index]
-        hidden = F.silu(up(x, wide, None, first_microbatch=first)) * 0.5
-        return x + 1.5 * down(hidden, narrow, None, first_microbatch=first)
+        context = PrecisionContext(None, torch.bfloat16, first_microbatch=first)
+        hidden = F.silu(up(x, wide, None, context)) * 0.5
+        return x + 1.5 * down(hidden, narrow, None, context)
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:

@@ -27,9 +27,10 @@ from torch.autograd.function import FunctionCtx
 from pretrain.model.fused import formulas
 from pretrain.precision.formats.definition import Role
 from pretrain.precision.observed import watched
-from pretrain.precision.product import Backend, Gemm, Operand, PlainProduct, PrecisionContext, Product
+from pretrain.precision.product import Backend, Gemm, Multiplication, Operand, PlainProduct, PrecisionContext, Product
 from pretrain.precision.transformer_engine import TransformerEngineProduct
 
+_NOBODY = PrecisionContext(None, torch.bfloat16)  # to see products that are not in low precision
 ROTARY_KERNEL_DIMS = (32, 64, 128)  # other heads (80 values in Phi-2) would leave lanes of a tile idle
 
 
@@ -39,7 +40,7 @@ class By(IntEnum):
     FORMULAS, KERNELS, TRANSFORMER_ENGINE = range(3)
 
 
-class StackedProduct:
+class StackedProduct(Multiplication):
     """y = x w^T + b for the weights [sum of out, in] and biases of some linears, stacked, by the `Product` of what computes now:
     forward and backward, each a call of its own, on operands that a norm or an activation may have written. Parameters are looked
     up at each use, as FSDP2 exchanges them."""
@@ -49,16 +50,14 @@ class StackedProduct:
     ) -> None:
         """`name`: of its history and scales in a checkpoint. `linears`: by name in the model. `low_precision`: the backends that
         compute it in low precision, when it is their turn."""
-        self.name, self.members, self.linears, self._arithmetic = name, tuple(linears), tuple(linears.values()), arithmetic
+        self.members, self.linears, self._arithmetic = tuple(linears), tuple(linears.values()), arithmetic
         self._copy: Tensor | None = None  # of the matrix in the compute dtype, where the parameters have another
         sizes = self.linears[0].in_features, sum(linear.out_features for linear in self.linears)
         self.low = {backend: backend.product(name, *sizes, bias=False) for backend in low_precision}
         for product in self.low.values():
             product.members = self.members
-        self._plain, self._unseen = PlainProduct(name), PrecisionContext(None, arithmetic.context.compute_dtype)
-        # Of the forward under way, and of its backward: what multiplies, and whose observers look on, which are at low precision.
-        self.product: Product = self._plain
-        self.seen_by: PrecisionContext = self._unseen
+        self._plain = PlainProduct(name)
+        super().__init__(self._plain, arithmetic.context)
 
     # ── Parameters ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -80,16 +79,16 @@ class StackedProduct:
                 for parameter, part in zip(parameters, storage.split([len(p) for p in parameters]), strict=True):
                     parameter.data = part
 
-    def matrix(self, dtype: torch.dtype) -> Tensor:
-        """The weights [out, in] in `dtype`, without a graph: a view of the parameters wherever they allow it."""
-        return _stacked(self.weights).to(dtype)
+    def matrix(self) -> Tensor:
+        """The weights [out, in] in the compute dtype, without a graph: a view of the parameters wherever they allow it."""
+        return _stacked(self.weights).to(self.context.compute_dtype)
 
-    def cached_matrix(self, dtype: torch.dtype, *, refresh: bool) -> Tensor:
+    def cached_matrix(self, *, refresh: bool) -> Tensor:
         """`matrix`; where that is a cast, the last one made unless `refresh`, so that the microbatches of a step share it."""
-        if self.linears[0].weight.dtype == dtype:
-            return self.matrix(dtype)
+        if self.linears[0].weight.dtype == self.context.compute_dtype:
+            return self.matrix()
         if refresh or self._copy is None:
-            self._copy = self.matrix(dtype)
+            self._copy = self.matrix()
         return self._copy
 
     def forget_copy(self) -> None:
@@ -117,67 +116,42 @@ class StackedProduct:
 
     def begin(self, x: Tensor) -> None:
         """Call this before the first use in a forward over `x` [tokens, ...]; `forward` is the last use."""
-        context = self._arithmetic.context
+        context = self.context
         self.product = self.low.get(context.backend, self._plain) if context.low_precision else self._plain
-        self.seen_by = context if self.low_precision else self._unseen
+        self.seen_by = context if self.low_precision else _NOBODY
+        self.refresh, self.differentiable = context.first_microbatch, self._arithmetic.differentiable
         self.product.begin(x)
 
-    def operand(self, x: Tensor) -> Operand:
-        """x [tokens, in] as the product's input, for forward and for the weight's gradient."""
-        self.show("input", x)
-        return self.product.operand("input", x, both=self._arithmetic.differentiable)
-
     def forward(self, x: Operand, residual: Tensor | None = None) -> Tensor:
-        """-> [tokens, out], with `residual` added, which stays as it was: in the product itself where that can."""
-        context, alone = self._arithmetic.context, bool(self.seen_by.result_observers)  # who looks on sees this product alone
-        if self.seen_by.observers:  # the weights as they are now, whatever copy of them multiplies
-            self.show("weight", self.matrix(context.compute_dtype))
-        weight = self._weight_operand(refresh=context.first_microbatch)
-        context.show_weight(self.product, weight, lambda: self.matrix(context.compute_dtype))
-        bias = _stacked(self.biases).to(context.compute_dtype) if self.biases else None
-        y = self._multiply("forward", x, weight, bias, None if alone else residual)
-        self.product.end()
-        return y.add_(residual) if alone and residual is not None else y
-
-    def gradient_operand(self, dy: Tensor) -> Operand:
-        """dy [tokens, out] as the product's output gradient."""
-        self.show("grad_output", dy)
-        return self.product.operand("grad_output", dy)
+        """-> [tokens, out], `residual` and the bias added, see `output`."""
+        bias = _stacked(self.biases).to(self.context.compute_dtype) if self.biases else None
+        return self.output(x, self._weight(refresh=self.refresh), self.matrix, bias, residual)
 
     def input_gradient(self, dy: Operand) -> Tensor:
         """-> [tokens, in]."""
-        return self._multiply("dgrad", dy, self._weight_operand(refresh=False))
+        return self.multiply("dgrad", dy, self._weight(refresh=False))
 
     def weight_gradients(self, dy: Operand, x: Operand) -> list[Tensor | None]:
         """Returns one for each weight; None where it has been added to the main gradient."""
         with watched(self.members, "wgrad"):
-            dtype = self._arithmetic.context.compute_dtype
-            gradient = self.seen_by.weight_gradient(self.product, dy, x, dtype, self.main_gradient)
+            gradient = self.weight_gradient(dy, x, self.main_gradient)
         if gradient is None:
             return [None] * len(self.linears)
         return list(gradient.split([len(weight) for weight in self.weights]))
 
-    def _multiply(self, gemm: Gemm, left: Operand, right: Operand, *added: Tensor | None) -> Tensor:
-        """`added`: bias and residual. Shows the result to whoever looks on."""
+    def multiply(self, gemm: Gemm, *operands: Any, **options: Any) -> Tensor:
         with watched(self.members, gemm):
-            result = self.product.multiply(gemm, left, right, self._arithmetic.context.compute_dtype, *added)
-        self.seen_by.show_result(self.name, gemm, result, *added[:1])
-        return result
-
-    def show(self, role: Role, tensor: Tensor) -> None:
-        """Shows an operand to whoever looks at operands: the statistics of a step."""
-        self.seen_by.show(self.name, role, tensor)
+            return super().multiply(gemm, *operands, **options)
 
     def quantizer(self, role: Role) -> Any | None:
-        """What a kernel that writes this operand quantizes with; None where `operand` or `gradient_operand` makes it."""
-        return self.product.quantizer(role, both=role == "grad_output" or self._arithmetic.differentiable)
+        """What a kernel that writes this operand quantizes with; None where `operand` makes it."""
+        return self.product.quantizer(role, both=self.differentiable)
 
-    def _weight_operand(self, *, refresh: bool) -> Operand:
+    def _weight(self, *, refresh: bool) -> Operand:
         """Asked for in forward and in backward: FSDP2 frees a matrix in between."""
-        dtype, differentiable = self._arithmetic.context.compute_dtype, self._arithmetic.differentiable
-        kept = differentiable and not self.low_precision  # an evaluation's casts are not, nor is what is quantized
-        matrix = partial(self.cached_matrix, dtype, refresh=refresh) if kept else partial(self.matrix, dtype)
-        return self.product.weight_operand(matrix, refresh=refresh, differentiable=differentiable)
+        kept = self.differentiable and not self.low_precision  # an evaluation's casts are not, nor is what is quantized
+        matrix = partial(self.cached_matrix, refresh=refresh) if kept else self.matrix
+        return self.product.weight_operand(matrix, refresh=refresh, differentiable=self.differentiable)
 
 
 def _stacked(parameters: Sequence[Tensor]) -> Tensor:
@@ -221,7 +195,7 @@ class Arithmetic:
             y, _, rstd = tex.rmsnorm_fwd(x, weight, eps, None, product.quantizer("input"), *options)
             return y, rstd
         y, rstd = self.kernels.norm.rms_norm(x, weight, eps)
-        return product.operand(y), rstd
+        return product.operand("input", y), rstd
 
     def norm_backward(self, dy: Tensor, x: Tensor, rstd: Tensor, norm: nn.Module, residual: Tensor) -> tuple[Tensor, Tensor]:
         """The gradient of x, `residual` [tokens, hidden] added to it, and that of the norm's weight."""
@@ -261,7 +235,7 @@ class Arithmetic:
                 return self.kernels.activation.quantized_swiglu(hidden, quantizer)
             activated = tex.swiglu(hidden, quantizer)
             return activated, activated
-        return down.operand(self.kernels.activation.swiglu(hidden)), None
+        return down.operand("input", self.kernels.activation.swiglu(hidden)), None
 
     def activate_backward(
         self, d_activated: Tensor, hidden: Tensor, kept: Operand, gate_up: StackedProduct, down: StackedProduct
@@ -270,7 +244,7 @@ class Arithmetic:
         takes them."""
         if (of_down := down.quantizer("input")) is None:
             d_hidden, activated = self.kernels.activation.swiglu_backward(d_activated, hidden)
-            return gate_up.gradient_operand(d_hidden), down.product.operand("input", activated)
+            return gate_up.operand("grad_output", d_hidden), down.product.operand("input", activated)
         import transformer_engine_torch as tex
 
         of_gate_up = gate_up.quantizer("grad_output")

@@ -236,7 +236,7 @@ class NormedAttention(torch.autograd.Function):
         dqkv, *of_head_norms = rotation.rotate_backward(*gradients, qkv, cos, sin, heads, head_norms)
         gradients.clear()
         of_biases = product.bias_gradients(dqkv)
-        dqkv = product.gradient_operand(dqkv)  # the gradient in BF16 is free as soon as it has been quantized
+        dqkv = product.operand("grad_output", dqkv)  # the gradient in BF16 is free as soon as it has been quantized
         d_normed = product.input_gradient(dqkv)
         of_weights = product.weight_gradients(dqkv, normed)
         dx, of_norm = arithmetic.norm_backward(d_normed, x, rstd, layer.norms[0], residual)
@@ -254,7 +254,7 @@ class OutputAndMLP(torch.autograd.Function):
         arithmetic, output, gate_up, down = layer.arithmetic, layer.output, layer.gate_up, layer.down
         ctx.layer = layer
         output.begin(attended)
-        operand = output.operand(attended)
+        operand = output.operand("input", attended)
         x = output.forward(operand, residual)
         gate_up.begin(x)
         normed, rstd = arithmetic.norm(x, layer.norms[1], gate_up)
@@ -271,7 +271,7 @@ class OutputAndMLP(torch.autograd.Function):
         layer, arithmetic = ctx.layer, ctx.layer.arithmetic
         output, gate_up, down = layer.output, layer.gate_up, layer.down
         operand, x, normed, hidden, kept, rstd = arithmetic.saved(ctx)
-        quantized = down.gradient_operand(dy)
+        quantized = down.operand("grad_output", dy)
         d_activated = down.input_gradient(quantized)
         d_hidden, activated = arithmetic.activate_backward(d_activated, hidden, kept, gate_up, down)
         del d_activated, hidden, kept
@@ -282,7 +282,7 @@ class OutputAndMLP(torch.autograd.Function):
         del d_hidden, normed
         dx, of_norm = arithmetic.norm_backward(d_normed, x, rstd, layer.norms[1], residual=dy)
         del d_normed, x
-        quantized = output.gradient_operand(dx)
+        quantized = output.operand("grad_output", dx)
         d_attended = output.input_gradient(quantized)
         output_weights = output.weight_gradients(quantized, operand)
         return None, d_attended, dx, *output_weights, of_norm, *gate_up_weights, *down_weights

@@ -22,7 +22,7 @@ from torch import Tensor
 from packing.arrow import IGNORE
 from pretrain.model.loss.softmax_kernel import quantized_softmax_gradient, softmax_loss
 from pretrain.precision.observed import fp8_format
-from pretrain.precision.product import PrecisionContext
+from pretrain.precision.product import Multiplication, PrecisionContext
 from pretrain.precision.transformer_engine import TransformerEngineProduct
 
 _BF16 = torch.bfloat16
@@ -40,14 +40,13 @@ def fused_head(product: TransformerEngineProduct, weight: Tensor, context: Preci
     def matrix() -> Tensor:
         return weight.detach().to(_BF16)
 
+    call = Multiplication(product, context, refresh=context.first_microbatch)
     product.begin(torch.empty(0, dtype=_BF16, device=weight.device))  # all that is asked of the input is its dtype and device
     try:
         alone = product.is_first_in_forward()
-        quantized = product.weight_operand(matrix, refresh=context.first_microbatch, differentiable=True)
-        context.show_weight(product, quantized, matrix)
-        if context.observers:
-            context.show(product.name, "weight", matrix())
-        yield partial(chunk_loss, product, quantized, context)
+        quantized = product.weight_operand(matrix, refresh=call.refresh, differentiable=True)
+        call.show_weight(quantized, matrix)
+        yield partial(chunk_loss, call, quantized)
     finally:
         product.end()
     if alone and product.backend.precision.keeps_history:
@@ -56,9 +55,8 @@ def fused_head(product: TransformerEngineProduct, weight: Tensor, context: Preci
 
 
 def chunk_loss(
-    product: TransformerEngineProduct,
+    call: Multiplication,
     weight: Any,
-    context: PrecisionContext,
     hidden: Tensor,
     labels: Tensor,
     gradients: tuple[Tensor, Tensor, None],
@@ -69,11 +67,10 @@ def chunk_loss(
 
     def show_result(gemm: str, result: Tensor) -> None:
         if first:
-            context.show_result(product.name, gemm, result)
+            call.show_result(gemm, result)
 
-    x, (d_hidden, d_weight, _) = hidden.to(_BF16), gradients
-    context.show(product.name, "input", x)
-    x = product.operand("input", x, both=True)
+    product, (d_hidden, d_weight, _) = call.product, gradients
+    x = call.operand("input", hidden.to(_BF16))
     logits = product.multiply("forward", x, weight)
     show_result("forward", logits)
     quantizer, te = product.quantizer("grad_output", both=True), product.backend.te
@@ -82,9 +79,9 @@ def chunk_loss(
     amax = quantizer.amax if delayed else torch.zeros(1, dtype=torch.float32, device=logits.device)
     scale = quantizer.scale if delayed else None
     losses, codes = quantized_softmax_gradient(logits, labels, IGNORE, fp8_format(te, quantizer.dtype)[0], amax, scale)
-    if context.observers:
+    if call.seen_by.observers:
         softmax_loss(logits, labels, IGNORE, with_gradient=True)  # the logits have been used, and take the gradient in BF16
-        context.show(product.name, "grad_output", logits)
+        call.show("grad_output", logits)
     del logits
 
     def operand(rows: Tensor | None, columns: Tensor | None, scale_inv: Tensor) -> Any:

@@ -200,10 +200,8 @@ class ChunkLoss:
 
     def losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """For evaluation."""
-        if self.low:
-            logits = self.context.multiply(self.low, hidden, self.weight, self.bias)
-        else:
-            logits = F.linear(hidden, self.weight, self.bias)
+        operands = hidden, self.weight, self.bias
+        logits = self.low(*operands, self.context) if self.low else F.linear(*operands)
         return token_losses(logits, labels, self.penalty, with_gradient=False)
 
     def __call__(self, hidden: Tensor, labels: Tensor, gradients: Gradients, *, first: bool) -> Tensor:
@@ -213,12 +211,12 @@ class ChunkLoss:
         if self.low:
             refresh = self.context.first_microbatch and first
             call = LinearCall(self.low, self.context, refresh=refresh, differentiable=True)
-            logits = call.forward(hidden.to(self.weight.dtype), self.weight, self.bias, keeps=True)
+            logits, saved = call.forward(hidden.to(self.weight.dtype), self.weight, self.bias)
         else:
             logits = linear(hidden, self.weight, self.bias)
         losses = token_losses(logits, labels, self.penalty, with_gradient=True)
         if self.low:
-            d_hidden.copy_(call.backward(logits, (True, True), torch.float32, d_weight, overwrite=first)[0])
+            d_hidden.copy_(call.backward(logits, saved, d_weight, overwrite=first)[0])
         else:
             torch.mm(logits, self.weight, out=d_hidden)
             add_product_(d_weight, logits.t(), hidden, overwrite=first)

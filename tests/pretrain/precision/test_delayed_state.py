@@ -27,6 +27,10 @@ def backend(**options: Any) -> EmulationBackend:
     return EmulationBackend(ActivePrecision("delayed", PRECISIONS["delayed"], "emulation", settings), torch.device("cpu"))
 
 
+def in_microbatch(first: bool) -> PrecisionContext:
+    return PrecisionContext(None, torch.bfloat16, first_microbatch=first)
+
+
 class PlainHistory:
     """One tensor's amaxes, newest noted in `[0]`, and its scale: the rule of delayed_scaling.cu, one number at a time."""
 
@@ -76,7 +80,7 @@ def test_histories_and_scales_are_those_of_a_plain_loop(fp8_format: str, length:
         if microbatch == 7:
             grad[0, 0] = math.inf
         with emulation.forward():
-            y = product(x, weight, None, first_microbatch=first)
+            y = product(x, weight, None, in_microbatch(first))
         y.backward(grad)
 
         quantized_x = tensor.quantize(x.detach(), torch.tensor(plain_x.scale), E4M3).dequantize()
@@ -101,11 +105,11 @@ def test_several_calls_in_one_forward_count_once_and_by_their_largest_value() ->
     x = torch.ones(TOKENS, SIZE).bfloat16().requires_grad_()
     for _ in range(2):
         with emulation.forward():
-            y = layer(x, weight, None, first_microbatch=True)
+            y = layer(x, weight, None, in_microbatch(True))
             for number, size in enumerate((2.0, 4.0, 3.0)):
                 chunk = (size * y.detach()).requires_grad_()
                 with emulation.forward():  # nested: the outermost one counts
-                    logits = head(chunk, weight, None, first_microbatch=number == 0)
+                    logits = head(chunk, weight, None, in_microbatch(number == 0))
                 logits.backward(torch.full_like(logits, size / 2))
         assert amax_histories(emulation, "head")[2][0][0] == 2.0  # noted; the model's own backward is still to come
         y.backward(torch.ones_like(y))
@@ -121,7 +125,7 @@ def test_gradient_scales_stay_as_they_are_until_the_backward_has_ended() -> None
     x = torch.ones(TOKENS, SIZE).bfloat16().requires_grad_()
     x.register_hook(lambda _: seen.append(amax_histories(emulation, "layer")[2][1]))
     with emulation.forward():
-        y = product(product(x, torch.eye(SIZE).bfloat16(), None, first_microbatch=True), x[:SIZE], None, first_microbatch=False)
+        y = product(product(x, torch.eye(SIZE).bfloat16(), None, in_microbatch(True)), x[:SIZE], None, in_microbatch(False))
     y.sum().backward()
     assert seen == [1.0] and amax_histories(emulation, "layer")[2][1] == 57344.0
 
@@ -139,7 +143,7 @@ def test_a_pass_that_is_not_trainings_leaves_no_trace_even_if_its_backward_is_br
     def step(context: PrecisionContext, product: Product, factor: float = 1.0, *, fails: bool = False) -> Tensor:
         x = (values * factor).requires_grad_()
         with context.forward(training=True):
-            y = context.multiply(product, x, weight.clone().requires_grad_(), None)
+            y = product(x, weight.clone().requires_grad_(), None, context)
         if fails:
             x.register_hook(run_out_of_memory)
         y.sum().backward()
@@ -164,7 +168,7 @@ def _train_on_a_rank(rank: int, folder: Path) -> None:
     for step in range(2):
         x = torch.full((TOKENS, SIZE), (2.0, 3.0)[(rank + step) % 2]).bfloat16().requires_grad_()
         with emulation.forward():
-            y = product(x, torch.eye(SIZE).bfloat16(), None, first_microbatch=step == 0)
+            y = product(x, torch.eye(SIZE).bfloat16(), None, in_microbatch(step == 0))
         y.backward(torch.full_like(y, (0.5, 4.0)[rank]))
     torch.save(emulation.state(), folder / f"{rank}.pt")
     dist.destroy_process_group()

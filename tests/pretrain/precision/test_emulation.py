@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pretrain.precision.emulation import EmulatedProduct, EmulationBackend
+from pretrain.precision.product import PrecisionContext
 from pretrain.precision.quantizers import E2M1, E4M3, E5M2, blocks, tensor
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 
@@ -38,7 +40,8 @@ def run(
 ) -> tuple[Tensor, ...]:
     """The output, and the gradients of x, weight and bias."""
     leaves = [t.detach().requires_grad_() for t in (x, weight, bias) if t is not None]
-    y = product(leaves[0], leaves[1], leaves[2] if bias is not None else None, first_microbatch=first_microbatch)
+    context = PrecisionContext(None, torch.bfloat16, first_microbatch=first_microbatch)
+    y = product(leaves[0], leaves[1], leaves[2] if bias is not None else None, context)
     return y.detach(), *torch.autograd.grad(y, leaves, grad)
 
 
@@ -153,12 +156,12 @@ class TwoLayers(nn.Module):
         torch.manual_seed(3)
         self.up, self.down = (nn.Parameter(torch.randn(shape).bfloat16() / 8) for shape in ((OUT, IN), (IN, OUT)))
         self.products = [emulation.product("up", IN, OUT, bias=False), emulation.product("down", OUT, IN, bias=False)]
-        self.first_microbatch = True
+        self.context = PrecisionContext(None, torch.bfloat16)
 
     def forward(self, x: Tensor) -> Tensor:
         up, down = self.products
-        hidden = F.silu(up(x, self.up, None, first_microbatch=self.first_microbatch))
-        return x + down(hidden, self.down, None, first_microbatch=self.first_microbatch)
+        hidden = F.silu(up(x, self.up, None, self.context))
+        return x + down(hidden, self.down, None, self.context)
 
 
 @pytest.mark.parametrize("recipe", QUANTIZED)
@@ -177,7 +180,7 @@ def test_a_recomputed_layer_leaves_the_bits_of_gradients_and_state_as_they_were(
         x = operands()[0].requires_grad_()
         figures = []
         for microbatch in range(5):  # two steps of two, and one more
-            layer.first_microbatch = microbatch % 2 == 0
+            layer.context.first_microbatch = microbatch % 2 == 0
             torch.manual_seed(microbatch)
             scaled = x * 2.0**microbatch  # so that scales change from one to the next
             with emulation.forward():
@@ -191,6 +194,17 @@ def test_a_recomputed_layer_leaves_the_bits_of_gradients_and_state_as_they_were(
         results.append(figures)
     assert len(entered) == 5 * 2  # the caller's own context, in backward
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_what_is_recomputed_takes_the_weights_that_the_forward_has_quantized() -> None:
+    emulation, seen = backend("current"), Counter()
+    layer = TwoLayers(emulation)
+    layer.context = PrecisionContext(emulation, torch.bfloat16, observers=[lambda name, role, x: seen.update([role])])
+    with layer.context.forward(training=True):
+        y = layer.context.checkpoint(layer, operands()[0].requires_grad_())
+    y.float().sum().backward()
+    assert seen == {"input": 2 * 2, "weight": 2, "grad_output": 2}
+    assert layer.context.first_microbatch
 
 
 ROLES_AND_AXES = [("input", "features"), ("input", "rows"), ("weight", "rows"), ("grad_output", "rows")]

@@ -177,9 +177,9 @@ def test_a_backward_in_bf16_is_found(small: Callable) -> None:
     module = run.layers[0].mlp.down_proj
     quantize = module.product
 
-    def forward_only(x: Tensor, weight: Tensor, bias: None, **options: Any) -> Tensor:
+    def forward_only(x: Tensor, weight: Tensor, bias: None, context: PrecisionContext) -> Tensor:
         plain = F.linear(x, weight)
-        return plain + (quantize(x, weight, bias, **options) - plain).detach()
+        return plain + (quantize(x, weight, bias, context) - plain).detach()
 
     module.products[run.packed.context.backend] = forward_only
     message = refusal(run.audit)
@@ -252,7 +252,7 @@ class Layer(nn.Module):
         x, gradient = (torch.randn(tokens, size, generator=self._generator) for size in (into, out))
         x *= torch.exp(torch.randn(tokens, into, generator=self._generator))
         with self.context.forward(training=True):
-            y = self.context.multiply(self.product, x.bfloat16().requires_grad_(), self.weight, None)
+            y = self.product(x.bfloat16().requires_grad_(), self.weight, None, self.context)
         y.backward((1e-3 * gradient).bfloat16())
 
     def faults(self, claimed: ActivePrecision) -> list[str]:
