@@ -90,20 +90,15 @@ class DelayedState:
     def state(self) -> dict[str, Tensor]:
         """Live views by name: `fp8/<module>/<direction>/amax_history` [length, slots] and `.../scale` [slots], FP32. They change
         as a training forward ends and as its backward ends."""
-        tensors = {}
-        for direction, slots in SLOTS.items():
-            amax_history, scale = self._history(direction)
-            for number, module in enumerate(self._modules):
-                columns = slice(number * len(slots), (number + 1) * len(slots))
-                tensors[f"fp8/{module}/{direction}/amax_history"] = amax_history[:, columns]
-                tensors[f"fp8/{module}/{direction}/scale"] = scale[columns]
-        return tensors
+        return {
+            f"fp8/{module}/{direction}/{key}": of_all[..., number * len(slots) : (number + 1) * len(slots)]
+            for direction, slots in SLOTS.items()
+            for number, module in enumerate(self._modules)
+            for key, of_all in zip(("amax_history", "scale"), self._history(direction), strict=True)
+        }
 
-    def reset(self) -> None:
-        """Puts back what was before the first forward: histories zero, scales one."""
-        for amax_history, scale in self._histories.values():
-            amax_history.zero_()
-            scale.fill_(1.0)
+    def forget_pass(self) -> None:
+        """Of a pass that was broken off nothing is to follow."""
         self.forward_scales, self._backward_ran, self._end_expected = None, False, False
 
     def _finish_backward(self) -> None:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from pretrain.precision.delayed_state import DelayedState
 from pretrain.precision.formats.definition import Along, Role
 from pretrain.precision.observed import ALONG, dtype_name, watched
-from pretrain.precision.product import Gemm, Product
+from pretrain.precision.product import Backend, Gemm, Product
 from pretrain.precision.quantizers.blocks import BlockQuantized
 from pretrain.precision.quantizers.tensor import absolute_maximum
 from pretrain.precision.settings import ActivePrecision
@@ -47,8 +47,8 @@ class BothWays(NamedTuple):
     scale: Tensor | None = None
 
 
-class EmulationBackend:
-    """Emulated products of one model; a `Backend`."""
+class EmulationBackend(Backend):
+    """Emulated products of one model."""
 
     def __init__(self, active: ActivePrecision, device: torch.device) -> None:
         self.active = active
@@ -56,12 +56,12 @@ class EmulationBackend:
         # What operands are multiplied in: BF16 holds those of every format, and is fast where there are tensor cores.
         self.operand_dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.delayed = DelayedState(active, device) if active.precision.keeps_history else None
-        self._products: list[EmulatedProduct] = []
+        self.products: list[EmulatedProduct] = []
         self._prepare = functools.cache(self._compiled_preparation)
 
     def product(self, name: str, in_features: int, out_features: int, *, bias: bool) -> EmulatedProduct:
-        self._products.append(EmulatedProduct(self, name))
-        return self._products[-1]
+        self.products.append(EmulatedProduct(self, name))
+        return self.products[-1]
 
     def forward(self) -> AbstractContextManager[None]:
         return nullcontext() if self.delayed is None else self.delayed.forward()
@@ -82,10 +82,9 @@ class EmulationBackend:
         return {} if self.delayed is None else self.delayed.state()
 
     def reset(self) -> None:
+        super().reset()
         if self.delayed is not None:
-            self.delayed.reset()
-        for product in self._products:
-            product.weight = None
+            self.delayed.forget_pass()
 
     def describe(self) -> str:
         compiled = ", quantization compiled" if self.device.type == "cuda" else ""

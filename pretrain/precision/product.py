@@ -255,6 +255,8 @@ def summing_where(parameter: Tensor, copy: Tensor, *, transposed: bool = False) 
 class Backend(Protocol):
     """What computes one model's low-precision products; made once a model."""
 
+    products: list[Any]  # all that `product` has made
+
     def product(self, name: str, in_features: int, out_features: int, *, bias: bool) -> Product:
         """The product of the linear called `name`, with a state of its own where the precision keeps one."""
 
@@ -268,7 +270,11 @@ class Backend(Protocol):
         """What a checkpoint must hold, live, as unquantized tensors; empty where every scale comes from the tensor it scales."""
 
     def reset(self) -> None:
-        """Forget history and cached weights, as before the first forward."""
+        """Puts back what was before the first forward: histories zero, scales one, and of weights nothing kept."""
+        for name, tensor in self.state().items():
+            tensor.fill_(1.0 if name.endswith("scale") else 0.0)
+        for product in self.products:
+            product.weight = None
 
     def describe(self) -> str:
         """Library and version, for the audit."""

@@ -26,7 +26,7 @@ from pretrain.precision import searched
 from pretrain.precision.delayed_state import PLACES
 from pretrain.precision.formats.definition import OptionValues, QuantizedPrecision, Role
 from pretrain.precision.observed import watched
-from pretrain.precision.product import Gemm, Product
+from pretrain.precision.product import Backend, Gemm, Product
 from pretrain.precision.settings import ActivePrecision
 
 # A direction's state as checkpoints and `delayed_state.PLACES` call it -> Transformer Engine's name of it.
@@ -192,8 +192,8 @@ class TransformerEngineProduct(Product):
         library().quantization.FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
 
 
-class TransformerEngineBackend:
-    """A model's products on Transformer Engine; a `Backend`."""
+class TransformerEngineBackend(Backend):
+    """A model's products on Transformer Engine."""
 
     def __init__(self, active: ActivePrecision, device: torch.device) -> None:
         """Raises InputError where the installed Transformer Engine does not take the precision's recipe as asked."""
@@ -201,15 +201,15 @@ class TransformerEngineBackend:
         self.precision: QuantizedPrecision = active.precision
         self.te_recipe = build_te_recipe(active.precision, active.settings)
         self._device = device
-        self._products: dict[str, TransformerEngineProduct] = {}
+        self.products: list[TransformerEngineProduct] = []
 
     def product(self, name: str, in_features: int, out_features: int, *, bias: bool) -> TransformerEngineProduct:
         linear = self.te.Linear(in_features, out_features, bias=bias, params_dtype=torch.bfloat16, device="meta", name=name)
         # Without gradients, because an autocast that ends with gradients enabled advances the histories of all products.
         with torch.cuda.device(self._device), torch.no_grad(), self._autocast():
             linear.init_fp8_metadata()
-        self._products[name] = TransformerEngineProduct(name, linear, self)
-        return self._products[name]
+        self.products.append(TransformerEngineProduct(name, linear, self))
+        return self.products[-1]
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -217,7 +217,7 @@ class TransformerEngineBackend:
             yield
         if self.precision.keeps_history and not torch.is_grad_enabled():
             # A forward without gradients leaves no trace: the next training forward would take these for its own.
-            for product in self._products.values():
+            for product in self.products:
                 product.linear.fp8_meta["scaling_fwd"].amax_history[0].zero_()
 
     def checkpoint(
@@ -239,18 +239,16 @@ class TransformerEngineBackend:
         if not self.precision.keeps_history:
             return {}
         return {
-            f"fp8/{name}/{direction}/{key}": getattr(product.linear.fp8_meta[theirs], key)
-            for name, product in self._products.items()
+            f"fp8/{product.name}/{direction}/{key}": getattr(product.linear.fp8_meta[theirs], key)
+            for product in self.products
             for direction, theirs in TE_DIRECTIONS.items()
             for key in ("amax_history", "scale")
         }
 
     def reset(self) -> None:
-        for name, tensor in self.state().items():
-            tensor.fill_(1.0 if name.endswith("scale") else 0.0)
+        super().reset()
         stashes = self.te.quantization.FP8GlobalStateManager.quantization_state.fp8_tensors_recompute_buffer
-        for product in self._products.values():
-            product.weight = None
+        for product in self.products:
             # Scales put aside for a recomputation that a failed step never came to; the next one would take them for its own.
             if _STASH in product.linear.fp8_meta:
                 stashes[product.linear.fp8_meta[_STASH]].clear()
