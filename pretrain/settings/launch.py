@@ -141,9 +141,6 @@ def _in_our_names(variables: dict[str, str]) -> dict[str, Any]:
     values = {_OTHER_NAMES.get(key.lower(), key.lower()): _value(text) for key, text in variables.items()}
     overridden = [values.pop(f"override_{product}", False) for product in ("fprop", "dgrad", "wgrad")]
     values["override_linear_precision"] = any(overridden)
-    for key, spelt in (("fp8_format", str.upper), ("recipe", str.lower)):
-        if key in values:
-            values[key] = spelt(str(values[key]))
     if str(values.get("backend")).upper() == "TE":  # `--fp8_backend te` on accelerate's own command line
         values["backend"] = "TE"
     return values

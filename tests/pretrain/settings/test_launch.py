@@ -70,7 +70,7 @@ def settled(environ: dict[str, str], **values: Any) -> tuple[str, dict[str, Any]
         ({}, "fp32"),
         ({"ACCELERATE_MIXED_PRECISION": "bf16"}, "bf16"),
         ({"ACCELERATE_MIXED_PRECISION": "BF16"}, "bf16"),
-        ({"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_RECIPE": "Block"}, "block"),
+        ({"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_RECIPE": "block"}, "block"),
         ({"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": "TE"}, "delayed"),
         # Left over in a shell: without `mixed_precision: fp8` it asks for nothing, but accelerate would convert all the same.
         ({"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_FP8_RECIPE": "nonsense", "ACCELERATE_FP8_BACKEND": "TE"}, "bf16"),
