@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,6 +20,10 @@ class CommandParser(argparse.ArgumentParser):
 
     def __init__(self, prog: str | None = None, description: str | None = None) -> None:
         super().__init__(prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def read(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """What they say, options and other arguments in any order."""
+        return self.parse_intermixed_args(arguments)
 
     def error(self, message: str) -> NoReturn:
         raise InputError(f"command line: {message}; {self.remedy}")

@@ -11,8 +11,9 @@ import sys
 from typing import NoReturn
 
 from foundation.command import run_command
+from pretrain.settings import commands
 
-# By name: the module whose `main(arguments)` runs the command and returns its exit status, and what it does.
+# By name: the module whose `main` runs the command and returns its exit status, and what it does.
 RUNS = {
     "plan": ("pretrain.run.planner", "time, memory and microbatch of a recipe on devices that are not here"),
     "evaluate": ("pretrain.run.untrained", "the held-out loss of a checkpoint; behind `accelerate launch ... -m pretrain`"),
@@ -44,10 +45,10 @@ def main(arguments: list[str]) -> int:
     if arguments and arguments[0] in COMMANDS:
 
         def run() -> int:
-            module = importlib.import_module(COMMANDS[arguments[0]][0])
-            if arguments[0] == "evaluate":
-                return module.main(arguments[1:], importlib.import_module("train_accelerate").assemble)
-            return module.main(arguments if arguments[0] in PACKS else arguments[1:])
+            name, *given = arguments
+            told = commands.read(name, given) if name in commands.COMMANDS else arguments if name in PACKS else given
+            module = importlib.import_module(COMMANDS[name][0])
+            return module.main(told, *([importlib.import_module("train_accelerate").assemble] if name == "evaluate" else []))
 
         return run_command(run)
     lines = [f"  {name:<9} {what}" for name, (_, what) in COMMANDS.items()]

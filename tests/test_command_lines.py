@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from pretrain.__main__ import COMMANDS, main
@@ -12,6 +15,20 @@ def test_a_mistyped_option_is_one_line_and_exit_status_2(command: str, capsys: p
     assert main([command, "--bogus"]) == 2
     message = capsys.readouterr().err
     assert message.startswith("error: command line: ") and "--help" in message and message.count("\n") == 1
+
+
+def test_help_and_mistakes_are_answered_before_torch_is_imported() -> None:
+    code = """
+import contextlib, sys
+from pretrain.__main__ import COMMANDS, main
+for command in COMMANDS:
+    with contextlib.suppress(SystemExit):
+        main([command, "--help"])
+    main([command, "--bogus"])
+sys.exit("torch" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count("usage: ") == len(COMMANDS), done.stderr
 
 
 @pytest.mark.parametrize(

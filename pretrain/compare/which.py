@@ -354,7 +354,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("recipe", type=Path, help="what you want to train")
     add("overrides", nargs="*", metavar="key=value", help="over the recipe's settings, in every training")
     add("--hours", type=float, default=4.0, metavar="H", help="no round begins that would not end within these; default: 4")
-    add("--margin", type=float, default=0.3, metavar="%", help="of the loss, within which a difference is none; 0.3")
+    add("--margin", type=float, default=0.3, metavar="PERCENT", help="of the loss, within which a difference is none; 0.3")
     listed = "the baseline first; +head behind one: its head too. Default: all that this machine computes, else emulated ones"
     add("--precisions", type=lambda text: text.split(","), metavar="A,B", help=listed)
     add("--seeds", type=int, default=5, metavar="N", help=f"that the hours are planned for, {FEWEST_SEEDS} or more; default: 5")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import subprocess
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -54,12 +55,20 @@ class RunFolder(ExitStack):
         self.final = path / "final"
         if not owner:
             return
+        made = not path.exists()
         self.enter_context(locked(path / ".lock", self._refuse))
+        if made:
+            self.callback(self._remove_if_empty)
         for leftover in path.glob(f".*{PARTIAL}"):  # of a killed run: no other process is writing here now
             leftover.unlink()
 
     def _refuse(self, holder: str) -> None:
         raise InputError(f"{self.path}: the run folder is in use by {holder}; wait for it or stop it, or set another `run_dir`")
+
+    def _remove_if_empty(self) -> None:
+        """A start that was refused leaves no folder of a run that never was."""
+        if os.listdir(self.path) == [".lock"]:
+            shutil.rmtree(self.path, ignore_errors=True)
 
     def write_json(self, path: Path, content: Mapping[str, Any]) -> None:
         """Replace the file at `path` by `content`, at no moment half; InputError where the disk refuses."""

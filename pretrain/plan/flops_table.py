@@ -1,14 +1,10 @@
-"""`python -m pretrain flops`: what a model costs to train, a token, by every definition in use, beside each other.
-
-MODEL is a recipe, a folder or a name of a model. Nothing of its weights is read. docs/planning.md derives each definition.
-"""
+"""`python -m pretrain flops`: what a model costs to train, a token, by every definition in use, beside each other."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
 from pathlib import Path
 
-from foundation.command import CommandParser
 from foundation.units import TERA, count, markdown, operations, percent
 from pretrain.metrics.flops import FORMULAS, ModelFlops, attention_to_ffn_ratio, ours
 from pretrain.metrics.peaks import peak
@@ -21,14 +17,7 @@ from pretrain.settings.recipe import ModelSettings
 LENGTHS = (2048, 4096)  # for a model without a recipe
 
 
-def main(arguments: Sequence[str]) -> int:
-    parser = CommandParser("python -m pretrain flops", __doc__)
-    add = parser.add_argument
-    add("model", metavar="MODEL", help="a recipe (.yaml), or what `model.source` takes")
-    add("--length", type=int, nargs="+", metavar="T", help="of a sequence, in tokens; default: the recipe's")
-    add("--tokens-per-second", type=float, metavar="N", help="of all devices: also MFU")
-    add("--on", metavar="DEVICE", default="H200", help="default: H200; 8xB200: its dense BF16 peak is 100 %%")
-    options = parser.parse_intermixed_args(arguments)
+def main(options: argparse.Namespace) -> int:
     speed, target = options.tokens_per_second, Target.parse(options.on)
     most = target.count * peak(target.name, "bf16") * TERA  # FLOPs a second
     lengths, settings = LENGTHS, ModelSettings(source=options.model)

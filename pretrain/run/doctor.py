@@ -7,6 +7,7 @@ transformers.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import subprocess
 import sys
@@ -19,7 +20,6 @@ import numpy as np
 import torch
 import yaml
 
-from foundation.command import CommandParser
 from foundation.errors import InputError
 from foundation.units import UNKNOWN, markdown, three_digits
 from packing.arrow import Pack, PackWriter
@@ -41,11 +41,8 @@ SECONDS = 300  # for one trial
 HEADER = ("precision", "computes on", "ms a step", "tokens/s", "why not on hardware")
 
 
-def main(arguments: list[str]) -> int:
+def main(options: argparse.Namespace) -> int:
     """Print the table; the status is 1 where a precision works neither on hardware nor emulated."""
-    parser = CommandParser("python -m pretrain doctor", __doc__)
-    parser.add_argument("--precisions", type=lambda text: text.split(","), metavar="A,B", help="only these")
-    options = parser.parse_args(arguments)
     if unknown := [name for name in options.precisions or () if name not in PRECISIONS]:
         raise InputError(f"--precisions: no {', '.join(unknown)} among {', '.join(PRECISIONS)}")
     gpu = torch.cuda.is_available()

@@ -1,12 +1,13 @@
 """A trained model as a Hugging Face folder with its card: `final/` of a run, and `python -m pretrain export` of any checkpoint.
 
-No GPU, and the memory of the weights. The model's configuration and its tokenizer are those that the run's
+The model's configuration and its tokenizer are those that the run's
 config.yaml leads to: the model's source or its config, and the packs or the tokenizer that the data names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import argparse
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +21,6 @@ from huggingface_hub.errors import HTTPError
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from foundation.command import CommandParser
 from foundation.errors import InputError
 from foundation.reading import load_object
 from foundation.units import cell, count, percent
@@ -44,18 +44,7 @@ CARD, PICTURE = "README.md", "loss.png"
 # ── The command ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def main(arguments: Sequence[str]) -> int:
-    parser = CommandParser("python -m pretrain export", __doc__)
-    parser.add_argument("source", type=Path, metavar="RUN_OR_CHECKPOINT", help="a run folder, of which the newest, or a step-*")
-    parser.add_argument("out", type=Path, nargs="?", metavar="OUT", help="the folder to make; default: RUN/export")
-    parser.add_argument("--best", action="store_true", help="of a run, the checkpoint with the lowest held-out loss")
-    parser.add_argument(
-        "--dtype",
-        choices=["bf16", "fp32"],
-        help="of the weights; default: as the run stores them. fp32 of bf16_exact: each weight joined with its remainder",
-    )
-    parser.add_argument("--push", metavar="OWNER/NAME", help="to this repository of the hub too; made, private, if missing")
-    options = parser.parse_intermixed_args(arguments)
+def main(options: argparse.Namespace) -> int:
     saved = SavedModel.open(best_checkpoint(options.source) if options.best else options.source, options.dtype)
     out = options.out or saved.run_dir / "export"
     if out.exists():

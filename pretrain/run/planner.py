@@ -1,13 +1,8 @@
-"""What a recipe would take elsewhere: `python -m pretrain plan RECIPE [key=value ...]`.
-
-    python -m pretrain plan my.yaml train.tokens=20e9                               hours on H100, H200, B200 and 8 x B200
-    python -m pretrain plan my.yaml --on 8xH200 --mfu 0.42                          at the share of the peak that a run reached
-
-What a launch on this machine would do is told by `accelerate launch ... train_accelerate.py RECIPE --plan`, which needs packs.
-"""
+"""What a recipe would take elsewhere, and `--plan`: what a launch on this machine would do."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import textwrap
 from collections.abc import Sequence
@@ -22,21 +17,16 @@ from pretrain.plan.preflight import Job, prepare_job
 from pretrain.plan.rendering import ASSUMED_SHARES, WIDTH, flops_line, horizon_lines, in_subjects, model_lines, render
 from pretrain.plan.targets import Target
 from pretrain.run.resume import where_to_resume
-from pretrain.settings.config import LaunchParser, load_recipe
+from pretrain.settings.commands import USUAL
+from pretrain.settings.config import load_recipe
 from pretrain.settings.launch import with_precision
 
-USUAL = ("H100", "H200", "B200", "8xB200")
 SMALL = 50_000_000  # parameters, below which a step waits for launches more than for products
 DEFAULT_PRECISION = "bf16"  # where neither recipe nor command line names one, as there is no accelerate configuration here
 
 
-def main(arguments: list[str]) -> int:
+def main(options: argparse.Namespace) -> int:
     """Print the plan; returns 0. InputError for a mistake in what was given."""
-    parser = LaunchParser(__doc__, "python -m pretrain plan")
-    add, several = parser.add_argument, {"action": "append", "default": []}
-    add("--on", metavar="DEVICE", help=f"H200, 8xB200, 'RTX 4090'; may be repeated; default: {', '.join(USUAL)}", **several)
-    add("--mfu", type=float, metavar="SHARE", help="of the peak that is reached, 0.4 say; twice: from, to", **several)
-    options = parser.read(arguments)
     if any(share > 1 for share in options.mfu):
         raise InputError("--mfu: a share of the peak is wanted, such as 0.4 for 40 %")
     targets = [Target.parse(text) for text in options.on or USUAL]

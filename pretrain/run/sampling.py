@@ -1,12 +1,8 @@
-"""How a model continues a text: the samples of a run's evaluations, and `python -m pretrain sample`.
-
-The command takes the folder of a run that has ended, or one that transformers loads, which `python -m pretrain export` makes of
-any checkpoint. It computes on a GPU where there is one, in the dtype that the weights are stored in.
-"""
+"""How a model continues a text: the samples of a run's evaluations, and `python -m pretrain sample`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -15,16 +11,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from transformers.utils import logging as transformers_logging
 
 from foundation.attributes import holding
-from foundation.command import CommandParser
 from foundation.errors import InputError
 from pretrain.checkpoint.state import step_seed
 from pretrain.metrics.console import Console
 from pretrain.model.sharding import gathered
 from pretrain.plan.tokenizer import encoded_prompt, positions_of
 from pretrain.run.running import Run
+from pretrain.settings.commands import TEMPERATURE, TOKENS, TOP_P
 
-# Unless said otherwise: so many tokens at most, drawn from the likeliest ones that have this probability together.
-TOKENS, TEMPERATURE, TOP_P = 64, 0.8, 0.95
 COLDEST = 1e-4  # a temperature below which FP32 scores divided by it could overflow, and the likeliest token is all there is
 
 
@@ -85,19 +79,7 @@ def sample(
     return tokenizer.decode(output[0, encoded["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-def main(arguments: Sequence[str]) -> int:
-    parser = CommandParser("python -m pretrain sample", __doc__)
-    add = parser.add_argument
-    add("folder", type=Path, metavar="FOLDER", help="a run folder, or a folder of a model")
-    add("prompts", nargs="*", metavar="PROMPT", help="a text to continue; '' begins one")
-    add("--prompt", action="append", default=[], help="another way to give one; may be repeated")
-    add(
-        "--tokens", "--max-new-tokens", "--max_new_tokens", type=int, default=TOKENS, help="of a continuation at most; default 64"
-    )
-    add("--temperature", type=float, default=TEMPERATURE, help="default 0.8; 0: always the likeliest token")
-    add("--top-p", "--top_p", type=float, default=TOP_P, help="of the likeliest tokens with this probability; default 0.95")
-    add("--seed", type=int, default=42, help="default 42; of it each prompt's own is made")
-    options = parser.parse_intermixed_args(arguments)
+def main(options: argparse.Namespace) -> int:
     if not (prompts := [*options.prompts, *options.prompt]):
         raise InputError("command line: no prompt is given; write a text behind the folder, or '' to begin one")
     hf, tokenizer = load(options.folder)

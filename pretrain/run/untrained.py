@@ -1,19 +1,15 @@
-"""The held-out loss of a checkpoint, or of the model that a run would begin with, or its loss on a text of one's own. Of a run
-nothing is written.
-
-    python -m pretrain evaluate RUN_OR_RECIPE [FILE] [--resume CHECKPOINT] [key=value ...]
-
-On GPUs behind `accelerate launch --config_file accelerate_configs/bf16.yaml -m pretrain evaluate`. The text is packed anew each
-time, in a temporary folder, as the run's own text was.
+"""The held-out loss of a checkpoint, or of the model that a run would begin with, or its loss on a text of one's own. The text is
+packed anew each time, in a temporary folder, as the run's own text was.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,17 +27,13 @@ from pretrain.run.assembly import Assembly
 from pretrain.run.evaluate import held_out_figures
 from pretrain.run.recording import introduce_job
 from pretrain.run.resume import begins_histories, find_resume_point, load_weights
-from pretrain.settings.config import LaunchParser, load_recipe
+from pretrain.settings.config import load_recipe
 from pretrain.settings.launch import with_precision
 from pretrain.settings.recipe import Recipe
 
 
-def main(arguments: Sequence[str], assemble: Callable[[Job, Accelerator], Assembly]) -> int:
+def main(parsed: argparse.Namespace, assemble: Callable[[Job, Accelerator], Assembly]) -> int:
     """Evaluate; `assemble`: the launcher's, which builds the model."""
-    parser = LaunchParser(__doc__, "python -m pretrain evaluate")
-    parser.add_argument("--resume", default="auto", metavar="CHECKPOINT", help="default auto: the run's newest intact one")
-    parsed = parser.read(arguments)
-
     is_run, texts = parsed.recipe.is_dir(), [text for text in parsed.overrides if "=" not in text]
     path = parsed.recipe / "config.yaml" if is_run else parsed.recipe
     if is_run and not path.is_file():

@@ -157,7 +157,7 @@ class LaunchParser(CommandParser):
 
     remedy = "a setting is key=value or --key=value, `python -m pretrain evaluate` evaluates alone, --help lists the options"
 
-    def __init__(self, description: str | None, prog: str | None = None) -> None:
+    def __init__(self, prog: str | None, description: str | None) -> None:
         super().__init__(prog, description)
         self.add_argument("recipe", type=Path, help="what is trained: a YAML file, see recipes/")
         settings = "over the recipe's settings: weights=bf16 train.steps=9"
@@ -171,12 +171,12 @@ class LaunchParser(CommandParser):
             return bool(equals) and name.startswith("--") and not any(option.startswith(name) for option in options)
 
         # Intermixed, so that key=value may follow an option.
-        return self.parse_intermixed_args([text[2:] if is_setting(text) else text for text in arguments])
+        return super().read([text[2:] if is_setting(text) else text for text in arguments])
 
 
 def parse_arguments(description: str | None) -> argparse.Namespace:
     """Returns the launcher's arguments; `description`: what it is, for --help. InputError for an option that there is not."""
-    parser = LaunchParser(description)
+    parser = LaunchParser(None, description)
     parser.add_argument("--resume", default="auto", metavar="CHECKPOINT", help="default auto: the run's newest intact one")
     parser.add_argument("--accept-changes", action="store_true", help="continue a checkpoint although the recipe has changed")
     one = parser.add_mutually_exclusive_group()

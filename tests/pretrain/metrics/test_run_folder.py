@@ -22,6 +22,15 @@ def test_json_and_yaml_are_replaced_whole_and_read_back_equal(tmp_path):
         assert sorted(path.name for path in run.path.iterdir()) == [".lock", "config.yaml", "summary.json"]
 
 
+def test_a_folder_that_a_refused_start_made_is_gone_and_one_that_was_there_stays(tmp_path):
+    with RunFolder(tmp_path / "refused"):
+        pass
+    (tmp_path / "made by hand").mkdir()
+    with RunFolder(tmp_path / "made by hand"), RunFolder(tmp_path / "begun") as begun:
+        begun.write_json(begun.summary, {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["begun", "made by hand"]
+
+
 def test_the_environment_names_versions_and_settings_but_not_the_host():
     import torch
 
