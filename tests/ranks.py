@@ -6,7 +6,6 @@ tests/golden, tests/launcher/test_matrix_run.py and tests/launcher/test_cluster.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -46,11 +45,6 @@ def start_ranks(
     shared = environment_under(options) | group | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"} | variables
     each = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
     return _run_forked(_launch, [(list(arguments), environment, main) for environment in each], folder)
-
-
-def launch_alone(arguments: Sequence[str], folder: Path, **variables: str) -> tuple[int, str, str]:
-    """Run `accelerate launch` of one process with these arguments in a forked one; returns what `start_ranks` does."""
-    return _run_forked(_launch_alone, [(list(arguments), {"OMP_NUM_THREADS": "1"} | variables)], folder)
 
 
 def _run_forked(target: Callable[..., None], each: Sequence[tuple[Any, ...]], folder: Path) -> tuple[int, str, str]:
@@ -93,25 +87,6 @@ def _launch(
     sys.exit((main or train_accelerate.main)())
 
 
-def _launch_alone(arguments: list[str], environment: dict[str, str], logs: Sequence[Path]) -> None:
-    """`accelerate launch` of one process, which is this one: of its status accelerate tells as much, 0 or 1."""
-    _begin(environment, logs)
-    from accelerate.commands import launch
-
-    def train_here(parsed: argparse.Namespace) -> None:
-        import train_accelerate
-
-        command, variables = launch.prepare_simple_launcher_cmd_env(parsed)
-        os.environ.update(variables)
-        sys.argv = command[1:]
-        if train_accelerate.main():
-            sys.exit(1)
-
-    os.chdir(ROOT)
-    launch.simple_launcher = train_here
-    launch.launch_command(launch.launch_command_parser().parse_args(arguments))
-
-
 def _begin(environment: dict[str, str], logs: Sequence[Path]) -> None:
     for stream, log in zip((1, 2), logs, strict=True):
         os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), stream)
@@ -121,25 +96,3 @@ def _begin(environment: dict[str, str], logs: Sequence[Path]) -> None:
         del os.environ[key]
     os.environ.update(environment)
     torch.set_num_threads(1)
-
-
-class ForkedLaunch:
-    """What a matrix starts its cells by, in place of `subprocess.Popen`: `accelerate launch` of one process in a forked one."""
-
-    def __init__(self, command: Sequence[str], *, env: dict[str, str], stdout: Any, **_: Any) -> None:
-        arguments = list(command)[command.index("accelerate.commands.launch") + 1 :]
-        self._process = fork_context.Process(target=_launch_as_leader, args=(arguments, env, (stdout.name, stdout.name)))
-        self._process.start()
-        self.pid = self._process.pid
-
-    def poll(self) -> int | None:
-        return self._process.exitcode
-
-    def wait(self) -> int:
-        self._process.join()
-        return self._process.exitcode
-
-
-def _launch_as_leader(arguments: list[str], environment: dict[str, str], logs: Sequence[Path]) -> None:
-    os.setsid()
-    _launch_alone(arguments, environment, logs)

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import sys
-import tempfile
-from collections.abc import Mapping
-from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,8 +12,7 @@ import pytest
 import torch
 import yaml
 
-from benchmarks import limits, throughput_packs, throughput_run
-from benchmarks.machine import LAUNCH
+from benchmarks import throughput_packs, throughput_run
 from benchmarks.throughput_run import Bench, Settings
 from benchmarks.ways import hf_compiled, hf_eager, worker
 from benchmarks.ways.entries import CPU, MODELS, Entry
@@ -27,7 +21,7 @@ from benchmarks.ways.task import Task
 from foundation.errors import InputError
 from pretrain.metrics.run_folder import describe_environment
 from pretrain.settings.config import load_recipe
-from tests.ranks import launch_alone
+from tests.forked_commands import forking
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = {entry.name: entry for entry in MODELS["tiny"].entries}
@@ -46,27 +40,6 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-class BenchHere(Bench):
-    """One that starts our way in a forked process, and the others here: most of each would be torch's import."""
-
-    def _worker(self, command: list[str], environment: Mapping[str, str]) -> dict[str, Any]:
-        main = {"benchmarks.limits": limits.main, "benchmarks.ways.worker": worker.main}[command[0]]
-        said = io.StringIO()
-        with pytest.MonkeyPatch.context() as patch, redirect_stdout(said):
-            patch.setattr(sys, "argv", command)
-            main()
-        (result,) = (line for line in said.getvalue().splitlines() if line.startswith('{"status": '))
-        return json.loads(result) | {"command": " ".join(command)}
-
-
-def run_forked(command: list[str], timeout: float, environment: Mapping[str, str]) -> tuple[int, str]:
-    """What `run_to_its_end` does, of `accelerate launch` in one process."""
-    assert command[:4] == list(LAUNCH[:4])
-    with tempfile.TemporaryDirectory() as folder:
-        status, out, err = launch_alone(command[4:], Path(folder), **environment)
-    return status, out + err
-
-
 @pytest.fixture(scope="module")
 def measured(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The result file of one run over three ways."""
@@ -75,12 +48,11 @@ def measured(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         patch.setattr(Settings, "packs", recipe.parent / "packs")
         # Asked for here, where torch is imported already and holds no GPU.
         patch.setattr(throughput_run, "environment_from_elsewhere", partial(describe_environment, {}))
-        patch.setattr(throughput_run, "run_to_its_end", run_forked)
-        for key, value in {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}.items():
+        for key, value in (forking() | {"CUDA_VISIBLE_DEVICES": ""}).items():
             patch.setenv(key, value)
         settings = Settings("tiny", recipe, CPU, warm_up=2, steps=4, timeout=600)
         out = tmp_path_factory.mktemp("results") / "result.json"
-        BenchHere(settings, out, "a test", go_on=False).run([TINY["hf_eager"], TINY["fp32"], BROKEN])
+        Bench(settings, out, "a test", go_on=False).run([TINY["hf_eager"], TINY["fp32"], BROKEN])
         return json.loads(out.read_text())
 
 

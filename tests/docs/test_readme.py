@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from demo.corpus import library_documents, standard_library
+from tests.forked_commands import forking
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -42,9 +42,7 @@ def test_the_block_for_your_own_text_trains_and_generates(checkout: Path):
     for many, few in (("train: {steps: 200}\n", "train: {steps: 10}\n"), ("warmup: 20,", "warmup: 2,")):
         assert block.count(many) == 1
         block = block.replace(many, few)
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE_")}
-    environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(["bash", "-e", "-c", block], cwd=checkout, env=environment, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(["bash", "-e", "-c", block], cwd=checkout, env=forking(), capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     (run,) = (checkout / "runs").iterdir()
     assert json.loads((run / "summary.json").read_text())["held_out_loss"] < 8.0, "8.3 is a uniform guess over 4,000 tokens"

@@ -1,8 +1,7 @@
-"""`python -m pretrain matrix` as a user starts it: matrix, accelerate and trainers are real."""
+"""`python -m pretrain matrix` as a user starts it: matrix, accelerate and trainers are processes of their own."""
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -16,16 +15,15 @@ import yaml
 
 from pretrain.checkpoint.format import step_folders, step_of
 from pretrain.metrics.run_record import read_metrics
+from tests.forked_commands import forking
 from tests.moments import WAIT_IN_SAVING
 
 ROOT = Path(__file__).parents[2]
 
 
 def start(path: Path, hook: Path) -> subprocess.Popen[str]:
-    ours = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE_")}
-    environment = ours | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(hook)}
     command = [sys.executable, "-m", "pretrain", "matrix", str(path)]
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(command, cwd=ROOT, env=forking(hook), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 @pytest.mark.long

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,14 +13,14 @@ import pytest
 
 from benchmarks.evidence.tables import Scale
 from foundation.errors import InputError
-from pretrain.compare import matrix_run, which
+from pretrain.compare import which
 from pretrain.compare.differences import CANNOT_TELL, EQUIVALENT, WORSE, SeedDifference
 from pretrain.compare.which import Protocol, Question
 from pretrain.metrics.run_record import RunRecord
 from pretrain.settings.config import load_recipe
 from tests.conftest import write_recipe
+from tests.forked_commands import forking
 from tests.pretrain.compare.made_runs import leave_behind, rows_of
-from tests.ranks import ForkedLaunch
 
 SEEDS = 20
 
@@ -81,7 +79,8 @@ def test_a_question_is_tried_planned_answered_and_taken_up_again(
     recipe["model"]["config"] |= {"num_hidden_layers": 1}
     del recipe["precision"], recipe["evaluate"], recipe["checkpoint"], recipe["fp8_config"], recipe["train"]
     file = write_recipe(recipe | {"batch": {"tokens": 128, "microbatch": 1}, "train": {"epochs": 1}}, tmp_path)
-    monkeypatch.setattr(matrix_run, "subprocess", SimpleNamespace(Popen=ForkedLaunch, STDOUT=subprocess.STDOUT))
+    for key, value in forking().items():
+        monkeypatch.setenv(key, value)
     command = [str(file), "--run_dir", str(tmp_path / "which"), "--precisions", "fp32,current", "--steps", "80"]
     assert which.main([*command, "--hours", "0.001"]) == 1
     verdict = json.loads((tmp_path / "which" / "verdict.json").read_text())
