@@ -156,11 +156,13 @@ def check_fit(active: ActivePrecision, recipe: Recipe, layers: int | None = None
     they are known. A single linear that does not fit stays in BF16; what is refused here would leave none."""
     if not active.precision.quantized:
         return
-    name, ends = active.precision.name, active.settings.keep_bf16_layers
-    unit = active.precision.multiple_of
+    name, unit = active.precision.name, active.precision.multiple_of
     _require_multiple("data.length", recipe.data.length, unit, f"in which `precision: {name}` takes tokens")
+    if layers is None:
+        return
+    first, last = active.kept_layers(layers)
     _require(
-        layers is None or ends.first + ends.last < layers,
-        f"`fp8_config.keep_bf16_layers`: the first {ends.first} and the last {ends.last} of {layers} layers are all of them; "
+        first + last < layers,
+        f"`fp8_config.keep_bf16_layers`: the first {first} and the last {last} of {layers} layers are all of them; "
         f"keep fewer for `precision: {name}`, or set `precision: bf16`",
     )

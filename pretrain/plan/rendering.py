@@ -45,9 +45,15 @@ def model_lines(plan: Plan) -> list[str]:
     without = units.count(flops.parameters - flops.embedding_parameters)
     active = f", {units.count(flops.parameters - flops.idle_weights)} of them for a token" if flops.idle_weights else ""
     heads = f"{plural(shape.heads, 'head')} of {shape.head_dim} ({shape.kv_heads} for keys and values)"
+    kept = {each.precision.name: each.kept_layers(shape.layers) for each in plan.actives if each.precision.quantized}
     return [
         f"{units.count(flops.parameters)} parameters{active}, {without} without embeddings, {head}",
         f"{shape.layers} layers, hidden {shape.hidden:,}, {heads}, vocabulary {shape.vocabulary:,}",
+        *(
+            f"{name} leaves the first {first} and the last {last} layers in bf16 (fp8_config.keep_bf16_layers)"
+            for name, (first, last) in kept.items()
+            if first + last
+        ),
     ]
 
 

@@ -32,8 +32,10 @@ def decide(hf: PreTrainedModel, layers: Sequence[nn.Module], active: ActivePreci
     """A decision for each linear of `hf`, by name. `layers`: its decoder layers in order. Shapes are enough: `hf` may be on the
     meta device."""
     settings, head = active.settings, hf.get_output_embeddings()
-    keep, left_out = settings.keep_bf16_layers, UNQUANTIZED[active.precision.compute_dtype].name
-    outer_layers = [layer for index, layer in enumerate(layers) if index < keep.first or index >= len(layers) - keep.last]
+    (first, last), left_out = active.kept_layers(len(layers)), UNQUANTIZED[active.precision.compute_dtype].name
+    outer_layers = [layer for index, layer in enumerate(layers) if index < first or index >= len(layers) - last]
+    by_default = settings.keep_bf16_layers.last is None and last
+    why_kept = f"keep_bf16_layers{f', by default the last {last} of {len(layers)}' if by_default else ''}"
     inside = {module for layer in outer_layers for module in layer.modules()}
     decisions = {}
     for name, module in hf.named_modules():
@@ -42,7 +44,7 @@ def decide(hf: PreTrainedModel, layers: Sequence[nn.Module], active: ActivePreci
         if module is head and settings.scope == "linear":
             reason = "scope linear leaves the LM head out"
         elif module in inside:
-            reason = "keep_bf16_layers"
+            reason = why_kept
         else:
             by_name = (f"keep_bf16: {pattern}" for pattern in settings.keep_bf16 if is_called(name, pattern))
             multiple = active.precision.multiple_of  # in emulation too, which is to show what the hardware does

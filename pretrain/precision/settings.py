@@ -10,6 +10,7 @@ switches follows from the settings and the horizon alone, so a checkpoint holds 
 from __future__ import annotations
 
 import importlib
+import math
 import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -136,7 +137,8 @@ def last_steps(untils: Sequence[float | int | None], steps: int) -> list[int]:
 
 class KeepBf16Layers(Settings):
     first: Count = 0  # decoder layers at the start of the model that stay in BF16
-    last: Count = 0  # decoder layers at its end that stay in BF16
+    # decoder layers at its end that stay in BF16; null: 15 % of them under nvfp4, rounded up, and none in other precisions
+    last: Count | None = None
 
 
 class LowPrecisionSettings(Settings):
@@ -192,6 +194,14 @@ class ActivePrecision:
     backend: Literal["torch", "transformer_engine", "emulation"]  # torch: nothing is quantized
     settings: LowPrecisionSettings
     reason: str | None = None
+
+    def kept_layers(self, layers: int) -> tuple[int, int]:
+        """How many of a model's decoder `layers` stay unquantized, at its start and at its end. A precision's own share of them
+        leaves it one at least."""
+        keep = self.settings.keep_bf16_layers
+        if keep.last is not None or not self.precision.quantized:
+            return keep.first, keep.last or 0
+        return keep.first, max(0, min(math.ceil(self.precision.keeps_last * layers), layers - keep.first - 1))
 
     @property
     def notice(self) -> str | None:

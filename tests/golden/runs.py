@@ -68,7 +68,7 @@ RUNS = {
     "current": low("current"),
     "block": low("block"),
     "mxfp8_head": low("mxfp8", "fp8_config.scope=linear+head"),
-    "nvfp4": low("nvfp4", STATISTICS),
+    "nvfp4": low("nvfp4", "fp8_config.keep_bf16_layers.last=0", STATISTICS),
     "mxfp4": low("mxfp4", METER),
     "penalty": GoldenRun((*EXACT, "loss.penalty=neg_entropy", "loss.penalty_weight=0.5")),
     "chat": GoldenRun((*EXACT,), data="chat"),

@@ -116,6 +116,7 @@ class QuantizedPrecision(Precision):
     te_available: str | None = None  # Transformer Engine's function that says whether a device has it
     operand_bytes: float = 1.0  # of a value with its share of the scales, in one layout of the two that a step's products read
     weight_bytes: float | None = None  # the same of a weight; None: as any other operand
+    keeps_last: float = 0.0  # the share of the decoder layers, those at the model's end, that it leaves in BF16 by default
     underflow_limit: float = 0.05  # the share of an operand's values that become zero from which on its scales do not fit
 
     @property

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from foundation.errors import InputError
@@ -22,9 +24,9 @@ def hf() -> PreTrainedModel:
     return model.build_on_meta(model.load_config(ModelSettings(config=QWEN3)))
 
 
-def active(*patterns: str, **fp8_config: Any) -> ActivePrecision:
-    settings = LowPrecisionSettings(keep_bf16=patterns, **fp8_config).resolved("delayed")
-    return ActivePrecision("delayed", PRECISIONS["delayed"], "transformer_engine", settings)
+def active(*patterns: str, precision: str = "delayed", **fp8_config: Any) -> ActivePrecision:
+    settings = LowPrecisionSettings(keep_bf16=patterns, **fp8_config).resolved(precision)
+    return ActivePrecision(precision, PRECISIONS[precision], "transformer_engine", settings)
 
 
 @pytest.mark.parametrize(
@@ -53,6 +55,24 @@ def test_what_is_kept_says_by_which_pattern(hf: PreTrainedModel) -> None:
     assert reasons["0.mlp.down_proj"] == reasons["5.mlp.down_proj"] == "keep_bf16: down_proj"
     assert reasons["0.self_attn.q_proj"] == "keep_bf16: layers.0.*" and reasons["11.mlp.up_proj"] == "keep_bf16_layers"
     assert {each.requested for each in decisions.values() if each.reason is None} == {"delayed"}
+
+
+def test_nvfp4_keeps_its_last_layers_unless_told_how_many(hf: PreTrainedModel) -> None:
+    layers = list(model.decoder_layers(hf).values())
+    kept = {name: each.reason for name, each in decide(hf, layers, active(precision="nvfp4")).items() if name != "lm_head"}
+    of_last = {name for name in kept if name.startswith(("model.layers.10.", "model.layers.11."))}
+    assert {name for name, reason in kept.items() if reason} == of_last, "15 % of 12, rounded up"
+    assert {kept[name] for name in of_last} == {"keep_bf16_layers, by default the last 2 of 12"}
+    for last, number in ((0, 0), (3, 3)):
+        told = decide(hf, layers, active(precision="nvfp4", keep_bf16_layers={"last": last})).values()
+        assert [each.reason for each in told].count("keep_bf16_layers") == 7 * number
+
+
+@given(layers=st.integers(1, 200), first=st.integers(0, 3))
+def test_the_share_that_nvfp4_keeps_is_rounded_up_and_never_all(layers: int, first: int) -> None:
+    kept = active(precision="nvfp4", keep_bf16_layers={"first": first}).kept_layers(layers)
+    assert kept == (first, max(0, min(-(-15 * layers // 100), layers - first - 1)))
+    assert active(keep_bf16_layers={"first": first}).kept_layers(layers) == (first, 0), "other precisions keep none"
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ GENERAL = {
     "backend": st.sampled_from(["TE", "emulation"]),
     "scope": st.sampled_from(["linear", "linear+head"]),
     "on_unsupported": st.sampled_from(["error", "emulate", "fallback"]),
-    "keep_bf16_layers": st.fixed_dictionaries({}, optional={"first": st.integers(0, 3), "last": st.integers(0, 3)}),
+    "keep_bf16_layers": st.fixed_dictionaries({}, optional={"first": st.integers(0, 3), "last": st.integers(0, 3) | st.none()}),
     "keep_bf16": st.lists(st.sampled_from(["down_proj", "layers.0.*"]), max_size=2),
     "use_autocast_during_eval": st.booleans(),
 }

@@ -139,7 +139,7 @@ def build_run(
         gradient_checkpointing="full" if recompute else "none",
     )
     wanted = PRECISIONS[precision]
-    options = LowPrecisionSettings(**fp8_config).resolved(precision)
+    options = LowPrecisionSettings(**({"keep_bf16_layers": {"last": 0}} | fp8_config)).resolved(precision)
     device = accelerator.device
     low = "emulation" if device.type == "cpu" else "transformer_engine"
     active = ActivePrecision(precision, wanted, low if wanted.quantized else "torch", options)
