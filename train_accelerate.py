@@ -276,15 +276,15 @@ def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDeci
         around_first = gap.beside(watching) if gap else watching
         mean_loss = forward_backward(model, batches, accelerator, around_first, first_apart=gap is not None)
     norm = adamw.gradient_norm(model.parameters())
-    parts = model.mean_parts(accelerator, batches.valid_tokens)
-    figures = (mean_loss, norm) if parts is None else (parts[0], norm, parts[1])
+    parts = model.mean_losses(accelerator, batches.valid_tokens, mean_loss)
     clip_coefficient = adamw.clip_coefficient(norm, recipe.optimizer.clip)
-    loss, gradient_norm, *penalty = same_on_all_ranks(accelerator, *figures)  # waits for the device
+    gradient_norm, *values = same_on_all_ranks(accelerator, norm, *parts.values())  # waits for the device
+    losses = dict(zip(parts, values, strict=True))
     statistics = recording.statistics_of_step(run) | (gap.figures() if gap else {})
 
     # Update, unless the figures say that it would do harm.
     labelled, can_go_back = batches.valid_tokens > 0, run.checkpoints.latest is not None
-    decision = run.health.check(state.step + 1, loss, gradient_norm, can_go_back=can_go_back, labelled=labelled)
+    decision = run.health.check(state.step + 1, losses["loss"], gradient_norm, can_go_back=can_go_back, labelled=labelled)
     if gap and decision.proceed:
         decision, figures = recording.judge_gap(run, decision, gap)
         statistics |= figures
@@ -297,7 +297,7 @@ def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDeci
     adamw.clear_gradients(optimizer, model)  # queued before what waits for the update
     state.advance(tokens=batches.tokens, valid_tokens=batches.valid_tokens, skipped=not decision.proceed)
     measured = {"learning_rate": learning_rate, "gradient_norm": gradient_norm}
-    return recording.record_of_step(run, batches, decision, [loss, *penalty], measured, statistics), decision
+    return recording.record_of_step(run, batches, decision, losses, measured, statistics), decision
 
 
 # ── Act 4: what is kept ───────────────────────────────────────────────────────────────────────────────────────────────────────

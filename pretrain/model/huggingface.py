@@ -24,7 +24,7 @@ from foundation.errors import InputError
 from foundation.files import fsync, fsync_tree
 from foundation.progress import advance
 from foundation.reading import one_line
-from pretrain.model import attention
+from pretrain.model import attention, routing
 from pretrain.model.distributed import from_all_ranks, refused_together
 from pretrain.model.loss.head import check as check_loss
 from pretrain.settings.config import SOURCE, flatten
@@ -85,7 +85,13 @@ def load_config(settings: ModelSettings) -> PretrainedConfig:
         raise InputError(f"`model.config.{key}`: {type(config).__name__} has no such key{_nearest(key, known)}")
     # Rebuilt rather than assigned to: config classes derive keys from each other (head_dim, layer_types) as they are built.
     with _refusing(f"`model.config`: {type(config).__name__} does not take these values"):
-        return type(config).from_dict({**config.to_dict(), **changes} if settings.source else changes)
+        config = type(config).from_dict({**config.to_dict(), **changes} if settings.source else changes)
+    if "router_aux_loss_coef" in changes and not getattr(config, "output_router_logits", None):
+        raise InputError(
+            "`model.config.router_aux_loss_coef` does nothing by itself, as in transformers; `model.config.output_router_logits: "
+            "true` trains the loss that it multiplies"
+        )
+    return config
 
 
 def source_config(settings: ModelSettings) -> dict[str, Any]:
@@ -121,6 +127,7 @@ def check_architecture(model: PreTrainedModel, length: int, loss: LossSettings) 
     if between or model.base_model is model:
         raise InputError(f"`model`: {name} is more than layers and a head: {', '.join(between)}; name another model")
     attention.check(model, length)
+    routing.check(model)
     check_loss(model.config, loss)
 
 

@@ -16,6 +16,7 @@ from pretrain.model.distributed import take_from_first_rank
 from pretrain.model.fused.layers import FusedLayers
 from pretrain.model.gradients import RankSums
 from pretrain.model.loss.head import LOSS_SCOPE, LossHead
+from pretrain.model.routing import Routing
 from pretrain.model.sharding import Sharding
 from pretrain.precision.product import PrecisionContext
 from pretrain.settings.recipe import LossSettings
@@ -37,25 +38,29 @@ class PackedLanguageModel(nn.Module):
         self.fused: FusedLayers | None = None
         self.rank_sums: RankSums | None = None  # where several processes hold the whole model each
         self.sharding: Sharding | None = None  # under FSDP2
+        self.routing = Routing.of(hf)  # None where there are no experts
         hf.set_output_embeddings(LossHead.replacing(hf.get_output_embeddings(), loss, self.context))
         # GPT-2 looks in each forward for padding that no mask hides, waits for the device to do so, and warns of a pack's EOS. A
         # pack's padding is a document of its own without labels, so it needs no mask.
         hf.base_model.warn_if_padding_and_no_attention_mask = lambda input_ids, attention_mask: None
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, labels: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-        """Summed loss (FP32 scalar) over the labels that are not -100: in training of what is trained, a penalty included; in
-        evaluation cross-entropy.
+        """Summed loss (FP32 scalar) over the labels that are not -100: in training of what is trained, a penalty included and
+        the balance of experts; in evaluation cross-entropy.
 
         `input_ids`, `position_ids`, `labels`: [1, T] int64, labels already shifted. `cu_seqlens`: [bucket] int32, 0, the ends of
         the documents, then T. `max_seqlen`: the pack length.
         """
         documents: dict[str, Any] = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
+        if self.routing is not None:  # which keeps them itself
+            documents["output_router_logits"] = False
         if self.backend == "packed_sdpa":
             documents["document_mask"] = attention.document_mask(cu_seqlens, max_seqlen, input_ids.shape[1])
         with self.context.forward(training=self.training):
             output = self.hf.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **documents)
             with torch.profiler.record_function(LOSS_SCOPE):
-                return self.hf.get_output_embeddings()(output.last_hidden_state, labels)
+                loss = self.hf.get_output_embeddings()(output.last_hidden_state, labels)
+        return loss if self.routing is None else self.routing.add_loss(loss, labels, training=self.training)
 
     # accelerate's FSDP2 preparation asks for these to keep tied weights in one shard group.
     def get_input_embeddings(self) -> nn.Module:
@@ -64,11 +69,27 @@ class PackedLanguageModel(nn.Module):
     def get_output_embeddings(self) -> nn.Module:
         return self.hf.get_output_embeddings()
 
-    def mean_parts(self, accelerator: Accelerator, tokens: int) -> Tensor | None:
-        """Cross-entropy and penalty, means over `tokens` of all that was forwarded on all ranks since the last call, FP32 [2];
-        the penalty is not multiplied by its weight. None where none is set. Collective."""
+    def take_sums(self) -> dict[str, Tensor]:
+        """What losses and routers have added up in training on this rank since this was last called: sums over labels, FP32
+        scalars by the names that metrics have for them."""
         parts = self.hf.get_output_embeddings().take_parts()
-        return None if parts is None else accelerator.reduce(parts, reduction="sum") / max(tokens, 1)
+        sums = {} if parts is None else dict(zip(("loss", "penalty"), parts, strict=True))
+        return sums if self.routing is None else sums | self.routing.take_sums()
+
+    def mean_losses(self, accelerator: Accelerator, tokens: int, trained: Tensor) -> dict[str, Tensor]:
+        """`loss`, the cross-entropy in a step's mean loss `trained`, and the mean over the `tokens` of all ranks of what else
+        `take_sums` has: penalty and router loss without their weights. FP32 scalars. Collective."""
+        sums = self.take_sums()
+        names = ["loss", "penalty"] if self.hf.get_output_embeddings().penalty else []
+        names += self.routing.names if self.routing else []
+        if not names:
+            return {"loss": trained}
+        nothing = torch.zeros((), device=trained.device)
+        means = accelerator.reduce(torch.stack([sums.get(name, nothing) for name in names]), reduction="sum") / max(tokens, 1)
+        losses = {"loss": trained} | dict(zip(names, means, strict=True))
+        if "router_loss" in losses and "penalty" not in losses:
+            losses["loss"] = trained - self.routing.coefficient * losses["router_loss"]
+        return losses
 
 
 def inputs_of(batch: Microbatch, device: torch.device) -> dict[str, Any]:
@@ -95,7 +116,7 @@ def forward_backward(
     gradients are still this rank's and this microbatch's alone.
     """
     context, sums, sharding = model.context, model.rank_sums, model.sharding
-    model.hf.get_output_embeddings().take_parts()  # of what was forwarded before the step
+    model.take_sums()  # of what was forwarded before the step
     tokens = max(batches.valid_tokens, 1)
     total = torch.zeros((), device=accelerator.device)
     for index, microbatch in enumerate(batches.microbatches):

@@ -6,8 +6,8 @@ The model stays a transformers model with its own parameter names. pretrain.run.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from pretrain.model.fused.layers import FusedLayer, FusedLayers, assess_layer
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.loss.head import LossHead
 from pretrain.model.packed import PackedLanguageModel
+from pretrain.model.routing import forget_logits
 from pretrain.precision.product import Backend, LowPrecisionLinear, PrecisionContext, summing_where
 from pretrain.precision.scope import LINEARS, Decision, features_of
 from pretrain.precision.settings import ActivePrecision
@@ -152,7 +153,16 @@ def _recomputed_in_backward(layer: nn.Module, context: PrecisionContext) -> Forw
     def forward_recomputed_in_backward(*args: Any, **kwargs: Any) -> Any:
         if not (layer.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
-        return context.checkpoint(partial(forward, **kwargs), *args)
+        times = itertools.count()
+
+        def compute(*args: Any) -> Any:
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                if next(times):  # in backward, where the model's forward has ended
+                    forget_logits(layer)
+
+        return context.checkpoint(compute, *args)
 
     return forward_recomputed_in_backward
 

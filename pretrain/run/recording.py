@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -115,13 +115,14 @@ def record_of_step(
     run: Run,
     batches: StepBatches,
     decision: StepDecision,
-    losses: Sequence[float],
+    losses: Mapping[str, float],
     measured: Mapping[str, float],
     statistics: Mapping[str, float],
 ) -> dict[str, Any]:
-    """The part of the metrics of the step just done, and warnings of it. `losses`: its mean loss and, where the recipe has one,
-    its penalty."""
-    plan, labelled, (loss, *penalty) = run.job.plan, batches.valid_tokens > 0, losses
+    """The part of the metrics of the step just done, and warnings of it. `losses`: its mean `loss`, and what else
+    `PackedLanguageModel.mean_losses` has."""
+    plan, labelled, loss = run.job.plan, batches.valid_tokens > 0, losses["loss"]
+    beside = {name: value if labelled else None for name, value in losses.items() if name != "loss"}
     frozen = adamw.frozen_share(run.assembly.optimizer, run.accelerator) if decision.proceed else 0.0
     reason = decision.reason if decision.action in ("update", "skip") else None
     warnings = run.health.warnings_of(run.state.step, frozen, batches.valid_tokens)
@@ -135,7 +136,7 @@ def record_of_step(
         **({"precision": run.job.precision.name} if plan.is_scheduled else {}),
         **batches.sources,
         **({"loss": loss} if labelled or not math.isfinite(loss) else {"loss": None, "unlabelled": True}),
-        **({"penalty": penalty[0] if labelled else None} if penalty else {}),
+        **beside,
         **measured,
         "frozen_updates": frozen,
         "step_tokens": batches.tokens,

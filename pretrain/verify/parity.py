@@ -148,7 +148,8 @@ class _Check:
         vocabulary = self.model.hf.config.get_text_config().vocab_size
         recut = [cut(batch, vocabulary, at_end=n % 2 == 0) for n, batch in enumerate(step.microbatches[:MICROBATCHES])]
         step = replace(step, microbatches=[batch for batch, _ in recut])
-        documents = [document for _, of_batch in recut for document in of_batch]
+        microbatches = [of_batch for _, of_batch in recut]
+        documents = [document for of_batch in microbatches for document in of_batch]
         tokens = max(self.over_ranks(sum(int((each.labels != IGNORE).sum()) for each in documents)), 1)
         different = {token for each in documents for token in each.tokens.tolist()}
         is_varied = self.over_ranks(len(different), min) >= DIFFERENT
@@ -157,10 +158,10 @@ class _Check:
 
         advance()
         plain = reference_model(self.model.hf, self.accelerator.device)
-        losses, reference = self._plain_pass(plain, documents, valid_tokens)
+        losses, reference = self._plain_pass(plain, microbatches, valid_tokens)
         for parameter in plain.parameters():  # rotary frequencies are buffers and stay in FP32
             parameter.data = parameter.data.to(torch.bfloat16)
-        rounded_losses, rounded = self._plain_pass(plain, documents, valid_tokens)
+        rounded_losses, rounded = self._plain_pass(plain, microbatches, valid_tokens)
         for parameter in plain.parameters():  # modules whose forward was replaced are cycles, which wait for the collector
             parameter.data = parameter.data.new_empty(0)
         loss_noise = math.sqrt(self.over_ranks((rounded_losses - losses).double().square().sum().item()) / tokens)
@@ -195,10 +196,10 @@ class _Check:
         return parity
 
     def _plain_pass(
-        self, plain: PreTrainedModel, documents: Sequence[Document], valid_tokens: int
+        self, plain: PreTrainedModel, microbatches: Sequence[Sequence[Document]], valid_tokens: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The losses of this rank's tokens, and the gradient of all ranks' losses, divided by the step's tokens."""
-        losses, gradients = reference_pass(plain, documents, self.model.hf.get_output_embeddings().settings)
+        losses, gradients = reference_pass(plain, microbatches, self.model.hf.get_output_embeddings().settings)
         for name in gradients:  # one by one, as a sum over ranks is a copy; the fast path's backward has made its own
             gradients[name] = self.accelerator.reduce(gradients[name].div_(valid_tokens), reduction="sum")
         return losses, gradients

@@ -10,7 +10,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -85,9 +85,12 @@ class Document(NamedTuple):
     labels: Tensor
 
 
-def reference_pass(plain: PreTrainedModel, documents: Iterable[Document], loss: LossSettings) -> tuple[Tensor, dict[str, Tensor]]:
-    """Forward and backward of each document alone: the losses of all tokens that have a label (nats, FP32), with the penalty that
-    `loss` asks for, and the gradient of their sum, by parameter name.
+def reference_pass(
+    plain: PreTrainedModel, microbatches: Iterable[Sequence[Document]], loss: LossSettings
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Forward and backward of each document of the `microbatches` alone: the losses of all tokens that have a label (nats, FP32),
+    with the penalty that `loss` asks for, and each with what balances the experts of its microbatch where the model's
+    configuration asks for that; and the gradient of their sum, by parameter name.
 
     Gradients add up in FP32 whatever the parameters are: what BF16 loses in a document is to be seen, not what a sum of many
     loses.
@@ -96,16 +99,18 @@ def reference_pass(plain: PreTrainedModel, documents: Iterable[Document], loss: 
     gradients = {name: torch.zeros_like(parameter, dtype=torch.float32) for name, parameter in trained.items()}
     device = plain.device
     losses = [torch.zeros(0, device=device)]
-    for document in documents:
-        ids, labels = document.tokens.to(device), document.labels.to(device)
-        positions = torch.arange(len(ids), device=device)
-        logits = plain(input_ids=ids[None], position_ids=positions[None], use_cache=False).logits[0].float()
+    for document, chosen in _with_choices(plain, microbatches):
+        labels, output = document.labels.to(device), _output_of(plain, document)
+        logits = output.logits[0].float()
         token_losses = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="none")
         if loss.penalty:  # by the words of the recipe, not by the formulas that training takes its gradient from
             log_p = torch.log_softmax(logits, dim=-1)
             entropy, largest = -(log_p.exp() * log_p).sum(dim=-1), log_p.exp().amax(dim=-1)
             token_losses = token_losses + loss.penalty_weight * (entropy if loss.penalty == "neg_entropy" else 1 - largest)
         token_losses = token_losses[labels != IGNORE]
+        if chosen is not None:  # equations 4 to 6 of the Switch Transformer (arXiv:2101.03961), this document's part
+            p = torch.cat([torch.softmax(each[labels != IGNORE].float(), dim=-1) for each in output.router_logits])
+            token_losses = token_losses + plain.router_aux_loss_coef * p.shape[1] * (p * chosen).sum() / len(p)
         token_losses.sum().backward()
         losses.append(token_losses.detach())
         for name, parameter in trained.items():
@@ -113,6 +118,26 @@ def reference_pass(plain: PreTrainedModel, documents: Iterable[Document], loss: 
                 gradients[name] += parameter.grad
             parameter.grad = None
     return torch.cat(losses), gradients
+
+
+def _output_of(plain: PreTrainedModel, document: Document) -> Any:
+    """What `plain` computes of a document."""
+    ids = document.tokens.to(plain.device)[None]
+    return plain(input_ids=ids, position_ids=torch.arange(ids.shape[1], device=plain.device)[None], use_cache=False)
+
+
+def _with_choices(plain: PreTrainedModel, microbatches: Iterable[Sequence[Document]]) -> Iterator[tuple[Document, Tensor | None]]:
+    """Yields each document, and where experts are to be balanced how often each of them is chosen by a token that has a label, of
+    the document's microbatch, in a layer: a share of these tokens and layers, FP32 [experts]."""
+    for documents in microbatches:
+        chosen = None
+        if getattr(plain.config, "output_router_logits", None):
+            with torch.no_grad():
+                outputs = [(each.labels != IGNORE, _output_of(plain, each).router_logits) for each in documents]
+            logits = torch.cat([of_layer[labelled] for labelled, layers in outputs for of_layer in layers]).float()
+            first = logits.topk(plain.num_experts_per_tok).indices
+            chosen = F.one_hot(first, logits.shape[1]).sum(1).float().mean(0)
+        yield from ((document, chosen) for document in documents)
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -59,10 +59,6 @@ def check(config: PretrainedConfig, settings: LossSettings) -> None:
                 f"model: {config.model_type} changes its logits ({key}: {value}), which no loss here does; name another model. "
                 f"From scratch, `model.config.{key}: {json.dumps(neutral)}` does too"
             )
-    if getattr(config, "output_router_logits", None):
-        raise InputError(
-            "`model.config.output_router_logits: true` adds a loss that balances experts, which no loss here has; set it to false"
-        )
 
 
 class LossHead(TakesTurns, nn.Linear):

@@ -138,7 +138,6 @@ def test_no_operation_ever_makes_more_than_one_chunk_of_logits(grad: bool) -> No
         ("gemma2", {}, "final_logit_softcapping"),
         ("cohere", {}, "logit_scale: 0.0625"),
         ("granite", {"logits_scaling": 8.0}, "logits_scaling: 8.0"),
-        ("qwen3_moe", {"output_router_logits": True}, "output_router_logits"),
     ],
 )
 def test_a_model_that_changes_its_logits_is_refused(model_type: str, changes: dict, key: str) -> None:

@@ -92,7 +92,7 @@ def test_the_plain_pass_is_the_mean_over_documents_each_run_by_itself(
     chosen, packed = random_packs([[5, 1, 10], [7, 6], [16]], LENGTH), build_model(kind)
     parts = [ids for pack in chosen for ids in np.split(pack.input_ids.astype(np.int64), np.cumsum(pack.lengths))[:-1]]
     documents = [Document(torch.from_numpy(ids), torch.tensor([*ids[1:], IGNORE])) for ids in parts]
-    losses, gradients = reference_pass(reference_model(packed.hf, CPU), documents, LossSettings())
+    losses, gradients = reference_pass(reference_model(packed.hf, CPU), [documents], LossSettings())
     plain = plain_copy(packed)
     expected = plain_loss(plain, chosen)
     expected.backward()
@@ -161,6 +161,17 @@ def test_tokens_that_rounding_sends_to_other_experts_are_no_mismatch(kind: str, 
     assert parity.failures == []
     worst = max(each.error for each in parity.tensors)
     assert worst > 0.04, "tokens did go elsewhere: rounding alone takes a gradient half as far"
+
+
+@pytest.mark.parametrize(("factor", "is_right"), [(1.0, True), (1.5, False)])
+def test_the_loss_that_balances_experts_is_compared(
+    factor: float, is_right: bool, mixture: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    balance = {"router_aux_loss_coef": 0.5, "output_router_logits": True}
+    monkeypatch.setitem(ARCHITECTURES, "qwen3_moe", ARCHITECTURES["qwen3_moe"] | balance)
+    run = mixture("qwen3_moe")
+    run.packed.routing.coefficient *= factor
+    assert (run.parity().failures == []) is is_right
 
 
 def test_experts_of_a_kernel_that_drops_a_choice_are_found(mixture: Callable, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,111 @@
+"""The routers of a mixture of experts: the loss that balances what they choose, as transformers has it, and how balanced it is.
+
+`model.config.output_router_logits: true` asks for that loss, in transformers' words, and `router_aux_loss_coef` says how much of
+it is trained. transformers adds it to a batch's mean loss; here a batch is a microbatch, and it is added once for each label: a
+step trains the mean of its microbatches' losses, each with the weight of its labels. It is computed in FP32, over the tokens that
+have a label.
+
+A hook keeps a router's logits beside it until the model's forward has ended. transformers' own way of asking for them cannot be
+compiled.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from foundation.errors import InputError
+from packing.arrow import IGNORE
+
+STARVED = 0.1  # of the tokens that a layer's experts get on average: who gets fewer than this share of it learns little
+
+
+def check(hf: PreTrainedModel) -> None:
+    """InputError where the model is to balance its experts and has no loss for it that is known here."""
+    if getattr(hf.config, "output_router_logits", None) and (_balancing_loss(hf) is None or not _routers(hf)):
+        raise InputError(
+            f"`model.config.output_router_logits: true`: {type(hf).__name__} has no loss that balances experts by their router's "
+            "logits, or one of its own; set it to false"
+        )
+
+
+class Routing:
+    """The routers of one model, of which there are some."""
+
+    def __init__(self, hf: PreTrainedModel) -> None:
+        self._routers, self._hf = _routers(hf), hf
+        self.coefficient: float | None = hf.router_aux_loss_coef if getattr(hf.config, "output_router_logits", None) else None
+        self._sums: dict[str, Tensor] = {}
+        for router, index in self._routers.items():
+            router.register_forward_hook(_keeping_logits(index))
+
+    @classmethod
+    def of(cls, hf: PreTrainedModel) -> Routing | None:
+        """None where the model has no routers."""
+        return cls(hf) if _routers(hf) else None
+
+    def add_loss(self, loss: Tensor, labels: Tensor, *, training: bool) -> Tensor:
+        """The summed `loss` of a forward that has ended, over labels [...] int64; in training with the balance of its experts,
+        once for each label, where the model asks for that."""
+        logits = [vars(router).pop("router_logits") for router in self._routers]
+        if not training:
+            return loss
+        labelled = labels.flatten() != IGNORE
+        number, sums = labelled.sum(), {"router_entropy": labelled.sum() * _entropy(logits)}
+        if self.coefficient is not None:
+            counted = labelled | ~labelled.any()  # without a label it is multiplied by zero, and must be a number
+            of_experts = tuple(each.float() for each in logits)
+            balance = _balancing_loss(self._hf)(of_experts, logits[0].shape[-1], self._hf.num_experts_per_tok, counted)
+            loss = loss + self.coefficient * number * balance
+            sums["router_loss"] = (number * balance).detach()
+        self._sums = {name: each + self._sums.get(name, 0) for name, each in sums.items()}
+        return loss
+
+    @property
+    def names(self) -> list[str]:
+        """Of what is added up: `router_entropy`, as a share of that of an even choice among all experts, and where it is trained
+        `router_loss`, not multiplied by its coefficient."""
+        return ["router_entropy", *(["router_loss"] if self.coefficient is not None else [])]
+
+    def take_sums(self) -> dict[str, Tensor]:
+        """Sums over labels since this was last called, by `names`; empty where nothing was forwarded."""
+        sums, self._sums = self._sums, {}
+        return sums
+
+
+def forget_logits(layer: nn.Module) -> None:
+    """What the routers of a layer have kept when it was computed again in backward: nobody asks for it, and it would keep the
+    whole layer's activations."""
+    for module in layer.modules():
+        vars(module).pop("router_logits", None)
+
+
+@torch.no_grad()
+def _entropy(logits: list[Tensor]) -> Tensor:
+    log_p = [torch.log_softmax(each.float(), dim=-1) for each in logits]
+    return -torch.stack([(each.exp() * each).sum(-1).mean() for each in log_p]).mean() / math.log(logits[0].shape[-1])
+
+
+def _keeping_logits(index: int) -> Callable[..., None]:
+    def keep(router: nn.Module, inputs: Any, output: Any) -> None:
+        router.router_logits = output[index] if isinstance(output, tuple) else output
+
+    return keep
+
+
+def _routers(hf: PreTrainedModel) -> dict[nn.Module, int]:
+    """Its routers in order, each with the place of its logits in what it returns, as transformers says it."""
+    recorded = (getattr(hf.base_model, "_can_record_outputs", None) or {}).get("router_logits")
+    kind = getattr(recorded, "target_class", None)
+    return {module: recorded.index for module in hf.modules() if isinstance(module, kind)} if kind else {}
+
+
+def _balancing_loss(hf: PreTrainedModel) -> Callable[..., Tensor] | None:
+    """transformers' own, from the file of the architecture."""
+    return getattr(sys.modules[type(hf).__module__], "load_balancing_loss_func", None)

@@ -1,0 +1,68 @@
+"""The loss that balances a mixture's experts, against transformers' own forward with labels; and its refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from foundation.errors import InputError
+from packing.batch import StepBatches, build_microbatch
+from pretrain.model.huggingface import load_config
+from pretrain.model.packed import forward_backward, inputs_of
+from pretrain.settings.recipe import ModelSettings
+
+MIXTURE = {"num_experts_per_tok": 2, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+MIXTURE |= {"num_attention_heads": 2, "num_key_value_heads": 2, "router_aux_loss_coef": 0.5, "output_router_logits": True}
+KINDS = {
+    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 8},
+    "olmoe": {"num_experts": 4, "initializer_range": 0.2},
+    "mixtral": {"num_local_experts": 4, "initializer_range": 0.2, "router_jitter_noise": 0.0},
+}
+
+
+def of_transformers(plain: torch.nn.Module, ids: Tensor) -> Tensor:
+    """The mean loss of one document each of whose tokens has a label, the token itself."""
+    return plain(input_ids=ids[None], labels=ids[None], shift_labels=ids[None], use_cache=False).loss
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_trained_loss_and_its_gradients_are_those_of_transformers(
+    kind: str, recompute: str, build_model: Callable, plain_copy: Callable, random_packs: Callable
+) -> None:
+    packed = build_model(kind, recompute=recompute, **MIXTURE | KINDS[kind]).train()
+    plain = plain_copy(packed)
+    batch = inputs_of(build_microbatch(random_packs([[32]], 32), mask_boundaries=True), torch.device("cpu"))
+    batch["labels"] = batch["input_ids"].clone()
+    theirs, ours = of_transformers(plain, batch["input_ids"][0]), packed(**batch) / 32
+    torch.testing.assert_close(ours, theirs)
+    theirs.backward()
+    ours.backward()
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(packed.hf.get_parameter(name).grad, parameter.grad, msg=name)
+    assert not any("router_logits" in vars(module) for module in packed.modules()), "they would keep what backward has freed"
+
+
+def test_a_step_tells_the_loss_apart_from_the_balance_of_its_experts(
+    build_model: Callable, random_packs: Callable, accelerator: Accelerator
+) -> None:
+    """Of two microbatches, of which the second has fewer labels."""
+    packed = build_model("qwen3_moe", **MIXTURE | KINDS["qwen3_moe"]).train()
+    packs = random_packs([[32], [9]], 32)
+    step = StepBatches([build_microbatch([pack], mask_boundaries=True) for pack in packs], 64, 31 + 8, 0, 0.0)
+    trained = forward_backward(packed, step, accelerator)
+    losses = packed.mean_losses(accelerator, step.valid_tokens, trained)
+    packed.eval()
+    cross_entropy = sum(packed(**inputs_of(batch, accelerator.device)) for batch in step.microbatches) / step.valid_tokens
+    torch.testing.assert_close(losses["loss"], cross_entropy)
+    assert losses["router_loss"] > 1, "which even experts would have"
+    assert 0.5 < losses["router_entropy"] < 1
+
+
+def test_a_coefficient_that_would_multiply_nothing_is_refused() -> None:
+    with pytest.raises(InputError, match="output_router_logits: true"):
+        load_config(ModelSettings(config={"model_type": "qwen3_moe", "router_aux_loss_coef": 0.1}))
