@@ -212,9 +212,9 @@ def records_of(settings: DataSettings, tokenizer: TextTokenizer) -> Records:
             "one in its tokenizer_config.json, or set a template without it"
         )
     named = tuple(sorted(tokens.items()))
-    if settings.messages is not None:
+    if isinstance(settings.messages, str):
         return ChatColumns((settings.messages,), (), template, named)
-    pair = TextTemplate.parse(settings.prompt), TextTemplate.parse(settings.response)
+    pair = tuple(map(TextTemplate.parse, settings.messages))
     return ChatColumns(tuple(dict.fromkeys(pair[0].columns + pair[1].columns)), pair, template, named)
 
 

@@ -12,8 +12,7 @@ from foundation.settings import FilePath, PathText, PositiveCount, Settings, Sha
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")  # what can be a repository on the Hugging Face hub; else it is a path
 SOURCE_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*$")
-_CHAT = ("messages", "prompt", "response")
-_RECORD = (*_CHAT, "input_ids", "labels", "text")  # the keys that say what a record holds
+_RECORD = ("messages", "input_ids", "labels", "text")  # the keys that say what a record holds
 
 
 class SourceSettings(Settings):
@@ -25,10 +24,9 @@ class SourceSettings(Settings):
     split: str = "train"  # Hugging Face datasets
     # A special token that a text spells out, such as `<|endoftext|>`, becomes that token's id, as is Hugging Face's default.
     text: str = "text"  # a column, or a template over columns: `"{title}\n\n{body}"`. An EOS token follows each text.
-    # A chat instead of `text`, written out by a chat template. The loss is that of the assistant's tokens:
-    messages: str | None = None  # a chat instead of `text`: column with a list of {role, content}
-    prompt: str | None = None  # with `response`, a chat of two messages: a column, or a template over columns, for each
-    response: str | None = None  # what answers `prompt`
+    # A chat instead of `text`, of whose tokens the assistant's have a loss: the column with a list of {role, content}, or a list
+    # of two, prompt and response, each a column or a template over columns.
+    messages: str | tuple[str, str] | None = None
     chat_template: PathText | None = None  # of a chat: chatml, a Jinja file, or the template itself; null: the tokenizer's own
 
     # Tokens instead of `text`, as they are, of a source that is tokenized already:
@@ -37,7 +35,7 @@ class SourceSettings(Settings):
 
     @property
     def is_chat(self) -> bool:
-        return self.messages is not None or self.prompt is not None
+        return self.messages is not None
 
     @property
     def masks(self) -> bool:
@@ -50,10 +48,8 @@ class SourceSettings(Settings):
 
     @model_validator(mode="after")
     def _one_kind_of_record(self) -> SourceSettings:
-        if len(kinds := self.changed(("input_ids", "prompt", "messages", "text"))) > 1:
+        if len(kinds := self.changed(("input_ids", "messages", "text"))) > 1:
             raise ValueError(f"`{kinds[0]}` and `{kinds[1]}` are both set; a record is one thing: leave one of them out")
-        if (self.prompt is None) != (self.response is None):
-            raise ValueError("`prompt` and `response`: one is set and the other is not; a chat of two messages needs both")
         if self.labels is not None and self.input_ids is None:
             raise ValueError("`labels`: for sources that are tokenized; set `input_ids`, or leave it out")
         return self
@@ -176,5 +172,5 @@ def _filled(common: dict[str, Any], own: Any) -> Any:
     if common.get("source") not in (None, own["source"]):
         keys -= {"subset", "split"}
     if any(own.get(key) is not None for key in _RECORD):
-        keys -= {*_RECORD, *(() if any(own.get(key) for key in _CHAT) else ("chat_template",))}
+        keys -= {*_RECORD, *(() if own.get("messages") else ("chat_template",))}
     return {key: common[key] for key in keys} | own

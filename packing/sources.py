@@ -74,7 +74,7 @@ def open_source(settings: DataSettings, records: Records) -> FileSource | Datase
     kind, paths = _files_of(path) if path.is_dir() else (_kind_of(path), [path])
     if kind is None:
         raise InputError(f"data.source: {path}: its suffix does not tell its format; {_KNOWN}")
-    columns = ("text", "messages", "prompt", "input_ids") if kind == "text" else ()
+    columns = ("text", "messages", "input_ids") if kind == "text" else ()
     if unused := settings.changed(("subset", "split", *columns)) or ["streaming"] * (settings.streaming is True):
         raise InputError(f"data.{unused[0]}: {name} is read as {kind}, which has no such thing; leave it out")
     return FileSource(paths, kind, records, path if path.is_dir() else None)
@@ -121,10 +121,10 @@ def open_stream(path: Path) -> pa.NativeFile:
 _USUAL_COLUMNS = {
     ("messages",): "data.messages=messages",
     ("conversations",): "data.messages=conversations",
-    ("instruction", "output"): "data.prompt=instruction data.response=output",
-    ("prompt", "completion"): "data.prompt=prompt data.response=completion",
-    ("prompt", "response"): "data.prompt=prompt data.response=response",
-    ("question", "answer"): "data.prompt=question data.response=answer",
+    ("instruction", "output"): "data.messages='[instruction, output]'",
+    ("prompt", "completion"): "data.messages='[prompt, completion]'",
+    ("prompt", "response"): "data.messages='[prompt, response]'",
+    ("question", "answer"): "data.messages='[question, answer]'",
     ("input_ids",): "data.input_ids=input_ids",
     ("content",): "data.text=content",
 }

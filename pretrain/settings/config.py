@@ -33,8 +33,8 @@ _NOT_IDENTITY = (
     *("fp8_config.backend", "fp8_config.on_unsupported", "fp8_config.use_autocast_during_eval"),
     # How the packs came to be: what they hold has a fingerprint of its own.
     *("data.packs", "data.source", "data.subset", "data.split", "data.streaming", "data.text", "data.tokenizer"),
-    *("data.validation", "data.messages", "data.prompt", "data.response", "data.chat_template"),
-    *("data.input_ids", "data.labels", "data.packing", "data.held_out", "data.on_bad_line"),
+    *("data.validation", "data.messages", "data.chat_template", "data.input_ids", "data.labels"),
+    *("data.packing", "data.held_out", "data.on_bad_line"),
 )
 
 SOURCE = "model.source."  # with which an identity's keys of what the config.json of `model.source` says begin

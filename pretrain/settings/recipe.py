@@ -210,6 +210,7 @@ _OTHER_NAMES = {
     "model.compile": "torch_compile",
     "data.source": "dataset dataset_name train_file data_path data_dir",
     "data.length": "block_size max_seq_length max_length seq_length seq_len context_length",
+    "data.messages": "conversations prompt response completion",
     "data.held_out": "val_split validation_split validation_split_percentage eval_split",
     "batch.tokens": "gradient_accumulation_steps total_batch_size global_batch_size train_batch_size",
     "batch.microbatch": "per_device_train_batch_size micro_batch_size batch_size per_device_batch_size",

@@ -114,7 +114,7 @@ def data_of(kind: str, folder: Path) -> dict[str, Any]:
     if kind == "mds":
         return {"packs": str(MDS), "length": 32}
     text = {"source": str(folder / "texts.jsonl")}
-    chat = {"source": str(folder / "chats.jsonl"), "prompt": "p", "response": "r", "chat_template": CHATML}
+    chat = {"source": str(folder / "chats.jsonl"), "messages": ["p", "r"], "chat_template": CHATML}
     what = {
         "text": text,
         "small": text | {"held_out": 0.7},

@@ -66,7 +66,7 @@ def test_the_answers_of_a_chat_and_their_ends_are_trained_on(template: str, tmp_
 
 
 def test_prompt_and_response_are_a_chat_of_two(tmp_path: Path, tokenizer_file: Path) -> None:
-    keys = {"prompt": "{q}?", "response": "a", "chat_template": CHATML}
+    keys = {"messages": ["{q}?", "a"], "chat_template": CHATML}
     ((ids, trained),) = packed(tmp_path, tokenizer_file, [{"q": "why", "a": "so"}], **keys)
     decode = Tokenizer.from_file(str(tokenizer_file)).decode
     assert decode(ids) == "<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\nso<|im_end|>\n"

@@ -128,10 +128,10 @@ def test_a_malformed_line_is_named_or_skipped_and_counted(line: str, tmp_path: P
     [
         (["messages"], "data.messages=messages"),
         (["id", "conversations"], "data.messages=conversations"),
-        (["prompt", "completion"], "data.prompt=prompt data.response=completion"),
-        (["question", "answer"], "data.prompt=question data.response=answer"),
+        (["prompt", "completion"], r"data.messages='\[prompt, completion\]'"),
+        (["question", "answer"], r"data.messages='\[question, answer\]'"),
         (["content", "path"], "data.text=content"),
-        (["instruction", "input", "output"], "data.prompt=instruction data.response=output"),
+        (["instruction", "input", "output"], r"data.messages='\[instruction, output\]'"),
         (["input_ids", "labels"], "data.input_ids=input_ids"),
         (["title", "body"], "title, body. Set data.text"),
     ],

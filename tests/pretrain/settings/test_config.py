@@ -61,7 +61,7 @@ def parts_of(recipe: Recipe) -> list[dict]:
         {"packs": "p"},
         TEXT | {"sources": WEIGHTED},
         TEXT | {"source": "a", "subset": "en", "validation": {"split": "test"}},
-        CHAT | {"sources": WEIGHTED, "validation": {"source": "w", "prompt": "q", "response": "r"}},
+        CHAT | {"sources": WEIGHTED, "validation": {"source": "w", "messages": ["q", "r"]}},
         TEXT | {"sources": [{"name": "there", "weight": 0.4}, {"source": "a", "weight": 0.6}]},
         TEXT | {"source": "a", "streaming": {"disk_gb": 1}, "validation": {"source": "v", "text": "text"}},
     ],
