@@ -21,20 +21,16 @@ from benchmarks import throughput_report
 from benchmarks.machine import command
 from benchmarks.throughput_run import Bench, Settings
 from benchmarks.ways.entries import BASELINE, MODELS
+from foundation.command import run_command
 from foundation.errors import InputError
 
 
-def main() -> int:
+def main() -> None:
     arguments = parse_arguments()
-    try:
-        if arguments.report:
-            throughput_report.write(arguments.report, arguments.page)
-        else:
-            measure(arguments)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    if arguments.report:
+        throughput_report.write(arguments.report, arguments.page)
+    else:
+        measure(arguments)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -96,4 +92,4 @@ def check_device(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

@@ -35,6 +35,12 @@ from pretrain.precision.settings import ActivePrecision, label, last_steps
 from pretrain.settings.recipe import USUAL_CHUNK, LossSettings, Recipe
 
 
+def actives_of(recipe: Recipe, phases: Sequence[tuple[Any, ...]], unquantized: ActivePrecision | None) -> list[ActivePrecision]:
+    """Every precision of `phases`, which end with it, once; and what `log.gap` measures against."""
+    actives = [phase[-1] for phase in phases] + ([unquantized] if unquantized and recipe.log.gap else [])
+    return list({active.precision.name: active for active in actives}.values())
+
+
 @dataclass(frozen=True)
 class Plan:
     """One run in figures. Tokens, FLOPs and tokens/s are over all devices, memory is for each."""
@@ -101,11 +107,8 @@ class Plan:
 
     @property
     def actives(self) -> list[ActivePrecision]:
-        """Every precision that the run is put together for, once; what `log.gap` measures against among them."""
-        actives = {active.precision.name: active for *_, active in self.spans}
-        if self.unquantized and self.recipe.log.gap:
-            actives.setdefault(self.unquantized.precision.name, self.unquantized)
-        return list(actives.values())
+        """Every precision that the run is put together for, once."""
+        return actives_of(self.recipe, self.spans, self.unquantized)
 
     @property
     def emulated(self) -> bool:

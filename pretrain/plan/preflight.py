@@ -27,7 +27,7 @@ from pretrain.optimizer import schedule
 from pretrain.plan.checks import check_fit, check_gap, check_pack_counts, check_settings, check_sizes
 from pretrain.plan.data import Data, check_labels, check_tokens, most_positions, open_data
 from pretrain.plan.memory import Devices, layers_of
-from pretrain.plan.plan import Plan, fits_gathered, spend_spare_memory
+from pretrain.plan.plan import Plan, actives_of, fits_gathered, spend_spare_memory
 from pretrain.plan.tokenizer import encoded_prompt, fingerprint_of, load_tokenizer, with_tokens
 from pretrain.precision.formats.definition import Precision
 from pretrain.precision.scope import check_scope
@@ -130,14 +130,12 @@ def prepare_job(
     check_trackers(recipe.log)
     missing_here = missing_on(device_type)
     phases = [(until, select_precision(use, recipe.fp8_config, missing_here)) for until, use in phases_of(recipe.precision)]
-    actives = list({active.precision.name: active for _, active in phases}.values())
-    check_settings(recipe, actives[0].precision.name, None if elsewhere else accelerator.num_processes)
+    first, unquantized = phases[0][1], None
+    check_settings(recipe, first.precision.name, None if elsewhere else accelerator.num_processes)
     check_gap(recipe, replicas=replicas_of(accelerator))
-    unquantized = None
-    if any(active.precision.quantized for active in actives):
-        plain = UNQUANTIZED[actives[0].precision.compute_dtype].name
-        unquantized = select_precision(plain, recipe.fp8_config, missing_here)
-        actives += [unquantized] if recipe.log.gap and plain not in [active.precision.name for active in actives] else []
+    if any(active.precision.quantized for _, active in phases):
+        unquantized = select_precision(UNQUANTIZED[first.precision.compute_dtype].name, recipe.fp8_config, missing_here)
+    actives = actives_of(recipe, phases, unquantized)
 
     if recipe.model.source:  # first: without a network the hub answers each question after half a minute
         model.load_config(recipe.model)
@@ -161,7 +159,7 @@ def prepare_job(
         check_fit(active, recipe, flops.shape.layers)
         if active.precision.quantized:
             check_scope(shapes, decoder, active)
-    compute_dtype = getattr(torch, actives[0].precision.compute_dtype)
+    compute_dtype = getattr(torch, first.precision.compute_dtype)
     chosen = attention.choose(recipe.model.attention, device_type, flops.shape.head_dim, compute_dtype)
     tokenizer = None if elsewhere else load_tokenizer(recipe.data, recipe.model, data, needed=bool(recipe.evaluate.samples))
     for prompt in recipe.evaluate.samples if tokenizer else ():  # now, and not at the first evaluation
@@ -185,7 +183,7 @@ def prepare_job(
     capability = torch.cuda.get_device_capability() if on_hardware else None  # emulation takes the same on every device
     plan = Plan(
         recipe,
-        actives[0],
+        first,
         Devices(count, accelerator.is_fsdp2, device, memory, replicas=replicas_of(accelerator), capability=capability),
         flops,
         data.mean_squared if data else float(recipe.data.length),  # without packs, as if each were one document
