@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 from accelerate import Accelerator
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
 from foundation.errors import InputError
 from foundation.files import replace_file
@@ -38,12 +37,9 @@ class StepProfile:
         if step != self.step or not self._records:
             yield
             return
-        on_gpu = self._device.type == "cuda"
-        with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as recorded:
+        with profile() as recorded:  # all that is computed; it waits for the device before it ends
             yield
-            if on_gpu:
-                torch.cuda.synchronize(self._device)
         recorded.export_chrome_trace(str(self._folder / TRACE_FILE))
-        by = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
+        by = f"self_{self._device.type}_time_total"
         table = recorded.key_averages().table(sort_by=by, row_limit=ROWS, max_name_column_width=80)
         replace_file(self._folder / TABLE_FILE, f"```\n{table}\n```\n".encode())
