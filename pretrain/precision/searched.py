@@ -7,8 +7,9 @@ is not taken: then times do not choose what is computed.
 A product may also add a residual, d = a b + c with c apart from d, or add to an FP32 sum of gradients, c being d: then the
 algorithms are tried into another place, so that it adds once.
 
-Products in BF16, and in FP8 with one scale a tensor, are computed here; `multiply` leaves all others to Transformer Engine or
-torch. Under `deterministic: true` it leaves everything: that two algorithms give the same bits is seen and not known.
+Products in BF16, and in FP8 with one scale a tensor or in blocks of 128, are computed here; `multiply` leaves all others to
+Transformer Engine or torch. Under `deterministic: true` it leaves everything: that two algorithms give the same bits is seen and
+not known.
 
 cublasLt is called through ctypes, and its names stand here: D = A B + beta C, columns first. In torch's terms, rows first:
 d [n, m] = b [n, k] a [m, k]^T + beta c. In memory `a` is [m, k] if it is called transposed and [k, m] if not, and `b` is [k, n]
@@ -48,7 +49,8 @@ class Factor(NamedTuple):
 
     values: Tensor  # BF16, or bytes
     dtype: torch.dtype
-    scale: Tensor | None  # FP32 [1], which FP8 codes are multiplied by
+    scale: Tensor | None  # FP32, which FP8 codes are multiplied by, laid out as `mode` says
+    mode: int = 0  # cublasLtMatmulMatrixScale_t
 
 
 class Problem(NamedTuple):
@@ -61,6 +63,7 @@ class Problem(NamedTuple):
     transposed: tuple[bool, bool]
     fast_accumulation: bool
     adds: bool  # c, which is not d
+    modes: tuple[int, int] = (0, 0)  # of the scales of a and b
 
 
 # ── What the rest of training calls ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -79,9 +82,9 @@ def multiply(
     """d [n, m] BF16 = right [n, k] left [m, k]^T (+ `residual`); None, and nothing done, where another library has to.
 
     As Transformer Engine's general_gemm: `left` is [m, k] if `layout` begins with T, else [k, m]; `right` is [n, k] if it ends
-    with N, else [k, n]. Tensors in BF16, or with TN Transformer Engine's with one scale each. `residual` [n, m] BF16 stays as it
-    was. `fast_accumulation`: of FP8 products, in the tensor cores alone. With `total` [n, m] FP32 the product is added to it, or
-    with `overwrite` takes the place of what it held, and it is returned.
+    with N, else [k, n]. Tensors in BF16, or with TN Transformer Engine's in FP8. `residual` [n, m] BF16 stays as it was.
+    `fast_accumulation`: of FP8 products, in the tensor cores alone. With `total` [n, m] FP32 the product is added to it, or with
+    `overwrite` takes the place of what it held, and it is returned.
     """
     a, b = _factor(left), _factor(right)
     if a is None or b is None or torch.are_deterministic_algorithms_enabled():
@@ -128,14 +131,18 @@ def add_product_(total: Tensor, left: Tensor, right: Tensor, *, overwrite: bool 
 
 
 def _factor(operand: Any) -> Factor | None:
-    """The operand as a factor; None for what is neither a plain tensor in BF16 nor FP8 with one scale, quantized along its
-    rows."""
+    """The operand as a factor; None for what is neither a plain tensor in BF16 nor FP8, quantized along its rows, with one scale
+    or in blocks."""
     if type(operand) in (Tensor, nn.Parameter):
         return Factor(operand, operand.dtype, None) if operand.dtype == _BF16 and operand.is_cuda else None
     te = sys.modules.get("transformer_engine.pytorch")
-    if te is None or not isinstance(operand, te.Float8TensorStorage) or operand._data is None:
+    if te and isinstance(operand, te.Float8TensorStorage):
+        values, scale, mode = operand._data, operand._scale_inv, 0
+    elif te and isinstance(operand, te.Float8BlockwiseQTensorStorage):
+        values, scale, mode = operand._rowwise_data, operand._rowwise_scale_inv, _SQUARES if operand._is_2D_scaled else _VECTORS
+    else:
         return None
-    return Factor(operand._data, fp8_format(te, operand._fp8_dtype)[0], operand._scale_inv)
+    return None if values is None else Factor(values, fp8_format(te, operand._fp8_dtype)[0], scale, mode)
 
 
 def problem_of(
@@ -159,7 +166,7 @@ def problem_of(
     if not all(tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors):
         return None
     types = a.dtype, b.dtype, _BF16 if total is None else total.dtype
-    return Problem(m, n, k, types, transposed, is_fp8 and fast_accumulation, residual is not None)
+    return Problem(m, n, k, types, transposed, is_fp8 and fast_accumulation, residual is not None, (a.mode, b.mode))
 
 
 # ── Of one GPU ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -280,6 +287,10 @@ _TYPES = {torch.float32: 0, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.f
 _COMPUTE_32F, _SCALE_32F = 68, 0  # cublasComputeType_t, and cudaDataType of alpha and beta
 # cublasLtMatmulDescAttributes_t
 _DESC_TRANSPOSE_A, _DESC_TRANSPOSE_B, _DESC_SCALE_A, _DESC_SCALE_B, _DESC_FAST_ACCUMULATION = 3, 4, 17, 18, 25
+_DESC_SCALE_MODE_A, _DESC_SCALE_MODE_B = 31, 32
+# cublasLtMatmulMatrixScale_t, since CUDA 12.9, of r rows: FP32 [k / 128, r], and [r / 128, k / 128], its rows padded to fours. A
+# product of two tensors in squares there is none.
+_VECTORS, _SQUARES = 4, 5
 _PREFERENCE_WORKSPACE_BYTES = 1  # cublasLtMatmulPreferenceAttributes_t
 _FACTORS = {number: byref(c_float(number)) for number in (0.0, 1.0)}  # alpha and beta, read by the call itself
 
@@ -326,6 +337,9 @@ class Matmul:
         self._set(_DESC_TRANSPOSE_B, c_int32(transposed[1]))
         if problem.fast_accumulation:
             self._set(_DESC_FAST_ACCUMULATION, c_int8(1))
+        for attribute, mode in zip((_DESC_SCALE_MODE_A, _DESC_SCALE_MODE_B), problem.modes, strict=True):
+            if mode:  # one scale is what libraries take that know no other
+                self._set(attribute, c_int32(mode))
         shapes = [(k, m) if transposed[0] else (m, k), (n, k) if transposed[1] else (k, n), (m, n)]
         layouts = [
             products.create("MatrixLayout", _TYPES[dtype], rows, columns, rows)

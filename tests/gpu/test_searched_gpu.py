@@ -91,6 +91,27 @@ def test_in_fp8_it_is_the_product_of_the_decoded_operands(types: tuple[torch.dty
     assert relative(y, theirs.float()) < ROUNDING
 
 
+@pytest.mark.parametrize("adds", [False, True])
+def test_in_blocks_it_is_transformer_engines_product_and_where_there_is_none_it_is_left(adds: bool):
+    te = pytest.importorskip("transformer_engine.pytorch")
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("FP8 products of Hopper")
+    weight, x = (
+        te.Float8BlockQuantizer(te.DType.kFloat8E4M3, rowwise=True, columnwise=True, block_scaling_dim=dimensions)(
+            draw(*shape) * torch.exp2(torch.arange(K, device="cuda") // 128).bfloat16()
+        )
+        for dimensions, shape in ((2, (M, K)), (1, (N, K)))
+    )
+    residual = 10 * draw(N, M, seed=2) if adds else None
+    from transformer_engine.pytorch.cpp_extensions import general_gemm
+
+    theirs = general_gemm(weight, x, out_dtype=BF16, layout="TN", use_split_accumulator=True)[0].float()
+    for _ in range(2):  # searched, and then known
+        y = searched.multiply(weight, x, residual=residual)
+        assert y is not None and relative(y, theirs if residual is None else theirs + residual) < ROUNDING
+    assert searched.multiply(weight, weight) is None  # two tensors in squares of 128 x 128
+
+
 def test_scales_that_change_between_calls_are_honoured():
     (left, a), (right, b) = (in_codes(draw(*shape), E4M3) for shape in SHAPES["TN"])
     expected = b @ a.t()
@@ -145,13 +166,6 @@ def test_where_bits_are_to_repeat_nothing_is_searched():
     assert products_on.cache_info().currsize == 0
 
 
-def test_operands_in_blocks_are_left_to_transformer_engine():
-    te = pytest.importorskip("transformer_engine.pytorch")
-    quantizer = te.Float8BlockQuantizer(te.DType.kFloat8E4M3, rowwise=True, columnwise=True, block_scaling_dim=1)
-    x = quantizer(draw(N, K))
-    assert searched.multiply(x, x) is None
-
-
 def test_a_call_that_fails_leaves_the_product_to_others(monkeypatch: pytest.MonkeyPatch):
     x, weight = draw(N, K), draw(M, K, seed=1)
     assert searched.multiply(weight, x) is not None
@@ -169,17 +183,19 @@ def test_a_call_that_fails_leaves_the_product_to_others(monkeypatch: pytest.Monk
 # ── In fused layers ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_residuals_are_added_by_the_products_unless_results_are_watched(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("precision", ["current", "block"])
+def test_residuals_are_added_by_the_products_unless_results_are_watched(precision: str, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("transformer_engine.pytorch")
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("FP8 products of Hopper")
-    packed = assemble(larger("llama"), "current", fused=True)
+    packed = assemble(larger("llama"), precision, fused=True)
     residuals: list[bool] = []
     direct = searched.multiply
 
     def counted(*operands: Any, residual: Tensor | None = None, **options: Any) -> Tensor | None:
-        residuals.append(residual is not None)
-        return direct(*operands, residual=residual, **options)
+        y = direct(*operands, residual=residual, **options)
+        residuals.append(residual is not None and y is not None)
+        return y
 
     monkeypatch.setattr(searched, "multiply", counted)
     batch = inputs(packs=4, seed=0, device="cuda", length=256)
