@@ -20,9 +20,9 @@ rounds_to_bf16 = pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter tr
 
 FP32, BF16 = torch.float32, torch.bfloat16
 # A value, an odd tail, exact blocks, a tensor of several blocks with a tail that is aligned and one that is not.
-SHAPES = ((1,), (37, 65), (1024,), (5008,), (3, 1111))
-# Warm-up's first update, ordinary ones, and a learning rate of zero.
-STEPS = [Hyperparameters(lr, 0.1, 0.9, 0.95, 1e-8, step) for step, lr in enumerate((0.0, 3e-3, 3e-3, 1e-5), start=1)]
+SHAPES = ((1,), (27, 45), (1024,), (2064,), (3, 411))
+# Warm-up's first update at a learning rate of zero, and ordinary ones.
+STEPS = [Hyperparameters(lr, 0.1, 0.9, 0.95, 1e-8, step) for step, lr in enumerate((0.0, 3e-3, 1e-5), start=1)]
 
 
 def reference(tensors: ParameterTensors, hyper: Hyperparameters, coefficient: float) -> tuple[ParameterTensors, int]:
@@ -100,7 +100,7 @@ def by_kernel_on_a_cpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adamw, "_update_all", update_by_kernel)
 
 
-@pytest.mark.parametrize("steps", [pytest.param(1000, marks=cuda_only), 4])
+@pytest.mark.parametrize("steps", [pytest.param(1000, marks=cuda_only), 3])
 def test_exact_bf16_follows_fp32_masters_bit_for_bit(steps: int) -> None:
     torch.manual_seed(0)
     start = [torch.randn(shape, device=DEVICE).bfloat16() for shape in SHAPES]

@@ -11,14 +11,14 @@ from tests.gpu.conftest import DEVICE, INTERPRETED
 
 ROUNDED = 2**-7 if INTERPRETED else 2**-8  # BF16 keeps 8 bits and rounds, the interpreter cuts off
 EPS = 1e-6
-TOKENS = 300 if INTERPRETED else 3000
+TOKENS = 150 if INTERPRETED else 3000
 
 
 def normal(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16().to(DEVICE)
 
 
-@pytest.mark.parametrize(("tokens", "width"), [(5, 96), (64, 128), (33, 2048), (3, 5120)])
+@pytest.mark.parametrize(("tokens", "width"), [(5, 96), (64, 128), (9, 2048), (3, 5120)])
 def test_norm_and_gradient_are_those_of_the_formula(tokens: int, width: int) -> None:
     x, dy, weight = normal(tokens, width, seed=1), normal(tokens, width, seed=2), 1 + normal(width, seed=3) / 4
     residual = normal(tokens, width, seed=4)

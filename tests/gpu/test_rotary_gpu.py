@@ -16,7 +16,7 @@ from tests.gpu.conftest import DEVICE, INTERPRETED, cuda_only
 FP32, BF16 = torch.float32, torch.bfloat16
 # Of an exact result: BF16 keeps 8 bits and rounds, the interpreter cuts off.
 RELATIVE = (2**-7 if INTERPRETED else 2**-8) * 1.01
-SMALL = [Heads(2, 1, 32), Heads(4, 2, 64), Heads(3, 1, 128), Heads(6, 2, 32)]
+SMALL = [Heads(4, 2, 64), Heads(3, 1, 128), Heads(6, 2, 32)]
 # Qwen3-1.7B, Llama-3.1-8B, Qwen2-0.5B, and one with no power of two in its heads.
 REAL = [(32_768, Heads(16, 8, 128)), (8_191, Heads(32, 8, 128)), (4_097, Heads(14, 2, 64)), (1_001, Heads(15, 5, 64))]
 
@@ -92,7 +92,7 @@ def test_the_kernels_compute_what_the_formulas_do(tokens: int, heads: Heads, nor
     check(Problem(tokens, heads, normed))
 
 
-@pytest.mark.parametrize(("heads", "normed"), [(Heads(4, 2, 64), True), (Heads(3, 1, 128), False)], ids=str)
+@pytest.mark.parametrize(("heads", "normed"), [(Heads(4, 2, 64), True), (Heads(6, 3, 32), False)], ids=str)
 def test_parts_of_a_gradient_are_summed_before_anything_is_rounded(heads: Heads, normed: bool) -> None:
     check(Problem(37, heads, normed, in_parts=True))
 

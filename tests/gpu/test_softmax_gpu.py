@@ -55,7 +55,7 @@ def check(logits: Tensor, labels: Tensor, block: int) -> None:
     assert not ours[labels == IGNORE].any()
 
 
-@settings(max_examples=12 if INTERPRETED else 30, deadline=None)
+@settings(max_examples=6 if INTERPRETED else 30, deadline=None)
 @given(
     n=st.integers(1, 6),
     vocabulary=st.integers(1, 150),
@@ -120,8 +120,15 @@ def check_quantized(logits: Tensor, labels: Tensor, fp8: torch.dtype, scale: Ten
     assert (entry == -grid.maximum).all()
 
 
-@pytest.mark.parametrize("fp8", GRIDS)
-@pytest.mark.parametrize(("shape", "scale"), [((32, 64), None), ((48, 80), 1e3), ((48, 80), 1e6)])
+@pytest.mark.parametrize(
+    ("fp8", "shape", "scale"),
+    [
+        (torch.float8_e4m3fn, (16, 64), None),
+        (torch.float8_e5m2, (32, 64), None),
+        (torch.float8_e4m3fn, (24, 80), 1e6),
+        (torch.float8_e5m2, (24, 80), 1e3),
+    ],
+)
 def test_the_fp8_gradient_is_the_bf16_gradient_quantized_apart(
     fp8: torch.dtype, shape: tuple[int, int], scale: float | None
 ) -> None:
