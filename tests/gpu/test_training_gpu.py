@@ -110,7 +110,8 @@ def test_the_launcher_trains_in_low_precision(precision: str, train: Callable, l
     """On Transformer Engine where the GPU has the recipe, else emulated; in pieces, layers recomputed, and the head."""
     low_precision_recipe["model"]["gradient_checkpointing"] = 2
     recipe = low_precision_recipe | {"parity": "on", "precision": precision}
-    finished = train("fp8_config.scope=linear+head", recipe=recipe, launch=["--config_file", "accelerate_configs/bf16.yaml"])
+    everywhere = ("fp8_config.scope=linear+head", "fp8_config.keep_bf16_layers.last=0")
+    finished = train(*everywhere, recipe=recipe, launch=["--config_file", "accelerate_configs/bf16.yaml"])
     assert finished.status == 0, finished.output
     summary = json.loads((finished.run_dir / "summary.json").read_text())
     assert summary["recompiles"] == 0 and summary["held_out_loss"] < finished.losses()[0]

@@ -1,0 +1,113 @@
+"""Fused layers and the head in what a B200 multiplies: MXFP8 and NVFP4, by Transformer Engine's own quantizers and products.
+
+No such GPU was there. The library's Python is the published one; its kernels are the emulation's (tests/te_on_a_cpu.py).
+tests/gpu/test_fused_gpu.py compares the same for whoever has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from pretrain.model import huggingface as model
+from pretrain.model.fused import activation_kernel, formulas
+from pretrain.model.gradients import attach_main_gradients
+from pretrain.model.huggingface import decoder_layers
+from pretrain.model.packed import PackedLanguageModel
+from pretrain.model.wrapping import choose_arithmetic, convert, fuse
+from pretrain.precision.observed import ProductObserver
+from pretrain.precision.product import PrecisionContext
+from pretrain.precision.scope import decide, is_called
+from pretrain.precision.selection import make_backend
+from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
+from pretrain.settings.recipe import LossSettings
+from pretrain.verify.audit import _is_expected
+from tests.pretrain.model.fused.fused_models import ARCHITECTURES, build, losses_and_gradients, that_count
+from tests.te_on_a_cpu import transformer_engine_on_a_cpu
+
+CONFIG = ARCHITECTURES["qwen3"] | {"vocab_size": 128, "tie_word_embeddings": False, "num_key_value_heads": 4}
+ON_BLACKWELL = ("mxfp8", "nvfp4")
+# Our own kernels need a GPU: the formulas that tests hold them to take their place, and say as they do which operands they write.
+ACTIVATION = SimpleNamespace(swiglu=formulas.swiglu, swiglu_backward=formulas.swiglu_backward, takes=activation_kernel.takes)
+Trained = tuple[list[float], dict[str, Tensor]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def b200(references: Path) -> Iterator[None]:
+    with transformer_engine_on_a_cpu(references):
+        yield
+
+
+def active_in(precision: str, backend: str, keep: tuple[str, ...] = ()) -> ActivePrecision:
+    options = {"disable_stochastic_rounding": True} if precision == "nvfp4" else {}
+    settings = LowPrecisionSettings(scope="linear+head", keep_bf16_layers={"last": 0}, keep_bf16=keep, **options)
+    return ActivePrecision(precision, PRECISIONS[precision], backend, settings.resolved(precision))
+
+
+def assembled(active: ActivePrecision, *, fused: bool) -> PackedLanguageModel:
+    hf = build(CONFIG)
+    model.round_weights(hf, torch.bfloat16)
+    layers = decoder_layers(hf)
+    decisions = decide(hf, list(layers.values()), active) if active.precision.quantized else {}
+    backend = make_backend(active, torch.device("cpu")) if decisions else None
+    packed = PackedLanguageModel(hf, "packed_sdpa", LossSettings(chunk=64), PrecisionContext(backend, torch.bfloat16)).train()
+    if fused:
+        arithmetic, why_not = choose_arithmetic("auto", active, "cuda", packed.context)
+        assert arithmetic, why_not
+        arithmetic.kernels = SimpleNamespace(norm=formulas, rotary=formulas, activation=ACTIVATION)
+        packed.fused = fuse(layers, {backend: decisions}, arithmetic)
+        assert not packed.fused.left_out
+    if decisions:
+        convert(hf, decisions, packed.context, packed.fused)
+    attach_main_gradients(packed, torch.float32, packed.fused.stacks if fused else ())
+    return packed
+
+
+def train(packed: PackedLanguageModel) -> Trained:
+    return losses_and_gradients(packed, steps=2)
+
+
+@pytest.fixture(scope="module")
+def exact() -> Trained:
+    return train(assembled(active_in("bf16", "torch"), fused=False))
+
+
+@pytest.mark.parametrize("precision", ON_BLACKWELL)
+def test_linears_and_the_head_are_the_emulations_bit_for_bit(precision: str) -> None:
+    by_library, emulated = (train(assembled(active_in(precision, by), fused=False)) for by in ("transformer_engine", "emulation"))
+    assert by_library[0] == emulated[0]
+    for name, gradient in emulated[1].items():
+        assert torch.equal(by_library[1][name], gradient), name
+
+
+@pytest.mark.parametrize("precision", ON_BLACKWELL)
+@pytest.mark.parametrize("keep", [(), ("down_proj",), ("gate_proj", "up_proj", "lm_head"), ("[qkv]_proj", "layers.1.*")])
+def test_fused_layers_multiply_in_it_and_err_as_the_unfused_model_does(
+    precision: str, keep: tuple[str, ...], exact: Trained
+) -> None:
+    """They round less often between products, so some values take the next code: the two differ by less than either errs."""
+    active = active_in(precision, "transformer_engine", keep)
+    packed = assembled(active, fused=True)
+    observer = ProductObserver(active)
+    with observer.looking_on():
+        fused = train(packed)
+    unfused = train(assembled(active_in(precision, "emulation", keep), fused=False))
+    assert fused[0] == pytest.approx(exact[0], rel=2e-3) and fused[0] != exact[0]
+    for name in that_count(exact[1]):
+        errors, apart = [(each[1][name] - exact[1][name]).norm() for each in (fused, unfused)], fused[1][name] - unfused[1][name]
+        assert errors[0] < 1.3 * errors[1] + 0.01 * exact[1][name].norm(), name
+        assert apart.norm() < errors[1] + 0.01 * exact[1][name].norm(), name
+
+    assert observer.products.keys() >= packed.fused.members.keys()
+    for linear, products in observer.products.items():
+        assert {product.gemm for product in products} == {"forward", "dgrad", "wgrad"}
+        if any(is_called(linear, pattern) for pattern in keep):
+            assert {kind for product in products for kind in (product.left, product.right)} == {"bfloat16"}, linear
+        else:
+            assert all(_is_expected(product, active) for product in products), products
+    assert ("lm_head" in observer.products) == ("lm_head" not in keep), "the head is observed where it is in low precision"
