@@ -75,6 +75,7 @@ class Parity:
     products: Sequence[Compared] = ()  # the worst first
     quantized_loss: float | None = None
     quantized_gradient_norm: float | None = None
+    quantized_left_out: str | None = None  # why quantized products were not compared, where there are some
 
     def summary(self) -> str:
         """In one line how far apart the sides are."""
@@ -82,7 +83,7 @@ class Parity:
         text = f"parity with plain transformers: loss {loss:+.1e}, gradients differ by at most {worst:.0%} of the tolerance"
         if self.products:
             text += f"; quantized: {len(self.products)} products at {self.products[0].excess:.0%}"
-        return text
+        return text + (f"; quantized products are not compared: {self.quantized_left_out}" if self.quantized_left_out else "")
 
     def record(self) -> dict[str, Any]:
         """What audit.json says: the figures, the worst tensors and products, and how many there were."""
@@ -152,7 +153,8 @@ class _Check:
         documents = [document for of_batch in microbatches for document in of_batch]
         tokens = max(self.over_ranks(sum(int((each.labels != IGNORE).sum()) for each in documents)), 1)
         different = {token for each in documents for token in each.tokens.tolist()}
-        is_varied = self.over_ranks(len(different), min) >= DIFFERENT
+        variety = int(self.over_ranks(len(different), min))
+        is_varied = variety >= DIFFERENT
         valid_tokens = max(step.valid_tokens, 1)  # all of the step's, over which a loss is a mean
         mean_over = valid_tokens / tokens
 
@@ -193,6 +195,8 @@ class _Check:
             if self.active.precision.quantized and is_varied:
                 del reference
                 failures += self._quantized(parity, step, mean_over)
+            elif self.active.precision.quantized:
+                parity.quantized_left_out = f"the text has {variety} different tokens, and they take {DIFFERENT}"
         return parity
 
     def _plain_pass(

@@ -203,13 +203,14 @@ def test_a_gradient_of_a_mixture_that_is_wrong_is_found(part: str, mixture: Call
     assert wrong.name == f"model.layers.1.{part}"
 
 
-def test_a_text_of_two_tokens_is_compared_without_products(small: Small) -> None:
+def test_a_text_of_two_tokens_is_compared_without_products_and_says_so(small: Small) -> None:
     """Many rows are equal, and so are their errors: a sample of them says little."""
     run = small("nvfp4", layers=2)
     run.packs = [replace(pack, input_ids=pack.input_ids % 2) for pack in run.packs]
     run.step = step_of(run.packs, 2)
     parity = run.parity()
     assert parity.failures == [] and not parity.products
+    assert "2 different tokens" in parity.summary() and "2 different tokens" in parity.record()["quantized_left_out"]
 
 
 def test_a_fault_at_one_end_of_every_product_is_found(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
