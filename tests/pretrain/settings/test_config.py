@@ -86,7 +86,7 @@ def test_a_setting_that_cannot_be_set_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"^[^\n]*`batch.microbatch`: [^\n]*auto:0[^\n]*$"):
         load_recipe(write(tmp_path, SMALLEST), ["batch.microbatch=auto:0"])
     with pytest.raises(InputError, match=r"--eval-only.*pretrain evaluate"):
-        LaunchParser(None).read([str(tmp_path), "--eval-only"])
+        LaunchParser(None, None).read([str(tmp_path), "--eval-only"])
 
 
 @pytest.mark.parametrize(
@@ -138,5 +138,5 @@ def test_settings_are_read_as_a_sweeps_agent_writes_them_and_name_the_run_folder
     sweep = yaml.safe_load((RECIPES / "sweeps/smoke.yaml").read_text())
     trial = ["--optimizer.learning_rate=3e-05", "--optimizer.weight_decay=0.1"]
     fixed = [text for text in sweep["command"] if "=" in text]
-    parsed = LaunchParser(None).read([str(RECIPES / "smoke.yaml"), *trial, *fixed])
+    parsed = LaunchParser(None, None).read([str(RECIPES / "smoke.yaml"), *trial, *fixed])
     assert str(run_dir_of(load_recipe(parsed.recipe, parsed.overrides))).endswith("lr3e-05-wd0.1")
