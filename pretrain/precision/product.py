@@ -209,7 +209,7 @@ class LinearCall(Multiplication):
         operand = self.operand("input", x)
         self._weight = product.weight_operand(lambda: weight, refresh=self.refresh, differentiable=self.differentiable)
         y = self.output(operand, self._weight, lambda: weight, bias)
-        return y, product.save(operand)
+        return y, product.save(operand) if self.differentiable else ((), None)
 
     def backward(
         self, dy: Tensor, saved: Saved | None, total: Tensor | None, *, overwrite: bool = False
