@@ -111,6 +111,7 @@ def _become(command: dict[str, Any], files: list[int]) -> None:
     if signal.SIGINT not in command["ignored"]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     multiprocessing.current_process()._config.pop("daemon")  # it may start processes
+    atexit._clear()  # what a worker of pytest does at its end
     import torch
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -127,6 +128,7 @@ def _status_of(arguments: list[str]) -> int:
         if arguments[0] == "-m":
             sys.path.insert(0, os.getcwd())
             sys.argv = arguments[1:]
+            sys.modules.pop(f"{arguments[1]}.__main__", None)
             runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         else:
             sys.path.insert(0, os.path.dirname(os.path.abspath(arguments[0])))
