@@ -23,6 +23,7 @@ import time
 import traceback
 from contextlib import suppress
 from functools import cache
+from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,7 @@ def _become(command: dict[str, Any], files: list[int]) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     multiprocessing.current_process()._config.pop("daemon")  # it may start processes
     atexit._clear()  # what a worker of pytest does at its end
+    atexit.register(util._exit_function)
     import torch
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
