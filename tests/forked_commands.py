@@ -2,7 +2,7 @@
 
 Shells, command lines, launchers, environments, signals and exit statuses are real. But where a command would begin to import, a
 process takes its place that is forked from one which has imported all of that: tests/forked_site. It has the command's files,
-folder and environment, and a process group of its own. `tests/launcher/test_cluster.py` forks nothing.
+folder and environment, and a process group of its own. `tests/pretrain/run/test_doctor.py` forks nothing.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def test_a_question_is_tried_planned_answered_and_taken_up_again(
 ) -> None:
     """One round of an emulated precision, as the hours are over then; no speed is claimed of it."""
     recipe = low_precision_recipe | {"data": low_precision_recipe["data"] | {"held_out": 0.05}, "batch": {"tokens": 128}}
-    recipe["model"]["config"] |= {"num_hidden_layers": 1}
+    recipe["model"]["config"] |= {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64, "head_dim": 16}
     del recipe["precision"], recipe["evaluate"], recipe["checkpoint"], recipe["fp8_config"], recipe["train"]
     file = write_recipe(recipe | {"batch": {"tokens": 128, "microbatch": 1}, "train": {"epochs": 1}}, tmp_path)
     for key, value in forking().items():
