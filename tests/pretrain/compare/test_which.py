@@ -82,12 +82,12 @@ def test_a_question_is_tried_planned_answered_and_taken_up_again(
     for key, value in forking().items():
         monkeypatch.setenv(key, value)
     command = [str(file), "--run_dir", str(tmp_path / "which"), "--precisions", "fp32,current", "--steps", "80"]
-    assert which.main([*command, "--hours", "0.001"]) == 1
+    assert which.main([*command, "--hours", "0.00001"]) == 1
     verdict = json.loads((tmp_path / "which" / "verdict.json").read_text())
     (seed,) = verdict["candidates"]["current"]["served"]["by_seed"].values()
     assert seed != 0 and verdict["candidates"]["current"]["speedup"] is None
     assert "current: cannot tell" in capsys.readouterr().out
-    assert which.main([*command, "--hours", "0.001"]) == 1 and "1 of 2" not in capsys.readouterr().out  # all is trained already
+    assert which.main([*command, "--hours", "0.00001"]) == 1 and "1 of 2" not in capsys.readouterr().out  # all is trained already
     with pytest.raises(InputError, match="margin"):
         which.main([*command, "--margin", "1"])
 
