@@ -2,7 +2,7 @@
 
 Shells, command lines, launchers, environments, signals and exit statuses are real. But where a command would begin to import, a
 process takes its place that is forked from one which has imported all of that: tests/forked_site. It has the command's files,
-folder and environment, and a process group of its own. `tests/launcher/test_cluster.py` forks nothing.
+folder and environment, and a process group of its own. `tests/pretrain/run/test_doctor.py` forks nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import time
 import traceback
 from contextlib import suppress
 from functools import cache
+from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,8 @@ def _become(command: dict[str, Any], files: list[int]) -> None:
     if signal.SIGINT not in command["ignored"]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     multiprocessing.current_process()._config.pop("daemon")  # it may start processes
+    atexit._clear()  # what a worker of pytest does at its end
+    atexit.register(util._exit_function)
     import torch
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -127,6 +130,7 @@ def _status_of(arguments: list[str]) -> int:
         if arguments[0] == "-m":
             sys.path.insert(0, os.getcwd())
             sys.argv = arguments[1:]
+            sys.modules.pop(f"{arguments[1]}.__main__", None)
             runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         else:
             sys.path.insert(0, os.path.dirname(os.path.abspath(arguments[0])))

@@ -18,6 +18,7 @@ from pretrain.precision.settings import PRECISIONS, LowPrecisionSettings
 from pretrain.settings.config import load_recipe
 from pretrain.settings.launch import with_precision
 from tests.conftest import Finished
+from tests.ranks import environment_under
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted(ROOT.glob("accelerate_configs/*.yaml"))
@@ -71,8 +72,10 @@ def test_the_file_states_its_precision(name: str, precision: str):
     assert load_config_from_file(str(by_name(name))).mixed_precision == precision
 
 
-def environment_of_one_process(name: str) -> dict[str, str]:
-    """The variables that `accelerate launch` with a configuration for one device would start its process with."""
+def environment_by(name: str) -> dict[str, str]:
+    """The variables that `accelerate launch` with a configuration would start its processes with: one, or two of this machine."""
+    if name in SEVERAL_IN_FP8:
+        return environment_under(["--config_file", str(by_name(name)), "--num_machines", "1", "--num_processes", "2"])
     inherited = [key for key in os.environ if key.startswith(("ACCELERATE_", "FSDP_"))]
     arguments, *_ = _validate_launch_command(
         launch_command_parser().parse_args(["--config_file", str(by_name(name)), "script.py"])
@@ -83,24 +86,24 @@ def environment_of_one_process(name: str) -> dict[str, str]:
         return prepare_simple_launcher_cmd_env(arguments)[1]
 
 
-@pytest.mark.parametrize("name", ONE_DEVICE)
-def test_a_file_for_one_device_settles_its_precision_and_leaves_accelerate_nothing_of_it(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("name", "precision"), (ONE_DEVICE | SEVERAL_IN_FP8).items())
+def test_a_file_settles_its_precision_and_leaves_accelerate_nothing_of_it(
+    name: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """As far as the launcher goes with precision before it looks at the device."""
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
     monkeypatch.setattr("accelerate.utils.launch.is_fp8_available", lambda: True)  # without a library it stops
-    environment = environment_of_one_process(name)
+    environment = environment_by(name)
     assert "ACCELERATE_MIXED_PRECISION" in environment
     recipe = with_precision(load_recipe(tmp_path / "recipe.yaml"), environment)
-    assert recipe.precision == ONE_DEVICE[name]
+    assert recipe.precision == precision
     assert [key for key in environment if key.startswith("ACCELERATE_FP8") or key == "ACCELERATE_MIXED_PRECISION"] == []
     backend = yaml.safe_load(by_name(name).read_text()).get("fp8_config", {}).get("backend", "TE")
-    assert recipe.fp8_config.model_dump() == LowPrecisionSettings(backend=backend).resolved(ONE_DEVICE[name]).model_dump()
+    assert recipe.fp8_config.model_dump() == LowPrecisionSettings(backend=backend).resolved(precision).model_dump()
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("name", SEVERAL_IN_FP8)
+@pytest.mark.parametrize("name", ["ddp_fp8_delayed", "fsdp2_mxfp8"])
 def test_a_file_of_topology_and_precision_trains_what_its_name_says(
     name: str,
     low_precision_recipe: dict[str, Any],
@@ -108,15 +111,13 @@ def test_a_file_of_topology_and_precision_trains_what_its_name_says(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """On two processes of this CPU (four are two replicas of two shards), emulated."""
+    """On two processes of this CPU, emulated. Golden runs have the other topologies."""
     monkeypatch.setattr("accelerate.utils.launch.is_fp8_available", lambda: True)  # without a library it stops
     config = low_precision_recipe["model"]["config"] | {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64}
     recipe = low_precision_recipe | {"model": {"config": config}, "batch": {"tokens": 4 * 128, "microbatch": 1}}
     recipe |= {"train": {"steps": 2}, "checkpoint": {"at_end": False}}
     del recipe["precision"], recipe["evaluate"]
-    processes = 4 if name.startswith("hsdp") else 2
-    launch = ["--config_file", str(by_name(name)), "--num_machines", "1", "--num_processes", str(processes)]
-    finished = start_as_ranks(recipe, tmp_path, launch=launch, processes=processes)
+    finished = start_as_ranks(recipe, tmp_path, launch=["--config_file", str(by_name(name))])
     assert finished.status == 0, finished
     audit = json.loads((finished.run_dir / "audit.json").read_text())
     assert audit["precision"] == SEVERAL_IN_FP8[name] and audit["confirmed_in_step"] == 2

@@ -7,7 +7,8 @@ import signal
 import socket
 import sys
 
-SCRIPTS, MODULES = ("accelerate", "train_accelerate.py"), ("accelerate.commands.launch", "pretrain", "packing", "benchmarks")
+SCRIPTS = os.environ.get("FORKED_SCRIPTS", "accelerate train_accelerate.py").split()
+MODULES = ("accelerate.commands.launch", "pretrain", "packing")
 
 
 def is_served(arguments: list[str]) -> bool:

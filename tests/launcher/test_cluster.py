@@ -1,4 +1,5 @@
-"""The scripts of cluster/, with several machines on this one: stand-ins for SLURM's commands, all that they start is real."""
+"""The scripts of cluster/, with several machines on this one: stand-ins for SLURM's commands. All that they start is real, but
+that the training processes are forked (tests/forked_commands.py)."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import pytest
 
 from pretrain.checkpoint.format import step_folders
 from tests.conftest import write_recipe
+from tests.forked_commands import forking
 from tests.moments import WAIT_IN_SAVING
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,12 +50,13 @@ class Job:
             (shims / name).write_text(text)
             (shims / name).chmod(0o755)
         (folder / "sitecustomize.py").write_text(WAIT_IN_SAVING)
-        kept = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "SLURM_", "MASTER_"))}
+        forked = forking(folder) | {"FORKED_SCRIPTS": "train_accelerate.py"}
+        kept = {key: value for key, value in forked.items() if not key.startswith(("SLURM_", "MASTER_"))}
         slurm = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_NNODES": str(nodes), "SLURM_SUBMIT_DIR": str(ROOT)}
         slurm["SLURM_JOB_NODELIST"] = ",".join(["127.0.0.1"] * nodes)
         paths = {"PATH": os.pathsep.join([str(shims), str(Path(sys.executable).parent), kept["PATH"]])}
-        paths |= {"PYTHONPATH": str(folder), "SCONTROL_LOG": str(self.scontrol), "VIRTUAL_ENV": sys.prefix}
-        environment = kept | slurm | paths | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"} | variables
+        paths |= {"SCONTROL_LOG": str(self.scontrol), "VIRTUAL_ENV": sys.prefix}
+        environment = kept | slurm | paths | {"ACCELERATE_USE_CPU": "true"} | variables
         command = ["bash", str(CLUSTER / script), *arguments]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(

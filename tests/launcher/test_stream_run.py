@@ -21,11 +21,13 @@ from tests.moments import LauncherProcess, Moment
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "runs", "into", "the", "green", "wood"]
 
+STEPS = 36
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stream")
-    texts = [" ".join(WORDS[(i * j) % len(WORDS)] for j in range(i % 40 + 5)) for i in range(330)]
+    texts = [" ".join(WORDS[(i * j) % len(WORDS)] for j in range(i % 40 + 5)) for i in range(170)]
     (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -43,9 +45,9 @@ def recipe(folder: Path, recipe_for: Callable[[Path], dict[str, Any]]) -> dict[s
     return small | {
         "model": {"config": config},
         "data": data | {"length": 32, "held_out": 0.05, "streaming": {"disk_gb": 0.0003, "window": 3000}},
-        "train": {"steps": 70},
-        "evaluate": {"every": 30},
-        "checkpoint": {"every": 15},
+        "train": {"steps": STEPS},
+        "evaluate": {"every": 15},
+        "checkpoint": {"every": 8},
         "parity": "off",
     }
 
@@ -84,7 +86,7 @@ def test_a_streamed_run_goes_on_with_the_same_curve_on_two_machines_with_empty_d
 ) -> None:
     alone = start_here(recipe, folder)  # beyond the end of the text
     unbroken = alone.losses()
-    assert alone.status == 0 and len(unbroken) == 70, alone.output
+    assert alone.status == 0 and len(unbroken) == STEPS, alone.output
     assert sum(path.stat().st_size for path in (folder / "packs").rglob("*") if path.is_file()) <= 300_000
 
     for checkpoint in sorted((alone.run_dir / "checkpoints").glob("step-*"))[-2:]:  # as if it had been killed before

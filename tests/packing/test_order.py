@@ -8,7 +8,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from packing.order import Mixture, Order, permute, splitmix64, spread
@@ -30,7 +30,7 @@ def test_splitmix64_gives_the_published_sequence():
     assert outputs == [6457827717110365317, 3203168211198807973, 9817491932198370423]
 
 
-@pytest.mark.parametrize("size", [3, 4, 5, 6])
+@pytest.mark.parametrize("size", [3, 4, 5])
 def test_every_order_of_a_few_packs_is_equally_frequent(size):
     keys = 200 * math.factorial(size)
     orders = permute(np.tile(np.arange(size), keys), size, np.repeat(np.arange(keys), size)).reshape(keys, size)
@@ -84,7 +84,6 @@ def best_possible(costs: list[int], bins: int) -> int:
     return fill(tuple(range(len(costs))))
 
 
-@settings(max_examples=40)
 @given(st.sampled_from([(2, 2), (2, 3), (3, 2), (2, 4), (4, 2)]), st.data())
 def test_spread_is_near_the_best_of_all_assignments(shape, data):
     bins, each = shape
@@ -94,7 +93,6 @@ def test_spread_is_near_the_best_of_all_assignments(shape, data):
     assert max(totals(costs, spread(costs, 1, bins))) <= 4 / 3 * best
 
 
-@settings(max_examples=25)
 @given(
     counts=st.lists(st.integers(1, 50), min_size=1, max_size=3),
     before=st.integers(1, 20),
@@ -128,7 +126,6 @@ def mixtures(draw: st.DrawFn) -> Mixture:
     )
 
 
-@settings(max_examples=40)
 @given(mixtures(), st.integers(1, 9), st.integers(0, 5))
 def test_every_source_has_its_share_at_any_time_and_each_of_its_epochs_every_pack(
     mixture: Mixture, per_step: int, seed: int

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from pretrain import __main__ as commands
-from tests.forked_commands import forking
 
 
 def cells_of(table: str, precision: str) -> list[str]:
@@ -13,11 +12,8 @@ def cells_of(table: str, precision: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def test_a_precision_has_a_row_with_its_speed_and_what_the_device_lacks(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for key, value in forking().items():
-        monkeypatch.setenv(key, value)
+def test_a_precision_has_a_row_with_its_speed_and_what_the_device_lacks(capsys: pytest.CaptureFixture[str]) -> None:
+    """By a trainer that is started as users start it: nothing is forked."""
     assert commands.main(["doctor", "--precisions", "nvfp4"]) == 0
     row = cells_of(capsys.readouterr().out, "nvfp4")
     assert row[1] == "emulation" and "compute capability 10.0" in row[-1]

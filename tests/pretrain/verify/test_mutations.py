@@ -13,19 +13,16 @@ from pretrain.precision.settings import PRECISIONS
 from tests.pretrain.verify.mutations import FAULTS, MARKS, caught_by
 from tests.pretrain.verify.small_runs import build_run
 
-# The narrowest formats hide most, so most faults are made in them.
+# The narrowest formats hide most, so most faults are made in them. Others are in the tests of parity and of the update.
 CAUGHT = [
-    ("documents of a pack see each other", "nvfp4"),
     ("every second boundary between documents is lost", "delayed"),
     ("a microbatch's gradient is lost", "mxfp4"),
     ("a square weight's gradient adds up transposed", "nvfp4"),
     ("the labels of a step's third microbatch are shifted twice", "bf16"),
     ("one layer is left out", "fp32"),
-    ("low precision is entered by no forward", "current"),
     ("a recomputed layer is computed outside of low precision", "delayed"),
     ("the head comes untied from the embedding", "current"),
     ("nothing is quantized, under the name of the precision", "current"),
-    ("a weight's copy is stale in every second step", "mxfp8"),
     ("no scale is updated from the second step on", "delayed"),
     ("values are truncated, not rounded", "current"),
     ("codes have a mantissa bit less", "current"),
@@ -35,7 +32,6 @@ CAUGHT = [
     ("the Hadamard transform is left out", "nvfp4"),
     ("gradients are rounded to nearest, not by chance", "mxfp4"),
     ("the tensor's scale is twice what fits", "delayed"),
-    ("the gradients' scales are never updated", "delayed"),
 ]
 BY_NAME = {fault.what: fault for fault in FAULTS}
 

@@ -59,7 +59,6 @@ def learnt() -> dict[str, Tensor]:
     [
         ("fp32", {}, ["labels are shifted twice", "one weight's gradient is a quarter too large"]),
         ("bf16", {"fused": True}, ["documents of a pack see each other"]),
-        ("current", {}, ["values are truncated, not rounded"]),
         ("delayed", {"scope": "linear+head"}, ["the gradients' scales are never updated"]),
         ("nvfp4", {}, []),
     ],

@@ -54,7 +54,7 @@ def assert_slice_by_slice(quantized: Quantized, x: Tensor, assert_same_bits: Cal
 
 @pytest.fixture(scope="module")
 def many_values(finite_bf16: Tensor, all_bf16: Tensor) -> Tensor:
-    """Ten million BF16 values, every finite one among them, and rows and squares of every other kind."""
+    """Two million BF16 values, every finite one among them, and rows and squares of every other kind."""
     x = torch.cat([all_bf16.view(64, 1024), finite_bf16])
     x = torch.cat([x, x[: -len(x) % 128]])
     x[64 : 64 + 128, :128] = 0
@@ -67,7 +67,7 @@ def many_values(finite_bf16: Tensor, all_bf16: Tensor) -> Tensor:
 
 
 @by_layout
-def test_ten_million_values_are_quantized_as_slice_by_slice(
+def test_two_million_values_are_quantized_as_slice_by_slice(
     two_dimensional: bool, many_values: Tensor, assert_same_bits: Callable
 ):
     options = {"two_dimensional": two_dimensional}

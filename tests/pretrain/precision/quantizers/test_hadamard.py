@@ -13,7 +13,7 @@ from torch import Tensor
 from pretrain.precision.quantizers import blocks
 
 
-def test_ten_million_bf16_values_are_transformed_as_by_transformer_engine(
+def test_two_million_bf16_values_are_transformed_as_by_transformer_engine(
     te_reference: Callable[[str], ModuleType], finite_bf16: Tensor
 ) -> None:
     module = te_reference("reference_nvfp4")

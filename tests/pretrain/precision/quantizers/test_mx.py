@@ -66,7 +66,7 @@ def boundaries() -> Tensor:
 
 
 @pytest.mark.parametrize("grid", [E4M3, E5M2, E2M1], ids=lambda grid: grid.name)
-def test_ten_million_values_have_the_codes_and_scales_that_numpy_finds(check: Check, finite_bf16: Tensor, grid: Grid) -> None:
+def test_two_million_values_have_the_codes_and_scales_that_numpy_finds(check: Check, finite_bf16: Tensor, grid: Grid) -> None:
     check(finite_bf16, grid)
 
 
@@ -86,9 +86,9 @@ def test_infinities_saturate_and_a_nan_leaves_its_neighbours_alone(check: Check)
 
 @pytest.mark.parametrize("grid", [E4M3, E5M2, E2M1], ids=lambda grid: grid.name)
 def test_a_product_can_take_the_operand_in_bf16_without_losing_a_bit(finite_bf16: Tensor, grid: Grid) -> None:
-    quantized = blocks.quantize_mx(finite_bf16[-2048:], grid)
+    quantized = blocks.quantize_mx(finite_bf16, grid)
     operand = blocks_of(quantized.operand)
-    amax = blocks_of(finite_bf16[-2048:].float().abs()).amax(dim=-1)
+    amax = blocks_of(finite_bf16.float().abs()).amax(dim=-1)
     ordinary = operand[(amax == 0) | ((amax > 2.0**-100) & (amax < 2.0**127))]
     assert ordinary.numel() > 1_900_000
     assert torch.equal(ordinary, ordinary.bfloat16().float())

@@ -22,8 +22,8 @@ Check = Callable[[Tensor], None]
 
 @pytest.fixture(scope="module")
 def values(finite_bf16: Tensor) -> Tensor:
-    """Ten million BF16 values [rows, 1024] with every kind of block scale: rows from the tensor's amax down to 2^-40 of it."""
-    rows = finite_bf16[:9824].float() * torch.exp2(-torch.arange(9824.0) % 41)[:, None]
+    """Two million BF16 values [rows, 1024] with every kind of block scale: rows from the tensor's amax down to 2^-40 of it."""
+    rows = finite_bf16[:2016].float() * torch.exp2(-torch.arange(2016.0) % 41)[:, None]
     rows[3] = 0
     rows[5, ::2] = -0.0
     rows[7, 100:200] = 0
@@ -61,7 +61,7 @@ def check(assert_same_bits: SameBits) -> Check:
 
 
 @pytest.mark.parametrize("tile", [(1, 16), (16, 16)], ids=["rows", "squares"])
-def test_ten_million_values_have_transformer_engines_codes_and_scales(
+def test_two_million_values_have_transformer_engines_codes_and_scales(
     te_reference: Callable[[str], ModuleType], assert_same_bits: SameBits, values: Tensor, tile: tuple[int, int]
 ) -> None:
     module = te_reference("reference_nvfp4")
