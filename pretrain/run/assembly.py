@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -181,11 +181,13 @@ def in_its_precisions(
     )
     packed = PackedLanguageModel(hf, attention, job.plan.loss, context)
     precisions = {}
-    for each in sorted(actives, key=lambda active: active.precision.plain_forward):  # whose products are those of one without
+    for each in actives:
         decisions = decide(hf, list(layers.values()), each) if each.precision.quantized else {}
         precisions[each.precision.name] = AssembledPrecision(each, backends[each.precision.name], decisions, {})
-    packed.fused, what_is_fused = _fuse(job, layers, precisions, context, device.type)
-    for each in precisions.values():
+    # A phase with a BF16 forward takes its products from the phase without, which so comes first.
+    in_order = sorted(precisions.values(), key=lambda each: each.active.precision.plain_forward)
+    packed.fused, what_is_fused = _fuse(job, layers, in_order, context, device.type)
+    for each in in_order:
         context.backend = each.backend
         convert(hf, each.decisions, context, packed.fused)
     context.backend = backends[job.precision.name]
@@ -195,7 +197,7 @@ def in_its_precisions(
 def _fuse(
     job: Job,
     layers: Mapping[str, nn.Module],
-    precisions: Mapping[str, AssembledPrecision],
+    precisions: Sequence[AssembledPrecision],
     context: PrecisionContext,
     device_type: str,
 ) -> tuple[FusedLayers | None, str]:
@@ -206,7 +208,7 @@ def _fuse(
         if arithmetic is None:
             return None, why_not
     arithmetic.keeps_rotated = job.plan.keeps_rotated
-    fused = fuse(layers, {each.backend: each.decisions for each in precisions.values()}, arithmetic)
+    fused = fuse(layers, {each.backend: each.decisions for each in precisions}, arithmetic)
     return fused if fused.layers else None, fused.describe()
 
 

@@ -59,6 +59,8 @@ def test_a_phase_with_a_bf16_forward_has_bf16s_losses_and_a_resume_across_its_be
     assert again.losses() == whole.losses()[2:]
     ours, theirs = (tensors_of(run.run_dir / "checkpoints" / "step-00000005") for run in (again, whole))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    first = started("first", f"precision=[{{until: {SWITCH}, use: delayed, forward: bf16}}, {{use: delayed}}]")
+    assert audit_of(first)["phases"] == {"1": "delayed_bf16_forward", "4": "delayed"}, "whichever is first, both find one history"
 
 
 def test_a_run_goes_on_in_another_precision_and_other_weights_if_that_is_accepted(started: Callable) -> None:
