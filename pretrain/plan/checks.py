@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from foundation.errors import InputError
 from pretrain.optimizer import schedule
-from pretrain.precision.settings import PRECISIONS, ActivePrecision, last_steps, phases_of
+from pretrain.precision.settings import ActivePrecision, last_steps, phases_of, precision_called
 from pretrain.settings.recipe import Recipe, TrainSettings
 
 if TYPE_CHECKING:  # slow to import
@@ -51,7 +51,7 @@ def check_launch(recipe: Recipe, world_size: int | None) -> None:
     for use in uses:
         settings = recipe.fp8_config.resolved(use)
         if settings.on_unsupported != "fallback":  # to what the device has
-            check_fit(ActivePrecision(use, PRECISIONS[use], "emulation", settings), recipe)
+            check_fit(ActivePrecision(use, precision_called(use), "emulation", settings), recipe)
 
 
 def check_settings(recipe: Recipe, precision: str, world_size: int | None) -> None:
@@ -59,7 +59,7 @@ def check_settings(recipe: Recipe, precision: str, world_size: int | None) -> No
     where that is not known."""
     data, batch, train = recipe.data, recipe.batch, recipe.train
     _require(
-        recipe.weights == "fp32" or PRECISIONS[precision].compute_dtype != "float32",
+        recipe.weights == "fp32" or precision_called(precision).compute_dtype != "float32",
         f"`weights: {recipe.weights}` and `precision: {precision}` contradict each other: BF16 weights compute in BF16; set "
         "`precision: bf16`, or `weights: fp32`",
     )

@@ -43,7 +43,7 @@ from pretrain.model.huggingface import decoder_layers
 from pretrain.model.wrapping import not_fused_because
 from pretrain.precision.formats.definition import Precision
 from pretrain.precision.scope import decide
-from pretrain.precision.settings import PRECISIONS, UNQUANTIZED, ActivePrecision
+from pretrain.precision.settings import UNQUANTIZED, ActivePrecision, precision_called
 from pretrain.settings.recipe import Recipe
 
 BYTES = {"fp32": 4, "bf16": 2}
@@ -104,7 +104,7 @@ def memory_of(
     `layers`: of the model that `flops` counts, in order; None: all are compiled, none is fused. `keeps_rotated`: what they can
     keep besides, they do.
     """
-    shape, products, loss, tokens = flops.shape, PRECISIONS[precision], recipe.loss, recipe.data.length * microbatch
+    shape, products, loss, tokens = flops.shape, precision_called(precision), recipe.loss, recipe.data.length * microbatch
     number, layouts = products.number_bytes, products.layouts_on(devices.capability)
     head, values = shape.vocabulary * shape.hidden, math.ceil(flops.parameters / devices.shards)
     low_head = products.quantized and recipe.fp8_config.scope != "linear"

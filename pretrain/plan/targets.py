@@ -12,7 +12,7 @@ from pretrain.model.attention import FA4_HEAD_DIMS
 from pretrain.plan.memory import Devices, LayerMemory, layers_of
 from pretrain.plan.plan import KEPT_FREE, Plan, fits_gathered, spend_spare_memory
 from pretrain.plan.preflight import Job
-from pretrain.precision.settings import PRECISIONS, ActivePrecision
+from pretrain.precision.settings import ActivePrecision, precision_called
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Target:
     def obstacle(self, plan: Plan) -> str | None:
         """Returns why `plan` cannot run on it or has no speed; None where it can."""
         for active in plan.actives:
-            precision = PRECISIONS[active.requested]
+            precision = precision_called(active.requested)
             if precision.quantized and self.capability and (need := precision.hardware.missing(self.capability)):
                 return f"{precision.name} needs {need}"
             if peak(self.name, precision.peak) is None:

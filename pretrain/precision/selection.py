@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -12,8 +13,9 @@ from foundation.errors import InputError
 from pretrain.precision import transformer_engine
 from pretrain.precision.emulation import EmulationBackend
 from pretrain.precision.formats.definition import QuantizedPrecision
+from pretrain.precision.plain_forward import PlainForwardBackend
 from pretrain.precision.product import Backend
-from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
+from pretrain.precision.settings import PLAIN_FORWARD, PRECISIONS, ActivePrecision, LowPrecisionSettings, precision_called
 
 # Why a device cannot run a quantized precision, as in "needs a GPU of ...; this is ..."; None where it can.
 Missing = Callable[[QuantizedPrecision], str | None]
@@ -37,7 +39,7 @@ def missing_on(device_type: str) -> Missing:
 def select_precision(precision: str, fp8_config: LowPrecisionSettings, missing: Missing) -> ActivePrecision:
     """What a run in `precision` gets on a device that lacks what `missing` says. Raises InputError where the device does not have
     the precision and `on_unsupported` is `error`."""
-    wanted = PRECISIONS[precision]
+    wanted = precision_called(precision)
     settings = fp8_config.resolved(precision)
     wanted_on = partial(ActivePrecision, precision, wanted)
     if not wanted.quantized:
@@ -53,6 +55,8 @@ def select_precision(precision: str, fp8_config: LowPrecisionSettings, missing: 
     nearest = min((each for each in available if each.fallback_rank is not None), key=lambda each: each.fallback_rank)
     if settings.on_unsupported == "fallback":
         backend = "transformer_engine" if nearest.quantized else "torch"
+        if nearest.quantized and wanted.plain_forward:
+            nearest = precision_called(f"{nearest.name}{PLAIN_FORWARD}")
         return ActivePrecision(precision, nearest, backend, fp8_config.without_options().resolved(nearest.name), reason)
     raise InputError(
         f"{reason}. Set `fp8_config.on_unsupported: emulate` to compute the same numbers slowly, "
@@ -65,3 +69,17 @@ def make_backend(active: ActivePrecision, device: torch.device) -> Backend:
     """A backend for one model, whose products are on `device`."""
     on_hardware = active.backend == "transformer_engine"
     return (transformer_engine.TransformerEngineBackend if on_hardware else EmulationBackend)(active, device)
+
+
+def make_backends(actives: Sequence[ActivePrecision], device: torch.device) -> dict[str, Backend | None]:
+    """The backend of each precision of one model by name, None where nothing is quantized. What has its forward in BF16 shares
+    that of the precision itself."""
+    made: dict[str, Backend | None] = {}
+    for active in actives:
+        name = active.precision.name.removesuffix(PLAIN_FORWARD)
+        if name not in made:
+            itself = replace(active, precision=precision_called(name))
+            made[name] = make_backend(itself, device) if itself.precision.quantized else None
+        if active.precision.plain_forward:
+            made[active.precision.name] = PlainForwardBackend(made[name])
+    return {active.precision.name: made[active.precision.name] for active in actives}

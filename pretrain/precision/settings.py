@@ -3,21 +3,23 @@
 `fp8_config` says how a quantized precision is to run. Some keys are for every quantized precision; the others are options, of
 which each precision takes a few (`Precision.options`); `resolved` fills in its defaults.
 
-`precision` may be a schedule: `[{until: 0.8, use: nvfp4}, {use: bf16}]`, one precision after the other in one run. When a run
-switches follows from the settings and the horizon alone, so a checkpoint holds nothing of it.
+`precision` may be a schedule: `[{until: 0.8, use: nvfp4}, {use: bf16}]`, one precision after the other in one run. A phase with
+`forward: bf16` has a name of its own, "nvfp4_bf16_forward", by which it is told from one without. When a run switches follows
+from the settings and the horizon alone, so a checkpoint holds nothing of it.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 import pkgutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from foundation.errors import InputError
 from foundation.settings import Count, PositiveCount, Settings
@@ -49,6 +51,17 @@ def find_by_accelerate_name(mixed_precision: str) -> Precision | None:
 
 
 PrecisionName = Literal[tuple(PRECISIONS)]
+PLAIN_FORWARD = "_bf16_forward"  # what it adds to a precision's name
+
+
+@functools.cache
+def precision_called(name: str) -> Precision:
+    """A precision by its name in a run, which is that of a phase with `forward: bf16` too."""
+    precision = PRECISIONS[name.removesuffix(PLAIN_FORWARD)]
+    if not name.endswith(PLAIN_FORWARD):
+        return precision
+    return replace(precision, name=name, plain_forward=True, description=f"{precision.description}; forward products in BF16")
+
 
 # ── `precision`: a name, or a schedule ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -67,10 +80,17 @@ class PrecisionPhase(Settings):
     # where the phase ends: a share of all steps, or a step's number; the last phase has none
     until: Annotated[float, AfterValidator(_share_or_step)] | None = None
     use: PrecisionName  # what its products compute in
+    forward: Literal["bf16"] | None = None  # of a quantized precision: forward products in BF16, gradients in that precision
+
+    @model_validator(mode="after")
+    def _quantizes_gradients(self) -> Self:
+        if self.forward and not PRECISIONS[self.use].quantized:
+            raise ValueError(f"`forward: bf16` is for what quantizes its gradients, and {self.use} does not; leave it out")
+        return self
 
 
 def _in_order(phases: tuple[PrecisionPhase, ...]) -> tuple[PrecisionPhase, ...]:
-    if len(phases) < 2:
+    if len(phases) < 2 and not any(phase.forward for phase in phases):
         raise ValueError("a schedule has two phases or more; of one precision write the name")
     *before, last = phases
     if last.until is not None or any(phase.until is None for phase in before):
@@ -98,7 +118,11 @@ def phases_of(setting: Any) -> list[tuple[float | int | None, str]]:
         return [(None, setting)]
     listed = setting if isinstance(setting, list | tuple) else ()
     phases = [each.model_dump() if isinstance(each, PrecisionPhase) else each for each in listed]
-    return [(each.get("until"), str(each["use"])) for each in phases if isinstance(each, Mapping) and "use" in each]
+    return [
+        (each.get("until"), f"{each['use']}{PLAIN_FORWARD if each.get('forward') else ''}")
+        for each in phases
+        if isinstance(each, Mapping) and "use" in each
+    ]
 
 
 def label(setting: Any, *, in_a_path: bool = False) -> str | None:
@@ -116,7 +140,8 @@ def label(setting: Any, *, in_a_path: bool = False) -> str | None:
 
 def is_quantized(setting: Any) -> bool:
     """Whether any phase computes in low precision; names that no precision has do not."""
-    return any(name in PRECISIONS and PRECISIONS[name].quantized for _, name in phases_of(setting))
+    used = [name.removesuffix(PLAIN_FORWARD) for _, name in phases_of(setting)]
+    return any(name in PRECISIONS and PRECISIONS[name].quantized for name in used)
 
 
 def last_steps(untils: Sequence[float | int | None], steps: int) -> list[int]:
@@ -169,7 +194,7 @@ class LowPrecisionSettings(Settings):
 
     def resolved(self, precision_name: str) -> Self:
         """The settings with every option that the precision takes, by its default where it is None, and all others None."""
-        defaults = PRECISIONS[precision_name].options
+        defaults = precision_called(precision_name).options
         options = {key: self.options_set.get(key, defaults[key]) if key in defaults else None for key in OPTIONS}
         return type(self).model_validate(self.model_dump() | options)
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -37,7 +37,7 @@ from pretrain.plan.plan import Plan
 from pretrain.plan.preflight import Job
 from pretrain.precision.product import Backend, PrecisionContext
 from pretrain.precision.scope import Decision, decide
-from pretrain.precision.selection import make_backend
+from pretrain.precision.selection import make_backends
 from pretrain.precision.settings import WEIGHT_DTYPES, ActivePrecision
 from pretrain.verify import audit
 
@@ -172,7 +172,7 @@ def in_its_precisions(
     """`hf` for packed batches, its layers fused where they can be and its linears in low precision; each of the run's precisions
     by name; and what is fused, for the audit."""
     actives, layers = job.plan.actives, model.decoder_layers(hf)
-    backends = {each.precision.name: make_backend(each, device) if each.precision.quantized else None for each in actives}
+    backends = make_backends(actives, device)
     context = PrecisionContext(
         backends[job.precision.name],
         job.compute_dtype,
@@ -184,8 +184,10 @@ def in_its_precisions(
     for each in actives:
         decisions = decide(hf, list(layers.values()), each) if each.precision.quantized else {}
         precisions[each.precision.name] = AssembledPrecision(each, backends[each.precision.name], decisions, {})
-    packed.fused, what_is_fused = _fuse(job, layers, precisions, context, device.type)
-    for each in precisions.values():
+    # A phase with a BF16 forward takes its products from the phase without, which so comes first.
+    in_order = sorted(precisions.values(), key=lambda each: each.active.precision.plain_forward)
+    packed.fused, what_is_fused = _fuse(job, layers, in_order, context, device.type)
+    for each in in_order:
         context.backend = each.backend
         convert(hf, each.decisions, context, packed.fused)
     context.backend = backends[job.precision.name]
@@ -195,7 +197,7 @@ def in_its_precisions(
 def _fuse(
     job: Job,
     layers: Mapping[str, nn.Module],
-    precisions: Mapping[str, AssembledPrecision],
+    precisions: Sequence[AssembledPrecision],
     context: PrecisionContext,
     device_type: str,
 ) -> tuple[FusedLayers | None, str]:
@@ -206,7 +208,7 @@ def _fuse(
         if arithmetic is None:
             return None, why_not
     arithmetic.keeps_rotated = job.plan.keeps_rotated
-    fused = fuse(layers, {each.backend: each.decisions for each in precisions.values()}, arithmetic)
+    fused = fuse(layers, {each.backend: each.decisions for each in precisions}, arithmetic)
     return fused if fused.layers else None, fused.describe()
 
 
@@ -251,8 +253,11 @@ def give_values(hf: PreTrainedModel, aside: dict[str, Tensor], optimizer: ExactA
 def observe(job: Job, accelerator: Accelerator, assembly: Assembly, console: Console) -> None:
     """Run a pack through the model in each of its precisions under observation, and fill the audit. Last, as it must see what
     training will run. Collective."""
-    for each in assembly.precisions.values():
+    # The present one comes last: a phase with a BF16 forward shares its histories, which are to begin anew.
+    for each in sorted(assembly.precisions.values(), key=lambda each: each is assembly.now):
         with assembly.using(each.active):
+            if each.backend is not None:
+                each.backend.reset()
             packs = REHEARSALS if assembly.context.state() else 1
             with console.progress("looking at what runs", "packs", total=packs):
                 products = rehearse(job.with_plan(active=each.active), accelerator, assembly)

@@ -20,7 +20,14 @@ from typing import Any
 from foundation.errors import InputError
 from foundation.settings import Settings, parse
 from pretrain.precision.formats.definition import Precision
-from pretrain.precision.settings import PRECISIONS, LowPrecisionSettings, PrecisionName, find_by_accelerate_name, phases_of
+from pretrain.precision.settings import (
+    PLAIN_FORWARD,
+    PRECISIONS,
+    LowPrecisionSettings,
+    PrecisionName,
+    find_by_accelerate_name,
+    phases_of,
+)
 from pretrain.settings.recipe import Recipe
 
 _ORIGIN = "accelerate configuration"
@@ -70,7 +77,8 @@ def with_precision(recipe: Recipe, environ: MutableMapping[str, str]) -> Recipe:
 def _with_schedule(recipe: Recipe, requested: Precision, inherited: LowPrecisionSettings) -> Recipe:
     """`with_precision` where `precision` is a schedule. The options of its one quantized precision are filled in as ever. Several
     have their own defaults, and then no option of the accelerate configuration counts."""
-    quantized = {use: PRECISIONS[use] for _, use in phases_of(recipe.precision) if PRECISIONS[use].quantized}
+    used = [PRECISIONS[name.removesuffix(PLAIN_FORWARD)] for _, name in phases_of(recipe.precision)]
+    quantized = {precision.name: precision for precision in used if precision.quantized}
     for precision in quantized.values():
         of_others = {key for other in quantized.values() for key in other.options} - set(precision.options)
         own = recipe.fp8_config.model_copy(update=dict.fromkeys(of_others))

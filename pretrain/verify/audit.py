@@ -183,7 +183,7 @@ def _not_run(observed: Sequence[ObservedProduct]) -> list[str]:
 
 def _is_expected(product: ObservedProduct, active: ActivePrecision) -> bool:
     """Whether both operands are of a kind that the precision makes. What an emulated one really is its blocks tell."""
-    kinds = [active.precision.operand_kind(active.settings, role) for role in OPERANDS[product.gemm]]
+    kinds = [active.precision.operand_kind(active.settings, role, product.gemm) for role in OPERANDS[product.gemm]]
     return [product.left, product.right] == kinds
 
 

@@ -142,7 +142,8 @@ def watching_products(packed: PackedLanguageModel, active: ActivePrecision) -> I
             exact = left @ right.t()
             plain = []
             for _ in range(DRAWS if by_chance else 1):
-                left, right = (quantized(name, *each) for each in zip(roles, operands, strict=True))
+                if not (precision.plain_forward and gemm == "forward"):
+                    left, right = (quantized(name, *each) for each in zip(roles, operands, strict=True))
                 plain.append((left @ right.t() + added).to(result.dtype).float() - added - exact)
         error = result[rows][:, columns].float() - added - exact
         products[name, gemm] = judge_product(f"{name} {gemm}", exact, error, plain)

@@ -24,13 +24,14 @@ from pretrain.model.wrapping import choose_arithmetic, convert, fuse, wrap_layer
 from pretrain.precision.observed import ProductObserver
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.scope import decide, is_called
-from pretrain.precision.selection import make_backend
-from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
+from pretrain.precision.selection import make_backends
+from pretrain.precision.settings import PLAIN_FORWARD, PRECISIONS, ActivePrecision, LowPrecisionSettings, precision_called
 from pretrain.precision.transformer_engine import unavailable_because
 from pretrain.settings.recipe import LossSettings, ModelSettings
 from tests.pretrain.model.fused.fused_models import ARCHITECTURES, build, inputs, losses_and_gradients, that_count
 
 ON_TE = [name for name, precision in PRECISIONS.items() if precision.quantized and precision.te_available]
+ON_TE += [f"{name}{PLAIN_FORWARD}" for name in ON_TE]
 LENGTH = 256
 LARGER = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4}
 train = partial(losses_and_gradients, steps=2, packs=4, device="cuda", length=LENGTH)
@@ -55,15 +56,15 @@ def assemble(
     keep: tuple[str, ...] = (),
     scope: str = "linear",
 ) -> PackedLanguageModel:
-    if PRECISIONS[recipe].quantized and (missing := unavailable_because(PRECISIONS[recipe])):
+    if precision_called(recipe).quantized and (missing := unavailable_because(precision_called(recipe))):
         pytest.skip(f"{recipe} needs {missing}")
     hf = build(config, torch.float32, "cuda", attention)
     model.round_weights(hf, weights)
-    backend = "transformer_engine" if PRECISIONS[recipe].quantized else "torch"
-    active = ActivePrecision(recipe, PRECISIONS[recipe], backend, settings_of(recipe, keep, scope))
+    backend = "transformer_engine" if precision_called(recipe).quantized else "torch"
+    active = ActivePrecision(recipe, precision_called(recipe), backend, settings_of(recipe, keep, scope))
     layers = decoder_layers(hf)
     decisions = decide(hf, list(layers.values()), active) if active.precision.quantized else {}
-    made = make_backend(active, torch.device("cuda")) if decisions else None
+    made = make_backends([active], torch.device("cuda"))[recipe]
     context = PrecisionContext(made, torch.bfloat16)
     packed = PackedLanguageModel(hf, attention, LossSettings(chunk=256), context).train()
     if fused:
@@ -82,7 +83,7 @@ def assemble(
 
 def settings_of(recipe: str, keep: tuple[str, ...] = (), scope: str = "linear") -> LowPrecisionSettings:
     """In every layer, and rounded to nearest."""
-    nearest = {"disable_stochastic_rounding": True} if "disable_stochastic_rounding" in PRECISIONS[recipe].options else {}
+    nearest = {"disable_stochastic_rounding": True} if "disable_stochastic_rounding" in precision_called(recipe).options else {}
     return LowPrecisionSettings(keep_bf16=keep, scope=scope, keep_bf16_layers={"last": 0}, **nearest).resolved(recipe)
 
 
@@ -122,7 +123,7 @@ def test_in_fp8_with_any_linears_in_bf16_it_is_as_near_to_bf16_as_the_unfused_mo
         assert 1 - cosine < 1.5 * (1 - theirs[parameter]) + 0.02, parameter
 
     packed = assemble(larger(name), recipe, fused=True, keep=keep)
-    active = ActivePrecision(recipe, PRECISIONS[recipe], "transformer_engine", settings_of(recipe))
+    active = ActivePrecision(recipe, precision_called(recipe), "transformer_engine", settings_of(recipe))
     observer = ProductObserver(active)
     with observer.looking_on():
         train(packed, steps=1)

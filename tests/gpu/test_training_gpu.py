@@ -19,7 +19,7 @@ from pretrain.model import attention
 from pretrain.model import huggingface as model
 from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.model.wrapping import wrap_layers
-from pretrain.precision.settings import PRECISIONS
+from pretrain.precision.settings import PLAIN_FORWARD, PRECISIONS
 from pretrain.run.trials import largest_that_fits
 from pretrain.settings.recipe import LossSettings, ModelSettings
 
@@ -122,7 +122,13 @@ def test_the_launcher_trains_in_low_precision(precision: str, train: Callable, l
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "keep"), [("delayed", "bf16", "[]"), ("bf16", "delayed", "[down_proj]"), ("current", "delayed", "[]")]
+    ("before", "after", "keep"),
+    [
+        ("delayed", "bf16", "[]"),
+        ("bf16", "delayed", "[down_proj]"),
+        ("current", "delayed", "[]"),
+        ("delayed", "delayed, forward: bf16", "[down_proj]"),
+    ],
 )
 def test_the_launcher_changes_its_precision_on_the_way(
     before: str, after: str, keep: str, train: Callable, low_precision_recipe: dict[str, Any], tmp_path: Path
@@ -134,6 +140,7 @@ def test_the_launcher_changes_its_precision_on_the_way(
     options = (schedule, f"fp8_config.keep_bf16={keep}")
     whole = train(*options, recipe=recipe, launch=launch)
     assert whole.status == 0, whole.output
+    after = after.replace(", forward: bf16", PLAIN_FORWARD)
     assert [step["precision"] for step in whole.records() if "loss" in step] == [before] * 6 + [after] * 6
     assert whole.losses()[-1] < 0.5 * whole.losses()[0]
     audit = json.loads((whole.run_dir / "audit.json").read_text())

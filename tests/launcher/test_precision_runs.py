@@ -49,6 +49,20 @@ def test_a_schedules_first_steps_are_the_plain_runs_and_it_resumes_at_its_switch
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+def test_a_phase_with_a_bf16_forward_has_bf16s_losses_and_a_resume_across_its_beginning_is_exact(started: Callable) -> None:
+    before = f"precision=[{{until: {SWITCH}, use: delayed}}, {{use: "
+    whole, to_bf16 = started("whole", f"{before}delayed, forward: bf16}}]"), started("to_bf16", f"{before}bf16}}]")
+    assert whole.losses()[: SWITCH + 1] == to_bf16.losses()[: SWITCH + 1], "of the same weights, the first one of the phase too"
+    assert whole.losses()[SWITCH + 1 :] != to_bf16.losses()[SWITCH + 1 :], "whose gradients are not the same"
+    assert audit_of(whole)["phases"] == {"1": "delayed", "4": "delayed_bf16_forward"}
+    again = started("again", f"{before}delayed, forward: bf16}}]", "--resume", f"{whole.run_dir}/checkpoints/step-00000002")
+    assert again.losses() == whole.losses()[2:]
+    ours, theirs = (tensors_of(run.run_dir / "checkpoints" / "step-00000005") for run in (again, whole))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    first = started("first", f"precision=[{{until: {SWITCH}, use: delayed, forward: bf16}}, {{use: delayed}}]")
+    assert audit_of(first)["phases"] == {"1": "delayed_bf16_forward", "4": "delayed"}, "whichever is first, both find one history"
+
+
 def test_a_run_goes_on_in_another_precision_and_other_weights_if_that_is_accepted(started: Callable) -> None:
     first = started("run", "precision=bf16", "train.steps=3").losses()
     then = started("run", "precision=delayed", "weights=fp32", "train.steps=5", "--accept-changes")

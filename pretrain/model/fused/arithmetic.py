@@ -27,6 +27,7 @@ from torch.autograd.function import FunctionCtx
 from pretrain.model.fused import formulas
 from pretrain.precision.formats.definition import Role
 from pretrain.precision.observed import watched
+from pretrain.precision.plain_forward import TwoForms
 from pretrain.precision.product import Backend, Gemm, Multiplication, Operand, PlainProduct, PrecisionContext, Product
 from pretrain.precision.transformer_engine import TransformerEngineProduct
 
@@ -190,10 +191,10 @@ class Arithmetic:
             import transformer_engine_torch as tex
 
             options = (tex.DType.kBFloat16, 0, False)
-            if product.seen_by.observers:
+            if (quantizer := product.quantizer("input")) is not None and product.seen_by.observers:
                 product.show("input", tex.rmsnorm_fwd(x, weight, eps, None, None, *options)[0])
-            y, _, rstd = tex.rmsnorm_fwd(x, weight, eps, None, product.quantizer("input"), *options)
-            return y, rstd
+            y, _, rstd = tex.rmsnorm_fwd(x, weight, eps, None, quantizer, *options)
+            return (product.operand("input", y) if quantizer is None else y), rstd
         y, rstd = self.kernels.norm.rms_norm(x, weight, eps)
         return product.operand("input", y), rstd
 
@@ -235,7 +236,8 @@ class Arithmetic:
                 return self.kernels.activation.quantized_swiglu(hidden, quantizer)
             activated = tex.swiglu(hidden, quantizer)
             return activated, activated
-        return down.operand("input", self.kernels.activation.swiglu(hidden)), None
+        operand = down.operand("input", self.kernels.activation.swiglu(hidden))
+        return operand, operand if isinstance(operand, TwoForms) else None
 
     def activate_backward(
         self, d_activated: Tensor, hidden: Tensor, kept: Operand, gate_up: StackedProduct, down: StackedProduct
@@ -244,7 +246,8 @@ class Arithmetic:
         takes them."""
         if (of_down := down.quantizer("input")) is None:
             d_hidden, activated = self.kernels.activation.swiglu_backward(d_activated, hidden)
-            return gate_up.operand("grad_output", d_hidden), down.product.operand("input", activated)
+            activated = down.product.operand("input", activated) if kept is None else kept
+            return gate_up.operand("grad_output", d_hidden), activated
         import transformer_engine_torch as tex
 
         of_gate_up = gate_up.quantizer("grad_output")
@@ -263,7 +266,7 @@ class Arithmetic:
         """ctx.save_for_backward for operands of any kind; of a quantized one, what the weight's gradient takes. Nothing where
         there is no backward."""
         if self.differentiable:
-            tensors, ctx.rest = self.library.save(*operands)
+            tensors, ctx.rest = self.library.save(*(each.low if isinstance(each, TwoForms) else each for each in operands))
             ctx.save_for_backward(*tensors)
 
     def saved(self, ctx: FunctionCtx) -> Sequence[Operand | None]:

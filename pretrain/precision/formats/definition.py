@@ -88,6 +88,7 @@ class Precision:
     accelerate_name: str | None = None  # the value of accelerate's `mixed_precision` that means this, if nothing else is said
     fallback_rank: int | None = None  # `on_unsupported: fallback` takes the lowest rank that the device has
     multiple_of: int = 1  # what both features of a linear and the number of tokens must be multiples of
+    plain_forward: bool = False  # forward products take operands as they are: in a phase with `forward: bf16`
     options: Mapping[str, Any] = field(default_factory=dict)  # of `fp8_config`, those that it takes: with their defaults
 
     @property
@@ -143,7 +144,7 @@ class QuantizedPrecision(Precision):
     def fuses_head_on(self, capability: tuple[int, int] | None) -> bool:
         """Whether the softmax can write its gradient as the head's operand (pretrain.model.loss.fp8_head): on a device of this
         compute capability, None: Hopper's."""
-        return not self.block_scaled and (capability is None or capability < BLACKWELL)
+        return not (self.block_scaled or self.plain_forward) and (capability is None or capability < BLACKWELL)
 
     def layouts_on(self, capability: tuple[int, int] | None) -> int:
         """One or two; `capability` None: Hopper's. Where FP8 products read operands either way (Transformer Engine's
@@ -189,6 +190,8 @@ class QuantizedPrecision(Precision):
         transform = self.transform(settings, role)
         return lambda x, scale, amax: quantize(x.t() if transform is None else transform(x.t()), scale, None)
 
-    def operand_kind(self, settings: OptionValues, role: Role) -> str:
-        """What an operand is called in the audit: "e4m3 in blocks of 128"."""
+    def operand_kind(self, settings: OptionValues, role: Role, gemm: str | None = None) -> str:
+        """What an operand, in one of its products, is called in the audit: "e4m3 in blocks of 128"."""
+        if self.plain_forward and gemm == "forward":
+            return self.compute_dtype
         return f"{self.grid(settings, role).name.lower()} {self.scales}"

@@ -16,7 +16,7 @@ from pretrain.plan.memory import Devices, layers_of
 from pretrain.plan.plan import Plan, fits_gathered, spend_spare_memory
 from pretrain.plan.rendering import render
 from pretrain.precision.selection import missing_on, select_precision
-from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
+from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings, precision_called
 from pretrain.settings.recipe import Recipe
 from tests.pretrain.plan.plan_recipe import QWEN3, flops_of, on_meta, recipe
 
@@ -60,6 +60,13 @@ def test_a_mixture_is_planned_with_the_experts_of_a_token_which_are_in_bf16() ->
     assert made.flops.expert_weights == experts and made.flops.idle_weights == 3 * experts
     assert made.peak_tflops == pytest.approx(made.flops_per_token / seconds)
     assert "experts compute in BF16" in render(made) and "experts" not in render(in_one)
+
+
+def test_with_a_bf16_forward_a_third_of_the_flops_are_at_bf16s_peak(qwen3: PreTrainedModel) -> None:
+    settings = LowPrecisionSettings().resolved("delayed")
+    active = ActivePrecision("delayed_bf16_forward", precision_called("delayed_bf16_forward"), "transformer_engine", settings)
+    made = replace(plan(qwen3, recipe(), Devices(name="NVIDIA H100 80GB HBM3")), active=active)
+    assert made.peak_tflops == pytest.approx(3 / (1 / 989.5 + 2 / 1979.0))
 
 
 @given(packs=st.integers(1, 300), devices=st.integers(1, 40))

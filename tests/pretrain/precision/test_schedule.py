@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foundation.errors import InputError
-from pretrain.precision.settings import is_quantized, label, last_steps, phases_of
+from pretrain.precision.settings import PLAIN_FORWARD, is_quantized, label, last_steps, phases_of, precision_called
 from pretrain.settings.config import load_recipe, resolved, run_dir_of
 from pretrain.settings.launch import with_precision
 from pretrain.settings.recipe import Recipe
@@ -38,10 +38,31 @@ def test_a_schedule_has_a_label_and_a_folder(loaded: Any, last: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("[{until: 0.94, use: nvfp4}, {use: nvfp4, forward: bf16}]", "nvfp4 to 94 %, then nvfp4_bf16_forward"),
+        ("[{use: delayed, forward: bf16}]", "delayed_bf16_forward"),  # from the first step to the last
+    ],
+)
+def test_a_phase_with_a_bf16_forward_has_a_name_of_its_own_and_the_options_of_its_precision(
+    loaded: Any, text: str, name: str
+) -> None:
+    recipe = loaded(f"precision={text}")
+    phases = phases_of(recipe.precision)
+    assert label(recipe.precision) == name and is_quantized(recipe.precision)
+    *_, (_, last) = phases
+    precision, own = precision_called(last), last.removesuffix(PLAIN_FORWARD)
+    assert (precision.name, precision.plain_forward, precision.options) == (last, True, precision_called(own).options)
+    decided = with_precision(recipe, {})
+    assert decided.fp8_config == recipe.fp8_config.resolved(own) and phases_of(resolved(decided)["precision"]) == phases
+
+
+@pytest.mark.parametrize(
     ("text", "said"),
     [
         ("[{until: 0.8, use: nvfp5},{use: bf16}]", "`precision.0.use`: Input should be 'fp32'"),
         ("[{until: 1.5, use: nvfp4},{use: bf16}]", "`precision.0.until`: 1.5 is neither a share of the steps"),
+        ("[{until: 0.5, use: bf16, forward: bf16},{use: nvfp4}]", "`precision.0`: `forward: bf16` is for what quantizes"),
         ("[{until: 0.5, use: nvfp4}]", "`precision`: a schedule has two phases or more"),
         ("[{until: 0.5, use: nvfp4},{until: 0.9, use: bf16}]", "`precision`: every phase but the last needs an `until`"),
         ("[{until: 0.5, use: fp32},{use: bf16}]", "fp32 and bf16 cannot be phases of one run"),

@@ -28,8 +28,8 @@ from pretrain.optimizer import adamw
 from pretrain.optimizer.adamw import ExactAdamW, clear_gradients
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.scope import Decision, decide
-from pretrain.precision.selection import make_backend
-from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
+from pretrain.precision.selection import make_backends
+from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings, precision_called
 from pretrain.settings.recipe import LossSettings, ModelSettings, Recipe
 from pretrain.verify import audit
 from pretrain.verify.parity import Parity, check_parity
@@ -138,7 +138,7 @@ def build_run(
         config={"model_type": kind, **ARCHITECTURES[kind], LAYERS.get(kind, "num_hidden_layers"): layers},
         gradient_checkpointing="full" if recompute else "none",
     )
-    wanted = PRECISIONS[precision]
+    wanted = precision_called(precision)
     options = LowPrecisionSettings(**({"keep_bf16_layers": {"last": 0}} | fp8_config)).resolved(precision)
     device = accelerator.device
     low = "emulation" if device.type == "cpu" else "transformer_engine"
@@ -146,7 +146,7 @@ def build_run(
     stored_in = torch.float32 if weights == "fp32" else torch.bfloat16
     hf = model.build(settings, model.load_config(settings), weights=stored_in, seed=seed, device=device, backend="packed_sdpa")
     compute = getattr(torch, wanted.compute_dtype)
-    context = PrecisionContext(make_backend(active, device) if wanted.quantized else None, compute)
+    context = PrecisionContext(make_backends([active], device)[precision], compute)
     packed = PackedLanguageModel(hf, "packed_sdpa", loss or LossSettings(chunk=256), context)
     inside = decoder_layers(hf)
     decisions = decide(hf, list(inside.values()), active) if wanted.quantized else {}

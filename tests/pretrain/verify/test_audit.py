@@ -24,8 +24,10 @@ from pretrain.model.fused.arithmetic import Arithmetic
 from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.model.wrapping import fuse
+from pretrain.precision import emulation
 from pretrain.precision.emulation import EmulationBackend
-from pretrain.precision.observed import ProductObserver
+from pretrain.precision.observed import ProductObserver, watched
+from pretrain.precision.plain_forward import PlainForwardProduct
 from pretrain.precision.product import PlainProduct, PrecisionContext
 from pretrain.precision.scope import check_scope
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
@@ -216,6 +218,38 @@ def test_a_model_of_which_a_recipe_can_take_no_linear_is_refused(scope: str, ref
     active = ActivePrecision("block", PRECISIONS["block"], "emulation", LowPrecisionSettings(scope=scope).resolved("block"))
     with pytest.raises(InputError, match="is left no linear of Qwen3ForCausalLM") if refused else nullcontext():
         check_scope(shapes, list(model.decoder_layers(shapes).values()), active)
+
+
+# ── A forward in BF16 ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_phase_with_a_bf16_forward_multiplies_forward_in_bf16_and_backward_in_low_precision(small: Callable) -> None:
+    run = small("nvfp4_bf16_forward")
+    entries = run.audit()
+    assert {entry["effective"] for entry in entries} == {"nvfp4_bf16_forward"}
+    fp4 = "e2m1 in blocks of 16"
+    expected = {"forward": "bfloat16 x bfloat16", "dgrad": f"{fp4} x {fp4}", "wgrad": f"{fp4} x {fp4}"}
+    assert all(entry["products"] == expected for entry in entries)
+    run.confirm(entries)
+    parity = run.parity()
+    assert parity.failures == [] and parity.quantized_loss == parity.loss, "the forward is the BF16 model's"
+    assert len(parity.products) == 3 * len(entries)
+
+
+def test_a_phase_that_quantizes_its_forward_or_not_its_gradients_is_refused(small: Callable, monkeypatch: Any) -> None:
+    run = small("nvfp4_bf16_forward")
+    entries, right, fp4 = run.audit(), PlainForwardProduct.multiply, "e2m1 in blocks of 16"
+
+    def quantized(self: Any, gemm: str, left: Any, other: Any, *rest: Any) -> Tensor:
+        if gemm != "forward":
+            return right(self, gemm, left, other, *rest)
+        return self.low.multiply(gemm, left.low, other.low, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PlainForwardProduct, "multiply", quantized)
+        assert f"forward {fp4} x {fp4}" in refusal(run.audit) and f"forward {fp4} x {fp4}" in refusal(run.confirm, entries)
+    monkeypatch.setattr(emulation, "watched", lambda names, gemm, scales: watched(names, gemm))  # operands that are no codes
+    assert "dgrad float32 x float32, wgrad float32 x float32" in refusal(run.audit)
 
 
 # ── Operands that are not what they are called ─────────────────────────────────────────────────────────────────────────────────

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from foundation.attributes import holding
 from pretrain.model import huggingface as model
 from pretrain.model.fused import activation_kernel, formulas
 from pretrain.model.gradients import attach_main_gradients
@@ -23,8 +24,8 @@ from pretrain.model.wrapping import choose_arithmetic, convert, fuse
 from pretrain.precision.observed import ProductObserver
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.scope import decide, is_called
-from pretrain.precision.selection import make_backend
-from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
+from pretrain.precision.selection import make_backends
+from pretrain.precision.settings import PLAIN_FORWARD, ActivePrecision, LowPrecisionSettings, precision_called
 from pretrain.settings.recipe import LossSettings
 from pretrain.verify.audit import _is_expected
 from tests.pretrain.model.fused.fused_models import ARCHITECTURES, build, losses_and_gradients, that_count
@@ -44,26 +45,31 @@ def b200(references: Path) -> Iterator[None]:
 
 
 def active_in(precision: str, backend: str, keep: tuple[str, ...] = ()) -> ActivePrecision:
-    options = {"disable_stochastic_rounding": True} if precision == "nvfp4" else {}
+    of = precision_called(precision)
+    options = {"disable_stochastic_rounding": True} if "disable_stochastic_rounding" in of.options else {}
     settings = LowPrecisionSettings(scope="linear+head", keep_bf16_layers={"last": 0}, keep_bf16=keep, **options)
-    return ActivePrecision(precision, PRECISIONS[precision], backend, settings.resolved(precision))
+    return ActivePrecision(precision, of, backend, settings.resolved(precision))
 
 
-def assembled(active: ActivePrecision, *, fused: bool) -> PackedLanguageModel:
+def assembled(*actives: ActivePrecision, fused: bool) -> PackedLanguageModel:
+    """A model that computes in the first of `actives`, or another, in its turn."""
     hf = build(CONFIG)
     model.round_weights(hf, torch.bfloat16)
-    layers = decoder_layers(hf)
-    decisions = decide(hf, list(layers.values()), active) if active.precision.quantized else {}
-    backend = make_backend(active, torch.device("cpu")) if decisions else None
-    packed = PackedLanguageModel(hf, "packed_sdpa", LossSettings(chunk=64), PrecisionContext(backend, torch.bfloat16)).train()
+    layers, made = decoder_layers(hf), make_backends(actives, torch.device("cpu"))
+    context = PrecisionContext(None, torch.bfloat16, backends=[*filter(None, made.values())])
+    packed = PackedLanguageModel(hf, "packed_sdpa", LossSettings(chunk=64), context).train()
+    decisions = {
+        made[each.precision.name]: decide(hf, list(layers.values()), each) for each in actives if each.precision.quantized
+    }
     if fused:
-        arithmetic, why_not = choose_arithmetic("auto", active, "cuda", packed.context)
+        arithmetic, why_not = choose_arithmetic("auto", actives[0], "cuda", context)
         assert arithmetic, why_not
         arithmetic.kernels = SimpleNamespace(norm=formulas, rotary=formulas, activation=ACTIVATION)
-        packed.fused = fuse(layers, {backend: decisions}, arithmetic)
+        packed.fused = fuse(layers, decisions, arithmetic)
         assert not packed.fused.left_out
-    if decisions:
-        convert(hf, decisions, packed.context, packed.fused)
+    for context.backend, each in decisions.items():
+        convert(hf, each, context, packed.fused)
+    context.backend = made[actives[0].precision.name]
     attach_main_gradients(packed, torch.float32, packed.fused.stacks if fused else ())
     return packed
 
@@ -111,3 +117,28 @@ def test_fused_layers_multiply_in_it_and_err_as_the_unfused_model_does(
         else:
             assert all(_is_expected(product, active) for product in products), products
     assert ("lm_head" in observer.products) == ("lm_head" not in keep), "the head is observed where it is in low precision"
+
+
+@pytest.mark.parametrize("precision", ON_BLACKWELL)
+@pytest.mark.parametrize("keep", [(), ("down_proj",), ("gate_proj", "up_proj", "lm_head")])
+def test_a_phase_with_a_bf16_forward_shares_the_quantizers_of_the_phase_before(
+    precision: str, keep: tuple[str, ...], exact: Trained
+) -> None:
+    actives = [active_in(each, "transformer_engine", keep) for each in (precision, f"{precision}{PLAIN_FORWARD}")]
+    packed = assembled(*actives, fused=True)
+    quantized, (backend, plain_forward) = packed.context.backend, packed.context.backends
+    low = train(packed)
+    assert backend is quantized
+    with holding(packed.context, backend=None):
+        in_bf16 = train(packed)
+    observer = ProductObserver(actives[1])
+    with holding(packed.context, backend=plain_forward), observer.looking_on():
+        losses, gradients = train(packed)
+    assert losses == in_bf16[0] != low[0], "to the bit"
+    for linear, products in observer.products.items():
+        if not any(is_called(linear, pattern) for pattern in keep):
+            assert all(_is_expected(product, actives[1]) for product in products), products
+    for name in that_count(exact[1]):
+        errors = [(each[name] - exact[1][name]).norm() for each in (gradients, low[1], in_bf16[1])]
+        assert errors[2] <= errors[0] <= 1.1 * errors[1] or errors[1] < 0.01 * exact[1][name].norm(), name
+    assert train(packed)[0] == low[0], "and back again"

@@ -1,0 +1,95 @@
+"""Forward products in BF16 and gradients in low precision: what a phase with `forward: bf16` computes.
+
+Loss and activations are then those of the BF16 model, while two of three products are as fast as before. At the end of a training
+that takes back most of what NVFP4 has cost (arXiv:2509.25149, appendix D).
+
+A phase in the same precision without it shares quantizers, histories and quantized weights: its backend is inside of this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pretrain.precision.formats.definition import Role
+from pretrain.precision.observed import watched
+from pretrain.precision.product import Backend, Gemm, Operand, PlainProduct, Product, Saved
+
+
+@dataclass(eq=False)
+class TwoForms:
+    """A factor as it is, [rows, features], for the forward product (a weight until it has been used), and quantized, for a
+    gradient's; None where there is no gradient."""
+
+    plain: Tensor | Callable[[], Tensor] | None
+    low: Operand | None
+
+
+class PlainForwardProduct:
+    """A `Product` that is `low`, a quantized one, but for its forward product, which takes operands as they are."""
+
+    supports_fused_loss = False
+    __call__ = Product.__call__
+
+    def __init__(self, low: Product) -> None:
+        self.low, self._plain, self._weight = low, PlainProduct(low.name), TwoForms(None, None)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.low, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self.low if name == "members" else self, name, value)
+
+    def operand(self, role: Role, x: Tensor, *, both: bool = True) -> Operand:
+        """Of an input both forms: histories of delayed scaling see it in forward, as ever."""
+        if role != "input":
+            return self.low.operand(role, x, both=both)
+        return TwoForms(self._plain.operand(role, x), self.low.operand(role, x) if both else None)
+
+    def quantizer(self, role: Role, *, both: bool) -> Any | None:
+        return None if role == "input" else self.low.quantizer(role, both=both)
+
+    def weight_operand(self, matrix: Callable[[], Tensor], *, refresh: bool, differentiable: bool) -> TwoForms:
+        if not differentiable:
+            return TwoForms(matrix, None)
+        low = self.low.weight_operand(matrix, refresh=refresh, differentiable=True)
+        if self._weight.low is not low:  # one object as long as the quantized weight is the same
+            self._weight = TwoForms(None, low)
+        self._weight.plain = matrix
+        return self._weight
+
+    def multiply(self, gemm: Gemm, left: Operand, right: Operand, dtype: torch.dtype, *added: Tensor | None) -> Tensor:
+        if gemm != "forward":
+            return self.low.multiply(gemm, left, right.low if gemm == "dgrad" else right, dtype)
+        matrix, right.plain = right.plain(), None
+        with watched(self.members, gemm):
+            return self._plain.multiply(gemm, left.plain, matrix, dtype, *added)
+
+    def codes(self, operand: Operand) -> Tensor:
+        """Those of a gradient's product: the forward has no copy that could be old."""
+        return self.low.codes(operand.low if isinstance(operand, TwoForms) else operand)
+
+    def save(self, operand: TwoForms) -> Saved:
+        return ((), None) if operand.low is None else self.low.save(operand.low)
+
+
+class PlainForwardBackend:
+    """A `Backend` whose products are those of another one, but for their forward."""
+
+    def __init__(self, low: Backend) -> None:
+        self._low = low
+
+    def product(self, name: str, in_features: int, out_features: int, *, bias: bool) -> PlainForwardProduct:
+        there = (each for each in self._low.products if each.name == name)  # of the phase without it
+        return PlainForwardProduct(next(there, None) or self._low.product(name, in_features, out_features, bias=bias))
+
+    def describe(self) -> str:
+        return f"{self._low.describe()}; forward products by torch {torch.__version__}"
+
+    def __getattr__(self, name: str) -> Any:
+        """Forwards, recomputation and the state are the other one's."""
+        return getattr(self._low, name)
