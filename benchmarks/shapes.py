@@ -172,7 +172,7 @@ def measure_shape(shape: Shape, before: Mapping[str, Any], arguments: argparse.N
         if before.get("settings", {}).get("recipe_text") == bench.result["settings"]["recipe_text"]:
             bench.result["ways"] = {name: way for name, way in before["ways"].items() if name not in ways}
         bench.run([entry for entry in MODELS[model].entries if entry.name in ways])
-        result = bench.result
+        result = json.loads(json.dumps(bench.result).replace(f"{folder}/", ""))
     most = peak(next(iter(arguments.environment["gpus"]), None), "bf16")
     squares = result["packs"]["sum_squared_lengths_per_token"]
     for way in result["ways"].values():
