@@ -1,43 +1,51 @@
 """The models of the documents that this project began with: their speed on one GPU, in BF16, in FP8, and with the head in FP8.
 
     python -m benchmarks.shapes --out benchmarks/results/speed/h200_shapes.json
+    python -m benchmarks.shapes --out benchmarks/results/speed/h200_shapes.json --shapes "Qwen3 1.83B" --ways hf_eager
     python -m benchmarks.shapes --report benchmarks/results/speed/h200_shapes.json
 
 Each is built from its shape with random weights and trains on the packs of `benchmarks.throughput_packs`: what the weights are
-does not decide how fast a product is. A step has 131,072 tokens in microbatches of 32,768, and all else but the model is as in
-`benchmarks.throughput`: shapes can be held beside each other. `hf_eager` is plain transformers, and what all others are judged
-against.
+does not decide how fast a product is. Microbatches have 32,768 tokens, and all else but the model and the step's tokens is as in
+`benchmarks.throughput`. Llama-3.1-8B takes whole documents of 8,192 tokens, one at a time, with moments in BF16.
+
+Of the minute that a training takes here, seconds are timed. So ways are forked from one process that has imported what they need,
+share the kernels that one of them has compiled, and leave out parity, which the doctor and tests/gpu hold. Steps have 65,536
+tokens: 131,072 halve the update's share. The first two, which search and compile, are not timed; of the others the median is
+meant, and the table says how far apart they are. `hf_eager`, if named, is plain transformers, by which the others are judged.
 `--report` prints the table; `--tiny` goes through everything with a small model on a CPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
+import gc
+import importlib
 import json
 import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from benchmarks.machine import command
+from benchmarks.machine import command, environment_from_elsewhere, processor
 from benchmarks.throughput_run import Bench, Settings
 from benchmarks.ways.entries import BASELINE, CPU, GPU, MODELS
 from foundation.command import run_command
 from foundation.files import replace_file
 from foundation.units import TERA, markdown, percent
-from pretrain.metrics.flops import ModelFlops, nanogpt
 from pretrain.metrics.peaks import peak
-from pretrain.model.huggingface import build_on_meta, load_config
 from pretrain.settings.config import load_recipe, resolved
 
-MICROBATCH = 32_768  # tokens
 WAYS = (BASELINE, "bf16_exact", "delayed_exact", "delayed_exact_head")
 LABELS = ("transformers, eager", "BF16", "FP8 delayed", "and the head")
+IMPORTED = "train_accelerate benchmarks.ways.worker matplotlib.pyplot"  # by all ways, and on GPUs:
+LIBRARIES = "triton transformer_engine.pytorch flash_attn.cute.interface"  # in this order: the last one spoils the one before it
 
 
 @dataclass(frozen=True)
@@ -46,13 +54,18 @@ class Shape:
 
     recipe: str
     config: Mapping[str, Any] | None = None
+    microbatch: int = 32_768  # tokens
+    more: tuple[str, ...] = ()  # settings
+    whole_documents: bool = False
+    warm_up: int = 2  # steps before those that are timed
+    steps: int = 3  # timed ones
 
-    def settings(self) -> list[str]:
-        """What is changed in the recipe of `benchmarks.throughput` to measure it."""
+    def settings(self, tokens: int) -> list[str]:
+        """What is changed in the recipe of `benchmarks.throughput` to measure it in steps of so many `tokens`."""
         recipe = load_recipe(Path(self.recipe))
         length, config = recipe.data.length, self.config or recipe.model.config
-        microbatch = max(1, MICROBATCH // length)
-        return [f"model.config={json.dumps(config)}", f"data.length={length}", f"batch.microbatch={microbatch}"]
+        batch = [f"batch.tokens={tokens}", f"batch.microbatch={max(1, self.microbatch // length)}"]
+        return [f"model.config={json.dumps(config)}", f"data.length={length}", *batch, *self.more]
 
 
 def llama_3_2(hidden: int, layers: int, heads: int) -> dict[str, Any]:
@@ -63,14 +76,20 @@ def llama_3_2(hidden: int, layers: int, heads: int) -> dict[str, Any]:
 
 
 SHAPES = {
-    "GPT-2 124M": Shape("recipes/gpt2_fineweb_edu.yaml"),
-    "Llama-3.2-1B": Shape("recipes/llama3_2_1b_openmath.yaml", llama_3_2(2048, 16, 32)),
-    "Llama-3.2-3B": Shape("recipes/llama3_2_3b_openmath.yaml", llama_3_2(3072, 28, 24)),
+    "GPT-2 124M": Shape("recipes/gpt2_fineweb_edu.yaml", warm_up=4, steps=12),
     "GPT-2 1.27B": Shape("recipes/gpt2_slimpajama.yaml"),
     "LLaMA-2 1.29B": Shape("recipes/llama2_slimpajama.yaml"),
     "LLaMA-3 1.54B": Shape("recipes/llama3_1_5b_slimpajama.yaml"),
     "Qwen3 1.83B": Shape("recipes/qwen3_slimpajama.yaml"),
     "LLaMA-3 2.22B": Shape("recipes/llama3_2_2b_slimpajama.yaml"),
+    "Llama-3.2-1B": Shape("recipes/llama3_2_1b_openmath.yaml", llama_3_2(2048, 16, 32)),
+    "Llama-3.2-3B": Shape("recipes/llama3_2_3b_openmath.yaml", llama_3_2(3072, 28, 24)),
+    "Llama-3.1-8B": Shape(
+        "benchmarks/llama_3_1_8b.yaml",
+        microbatch=8192,
+        more=("optimizer.moments=bf16",),
+        whole_documents=True,
+    ),
 }
 
 
@@ -86,13 +105,13 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--shapes", type=lambda text: text.split(","), default=list(SHAPES), metavar="A,B", help="only these (default: all)")
-    add("--ways", type=lambda text: text.split(","), default=WAYS, metavar="A,B", help=f"only these of {', '.join(WAYS)}")
-    add("--warm-up", type=int, default=3, help="steps before those that are timed")
-    add("--steps", type=int, default=5, help="timed steps")
-    add("--timeout", type=float, default=200, help="seconds for one way")
+    add("--ways", type=lambda text: text.split(","), default=WAYS[1:], metavar="A,B", help=f"of {', '.join(WAYS)}; default: ours")
+    add("--tokens", type=int, default=65_536, help="of a step; default: 65536")
+    add("--timeout", type=float, default=150, help="seconds for one way")
     add("--tiny", action="store_true", help="one small model on the CPU: a dry run")
-    add("--out", type=Path, help="the result file; shapes that it has, and that are not named now, stay")
+    add("--out", type=Path, help="the result file; what it has, and is not named now, stays")
     add("--report", type=Path, metavar="FILE", help="a result file to print the table of")
+    add("--libraries", default=LIBRARIES, help="imported before the fork; where one of them uses the GPU then, all are left out")
     arguments = parser.parse_args()
     if not (arguments.report or arguments.out):
         parser.error("--out FILE is needed, to hold the result")
@@ -100,34 +119,61 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def measure(arguments: argparse.Namespace) -> None:
-    """Measure every shape that is asked for, each way in a process of its own; `--out` is whole after each shape."""
-    if arguments.tiny:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    """Measure every shape that is asked for; `--out` is whole after each."""
     shapes = {"tiny": Shape("benchmarks/tiny.yaml")} if arguments.tiny else {name: SHAPES[name] for name in arguments.shapes}
+    arguments.environment = prepare_to_fork(arguments)
     result = json.loads(arguments.out.read_text()) if arguments.out.exists() else {"command": command(), "shapes": {}}
     for name, shape in shapes.items():
         print(f"── {name}", flush=True)
-        result["shapes"][name] = measured = measure_shape(shape, arguments)
-        result["environment"] = measured.pop("environment")
+        result["shapes"][name] = measured = measure_shape(shape, result["shapes"].get(name, {}), arguments)
+        measured["environment"] = arguments.environment
         replace_file(arguments.out, json.dumps(result, indent=1).encode() + b"\n")
     print(table(result))
 
 
-def measure_shape(shape: Shape, arguments: argparse.Namespace) -> dict[str, Any]:
-    """One shape's ways as `benchmarks.throughput` measures and judges them, and its utilisation of the device."""
+def prepare_to_fork(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Import what ways need; returns versions and devices. Where a library has used the GPU by that, which a forked process could
+    not do then, begin again without them."""
+    # With NVML torch can ask how many GPUs there are without using one.
+    os.environ |= {"CUDA_VISIBLE_DEVICES": ""} if arguments.tiny else {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as the launcher has it
+    gc.disable()
+    for name in IMPORTED.split():
+        importlib.import_module(name)
+    for name in arguments.libraries.split():
+        with suppress(ImportError, OSError, RuntimeError):
+            importlib.import_module(name)
+    gc.freeze()  # no collection looks through it
+    atexit.register(gc.unfreeze)  # or Triton's library reports as leaked what it holds
+    gc.enable()
+    try:
+        return environment_from_elsewhere("fork") | {"processor": processor()}  # names GPUs, for which it begins to use them
+    except RuntimeError as error:
+        if not arguments.libraries:
+            raise
+        print(f"{error}; once more without {arguments.libraries}", flush=True)
+        os.execv(sys.executable, [sys.executable, "-m", "benchmarks.shapes", *sys.argv[1:], "--libraries="])
+
+
+def measure_shape(shape: Shape, before: Mapping[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
+    """One shape's ways as `benchmarks.throughput` measures and judges them, with those of `before`; how well they use the GPU."""
+    from pretrain.metrics.flops import ModelFlops, nanogpt  # torch, once it is known how
+    from pretrain.model.huggingface import build_on_meta, load_config
+
     model, configuration = ("tiny", CPU) if arguments.tiny else ("qwen3_1_7b", GPU)
-    with tempfile.TemporaryDirectory(prefix="shapes-") as folder:
-        changed = [] if arguments.tiny else shape.settings()
-        recipe = load_recipe(MODELS[model].recipe, changed)
-        (path := Path(folder, "recipe.yaml")).write_text(yaml.safe_dump(resolved(recipe), sort_keys=False))
-        settings = Settings(model, path, configuration, arguments.warm_up, arguments.steps, arguments.timeout)
-        bench = Bench(settings, Path(folder, "result.json"), command(), go_on=False)
-        ways = ("hf_eager", "fp32") if arguments.tiny else arguments.ways
-        bench.run([entry for entry in MODELS[model].entries if entry.name in ways])
-        result = bench.result
+    changed = ["parity=false", *([] if arguments.tiny else shape.settings(arguments.tokens))]
+    recipe = load_recipe(MODELS[model].recipe, changed)
     flops = ModelFlops.of(build_on_meta(load_config(recipe.model)))
-    gpus = result["environment"]["gpus"]
-    most = peak(gpus[0], "bf16") if gpus else None
+    with tempfile.TemporaryDirectory(prefix="shapes-") as folder:
+        (path := Path(folder, "recipe.yaml")).write_text(yaml.safe_dump(resolved(recipe), sort_keys=False))
+        settings = Settings(model, path, configuration, shape.warm_up, shape.steps, arguments.timeout, shape.whole_documents)
+        bench = Bench(settings, Path(folder, "result.json"), command(), forks=True)
+        ways = ("hf_eager", "fp32") if arguments.tiny else arguments.ways
+        if before.get("settings", {}).get("recipe_text") == bench.result["settings"]["recipe_text"]:
+            bench.result["ways"] = {name: way for name, way in before["ways"].items() if name not in ways}
+        bench.run([entry for entry in MODELS[model].entries if entry.name in ways])
+        result = json.loads(json.dumps(bench.result).replace(f"{folder}/", ""))
+    most = peak(next(iter(arguments.environment["gpus"]), None), "bf16")
     squares = result["packs"]["sum_squared_lengths_per_token"]
     for way in result["ways"].values():
         if way["status"] == "ok" and most:
@@ -139,10 +185,11 @@ def measure_shape(shape: Shape, arguments: argparse.Namespace) -> dict[str, Any]
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Tokens/s of each shape and way; what FP8 gains; utilisation of the BF16 peak by two counts of FLOPs; memory."""
+    """Tokens/s of each shape and way; what FP8 gains; utilisation of the BF16 peak by two counts of FLOPs; memory; how far apart
+    the steps of a way are, at most, of its median."""
     header = ["model", "length", "weights trained", *(f"{label}, tokens/s" for label in LABELS), "FP8 gains", "with the head"]
     rows = [row(name, shape) for name, shape in result["shapes"].items()]
-    return markdown([*header, "MFU in BF16, ours; nanoGPT's", "GiB in BF16; FP8"], rows, names=1)
+    return markdown([*header, "MFU in BF16, ours; nanoGPT's", "GiB in BF16; FP8", "spread"], rows, names=1)
 
 
 def row(name: str, shape: Mapping[str, Any]) -> Sequence[str]:
@@ -154,7 +201,11 @@ def row(name: str, shape: Mapping[str, Any]) -> Sequence[str]:
     use = f"{percent(plain['mfu'])}; {percent(plain['mfu_nanogpt'])}" if "mfu" in plain else "–"
     memory = "; ".join(f"{way['memory_gib']:.1f}" if way else "–" for way in (plain, low))
     length, parameters = shape["length"], f"{shape['parameters'] / 1e6:,.0f} M"
-    return [name, f"{length:,}", parameters, *(f"{speed:,.0f}" if speed else "–" for speed in speeds), *gains, use, memory]
+    spreads = [
+        each["max"] / each["median"] - each["min"] / each["median"] for each in (w["tokens_per_second"] for w in ways.values())
+    ]
+    figures = [*(f"{speed:,.0f}" if speed else "–" for speed in speeds), *gains, use, memory]
+    return [name, f"{length:,}", parameters, *figures, percent(max(spreads)) if spreads else "–"]
 
 
 if __name__ == "__main__":
