@@ -71,6 +71,7 @@ COMMON: Values = {
     "log.trackers": [],
     "log.gap": None,
     "health.on_gap": "warn",  # a candidate that goes on in BF16 would flatter its precision
+    "train.begin_with": None,  # as --from says
 }
 
 
@@ -343,6 +344,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     accelerate = options.config_file or (ON_GPU if has_gpu() else ON_CPU)
     recipe = load_recipe(options.recipe, options.overrides)
+    options.begin_with = options.begin_with or recipe.train.begin_with
     names = options.precisions or default_candidates("fp32" if recipe.weights == "fp32" else "bf16")
     question = Question(
         options.recipe, tuple(options.overrides), accelerate, Path(options.run_dir or f"runs/which/{recipe.name}"), names
@@ -373,7 +375,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--precisions", type=lambda text: text.split(","), metavar="A,B", help=listed)
     add("--seeds", type=int, default=5, metavar="N", help=f"that the hours are planned for, {FEWEST_SEEDS} or more; default: 5")
     add("--steps", type=int, metavar="N", help="of each training; default: as many as the hours hold")
-    add("--from", dest="begin_with", metavar="CHECKPOINT", help="begin all with this step-* folder of a run, the baseline too")
+    add("--from", dest="begin_with", metavar="CHECKPOINT", help="a step-* folder with which all begin, the baseline too")
     add("--config_file", type=Path, metavar="FILE", help=f"of accelerate; default: {ON_GPU}, or {ON_CPU} without a GPU")
     add("--run_dir", metavar="FOLDER", help="default: runs/which/NAME, by the recipe's name")
     return parser.parse_intermixed_args(arguments)
@@ -409,7 +411,7 @@ def check(question: Question, options: argparse.Namespace) -> None:
         raise InputError(f"--precisions {','.join(names)}: name two or more, each once, of {', '.join(PRECISIONS)}")
     if options.seeds < FEWEST_SEEDS or not (options.margin > 0 and options.hours > 0):
         raise InputError(f"command line: an interval takes --seeds {FEWEST_SEEDS} or more, and --margin and --hours above 0")
-    ours = {"precision", "seed", "run_dir", "train.steps", "train.tokens", "train.epochs"}
+    ours = {"precision", "seed", "run_dir", "train.steps", "train.tokens", "train.epochs", "train.begin_with"}
     if own := ours & dict(parse_overrides(question.overrides)).keys():
         raise InputError(f"command line: `{min(own)}` is this command's to set; leave it out, or see --help")
     least = least_steps(step_of_checkpoint(options.begin_with))

@@ -157,6 +157,7 @@ def test_trainings_are_as_long_as_the_hours_and_the_text_allow(small_recipe: dic
     [
         (["--precisions", "fp32"], "--precisions"),
         (["train.steps=9"], "train.steps"),
+        (["train.begin_with=nowhere"], "train.begin_with"),
         (["--from", "nowhere"], "--from"),
         (["--steps", "79"], "--steps"),
     ],
@@ -167,6 +168,12 @@ def test_what_cannot_be_answered_is_refused_before_anything_runs(
     with pytest.raises(InputError, match=named):
         which.main([str(write_recipe(small_recipe, tmp_path)), *arguments, "--run_dir", str(tmp_path / "which")])
     assert not (tmp_path / "which").exists()
+
+
+def test_the_checkpoint_that_the_recipe_begins_with_is_that_of_all(small_recipe: dict[str, Any], tmp_path: Path) -> None:
+    file = write_recipe(small_recipe | {"train": {"steps": 500, "begin_with": "nowhere/step-00000100"}}, tmp_path)
+    with pytest.raises(InputError, match="--from nowhere"):
+        which.main([str(file), "--run_dir", str(tmp_path / "which")])
 
 
 def test_a_precision_that_cannot_take_the_packs_is_left_out_and_named(
