@@ -420,23 +420,27 @@ def check(question: Question, options: argparse.Namespace) -> None:
 
 
 def train(matrix: Matrix, stop: StopRequest) -> list[Outcome]:
-    """Train what is not finished. InputError where others use the GPU, by nvidia-smi: to ask CUDA would take some of it; or the
-    CPU, where speeds are told of it: of what is not emulated."""
-    if all(cell.is_finished() for cell in matrix.cells):
-        return run_all(matrix, matrix.cells, stop)
+    """Train what is not finished."""
+    if not all(cell.is_finished() for cell in matrix.cells):
+        check_speeds(matrix)
+    return run_all(matrix, matrix.cells, stop)
+
+
+def check_speeds(matrix: Matrix) -> None:
+    """InputError where others use the GPU, by nvidia-smi: to ask CUDA would take some of it; or the CPU, of which speeds are told
+    where two are not emulated."""
     if matrix.on_cpu:
         plain = [cell for cell in matrix.cells if not is_quantized(cell.recipe.precision)]
         if len(plain) > 1 and (used := psutil.cpu_percent(1.0)) > CPU_IS_FREE:
             raise InputError(f"others use {used:.0f} % of the CPU, so speeds would not be its own; end what runs beside")
-    else:
-        seen = os.environ.get(DEVICES)
-        command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", *(["-i", seen] if seen else [])]
-        with contextlib.suppress(OSError, subprocess.CalledProcessError, ValueError):  # it is not there, or does not say
-            answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-            used = max(float(line) / 1024 for line in answer.split()[: matrix.processes])
-            if used > GPU_IS_FREE:
-                raise InputError(f"the GPU has {memory(used)} in use by others, so speeds would not be its own; free it")
-    return run_all(matrix, matrix.cells, stop)
+        return
+    seen = os.environ.get(DEVICES)
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", *(["-i", seen] if seen else [])]
+    with contextlib.suppress(OSError, subprocess.CalledProcessError, ValueError):  # it is not there, or does not say
+        answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        used = max(float(line) / 1024 for line in answer.split()[: matrix.processes])
+        if used > GPU_IS_FREE:
+            raise InputError(f"the GPU has {memory(used)} in use by others, so speeds would not be its own; free it")
 
 
 def kept_protocol(question: Question, options: argparse.Namespace) -> Protocol | None:
