@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from foundation.command import CommandParser
 from foundation.errors import InputError
@@ -48,14 +49,14 @@ from pretrain.compare.matrix_file import Cell, Matrix, MatrixGroup, MatrixSettin
 from pretrain.compare.matrix_run import DEVICES, Outcome, run_all, say, stopped
 from pretrain.metrics.run_folder import SUMMARY_FILE, RunFolder
 from pretrain.metrics.run_record import FEWEST_STEPS, LOSS_KEY, RunRecord
-from pretrain.precision.settings import PRECISIONS
+from pretrain.precision.settings import PRECISIONS, is_quantized
 from pretrain.settings.config import load_recipe, parse_overrides
 from pretrain.settings.recipe import Recipe
 
 GPU_IS_FREE = 2.0  # GiB in use, or less: the driver's own
+CPU_IS_FREE = 25.0  # percent in use, or less
 TRIAL_STEPS = 12  # of a candidate's first, short training
 TRUNK = 0.2  # of a training, which candidates share with the baseline
-LEAST_STEPS = math.ceil(FEWEST_STEPS / (1 - TRUNK))  # so that the mean of a training's last losses is of the candidate alone
 MOST_SEEDS = 20
 MOST_FOLD = math.log(1000)  # of the tokens, for equal loss: beyond, a loss that hardly falls tells nothing of them
 USE = "use this"
@@ -68,6 +69,9 @@ COMMON: Values = {
     "evaluate.samples": [],
     "checkpoint.at_end": False,
     "log.trackers": [],
+    "log.gap": None,
+    "health.on_gap": "warn",  # a candidate that goes on in BF16 would flatter its precision
+    "train.begin_with": None,  # as --from says
 }
 
 
@@ -154,8 +158,18 @@ class Question:
         """The first, short training of every candidate."""
         short: Values = {"train.steps": TRIAL_STEPS, "schedule.warmup": 0, "checkpoint.every": None}
         short |= {"evaluate.every": TRIAL_STEPS, "evaluate.packs": 1}  # whether any text is held out
-        group = MatrixGroup(cells={name: values_of(name) for name in self.names})
-        return self.matrix("trial", f"{self.folder}/trial/{{cell}}", short, groups=[group])
+        cells, place = dict[str, Values](), f"{self.folder}/trial/{{cell}}"
+        for name in self.names:
+            group = MatrixGroup(cells=cells | {name: values_of(name)})
+            try:
+                matrix = self.matrix("trial", place, short, groups=[group])
+            except InputError as error:
+                if not cells:  # the baseline: a mistake of the recipe's own
+                    raise
+                say(f"left out: {error}")  # as it takes no packs of this length, say
+            else:
+                cells = group.cells
+        return matrix
 
     def round(self, seed: int, candidates: Sequence[str]) -> Matrix:
         """One seed of the baseline and of these candidates."""
@@ -182,7 +196,8 @@ class Question:
         best = max(paying, key=lambda each: each.gain, default=None)
         for each in verdicts:
             if each.is_open:
-                more = each.more_seconds and f"about {duration(each.more_seconds)} more would"
+                about = "about" if each.served and len(each.served.by_seed) >= FEWEST_SEEDS else "at least"
+                more = each.more_seconds and f"{about} {duration(each.more_seconds)} more would"
                 each.advice = more or f"nor would {MOST_SEEDS} seeds, if they spread alike"
             elif each.speedup is None and each.served:
                 each.advice = "its speed is not known, as it is emulated"
@@ -328,8 +343,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns its exit status. Raises InputError for a mistake in what it was given."""
     options = parse_arguments(arguments)
     accelerate = options.config_file or (ON_GPU if has_gpu() else ON_CPU)
-    names = options.precisions or default_candidates()
     recipe = load_recipe(options.recipe, options.overrides)
+    options.begin_with = options.begin_with or recipe.train.begin_with
+    names = options.precisions or default_candidates("fp32" if recipe.weights == "fp32" else "bf16")
     question = Question(
         options.recipe, tuple(options.overrides), accelerate, Path(options.run_dir or f"runs/which/{recipe.name}"), names
     )
@@ -359,7 +375,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--precisions", type=lambda text: text.split(","), metavar="A,B", help=listed)
     add("--seeds", type=int, default=5, metavar="N", help=f"that the hours are planned for, {FEWEST_SEEDS} or more; default: 5")
     add("--steps", type=int, metavar="N", help="of each training; default: as many as the hours hold")
-    add("--from", dest="begin_with", metavar="CHECKPOINT", help="begin all with this step-* folder of a run, the baseline too")
+    add("--from", dest="begin_with", metavar="CHECKPOINT", help="a step-* folder with which all begin, the baseline too")
     add("--config_file", type=Path, metavar="FILE", help=f"of accelerate; default: {ON_GPU}, or {ON_CPU} without a GPU")
     add("--run_dir", metavar="FOLDER", help="default: runs/which/NAME, by the recipe's name")
     return parser.parse_intermixed_args(arguments)
@@ -371,11 +387,11 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def default_candidates() -> list[str]:
-    """BF16 and what the GPU computes, the first of that with its head too, or one that is emulated; without a GPU beside FP32."""
+def default_candidates(on_cpu: str) -> list[str]:
+    """BF16 and what the GPU computes, the first of that with its head too, or one that is emulated; on a CPU beside `on_cpu`."""
     quantized = [name for name, each in PRECISIONS.items() if each.quantized]
     if not has_gpu():
-        return ["fp32", quantized[0]]
+        return [on_cpu, quantized[0]]
     with ProcessPoolExecutor(1, get_context("spawn")) as child:  # what it holds of the GPU, it gives back when it ends
         here = child.submit(computed_here, quantized).result()
     return ["bf16", *(here or quantized[:1]), *(f"{name}{HEAD}" for name in here[:1])]
@@ -393,25 +409,38 @@ def check(question: Question, options: argparse.Namespace) -> None:
     names = question.names
     if any(name.removesuffix(HEAD) not in PRECISIONS for name in names) or not 2 <= len(names) == len(set(names)):
         raise InputError(f"--precisions {','.join(names)}: name two or more, each once, of {', '.join(PRECISIONS)}")
-    if options.seeds < FEWEST_SEEDS or options.margin <= 0 or options.hours <= 0:
+    if options.seeds < FEWEST_SEEDS or not (options.margin > 0 and options.hours > 0):
         raise InputError(f"command line: an interval takes --seeds {FEWEST_SEEDS} or more, and --margin and --hours above 0")
-    ours = {"precision", "seed", "run_dir", "train.steps", "train.tokens", "train.epochs"}
+    ours = {"precision", "seed", "run_dir", "train.steps", "train.tokens", "train.epochs", "train.begin_with"}
     if own := ours & dict(parse_overrides(question.overrides)).keys():
         raise InputError(f"command line: `{min(own)}` is this command's to set; leave it out, or see --help")
-    step_of_checkpoint(options.begin_with)
+    least = least_steps(step_of_checkpoint(options.begin_with))
+    if options.steps and options.steps < least:
+        raise InputError(f"--steps {options.steps}: {least} are the least")
 
 
 def train(matrix: Matrix, stop: StopRequest) -> list[Outcome]:
-    """Train what is not finished. InputError where others use the GPU, by nvidia-smi: to ask CUDA would take some of it."""
-    if not matrix.on_cpu and not all(cell.is_finished() for cell in matrix.cells):
-        seen = os.environ.get(DEVICES)
-        command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", *(["-i", seen] if seen else [])]
-        with contextlib.suppress(OSError, subprocess.CalledProcessError, ValueError):  # it is not there, or does not say
-            answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-            used = max(float(line) / 1024 for line in answer.split()[: matrix.processes])
-            if used > GPU_IS_FREE:
-                raise InputError(f"the GPU has {memory(used)} in use by others, so speeds would not be its own; free it")
+    """Train what is not finished."""
+    if not all(cell.is_finished() for cell in matrix.cells):
+        check_speeds(matrix)
     return run_all(matrix, matrix.cells, stop)
+
+
+def check_speeds(matrix: Matrix) -> None:
+    """InputError where others use the GPU, by nvidia-smi: to ask CUDA would take some of it; or the CPU, of which speeds are told
+    where two are not emulated."""
+    if matrix.on_cpu:
+        plain = [cell for cell in matrix.cells if not is_quantized(cell.recipe.precision)]
+        if len(plain) > 1 and (used := psutil.cpu_percent(1.0)) > CPU_IS_FREE:
+            raise InputError(f"others use {used:.0f} % of the CPU, so speeds would not be its own; end what runs beside")
+        return
+    seen = os.environ.get(DEVICES)
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", *(["-i", seen] if seen else [])]
+    with contextlib.suppress(OSError, subprocess.CalledProcessError, ValueError):  # it is not there, or does not say
+        answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        used = max(float(line) / 1024 for line in answer.split()[: matrix.processes])
+        if used > GPU_IS_FREE:
+            raise InputError(f"the GPU has {memory(used)} in use by others, so speeds would not be its own; free it")
 
 
 def kept_protocol(question: Question, options: argparse.Namespace) -> Protocol | None:
@@ -438,14 +467,13 @@ def kept_protocol(question: Question, options: argparse.Namespace) -> Protocol |
 def new_protocol(question: Question, options: argparse.Namespace, stop: StopRequest, ends: float) -> Protocol | None:
     """Try every candidate, and fix how long trainings are; None where it was stopped. InputError where the baseline fails."""
     matrix, recipe = question.trial(), question.recipe
-    say(f"{plural(TRIAL_STEPS, 'step')} of each first, about a minute each: {', '.join(question.names)}")
+    say(f"{plural(TRIAL_STEPS, 'step')} of each first, about a minute each: {', '.join(c.values['cell'] for c in matrix.cells)}")
     outcomes = {each.cell.values["cell"]: each for each in train(matrix, stop)}
     if stop.requested:
         return None
     runs = {name: each.cell.record() for name, each in outcomes.items() if each.is_finished}
     if question.names[0] not in runs or len(runs) < 2:
-        failed = [str(each.cell.log) for each in outcomes.values() if not each.is_finished]
-        raise InputError(f"{question.names[0]} and another precision have to run, to be compared; see {', '.join(failed)}")
+        raise InputError(f"{question.names[0]} and another precision have to run, to be compared; what fails is named above")
     if "held_out_loss" not in runs[question.names[0]].summary:
         raise InputError(
             f"{question.recipe_file}: no text is held out, by which precisions are judged; set `data.held_out: 0.02`"
@@ -476,12 +504,18 @@ def steps_that_fit(
     steps = options.steps or min(in_hours, in_an_epoch, in_recipe or in_an_epoch)
     if steps > in_an_epoch:
         raise InputError(f"--steps {steps}: from step {in_an_epoch} on text is seen again, which hides what a precision costs")
-    least = LEAST_STEPS if done is None else done + FEWEST_STEPS
-    if steps < least:
+    if steps < (least := least_steps(done)):
         hours = options.hours + options.seeds * (least - in_hours) * whole / 3600
-        short = f"--hours {options.hours:g} hold" if steps == in_hours else "the recipe or its text has"
-        raise InputError(f"{short} {max(steps, 0)} steps a training; {least} are the least, in {hours:.2g} hours")
+        short, remedy = f"--hours {options.hours:g} hold", f"take {hours:.2g} hours"
+        if steps != in_hours:
+            short, remedy = "the recipe or its text has", "set more `train.steps` in the recipe, or take more text"
+        raise InputError(f"{short} {max(steps, 0)} steps a training; {least} are the least: {remedy}")
     return steps, math.ceil(TRUNK * steps) if done is None else done
+
+
+def least_steps(done: int | None) -> int:
+    """Of a training, with those that are `done` before all begin: so that its last losses are of the candidate alone."""
+    return math.ceil(FEWEST_STEPS / (1 - TRUNK)) if done is None else done + FEWEST_STEPS
 
 
 def step_of_checkpoint(path: str | None) -> int | None:
@@ -500,6 +534,8 @@ def announce(question: Question, hours: float) -> None:
     protocol = question.protocol
     base, *others = protocol.candidates
     each = question.round_seconds(others)
+    if missing := [name for name in protocol.precisions if name not in protocol.seconds]:
+        say(f"\nLeft out, as they did not run: {', '.join(missing)}; ask of them anew in another --run_dir.")
     say(
         f"\nBaseline {base}, candidates {', '.join(others)}; a margin of {100 * protocol.margin:g} % of the loss, which stays.\n"
         f"A round is a seed: {protocol.steps:,} steps each, the first {protocol.trunk:,} in {base}; about {duration(each)}.\n"

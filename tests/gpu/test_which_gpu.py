@@ -48,7 +48,7 @@ def test_a_round_measures_speed_memory_and_loss_on_the_hardware(
 
 def test_candidates_are_what_the_gpu_computes() -> None:
     here = [name for name, each in PRECISIONS.items() if each.quantized and unavailable_because(each) is None]
-    assert which.default_candidates() == ["bf16", *(here or ["delayed"]), *(f"{name}+head" for name in here[:1])]
+    assert which.default_candidates("fp32") == ["bf16", *(here or ["delayed"]), *(f"{name}+head" for name in here[:1])]
 
 
 def test_a_gpu_that_others_use_is_refused(recipe: Path, tmp_path: Path) -> None:

@@ -154,7 +154,13 @@ def test_trainings_are_as_long_as_the_hours_and_the_text_allow(small_recipe: dic
 
 @pytest.mark.parametrize(
     ("arguments", "named"),
-    [(["--precisions", "fp32"], "--precisions"), (["train.steps=9"], "train.steps"), (["--from", "nowhere"], "--from")],
+    [
+        (["--precisions", "fp32"], "--precisions"),
+        (["train.steps=9"], "train.steps"),
+        (["train.begin_with=nowhere"], "train.begin_with"),
+        (["--from", "nowhere"], "--from"),
+        (["--steps", "79"], "--steps"),
+    ],
 )
 def test_what_cannot_be_answered_is_refused_before_anything_runs(
     arguments: list[str], named: str, small_recipe: dict[str, Any], tmp_path: Path
@@ -162,3 +168,30 @@ def test_what_cannot_be_answered_is_refused_before_anything_runs(
     with pytest.raises(InputError, match=named):
         which.main([str(write_recipe(small_recipe, tmp_path)), *arguments, "--run_dir", str(tmp_path / "which")])
     assert not (tmp_path / "which").exists()
+
+
+def test_the_checkpoint_that_the_recipe_begins_with_is_that_of_all(small_recipe: dict[str, Any], tmp_path: Path) -> None:
+    file = write_recipe(small_recipe | {"train": {"steps": 500, "begin_with": "nowhere/step-00000100"}}, tmp_path)
+    with pytest.raises(InputError, match="--from nowhere"):
+        which.main([str(file), "--run_dir", str(tmp_path / "which")])
+
+
+def test_a_precision_that_cannot_take_the_packs_is_left_out_and_named(
+    small_recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Blocks take tokens in multiples of 128."""
+    file = write_recipe(small_recipe | {"data": small_recipe["data"] | {"length": 64}}, tmp_path)
+    question = Question(file, (), which.ON_CPU, tmp_path / "which", ["bf16", "block", "mxfp8"])
+    assert [cell.values["cell"] for cell in question.trial().cells] == ["bf16", "mxfp8"]
+    assert "block" in (said := capsys.readouterr().out) and "128" in said
+    question.names = ["block", "bf16"]
+    with pytest.raises(InputError, match="128"):
+        question.trial()
+
+
+def test_speeds_of_a_cpu_that_others_use_are_refused(
+    small_recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(which, "CPU_IS_FREE", -1.0)
+    with pytest.raises(InputError, match="CPU"):
+        which.main([str(write_recipe(small_recipe, tmp_path)), "--run_dir", str(tmp_path / "which"), "--precisions", "fp32,bf16"])

@@ -110,7 +110,7 @@ fault("an operand is decoded by half of its scale, in hardware", on_te)(
 def te_another_format(run: SmallRun, patch: Patch) -> None:
     dtypes = importlib.import_module("transformer_engine_torch").DType
     e4m3, e5m2 = dtypes.kFloat8E4M3, dtypes.kFloat8E5M2
-    for product in run.packed.context.backend._products.values():
+    for product in run.packed.context.backend.products:
         quantizer = product.linear.quantizers["scaling_bwd"][0]
         patch.setattr(quantizer, "dtype", e4m3 if quantizer.dtype == e5m2 else e5m2)
 
