@@ -60,6 +60,7 @@ class GroupedExperts(nn.Module):
         self._apply_gate = experts._apply_gate  # transformers' own: gate and up [rows, 2 width] -> [rows, width]
         usual = experts._apply_gate.__func__.__module__ == "transformers.integrations.moe"
         self._is_swiglu = usual and experts.config.hidden_act in ("silu", "swish")
+        self.load: Tensor | None = None  # int64 [experts]: tokens of each in training since this was last taken
         self.stacks = {key: GroupedLinear(f"{name}.{key}", context) for key in STACKS}
 
     @torch.compiler.disable
@@ -67,6 +68,8 @@ class GroupedExperts(nn.Module):
         """hidden [tokens, hidden]; chosen int64 [tokens, choices], with a weight each in `weights` -> [tokens, hidden]."""
         gate_up, down = self.stacks.values()
         groups = arrange(chosen, len(self.down_proj), max(gate_up.now.aligned, down.now.aligned))
+        if self.training and torch.is_grad_enabled():  # of a layer that is recomputed all count twice
+            self.load = groups.load if self.load is None else self.load + groups.load
         rows = gate_up(Rearranged.apply(hidden, groups, True), self.gate_up_proj, groups)
         rows = down(self._activated(rows), self.down_proj, groups)
         choices = Rearranged.apply(rows, groups, False).view(*chosen.shape, -1)
