@@ -36,7 +36,7 @@ class GroupedLinear(TakesTurns):
 
     def __init__(self, name: str, context: PrecisionContext) -> None:
         self.name, self.context, self.products = name, context, {}
-        self._plain, self._unseen = PlainGroupedProduct(name), PrecisionContext(None, context.compute_dtype)
+        self._plain = PlainGroupedProduct(name)
 
     @property
     def now(self) -> Product:
@@ -45,10 +45,11 @@ class GroupedLinear(TakesTurns):
 
     def __call__(self, rows: Tensor, stack: Tensor, groups: Groups) -> Tensor:
         """rows [rows, in] by expert, stack [experts, out, in] -> [rows, out]."""
-        product, context = self.now, self.context
+        product = self.now
+        context = PrecisionContext(None, rows.dtype) if product is self._plain else self.context  # whose observers look on
         options = {"refresh": context.first_microbatch, "differentiable": torch.is_grad_enabled(), "groups": groups}
-        call = GroupedCall(product, self._unseen if product is self._plain else context, **options)
-        return LinearFunction.apply(rows, summing_where(stack, stack.to(rows.dtype)), None, call)
+        call, dtype = GroupedCall(product, context, **options), context.compute_dtype
+        return LinearFunction.apply(rows.to(dtype), summing_where(stack, stack.to(dtype)), None, call)
 
 
 class GroupedExperts(nn.Module):
